@@ -1,3 +1,23 @@
 """rewriter: ordinary JAX code on the best kernels for its chip."""
 
+from rewriter.config import Config as Config
+from rewriter.config import config as config
+from rewriter.errors import ConfigError as ConfigError
+from rewriter.errors import DeviceMismatch as DeviceMismatch
+from rewriter.errors import DuplicateName as DuplicateName
+from rewriter.errors import ExportError as ExportError
+from rewriter.errors import KernelError as KernelError
+from rewriter.errors import PatternError as PatternError
+from rewriter.errors import RequirementNotMet as RequirementNotMet
+from rewriter.errors import RewriterError as RewriterError
+from rewriter.errors import RewriterWarning as RewriterWarning
+from rewriter.errors import TraceError as TraceError
+from rewriter.errors import UnknownKernel as UnknownKernel
+from rewriter.errors import UnknownPattern as UnknownPattern
+from rewriter.errors import VerificationFailed as VerificationFailed
+from rewriter.optimize import Optimized as Optimized
+from rewriter.optimize import explain as explain
+from rewriter.optimize import optimize as optimize
+from rewriter.report import Report as Report
+
 __version__ = "0.1.0"

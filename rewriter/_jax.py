@@ -5,3 +5,210 @@ versions (0.10.2, 0.11.2, 0.12).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax._src import core
+from jax._src import source_info_util as _source_info_util
+from jax._src.interpreters import partial_eval as _pe
+
+CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin"}
+REMAT = {"remat2", "checkpoint", "remat", "remat_opt"}
+CUSTOM = {
+    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call",
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ jaxprs
+def is_literal(atom: Any) -> bool:
+    """Whether an equation's operand is a literal."""
+    return isinstance(atom, core.Literal)
+
+
+def is_drop(var: Any) -> bool:
+    """Whether a variable is the placeholder of an unused result."""
+    return isinstance(var, core.DropVar)
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is being traced."""
+    return isinstance(value, core.Tracer)
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """Constants of a jaxpr; an open one of jax 0.10 has none."""
+    return getattr(jaxpr, "consts", ()) if jaxpr.constvars else ()
+
+
+def call_kind(eqn: Any) -> str:
+    """Which kind of body an equation holds; empty for an ordinary equation."""
+    name = eqn.primitive.name
+    if name in CALLS:
+        return "call" if _plain_call(eqn) else "opaque"
+    if name in REMAT:
+        return "remat"
+    if name in CUSTOM:
+        return "custom" if call_body(eqn) is not None else "opaque"
+    return name if name in ("scan", "while", "cond", "shard_map") else ""
+
+
+def _plain_call(eqn: Any) -> bool:
+    return call_body(eqn) is not None
+
+
+def call_body(eqn: Any) -> Any:
+    """The jaxpr of a call-like equation."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+        body = eqn.params.get(key)
+        if body is not None and hasattr(body, "eqns"):
+            return body
+    return None
+
+
+def call_body_name(eqn: Any) -> str:
+    """The parameter that holds the body."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+        body = eqn.params.get(key)
+        if body is not None and hasattr(body, "eqns"):
+            return key
+    raise KeyError(eqn.primitive.name)
+
+
+def scan_parts(eqn: Any) -> tuple[Any, int, int, int]:
+    """(body, number of constants, number of carries, length) of a scan."""
+    params = eqn.params
+    if "num_consts" in params:  # jax 0.10
+        n_consts, n_carry = params["num_consts"], params["num_carry"]
+    else:  # jax 0.11: flat trees of consts, carry, xs
+        first, second, _ = params["ft_in"].unpack()
+        n_consts, n_carry = len(list(first)), len(list(second))
+    return params["jaxpr"], n_consts, n_carry, params["length"]
+
+
+def while_parts(eqn: Any) -> tuple[Any, int, int]:
+    """(body, number of the condition's constants, of the body's) of a while."""
+    params = eqn.params
+    return params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
+
+
+def params_key(eqn: Any) -> Any:
+    """A hashable value equal for equal parameters; TypeError if there is none."""
+    if not eqn.params:
+        return None
+    items = []
+    for name, value in eqn.params.items():
+        if isinstance(value, np.ndarray) or hasattr(value, "eqns"):
+            raise TypeError(name)
+        items.append((name, value))
+    key = tuple(items)
+    hash(key)
+    return key
+
+
+def source_of(eqn: Any) -> str:
+    """The user's line of an equation, such as ``"model.py:88 (Block.__call__)"``."""
+    frame = _source_info_util.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    file = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{file}:{frame.start_line} ({frame.function_name.split('.<locals>')[0]})"
+
+
+def is_library_rule(eqn: Any) -> bool:
+    """Whether a custom_jvp call is one of JAX's own with the derivative of its body.
+
+    A user's rule may differ from the derivative of the body, so its body is a
+    scope of its own. JAX's own rules (relu, softmax, logsumexp and the like)
+    only state that derivative in a better way; they are known by the function
+    that defines the body.
+    """
+    if "jvp" not in eqn.primitive.name:
+        return False
+    body = call_body(eqn)
+    info = getattr(body, "debug_info", None)
+    source = getattr(info, "func_src_info", "") or ""
+    return any(f"/jax/_src/{place}" in source for place in ("nn/", "numpy/", "lax/"))
+
+
+# --------------------------------------------------------------------- jit
+def is_jitted(fn: Any) -> bool:
+    """Whether a callable came out of ``jax.jit``."""
+    return hasattr(fn, "_jit_info") and hasattr(fn, "trace")
+
+
+def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns the static positions and names of a jitted function."""
+    info = jitted._jit_info
+    return tuple(info.static_argnums), tuple(info.static_argnames)
+
+
+def jit_options(jitted: Any) -> dict[str, Any]:
+    """Returns the keyword arguments that would make the same ``jax.jit`` again."""
+    info, options = jitted._jit_info, {}
+    for name in (
+        "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
+        "device", "backend", "keep_unused",
+    ):  # fmt: skip
+        if value := getattr(info, name, None):
+            options[name] = value
+    # donate_argnames is derived from donate_argnums and the other way round.
+    if "donate_argnums" in options:
+        options.pop("donate_argnames", None)
+    if info.compiler_options_kvs:
+        options["compiler_options"] = dict(info.compiler_options_kvs)
+    for side in ("in", "out"):
+        leaves = getattr(info, f"{side}_shardings_leaves")
+        layouts = getattr(info, f"{side}_layouts_leaves")
+        if all(type(s).__name__ == "UnspecifiedValue" for s in leaves):
+            continue
+        both = [
+            s if x is None else jax.experimental.layout.Format(x, s)
+            for s, x in zip(leaves, layouts, strict=True)
+        ]
+        tree = getattr(info, f"{side}_shardings_treedef")
+        options[f"{side}_shardings"] = jax.tree.unflatten(tree, both)
+    return options
+
+
+def call_params(params: dict[str, Any], fixed: Sequence[bool], added: int) -> Any:
+    """Returns a jit equation's parameters with some operands exchanged.
+
+    Args:
+        params: The equation's parameters.
+        fixed: Which operands go.
+        added: How many operands without sharding or layout lead instead.
+    """
+    # Unspecified shardings have no public name, so ask a jit for one.
+    unspecified = jax.jit(lambda: 0)._jit_info.out_shardings_leaves[0]
+    lead = {"in_shardings": unspecified, "in_layouts": None, "donated_invars": False}
+    changed = {
+        k: (v,) * added + tuple(p for p, f in zip(params[k], fixed, strict=True) if not f)
+        for k, v in lead.items()
+    }  # fmt: skip
+    return {**params, **changed}
+
+
+def with_constants(
+    closed: Any, constvars: Sequence[Any], invars: Sequence[Any], consts: Sequence[Any]
+) -> Any:
+    """Returns the closed jaxpr with some of its inputs turned into constants.
+
+    Since 0.12 a closed jaxpr is a jaxpr whose leading inputs carry values;
+    before, constvars and invars are two lists. This spelling suits both.
+    """
+    jaxpr = closed.jaxpr
+    both = [*jaxpr.constvars, *constvars]
+    return jex_core.ClosedJaxpr(jaxpr.replace(constvars=both, invars=list(invars)), consts)
+
+
+def without_constants(closed: Any) -> Any:
+    """Returns the closed jaxpr with its constants turned into leading inputs."""
+    jaxpr = closed.jaxpr
+    if not closed.consts:
+        return closed
+    both = [*jaxpr.constvars, *jaxpr.invars]
+    return jex_core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=both), [])

@@ -1,0 +1,326 @@
+"""A function in, a faster one out: the pipeline on one page.
+
+``optimize`` returns a real ``jax.jit`` object. While that jit traces, once per
+signature, the function is traced, rewritten, and called as one equation.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, overload
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax, trace
+from rewriter.config import OPTIONS, Config, disabled, resolve
+from rewriter.errors import (
+    RequirementNotMet,
+    RewriterError,
+    RewriterWarning,
+)
+from rewriter.pipeline import rewrite
+from rewriter.replace import Rewritten
+from rewriter.report import Report
+from rewriter.trace import Bound, Traced
+from rewriter.verdict import Reason
+
+log = logging.getLogger("rewriter.optimize")
+REMEMBERED = 64  # signatures per function; a record holds two jaxprs
+
+
+class Optimized(Protocol):
+    """A ``jax.jit`` object with these attributes added."""
+
+    original: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the rewritten function."""
+        ...
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """Returns the report for this signature; without arguments, the latest."""
+        ...
+
+    def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:
+        """Returns the rewritten program for this signature."""
+        ...
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns JAX's own ``Traced``."""
+        ...
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns JAX's own ``Lowered``."""
+        ...
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the result's shapes and dtypes."""
+        ...
+
+    def clear_cache(self) -> None:
+        """Forgets compiled programs, as for any ``jax.jit`` object."""
+        ...
+
+
+@overload
+def optimize(fn: Callable[..., Any], /, **options: Any) -> Optimized: ...
+@overload
+def optimize(**options: Any) -> Callable[[Callable[..., Any]], Optimized]: ...
+def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
+    """Returns ``fn`` under ``jax.jit``, with recognised ops on better kernels.
+
+    The result is a ``jax.jit`` object: ``.trace``, ``.lower``, ``.eval_shape``
+    and ``.clear_cache`` are JAX's own, and so is dispatch. Added are
+    ``.report(*args)``, ``.jaxpr(*args)`` and ``.original``. It nests inside
+    ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``optimize``.
+
+    Args:
+        fn: Any callable that ``jax.jit`` takes. An already jitted one keeps its
+            static arguments, donation and shardings.
+        patterns: Comma-separated names, or a sequence of names and patterns.
+        **options: Fields of ``Config`` or options of ``jax.jit``.
+
+    Raises:
+        ConfigError: For an unknown option or value, with a suggestion.
+        UnknownPattern: For an unknown pattern, with a suggestion.
+        RewriterError: If ``fn`` is not callable.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> @rewriter.optimize
+        ... def double(x):
+        ...     return x + x
+        >>> float(double(2.0))
+        4.0
+    """
+    ours = {k: v for k, v in options.items() if k in OPTIONS}
+    theirs = {k: v for k, v in options.items() if k not in OPTIONS}
+    ours, user_patterns = _with_patterns(ours, patterns)
+    if fn is None:
+        return lambda fn: _optimized(fn, ours, theirs, user_patterns)
+    return _optimized(fn, ours, theirs, user_patterns)
+
+
+def explain(
+    fn: Callable[..., Any], /, *, patterns: Any = None, **options: Any
+) -> Callable[..., Report]:
+    """Returns a function that reports what ``optimize`` would do, and why.
+
+    Args:
+        fn: Any callable that ``jax.jit`` takes, or an optimized function.
+        patterns: As in ``optimize``.
+        **options: As in ``optimize``.
+
+    Returns:
+        A function of the same arguments (arrays or ``ShapeDtypeStruct``, no
+        device needed) to a ``Report``.
+
+    Raises:
+        TraceError: If ``fn`` cannot be traced; JAX's error is chained.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> print(rewriter.explain(jnp.sin)(1.0).text().splitlines()[1][:14])
+         no candidates
+    """
+    if hasattr(fn, "original") and hasattr(fn, "report") and not options:
+        return fn.report  # type: ignore[no-any-return]
+    return optimize(fn, patterns=patterns, **options).report
+
+
+# -------------------------------------------------------------- the pipeline
+@dataclass(frozen=True)
+class Record:
+    """The analysis of one signature."""
+
+    traced: Traced
+    rewritten: Rewritten
+    bound: Bound
+    report: Report
+
+
+@dataclass
+class Analysis:
+    """The pipeline for one function, remembering what it found."""
+
+    original: Callable[..., Any]
+    inner: Any
+    options: Mapping[str, Any]
+    user_patterns: tuple[Any, ...]
+    records: OrderedDict[Any, Record] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, args: Any, kwargs: Any) -> Record:
+        """Returns the analysis for these arguments, made at most once."""
+        config = resolve(self.options)
+        traced = trace.trace(self.inner, args, kwargs)
+        return self._remembered(traced, config) or self._made(traced, config)
+
+    def _key(self, traced: Traced, config: Config) -> Any:
+        program = traced.call.params["jaxpr"] if traced.call else traced.outer
+        consts = tuple(id(c) for c in traced.closed_jaxpr.consts)
+        return id(program), consts, config
+
+    def _remembered(self, traced: Traced, config: Config) -> Record | None:
+        with self.lock:
+            key = self._key(traced, config)
+            if key in self.records:
+                self.records.move_to_end(key)
+            return self.records.get(key)
+
+    def _made(self, traced: Traced, config: Config) -> Record:
+        record = analyze(traced, config, self.user_patterns)
+        if any(_jax.is_tracer(c) for c in traced.closed_jaxpr.consts):
+            return record  # keeping it would keep the tracers alive
+        with self.lock:
+            self.records[self._key(traced, config)] = record
+            while len(self.records) > REMEMBERED:
+                self.records.popitem(last=False)
+        return record
+
+
+def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> Record:
+    """Returns the rewritten program and its report; never fails unless strict."""
+    start = time.perf_counter()
+    rewritten = _rewritten(traced, config, user_patterns)
+    seconds = dict(rewritten.seconds) or {"match": time.perf_counter() - start}
+    report = Report(
+        name=traced.name,
+        versions=jax.__version__,
+        target=config.target or _device_kind(),
+        patterns=config.patterns,
+        sites=rewritten.sites,
+        misses=rewritten.misses,
+        failures=rewritten.failures,
+        seconds={"trace": traced.seconds, **seconds},
+        before=traced.closed_jaxpr,
+        after=rewritten.closed_jaxpr,
+    )
+    _require(report, config)
+    return Record(traced, rewritten, Bound.of(rewritten.closed_jaxpr), report)
+
+
+def _optimized(
+    fn: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any], patterns: Any
+) -> Any:
+    resolve(ours)  # complain about options now, not when tracing
+    options = trace.jit_options(fn, theirs)
+    analysis = Analysis(fn, trace.jitted(fn, options), ours, patterns)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if disabled() or jax.config.jax_disable_jit:
+            return fn(*args, **kwargs)
+        record = analysis(args, kwargs)
+        leaves, _ = trace.split(analysis.inner, args, kwargs)
+        return record.traced.run(record.bound, leaves)
+
+    fast = jax.jit(trace.renamed(call, fn), **options)
+
+    def report(*args: Any, **kwargs: Any) -> Report:
+        if not args and not kwargs and analysis.records:
+            return next(reversed(analysis.records.values())).report
+        return _record(fast, analysis, args, kwargs).report
+
+    def jaxpr(*args: Any, **kwargs: Any) -> ClosedJaxpr:
+        return _record(fast, analysis, args, kwargs).rewritten.closed_jaxpr
+
+    fast.original, fast.report, fast.jaxpr = fn, report, jaxpr
+    return fast
+
+
+def _record(fast: Any, analysis: Analysis, args: Any, kwargs: Any) -> Record:
+    try:
+        fast.trace(*args, **kwargs)  # JAX's own checks and messages
+    except RewriterError:
+        raise
+    except Exception as error:
+        raise trace.trace_error(analysis.original, error) from error
+    return analysis(args, kwargs)
+
+
+def _rewritten(
+    traced: Traced, config: Config, user_patterns: tuple[Any, ...]
+) -> Rewritten:
+    before = traced.closed_jaxpr
+    try:
+        with jax.ensure_compile_time_eval():
+            after = rewrite(before, config, user_patterns)
+        problem = _changed(before, after.closed_jaxpr)
+        failures, error = after.failures, None
+    except RewriterError:
+        raise
+    except Exception as caught:
+        after, error = Rewritten(before), caught
+        failures = (Reason("failure", f"{type(caught).__name__}: {caught}"),)
+        problem = ""
+        log.debug("rewriting %s failed", traced.name, exc_info=caught)
+    if problem:
+        failures = (*failures, Reason("signature", problem))
+        after = Rewritten(before, failures=failures)
+    if not failures:
+        return after
+    if config.strict:
+        raise RewriterError(
+            f"rewriting {traced.name} failed: {failures[0]}",
+            next_step="Drop strict=True to leave the program as it was",
+        ) from error
+    for reason in failures:
+        warnings.warn(
+            f"{traced.name}: left as written: {reason}", RewriterWarning, stacklevel=2
+        )
+    return Rewritten(
+        after.closed_jaxpr, after.sites, after.misses, failures, after.seconds
+    )
+
+
+def _changed(before: ClosedJaxpr, after: ClosedJaxpr) -> str:
+    """What is different about the signature of two programs, or ''."""
+    if before.in_avals != after.in_avals:
+        return f"inputs became {after.in_avals}; they are {before.in_avals}"
+    if before.out_avals != after.out_avals:
+        return f"outputs became {after.out_avals}; they are {before.out_avals}"
+    if set(before.effects) != set(after.effects):
+        return f"effects became {after.effects}; they are {before.effects}"
+    return ""
+
+
+def _require(report: Report, config: Config) -> None:
+    wanted = config.require
+    if wanted is None:
+        return
+    if wanted == "all":
+        short = [f"{len(report.misses)} missed"] if report.misses else []
+    else:
+        pairs = ((wanted, 1),) if isinstance(wanted, str) else wanted
+        found = report.counts()
+        short = [f"{op}: {found.get(op, 0)} of {n}" for op, n in pairs
+                 if found.get(op, 0) < n]  # fmt: skip
+    if short:
+        raise RequirementNotMet(
+            f"{report.name}: {', '.join(short)}\n{report.why_not()}",
+            next_step="See report.why_not(op)",
+        )
+
+
+def _device_kind() -> str:
+    return str(jax.devices()[0].device_kind)
+
+
+def _with_patterns(
+    options: Mapping[str, Any], patterns: Any
+) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The options with ``patterns`` as text, and the pattern objects in it."""
+    if patterns is None:
+        return dict(options), ()
+    parts = [patterns] if isinstance(patterns, str) else list(patterns)
+    names = [p for p in parts if isinstance(p, str)]
+    objects = tuple(p for p in parts if not isinstance(p, str))
+    text = ",".join(names) or ("default" if objects else "none")
+    return {**options, "patterns": text}, objects

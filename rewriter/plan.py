@@ -1,0 +1,58 @@
+"""Sites, and what was chosen for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Site:
+    """One recognised op in the program, and what became of it.
+
+    Attributes:
+        index: Its number in the report and in the picture.
+        op: The op's name, such as ``"attention"``.
+        where: The user's line, such as ``"model.py:88 (Attention.__call__)"``.
+        repeats: How often it runs: surrounding scan lengths multiplied.
+        scope: What surrounds it: ``""``, ``"scan"``, ``"scan/remat"``.
+        shapes: Its operands in text: ``"q f32[2,64,4,32] ..."``.
+        params: The parameters read off the program.
+        kernel: What computes it; ``"xla"`` means left as written.
+        origin: Where the choice comes from: ``"heuristic"``, ``"forced"``.
+        replaced: Whether the program changed.
+        not_chosen: ``(kernel, reason)`` for every other kernel.
+        numerics: What differs in rounding, one sentence each.
+        saved_bytes: Bytes no longer stored, where known.
+        backward: Whether its gradient was found in the same program.
+    """
+
+    index: int
+    op: str
+    where: str
+    repeats: int
+    scope: str
+    shapes: str
+    params: Mapping[str, object]
+    kernel: str
+    origin: str
+    replaced: bool
+    not_chosen: tuple[tuple[str, str], ...] = ()
+    numerics: tuple[str, ...] = ()
+    saved_bytes: int | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel picked for a site on one platform.
+
+    Attributes:
+        kernel: The kernel's name; ``"xla"`` leaves the program as written.
+        origin: ``"heuristic"``, ``"forced"`` and the like.
+        not_chosen: ``(kernel, reason)`` for every other kernel.
+    """
+
+    kernel: str
+    origin: str
+    not_chosen: tuple[tuple[str, str], ...] = field(default=())
