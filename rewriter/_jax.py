@@ -212,3 +212,54 @@ def without_constants(closed: Any) -> Any:
         return closed
     both = [*jaxpr.constvars, *jaxpr.invars]
     return jex_core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=both), [])
+
+
+# ------------------------------------------------------------------- sites
+def vary_alike(values: Sequence[Any]) -> list[Any]:
+    """Returns the arrays, each varying over the manual mesh axes of all of them.
+
+    Inside `jax.shard_map` with ``check_vma=True`` the operands of one equation
+    must agree; the casts transpose to the sums that gradients need.
+    """
+    axes = [core.typeof(v).mat.varying for v in values]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(v, tuple(sorted(union - own)), to="varying")
+        if union - own
+        else v
+        for v, own in zip(values, axes, strict=True)
+    ]
+
+
+def shaped_like(
+    shape: Sequence[Any], dtype: Any, avals: Sequence[Any], spec: Any = None
+) -> Any:
+    """Returns the abstract value of a result of operands with these avals.
+
+    Args:
+        shape: The result's shape.
+        dtype: The result's dtype.
+        avals: The operands' abstract values; the result varies over the manual
+            axes that any of them varies over.
+        spec: The result's partition over explicit mesh axes; replicated if None.
+    """
+    varying = frozenset().union(*(a.mat.varying for a in avals))
+    like = next((a for a in avals if a.mat.varying == varying), avals[0])
+    meshes = [a.sharding.mesh for a in avals if not a.sharding.mesh.empty]
+    if not meshes:
+        return core.ShapedArray(tuple(shape), dtype)
+    spec = jax.P(*[None] * len(shape)) if spec is None else spec
+    sharding = jax.sharding.NamedSharding(meshes[0], spec)
+    return core.ShapedArray(
+        tuple(shape), dtype, sharding=sharding, manual_axis_type=like.mat
+    )
+
+
+def without_varying(aval: Any) -> Any:
+    """Returns the abstract value without its manual mesh axes, for lowering."""
+    return aval.update(manual_axis_type=core.empty_mat) if aval.mat.varying else aval
+
+
+def explicit_specs(avals: Sequence[Any]) -> bool:
+    """Whether any array is partitioned over an explicit mesh axis in its type."""
+    return any(any(p is not None for p in a.sharding.spec) for a in avals)

@@ -1,0 +1,196 @@
+"""Kernels: one way to compute an op, and what it can take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rewriter.op import Op
+from rewriter.verdict import YES, Verdict
+
+if TYPE_CHECKING:
+    import jax
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One use of an op without its values: what choosing a kernel may read.
+
+    Attributes:
+        op: The op's name.
+        shapes: (operand, shape) for each operand present, in the op's order.
+        dtypes: (operand, dtype name) for each operand present.
+        params: (name, value) for each parameter, sorted by name.
+    """
+
+    op: str
+    shapes: tuple[tuple[str, tuple[Any, ...]], ...]
+    dtypes: tuple[tuple[str, str], ...]
+    params: tuple[tuple[str, Any], ...]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the operands that are there."""
+        return tuple(name for name, _ in self.shapes)
+
+    def has(self, name: str) -> bool:
+        """Whether an operand is there."""
+        return name in self.operands
+
+    def shape(self, name: str) -> tuple[Any, ...]:
+        """Returns an operand's shape; a size may be symbolic under export."""
+        return dict(self.shapes)[name]
+
+    def dtype(self, name: str) -> str:
+        """Returns the name of an operand's dtype, such as ``"bfloat16"``."""
+        return dict(self.dtypes)[name]
+
+    def param(self, name: str, default: Any = None) -> Any:
+        """Returns a parameter's value."""
+        return dict(self.params).get(name, default)
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether any size is symbolic."""
+        return any(not isinstance(d, int) for _, shape in self.shapes for d in shape)
+
+
+def spec_of(op: Op, operands: Mapping[str, Any], params: Mapping[str, Any]) -> Spec:
+    """Returns the `Spec` of an op on given operands.
+
+    Args:
+        op: The op.
+        operands: Arrays, or anything with ``shape`` and ``dtype``, by name.
+        params: Parameters; the op's defaults fill in what is missing.
+    """
+    names = op.ordered(operands)
+    return Spec(
+        op.name,
+        tuple((n, tuple(operands[n].shape)) for n in names),
+        tuple((n, str(operands[n].dtype)) for n in names),
+        tuple(sorted({**op.defaults, **params}.items())),
+    )
+
+
+def takes_all(spec: Spec) -> Verdict:
+    """Returns yes: the `supports` of a kernel without limits."""
+    del spec
+    return YES
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One implementation of an op.
+
+    Attributes:
+        name: The kernel's name, unique within the op; never ``"reference"``.
+        op: The op's name.
+        platforms: Where it runs: any of ``cpu``, ``cuda``, ``rocm``, ``tpu``.
+        version: Raised whenever results or speed may change.
+        supports: Says, with reasons, whether it takes a `Spec`. It also sees
+            the shapes that `jax.vmap` makes.
+        forward: ``forward(*, <operands>, **params)`` gives the result; with
+            ``residuals=True`` (asked only if there is a `backward`) it gives
+            ``(result, residuals)``, residuals a tuple of arrays.
+        backward: ``backward(*, <operands>, out, residuals, cotangent,
+            **params)`` gives cotangents by operand name for the float
+            operands; one left out, or no backward at all, is taken from
+            `jax.vjp` of the op's reference.
+        memory_bounded: Whether it needs far less memory than the reference.
+        saves_out: Whether `backward` reads ``out``; otherwise it gets None
+            and the result is not kept for it.
+    """
+
+    name: str
+    op: str
+    platforms: tuple[str, ...]
+    version: int
+    supports: Callable[[Spec], Verdict] = field(repr=False)
+    forward: Callable[..., Any] = field(repr=False)
+    backward: Callable[..., Mapping[str, jax.Array]] | None = field(
+        default=None, repr=False
+    )
+    memory_bounded: bool = False
+    saves_out: bool = True
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name})"
+
+    @property
+    def where(self) -> str:
+        """The line that defines the forward function, such as ``"fast.py:12"``."""
+        return source_line(self.forward)
+
+
+def source_line(function: Callable[..., Any]) -> str:
+    """Returns ``"file.py:12"`` for a function defined there, or ``""``."""
+    while True:
+        function = inspect.unwrap(function)
+        if not isinstance(function, functools.partial):
+            break
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def from_function(
+    function: Callable[..., Any],
+    op: Op,
+    name: str = "",
+    platforms: tuple[str, ...] = PLATFORMS,
+    version: int = 1,
+    supports: Callable[[Spec], Verdict] = takes_all,
+    backward: Callable[..., Mapping[str, jax.Array]] | None = None,
+) -> Kernel:
+    """Returns a kernel from a plain function of the operands.
+
+    The function gets the operands in the op's order, those named like one of
+    its keyword-only arguments by keyword, and only the parameters it names.
+
+    Args:
+        function: Computes the op's result.
+        op: The op it computes.
+        name: The kernel's name; the function's own by default.
+        platforms: Where it runs.
+        version: The kernel's version.
+        supports: What it takes; everything by default.
+        backward: As `Kernel.backward`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rewriter.op import Op
+        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
+        ...             lambda x: 2 * x)
+        >>> kernel = from_function(lambda x: x + x, double, name="by_adding")
+        >>> kernel.forward(x=jnp.ones(2)).tolist()
+        [2.0, 2.0]
+    """
+    arguments = inspect.signature(function).parameters.values()
+    takes_any = any(a.kind is a.VAR_KEYWORD for a in arguments)
+    keywords = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY}
+    named = {a.name for a in arguments if a.kind is not a.VAR_KEYWORD}
+
+    @functools.wraps(function)
+    def forward(**given: Any) -> Any:
+        operands = [n for n in op.operands if n in given]
+        positional = [given[n] for n in operands if n not in keywords]
+        rest = {n: given[n] for n in operands if n in keywords}
+        params = {
+            n: v
+            for n, v in given.items()
+            if n not in op.operands and (takes_any or n in named)
+        }
+        return function(*positional, **rest, **params)
+
+    return Kernel(
+        name or getattr(function, "__name__", "kernel"),
+        op.name, platforms, version, supports, forward, backward,
+    )  # fmt: skip

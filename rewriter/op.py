@@ -1,0 +1,103 @@
+"""What an op is: its operands, their axes, its parameters and its reference.
+
+An op says nothing about how it is computed fast; that is `rewriter.kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rewriter import errors
+
+if TYPE_CHECKING:
+    import jax
+
+    Reference = Callable[..., jax.Array]
+    Sample = Callable[..., dict[str, jax.Array]]
+
+OUT = "out"
+"""The name under which `Op.dims` holds the axes of the result."""
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An operation that patterns find and kernels compute.
+
+    Two ops are equal only if they are the same object, so that an op can be a
+    parameter of an equation.
+
+    Attributes:
+        name: The op's name, such as ``"attention"``.
+        operands: Every operand's name in order, optional ones included.
+        required: The operands that are always there.
+        dims: Axis letters by operand, and of the result under ``"out"``, such
+            as ``{"q": "b t n h", "bias": "b|1 n|1 t|1 s|1", "out": "b t n e"}``.
+            ``...`` in front stands for any leading axes, and ``|1`` says that
+            the axis may have size 1 and is then broadcast.
+        reference: ``reference(*, <operands present>, **params)`` gives the
+            result, in plain `jax.numpy` without derivative rules of its own.
+        sample: ``sample(key, operands, params)`` gives realistic operands for
+            ``operands``, a mapping of names to `jax.ShapeDtypeStruct`.
+        defaults: The parameters with their default values.
+        parallel: A letter that an axis made by `jax.vmap` may be merged into:
+            no result reads across it and no operand without it varies along
+            it. ``"..."`` for ops that take any leading axes, ``""`` for none.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    required: tuple[str, ...]
+    dims: Mapping[str, str]
+    reference: Reference = field(repr=False)
+    sample: Sample | None = field(default=None, repr=False)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    parallel: str = ""
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"
+
+    def axis(self, name: str) -> tuple[int | None, bool]:
+        """Returns where an operand has the parallel letter.
+
+        Args:
+            name: An operand's name, or ``"out"``.
+
+        Returns:
+            The axis (negative if counted from the end, ``None`` if the operand
+            lacks the letter) and whether it may have size 1. For ``"..."`` the
+            axis is 0.
+        """
+        letters = self.dims.get(name, "").split()
+        if not self.parallel or self.parallel not in {x.split("|")[0] for x in letters}:
+            return None, False
+        if self.parallel == "...":
+            return 0, False
+        at = [x.split("|")[0] for x in letters].index(self.parallel)
+        broadcast = letters[at].endswith("|1")
+        return (at - len(letters) if letters[0] == "..." else at), broadcast
+
+    def ordered(self, given: Iterable[str]) -> tuple[str, ...]:
+        """Returns the given operand names in the op's order.
+
+        Args:
+            given: Names of operands.
+
+        Raises:
+            KernelError: If a name is unknown or a required one is missing.
+        """
+        present = set(given)
+        if unknown := sorted(present - set(self.operands)):
+            raise errors.KernelError(
+                f"{self.name} has no operand {unknown[0]!r}",
+                next_step=errors.known(unknown[0], self.operands),
+                where=errors.caller(),
+            )
+        if missing := [n for n in self.required if n not in present]:
+            raise errors.KernelError(
+                f"{self.name} was given {', '.join(sorted(present)) or 'no operands'}",
+                wanted=f"also {', '.join(missing)}",
+                where=errors.caller(),
+            )
+        return tuple(n for n in self.operands if n in present)

@@ -1,0 +1,398 @@
+"""One op in a program: three primitives that support every transformation.
+
+In: an op, its operands, its parameters and a kernel per platform. Out: the
+result, as one equation.
+
+| primitive | computes | JVP | transpose |
+|---|---|---|---|
+| ``rewriter_site`` | the op, and residuals if differentiated | itself and ``_tangent`` | not linear |
+| ``rewriter_site_tangent`` | the reference's JVP, linear in the tangents | the reference's | ``_backward`` |
+| ``rewriter_site_backward`` | cotangents, linear in the last argument | the reference's | ``_tangent`` |
+
+So reverse mode runs the fused kernels, forward mode the reference, and both
+compose to any order. Results and residuals carry the name ``rewriter.<op>``
+for `jax.checkpoint` policies once they are differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from rewriter import _jax, errors, implement
+from rewriter.implement import Mask, Use
+from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.op import Op
+from rewriter.registry import registry
+
+Kernels = Sequence[tuple[str, "str | Kernel | None"]]
+
+site_p = Primitive("rewriter_site")
+tangent_p = Primitive("rewriter_site_tangent")
+backward_p = Primitive("rewriter_site_backward")
+
+
+def bind(
+    op: Op,
+    operands: Mapping[str, Any],
+    params: Mapping[str, object] | None = None,
+    kernels: Kernels = (),
+    label: str = "",
+) -> jax.Array:
+    """Returns the op's result, computed by one equation.
+
+    Args:
+        op: The op.
+        operands: Its operands by name, with the axes of ``op.dims``.
+        params: Hashable parameters; the op's defaults fill in what is missing.
+        kernels: (platform, kernel name) pairs. A platform is ``cpu``,
+            ``cuda``, ``rocm``, ``gpu``, ``tpu`` or ``default``; one that is
+            not listed, or whose kernel refuses the shapes, gets the reference.
+        label: Shown in profiles as ``rewriter/<label>``; the op's name by
+            default.
+
+    Returns:
+        The result, with the shape and dtype of the op's reference.
+
+    Raises:
+        KernelError: If operands are missing or unknown, a parameter is not
+            hashable, or a kernel gives another shape or dtype.
+        UnknownKernel: If the op has no kernel of a name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rewriter.op import Op
+        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
+        ...             lambda x: 2 * x)
+        >>> bind(double, {"x": jnp.ones(2)}).tolist()
+        [2.0, 2.0]
+    """
+    names = op.ordered(operands)
+    use = Use(op, names, _hashable(op, params or {}), _resolved(op, kernels))
+    args = _jax.vary_alike([jnp.asarray(operands[n]) for n in names])
+    with jax.named_scope(f"rewriter/{label or op.name}"):
+        return site_p.bind(*args, use=use, batch=(), residuals=False)[0]
+
+
+def _hashable(op: Op, params: Mapping[str, object]) -> tuple[tuple[str, Any], ...]:
+    items = tuple(sorted({**op.defaults, **params}.items()))
+    for name, value in items:
+        try:
+            hash(value)
+        except TypeError as e:
+            raise errors.KernelError(
+                f"parameter {name} of {op.name} is a {type(value).__name__}",
+                wanted="a hashable value",
+                next_step="Pass arrays as operands",
+                where=errors.caller(),
+            ) from e
+    return items
+
+
+def _resolved(op: Op, kernels: Kernels) -> tuple[tuple[str, Kernel | None], ...]:
+    pairs = []
+    for platform, kernel in kernels:
+        if platform not in (*PLATFORMS, "gpu", "default"):
+            raise errors.UnknownKernel(
+                f"no platform {platform!r}",
+                next_step=errors.known(platform, [*PLATFORMS, "gpu", "default"]),
+                where=errors.caller(),
+            )
+        if isinstance(kernel, str):
+            kernel = registry().kernel(op.name, kernel)
+        pairs.append((platform, kernel))
+    return tuple(pairs)
+
+
+# ------------------------------------------------------------ abstract values
+def _avals(results: Sequence[implement.Shaped], avals: Sequence[Any]) -> list[Any]:
+    return [_jax.shaped_like(shape, dtype, avals) for shape, dtype in results]
+
+
+def _site_aval(
+    *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
+) -> list[Any]:
+    given = [implement.shaped(a) for a in avals]
+    inner = implement.without_levels(given, batch)
+    sizes = tuple(implement.level_sizes(given, batch))
+    for _, kernel in use.kernels:
+        implement.accepted(use, kernel, inner)  # a wrong kernel fails here
+    results = [implement.result(use, inner)]
+    if residuals:
+        results += [r for slot in implement.residual_slots(use, inner) for r in slot]
+    return _avals([(sizes + s, d) for s, d in results], avals)
+
+
+def _tangent_aval(
+    *avals: Any, use: Use, active: tuple[str, ...], batch: tuple[Mask, ...]
+) -> Any:
+    del active
+    given = [implement.shaped(a) for a in avals]
+    inner = implement.without_levels(given, batch)[: len(use.names)]
+    sizes = tuple(implement.level_sizes(given, batch))
+    shape, dtype = implement.result(use, inner)
+    return _avals([(sizes + shape, dtype)], avals)[0]
+
+
+def _backward_aval(
+    *avals: Any,
+    use: Use,
+    wrt: tuple[str, ...],
+    batch: tuple[Mask, ...],
+    summed: tuple[Mask, ...],
+) -> list[Any]:
+    given = [implement.shaped(a) for a in avals]
+    inner = dict(zip(use.names, implement.without_levels(given, batch), strict=False))
+    sizes = implement.level_sizes(given, batch)
+    results = []
+    for i, name in enumerate(wrt):
+        shape, dtype = inner[name]
+        kept = [n for n, sums in zip(sizes, summed, strict=True) if not sums[i]]
+        results.append(((*kept, *shape), dtype))
+    return _avals(results, avals)
+
+
+# ------------------------------------------------------------ differentiation
+def _is_zero(tangent: Any) -> bool:
+    return type(tangent) is ad.Zero
+
+
+def _zero_of(value: Any) -> Any:
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _site_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    use: Use,
+    batch: tuple[Mask, ...],
+    residuals: bool,
+) -> tuple[list[Any], list[Any]]:
+    moving = [
+        i
+        for i, (p, t) in enumerate(zip(primals, tangents, strict=True))
+        if _is_float(p) and not _is_zero(t)
+    ]
+    if not moving:
+        outs = site_p.bind(*primals, use=use, batch=batch, residuals=residuals)
+        return outs, [_zero_of(o) for o in outs]
+    outs = site_p.bind(*primals, use=use, batch=batch, residuals=True)
+    outs = [checkpoint_name(o, f"rewriter.{use.op.name}") for o in outs]
+    saved = outs if use.keeps_out else outs[1:]
+    every = (True,) * len(saved)
+    along = tangent_p.bind(
+        *primals,
+        *saved,
+        *(tangents[i] for i in moving),
+        use=use,
+        active=tuple(use.names[i] for i in moving),
+        batch=tuple(m + every + tuple(m[i] for i in moving) for m in batch),
+    )
+    # What is saved depends on the operands alone, and the other two primitives
+    # differentiate by the operands, so residuals have no tangent of their own.
+    outs = outs if residuals else outs[:1]
+    return outs, [along, *(_zero_of(r) for r in outs[1:])]
+
+
+def _tangent_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    use: Use,
+    active: tuple[str, ...],
+    batch: tuple[Mask, ...],
+) -> tuple[Any, Any]:
+    n, t = len(use.names), len(active)
+    params = {"use": use, "active": active, "batch": batch}
+    out = tangent_p.bind(*primals, **params)
+    linear = [*primals[:-t], *map(ad.instantiate_zeros, tangents[-t:])]
+    terms = []
+    if any(not _is_zero(x) for x in tangents[-t:]):
+        terms.append(tangent_p.bind(*linear, **params))
+    function = implement.tangent(use, active, batch)
+    terms += _along_operands(function, primals, tangents, n)
+    return out, _total(terms, out)
+
+
+def _backward_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    use: Use,
+    wrt: tuple[str, ...],
+    batch: tuple[Mask, ...],
+    summed: tuple[Mask, ...],
+) -> tuple[list[Any], list[Any]]:
+    params = {"use": use, "wrt": wrt, "batch": batch, "summed": summed}
+    outs = backward_p.bind(*primals, **params)
+    terms = []
+    if not _is_zero(tangents[-1]):
+        terms.append(backward_p.bind(*primals[:-1], tangents[-1], **params))
+    function = implement.backward(use, None, wrt, batch, summed)
+    terms += _along_operands(function, primals, tangents, len(use.names))
+    columns = [[term[i] for term in terms] for i in range(len(outs))]
+    return outs, [_total(c, o) for c, o in zip(columns, outs, strict=True)]
+
+
+def _along_operands(
+    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], n: int
+) -> list[Any]:
+    """The derivative of a function along its first n arguments, if they move."""
+    moving = [i for i in range(n) if _is_float(primals[i]) and not _is_zero(tangents[i])]
+    if not moving:
+        return []
+
+    def of(*chosen: Any) -> Any:
+        full = list(primals)
+        for i, value in zip(moving, chosen, strict=True):
+            full[i] = value
+        return function(*full)
+
+    points = tuple(primals[i] for i in moving)
+    return [jax.jvp(of, points, tuple(tangents[i] for i in moving))[1]]
+
+
+def _total(terms: Sequence[Any], value: Any) -> Any:
+    return functools.reduce(ad.add_tangents, terms) if terms else _zero_of(value)
+
+
+def _tangent_transpose(
+    cotangent: Any,
+    *args: Any,
+    use: Use,
+    active: tuple[str, ...],
+    batch: tuple[Mask, ...],
+) -> list[Any]:
+    n, t = len(args), len(active)
+    linear = [i for i in range(n - t, n) if ad.is_undefined_primal(args[i])]
+    results: list[Any] = [None] * n
+    if _is_zero(cotangent) or not linear:
+        return results
+    grads = backward_p.bind(
+        *args[: n - t],
+        cotangent,
+        use=use,
+        wrt=tuple(active[i - (n - t)] for i in linear),
+        batch=tuple((*m[: n - t], True) for m in batch),
+        summed=tuple(tuple(not m[i] for i in linear) for m in batch),
+    )
+    for i, grad in zip(linear, grads, strict=True):
+        results[i] = grad
+    return results
+
+
+def _backward_transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    use: Use,
+    wrt: tuple[str, ...],
+    batch: tuple[Mask, ...],
+    summed: tuple[Mask, ...],
+) -> list[Any]:
+    results: list[Any] = [None] * len(args)
+    moving = [i for i, c in enumerate(cotangents) if not _is_zero(c)]
+    if not moving or not ad.is_undefined_primal(args[-1]):
+        return results
+    levels = zip(batch, summed, strict=True)
+    along = tangent_p.bind(
+        *args[:-1],
+        *(cotangents[i] for i in moving),
+        use=use,
+        active=tuple(wrt[i] for i in moving),
+        batch=tuple((*m[:-1], *(not s[i] for i in moving)) for m, s in levels),
+    )
+    # A cotangent without a level's axis was shared by the whole level.
+    axes = tuple(i for i, m in enumerate(batch) if not m[-1])
+    results[-1] = along.sum(axes) if axes else along
+    return results
+
+
+# --------------------------------------------------------------------- batching
+def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
+    def rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        moved = [
+            a if d is None else jnp.moveaxis(a, d, 0)
+            for a, d in zip(args, dims, strict=True)
+        ]
+        level = tuple(d is not None for d in dims)
+        params["batch"] = (level, *params["batch"])
+        if "summed" in params:
+            never = (False,) * len(params["wrt"])
+            params["summed"] = (never, *params["summed"])
+        out = primitive.bind(*moved, **params)
+        return (out, [0] * len(out)) if primitive.multiple_results else (out, 0)
+
+    return rule
+
+
+# --------------------------------------------------------------------- lowering
+@functools.lru_cache(maxsize=1024)
+def _implementation(
+    primitive: Primitive, platform: str, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """Returns a jitted function, the same for equal sites: lowered only once."""
+    given = dict(params)
+    use: Use = given["use"]
+    kernel = use.kernel(platform)
+    if primitive is site_p:
+        function = implement.forward(use, kernel, given["batch"], given["residuals"])
+    elif primitive is tangent_p:
+        function = implement.tangent(use, given["active"], given["batch"])
+    else:
+        function = implement.backward(
+            use, kernel, given["wrt"], given["batch"], given["summed"]
+        )
+
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    run.__name__ = f"{primitive.name}_{use.op.name}"
+    return jax.jit(run)
+
+
+def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: Any):
+    function = _implementation(primitive, platform, tuple(sorted(params.items())))
+    ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
+    rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+    return rule(ctx, *args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _eager(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def _register(primitive: Primitive, aval: Any, many: bool) -> None:
+    primitive.multiple_results = many
+    primitive.def_impl(
+        lambda *args, **params: _eager(primitive, tuple(sorted(params.items())))(*args)
+    )
+    primitive.def_abstract_eval(aval)
+    batching.primitive_batchers[primitive] = _batch_rule(primitive)
+    for platform in (None, *PLATFORMS):
+        rule = functools.partial(_lower, primitive, platform or "default")
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+_register(site_p, _site_aval, many=True)
+_register(tangent_p, _tangent_aval, many=False)
+_register(backward_p, _backward_aval, many=True)
+ad.primitive_jvps[site_p] = _site_jvp
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+ad.primitive_jvps[backward_p] = _backward_jvp
+ad.primitive_transposes[tangent_p] = _tangent_transpose
+ad.primitive_transposes[backward_p] = _backward_transpose
