@@ -1,5 +1,7 @@
 """rewriter: ordinary JAX code on the best kernels for its chip."""
 
+from rewriter.bench import Benchmark as Benchmark
+from rewriter.bench import benchmark as benchmark
 from rewriter.config import Config as Config
 from rewriter.config import config as config
 from rewriter.errors import ConfigError as ConfigError
@@ -19,5 +21,7 @@ from rewriter.optimize import Optimized as Optimized
 from rewriter.optimize import explain as explain
 from rewriter.optimize import optimize as optimize
 from rewriter.report import Report as Report
+from rewriter.verify import Verification as Verification
+from rewriter.verify import verify as verify
 
 __version__ = "0.1.0"

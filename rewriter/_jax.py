@@ -6,7 +6,7 @@ versions (0.10.2, 0.11.2, 0.12).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax._src import core
 from jax._src import source_info_util as _source_info_util
-from jax._src.interpreters import partial_eval as _pe
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin"}
 REMAT = {"remat2", "checkpoint", "remat", "remat_opt"}
@@ -174,21 +173,18 @@ def jit_options(jitted: Any) -> dict[str, Any]:
     return options
 
 
-def call_params(params: dict[str, Any], fixed: Sequence[bool], added: int) -> Any:
-    """Returns a jit equation's parameters with some operands exchanged.
+def call_params(params: dict[str, Any], dropped: int, added: int) -> dict[str, Any]:
+    """Returns a jit equation's parameters with leading operands exchanged.
 
     Args:
         params: The equation's parameters.
-        fixed: Which operands go.
-        added: How many operands without sharding or layout lead instead.
+        dropped: How many leading operands go.
+        added: How many operands without sharding or layout come instead.
     """
     # Unspecified shardings have no public name, so ask a jit for one.
     unspecified = jax.jit(lambda: 0)._jit_info.out_shardings_leaves[0]
     lead = {"in_shardings": unspecified, "in_layouts": None, "donated_invars": False}
-    changed = {
-        k: (v,) * added + tuple(p for p, f in zip(params[k], fixed, strict=True) if not f)
-        for k, v in lead.items()
-    }  # fmt: skip
+    changed = {k: (v,) * added + params[k][dropped:] for k, v in lead.items()}
     return {**params, **changed}
 
 
@@ -231,9 +227,7 @@ def vary_alike(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def shaped_like(
-    shape: Sequence[Any], dtype: Any, avals: Sequence[Any], spec: Any = None
-) -> Any:
+def shaped_like(shape: Sequence[Any], dtype: Any, avals: Sequence[Any]) -> Any:
     """Returns the abstract value of a result of operands with these avals.
 
     Args:
@@ -241,15 +235,14 @@ def shaped_like(
         dtype: The result's dtype.
         avals: The operands' abstract values; the result varies over the manual
             axes that any of them varies over.
-        spec: The result's partition over explicit mesh axes; replicated if None.
     """
     varying = frozenset().union(*(a.mat.varying for a in avals))
     like = next((a for a in avals if a.mat.varying == varying), avals[0])
     meshes = [a.sharding.mesh for a in avals if not a.sharding.mesh.empty]
     if not meshes:
         return core.ShapedArray(tuple(shape), dtype)
-    spec = jax.P(*[None] * len(shape)) if spec is None else spec
-    sharding = jax.sharding.NamedSharding(meshes[0], spec)
+    unsharded = jax.P(*[None] * len(shape))
+    sharding = jax.sharding.NamedSharding(meshes[0], unsharded)
     return core.ShapedArray(
         tuple(shape), dtype, sharding=sharding, manual_axis_type=like.mat
     )
@@ -260,6 +253,7 @@ def without_varying(aval: Any) -> Any:
     return aval.update(manual_axis_type=core.empty_mat) if aval.mat.varying else aval
 
 
-def explicit_specs(avals: Sequence[Any]) -> bool:
-    """Whether any array is partitioned over an explicit mesh axis in its type."""
-    return any(any(p is not None for p in a.sharding.spec) for a in avals)
+def sharding_in_type(value: Any) -> Any:
+    """Returns the sharding that an array's type states; None if it states none."""
+    sharding = core.typeof(value).sharding
+    return sharding if any(p is not None for p in sharding.spec) else None

@@ -7,13 +7,14 @@ always mean, and JAX's trace cache answers when the signature was seen before.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.errors import RewriterError, TraceError, caller, known, raised_at
@@ -167,6 +168,28 @@ def split(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any
     return leaves, renamed(call, fn)
 
 
+def leaf_names(fn: Any, args: Any, kwargs: Any) -> list[str]:
+    """Returns a name such as ``"params['wq']"`` for each leaf that `split` gives."""
+    numbers, names = _jax.static_arguments(fn)
+    fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+    try:
+        listed = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        listed = []
+    called = [p.name for p in listed if p.kind is not p.VAR_POSITIONAL]
+    parts = [
+        (called[i] if i < len(called) else f"args[{i}]", a)
+        for i, a in enumerate(args)
+        if i not in fixed
+    ]
+    parts += [(k, v) for k, v in sorted(kwargs.items()) if k not in names]
+    return [
+        name + jax.tree_util.keystr(path)
+        for name, part in parts
+        for path, _ in jax.tree_util.tree_leaves_with_path(part)
+    ]
+
+
 def trace(fn: Any, args: Any = (), kwargs: Any = {}) -> Traced:  # noqa: B006
     """Returns the program that ``fn`` computes on these arguments.
 
@@ -205,21 +228,25 @@ def _program(outer: ClosedJaxpr, call: JaxprEqn) -> ClosedJaxpr:
     """The called program, with its closed-over operands as constants."""
     inner: ClosedJaxpr = call.params["jaxpr"]
     values = _values(outer)
-    kept = [i for i, x in enumerate(call.invars) if _fixed(x, values)]
-    consts = [*inner.consts, *(_read(values, call.invars[i]) for i in kept)]
-    moved = [inner.jaxpr.invars[i] for i in kept]
-    rest = [v for i, v in enumerate(inner.jaxpr.invars) if i not in set(kept)]
-    if not kept:
+    count = _leading(call, values)
+    if not count:
         return inner
-    return _jax.with_constants(inner, moved, rest, consts)
+    consts = [*inner.consts, *(_read(values, x) for x in call.invars[:count])]
+    invars = inner.jaxpr.invars
+    return _jax.with_constants(inner, invars[:count], invars[count:], consts)
 
 
 def _values(outer: ClosedJaxpr) -> dict[Var, Any]:
     return dict(zip(outer.jaxpr.constvars, outer.consts, strict=True))
 
 
-def _fixed(atom: Var | Literal, values: Mapping[Var, Any]) -> bool:
-    return _jax.is_literal(atom) or atom in values
+def _leading(call: JaxprEqn, values: Mapping[Var, Any]) -> int:
+    """How many leading operands are closed-over values; JAX puts those first."""
+    arguments = (
+        i for i, x in enumerate(call.invars)
+        if not _jax.is_literal(x) and x not in values
+    )  # fmt: skip
+    return next(arguments, len(call.invars))
 
 
 def _read(values: Mapping[Var, Any], atom: Any) -> Any:
@@ -231,11 +258,11 @@ def _run(traced: Traced, program: Bound, leaves: Sequence[Any]) -> list[Any]:
     if call is None:
         return jaxpr_as_fun(program.closed_jaxpr)(*program.consts, *leaves)
     values = _values(outer)
-    fixed = [_fixed(x, values) for x in call.invars]
+    count = _leading(call, values)
     values.update(zip(outer.jaxpr.invars, leaves, strict=True))
-    rest = [x for x, f in zip(call.invars, fixed, strict=True) if not f]
-    operands = [*program.consts, *(_read(values, x) for x in rest)]
-    params = _jax.call_params(call.params, fixed, len(program.consts))
+    rest = (_read(values, x) for x in call.invars[count:])
+    operands = [*program.consts, *rest]
+    params = _jax.call_params(call.params, count, len(program.consts))
     params["jaxpr"] = program.closed_jaxpr
     results = call.primitive.bind(*operands, **params)
     values.update(zip(call.outvars, results, strict=True))
