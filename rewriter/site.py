@@ -78,7 +78,24 @@ def bind(
     use = Use(op, names, _hashable(op, params or {}), _resolved(op, kernels))
     args = _jax.vary_alike([jnp.asarray(operands[n]) for n in names])
     with jax.named_scope(f"rewriter/{label or op.name}"):
+        return _sharded(use, args)(*args)
+
+
+def _sharded(use: Use, args: Sequence[Any]) -> Callable[..., jax.Array]:
+    """The site as a function; shardings stated in types come from the reference."""
+
+    def site(*args: Any) -> jax.Array:
         return site_p.bind(*args, use=use, batch=(), residuals=False)[0]
+
+    shardings = [_jax.sharding_in_type(a) for a in args]
+    if not any(shardings):
+        return site
+    structs = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+        for a, s in zip(args, shardings, strict=True)
+    ]
+    out = jax.eval_shape(use.reference, *structs)
+    return jax.sharding.auto_axes(site, out_sharding=out.sharding)
 
 
 def _hashable(op: Op, params: Mapping[str, object]) -> tuple[tuple[str, Any], ...]:
