@@ -17,6 +17,9 @@ from rewriter.errors import TraceError as TraceError
 from rewriter.errors import UnknownKernel as UnknownKernel
 from rewriter.errors import UnknownPattern as UnknownPattern
 from rewriter.errors import VerificationFailed as VerificationFailed
+from rewriter.export import Artifact as Artifact
+from rewriter.export import export as export
+from rewriter.export import load as load
 from rewriter.optimize import Optimized as Optimized
 from rewriter.optimize import explain as explain
 from rewriter.optimize import optimize as optimize

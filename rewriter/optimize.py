@@ -199,6 +199,7 @@ def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> R
         sites=rewritten.sites,
         misses=rewritten.misses,
         failures=rewritten.failures,
+        numerics=config.numerics,
         seconds={"trace": traced.seconds, **seconds},
         before=traced.closed_jaxpr,
         after=rewritten.closed_jaxpr,

@@ -37,6 +37,7 @@ class Report:
         sites: Everything recognised, replaced or not.
         misses: Everything that almost was.
         failures: What went wrong inside the rewriter, if anything.
+        numerics: The numerics policy in force.
         seconds: Stage name to seconds; ``"trace"`` is JAX's own tracing.
         before: The program as written.
         after: The program as rewritten.
@@ -55,6 +56,7 @@ class Report:
     sites: tuple[Site, ...]
     misses: tuple[NearMiss, ...]
     failures: tuple[Reason, ...] = ()
+    numerics: str = "default"
     seconds: Mapping[str, float] = field(default_factory=dict)
     before: ClosedJaxpr | None = field(default=None, repr=False)
     after: ClosedJaxpr | None = field(default=None, repr=False)
@@ -115,6 +117,7 @@ class Report:
             "jax": self.versions,
             "target": self.target,
             "patterns": self.patterns,
+            "numerics": self.numerics,
             "counts": self.counts(),
             "sites": [{**asdict_site(s)} for s in self.sites],
             "misses": [asdict(m) for m in self.misses],
