@@ -1,0 +1,1 @@
+"""Ways to write the operations, as plain data for every test of the matcher."""

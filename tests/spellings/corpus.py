@@ -1,0 +1,22 @@
+"""All spellings of all operations in one list."""
+
+from __future__ import annotations
+
+from tests.spellings import (
+    attention,
+    attention_layout,
+    gated_linear_unit,
+    normalization,
+    ragged_dot,
+)
+from tests.spellings.spelling import Spelling
+
+SPELLINGS: tuple[Spelling, ...] = (
+    *attention.SPELLINGS,
+    *attention_layout.SPELLINGS,
+    *normalization.SPELLINGS,
+    *gated_linear_unit.SPELLINGS,
+    *ragged_dot.SPELLINGS,
+)
+BY_NAME = {s.name: s for s in SPELLINGS}
+assert len(BY_NAME) == len(SPELLINGS)
