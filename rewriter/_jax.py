@@ -6,7 +6,8 @@ versions (0.10.2, 0.11.2, 0.12).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax._src import core
 from jax._src import source_info_util as _source_info_util
+from jax._src.interpreters import partial_eval as _pe
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin"}
 REMAT = {"remat2", "checkpoint", "remat", "remat_opt"}
@@ -257,3 +259,34 @@ def sharding_in_type(value: Any) -> Any:
     """Returns the sharding that an array's type states; None if it states none."""
     sharding = core.typeof(value).sharding
     return sharding if any(p is not None for p in sharding.spec) else None
+
+
+def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The closed jaxpr of a function of arrays, at the given avals."""
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    return jax.make_jaxpr(fn)(*structs)
+
+
+def new_var(aval: Any) -> Any:
+    """A new variable."""
+    return core.Var(aval)
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """A jaxpr with other equations; inputs, constants and effects stay."""
+    if _wraps(jaxpr):
+        inner = with_equations(jaxpr.jaxpr, eqns, outvars)
+        return jex_core.ClosedJaxpr(inner, jaxpr.consts)
+    return jaxpr.replace(eqns=list(eqns), outvars=list(outvars))
+
+
+def _wraps(jaxpr: Any) -> bool:
+    """Whether a jaxpr is a pair of an open one and constants (jax 0.10)."""
+    return getattr(jaxpr, "jaxpr", jaxpr) is not jaxpr
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """A jaxpr without equations whose results nobody reads; inputs stay."""
+    if _wraps(jaxpr):
+        return jex_core.ClosedJaxpr(without_dead_code(jaxpr.jaxpr), jaxpr.consts)
+    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

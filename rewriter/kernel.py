@@ -105,6 +105,8 @@ class Kernel:
         memory_bounded: Whether it needs far less memory than the reference.
         saves_out: Whether `backward` reads ``out``; otherwise it gets None
             and the result is not kept for it.
+        profitable: Says, with reasons, whether it is likely to beat the program
+            as written; asked when nothing was measured.
     """
 
     name: str
@@ -118,6 +120,7 @@ class Kernel:
     )
     memory_bounded: bool = False
     saves_out: bool = True
+    profitable: Callable[[Spec], Verdict] = field(default=takes_all, repr=False)
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"

@@ -1,10 +1,80 @@
-"""Regions in, matches or ranked near misses out."""
+"""A graph and patterns in, verified matches and ranked near misses out."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import jax
+
+from rewriter import _jax
+from rewriter.canonicalize import Evaluator
+from rewriter.finder import Finder
+from rewriter.graph import Graph, Node
+from rewriter.normal_form import Algebra, OverBudget
+from rewriter.op import Op
+from rewriter.reading import Reading, Refused
+from rewriter.region import Regions
+from rewriter.registry import registry
 from rewriter.verdict import Reason
+
+log = logging.getLogger("rewriter.match")
+
+
+class Pattern(Protocol):
+    """What the search needs of a pattern."""
+
+    name: str
+    op: Op
+    anchors: frozenset[str]
+
+    def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
+        """Readings of the regions around an anchor, best first."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ReaderPattern:
+    """A pattern whose parameters are read off the form by a function.
+
+    Attributes:
+        name: The pattern's name, which is its op's name too.
+        anchors: Primitives at which a search begins.
+        propose: Yields readings of the regions around an anchor.
+    """
+
+    name: str
+    anchors: frozenset[str]
+    propose: Callable[[Finder, Node], Iterator[Reading]]
+
+    @property
+    def op(self) -> Op:
+        """The op of the same name."""
+        return registry().op(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A region proved equal to an op.
+
+    Attributes:
+        pattern: The pattern that read it.
+        reading: The op's operands and parameters, as forms over leaves.
+        node: The equation whose result the op computes.
+        where: The user's line.
+    """
+
+    pattern: Pattern
+    reading: Reading
+    node: Node
+    where: str
+
+    @property
+    def op(self) -> Op:
+        """The op."""
+        return self.pattern.op
 
 
 @dataclass(frozen=True)
@@ -26,3 +96,135 @@ class NearMiss:
     difference: str
     score: float
     suggestion: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search."""
+
+    matches: tuple[Match, ...]
+    misses: tuple[NearMiss, ...]
+    failures: tuple[Reason, ...]
+
+
+def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
+    """Returns all verified matches of the patterns, and near misses.
+
+    An exception inside a pattern becomes a failure with the user's line; the
+    other sites are not affected.
+    """
+    find = Finder(graph, Algebra(), Regions(graph))
+    by_anchor: dict[str, list[Pattern]] = {}
+    for pattern in patterns:
+        for name in pattern.anchors:
+            by_anchor.setdefault(name, []).append(pattern)
+    matches: list[Match] = []
+    failures: list[Reason] = []
+    for node in graph.nodes:
+        for pattern in by_anchor.get(node.prim, ()):
+            try:
+                matches += _at(find, pattern, node)
+            except Exception as error:
+                log.debug("matching %s failed", pattern.name, exc_info=error)
+                text = f"{pattern.name}: {type(error).__name__}: {error}"
+                failures.append(Reason("internal", text, find.where(node)))
+    return Found(tuple(matches), tuple(_misses(find, matches)), tuple(failures))
+
+
+def _at(find: Finder, pattern: Pattern, anchor: Node) -> Iterator[Match]:
+    for reading in pattern.propose(find, anchor):
+        if find.done(pattern.name, reading.value):
+            continue
+        node = find.graph.node_of(reading.value)
+        problem = _problem(find, pattern.op, reading)
+        if problem is not None:
+            find.missed(pattern.name, anchor, problem)
+            continue
+        find.found.add((pattern.name, reading.value))
+        where = find.where(anchor) or find.where(node)
+        yield Match(pattern, reading, node, where)
+
+
+def _problem(find: Finder, op: Op, reading: Reading) -> Refused | None:
+    """Why a reading is not proved, or None if it is."""
+    try:
+        want = form_of_replacement(find.graph, op, reading)
+    except OverBudget as error:
+        return Refused("budget", str(error), score=0.7)
+    alg = reading.algebra
+    difference = alg.add(reading.form, want, -1.0)
+    if not difference:
+        return None
+    return Refused(
+        "unequal", f"the region is not equal to {op.name} with what was read off it",
+        difference=f"{alg.show(reading.form)}  is not  {alg.show(want)}", score=0.8,
+    )  # fmt: skip
+
+
+def form_of_replacement(graph: Graph, op: Op, reading: Reading) -> Any:
+    """The normal form of the code that will be emitted, with the op's reference.
+
+    The code is traced like any program, so that its operands' layout, the op
+    and the result's layout are all part of the check.
+    """
+    names = leaves_of(reading)
+    avals = [graph.avals[v] for v in names]
+    params = {**reading.params, **reading.check_params}
+
+    def code(*arrays: jax.Array) -> jax.Array:
+        given = dict(zip(names, arrays, strict=True))
+        return reading.build(
+            op.reference, given, graph.shape(reading.value),
+            graph.dtype(reading.value), params,
+        )  # fmt: skip
+
+    traced = _jax.trace_flat(code, avals)
+    inner = Graph(traced)
+    inputs = [inner.top.env[v] for v in traced.invars]
+    ev = Evaluator(
+        inner, reading.algebra, expand_all=True,
+        names=dict(zip(inputs, names, strict=True)),
+    )  # fmt: skip
+    ev.private = True
+    (out,) = (inner.top.env[v] for v in traced.outvars)
+    return ev.poly(out, reading.args)
+
+
+def leaves_of(reading: Reading) -> tuple[int, ...]:
+    """Values that the replacement reads, in a fixed order."""
+    alg = reading.algebra
+    atoms: set[int] = set()
+    for operand in reading.operands.values():
+        for poly, _ in operand.parts:
+            atoms |= alg.poly_leaves(poly)
+        if operand.flag is not None:
+            atoms |= alg.poly_leaves(alg.of_bool(operand.flag))
+    return tuple(sorted({alg.defs[a][1] for a in atoms}))
+
+
+def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
+    used: set[int] = set()
+    for match in matches:
+        used |= _region_values(find, match)
+    for (op, value), (anchor, refusal) in find.misses.items():
+        if value in used or refusal.score < 0.3:
+            continue
+        where = find.where(anchor)
+        yield NearMiss(
+            op, where, (Reason(refusal.code, refusal.text, where),),
+            refusal.difference, refusal.score, refusal.suggestion,
+        )  # fmt: skip
+
+
+def _region_values(find: Finder, match: Match) -> set[int]:
+    leaves = set(leaves_of(match.reading))
+    seen, stack = set(), [match.reading.value]
+    while stack:
+        value = stack.pop()
+        if value in seen or value in leaves:
+            continue
+        seen.add(value)
+        node = find.graph.node_of(value)
+        if node is not None and len(seen) < 400:
+            stack.extend(node.ins)
+    return seen

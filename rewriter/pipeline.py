@@ -1,15 +1,169 @@
-"""A program in, the rewritten program out."""
+"""A program in, the rewritten program out: graph, search, choice, splices."""
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 from jax.extend.core import ClosedJaxpr
 
+from rewriter import site
 from rewriter.config import Config
-from rewriter.replace import Rewritten
+from rewriter.graph import Graph, Scope
+from rewriter.kernel import Spec, spec_of
+from rewriter.match import Match, leaves_of, search
+from rewriter.plan import XLA, Choice, Site, choose
+from rewriter.registry import registry
+from rewriter.replace import Rewritten, Splice, missing_leaf, replace
+from rewriter.verdict import Reason
 
 
 def rewrite(
-    closed_jaxpr: ClosedJaxpr, config: Config, user_patterns: tuple[object, ...] = ()
+    closed_jaxpr: ClosedJaxpr, config: Config, user_patterns: Sequence[Any] = ()
 ) -> Rewritten:
-    """Returns the program unchanged."""
-    return Rewritten(closed_jaxpr)
+    """Returns the program with every site on the kernel chosen for it.
+
+    Args:
+        closed_jaxpr: The program.
+        config: Patterns in force, forced kernels, numerics.
+        user_patterns: Patterns beyond those that the configuration names.
+    """
+    from rewriter.patterns.sets import in_force
+
+    clock = _Clock()
+    patterns = in_force(config.patterns, user_patterns)
+    anchors = frozenset().union(*(p.anchors for p in patterns)) if patterns else ()
+    if not _has_anchor(closed_jaxpr, anchors):
+        return Rewritten(closed_jaxpr, seconds=clock.seconds)
+    graph = Graph(closed_jaxpr)
+    clock("graph")
+    found = search(graph, patterns)
+    clock("match")
+    sites, splices, failures = _plan(graph, found.matches, config)
+    clock("choose")
+    program = replace(graph, splices)
+    clock("replace")
+    return Rewritten(
+        program, tuple(sites), found.misses, (*found.failures, *failures), clock.seconds
+    )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def __call__(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = now - self.last
+        self.last = now
+
+
+def _has_anchor(jaxpr: Any, anchors: Any) -> bool:
+    """Whether any equation at any depth could begin a match."""
+    seen: set[int] = set()
+    stack = [jaxpr]
+    while stack:
+        body = stack.pop()
+        if id(body) in seen:
+            continue
+        seen.add(id(body))
+        for eqn in body.eqns:
+            if eqn.primitive.name in anchors:
+                return True
+            for value in eqn.params.values():
+                if hasattr(value, "eqns"):
+                    stack.append(value)
+                elif isinstance(value, (tuple, list)):
+                    stack.extend(v for v in value if hasattr(v, "eqns"))
+    return False
+
+
+def _plan(graph: Graph, matches: Sequence[Match], config: Config):
+    sites: list[Site] = []
+    splices: list[Splice] = []
+    failures: list[Reason] = []
+    for match in matches:
+        spec = _spec(graph, match)
+        choice = choose(spec, config)
+        node = match.node
+        places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
+        for scope, position in places:
+            made = choice
+            if choice.kernel != XLA and missing_leaf(match, scope) is not None:
+                why = "an operand cannot be had where the result is computed"
+                made = Choice(XLA, "heuristic", ((choice.kernel, why),))
+            if made.kernel != XLA:
+                splices.append(
+                    Splice(match, scope, position, _call(match, made, len(sites) + 1))
+                )
+            sites.append(_site(len(sites) + 1, match, scope, spec, made))
+    return sites, splices, failures
+
+
+def _call(match: Match, choice: Choice, index: int):
+    names = set(match.op.operands)
+
+    def call(**given: Any) -> jax.Array:
+        operands = {k: v for k, v in given.items() if k in names}
+        params = {k: v for k, v in given.items() if k not in names}
+        return site.bind(
+            match.op, operands, params, (("default", choice.kernel),),
+            f"{match.op.name}#{index}",
+        )  # fmt: skip
+
+    return call
+
+
+def _spec(graph: Graph, match: Match) -> Spec:
+    """The shapes the op will see, from a shape-only run of the operands' code."""
+    reading = match.reading
+    names = leaves_of(reading)
+    seen: dict[str, Any] = {}
+
+    def call(**given: Any) -> jax.Array:
+        seen.update(given)
+        return match.op.reference(**given)
+
+    def code(*arrays: jax.Array) -> jax.Array:
+        return reading.build(
+            call, dict(zip(names, arrays, strict=True)), graph.shape(reading.value),
+            graph.dtype(reading.value),
+        )  # fmt: skip
+
+    jax.eval_shape(code, *(
+        jax.ShapeDtypeStruct(graph.shape(v), graph.dtype(v)) for v in names
+    ))  # fmt: skip
+    operands = {k: v for k, v in seen.items() if k in match.op.operands}
+    return spec_of(match.op, operands, dict(reading.params))
+
+
+def _site(index: int, match: Match, scope: Scope, spec: Spec, choice: Choice) -> Site:
+    return Site(
+        index=index,
+        op=match.op.name,
+        where=match.where,
+        repeats=scope.repeats,
+        scope="/".join(scope.path),
+        shapes=" ".join(
+            f"{name} {_short(spec.dtype(name))}[{','.join(map(str, shape))}]"
+            for name, shape in spec.shapes
+        ),
+        params=dict(match.reading.params),
+        kernel=choice.kernel,
+        origin=choice.origin,
+        replaced=choice.kernel != XLA,
+        not_chosen=choice.not_chosen,
+        numerics=match.reading.notes,
+    )
+
+
+@functools.cache
+def _short(dtype: str) -> str:
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        if dtype.startswith(long):
+            return short + dtype.removeprefix(long).split("_")[0]
+    return dtype

@@ -1,9 +1,13 @@
-"""Sites, and what was chosen for each."""
+"""Matches in, sites out: which kernel computes each, and why not the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from rewriter.config import Config
+from rewriter.kernel import Kernel, Spec
+from rewriter.registry import REFERENCE, registry
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,41 @@ class Choice:
     kernel: str
     origin: str
     not_chosen: tuple[tuple[str, str], ...] = field(default=())
+
+
+XLA = "xla"
+"""The name of the choice to leave the program as written."""
+
+
+def choose(spec: Spec, config: Config) -> Choice:
+    """Returns the kernel for a site: forced, else the first that pays.
+
+    Args:
+        spec: The site's shapes, dtypes and parameters.
+        config: ``implementation`` forces a kernel for an op.
+    """
+    forced = dict(config.implementation).get(spec.op)
+    kernels = registry().kernels(spec.op)
+    if forced is not None:
+        return _forced(spec, forced, kernels)
+    why: list[tuple[str, str]] = []
+    for kernel in kernels:
+        verdict = kernel.supports(spec)
+        if verdict.ok:
+            verdict = kernel.profitable(spec)
+        if verdict.ok:
+            return Choice(kernel.name, "heuristic", tuple(why))
+        why.append((kernel.name, "; ".join(r.text for r in verdict.reasons)))
+    return Choice(XLA, "heuristic", tuple(why))
+
+
+def _forced(spec: Spec, name: str, kernels: tuple[Kernel, ...]) -> Choice:
+    if name in (XLA, REFERENCE):
+        return Choice(name, "forced")
+    registry().kernel(spec.op, name)
+    kernel = next(k for k in kernels if k.name == name)
+    verdict = kernel.supports(spec)
+    if verdict.ok:
+        return Choice(name, "forced")
+    text = "; ".join(r.text for r in verdict.reasons)
+    return Choice(XLA, "heuristic", ((name, text),))

@@ -1,13 +1,22 @@
-"""A plan in, the rewritten program out."""
+"""A plan in, the rewritten program out.
+
+The new equations of a site are spliced in behind the equation that made its
+result, later readers are pointed at the new result, and what nobody reads any
+more is dropped. Untouched equations and bodies stay the same objects.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr
 
-from rewriter.match import NearMiss
+from rewriter import _jax
+from rewriter.graph import Graph, Scope
+from rewriter.match import Match, NearMiss, leaves_of
 from rewriter.plan import Site
 from rewriter.verdict import Reason
 
@@ -29,3 +38,203 @@ class Rewritten:
     misses: tuple[NearMiss, ...] = ()
     failures: tuple[Reason, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Splice:
+    """One replacement at one place.
+
+    Attributes:
+        match: What is replaced.
+        scope: The body that holds the equation of the result.
+        position: That equation.
+        call: ``call(**operands, **params)`` gives the op's result.
+    """
+
+    match: Match
+    scope: Scope
+    position: int
+    call: Callable[..., jax.Array]
+
+
+def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
+    """Returns the program with the splices made.
+
+    Raises:
+        NotImplementedError: Never; what cannot be spliced is refused by
+            `can_splice` before.
+    """
+    if not splices:
+        return graph.top.jaxpr
+    work = _Work(graph, splices)
+    return _jax.without_dead_code(work.body(graph.top))
+
+
+def missing_leaf(match: Match, scope: Scope) -> int | None:
+    """A value that the replacement reads and that cannot be had at its place."""
+    place = match.reading.place
+    for value in leaves_of(match.reading):
+        if value not in scope.first_var and value not in place.defined:
+            return value
+    return None
+
+
+class _Frame:
+    """Equations of one new body, and what its variables became."""
+
+    def __init__(self) -> None:
+        self.eqns: list[Any] = []
+
+
+class _Work:
+    """Rewrites bodies, outermost first."""
+
+    def __init__(self, graph: Graph, splices: Sequence[Splice]):
+        self.graph = graph
+        self.at: dict[tuple[int, int], list[Splice]] = {}
+        self.touched: set[int] = set()
+        self.dissolved: set[int] = set()
+        self.fragments: dict[Any, Any] = {}
+        self.atoms: dict[tuple[int, Any], Any] = {}
+        for splice in splices:
+            key = (id(splice.scope), splice.position)
+            self.at.setdefault(key, []).append(splice)
+            scope: Scope | None = splice.scope
+            while scope is not None:
+                self.touched.add(id(scope))
+                scope = scope.parent
+            self._dissolve(splice)
+
+    def _dissolve(self, splice: Splice) -> None:
+        """Marks the calls that must be inlined for a splice to see its leaves."""
+        place = splice.match.reading.place
+        for value in leaves_of(splice.match.reading):
+            if value in splice.scope.first_var:
+                continue
+            _, home, _ = place.defined[value]
+            for scope in (splice.scope, home):
+                while scope is not place.scope:
+                    self.dissolved.add(id(scope))
+                    scope = scope.parent
+
+    # ------------------------------------------------------------- bodies
+    def body(self, scope: Scope) -> Any:
+        """The new jaxpr of a body."""
+        if id(scope) not in self.touched and not self._any_dissolved(scope):
+            return scope.jaxpr
+        frame = _Frame()
+        outs = self._inline(scope, frame, {})
+        return _jax.with_equations(scope.jaxpr, frame.eqns, outs)
+
+    def _any_dissolved(self, scope: Scope) -> bool:
+        return any(
+            id(child) in self.dissolved
+            for children in scope.children.values() for child in children
+        )  # fmt: skip
+
+    def _inline(self, scope: Scope, frame: _Frame, env: dict[Any, Any]) -> list[Any]:
+        """Appends a body's new equations; returns the atoms of its results."""
+
+        def read(atom: Any) -> Any:
+            return atom if _jax.is_literal(atom) else env.get(atom, atom)
+
+        inlined = id(scope) in self.dissolved
+        for var in (*scope.jaxpr.constvars, *scope.jaxpr.invars):
+            self._known(scope, var, read(var))
+        for position, eqn in enumerate(scope.jaxpr.eqns):
+            children = scope.children.get(position, [])
+            if any(id(c) in self.dissolved for c in children):
+                self._dissolved_call(scope, children[0], eqn, frame, env, read)
+            else:
+                self._plain(scope, children, eqn, frame, env, read, inlined)
+            for splice in self.at.get((id(scope), position), ()):
+                self._splice(scope, splice, eqn, frame, env)
+        return [read(v) for v in scope.jaxpr.outvars]
+
+    def _known(self, scope: Scope, var: Any, atom: Any) -> None:
+        self.atoms[id(scope), var] = atom
+
+    def _plain(self, scope, children, eqn, frame, env, read, inlined) -> None:
+        new = self._with_bodies(eqn, children)
+        ins = [read(a) for a in eqn.invars]
+        outs = list(eqn.outvars)
+        if inlined:  # one body may be inlined at several places
+            outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in outs]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        if inlined or any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            new = new.replace(invars=ins, outvars=outs)
+        frame.eqns.append(new)
+        for old, var in zip(eqn.outvars, outs, strict=True):
+            if not _jax.is_drop(old):
+                self._known(scope, old, var)
+
+    def _dissolved_call(self, scope, child, eqn, frame, env, read) -> None:
+        body = child.jaxpr
+        inner: dict[Any, Any] = {}
+        inner.update(zip(body.invars, (read(a) for a in eqn.invars), strict=True))
+        if body.constvars:
+            raise ValueError("a call with constants of its own")
+        outs = self._inline(child, frame, inner)
+        for var, atom in zip(eqn.outvars, outs, strict=True):
+            env[var] = atom
+            if not _jax.is_drop(var):
+                self._known(scope, var, atom)
+
+    def _with_bodies(self, eqn: Any, children: list[Scope]) -> Any:
+        new = [self.body(c) for c in children]
+        if all(a is c.jaxpr for a, c in zip(new, children, strict=True)):
+            return eqn
+        kind = _jax.call_kind(eqn)
+        if kind == "cond":
+            changed = {"branches": tuple(new)}
+        elif kind == "while":
+            changed = {"body_jaxpr": new[0]}
+        else:
+            changed = {_jax.call_body_name(eqn): new[0]}
+        return eqn.replace(params={**eqn.params, **changed})
+
+    # ------------------------------------------------------------- splices
+    def _splice(self, scope: Scope, splice: Splice, eqn: Any, frame: _Frame, env) -> None:
+        reading = splice.match.reading
+        names = leaves_of(reading)
+        atoms = [self._atom_of(splice, v) for v in names]
+        fragment = self._fragment(splice, names)
+        local = dict(zip(fragment.invars, atoms, strict=True))
+        for inner in fragment.eqns:
+            outs = [
+                v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in inner.outvars
+            ]
+            ins = [
+                a if _jax.is_literal(a) else local[a] for a in inner.invars
+            ]
+            local.update(zip(inner.outvars, outs, strict=True))
+            frame.eqns.append(
+                inner.replace(invars=ins, outvars=outs, source_info=eqn.source_info)
+            )
+        (result,) = fragment.outvars
+        for var in eqn.outvars:
+            if scope.env.get(var) == reading.value:
+                env[var] = local[result]
+                self._known(scope, var, local[result])
+
+    def _atom_of(self, splice: Splice, value: int) -> Any:
+        found = splice.scope.first_var.get(value)
+        if found is not None:
+            return self.atoms[id(splice.scope), found[1]]
+        _, home, var = splice.match.reading.place.defined[value]
+        return self.atoms[id(home), var]
+
+    def _fragment(self, splice: Splice, names: Sequence[int]) -> Any:
+        reading = splice.match.reading
+        graph = self.graph
+
+        def code(*arrays: jax.Array) -> jax.Array:
+            return reading.build(
+                splice.call, dict(zip(names, arrays, strict=True)),
+                graph.shape(reading.value), graph.dtype(reading.value),
+            )  # fmt: skip
+
+        traced = _jax.trace_flat(code, [graph.avals[v] for v in names])
+        if traced.constvars if hasattr(traced, "constvars") else ():
+            raise ValueError("the replacement holds constants")
+        return traced

@@ -1,0 +1,35 @@
+"""Named groups of patterns, and which patterns a configuration puts in force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rewriter.registry import registry
+
+DEFAULT = ("attention",)
+
+
+def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """Returns the patterns that a comma-separated list of names stands for.
+
+    ``default`` is the default set, ``none`` the empty one, ``-name`` removes,
+    and only removals imply ``default``.
+
+    Raises:
+        UnknownPattern: For an unknown name, with a suggestion.
+    """
+    words = [w.strip() for w in names.split(",") if w.strip()]
+    if all(w.startswith("-") for w in words):
+        words = ["default", *words]
+    chosen: dict[str, Any] = {}
+    for word in words:
+        if word.startswith("-"):
+            registry().pattern(word[1:])
+            chosen.pop(word[1:], None)
+        elif word == "default":
+            chosen.update((n, registry().pattern(n)) for n in DEFAULT)
+        elif word != "none":
+            chosen[word] = registry().pattern(word)
+    chosen.update((p.name, p) for p in extra)
+    return tuple(chosen.values())

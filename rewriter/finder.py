@@ -1,0 +1,72 @@
+"""What a pattern works with: the graph, walks, forms, and where misses are noted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewriter import _jax
+from rewriter.canonicalize import LAYOUT, Evaluator
+from rewriter.graph import Graph, Node
+from rewriter.normal_form import Algebra, OverBudget
+from rewriter.reading import Refused
+from rewriter.region import Place, Regions
+
+
+class RegionEvaluator(Evaluator):
+    """An evaluator for a region that will be replaced at a place."""
+
+    place: Place
+
+
+@dataclass(eq=False)
+class Finder:
+    """The state of one search over one program."""
+
+    graph: Graph
+    algebra: Algebra
+    regions: Regions
+    misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
+    found: set[tuple[str, int]] = field(default_factory=set)
+
+    def evaluator(self, value: int, **options: Any) -> RegionEvaluator:
+        """An evaluator whose leaves can be had where a value is computed."""
+        node = self.graph.node_of(value)
+        place = self.regions.place(node.scope)
+        ev = RegionEvaluator(
+            self.graph, self.algebra, usable=self.regions.usable(place), **options
+        )
+        ev.place = place
+        return ev
+
+    def layout_leaves(self, ev: RegionEvaluator, *values: int) -> set[int]:
+        """Leaves under values when only layout and scale are looked through."""
+        probe = RegionEvaluator(self.graph, self.algebra, usable=ev.usable)
+        for value in values:
+            try:
+                probe.poly(value, probe.indices(value), LAYOUT)
+            except OverBudget:
+                continue
+        return probe.leaf_values
+
+    def done(self, op: str, value: int) -> bool:
+        """Whether a value is already part of a verified match of an op."""
+        return (op, value) in self.found
+
+    def missed(self, op: str, anchor: Node, refusal: Refused) -> None:
+        """Notes the best attempt at an anchor."""
+        key = (op, anchor.outs[0])
+        old = self.misses.get(key)
+        if old is None or refusal.score > old[1].score:
+            self.misses[key] = (anchor, refusal)
+
+    def empty_rows(self, ev: RegionEvaluator, product: Node, value: int, keep: int) -> str:
+        """What a row without keys gives; see `rewriter.rows`."""
+        from rewriter.rows import empty_row
+
+        scores = frozenset(v for v in ev.inside if v != product.outs[0])
+        return empty_row(ev, keep, scores, product, value)
+
+    def where(self, node: Node) -> str:
+        """The user's line of an equation."""
+        return _jax.source_of(node.eqn)

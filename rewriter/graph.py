@@ -1,0 +1,273 @@
+"""The matching view of a jaxpr: every equation at any depth, as one graph of values.
+
+Calls are inlined, loop-invariant operands of scan, while and cond bodies stand
+for the values outside, and equal equations are merged, so that one value has one
+number however often the program computes it. The original equations stay where
+they are: a `Scope` remembers which variable carries which value in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rewriter import _jax
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One distinct equation: primitive, parameters, operand and result values.
+
+    Equal equations elsewhere are its copies, as (scope, position, equation).
+    """
+
+    prim: str
+    params: dict[str, Any]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    eqn: Any
+    scope: Scope
+    position: int
+    copies: list[tuple[Scope, int, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """One jaxpr body at one place of the program.
+
+    Attributes:
+        kind: ``"top"``, or the primitive of the equation that owns the body.
+        parent: The scope around it; None at the top.
+        call: Position of the owning equation among the parent's equations.
+        branch: Which of the equation's bodies this is.
+        jaxpr: The body.
+        env: Variable to value number.
+        length: How often the body runs for one run of the parent (scan length;
+            1 for a while loop, whose count is unknown).
+        open_out: Whether results may be matched together with equations outside.
+    """
+
+    kind: str
+    parent: Scope | None
+    call: int
+    branch: int
+    jaxpr: Any
+    length: int = 1
+    open_out: bool = True
+    env: dict[Any, int] = field(default_factory=dict)
+    first_var: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    children: dict[int, list[Scope]] = field(default_factory=dict)
+
+    @property
+    def repeats(self) -> int:
+        """How often the body runs in one call of the program."""
+        outer = self.parent.repeats if self.parent else 1
+        return outer * self.length
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Kinds of the loops and remat bodies around, outermost first."""
+        outer = self.parent.path if self.parent else ()
+        return (*outer, self.kind) if self.kind in _SHOWN else outer
+
+
+_SHOWN = {"scan", "while", "cond", "remat", "shard_map", "custom_vjp", "custom_jvp"}
+_NEVER_MERGED = {"optimization_barrier"}
+
+
+class Graph:
+    """Values and the equations that make them; see the module text."""
+
+    def __init__(self, closed_jaxpr: Any):
+        self.avals: list[Any] = []
+        self.producer: dict[int, tuple[Node, int]] = {}
+        self.consumers: dict[int, list[Node]] = {}
+        self.constants: dict[int, Any] = {}
+        self.nodes: list[Node] = []
+        self.fresh_in: dict[int, Scope] = {}
+        self._numbers: dict[Any, tuple[int, ...]] = {}
+        self._literals: dict[Any, int] = {}
+        self._user_rules: dict[Any, bool] = {}
+        self.top = Scope("top", None, -1, 0, closed_jaxpr)
+        self._add_body(self.top, [self._new(v.aval) for v in closed_jaxpr.invars])
+
+    # ------------------------------------------------------------- values
+    def _new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Shape of a value."""
+        return self.avals[value].shape
+
+    def dtype(self, value: int) -> np.dtype:
+        """Dtype of a value."""
+        return self.avals[value].dtype
+
+    def literal(self, val: Any, aval: Any) -> int:
+        """The value number of a literal."""
+        if np.shape(val):
+            number = self._new(aval)
+            self.constants[number] = val
+            return number
+        key = (str(aval.dtype), np.asarray(val).tobytes())
+        if key not in self._literals:
+            self._literals[key] = self._new(aval)
+            self.constants[self._literals[key]] = val
+        return self._literals[key]
+
+    # ------------------------------------------------------------- building
+    def _bind(self, scope: Scope, var: Any, value: int, position: int) -> None:
+        scope.env[var] = value
+        scope.first_var.setdefault(value, (position, var))
+
+    def _read(self, scope: Scope, atom: Any) -> int:
+        if _jax.is_literal(atom):
+            return self.literal(atom.val, atom.aval)
+        return scope.env[atom]
+
+    def _add_body(self, scope: Scope, args: Sequence[int]) -> list[int]:
+        jaxpr = scope.jaxpr
+        for var, const in zip(jaxpr.constvars, _jax.consts_of(jaxpr), strict=True):
+            number = self._constant(const, var.aval)
+            self._bind(scope, var, number, -1)
+        for var, value in zip(jaxpr.invars, args, strict=True):
+            self._bind(scope, var, value, -1)
+        for position, eqn in enumerate(jaxpr.eqns):
+            ins = [self._read(scope, a) for a in eqn.invars]
+            outs = self._add_equation(scope, position, eqn, ins)
+            for var, value in zip(eqn.outvars, outs, strict=True):
+                if not _jax.is_drop(var):
+                    self._bind(scope, var, value, position)
+        return [self._read(scope, a) for a in jaxpr.outvars]
+
+    def _constant(self, const: Any, aval: Any) -> int:
+        if _jax.is_tracer(const):
+            key = ("tracer", id(const))
+        elif np.shape(const) == ():
+            return self.literal(const, aval)
+        else:
+            key = ("const", id(const))
+        if key not in self._literals:
+            self._literals[key] = self._new(aval)
+            if not _jax.is_tracer(const):
+                self.constants[self._literals[key]] = const
+        return self._literals[key]
+
+    def _child(
+        self, scope: Scope, position: int, body: Any, args: Sequence[int], **kw: Any
+    ) -> list[int]:
+        siblings = scope.children.setdefault(position, [])
+        child = Scope(
+            parent=scope, call=position, branch=len(siblings), jaxpr=body, **kw
+        )
+        siblings.append(child)
+        return self._add_body(child, args)
+
+    def _fresh(self, body: Any, count: slice) -> list[int]:
+        return [self._new(v.aval) for v in body.invars[count]]
+
+    def _opaque(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        outs = tuple(self._new(v.aval) for v in eqn.outvars)
+        self._record(Node(eqn.primitive.name, eqn.params, tuple(ins), outs, eqn,
+                          scope, position))  # fmt: skip
+        return outs
+
+    def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        name = eqn.primitive.name
+        kind = _jax.call_kind(eqn)
+        if kind == "call":
+            return self._child(
+                scope, position, _jax.call_body(eqn), ins, kind="call"
+            )
+        if kind == "remat":
+            return self._child(
+                scope, position, _jax.call_body(eqn), ins, kind="remat"
+            )
+        if kind == "custom":
+            if self._library_rule(eqn):
+                return self._child(
+                    scope, position, _jax.call_body(eqn), ins, kind="call"
+                )
+            what = "custom_jvp" if "jvp" in name else "custom_vjp"
+            self._child(
+                scope, position, _jax.call_body(eqn), ins, kind=what, open_out=False
+            )
+        elif kind == "scan":
+            body, n_consts, n_carry, length = _jax.scan_parts(eqn)
+            args = ins[:n_consts] + self._fresh(body, slice(n_consts, None))
+            self._child(
+                scope, position, body, args, kind="scan",
+                length=length, open_out=False,
+            )  # fmt: skip
+        elif kind == "while":
+            body, n_cond, n_body = _jax.while_parts(eqn)
+            args = ins[n_cond : n_cond + n_body]
+            args = args + self._fresh(body, slice(n_body, None))
+            self._child(scope, position, body, args, kind="while", open_out=False)
+        elif kind == "cond":
+            for body in eqn.params["branches"]:
+                self._child(scope, position, body, ins[1:], kind="cond", open_out=False)
+        elif kind == "shard_map":
+            body = eqn.params["jaxpr"]
+            args = self._fresh(body, slice(None))
+            self._child(scope, position, body, args, kind="shard_map", open_out=False)
+        if kind:
+            return self._opaque(scope, position, eqn, ins)
+        return self._merged(scope, position, eqn, name, ins)
+
+    def _library_rule(self, eqn: Any) -> bool:
+        key = id(eqn.params.get("call_jaxpr"))
+        if key not in self._user_rules:
+            self._user_rules[key] = _jax.is_library_rule(eqn)
+        return self._user_rules[key]
+
+    def _merged(self, scope: Scope, position: int, eqn: Any, name: str, ins: list[int]):
+        key = None
+        if not eqn.effects and name not in _NEVER_MERGED:
+            try:
+                key = (name, tuple(ins), _jax.params_key(eqn))
+                found = self._numbers.get(key)
+                if found is not None:
+                    first = self.producer[found[0]][0]
+                    first.copies.append((scope, position, eqn))
+                    return found
+            except TypeError:  # a parameter that cannot be hashed: never merged
+                key = None
+        outs = tuple(self._new(v.aval) for v in eqn.outvars)
+        if key is not None:
+            self._numbers[key] = outs
+        self._record(Node(name, eqn.params, tuple(ins), outs, eqn, scope, position))
+        return outs
+
+    def _record(self, node: Node) -> None:
+        self.nodes.append(node)
+        for k, out in enumerate(node.outs):
+            self.producer[out] = (node, k)
+        for value in dict.fromkeys(node.ins):
+            self.consumers.setdefault(value, []).append(node)
+
+    # ------------------------------------------------------------- queries
+    def node_of(self, value: int) -> Node | None:
+        """The equation that makes a value; None for inputs and constants."""
+        found = self.producer.get(value)
+        return found[0] if found else None
+
+    def users(self, value: int) -> list[Node]:
+        """Equations that read a value."""
+        return self.consumers.get(value, [])
+
+    def scalar(self, value: int) -> float | int | bool | None:
+        """The Python number of a constant scalar, or None."""
+        const = self.constants.get(value)
+        if const is None or np.shape(const):
+            return None
+        return np.asarray(const).item()
+
+
+def variable(scope: Scope, value: int) -> tuple[int, Any] | None:
+    """(position of its definition, variable) carrying a value in a scope, or None."""
+    return scope.first_var.get(value)

@@ -1,0 +1,144 @@
+"""Walks around an anchor: which equations a region can hold, and where it can stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewriter.canonicalize import LOCAL
+from rewriter.graph import Graph, Node, Scope
+
+Path = tuple[float, ...]
+WALK_LIMIT = 80
+
+
+@dataclass(eq=False)
+class Place:
+    """A body in which a replacement can stand, with its transparent calls.
+
+    Attributes:
+        scope: The body: the top, or that of a loop, branch, remat or shard_map.
+        defined: Value to (place of its first definition, scope, variable).
+    """
+
+    scope: Scope
+    defined: dict[int, tuple[Path, Scope, Any]] = field(default_factory=dict)
+    _usable: dict[int, bool] = field(default_factory=dict)
+
+
+class Regions:
+    """Walks over a graph, with what can be had at each place."""
+
+    def __init__(self, graph: Graph):
+        self.g = graph
+        self._places: dict[int, Place] = {}
+
+    # ------------------------------------------------------------- places
+    def place(self, scope: Scope) -> Place:
+        """The place a scope belongs to: itself, or the body that calls it."""
+        while scope.kind == "call" and scope.parent is not None:
+            scope = scope.parent
+        found = self._places.get(id(scope))
+        if found is None:
+            found = self._places[id(scope)] = Place(scope)
+            self._collect(found, scope, ())
+        return found
+
+    def _collect(self, place: Place, scope: Scope, prefix: Path) -> None:
+        for value, (position, var) in scope.first_var.items():
+            path = (*prefix, position, float("inf"))
+            old = place.defined.get(value)
+            if old is None or path < old[0]:
+                place.defined[value] = (path, scope, var)
+        for position, children in scope.children.items():
+            for child in children:
+                if child.kind == "call":
+                    self._collect(place, child, (*prefix, position))
+
+    def usable(self, place: Place) -> Callable[[int], bool]:
+        """Whether a value can be had at a place: defined there, or recomputable."""
+        memo = place._usable
+
+        def ask(value: int) -> bool:
+            known = memo.get(value)
+            if known is None:
+                memo[value] = False
+                known = memo[value] = self._ask(place, value, ask)
+            return known
+
+        return ask
+
+    def _ask(self, place: Place, value: int, ask: Callable[[int], bool]) -> bool:
+        if value in place.defined or self.g.scalar(value) is not None:
+            return True
+        node = self.g.node_of(value)
+        if node is None or node.prim not in LOCAL:
+            return False
+        return all(ask(i) for i in node.ins)
+
+    # ------------------------------------------------------------- walks
+    def above(self, value: int, stop: frozenset[str]) -> list[Node]:
+        """The nearest equations of the given primitives above a value."""
+        found: dict[int, Node] = {}
+        seen, stack = {value}, [value]
+        while stack and len(seen) < WALK_LIMIT:
+            node = self.g.node_of(stack.pop())
+            if node is None:
+                continue
+            if node.prim in stop:
+                found.setdefault(id(node), node)
+            elif node.prim in LOCAL:
+                for i in node.ins:
+                    if i not in seen and i not in self.g.constants:
+                        seen.add(i)
+                        stack.append(i)
+        return list(found.values())
+
+    def below(
+        self, value: int, stop: frozenset[str], limit: int = WALK_LIMIT
+    ) -> Iterator[tuple[Node, int]]:
+        """(equation, operand position) of the nearest given primitives below a value."""
+        seen, queue = {value}, [value]
+        done = set()
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
+            for node in self.g.users(current):
+                if node.prim in stop:
+                    for k, i in enumerate(node.ins):
+                        if i == current and (id(node), k) not in done:
+                            done.add((id(node), k))
+                            yield node, k
+                elif node.prim in LOCAL:
+                    for out in node.outs:
+                        if out not in seen:
+                            seen.add(out)
+                            queue.append(out)
+
+    def chain(self, value: int, prims: frozenset[str], limit: int = 12) -> list[int]:
+        """Values below a value through equations of the given primitives, nearest first."""
+        seen, queue, out = {value}, [value], []
+        while queue and len(out) < limit:
+            for node in self.g.users(queue.pop(0)):
+                if node.prim in prims:
+                    for result in node.outs:
+                        if result not in seen:
+                            seen.add(result)
+                            queue.append(result)
+                            out.append(result)
+        return out
+
+    def depends(self, value: int, on: int, limit: int = 400) -> bool:
+        """Whether a value is computed from another through local equations."""
+        seen, stack = {value}, [value]
+        while stack and len(seen) < limit:
+            current = stack.pop()
+            if current == on:
+                return True
+            node = self.g.node_of(current)
+            if node is not None and (node.prim in LOCAL or node.prim == "dot_general"):
+                for i in node.ins:
+                    if i not in seen:
+                        seen.add(i)
+                        stack.append(i)
+        return False

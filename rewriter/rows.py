@@ -1,0 +1,238 @@
+"""What a softmax gives for a row whose keys are all masked, read off the program.
+
+The region is run on one such row with abstract values: a constant, the same at
+every key; scores, finite and different; or unknown. Spellings differ here (NaN,
+the mean of the values, zero), and a kernel must do as the program does.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, Evaluator
+from rewriter.graph import Node
+from rewriter.normal_form import Algebra
+
+SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
+ABSORBS = 5e8  # an addend that swallows scores below 32 in float32
+
+Abstract = Any  # ("c", number or bool) or one of the names above
+
+
+def empty_row(
+    ev: Evaluator, keep: int, scores: frozenset[int], product: Node, value: int
+) -> str:
+    """``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"`` for a row without keys.
+
+    Args:
+        ev: The evaluator that made the region's form.
+        keep: Which keys are kept, as a boolean function.
+        scores: Results of the contractions of queries with keys.
+        product: The contraction of the weights with the values.
+        value: The region's result.
+    """
+    support, table = ev.alg.bools[keep]
+    if len(support) > 4:
+        return UNKNOWN
+    names = [literal_name(ev.alg, a) for a in support]
+    seen: set[Any] = set()
+    for row in range(1 << len(support)):
+        if table >> row & 1:
+            continue
+        truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
+        run = _Row(ev, truth, scores, product)
+        out = run(value)
+        seen.add((_verdict(out), tuple(run.peaks)))
+    if len(seen) != 1:
+        return UNKNOWN
+    return next(iter(seen))[0]
+
+
+def literal_name(alg: Algebra, atom: int) -> tuple[str, bool]:
+    """(text without names of indices, polarity); complements share the text."""
+    d = alg.defs[atom]
+    if d[0] not in ("ge", "eq"):
+        return _text(alg, atom), True
+    p = alg.thaw(d[1])
+    mine = _poly_text(alg, p)
+    if d[0] == "ge" and d[2]:
+        other = _poly_text(alg, alg.add(alg.scale(p, -1.0), alg.const(-1)))
+        return min(mine, other), mine <= other
+    return f"{d[0]} {mine}", True
+
+
+def _poly_text(alg: Algebra, p: dict) -> str:
+    terms = [
+        f"{c:.6g}" + "".join(sorted(f"{_text(alg, a)}^{e}" for a, e in mono))
+        for (_, mono), c in p.items()
+    ]
+    return " + ".join(sorted(terms))
+
+
+def _text(alg: Algebra, atom: int) -> str:
+    return re.sub(r"\b[ij]\d+", "_", alg.show_atom(atom))
+
+
+def _verdict(out: Abstract) -> str:
+    if not isinstance(out, tuple):
+        return UNKNOWN
+    c = float(out[1])
+    if math.isnan(c):
+        return "nan"
+    if c == 0:
+        return "zero"
+    return "mean" if abs(c - 1) < 1e-2 else UNKNOWN
+
+
+class _Row:
+    """Abstract evaluation of one row."""
+
+    def __init__(self, ev, truth, scores, product):
+        self.ev, self.g, self.truth = ev, ev.g, truth
+        self.scores, self.product = scores, product
+        self.memo: dict[int, Abstract] = {}
+        self.peaks: list[float] = []
+        self.flags: dict[int, int] = {}
+        for (v, _, _), b in ev.memo.items():
+            if self.g.dtype(v) == bool:
+                self.flags.setdefault(v, b)
+
+    def __call__(self, value: int) -> Abstract:
+        if value not in self.memo:
+            self.memo[value] = UNKNOWN
+            self.memo[value] = self._value(value)
+        return self.memo[value]
+
+    def _value(self, value: int) -> Abstract:
+        number = self.g.scalar(value)
+        if number is not None:
+            return ("c", number)
+        if value in self.scores:
+            return SCORES
+        if self.g.dtype(value) == bool:
+            known = self._truth(value)
+            if known is not None:
+                return ("c", known)
+        node = self.g.node_of(value)
+        if node is None:
+            return UNKNOWN
+        if node is self.product:
+            return self._product(node)
+        with np.errstate(all="ignore"):
+            return self._step(node, value)
+
+    def _truth(self, value: int) -> bool | None:
+        b = self.flags.get(value)
+        if b is None:
+            return None
+        support, table = self.ev.alg.bools[b]
+        row = 0
+        for k, a in enumerate(support):
+            name, up = literal_name(self.ev.alg, a)
+            if name not in self.truth:
+                return None
+            row |= (self.truth[name] == up) << k
+        return bool(table >> row & 1)
+
+    def _product(self, node: Node) -> Abstract:
+        weights = [self(i) for i in node.ins]
+        known = [w for w in weights if isinstance(w, tuple)]
+        if len(known) != 1:
+            return UNKNOWN
+        (lc, _), _ = node.params["dimension_numbers"]
+        n = math.prod(self.g.shape(node.ins[0])[int(d)] for d in lc)
+        return ("c", float(known[0][1]) * n)
+
+    def _step(self, node: Node, value: int) -> Abstract:
+        prim = node.prim
+        if prim in LAYOUT_PRIMITIVES or prim in TRANSPARENT or prim == "stop_gradient":
+            return self(node.ins[node.outs.index(value)] if prim in TRANSPARENT
+                        else node.ins[0])  # fmt: skip
+        if prim == "convert_element_type":
+            x = self(node.ins[0])
+            if isinstance(x, tuple):
+                return ("c", float(np.asarray(x[1]).astype(node.params["new_dtype"])))
+            return x
+        if prim == "select_n" and len(node.ins) == 3:
+            p = self(node.ins[0])
+            if isinstance(p, tuple):
+                return self(node.ins[2 if p[1] else 1])
+            a, b = self(node.ins[1]), self(node.ins[2])
+            return a if a == b else UNKNOWN
+        args = [self(i) for i in node.ins]
+        if prim in ("reduce_max", "exp", "exp2") and isinstance(args[0], tuple):
+            if prim == "reduce_max" or not self.peaks:
+                self.peaks.append(args[0][1])
+        if prim in ("reduce_max", "reduce_sum", "reduce_or", "reduce_and"):
+            return self._reduced(node, args[0])
+        if all(isinstance(x, tuple) for x in args):
+            f = _NUMERIC.get(prim)
+            if f is None:
+                return UNKNOWN
+            return ("c", f(*(x[1] for x in args), node.params))
+        return _mixed(prim, args)
+
+    def _reduced(self, node: Node, x: Abstract) -> Abstract:
+        if node.prim == "reduce_sum":
+            n = math.prod(self.g.shape(node.ins[0])[int(a)] for a in node.params["axes"])
+            if isinstance(x, tuple):
+                return ("c", float(x[1]) * n)
+            return ROW if x in (WEIGHTS, SCORES) else x
+        if isinstance(x, tuple):
+            return x
+        return ROW if x in (SCORES, ROW) and node.prim == "reduce_max" else UNKNOWN
+
+
+def _mixed(prim: str, args: list[Abstract]) -> Abstract:
+    """One equation with at least one operand that is not a constant."""
+    known = [float(x[1]) for x in args if isinstance(x, tuple)]
+    others = {x for x in args if not isinstance(x, tuple)}
+    if UNKNOWN in others:
+        if prim in ("add", "sub") and known and (
+            math.isinf(known[0]) or abs(known[0]) >= ABSORBS
+        ):
+            sign = -1 if prim == "sub" and not isinstance(args[0], tuple) else 1
+            return ("c", sign * known[0])
+        return UNKNOWN
+    if prim in ("add", "sub") and known:
+        c = known[0]
+        if math.isnan(c):
+            return ("c", c)
+        if math.isinf(c) or abs(c) >= ABSORBS:
+            return ("c", -c if prim == "sub" and isinstance(args[1], tuple) else c)
+        return SCORES if SCORES in others else ROW
+    if prim in ("mul", "div") and known and known[0] not in (0.0,):
+        return next(iter(others))
+    if prim in ("tanh", "neg", "integer_pow", "square", "sub", "add"):
+        return SCORES if SCORES in others else ROW
+    return UNKNOWN
+
+
+_NUMERIC: dict[str, Any] = {
+    "add": lambda a, b, p: a + b,
+    "sub": lambda a, b, p: a - b,
+    "mul": lambda a, b, p: a * b,
+    "div": lambda a, b, p: float(np.float64(a) / np.float64(b)),
+    "neg": lambda a, p: -a,
+    "max": lambda a, b, p: max(a, b) if a == a and b == b else math.nan,
+    "min": lambda a, b, p: min(a, b) if a == a and b == b else math.nan,
+    "exp": lambda a, p: float(np.exp(np.float64(a))),
+    "exp2": lambda a, p: float(np.exp2(np.float64(a))),
+    "log": lambda a, p: float(np.log(np.float64(a))),
+    "tanh": lambda a, p: math.tanh(a),
+    "integer_pow": lambda a, p: float(np.float64(a) ** p["y"]),
+    "is_finite": lambda a, p: math.isfinite(a),
+    "eq": lambda a, b, p: a == b,
+    "ne": lambda a, b, p: a != b,
+    "gt": lambda a, b, p: a > b,
+    "lt": lambda a, b, p: a < b,
+    "ge": lambda a, b, p: a >= b,
+    "le": lambda a, b, p: a <= b,
+    "and": lambda a, b, p: bool(a) and bool(b),
+    "or": lambda a, b, p: bool(a) or bool(b),
+    "not": lambda a, p: not a,
+}
