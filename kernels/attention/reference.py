@@ -1,0 +1,215 @@
+"""Attention as its formula: every operand and parameter, no tricks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jax import Array
+
+
+def visible(
+    t: int,
+    s: int,
+    *,
+    mask: Array | None = None,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
+    kv_lengths: Array | None = None,
+    offset: Array | None = None,
+    prefix: Array | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    shift: int = 0,
+) -> Array | None:
+    """Returns which keys each query sees, bool [b|1, n|1, t, s], or None for all.
+
+    Args:
+        t: Number of queries.
+        s: Number of keys.
+        mask: bool [b|1, n|1, t|1, s|1], True keeps.
+        q_segments: int [b|1, t].
+        kv_segments: int [b|1, s]; a key is seen within its own segment.
+        kv_lengths: int [b|1]; keys ``s < length`` are seen.
+        offset: int [b|1], added to the query positions.
+        prefix: int [b|1]; keys ``s < prefix`` are seen whatever the window.
+        window: ``(left, right)``: keys from ``t + offset - left`` up to
+            ``t + offset + right`` are seen; None is without limit.
+        shift: A static part of ``offset``.
+    """
+
+    keys = jnp.arange(s)
+    parts = [] if mask is None else [mask]
+    if q_segments is not None and kv_segments is not None:
+        parts.append((q_segments[:, :, None] == kv_segments[:, None, :])[:, None])
+    if kv_lengths is not None:
+        parts.append((keys < kv_lengths[:, None])[:, None, None])
+    seen = None
+    relative = relative_position(t, s, offset, shift)
+    for limit, keeps in zip(window, (_not_before, _not_after), strict=True):
+        if limit is not None:
+            edge = keeps(relative, limit)
+            seen = edge if seen is None else seen & edge
+    if seen is not None and prefix is not None:
+        seen = seen | (keys < prefix[:, None])[:, None, None]
+    if seen is not None:
+        parts.append(seen)
+    result = None
+    for part in parts:
+        result = part if result is None else result & part
+    return result
+
+
+def _not_before(relative: Array, left: int) -> Array:
+    return relative >= -left
+
+
+def _not_after(relative: Array, right: int) -> Array:
+    return relative <= right
+
+
+def relative_position(t: int, s: int, offset: Array | None, shift: int) -> Array:
+    """Returns ``s - t - offset - shift`` as int [b|1, 1, t, s]."""
+    relative = jnp.arange(s)[None, :] - jnp.arange(t)[:, None] - shift
+    if offset is None:
+        return relative[None, None]
+    return relative[None, None] - offset[:, None, None, None]
+
+
+def reference(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
+    kv_lengths: Array | None = None,
+    offset: Array | None = None,
+    prefix: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+    dropout: Array | None = None,
+    scale_factor: Array | None = None,
+    scale: float = 1.0,
+    window: tuple[int | None, int | None] = (None, None),
+    shift: int = 0,
+    softcap: float | None = None,
+    empty_rows: str = "nan",
+    out_dtype: str | None = None,
+) -> Array:
+    """Returns softmax(scale q kᵀ + bias) v over the keys each query sees.
+
+    Args:
+        q: [b, t, n, h]; query head i reads key head ``i // (n // k)``.
+        k: [b, s, k, h].
+        v: [b, s, k, e].
+        bias: float [b|1, n|1, t|1, s|1], added after scale and softcap.
+        mask: bool of the same kind of shape, True keeps.
+        q_segments: int [b|1, t]; with kv_segments, equal ones see each other.
+        kv_segments: int [b|1, s].
+        kv_lengths: int [b|1]; only keys ``s < length`` are seen.
+        offset: int [b|1], added to the query positions.
+        prefix: int [b|1]; keys ``s < prefix`` are seen whatever the window.
+        alibi: float [n]; ``alibi[n] * (s - t - offset - shift)`` is added.
+        sinks: float [n]; ``exp(sink)`` joins each row's denominator. A row
+            without keys is then 0, whatever ``empty_rows`` says.
+        dropout: float [b|1, n|1, t|1, s|1], multiplies the probabilities.
+        scale_factor: [], multiplied with scale.
+        scale: Multiplies the scores.
+        window: ``(left, right)`` reach around the query, None without limit;
+            causal is ``(None, 0)``.
+        shift: A static part of the offset.
+        softcap: ``c * tanh(scores / c)``.
+        empty_rows: What a row that sees no key gives: "nan", "mean" (of v
+            over all s) or "zero".
+        out_dtype: The result's dtype, q's by default.
+
+    Returns:
+        [b, t, n, e]. The softmax is in float32, in float64 for float64 inputs.
+    """
+    b, t, n, h = q.shape
+    s, heads = k.shape[1], k.shape[2]
+    group = n // heads
+    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
+    queries = q.reshape(b, t, heads, group, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", queries, k, preferred_element_type=wide)
+    scores = scores.reshape(b, n, t, s) * scale
+    if scale_factor is not None:
+        scores = scores * scale_factor.astype(wide)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.astype(wide)
+    if alibi is not None:
+        relative = relative_position(t, s, offset, shift).astype(wide)
+        scores = scores + alibi.astype(wide)[:, None, None] * relative
+    keep = visible(
+        t, s, mask=mask, q_segments=q_segments, kv_segments=kv_segments,
+        kv_lengths=kv_lengths, offset=offset, prefix=prefix, window=window,
+        shift=shift,
+    )  # fmt: skip
+    if keep is not None:
+        scores = jnp.where(keep, scores, -jnp.inf)
+    extra = None if sinks is None else sinks.astype(wide)[:, None, None]
+    weights = _softmax(scores, extra, empty_rows)
+    if dropout is not None:
+        weights = weights * dropout.astype(wide)
+    weights = weights.reshape(b, heads, group, t, s)
+    out = jnp.einsum("bkgts,bske->btkge", weights, v.astype(wide))
+    return out.reshape(b, t, n, v.shape[-1]).astype(out_dtype or q.dtype)
+
+
+def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
+    top = scores.max(-1, keepdims=True)
+    if extra is not None:
+        top = jnp.maximum(top, extra)
+    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    if extra is not None:
+        total = total + jnp.exp(extra - top)
+    if empty_rows == "nan":
+        return weights / total
+    fill = 1 / scores.shape[-1] if empty_rows == "mean" else 0
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), fill)
+
+
+def sample(
+    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Returns realistic operands: normal q, k, v, most keys visible.
+
+    Args:
+        key: A PRNG key.
+        operands: Shapes and dtypes by operand name.
+        params: The op's parameters; unused.
+    """
+    del params
+    s = operands["k"].shape[1]
+    result = {}
+    for name, x in operands.items():
+        key, sub = jax.random.split(key)
+        if name == "mask":
+            value = jax.random.bernoulli(sub, 0.8, x.shape)
+        elif name in ("q_segments", "kv_segments"):
+            value = jnp.broadcast_to(jnp.arange(x.shape[-1]) * 3 // s, x.shape)
+        elif name in ("kv_lengths", "prefix"):
+            value = jax.random.randint(sub, x.shape, 1, s + 1)
+        elif name == "offset":
+            value = jnp.full(x.shape, max(0, s - operands["q"].shape[1]))
+        elif name == "dropout":
+            value = jax.random.bernoulli(sub, 0.9, x.shape) / 0.9
+        elif name == "scale_factor":
+            value = jnp.ones(x.shape)
+        elif name == "alibi":
+            value = 2.0 ** -jnp.linspace(1, 8, x.shape[0])
+        else:
+            value = jax.random.normal(sub, x.shape)
+        result[name] = value.astype(x.dtype)
+    return result

@@ -1,0 +1,685 @@
+"""Attention in memory that grows with t + s, in plain XLA: tiles and a running softmax.
+
+Queries are taken in blocks of rows, keys in blocks of columns; a tile of
+scores exists only while it is used. The loops over key blocks run between
+bounds computed from window, offset, prefix and lengths, so that blocks no
+query sees cost nothing. Source: Rabe and Staats, "Self-attention Does Not
+Need O(n²) Memory" (2021), and Dao et al., "FlashAttention" (2022), for the
+backward pass from the row's log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax import Array
+
+    from rewriter.kernel import Spec
+
+AXES = {
+    "q": "btnh", "k": "bskh", "v": "bske", "bias": "bnts", "mask": "bnts",
+    "dropout": "bnts", "q_segments": "bt", "kv_segments": "bs",
+    "kv_lengths": "b", "offset": "b", "prefix": "b", "alibi": "n", "sinks": "n",
+    "scale_factor": "", "out": "btne", "cotangent": "btne", "lse": "bnt",
+}  # fmt: skip
+"""Every array's axes. All but t and s of k, v, out and lse may have size 1."""
+
+ROWS = 512
+KEYS = 512
+"""Rows and columns of a tile, for one query head per key head."""
+
+TILE = 1 << 19
+"""Scores held at once: 2 MiB in f32, so that a tile stays in cache."""
+
+FAR = 1 << 30
+"""Farther than any key; keeps position arithmetic inside int32."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How the problem is cut: block sizes, and batch entries and heads per step."""
+
+    b: int
+    t: int
+    s: int
+    heads: int
+    group: int
+    rows: int
+    keys: int
+    some_b: int
+    some_heads: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.t // self.rows)
+
+    @property
+    def steps(self) -> int:
+        return (self.b // self.some_b) * (self.heads // self.some_heads)
+
+
+def _divisor(n: int, most: int) -> int:
+    return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
+
+
+def _even(n: int, most: int) -> int:
+    """Returns a block size up to `most` that cuts n into nearly equal blocks."""
+    blocks = -(-n // most)
+    size = -(-n // blocks)
+    return min(n, (size + 7) // 8 * 8)
+
+
+def _sizes(q: Array, k: Array) -> _Sizes:
+    b, t, n, _ = q.shape
+    s, heads = k.shape[1:3]
+    group = n // heads
+    rows = _even(t, max(ROWS // 8, min(ROWS, 2 * ROWS // group)))
+    # Few rows, as in decoding, leave room for long blocks of keys.
+    keys = _even(s, max(KEYS, min(16 * KEYS, ROWS * KEYS // (rows * group))))
+    pairs = max(1, TILE // (rows * group * keys))
+    some_heads = _divisor(heads, pairs)
+    some_b = _divisor(b, pairs // heads) if some_heads == heads else 1
+    return _Sizes(b, t, s, heads, group, rows, keys, some_b, some_heads)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The operands and parameters of one call."""
+
+    arrays: dict[str, Array]
+    sizes: _Sizes
+    zero: Array
+    scale: float
+    window: tuple[int | None, int | None]
+    shift: int
+    softcap: float | None
+    empty_rows: str
+    out_dtype: Any
+    wide: Any
+
+    def full(self, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Array:
+        """Returns a constant array that can start a loop's carry."""
+        return jnp.full(shape, value, dtype) + self.zero.astype(dtype)
+
+    def cut(self, name: str, at: dict[str, tuple[Any, int]]) -> Array:
+        """Returns an operand's slice at (start, size) by axis letter."""
+        x = self.arrays[name]
+        starts, sizes = self.place(AXES[name], x.shape, at)
+        return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes)
+
+    def place(
+        self, axes: str, shape: tuple[int, ...], at: dict[str, tuple[Any, int]]
+    ) -> tuple[list[Any], tuple[int, ...]]:
+        """Returns the starts and sizes of a slice; axes of size 1 stay whole."""
+        whole = [size == 1 or x not in at for x, size in zip(axes, shape, strict=True)]
+        starts = [
+            jnp.int32(0 if w else at[x][0]) for w, x in zip(whole, axes, strict=True)
+        ]
+        sizes = [
+            size if w else at[x][1]
+            for w, x, size in zip(whole, axes, shape, strict=True)
+        ]
+        return starts, tuple(sizes)
+
+    def factor(self) -> Array | float:
+        """Returns what multiplies q kᵀ."""
+        if "scale_factor" not in self.arrays:
+            return self.scale
+        return self.arrays["scale_factor"].astype(self.wide) * self.scale
+
+    def over_steps(self, body: Callable[[_Step, Any], Any], carry: Any) -> Any:
+        """Runs ``carry = body(step, carry)`` for each part of batch and heads."""
+        return _loop(0, self.sizes.steps, lambda i, c: body(_Step(self, i), c), carry)
+
+
+def _loop(start: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    if isinstance(start, int) and isinstance(end, int):
+        if start >= end:
+            return carry
+        if end == start + 1:
+            return body(start, carry)
+    start, end = jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)
+    return lax.fori_loop(start, end, body, carry)
+
+
+def _problem(q: Array, k: Array, v: Array, given: dict[str, Any]) -> _Problem:
+    params: dict[str, Any] = {
+        "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
+        "empty_rows": "nan", "out_dtype": None,
+    }  # fmt: skip
+    arrays = {"q": q, "k": k, "v": v}
+    for name, value in given.items():
+        if name in params:
+            params[name] = value
+        elif value is not None:
+            arrays[name] = value
+    params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
+    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
+    # A zero that varies over the same mesh axes as the operands: inside
+    # jax.shard_map a loop's first carry must vary as its last.
+    zero = jnp.zeros((), wide)
+    for x in arrays.values():
+        first = x[(0,) * x.ndim]
+        zero = zero + jnp.where(first == first, jnp.zeros((), wide), 0)
+    return _Problem(arrays=arrays, sizes=_sizes(q, k), zero=zero, wide=wide, **params)
+
+
+class _Step:
+    """Some batch entries and heads, with their keys and values ready for dots."""
+
+    def __init__(self, p: _Problem, number: Any):
+        z = p.sizes
+        per_b = z.heads // z.some_heads
+        n = z.some_heads * z.group
+        self.p = p
+        self.here = {
+            "b": (number // per_b * z.some_b, z.some_b),
+            "k": (number % per_b * z.some_heads, z.some_heads),
+            "n": (number % per_b * n, n),
+        }
+        self.keys = p.cut("k", self.here).swapaxes(1, 2)
+        self.values = p.cut("v", self.here).swapaxes(1, 2).astype(p.wide)
+        self.offset = p.shift
+        if "offset" in p.arrays:
+            self.offset = self.offset + self.per_batch("offset")
+
+    def per_batch(self, name: str) -> Array:
+        """Returns an operand [b] as int32 [b, 1, 1, 1, 1]."""
+        x = self.p.cut(name, self.here).astype(jnp.int32)
+        return x[:, None, None, None, None]
+
+    def per_head(self, name: str) -> Array:
+        """Returns an operand [n] as [1, k, g, 1, 1]."""
+        x = self.p.cut(name, self.here).astype(self.p.wide)
+        return self.heads_apart(x, at=0)[None, :, :, None, None]
+
+    def heads_apart(self, x: Array, *, at: int) -> Array:
+        """Returns x with its head axis, of size n or 1, split into (k, g)."""
+        z = self.p.sizes
+        apart = (1, 1) if x.shape[at] == 1 else (z.some_heads, z.group)
+        return x.reshape(x.shape[:at] + apart + x.shape[at + 1 :])
+
+    def over_blocks(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
+        """Runs ``carry = body(block, carry)`` for each block of rows."""
+        blocks = self.p.sizes.blocks
+        return _loop(0, blocks, lambda i, c: body(_Block(self, i), c), carry)
+
+
+class _Block:
+    """Some rows of a step: a block of queries against all its keys."""
+
+    def __init__(self, step: _Step, i: Any):
+        self.step, self.p = step, step.p
+        z = self.p.sizes
+        self.nominal = i * z.rows
+        # The last block is moved up to stay inside: its first rows are done twice.
+        self.start = _within(self.nominal, z.t - z.rows)
+        self.here = {**step.here, "t": (self.start, z.rows)}
+        self.t = self.start + lax.broadcasted_iota(jnp.int32, (z.rows, 1), 0)
+
+    def rows(self, name: str) -> Array:
+        """Returns rows of an operand [b, t, n, ...] as [b, k, g, t, ...]."""
+        x = self.step.heads_apart(self.p.cut(name, self.here), at=2)
+        return x.transpose(0, 2, 3, 1, 4)
+
+    def queries(self) -> Array:
+        """Returns q [b, k, g, t, h], scaled already if that rounds nothing away."""
+        q = self.rows("q")
+        if q.dtype == self.p.wide:
+            return q * jnp.asarray(self.p.factor(), self.p.wide)
+        return q
+
+    def lse(self) -> Array:
+        """Returns the rows' log-sum-exp [b, k, g, t]."""
+        return self.step.heads_apart(self.p.cut("lse", self.here), at=1)
+
+    def store(self, into: Array, rows: Array, axes: str = "btne") -> Array:
+        """Returns `into` with rows [b, k, g, t(, e)] written to their place."""
+        z = self.p.sizes
+        rows = rows.reshape(z.some_b, -1, *rows.shape[3:])
+        if axes == "btne":
+            rows = rows.swapaxes(1, 2)
+        starts, _ = self.p.place(axes, into.shape, self.here)
+        return lax.dynamic_update_slice(into, rows.astype(into.dtype), starts)
+
+    def bounds(self) -> tuple[Any, Any, Any]:
+        """Returns key blocks: where they start, are seen whole until, and end.
+
+        Between the last two, positions must be compared one by one. With a
+        limit on the left that is so from the start.
+        """
+        p, z, step = self.p, self.p.sizes, self.step
+        left, right = p.window
+        low, whole, high = 0, z.s, z.s
+        offset = step.offset
+        least = offset if isinstance(offset, int) else jnp.min(offset)
+        most = offset if isinstance(offset, int) else jnp.max(offset)
+        if right is not None:
+            whole = self.start + least + min(right, FAR) + 1
+            high = self.start + z.rows + most + min(right, FAR)
+        if left is not None:
+            low = self.start + least - min(left, FAR)
+        if "prefix" in p.arrays and p.window != (None, None):
+            low, high = 0, jnp.maximum(high, jnp.max(step.per_batch("prefix")))
+        if "kv_lengths" in p.arrays:
+            lengths = step.per_batch("kv_lengths")
+            whole = jnp.minimum(whole, jnp.min(lengths))
+            high = jnp.minimum(high, jnp.max(lengths))
+        low = _clip(low, z.s) // z.keys
+        high = (_clip(high, z.s) + z.keys - 1) // z.keys
+        whole = _least(_clip(whole, z.s) // z.keys, high)
+        return (low, whole, high) if left is None else (low, low, high)
+
+    def over_keys(
+        self, body: Callable[[_Tile, Any], Any], carry: Any, every: bool = False
+    ) -> Any:
+        """Runs ``carry = body(tile, carry)`` for each key block some row sees."""
+        low, whole, high = self.bounds()
+        if every:
+            low, whole, high = 0, 0, -(-self.p.sizes.s // self.p.sizes.keys)
+
+        def run(start: Any, end: Any, edge: bool, carry: Any) -> Any:
+            return _loop(start, end, lambda j, c: body(_Tile(self, j, edge), c), carry)
+
+        if low is not whole:
+            carry = run(low, whole, False, carry)
+        return run(whole, high, True, carry)
+
+
+def _clip(x: Any, high: int) -> Any:
+    return max(0, min(x, high)) if isinstance(x, int) else jnp.clip(x, 0, high)
+
+
+def _least(x: Any, y: Any) -> Any:
+    static = isinstance(x, int) and isinstance(y, int)
+    return min(x, y) if static else jnp.minimum(x, y)
+
+
+def _within(start: Any, most: int) -> Any:
+    return _least(start, most)
+
+
+class _Tile:
+    """One block of rows against one block of keys; arrays are [b, k, g, t, s]."""
+
+    def __init__(self, block: _Block, j: Any, edge: bool):
+        self.block, self.p, self.edge = block, block.p, edge
+        z = self.p.sizes
+        self.nominal = j * z.keys
+        ragged = edge and z.s % z.keys
+        self.start = _within(self.nominal, z.s - z.keys) if ragged else self.nominal
+        self.here = {**block.here, "s": (self.start, z.keys)}
+        self.s = self.start + lax.broadcasted_iota(jnp.int32, (1, z.keys), 1)
+
+    def columns(self, x: Array, axis: int = 2) -> Array:
+        """Returns this block of keys of an array."""
+        return lax.dynamic_slice_in_dim(x, self.start, self.p.sizes.keys, axis)
+
+    def part(self, name: str) -> Array:
+        """Returns this tile of an operand [b|1, n|1, t|1, s|1]."""
+        return self.block.step.heads_apart(self.p.cut(name, self.here), at=1)
+
+    def add(self, name: str, into: Array, x: Array) -> Array:
+        """Returns `into`, shaped as the operand, plus x summed onto its tile."""
+        starts, sizes = self.p.place(AXES[name], into.shape, self.here)
+        old = lax.dynamic_slice(into, starts, sizes)
+        apart = self.block.step.heads_apart(old, at=1).shape
+        over = tuple(i for i in range(5) if apart[i] == 1 and x.shape[i] > 1)
+        new = x.sum(over, keepdims=True).reshape(sizes)
+        return lax.dynamic_update_slice(into, old + new, starts)
+
+    def add_columns(self, into: Array, x: Array) -> Array:
+        """Returns `into` [b, k, e, s] plus x at this block of keys."""
+        return lax.dynamic_update_slice_in_dim(
+            into, self.columns(into, 3) + x, self.start, 3
+        )
+
+    def relative(self) -> Array:
+        """Returns key position less query position, [b|1, 1, 1, t, s]."""
+        return self.s - self.block.t - self.block.step.offset
+
+    def fresh(self) -> list[Array]:
+        """Returns whether a key is not also in the block before, if it may be."""
+        z = self.p.sizes
+        return [self.s >= self.nominal] if self.edge and z.s % z.keys else []
+
+    def seen(self) -> list[Array]:
+        """Returns the masks, bool, broadcastable to the tile."""
+        p, step = self.p, self.block.step
+        masks = [self.part("mask")] if "mask" in p.arrays else []
+        if "q_segments" in p.arrays:
+            q = p.cut("q_segments", self.here)[:, None, None, :, None]
+            k = p.cut("kv_segments", self.here)[:, None, None, None, :]
+            masks.append(q == k)
+        if not self.edge:
+            return masks
+        left, right = p.window
+        window = []
+        if left is not None:
+            window.append(self.s >= self.block.t + step.offset - min(left, FAR))
+        if right is not None:
+            window.append(self.s <= self.block.t + step.offset + min(right, FAR))
+        if window:
+            inside = window[0] & window[-1]
+            if "prefix" in p.arrays:
+                inside = inside | (self.s < step.per_batch("prefix"))
+            masks.append(inside)
+        if "kv_lengths" in p.arrays:
+            masks.append(self.s < step.per_batch("kv_lengths"))
+        return masks + self.fresh()
+
+    def scores(self, queries: Array) -> tuple[Array, Array | None]:
+        """Returns the masked scores and, with a soft cap, tanh(scores / cap)."""
+        p, step = self.p, self.block.step
+        keys = self.columns(step.keys)
+        x = jnp.einsum("bkgth,bksh->bkgts", queries, keys, preferred_element_type=p.wide)
+        if queries.dtype != p.wide:
+            x = x * p.factor()
+        bent = None
+        if p.softcap is not None:
+            bent = jnp.tanh(x / p.softcap)
+            x = bent * p.softcap
+        if "bias" in p.arrays:
+            x = x + self.part("bias").astype(p.wide)
+        if "alibi" in p.arrays:
+            x = x + step.per_head("alibi") * self.relative().astype(p.wide)
+        for seen in self.seen():
+            x = jnp.where(seen, x, -jnp.inf)
+        return x, bent
+
+
+def forward(
+    q: Array, k: Array, v: Array, *, residuals: bool = False, **given: Any
+) -> Any:
+    """Returns attention, as `reference` does, in memory that grows with t + s.
+
+    Args:
+        q: [b, t, n, h].
+        k: [b, s, k, h].
+        v: [b, s, k, e].
+        residuals: Whether to return ``(result, (lse,))``, lse [b, n, t] in
+            float32 (float64 for float64 inputs), -inf for rows without keys.
+        **given: The other operands and parameters of `reference`.
+    """
+    p = _problem(q, k, v, given)
+    z, wide = p.sizes, p.wide
+    n, e = q.shape[2], v.shape[3]
+
+    def one_step(step: _Step, carry: Any) -> Any:
+        mean = step.values.mean(2)[:, :, None, None] if p.empty_rows == "mean" else 0
+        fill = {"nan": jnp.nan, "mean": mean, "zero": 0}[p.empty_rows]
+
+        def one_block(block: _Block, carry: Any) -> Any:
+            out, lse = carry
+            top, total, acc = _rows_forward(block, e)
+            empty = (total == 0)[..., None]
+            result = acc / jnp.where(empty, 1, total[..., None])
+            out = block.store(out, jnp.where(empty, fill, result))
+            return out, block.store(lse, top + jnp.log(total), "bnt")
+
+        return step.over_blocks(one_block, carry)
+
+    start = p.full((z.b, z.t, n, e), p.out_dtype), p.full((z.b, n, z.t), wide)
+    out, lse = p.over_steps(one_step, start)
+    if p.empty_rows == "mean" and "dropout" in p.arrays:
+        fix = lambda: _dropped_mean(p, out, lse)
+        out = lax.cond(jnp.any(lse == -jnp.inf), fix, lambda: out)
+    return (out, (lse,)) if residuals else out
+
+
+def _rows_forward(block: _Block, e: int) -> tuple[Array, Array, Array]:
+    """Returns a block's maxima and sums [b, k, g, t], and p v [b, k, g, t, e]."""
+    p, step = block.p, block.step
+    queries = block.queries()
+    flat = queries.shape[:-1]
+
+    def body(tile: _Tile, carry: Any) -> Any:
+        top, total, acc = carry
+        x, _ = tile.scores(queries)
+        higher = jnp.maximum(top, x.max(-1))
+        weights = jnp.exp(x - higher[..., None])
+        fade = jnp.exp(top - higher)
+        total = total * fade + weights.sum(-1)
+        if "dropout" in p.arrays:
+            weights = weights * tile.part("dropout").astype(p.wide)
+        values = tile.columns(step.values)
+        new = jnp.einsum("bkgts,bkse->bkgte", weights, values)
+        return higher, total, acc * fade[..., None] + new
+
+    # Finite, so that exp(x - top) is 0, not NaN, in a row without keys so far.
+    top = p.full(flat, p.wide, float(jnp.finfo(p.wide).min))
+    total = p.full(flat, p.wide)
+    if "sinks" in p.arrays:
+        top = jnp.maximum(top, step.per_head("sinks")[..., 0])
+        total = total + 1
+    return block.over_keys(body, (top, total, p.full((*flat, e), p.wide)))
+
+
+def _dropped_mean(p: _Problem, out: Array, lse: Array) -> Array:
+    """Returns out with each empty row set to the mean over s of dropout · v."""
+    p = replace(p, arrays={**p.arrays, "out": out, "lse": lse})
+
+    def one_block(block: _Block, out: Array) -> Array:
+        def body(tile: _Tile, acc: Array) -> Array:
+            kept = _kept(tile)
+            values = tile.columns(block.step.values)
+            return acc + jnp.einsum("bkgts,bkse->bkgte", kept, values)
+
+        old = block.rows("out")
+        acc = p.full(old.shape, p.wide)
+        acc = block.over_keys(body, acc, every=True) / p.sizes.s
+        new = jnp.where(block.lse()[..., None] == -jnp.inf, acc, old)
+        return block.store(out, new)
+
+    return p.over_steps(lambda step, c: step.over_blocks(one_block, c), out)
+
+
+def _kept(tile: _Tile) -> Array:
+    """Returns the dropout of a tile at its full size, 0 for keys seen before."""
+    z = tile.p.sizes
+    shape = (z.some_b, z.some_heads, z.group, z.rows, z.keys)
+    kept = jnp.broadcast_to(tile.part("dropout").astype(tile.p.wide), shape)
+    for fresh in tile.fresh():
+        kept = jnp.where(fresh, kept, 0)
+    return kept
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array,
+    residuals: tuple[Array, ...],
+    cotangent: Array,
+    **given: Any,
+) -> dict[str, Array]:
+    """Returns the cotangents of every float operand, in memory as `forward`.
+
+    Scores are computed again tile by tile from lse. An operand [t, s], such as
+    a full bias, has a cotangent of its own size.
+
+    Args:
+        q: [b, t, n, h].
+        k: [b, s, k, h].
+        v: [b, s, k, e].
+        out: [b, t, n, e], from `forward`.
+        residuals: ``(lse,)``, from `forward`.
+        cotangent: [b, t, n, e].
+        **given: The other operands and parameters of `reference`.
+    """
+    p = _problem(q, k, v, {**given, "out": out, "lse": residuals[0],
+                           "cotangent": cotangent})  # fmt: skip
+    wide = p.wide
+    names = ("bias", "alibi", "sinks", "dropout", "scale_factor")
+    grads = {x: p.full(p.arrays[x].shape, wide) for x in names if x in p.arrays}
+    grads |= {x: p.full(p.arrays[x].shape, p.arrays[x].dtype) for x in "qkv"}
+
+    def one_step(step: _Step, grads: dict[str, Array]) -> dict[str, Array]:
+        columns = tuple(
+            p.full(x.swapaxes(2, 3).shape, wide) for x in (step.keys, step.values)
+        )
+        grads, columns = step.over_blocks(_rows_backward, (grads, columns))
+        for name, x in zip("kv", columns, strict=True):
+            starts, _ = p.place(AXES[name], grads[name].shape, step.here)
+            x = x.transpose(0, 3, 1, 2).astype(grads[name].dtype)
+            grads[name] = lax.dynamic_update_slice(grads[name], x, starts)
+        return grads
+
+    grads = p.over_steps(one_step, grads)
+    grads |= _empty_backward(p, grads)
+    return {name: g.astype(p.arrays[name].dtype) for name, g in grads.items()}
+
+
+def _rows_backward(block: _Block, carry: Any) -> Any:
+    """Adds one block of rows to the cotangents; those of k and v are [b, k, h, s]."""
+    p, z, step, wide = block.p, block.p.sizes, block.step, block.p.wide
+    lse = block.lse()
+    empty = lse == -jnp.inf
+    if z.t % z.rows:
+        empty = empty | (block.t[:, 0] < block.nominal)  # done by the block before
+    lse = jnp.where(empty, jnp.inf, lse)[..., None]
+    empty = empty[..., None]
+    up = jnp.where(empty, 0, block.rows("cotangent").astype(wide))
+    delta = up * jnp.where(empty, 0, block.rows("out").astype(wide))
+    delta = delta.sum(-1, keepdims=True)
+    queries, plain = block.queries(), block.rows("q").astype(wide)
+    # Transposed once here, since a dot over rows of a tile is slow on CPU.
+    up_t = up.transpose(0, 1, 4, 2, 3)
+    queries_t = (plain * p.factor()).transpose(0, 1, 4, 2, 3)
+
+    def body(tile: _Tile, carry: Any) -> Any:
+        dq, dk, dv, grads = carry
+        x, bent = tile.scores(queries)
+        weights = jnp.exp(x - lse)
+        d = jnp.einsum("bkgte,bkse->bkgts", up, tile.columns(step.values))
+        used = weights
+        if "dropout" in p.arrays:
+            kept = tile.part("dropout").astype(wide)
+            used = weights * kept
+            grads = {**grads, "dropout": tile.add("dropout", grads["dropout"], weights * d)}
+            d = d * kept
+        dv = tile.add_columns(dv, jnp.einsum("bkegt,bkgts->bkes", up_t, used))
+        d = weights * (d - delta)
+        if "bias" in p.arrays:
+            grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
+        if "alibi" in p.arrays:
+            slope = (d * tile.relative().astype(wide)).sum((0, 3, 4))
+            grads = {**grads, "alibi": _add_heads(step, grads["alibi"], slope)}
+        if bent is not None:
+            d = d * (1 - bent * bent)
+        keys = tile.columns(step.keys).astype(wide)
+        dq = dq + jnp.einsum("bkgts,bksh->bkgth", d, keys)
+        dk = tile.add_columns(dk, jnp.einsum("bkhgt,bkgts->bkhs", queries_t, d))
+        return dq, dk, dv, grads
+
+    grads, (dk, dv) = carry
+    inner = {x: grads[x] for x in ("bias", "alibi", "dropout") if x in grads}
+    start = p.full(queries.shape, wide), dk, dv, inner
+    dq, dk, dv, inner = block.over_keys(body, start)
+    grads = {**grads, **inner}
+    if "scale_factor" in p.arrays:
+        grads["scale_factor"] = grads["scale_factor"] + (dq * plain).sum() * p.scale
+    if "sinks" in p.arrays:
+        share = (jnp.exp(step.per_head("sinks") - lse) * delta).sum((0, 3, 4))
+        grads["sinks"] = _add_heads(step, grads["sinks"], -share)
+    dq = dq * p.factor()
+    if z.t % z.rows:
+        starts, sizes = p.place("btnh", grads["q"].shape, block.here)
+        old = lax.dynamic_slice(grads["q"], starts, sizes)
+        old = step.heads_apart(old, at=2).transpose(0, 2, 3, 1, 4)
+        again = (block.t < block.nominal)
+        dq = jnp.where(again, old.astype(wide), dq)
+    grads["q"] = block.store(grads["q"], dq)
+    return grads, (dk, dv)
+
+
+def _add_heads(step: _Step, into: Array, x: Array) -> Array:
+    """Returns `into` [n] plus x [k, g] at this step's heads."""
+    (start, size) = step.here["n"]
+    old = lax.dynamic_slice_in_dim(into, start, size)
+    return lax.dynamic_update_slice_in_dim(into, old + x.reshape(size), start, 0)
+
+
+def _empty_backward(p: _Problem, grads: dict[str, Array]) -> dict[str, Array]:
+    """Returns the cotangents that rows without keys add to, where they do."""
+    z, wide = p.sizes, p.wide
+    empty = p.arrays["lse"] == -jnp.inf
+    if p.empty_rows == "zero" or "sinks" in p.arrays or not _may_be_empty(p):
+        return {}
+    dv = grads["v"]
+    if p.empty_rows == "nan":
+        bad = empty.reshape(z.b, z.heads, -1).any(-1)[:, None, :, None]
+        return {"v": jnp.where(bad, jnp.nan, dv)}
+    if "dropout" in p.arrays:
+        names = {"v": dv, "dropout": grads["dropout"]}
+        return lax.cond(
+            jnp.any(empty), lambda: _dropped_mean_backward(p, names), lambda: names
+        )
+    up = p.arrays["cotangent"].astype(wide)
+    up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / z.s
+    up = up.reshape(z.b, 1, z.heads, z.group, -1).sum(3)
+    return {"v": (dv.astype(wide) + up).astype(dv.dtype)}
+
+
+def _may_be_empty(p: _Problem) -> bool:
+    masks = {"mask", "q_segments", "kv_lengths", "bias"}
+    return p.window != (None, None) or bool(masks & p.arrays.keys())
+
+
+def _dropped_mean_backward(p: _Problem, grads: dict[str, Array]) -> dict[str, Array]:
+    """Returns grads of v and dropout plus those through `_dropped_mean`."""
+    z, wide = p.sizes, p.wide
+
+    def one_block(block: _Block, carry: Any) -> Any:
+        mine = block.lse() == -jnp.inf
+        if z.t % z.rows:
+            mine = mine & (block.t[:, 0] >= block.nominal)
+        up = jnp.where(mine[..., None], block.rows("cotangent").astype(wide), 0) / z.s
+
+        def body(tile: _Tile, carry: Any) -> Any:
+            dv, dropout = carry
+            kept = _kept(tile)
+            dv = tile.add_columns(dv, jnp.einsum("bkgte,bkgts->bkes", up, kept))
+            d = jnp.einsum("bkgte,bkse->bkgts", up, tile.columns(block.step.values))
+            for fresh in tile.fresh():
+                d = jnp.where(fresh, d, 0)
+            return dv, tile.add("dropout", dropout, d)
+
+        return block.over_keys(body, carry, every=True)
+
+    def one_step(step: _Step, grads: dict[str, Array]) -> dict[str, Array]:
+        dv = p.full(step.values.swapaxes(2, 3).shape, wide)
+        dv, dropout = step.over_blocks(one_block, (dv, grads["dropout"]))
+        starts, sizes = p.place(AXES["v"], grads["v"].shape, step.here)
+        old = lax.dynamic_slice(grads["v"], starts, sizes)
+        dv = (old.astype(wide) + dv.transpose(0, 3, 1, 2)).astype(old.dtype)
+        dv = lax.dynamic_update_slice(grads["v"], dv, starts)
+        return {"v": dv, "dropout": dropout}
+
+    return p.over_steps(one_step, grads)
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether `forward` takes this use: known, non-empty sizes, floats."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    checks = [
+        no("empty", f"{name} has shape {shape}, and an axis of size 0")
+        for name, shape in spec.shapes
+        if 0 in shape
+    ]
+    for name in ("q", "k", "v"):
+        if not jnp.issubdtype(spec.dtype(name), jnp.floating):
+            checks.append(no("dtype", f"{name} is {spec.dtype(name)}, not a float"))
+    return all_of(YES, *checks)
