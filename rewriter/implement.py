@@ -495,7 +495,7 @@ def _merged(value: jax.Array, axis: int | None, size: int) -> tuple[jax.Array, b
         wide = [size if i == 1 + at else d for i, d in enumerate(value.shape)]
         value = jnp.broadcast_to(value, wide)
     value = jnp.moveaxis(value, 0, at)
-    shape = value.shape[:at] + (-1,) + value.shape[at + 2 :]
+    shape = (*value.shape[:at], -1, *value.shape[at + 2 :])
     return value.reshape(shape), copies
 
 
@@ -504,7 +504,7 @@ def _unmerged(value: jax.Array, axis: int | None, folded: Fold) -> jax.Array:
         return value
     at = axis % value.ndim
     size = value.shape[at] // folded.level
-    shape = value.shape[:at] + (folded.level, size) + value.shape[at + 1 :]
+    shape = (*value.shape[:at], folded.level, size, *value.shape[at + 1 :])
     return jnp.moveaxis(value.reshape(shape), at, 0)
 
 
@@ -613,21 +613,18 @@ def _folded_backward(
     results = []
     for name, grad, was_kept, total in zip(wrt, grads, kept, sums, strict=True):
         if not was_kept:
-            grad = _narrowed(_unmerged(grad, _axis_of(use, name), folded), name, use, inner)
+            grad = _unmerged(grad, _axis_of(use, name), folded)
+            grad = _narrowed(grad, inner[use.names.index(name)][0])
             grad = grad.sum(0) if total else grad
         results.append(grad)
     return results
 
 
-def _narrowed(
-    grad: jax.Array, name: str, use: Use, inner: Sequence[Shaped]
-) -> jax.Array:
+def _narrowed(grad: jax.Array, wanted: Sequence[int]) -> jax.Array:
     """Sums a gradient over an axis that was widened from 1 for the fold."""
-    wanted = inner[use.names.index(name)][0]
     axes = tuple(
         1 + i
         for i, (a, b) in enumerate(zip(grad.shape[1:], wanted, strict=True))
         if a != b
     )
     return grad.sum(axes, keepdims=True) if axes else grad
-

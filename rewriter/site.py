@@ -3,13 +3,15 @@
 In: an op, its operands, its parameters and a kernel per platform. Out: the
 result, as one equation.
 
-| primitive | computes | JVP | transpose |
-|---|---|---|---|
-| ``rewriter_site`` | the op, and residuals if differentiated | itself and ``_tangent`` | not linear |
-| ``rewriter_site_tangent`` | the reference's JVP, linear in the tangents | the reference's | ``_backward`` |
-| ``rewriter_site_backward`` | cotangents, linear in the last argument | the reference's | ``_tangent`` |
+- ``rewriter_site`` computes the op, and residuals if it is differentiated. Its
+  JVP is itself and ``rewriter_site_tangent``.
+- ``rewriter_site_tangent`` is the reference's JVP, linear in the tangents. It
+  transposes to ``rewriter_site_backward``.
+- ``rewriter_site_backward`` gives the cotangents, linear in its last argument.
+  It transposes to ``rewriter_site_tangent``.
 
-So reverse mode runs the fused kernels, forward mode the reference, and both
+The derivatives of the last two along the operands are the reference's. So
+reverse mode runs the fused kernels, forward mode the reference, and both
 compose to any order. Results and residuals carry the name ``rewriter.<op>``
 for `jax.checkpoint` policies once they are differentiated.
 """
@@ -264,10 +266,15 @@ def _backward_jvp(
 
 
 def _along_operands(
-    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], n: int
+    function: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    n: int,
 ) -> list[Any]:
     """The derivative of a function along its first n arguments, if they move."""
-    moving = [i for i in range(n) if _is_float(primals[i]) and not _is_zero(tangents[i])]
+    moving = [
+        i for i in range(n) if _is_float(primals[i]) and not _is_zero(tangents[i])
+    ]
     if not moving:
         return []
 

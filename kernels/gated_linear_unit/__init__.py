@@ -1,0 +1,40 @@
+"""Gated linear unit: act(x·w_gate + b_gate) · (x·w_up + b_up)."""
+
+from __future__ import annotations
+
+from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernels.gated_linear_unit import xla
+from rewriter.kernels.gated_linear_unit.reference import reference, sample
+from rewriter.op import Op
+
+OP = Op(
+    name="gated_linear_unit",
+    operands=("x", "w_gate", "w_up", "b_gate", "b_up"),
+    required=("x", "w_gate", "w_up"),
+    dims={
+        "x": "... k", "w_gate": "k f", "w_up": "k f", "b_gate": "f", "b_up": "f",
+        "out": "... f",
+    },
+    reference=reference,
+    sample=sample,
+    defaults={
+        "activation": "silu", "beta": 1.0, "clip_gate": (None, None),
+        "clip_up": (None, None), "up_shift": 0.0, "precision": None,
+        "out_dtype": None,
+    },
+    parallel="...",
+)  # fmt: skip
+
+KERNELS = (
+    Kernel(
+        name="memory_bounded",
+        op="gated_linear_unit",
+        platforms=PLATFORMS,
+        version=1,
+        supports=xla.supports,
+        forward=xla.forward,
+        backward=xla.backward,
+        memory_bounded=True,
+        saves_out=False,
+    ),
+)

@@ -1,0 +1,33 @@
+"""LayerNorm: (x − mean) / sqrt(var + eps) · scale + bias, over the last axis."""
+
+from __future__ import annotations
+
+from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernels.layer_norm import xla
+from rewriter.kernels.layer_norm.reference import reference, sample
+from rewriter.op import Op
+
+OP = Op(
+    name="layer_norm",
+    operands=("x", "scale", "bias", "epsilon"),
+    required=("x",),
+    dims={"x": "... d", "scale": "d", "bias": "d", "epsilon": "", "out": "... d"},
+    reference=reference,
+    sample=sample,
+    defaults={"eps": 0.0, "out_dtype": None},
+    parallel="...",
+)
+
+KERNELS = (
+    Kernel(
+        name="memory_bounded",
+        op="layer_norm",
+        platforms=PLATFORMS,
+        version=1,
+        supports=xla.supports,
+        forward=xla.forward,
+        backward=xla.backward,
+        memory_bounded=True,
+        saves_out=False,
+    ),
+)

@@ -1,0 +1,64 @@
+"""LayerNorm in plain `jax.numpy`.
+
+Source: Ba, Kiros and Hinton, "Layer Normalization" (2016), eq. 3 and 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def reference(
+    *,
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    epsilon: jax.Array | None = None,
+    eps: float = 0.0,
+    out_dtype: str | None = None,
+) -> jax.Array:
+    """Returns ``(x - mean(x)) / sqrt(var(x) + eps + epsilon) * scale + bias``.
+
+    Args:
+        x: [..., d]; mean and variance are over d, the variance divided by d.
+        scale: [d]; 1 if absent.
+        bias: [d]; 0 if absent.
+        epsilon: [], added to `eps` where it is only known at run time.
+        eps: Added to the variance.
+        out_dtype: The result's dtype; x's by default.
+
+    Returns:
+        [..., d]. Computed in float32, or float64 if x is, and rounded once.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    y = x.astype(wide)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    variance = jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, wide)
+    if epsilon is not None:
+        variance = variance + epsilon.astype(wide)
+    y = y * jax.lax.rsqrt(variance)
+    if scale is not None:
+        y = y * scale.astype(wide)
+    if bias is not None:
+        y = y + bias.astype(wide)
+    return y.astype(out_dtype or x.dtype)
+
+
+def sample(
+    key: jax.Array, operands: Mapping[str, Any], params: Mapping[str, object]
+) -> dict[str, jax.Array]:
+    """Returns rows off centre, scales near 1, small biases and epsilon."""
+    del params
+    keys = jax.random.split(key, 3)
+    made = {"x": 0.5 + jax.random.normal(keys[0], operands["x"].shape)}
+    if "scale" in operands:
+        made["scale"] = 1 + jax.random.normal(keys[1], operands["scale"].shape) / 8
+    if "bias" in operands:
+        made["bias"] = jax.random.normal(keys[2], operands["bias"].shape) / 8
+    if "epsilon" in operands:
+        made["epsilon"] = jnp.full(operands["epsilon"].shape, 1e-6)
+    return {n: v.astype(operands[n].dtype) for n, v in made.items()}

@@ -1,0 +1,33 @@
+"""RMSNorm: x / sqrt(mean(x²) + eps) · scale, over the last axis."""
+
+from __future__ import annotations
+
+from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernels.rms_norm import xla
+from rewriter.kernels.rms_norm.reference import reference, sample
+from rewriter.op import Op
+
+OP = Op(
+    name="rms_norm",
+    operands=("x", "scale", "epsilon"),
+    required=("x",),
+    dims={"x": "... d", "scale": "d", "epsilon": "", "out": "... d"},
+    reference=reference,
+    sample=sample,
+    defaults={"eps": 0.0, "out_dtype": None},
+    parallel="...",
+)
+
+KERNELS = (
+    Kernel(
+        name="memory_bounded",
+        op="rms_norm",
+        platforms=PLATFORMS,
+        version=1,
+        supports=xla.supports,
+        forward=xla.forward,
+        backward=xla.backward,
+        memory_bounded=True,
+        saves_out=False,
+    ),
+)

@@ -1,0 +1,122 @@
+"""The gated linear unit, as a site, under every transformation against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rewriter import site
+from rewriter.kernel import spec_of
+from rewriter.kernels.gated_linear_unit import xla
+from rewriter.kernels.gated_linear_unit.reference import ACTIVATIONS
+from rewriter.registry import registry
+from tests.rewriter import transforms
+
+KERNELS = (("default", "memory_bounded"),)
+WEIGHTS = {"x": (3, 4), "w_gate": (4, 5), "w_up": (4, 5)}
+BIASES = {"b_gate": (5,), "b_up": (5,)}
+CLAMPED = {
+    "activation": "swish", "beta": 1.702, "clip_gate": (None, 0.5),
+    "clip_up": (-0.5, 0.5), "up_shift": 1.0,
+}  # fmt: skip
+FEW = ("jit_grad", "jvp", "hessian", "vmap_of_grad", "grad_of_vmap_first")
+
+
+def _both(
+    shapes: dict[str, tuple[int, ...]], params: dict[str, Any], dtype: str = "float32"
+) -> tuple[Any, Any, list[jax.Array]]:
+    op = registry().op("gated_linear_unit")
+    specs = {n: jax.ShapeDtypeStruct(s, dtype) for n, s in shapes.items()}
+    operands = op.sample(jax.random.key(2), specs, params)
+
+    def bound(*args: jax.Array) -> jax.Array:
+        return site.bind(op, dict(zip(shapes, args, strict=True)), params, KERNELS)
+
+    def plain(*args: jax.Array) -> jax.Array:
+        return op.reference(**dict(zip(shapes, args, strict=True)), **params)
+
+    return bound, plain, [operands[n] for n in shapes]
+
+
+@pytest.mark.parametrize("transform", transforms.TRANSFORMS)
+def test_every_transform_agrees_with_float64(transform: str) -> None:
+    transforms.check(transform, *_both({**WEIGHTS, **BIASES}, {}))
+
+
+@pytest.mark.parametrize("transform", transforms.LOW_PRECISION)
+def test_bfloat16_is_as_accurate_as_the_reference(transform: str) -> None:
+    transforms.check(transform, *_both(WEIGHTS, {}, "bfloat16"))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_agrees_with_float64(activation: str) -> None:
+    params = {"activation": activation, "beta": 0.7}
+    transforms.check("jit_grad", *_both(WEIGHTS, params))
+    transforms.check("jvp_of_last_float", *_both(WEIGHTS, params))
+
+
+@pytest.mark.parametrize("transform", FEW)
+def test_clamped_branches_agree_with_float64(transform: str) -> None:
+    transforms.check(transform, *_both({**WEIGHTS, "b_up": (5,)}, CLAMPED))
+
+
+@pytest.mark.parametrize("rows", [3, 4, 8, 9, 11])
+@pytest.mark.parametrize("transform", ["jit", "jit_grad", "vmap_of_grad"])
+def test_blocks_of_rows_and_a_rest_agree_with_float64(
+    transform: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xla, "BLOCK", 4)
+    shapes = {**WEIGHTS, **BIASES, "x": (rows, 4)}
+    transforms.check(transform, *_both(shapes, CLAMPED))
+
+
+def test_activations_are_jaxs() -> None:
+    x = jnp.linspace(-4, 4, 41)
+    for name, theirs in {
+        "silu": jax.nn.silu, "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid,
+        "gelu_tanh": jax.nn.gelu, "gelu_erf": lambda x: jax.nn.gelu(x, False),
+    }.items():  # fmt: skip
+        np.testing.assert_allclose(ACTIVATIONS[name](x, 1.0), theirs(x), atol=2e-6)
+
+
+def test_the_gradient_keeps_the_operands_alone() -> None:
+    shapes = {**WEIGHTS, "x": (64, 4), "w_gate": (4, 32), "w_up": (4, 32)}
+    bound, _, args = _both(shapes, {})
+    _, back = jax.eval_shape(lambda *a: jax.vjp(bound, *a), *args)
+    kept = {leaf.shape for leaf in jax.tree.leaves(back)}
+    assert (64, 32) not in kept
+
+
+def test_blocks_need_less_memory_than_the_reference() -> None:
+    f = 256
+    shapes = {"x": (8192, 32), "w_gate": (32, f), "w_up": (32, f)}
+    bound, plain, args = _both(shapes, {})
+
+    def temporary(function: Any) -> int:
+        grad = jax.jit(jax.grad(lambda *a: (function(*a) ** 2).sum(), (0, 1, 2)))
+        memory = grad.lower(*args).compile().memory_analysis()
+        return int(memory.temp_size_in_bytes)
+
+    assert temporary(bound) < 0.7 * temporary(plain)
+
+
+@pytest.mark.parametrize(
+    ("changed", "params", "code"),
+    [
+        ({"x": ((3, 4), "int32")}, {}, "dtype"),
+        ({"w_up": ((4, 1, 5), "float32")}, {}, "shape"),
+        ({}, {"activation": "softplus"}, "activation"),
+    ],
+)
+def test_supports_refuses_with_a_reason(
+    changed: dict[str, Any], params: dict[str, Any], code: str
+) -> None:
+    (kernel,) = registry().kernels("gated_linear_unit")
+    operands = {n: (s, "float32") for n, s in WEIGHTS.items()} | changed
+    structs = {n: jax.ShapeDtypeStruct(*v) for n, v in operands.items()}
+    spec = spec_of(registry().op("gated_linear_unit"), structs, params)
+    assert [r.code for r in kernel.supports(spec).reasons] == [code]
