@@ -53,6 +53,7 @@ class _Parts:
     factor: float = 1.0
     sink: Poly = field(default_factory=dict)
     zero_rows: bool = False
+    row_mask: int = TRUE
 
 
 @dataclass
@@ -166,14 +167,17 @@ def _softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> _Parts:
 
 
 def _rows(alg: Algebra, flag: int, parts: _Parts) -> _Parts:
-    """Reads a factor that is zero where a row has no key left."""
-    if flag != TRUE:
-        some = alg.any_over(parts.keep, parts.s)
-        if alg.implies(some, flag):
+    """Reads masks of whole rows, and factors that are zero where no key is left."""
+    for part in _factors(alg, flag) if flag != TRUE else ():
+        kinds = {alg.kind(a) for a in alg.bools[part][0]}
+        if kinds == {"any"}:
+            some = alg.any_over(parts.keep, parts.s)
+            if not alg.implies(some, part):
+                raise Refused("factor", "the result is masked", score=0.5,
+                              difference=alg.show_bool(flag))  # fmt: skip
             parts.zero_rows = True
         else:
-            raise Refused("factor", "the result is masked", score=0.5,
-                          difference=alg.show_bool(flag))  # fmt: skip
+            parts.row_mask = alg.both(parts.row_mask, part)
     return parts
 
 
@@ -312,7 +316,7 @@ class _Assembly:
         form = self.form
         if self.parts.zero_rows:  # the check is made on rows that have a key
             ((_, mono), c) = next(iter(form.items()))
-            form = {(TRUE, mono): c}
+            form = {(self.parts.row_mask, mono): c}
         return Reading(
             NAME, self.alg, self.ev.place, self.value, self.args, form,
             (self.b, self.t, self.n, self.e), self.operands, self.params,
@@ -385,7 +389,7 @@ class _Assembly:
         self.lengths: list[tuple[int, Poly]] = []
         self.segments: tuple[Poly, Poly] | None = None
         self.prefix: Poly | None = None
-        rest = self.parts.keep
+        rest = alg.both(self.parts.keep, self.parts.row_mask)
         if rest == FALSE:
             raise Refused("mask", "every key is masked", score=0.5)
         for part in _factors(alg, rest):
@@ -654,10 +658,12 @@ class _Assembly:
 
     # -------------------------------------------------------------- rows
     def _empty_rows(self) -> None:
-        if self.parts.keep == TRUE or self.parts.sink or self._never_empty():
+        kept = self.alg.both(self.parts.keep, self.parts.row_mask)
+        if kept == TRUE or self.parts.sink or self._never_empty():
             return
         behaviour = "zero" if self.parts.zero_rows else self.find.empty_rows(
-            self.ev, self.pv, self.value, self.parts.keep
+            self.ev, self.pv, self.value,
+            self.alg.both(self.parts.keep, self.parts.row_mask),
         )
         if behaviour == "unknown":
             if self.ev.soft_fills:

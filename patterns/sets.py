@@ -7,7 +7,7 @@ from typing import Any
 
 from rewriter.registry import registry
 
-DEFAULT = ("attention",)
+DEFAULT = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
 
 
 def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:

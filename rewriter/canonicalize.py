@@ -39,6 +39,17 @@ REDUCTIONS = frozenset({"reduce_sum", "reduce_or", "reduce_and"})
 LOCAL = LAYOUT_PRIMITIVES | TRANSPARENT | ARITHMETIC | REDUCTIONS | frozenset(
     {"reduce_max", "concatenate", "pad"}
 )
+
+
+def is_local(node: Node) -> bool:
+    """Whether an equation can be inside a region: no contraction over an axis."""
+    if node.prim == "dot_general":
+        return not node.params["dimension_numbers"][0][0]
+    return node.prim in LOCAL
+
+
+STRUCTURAL = frozenset({"ragged_dot_general", "ragged_dot"})
+OPAQUE_LEVEL = 1 << 20
 KNOWN_CONSTANTS = (
     math.sqrt(2 / math.pi), 0.044715, 1.702, math.sqrt(0.5), math.log2(math.e),
     math.log(2), 2 * math.sqrt(2 / math.pi), math.sqrt(2), 1 / 3, 1 / 6,
@@ -122,7 +133,7 @@ class Evaluator:
 
     def operand_mode(self, node: Node, k: int, mode: str) -> str:
         """How far an operand of a contraction is expanded."""
-        if self.expand_all:
+        if self.expand_all or is_local(node):
             return mode
         return FULL if (node.outs[0], k) in self.full_sides else LAYOUT
 
@@ -146,8 +157,10 @@ class Evaluator:
                 prim in ("convert_element_type", "mul", "div", "neg")
                 and self._plain(node)
             )
-        elif prim in ("dot_general",):
+        elif prim in STRUCTURAL:
             ok = self.expand_all or value in self.inside
+        elif prim in ("dot_general",):
+            ok = self.expand_all or value in self.inside or is_local(node)
         else:
             ok = prim in LOCAL and prim not in ("reduce_max",)
         if not ok:
@@ -619,6 +632,32 @@ def dot_arguments(ev: Evaluator, node: Node, args):
         if y not in rb and y not in rc:
             right[y] = rest.pop(0)
     return tuple(left), tuple(right), bound
+
+
+@_rule(*sorted(STRUCTURAL))
+def _structural(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    """An opaque function of whole operands: equal for equal operands and params."""
+    operands = []
+    for k, source in enumerate(node.ins):
+        at = tuple(
+            None if n == 1 else ev.alg.bound_index(OPAQUE_LEVEL, 8 * k + d, n)
+            for d, n in enumerate(ev.g.shape(source))
+        )
+        operands.append(ev.alg.freeze(ev.poly(source, at, LAYOUT if not ev.expand_all
+                                              else mode)))  # fmt: skip
+    params = tuple(
+        (name, _plain_param(value)) for name, value in sorted(node.params.items())
+        if name not in ("preferred_element_type", "out_sharding")
+    )  # fmt: skip
+    name = ("call", node.prim, params, tuple(operands))
+    return ev.alg.of_atom(ev.alg.atom("leaf", name, args))
+
+
+def _plain_param(value: Any) -> Any:
+    """A parameter as text, with equal spellings made the same."""
+    if isinstance(value, tuple) and len(set(map(str, value))) == 1:
+        value = value[0]
+    return None if str(value) in ("None", "DEFAULT") else str(value)
 
 
 @_rule("select_n")

@@ -123,6 +123,9 @@ class Emitter:
         _, name, args = self.alg.defs[atom]
         x = self.arrays[name]
         labels: list[Any] = list(args)
+        for k, a in enumerate(labels):
+            if isinstance(a, int) and self.alg.sizes[a] < x.shape[k]:
+                x = jax.lax.slice_in_dim(x, 0, self.alg.sizes[a], axis=k)
         for _ in range(12):
             complex_at = next(
                 (k for k, a in enumerate(labels) if not isinstance(a, int)), None

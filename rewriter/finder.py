@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewriter import _jax
-from rewriter.canonicalize import LAYOUT, Evaluator
+from rewriter.canonicalize import LAYOUT, Evaluator, is_local, is_lossless
 from rewriter.graph import Graph, Node
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.reading import Refused
@@ -29,6 +29,9 @@ class Finder:
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
     found: set[tuple[str, int]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._numbers = Evaluator(self.graph, self.algebra)
+
     def evaluator(self, value: int, **options: Any) -> RegionEvaluator:
         """An evaluator whose leaves can be had where a value is computed."""
         node = self.graph.node_of(value)
@@ -48,6 +51,28 @@ class Finder:
             except OverBudget:
                 continue
         return probe.leaf_values
+
+    def number(self, value: int) -> float | None:
+        """The number a value is at every position, if it is one."""
+        return self._numbers.number(value)
+
+    def local(self, node: Node) -> bool:
+        """Whether an equation can be inside a region."""
+        return is_local(node)
+
+    def uncast(self, value: int) -> int:
+        """The value under lossless casts of floats."""
+        node = self.graph.node_of(value)
+        while node is not None and (
+            node.prim == "copy"
+            or (
+                node.prim == "convert_element_type"
+                and is_lossless(self.graph.dtype(node.ins[0]), self.graph.dtype(value))
+            )
+        ):
+            value = node.ins[0]
+            node = self.graph.node_of(value)
+        return value
 
     def done(self, op: str, value: int) -> bool:
         """Whether a value is already part of a verified match of an op."""

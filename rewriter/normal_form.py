@@ -578,8 +578,6 @@ class Algebra:
             raise OverBudget("zero to a negative power")
         if len(p) == 1:
             ((flag, mono), c) = next(iter(p.items()))
-            if flag != TRUE and e < 0:
-                raise OverBudget("division by a masked value")
             if not isinstance(e, int):
                 if c < 0:
                     raise OverBudget("fractional power of a negative value")

@@ -24,8 +24,12 @@ from rewriter.errors import (
     RequirementNotMet,
     RewriterError,
     RewriterWarning,
+    UnknownPattern,
+    caller,
+    known,
 )
 from rewriter.pipeline import rewrite
+from rewriter.registry import registry
 from rewriter.replace import Rewritten
 from rewriter.report import Report
 from rewriter.trace import Bound, Traced
@@ -188,6 +192,7 @@ class Analysis:
 
 def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> Record:
     """Returns the rewritten program and its report; never fails unless strict."""
+    _check_patterns(config.patterns)
     start = time.perf_counter()
     rewritten = _rewritten(traced, config, user_patterns)
     seconds = dict(rewritten.seconds) or {"match": time.perf_counter() - start}
@@ -208,10 +213,23 @@ def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> R
     return Record(traced, rewritten, Bound.of(rewritten.closed_jaxpr), report)
 
 
+SETS = ("default", "training", "exact", "none")
+
+
+def _check_patterns(text: str) -> None:
+    names = registry()
+    allowed = {*SETS, *names.patterns(), *names.ops()}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        if part.removeprefix("-") not in allowed:
+            raise UnknownPattern(
+                f"{part!r}", next_step=known(part, allowed), where=caller()
+            )
+
+
 def _optimized(
     fn: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any], patterns: Any
 ) -> Any:
-    resolve(ours)  # complain about options now, not when tracing
+    _check_patterns(resolve(ours).patterns)  # complain now, not when tracing
     options = trace.jit_options(fn, theirs)
     analysis = Analysis(fn, trace.jitted(fn, options), ours, patterns)
 
@@ -251,8 +269,7 @@ def _rewritten(
 ) -> Rewritten:
     before = traced.closed_jaxpr
     try:
-        with jax.ensure_compile_time_eval():
-            after = rewrite(before, config, user_patterns)
+        after = rewrite(before, config, user_patterns)
         problem = _changed(before, after.closed_jaxpr)
         failures, error = after.failures, None
     except RewriterError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter.canonicalize import LOCAL
+from rewriter.canonicalize import is_local
 from rewriter.graph import Graph, Node, Scope
 
 Path = tuple[float, ...]
@@ -73,7 +73,7 @@ class Regions:
         if value in place.defined or self.g.scalar(value) is not None:
             return True
         node = self.g.node_of(value)
-        if node is None or node.prim not in LOCAL:
+        if node is None or not is_local(node):
             return False
         return all(ask(i) for i in node.ins)
 
@@ -86,9 +86,9 @@ class Regions:
             node = self.g.node_of(stack.pop())
             if node is None:
                 continue
-            if node.prim in stop:
+            if node.prim in stop and not (node.prim == "dot_general" and is_local(node)):
                 found.setdefault(id(node), node)
-            elif node.prim in LOCAL:
+            elif is_local(node):
                 for i in node.ins:
                     if i not in seen and i not in self.g.constants:
                         seen.add(i)
@@ -104,12 +104,14 @@ class Regions:
         while queue and len(seen) < limit:
             current = queue.pop(0)
             for node in self.g.users(current):
-                if node.prim in stop:
+                if node.prim in stop and not (
+                    node.prim == "dot_general" and is_local(node)
+                ):
                     for k, i in enumerate(node.ins):
                         if i == current and (id(node), k) not in done:
                             done.add((id(node), k))
                             yield node, k
-                elif node.prim in LOCAL:
+                elif is_local(node):
                     for out in node.outs:
                         if out not in seen:
                             seen.add(out)
@@ -136,7 +138,7 @@ class Regions:
             if current == on:
                 return True
             node = self.g.node_of(current)
-            if node is not None and (node.prim in LOCAL or node.prim == "dot_general"):
+            if node is not None and (is_local(node) or node.prim == "dot_general"):
                 for i in node.ins:
                     if i not in seen:
                         seen.add(i)

@@ -162,6 +162,8 @@ class _Row:
             if isinstance(p, tuple):
                 return self(node.ins[2 if p[1] else 1])
             a, b = self(node.ins[1]), self(node.ins[2])
+            if ("c", 0) in (a, b):  # dropout multiplies the weights
+                return b if a == ("c", 0) else a
             return a if a == b else UNKNOWN
         args = [self(i) for i in node.ins]
         if prim in ("reduce_max", "exp", "exp2") and isinstance(args[0], tuple):
@@ -192,6 +194,8 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
     known = [float(x[1]) for x in args if isinstance(x, tuple)]
     others = {x for x in args if not isinstance(x, tuple)}
     if UNKNOWN in others:
+        if prim == "mul" and len(known) == 1:  # dropout multiplies the weights
+            return ("c", known[0])
         if prim in ("add", "sub") and known and (
             math.isinf(known[0]) or abs(known[0]) >= ABSORBS
         ):
