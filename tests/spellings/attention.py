@@ -4,6 +4,7 @@ Arrays are [b, t, n, h] unless the letters say otherwise. Families: scale,
 softmax, mask, fill, bias, layout, heads, decode, dropout, library.
 """
 
+# ruff: noqa: C408 (dict(q="btnh") is easier to read in a table of letters)
 from __future__ import annotations
 
 import math
@@ -17,9 +18,7 @@ from tests.spellings.spelling import (
     booleans,
     collect,
     floats,
-    given,
     integers,
-    key,
     positive,
 )
 

@@ -3,6 +3,7 @@
 Families: layout, heads, decode, dropout, escape, library.
 """
 
+# ruff: noqa: C408 (dict(q="btnh") is easier to read in a table of letters)
 from __future__ import annotations
 
 import math
@@ -38,7 +39,6 @@ from tests.spellings.spelling import (
     Input,
     booleans,
     collect,
-    floats,
     given,
     integers,
     key,

@@ -1,5 +1,6 @@
 """Gated linear units: act(x·w_gate + b_gate) * (x·w_up + b_up), as people write it."""
 
+# ruff: noqa: C408 (dict(q="btnh") is easier to read in a table of letters)
 from __future__ import annotations
 
 import math

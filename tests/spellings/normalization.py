@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm as libraries and people write them."""
 
+# ruff: noqa: C408 (dict(q="btnh") is easier to read in a table of letters)
 from __future__ import annotations
 
 import jax

@@ -45,6 +45,15 @@ def attention(
         scores = scores + alibi[:, None, None] * (s - at)[:, None]
     if bias is not None:
         scores = scores + bias
+    keep = _keep(at, s, window, prefix, kv_lengths, q_segments, kv_segments)
+    keep = np.broadcast_to(keep[:, None], (keep.shape[0], *scores.shape[1:]))
+    if mask is not None:
+        keep = keep & mask.astype(bool)
+    keep = np.broadcast_to(keep, scores.shape)
+    return _weigh(scores, keep, v, sinks, dropout, empty_rows)
+
+
+def _keep(at, s, window, prefix, kv_lengths, q_segments, kv_segments):
     keep = np.ones_like(at - s, bool)
     if window[0] is not None:
         keep = keep & (s >= at - window[0])
@@ -56,11 +65,7 @@ def attention(
         keep = keep & (s < np.atleast_1d(kv_lengths)[:, None, None])
     if q_segments is not None:
         keep = keep & (q_segments[:, :, None] == kv_segments[:, None, :])
-    keep = np.broadcast_to(keep[:, None], (keep.shape[0], *scores.shape[1:]))
-    if mask is not None:
-        keep = keep & mask.astype(bool)
-    keep = np.broadcast_to(keep, scores.shape)
-    return _weigh(scores, keep, v, sinks, dropout, empty_rows)
+    return keep
 
 
 def _weigh(scores, keep, v, sinks, dropout, empty_rows):

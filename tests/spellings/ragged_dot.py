@@ -1,5 +1,6 @@
 """Grouped matrix products on `lax.ragged_dot`, and expert layers built on them."""
 
+# ruff: noqa: C408 (dict(q="btnh") is easier to read in a table of letters)
 from __future__ import annotations
 
 import jax
@@ -247,7 +248,7 @@ LAYER = dict(
 
 
 def layer_lhs(x, router, w_gate, w_up, w_down):
-    weights, ids = top_two(x, router)
+    _, ids = top_two(x, router)
     order = jnp.argsort(ids.reshape(-1))
     n = jnp.bincount(ids.reshape(-1), length=G)
     rows = x[order // 2]

@@ -5,6 +5,7 @@ head, head width), so that its arrays, the operands of the operation and the
 float64 oracle all follow from the same line.
 """
 
+# ruff: noqa: C408 (dict(q="btnh") is easier to read in a table of letters)
 from __future__ import annotations
 
 import zlib
