@@ -109,6 +109,8 @@ def make(
     for name, given in extra.items():
         if not isinstance(given, tuple):
             result[name] = np.asarray(given)
+            if np.issubdtype(result[name].dtype, np.floating):
+                result[name] = result[name].astype(dtype)
         elif name == "mask":
             result[name] = r.random(given) < 0.6
         elif name == "dropout":

@@ -1,0 +1,32 @@
+"""Ragged dot: each group of rows times its own matrix."""
+
+from __future__ import annotations
+
+from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernels.ragged_dot import xla
+from rewriter.kernels.ragged_dot.reference import reference, sample
+from rewriter.op import Op
+
+OP = Op(
+    name="ragged_dot",
+    operands=("lhs", "rhs", "group_sizes"),
+    required=("lhs", "rhs", "group_sizes"),
+    dims={"lhs": "m k", "rhs": "g k n", "group_sizes": "g", "out": "m n"},
+    reference=reference,
+    sample=sample,
+    defaults={"mode": "forward", "out_dtype": None, "precision": None},
+)
+
+KERNELS = (
+    Kernel(
+        name="memory_bounded",
+        op="ragged_dot",
+        platforms=PLATFORMS,
+        version=1,
+        supports=xla.supports,
+        forward=xla.forward,
+        backward=xla.backward,
+        memory_bounded=True,
+        saves_out=False,
+    ),
+)

@@ -1,0 +1,216 @@
+"""Ragged dot group by group, in plain XLA: work grows with rows, not groups.
+
+XLA's own lowering on CPU multiplies every row by every group's matrix. Here a
+loop over the groups holds a loop over the tiles of rows that the group has;
+an empty group costs one step that does nothing. Tiles have a fixed size, so
+the last one of a group reaches into its neighbours, whose rows are masked:
+at most m / rows + g tiles in all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.verdict import Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax import Array
+
+    from rewriter.kernel import Spec
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether `forward` takes this use: known, non-empty sizes, floats."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    checks = [
+        no("empty", f"{name} has shape {shape}, and an axis of size 0")
+        for name, shape in spec.shapes
+        if 0 in shape
+    ]
+    for name in ("lhs", "rhs"):
+        if not jnp.issubdtype(spec.dtype(name), jnp.floating):
+            checks.append(no("dtype", f"{name} is {spec.dtype(name)}, not a float"))
+    ranks = {"lhs": 2, "rhs": 2 if spec.param("mode") == "contracting" else 3}
+    for name, rank in ranks.items():
+        if len(spec.shape(name)) != rank:
+            text = f"{name} has shape {spec.shape(name)}, not {rank} axes"
+            checks.append(no("rank", text))
+    return all_of(*checks)
+
+
+def tile_rows(m: int, groups: int) -> int:
+    """Returns the rows of a tile: about those of a group, from 16 to 256."""
+    size = 16
+    while size < min(256, m // groups):
+        size *= 2
+    return min(m, size)
+
+
+def forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+    residuals: bool = False,
+) -> Any:
+    """Returns the ragged dot, as `reference` does.
+
+    Args:
+        lhs: [m, k].
+        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
+        group_sizes: int [g].
+        mode: "forward", "transposed" or "contracting".
+        out_dtype: The result's dtype, that of the operands by default.
+        precision: As in `jax.lax.dot`.
+        residuals: Whether to return ``(result, ())``.
+    """
+    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
+    run = _contracted if mode == "contracting" else _ragged
+    out = run(lhs, rhs, group_sizes, mode, dtype, precision)
+    return (out, ()) if residuals else out
+
+
+def backward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    out: Array | None = None,
+    residuals: tuple[Array, ...] = (),
+    cotangent: Array,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+) -> dict[str, Array]:
+    """Returns the cotangents of lhs and rhs, each a ragged dot itself.
+
+    Args:
+        lhs: [m, k].
+        rhs: As in `forward`.
+        group_sizes: int [g].
+        out: Not needed.
+        residuals: Empty.
+        cotangent: As the result of `forward`.
+        mode: As in `forward`.
+        out_dtype: As in `forward`.
+        precision: As in `forward`.
+    """
+    del out, residuals, out_dtype
+    left, right = {
+        "forward": ((cotangent, rhs, "transposed"), (lhs, cotangent, "contracting")),
+        "transposed": ((cotangent, rhs, "forward"), (cotangent, lhs, "contracting")),
+        "contracting": ((rhs, cotangent, "transposed"), (lhs, cotangent, "forward")),
+    }[mode]
+    return {
+        name: forward(
+            a, b, group_sizes, mode=how, out_dtype=str(x.dtype), precision=precision
+        )
+        for name, x, (a, b, how) in (("lhs", lhs, left), ("rhs", rhs, right))
+    }
+
+
+def _ragged(
+    lhs: Array, rhs: Array, group_sizes: Array, mode: str, dtype: Any, precision: Any
+) -> Array:
+    (m, _), groups = lhs.shape, rhs.shape[0]
+    n = rhs.shape[1 if mode == "transposed" else 2]
+    form = "mk,nk->mn" if mode == "transposed" else "mk,kn->mn"
+    wide = _wide(lhs, rhs)
+
+    def one_group(group: Any, start: Any, end: Any, out: Array) -> Array:
+        matrix = lax.dynamic_index_in_dim(rhs, group, 0, keepdims=False)
+
+        def one_tile(first: Any, valid: Array, out: Array) -> Array:
+            rows = lax.dynamic_slice_in_dim(lhs, first, size)
+            new = jnp.einsum(
+                form, rows, matrix, precision=precision, preferred_element_type=wide
+            )
+            old = lax.dynamic_slice_in_dim(out, first, size)
+            new = jnp.where(valid, new.astype(dtype), old)
+            return lax.dynamic_update_slice_in_dim(out, new, first, 0)
+
+        return _over_tiles(start, end, m, size, one_tile, out)
+
+    size = tile_rows(m, groups)
+    out = jnp.zeros((m, n), dtype) + _zero(lhs, rhs, group_sizes).astype(dtype)
+    return _over_groups(group_sizes, m, one_group, out)
+
+
+def _contracted(
+    lhs: Array, rhs: Array, group_sizes: Array, mode: str, dtype: Any, precision: Any
+) -> Array:
+    del mode
+    (m, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
+    wide = _wide(lhs, rhs)
+    zero = _zero(lhs, rhs, group_sizes)
+
+    def one_group(group: Any, start: Any, end: Any, out: Array) -> Array:
+        def one_tile(first: Any, valid: Array, acc: Array) -> Array:
+            left = jnp.where(valid, lax.dynamic_slice_in_dim(lhs, first, size), 0)
+            right = jnp.where(valid, lax.dynamic_slice_in_dim(rhs, first, size), 0)
+            return acc + jnp.einsum(
+                "mk,mn->kn", left, right, precision=precision,
+                preferred_element_type=wide,
+            )  # fmt: skip
+
+        acc = jnp.zeros((k, n), wide) + zero.astype(wide)
+        acc = _over_tiles(start, end, m, size, one_tile, acc)
+        return lax.dynamic_update_index_in_dim(out, acc.astype(dtype), group, 0)
+
+    size = tile_rows(m, groups)
+    out = jnp.zeros((groups, k, n), dtype) + zero.astype(dtype)
+    return _over_groups(group_sizes, m, one_group, out)
+
+
+def _over_groups(
+    group_sizes: Array, m: int, body: Callable[..., Array], out: Array
+) -> Array:
+    """Runs ``out = body(group, start, end, out)`` over the groups' row ranges."""
+    sizes = group_sizes.astype(jnp.int32)
+    ends = jnp.minimum(jnp.cumsum(sizes), m)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+
+    def step(group: Any, out: Array) -> Array:
+        return body(group, starts[group], ends[group], out)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(group_sizes.shape[0]), step, out)
+
+
+def _over_tiles(
+    start: Any, end: Any, m: int, size: int, body: Callable[..., Array], out: Array
+) -> Array:
+    """Runs ``out = body(first row, valid rows [size, 1], out)`` over a range."""
+
+    def step(i: Any, out: Array) -> Array:
+        nominal = start + i * size
+        first = jnp.minimum(nominal, m - size)
+        row = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
+        return body(first, (row >= nominal) & (row < end), out)
+
+    return lax.fori_loop(jnp.int32(0), (end - start + size - 1) // size, step, out)
+
+
+def _wide(*arrays: Array) -> Any:
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def _zero(*arrays: Array) -> Array:
+    """Returns a zero that varies over the same mesh axes as the operands.
+
+    Inside `jax.shard_map` a loop's first carry must vary as its last.
+    """
+    zero = jnp.zeros((), jnp.float32)
+    for x in arrays:
+        first = x[(0,) * x.ndim]
+        zero = zero + jnp.where(first == first, 0.0, 0.0)
+    return zero
