@@ -4,6 +4,8 @@ from rewriter.bench import Benchmark as Benchmark
 from rewriter.bench import benchmark as benchmark
 from rewriter.config import Config as Config
 from rewriter.config import config as config
+from rewriter.config import configure_logging as _configure_logging
+from rewriter.config import using as using
 from rewriter.errors import ConfigError as ConfigError
 from rewriter.errors import DeviceMismatch as DeviceMismatch
 from rewriter.errors import DuplicateName as DuplicateName
@@ -23,8 +25,15 @@ from rewriter.export import load as load
 from rewriter.optimize import Optimized as Optimized
 from rewriter.optimize import explain as explain
 from rewriter.optimize import optimize as optimize
+from rewriter.pattern import Candidate as Candidate
+from rewriter.pattern import Pattern as Pattern
+from rewriter.pattern import pattern as pattern
+from rewriter.pattern import register as register
+from rewriter.pattern import scalar as scalar
 from rewriter.report import Report as Report
 from rewriter.verify import Verification as Verification
 from rewriter.verify import verify as verify
 
 __version__ = "0.1.0"
+
+_configure_logging()

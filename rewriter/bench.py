@@ -128,8 +128,10 @@ def benchmark(
         plain = trace.jitted(fn, trace.jit_options(fn, theirs))
         leaves, call = trace.split(plain, args, kwargs)
         report = optimize(call, **ours).report(*leaves)
-        forms = {"forward": call, "gradient": with_gradient(call, leaves)}
-        rows = [_compare(m, forms[m], leaves, pairs, ours) for m in MODES[mode]]
+        pair = [jax.jit(call), optimize(call, **ours)]
+        both = [jax.jit(with_gradient(f, leaves)) for f in pair]
+        forms = {"forward": pair, "gradient": both}
+        rows = [_compare(m, forms[m], leaves, pairs) for m in MODES[mode]]
         name = trace.name_of(fn)
         return Benchmark(name, jax.devices()[0].device_kind, pairs, tuple(rows), report)
 
@@ -145,11 +147,9 @@ def temp_bytes(compiled: Any) -> int | None:
     return getattr(analysis, "temp_size_in_bytes", None)
 
 
-def _compare(
-    mode: str, fn: Any, leaves: list[Any], pairs: int, options: Any
-) -> Comparison:
+def _compare(mode: str, pair: list[Any], leaves: list[Any], pairs: int) -> Comparison:
     programs, seconds = [], []
-    for jitted in (jax.jit(fn), optimize(fn, **options)):
+    for jitted in pair:
         start = time.perf_counter()
         programs.append(jitted.lower(*leaves).compile())
         seconds.append(time.perf_counter() - start)

@@ -7,14 +7,16 @@ inside; going back finds the earlier programs again.
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import jax
 
-from rewriter.errors import ConfigError, caller, known
+from rewriter.errors import ConfigError, RewriterWarning, caller, known
 
 Requirement = str | tuple[tuple[str, int], ...]
 
@@ -40,6 +42,7 @@ class Config:
         verify: ``once`` compares each site with its reference while tracing.
         target: The device kind to build for; ``None`` is the default device.
         require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
+        using: Patterns put in force by ``with using(...)``.
     """
 
     patterns: str = "default"
@@ -50,9 +53,10 @@ class Config:
     verify: str = "off"
     target: str | None = None
     require: Requirement | None = None
+    using: tuple[object, ...] = ()
 
 
-OPTIONS = tuple(f.name for f in fields(Config))
+OPTIONS = tuple(f.name for f in fields(Config) if f.name != "using")
 
 
 def resolve(options: Mapping[str, object]) -> Config:
@@ -91,6 +95,53 @@ def config(**options: object) -> Iterator[Config]:
     merged = _merged(current(), options)
     with _CONTEXT(merged):
         yield merged
+
+
+@contextmanager
+def using(*patterns: object) -> Iterator[Config]:
+    """Puts patterns in force for every function traced inside the ``with`` block.
+
+    Args:
+        *patterns: Patterns made with `rewriter.pattern`.
+
+    Yields:
+        The configuration in force.
+    """
+    base = current()
+    merged = replace(base, using=(*base.using, *patterns))
+    with _CONTEXT(merged):
+        yield merged
+
+
+STAGES = (
+    "trace", "match", "plan", "choose", "replace", "optimize", "verify", "export",
+    "bench", "site",
+)  # fmt: skip
+
+
+def configure_logging(text: str | None = None) -> None:
+    """Sets the loggers ``rewriter.<stage>`` from ``REWRITER_LOG``.
+
+    Args:
+        text: Stages separated by commas: ``match`` shows information, ``+match``
+            debugging, ``-match`` nothing. By default the environment's.
+    """
+    logging.getLogger("rewriter").addHandler(logging.NullHandler())
+    text = os.environ.get("REWRITER_LOG", "") if text is None else text
+    levels = {"+": logging.DEBUG, "-": logging.CRITICAL + 1}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name = part.lstrip("+-")
+        if name not in STAGES:
+            hint = known(name, STAGES)
+            warnings.warn(f"REWRITER_LOG: no stage {name!r}. {hint}", RewriterWarning,
+                          stacklevel=2)  # fmt: skip
+            continue
+        logger = logging.getLogger(f"rewriter.{name}")
+        logger.setLevel(levels.get(part[0], logging.INFO))
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            logger.addHandler(handler)
 
 
 def disabled() -> bool:

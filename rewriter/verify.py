@@ -126,8 +126,10 @@ def verify(
         leaves, call = trace.split(plain, args, kwargs)
         report = optimize(call, **ours).report(*leaves)
         names = trace.leaf_names(plain, args, kwargs)
-        compared = with_gradient(call, leaves, names) if grad else call
-        return _compare(trace.name_of(fn), compared, leaves, report, ours)
+        pair = [jax.jit(call), optimize(call, **ours)]
+        if grad:
+            pair = [jax.jit(with_gradient(f, leaves, names)) for f in pair]
+        return _compare(trace.name_of(fn), *pair, leaves, report)
 
     return run
 
@@ -178,14 +180,13 @@ def _is_float(x: Any) -> bool:
 
 
 def _compare(
-    name: str, fn: Any, leaves: list[Any], report: Report, options: Any
+    name: str, plain: Any, fast: Any, leaves: list[Any], report: Report
 ) -> Verification:
-    plain = jax.jit(fn)
     try:
         original = plain(*leaves)
     except Exception as error:
-        raise trace.trace_error(fn, error) from error
-    rewritten = optimize(fn, **options)(*leaves)
+        raise trace.trace_error(plain, error) from error
+    rewritten = fast(*leaves)
     exact, note = oracle.in_float64(trace.trace(plain, leaves).outer, leaves)
     paths = [_path(p) for p, _ in jax.tree_util.tree_leaves_with_path(original)]
     pairs = zip(

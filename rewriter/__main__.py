@@ -1,0 +1,273 @@
+"""The command line: ``python -m rewriter demo | explain pkg:fn | ...``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+import rewriter
+from rewriter import errors
+from rewriter.config import CHOICES
+from rewriter.registry import registry
+from rewriter.report import ASCII
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns 0, or 1 for a result that is not good.
+
+    Args:
+        argv: Arguments without the program's name; ``sys.argv`` by default.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except errors.RewriterError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+# ----------------------------------------------------------------- commands
+def _demo(args: argparse.Namespace) -> int:
+    from rewriter import demo
+
+    fn, values = demo.build(demo.SMALL if args.small else demo.Size())
+    say = _say(args)
+    say("A transformer of flax's own layers; nothing in it knows about rewriter.\n")
+    say(rewriter.explain(fn)(*values))
+    checked = rewriter.verify(fn, grad=True)(*values)
+    say(f"\n{checked}\n")
+    measured = rewriter.benchmark(fn, pairs=args.pairs)(*values)
+    say(f"{measured}\n")
+    os.makedirs(args.out, exist_ok=True)
+    path = os.path.join(args.out, "demo.stablehlo")
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
+    artifact = rewriter.export(fn)(*specs)
+    artifact.save(path)
+    names = ", ".join(artifact.manifest["platforms"])
+    say(f"wrote {path} ({len(artifact.data):,} bytes; {names}) and its manifest")
+    _json(args, {"report": checked.report.as_dict(), "verify": _loads(checked),
+                 "benchmark": _loads(measured), "artifact": path})  # fmt: skip
+    return 0 if checked.ok else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    fn, values = _target(args)
+    report = rewriter.explain(fn, **_options(args))(*values)
+    _say(args)(report)
+    if args.html:
+        report.html(args.html)
+    _json(args, report.as_dict())
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    fn, values = _target(args)
+    result = rewriter.verify(fn, grad=args.grad, **_options(args))(*values)
+    _say(args)(result)
+    _json(args, _loads(result))
+    return 0 if result.ok else 1
+
+
+def _bench(args: argparse.Namespace) -> int:
+    fn, values = _target(args)
+    run = rewriter.benchmark(fn, mode=args.mode, pairs=args.pairs, **_options(args))
+    result = run(*values)
+    _say(args)(result)
+    _json(args, _loads(result))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    fn, values = _target(args)
+    platforms = tuple(args.platforms.split(","))
+    run = rewriter.export(fn, platforms=platforms, **_options(args))
+    artifact = run(*values)
+    artifact.save(args.out)
+    _say(args)(f"wrote {args.out} and {args.out}.manifest.json")
+    _json(args, dict(artifact.manifest))
+    return 0
+
+
+def _env(args: argparse.Namespace) -> int:
+    import importlib.metadata as metadata
+
+    found = {
+        "rewriter": rewriter.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "backend": jax.default_backend(),
+        "devices": [d.device_kind for d in jax.devices()],
+        "cpus": os.cpu_count(),
+        "environment": {
+            k: v for k, v in os.environ.items() if k.startswith(("REWRITER_", "JAX_"))
+        },
+    }
+    for name in ("jax", "jaxlib", "numpy", "networkx", "flax", "equinox"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    _say(args)("\n".join(f"{k:<12} {v}" for k, v in found.items()))
+    _json(args, found)
+    return 0
+
+
+def _patterns(args: argparse.Namespace) -> int:
+    table = {}
+    for name in registry().patterns():
+        text = importlib.import_module(f"rewriter.patterns.{name}").__doc__ or ""
+        table[name] = text.strip().splitlines()[0] if text.strip() else ""
+    width = max((len(name) for name in table), default=0)
+    _say(args)("\n".join(f"{name:<{width}}  {text}" for name, text in table.items()))
+    _json(args, table)
+    return 0
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    rows = [
+        {"op": op, "kernel": k.name, "platforms": k.platforms, "version": k.version,
+         "memory_bounded": k.memory_bounded}
+        for op in registry().ops()
+        for k in registry().kernels(op)
+    ]  # fmt: skip
+    lines = [
+        f"{r['op']:<22} {r['kernel']:<18} {','.join(r['platforms']):<20} "
+        f"version {r['version']}{'  memory-bounded' * bool(r['memory_bounded'])}"
+        for r in rows
+    ]
+    _say(args)("\n".join(lines))
+    _json(args, rows)
+    return 0
+
+
+# ------------------------------------------------------------------ helpers
+def _say(args: argparse.Namespace) -> Callable[[object], None]:
+    def say(thing: object) -> None:
+        text = str(thing)
+        if not args.json:
+            print(text.translate(ASCII) if args.ascii else text, flush=True)
+
+    return say
+
+
+def _json(args: argparse.Namespace, value: object) -> None:
+    if args.json:
+        print(json.dumps(value, indent=1, default=str))
+
+
+def _loads(result: Any) -> Any:
+    return json.loads(result.json())
+
+
+def _target(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    """The function to look at, and its arguments."""
+    fn = _named(args.function)
+    if not args.args:
+        return fn, ()
+    values = _named(args.args)
+    values = values() if callable(values) else values
+    return fn, tuple(values) if isinstance(values, (tuple, list)) else (values,)
+
+
+def _named(text: str) -> Any:
+    module, _, name = text.partition(":")
+    if not name:
+        raise errors.ConfigError(
+            f"{text!r}", wanted="module:name", next_step=f"Try {text}:main"
+        )
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise errors.ConfigError(
+            f"cannot import {module!r}: {error}",
+            next_step="Run from the folder that holds it, or install it",
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise errors.ConfigError(
+                f"{module} has no {name!r}",
+                next_step=errors.known(part, [n for n in vars(found) if n[0] != "_"]),
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("patterns", "numerics", "target")
+    found = {n: getattr(args, n) for n in names if getattr(args, n)}
+    if args.require:
+        found["require"] = _requirement(args.require)
+    return found
+
+
+def _requirement(text: str) -> Any:
+    """``attention``, ``all`` or ``attention=24,rms_norm=2``."""
+    if "=" not in text:
+        return text if "," not in text else dict.fromkeys(text.split(","), 1)
+    try:
+        return {k: int(v) for k, v in (p.split("=") for p in text.split(","))}
+    except ValueError:
+        raise errors.ConfigError(
+            f"--require {text}", wanted="attention, all, or attention=24,rms_norm=2"
+        ) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rewriter", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    demo = _command(commands, "demo", _demo, "a real transformer, before and after")
+    demo.add_argument("--out", default="rewriter_demo", help="folder for the artifact")
+    demo.add_argument("--small", action="store_true", help="a few seconds only")
+    demo.add_argument("--pairs", type=int, default=3, help="runs of each program")
+    explain = _on_function(commands, "explain", _explain, "what would be rewritten")
+    explain.add_argument("--html", help="also write a page with a picture")
+    verify = _on_function(commands, "verify", _verify, "compare with a float64 run")
+    verify.add_argument("--grad", action="store_true", help="gradients as well")
+    bench = _on_function(commands, "bench", _bench, "time and temporary memory")
+    bench.add_argument("--mode", default="both", help="forward, gradient or both")
+    bench.add_argument("--pairs", type=int, default=10, help="runs of each program")
+    export = _on_function(commands, "export", _export, "write a StableHLO artifact")
+    export.add_argument("--platforms", default="cpu,cuda,tpu")
+    export.add_argument("--out", required=True, help="the file to write")
+    _command(commands, "patterns", _patterns, "the patterns there are")
+    _command(commands, "kernels", _kernels, "the kernels there are")
+    _command(commands, "env", _env, "versions, for a bug report")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, run: Callable[..., int], text: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--ascii", action="store_true", help="ASCII symbols only")
+    command.set_defaults(run=run)
+    return command  # type: ignore[no-any-return]
+
+
+def _on_function(
+    commands: Any, name: str, run: Callable[..., int], text: str
+) -> argparse.ArgumentParser:
+    command = _command(commands, name, run, text)
+    command.add_argument("function", help="package.module:function")
+    command.add_argument("--args", help="package.module:arguments, or a maker of them")
+    command.add_argument("--patterns", help="such as default,-rms_norm")
+    command.add_argument("--numerics", choices=CHOICES["numerics"])
+    command.add_argument("--target", help="device kind to build for")
+    command.add_argument("--require", help="attention, all, or attention=24,...")
+    return command
+
+
+if __name__ == "__main__":
+    sys.exit(main())
