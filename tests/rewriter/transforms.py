@@ -57,6 +57,12 @@ def _jvp(f: Function, args: Operands) -> Any:
     return jax.jvp(f, args, _tangents(args))
 
 
+def _jvp_of_last_float(f: Function, args: Operands) -> Any:
+    i = _floats(args)[-1]
+    only = lambda a: f(*args[:i], a, *args[i + 1 :])
+    return jax.jvp(only, (args[i],), (_tangents(args)[i],))
+
+
 def _linearize(f: Function, args: Operands) -> Any:
     out, along = jax.linearize(f, *args)
     return out, along(*_tangents(args))
@@ -179,10 +185,7 @@ TRANSFORMS: Mapping[str, Transform] = {
     "grad_of_first": lambda f, args: jax.grad(_loss(f))(*args),
     "jit_grad": lambda f, args: jax.jit(_grad(f, args))(*args),
     "jvp": _jvp,
-    "jvp_of_last_float": lambda f, args: jax.jvp(
-        lambda a: f(*args[: _floats(args)[-1]], a, *args[_floats(args)[-1] + 1 :]),
-        (args[_floats(args)[-1]],), (jnp.ones_like(args[_floats(args)[-1]]),),
-    ),
+    "jvp_of_last_float": _jvp_of_last_float,
     "jacfwd": lambda f, args: jax.jacfwd(f)(*args),
     "jacrev": lambda f, args: jax.jacrev(f, _floats(args))(*args),
     "linearize": _linearize,
