@@ -91,7 +91,7 @@ def read(
     ]  # fmt: skip
     if not others:
         raise Refused("up", "the other factor is not a contraction of the same value",
-                      score=0.25)  # fmt: skip
+                      score=0.2)  # fmt: skip
     inside = frozenset(n.outs[0] for n in (*dots, *others))
     value = product.outs[0]
     ev = find.evaluator(value, inside=inside)
@@ -102,7 +102,7 @@ def read(
     u, u_bias, u_clip, shift = _branch(alg, up_poly, "up")
     gates = [a for a in _sums(alg, act_poly) if a != u]
     if not gates:
-        raise Refused("gate", "the activation is not of another contraction", score=0.3)
+        raise Refused("gate", "the activation is not of another contraction", score=0.2)
     if len(gates) > 1:
         raise Refused("gate", "the activation is of several contractions", score=0.3)
     gate = gates[0]

@@ -236,6 +236,8 @@ def read(find: Finder, ev: Any, op: str, value: int, x: int) -> Reading:
         params["bare_l2"] = True
     if c is None or abs(c - 1) > 1e-6:
         operands["scale"] = operand(scale, d)
+    if bias and op == "rms_norm":
+        raise Refused("bias", "an RMS norm has no bias", score=0.3)
     if bias:
         operands["bias"] = operand(bias, d)
     if len(axes) > 1 and c is not None:

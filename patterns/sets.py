@@ -28,7 +28,9 @@ def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:
             registry().pattern(word[1:])
             chosen.pop(word[1:], None)
         elif word == "default":
-            chosen.update((n, registry().pattern(n)) for n in DEFAULT)
+            chosen.update(
+                (n, registry().pattern(n)) for n in (*DEFAULT, *registry().defaults)
+            )
         elif word != "none":
             chosen[word] = registry().pattern(word)
     chosen.update((p.name, p) for p in extra)

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import jax
 
 from rewriter import _jax
-from rewriter.canonicalize import Evaluator
+from rewriter.canonicalize import Evaluator, NeedSplit
 from rewriter.finder import Finder
 from rewriter.graph import Graph, Node
+from rewriter.kernel import Kernel
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.op import Op
 from rewriter.reading import Reading, Refused
@@ -29,6 +30,7 @@ class Pattern(Protocol):
     name: str
     op: Op
     anchors: frozenset[str]
+    kernels: tuple[Kernel, ...]
 
     def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
         """Readings of the regions around an anchor, best first."""
@@ -53,6 +55,11 @@ class ReaderPattern:
     def op(self) -> Op:
         """The op of the same name."""
         return registry().op(self.name)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The op's kernels."""
+        return registry().kernels(self.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,21 +155,45 @@ def _at(find: Finder, pattern: Pattern, anchor: Node) -> Iterator[Match]:
 def _problem(find: Finder, op: Op, reading: Reading) -> Refused | None:
     """Why a reading is not proved, or None if it is."""
     try:
-        want = form_of_replacement(find.graph, op, reading)
+        want = replacement_forms(find.graph, op, reading)
+        difference = _difference(reading, want, reading.args)
     except OverBudget as error:
         return Refused("budget", str(error), score=0.7)
-    alg = reading.algebra
-    difference = alg.add(reading.form, want, -1.0)
     if not difference:
         return None
     return Refused(
         "unequal", f"the region is not equal to {op.name} with what was read off it",
-        difference=f"{alg.show(reading.form)}  is not  {alg.show(want)}", score=0.8,
+        difference=difference, score=0.8,
     )  # fmt: skip
 
 
-def form_of_replacement(graph: Graph, op: Op, reading: Reading) -> Any:
-    """The normal form of the code that will be emitted, with the op's reference.
+def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
+    """How the region differs from its replacement, or ''; piece by piece."""
+    alg = reading.algebra
+    try:
+        if reading.form is not None and args == reading.args:
+            have = reading.form
+        else:
+            have = reading.evaluator.poly(reading.value, args)
+        new = want(args)
+    except NeedSplit as need:
+        edges = [0, *need.cuts, alg.sizes[need.index]]
+        for lo, hi in zip(edges, edges[1:], strict=False):
+            at = alg.affine(alg.new_index(hi - lo), 1, lo)
+            part = tuple(alg.subst_index(a, {need.index: at}) for a in args)
+            found = _difference(reading, want, part)
+            if found:
+                return found
+        return ""
+    if not alg.add(have, new, -1.0):
+        return ""
+    return f"{alg.show(have)}  is not  {alg.show(new)}"
+
+
+def replacement_forms(
+    graph: Graph, op: Op, reading: Reading
+) -> Callable[[tuple[Any, ...]], Any]:
+    """Index arguments to the normal form of the code that will be emitted, with the op's reference.
 
     The code is traced like any program, so that its operands' layout, the op
     and the result's layout are all part of the check.
@@ -187,7 +218,7 @@ def form_of_replacement(graph: Graph, op: Op, reading: Reading) -> Any:
     )  # fmt: skip
     ev.private = True
     (out,) = (inner.top.env[v] for v in traced.outvars)
-    return ev.poly(out, reading.args)
+    return lambda args: ev.poly(out, args)
 
 
 def leaves_of(reading: Reading) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from rewriter.graph import Graph, Scope
 from rewriter.kernel import Spec, spec_of
 from rewriter.match import Match, leaves_of, search
 from rewriter.plan import XLA, Choice, Site, choose
-from rewriter.registry import registry
 from rewriter.replace import Rewritten, Splice, missing_leaf, replace
 from rewriter.verdict import Reason
 
@@ -34,7 +33,7 @@ def rewrite(
     from rewriter.patterns.sets import in_force
 
     clock = _Clock()
-    patterns = in_force(config.patterns, user_patterns)
+    patterns = in_force(config.patterns, (*config.using, *user_patterns))
     anchors = frozenset().union(*(p.anchors for p in patterns)) if patterns else ()
     if not _has_anchor(closed_jaxpr, anchors):
         return Rewritten(closed_jaxpr, seconds=clock.seconds)
@@ -86,9 +85,10 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     sites: list[Site] = []
     splices: list[Splice] = []
     failures: list[Reason] = []
+    platform = _platform()
     for match in matches:
         spec = _spec(graph, match)
-        choice = choose(spec, config)
+        choice = choose(spec, config, match.pattern.kernels, platform)
         node = match.node
         places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
         for scope, position in places:
@@ -104,14 +104,22 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     return sites, splices, failures
 
 
+def _platform() -> str:
+    """The default device's platform, as kernels name it."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
 def _call(match: Match, choice: Choice, index: int):
     names = set(match.op.operands)
+    by_name = {k.name: k for k in match.pattern.kernels}
+    kernel = by_name.get(choice.kernel, choice.kernel)
 
     def call(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in names}
         params = {k: v for k, v in given.items() if k not in names}
         return site.bind(
-            match.op, operands, params, (("default", choice.kernel),),
+            match.op, operands, params, (("default", kernel),),
             f"{match.op.name}#{index}",
         )  # fmt: skip
 

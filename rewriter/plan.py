@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rewriter.config import Config
+from rewriter.errors import UnknownKernel, caller, known
 from rewriter.kernel import Kernel, Spec
-from rewriter.registry import REFERENCE, registry
+from rewriter.registry import REFERENCE
+from rewriter.verdict import Verdict, no
 
 
 @dataclass(frozen=True)
@@ -66,33 +68,54 @@ XLA = "xla"
 """The name of the choice to leave the program as written."""
 
 
-def choose(spec: Spec, config: Config) -> Choice:
+def choose(
+    spec: Spec, config: Config, kernels: Sequence[Kernel], platform: str
+) -> Choice:
     """Returns the kernel for a site: forced, else the first that pays.
 
     Args:
         spec: The site's shapes, dtypes and parameters.
-        config: ``implementation`` forces a kernel for an op.
+        config: ``implementation`` forces a kernel for an op; ``numerics="strict"``
+            leaves every site as written.
+        kernels: The op's kernels, best first.
+        platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``.
+
+    Raises:
+        UnknownKernel: If the forced kernel does not exist.
     """
     forced = dict(config.implementation).get(spec.op)
-    kernels = registry().kernels(spec.op)
     if forced is not None:
         return _forced(spec, forced, kernels)
-    why: list[tuple[str, str]] = []
+    if config.numerics == "strict":
+        why = "numerics='strict', and every kernel sums in another order"
+        return Choice(XLA, "heuristic", tuple((k.name, why) for k in kernels))
+    refused: list[tuple[str, str]] = []
     for kernel in kernels:
-        verdict = kernel.supports(spec)
+        verdict = _takes(kernel, spec, platform)
         if verdict.ok:
             verdict = kernel.profitable(spec)
         if verdict.ok:
-            return Choice(kernel.name, "heuristic", tuple(why))
-        why.append((kernel.name, "; ".join(r.text for r in verdict.reasons)))
-    return Choice(XLA, "heuristic", tuple(why))
+            return Choice(kernel.name, "heuristic", tuple(refused))
+        refused.append((kernel.name, "; ".join(r.text for r in verdict.reasons)))
+    return Choice(XLA, "heuristic", tuple(refused))
 
 
-def _forced(spec: Spec, name: str, kernels: tuple[Kernel, ...]) -> Choice:
+def _takes(kernel: Kernel, spec: Spec, platform: str) -> Verdict:
+    if platform not in kernel.platforms:
+        return no("platform", f"runs on {', '.join(kernel.platforms)}, not {platform}")
+    return kernel.supports(spec)
+
+
+def _forced(spec: Spec, name: str, kernels: Sequence[Kernel]) -> Choice:
     if name in (XLA, REFERENCE):
         return Choice(name, "forced")
-    registry().kernel(spec.op, name)
-    kernel = next(k for k in kernels if k.name == name)
+    kernel = next((k for k in kernels if k.name == name), None)
+    if kernel is None:
+        names = [*(k.name for k in kernels), REFERENCE, XLA]
+        raise UnknownKernel(
+            f"{spec.op} has no kernel {name!r}", next_step=known(name, names),
+            where=caller(),
+        )  # fmt: skip
     verdict = kernel.supports(spec)
     if verdict.ok:
         return Choice(name, "forced")

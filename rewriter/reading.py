@@ -85,6 +85,7 @@ class Reading:
         check_params: Parameters for the check, where they differ.
         leaves: Leaf name to value.
         notes: What floats will see.
+        evaluator: For a form in pieces (None), what evaluates the region.
     """
 
     op: str
@@ -92,14 +93,14 @@ class Reading:
     place: Place
     value: int
     args: tuple[Index, ...]
-    form: Poly
+    form: Poly | None
     out_groups: tuple[Group, ...]
     operands: Mapping[str, Operand]
     params: Mapping[str, Any]
     leaves: tuple[int, ...] = ()
     check_params: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    internal: int | None = None
+    evaluator: Any = None
 
     def build(
         self,

@@ -28,12 +28,14 @@ class Registry:
     Attributes:
         builtin: Whether names not added are looked up in the packages
             ``rewriter.kernels`` and ``rewriter.patterns``.
+        defaults: Patterns that a user added to the default set.
     """
 
     builtin: bool = True
     _ops: dict[str, Op] = field(default_factory=dict)
     _kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
     _patterns: dict[str, Any] = field(default_factory=dict)
+    defaults: list[str] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     # ------------------------------------------------------------- adding
@@ -154,6 +156,13 @@ class Registry:
                     )
                 self._patterns[name] = _shipped_pattern(name)
             return self._patterns[name]
+
+    def add_default(self, name: str) -> None:
+        """Adds a registered pattern to the default set."""
+        with self._lock:
+            self.pattern(name)
+            if name not in self.defaults:
+                self.defaults.append(name)
 
     def patterns(self) -> tuple[str, ...]:
         """Returns the names of all patterns, sorted; loads nothing."""
