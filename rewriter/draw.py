@@ -143,8 +143,8 @@ def _bodies(eqn: Any) -> list[Any]:
 
 
 def _op_name(eqn: Any) -> str:
-    op = eqn.params.get("op", "")
-    return str(getattr(op, "name", op))
+    use = eqn.params.get("use")
+    return str(use.op.name) if use is not None else eqn.primitive.name
 
 
 def _short(where: str) -> str:

@@ -18,13 +18,14 @@ from typing import Any, Protocol, overload
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from rewriter import _jax, trace
+from rewriter import _jax, oracle, trace
 from rewriter.config import OPTIONS, Config, disabled, resolve
 from rewriter.errors import (
     RequirementNotMet,
     RewriterError,
     RewriterWarning,
     UnknownPattern,
+    VerificationFailed,
     caller,
     known,
 )
@@ -210,10 +211,12 @@ def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> R
         after=rewritten.closed_jaxpr,
     )
     _require(report, config)
+    if config.verify == "once":
+        _verify_sites(traced.name, rewritten.closed_jaxpr)
     return Record(traced, rewritten, Bound.of(rewritten.closed_jaxpr), report)
 
 
-SETS = ("default", "training", "exact", "none")
+SETS = ("default", "none")
 
 
 def _check_patterns(text: str) -> None:
@@ -307,6 +310,19 @@ def _changed(before: ClosedJaxpr, after: ClosedJaxpr) -> str:
     if set(before.effects) != set(after.effects):
         return f"effects became {after.effects}; they are {before.effects}"
     return ""
+
+
+def _verify_sites(name: str, program: ClosedJaxpr) -> None:
+    with jax.ensure_compile_time_eval():
+        results = oracle.check_sites(program)
+    for what, error, limit in results:
+        if not error <= limit:
+            raise VerificationFailed(
+                f"{name}: {what}: error {error:.1e}",
+                wanted=f"at most {limit:.1e}",
+                next_step="Report it with `python -m rewriter env --json`, and use "
+                f"patterns='-{what.split()[0]}' meanwhile",
+            )
 
 
 def _require(report: Report, config: Config) -> None:

@@ -7,7 +7,8 @@ takes no float64 (or reads the bits of a float) runs in its own types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +84,51 @@ def in_float64(closed: ClosedJaxpr, leaves: Sequence[Any]) -> tuple[list[Any], s
             out = [_host(x) for x in jaxpr_as_fun(closed)(*leaves)]
         kind = type(problem).__name__
         return out, f"compared with a float32 run at full precision ({kind})"
+
+
+def check_sites(program: ClosedJaxpr) -> list[tuple[str, float, float]]:
+    """Compares every kind of site in a program with its op's reference.
+
+    Args:
+        program: A rewritten program.
+
+    Returns:
+        (op and shapes, error, allowed error) for each different use, on the
+        op's sample inputs, against a float64 run of the reference.
+    """
+    uses = {}
+    for eqn in _sites(program.jaxpr):
+        avals = tuple((a.aval.shape, a.aval.dtype) for a in eqn.invars)
+        uses.setdefault((eqn.params["use"], avals), eqn)
+    return [_site_error(use, avals, eqn) for (use, avals), eqn in uses.items()]
+
+
+def _sites(jaxpr: Any) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "rewriter_site":
+            yield eqn
+        for body in jaxprs_in_params(eqn.params):
+            yield from _sites(body)
+
+
+def _site_error(use: Any, avals: Any, eqn: JaxprEqn) -> tuple[str, float, float]:
+    specs = {
+        n: jax.ShapeDtypeStruct(*a) for n, a in zip(use.names, avals, strict=False)
+    }
+    params = dict(use.params)
+    what = f"{use.op.name} {' '.join(f'{n}{list(s.shape)}' for n, s in specs.items())}"
+    if use.op.sample is None or eqn.params.get("batch"):
+        return what, 0.0, 0.0
+    inputs = use.op.sample(jax.random.key(0), specs, params)
+    leaves = [inputs[n] for n in use.names]
+    bind = functools.partial(eqn.primitive.bind, **eqn.params)
+    got = jax.jit(lambda *xs: bind(*xs)[0])(*leaves)
+    plain = lambda *xs: use.op.reference(
+        **dict(zip(use.names, xs, strict=True)), **params
+    )
+    exact, _ = in_float64(jax.make_jaxpr(plain)(*leaves), leaves)
+    before, after = error(jax.jit(plain)(*leaves), exact[0]), error(got, exact[0])
+    return what, after, max(allowed(got.dtype), 2 * before)
 
 
 def _host(x: Any) -> Any:

@@ -257,7 +257,7 @@ def _details(site: Site) -> Iterator[str]:
     facts = ["forward and backward"] * site.backward
     if site.saved_bytes:
         facts.append(f"−{size(site.saved_bytes)} of intermediate values")
-    facts += [f"{k}={v}" for k, v in _telling(site.params)]
+    facts += _telling(site.params)
     if facts:
         yield "; ".join(facts)
     if site.numerics:
@@ -267,10 +267,29 @@ def _details(site: Site) -> Iterator[str]:
         yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
 
 
-def _telling(params: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+QUIET = ("out_dtype", "precision", "empty_rows")  # true of most sites
+
+
+def _telling(params: Mapping[str, object]) -> Iterator[str]:
+    """The parameters worth a word."""
     for key, value in dict(params).items():
-        if value not in (None, "", (None, None), False):
-            yield key, f"{value:.4g}" if isinstance(value, float) else value
+        if key in QUIET or value in (None, "", (None, None), False):
+            continue
+        if key == "window":
+            yield _window(value)
+        elif key == "activation":
+            yield str(value)
+        elif not (key == "shift" and value == 0):
+            yield f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+
+
+def _window(value: object) -> str:
+    if value == (None, 0):
+        return "causal"
+    left, right = value if isinstance(value, tuple) else (value, value)
+    sides = [f"{left} back" if left is not None else "all before"]
+    sides += [f"{right} ahead" if right is not None else "all after"]
+    return "window " + ", ".join(s for s in sides if not s.startswith("0 "))
 
 
 def _miss_lines(
