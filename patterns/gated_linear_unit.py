@@ -99,6 +99,10 @@ def read(
     form = ev.poly(value, args)
     up_poly = ev.poly(up, ev.aligned(up, args))
     act_poly = ev.poly(act, ev.aligned(act, args))
+    sums = set(_sums(alg, up_poly))
+    if len(sums) > 2 or sums <= set(_sums(alg, act_poly)):
+        raise Refused("up", "the other factor is not a contraction of the same value",
+                      score=0.2)  # fmt: skip
     u, u_bias, u_clip, shift = _branch(alg, up_poly, "up")
     gates = [a for a in _sums(alg, act_poly) if a != u]
     if not gates:

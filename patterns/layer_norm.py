@@ -62,13 +62,13 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     if not results or any(find.done(op, v) for v in results):
         return
     ev = find.evaluator(results[-1], inside=inside, names={x: x})
-    best: Reading | None = None
+    readings: list[Reading] = []
     first: Refused | None = None
     for value in results:
         if ev.place is not find.regions.place(find.graph.node_of(value).scope):
             continue
         try:
-            best = read(find, ev, op, value, x)
+            readings.append(read(find, ev, op, value, x))
         except Refused as refusal:
             if refusal.code == "group":
                 find.missed(op, anchor, refusal)
@@ -76,13 +76,15 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
             first = first or refusal
         except OverBudget as error:
             first = first or Refused("budget", str(error), score=0.3)
-    if best is not None:
-        if best.params.get("bare_l2"):
-            find.missed(op, anchor, Refused("l2", "an L2 norm: the sum of squares is not "
-                                            "divided by their number", score=0.5))  # fmt: skip
+    if readings and readings[-1].params.get("bare_l2"):
+        find.missed(op, anchor, Refused("l2", "an L2 norm: the sum of squares is not "
+                                        "divided by their number", score=0.5))  # fmt: skip
+        return
+    for reading in reversed(readings):  # the largest that is proved
+        yield reading
+        if find.done(op, reading.value):
             return
-        yield best
-    elif first is not None:
+    if not readings and first is not None:
         find.missed(op, anchor, first)
 
 
@@ -218,9 +220,9 @@ def read(find: Finder, ev: Any, op: str, value: int, x: int) -> Reading:
     form = ev.poly(value, args)
     base = _root(alg, form, x)
     squares, mean, constant, extra = _base(alg, base, x)
-    axes, at = _feature_axes(alg, form, base, squares, x)
     if (mean is None) == (op == "layer_norm"):
         raise Refused("kind", f"this is not a {op}", score=0.2)
+    axes, at = _feature_axes(alg, form, base, squares, x)
     d = tuple(at[k] for k in axes)
     n = math.prod(alg.sizes[i] for i in d)
     alpha = squares[1]
@@ -233,7 +235,7 @@ def read(find: Finder, ev: Any, op: str, value: int, x: int) -> Reading:
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
     c = alg.as_constant(scale)
     if op == "rms_norm" and c is not None and abs(c * math.sqrt(n) - 1) < 1e-3 and n > 1:
-        params["bare_l2"] = True
+        params["bare_l2"] = True  # refused by the caller
     if c is None or abs(c - 1) > 1e-6:
         operands["scale"] = operand(scale, d)
     if bias and op == "rms_norm":
@@ -269,7 +271,7 @@ def _root(alg: Algebra, form: Poly, x: int) -> int:
     for _, mono in form:
         for a, e in mono:
             if isinstance(e, Fraction) and e == HALF:
-                raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
+                raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.2)
     raise Refused("root", "the result is not divided by a root", score=0.25)
 
 

@@ -56,7 +56,7 @@ KNOWN_CONSTANTS = (
 )  # fmt: skip
 
 
-class NeedSplit(Exception):
+class NeedSplit(OverBudget):
     """An index runs over several pieces of a concatenation."""
 
     def __init__(self, index: int, cuts: tuple[int, ...]):

@@ -167,6 +167,8 @@ class Emitter:
                 return x, labels[:k] + [a[1]] + labels[k + 1 :]
         if a[0] == "cat":
             lo, hi = self.alg.index_range(a)
+            if lo == 0 and hi + 1 < x.shape[k]:
+                return jax.lax.slice_in_dim(x, 0, hi + 1, axis=k), labels
             if (lo, hi) == (0, x.shape[k] - 1) and x.shape[k] % a[3] == 0:
                 shape = (*x.shape[:k], x.shape[k] // a[3], a[3], *x.shape[k + 1 :])
                 return x.reshape(shape), [*labels[:k], a[1], a[2], *labels[k + 1 :]]

@@ -970,9 +970,17 @@ class Algebra:
         """The polynomial with indices replaced by index arguments."""
         out: Poly = {}
         for (flag, mono), c in p.items():
-            out = self.add(
-                out, {(self.subst_bool(flag, to), self.subst_mono(mono, to)): c}
-            )
+            new = self.subst_mono(mono, to)
+            out = self.add(out, self._expanded(self.subst_bool(flag, to), new, c))
+        return out
+
+    def _expanded(self, flag: int, mono: Monomial, c: float) -> Poly:
+        """A term with atoms that became sums multiplied out."""
+        plain = tuple(f for f in mono if self.kind(f[0]) != "val")
+        out: Poly = {(flag, plain): c}
+        for a, e in mono:
+            if self.kind(a) == "val":
+                out = self.mul(out, self.power(self.thaw(self.defs[a][1]), e))
         return out
 
     def subst_mono(self, mono: Monomial, to: Mapping[int, Index]) -> Monomial:
@@ -1039,18 +1047,18 @@ class Algebra:
             return self.atom("val", self.freeze(p))
         if kind == "sum":
             fresh, flag, mono = self.open_sum(atom)
-            p = self._sum_term(
-                self.subst_bool(flag, to),
-                self.subst_mono(mono, to),
-                1.0,
-                frozenset(fresh),
+            inner = self._expanded(
+                self.subst_bool(flag, to), self.subst_mono(mono, to), 1.0
             )
-            return self._as_atom(p)
+            return self._as_atom(self.sum_over(inner, fresh))
         if kind == "any":
             lit = self.subst_literal(atom, to)
             return self.atom("ind", lit)
         if kind == "exp":
-            return self.atom("exp", self.subst_mono(definition[1], to))
+            mono = self.subst_mono(definition[1], to)
+            if any(self.kind(a) == "val" for a, _ in mono):
+                return self._as_atom(self.exp(self._expanded(TRUE, mono, 1.0)))
+            return self.atom("exp", mono)
         if kind == "ind":
             return self.atom("ind", self.subst_bool(definition[1], to))
         parts = [

@@ -209,10 +209,10 @@ class Pattern:
         args = ev.indices(value)
         try:
             form = ev.poly(value, args)
-        except OverBudget:
-            return
         except NeedSplit:  # a result in pieces; the search compares each
             form = None
+        except OverBudget:
+            return
         if form is not None:
             leaves = {alg.defs[a][1] for a in alg.poly_leaves(form)}
             if leaves - set(names.values()):
