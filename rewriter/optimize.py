@@ -28,6 +28,7 @@ from rewriter.errors import (
     VerificationFailed,
     caller,
     known,
+    raised_at,
 )
 from rewriter.pipeline import rewrite
 from rewriter.registry import registry
@@ -239,7 +240,7 @@ def _optimized(
     def call(*args: Any, **kwargs: Any) -> Any:
         if disabled() or jax.config.jax_disable_jit:
             return fn(*args, **kwargs)
-        record = analysis(args, kwargs)
+        record = _noted(analysis, args, kwargs)
         leaves, _ = trace.split(analysis.inner, args, kwargs)
         return record.traced.run(record.bound, leaves)
 
@@ -255,6 +256,18 @@ def _optimized(
 
     fast.original, fast.report, fast.jaxpr = fn, report, jaxpr
     return fast
+
+
+def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Record:
+    """The analysis; an error of the user's own gets a note with its line."""
+    try:
+        return analysis(args, kwargs)
+    except RewriterError:
+        raise
+    except Exception as error:
+        name = trace.name_of(analysis.original)
+        error.add_note(f"rewriter: while tracing {name}, {raised_at(error)}")
+        raise
 
 
 def _record(fast: Any, analysis: Analysis, args: Any, kwargs: Any) -> Record:
