@@ -175,7 +175,12 @@ def _problem(q: Array, k: Array, v: Array, given: dict[str, Any]) -> _Problem:
 
 
 class _Step:
-    """Some batch entries and heads, with their keys and values ready for dots."""
+    """Some batch entries and heads, with their keys and values ready for dots.
+
+    Arrays for dots have axes c, the batch entries and key heads in one, and r,
+    the query heads of a key head and the queries of a block in one: XLA:CPU
+    copies the operands of a dot with more axes than [c, r, h] [c, s, h].
+    """
 
     def __init__(self, p: _Problem, number: Any):
         z = p.sizes
@@ -187,8 +192,11 @@ class _Step:
             "k": (number % per_b * z.some_heads, z.some_heads),
             "n": (number % per_b * n, n),
         }
-        self.keys = p.cut("k", self.here).swapaxes(1, 2)
-        self.values = p.cut("v", self.here).swapaxes(1, 2).astype(p.wide)
+        self.keys, values = (
+            p.cut(x, self.here).swapaxes(1, 2).reshape(z.some_b * z.some_heads, z.s, -1)
+            for x in "kv"
+        )
+        self.values = values.astype(p.wide)
         self.offset = p.shift
         if "offset" in p.arrays:
             self.offset = self.offset + self.per_batch("offset")
@@ -209,6 +217,11 @@ class _Step:
         apart = (1, 1) if x.shape[at] == 1 else (z.some_heads, z.group)
         return x.reshape(x.shape[:at] + apart + x.shape[at + 1 :])
 
+    def columns_back(self, x: Array) -> Array:
+        """Returns [c, h, s] as [b, s, k, h]."""
+        z = self.p.sizes
+        return x.reshape(z.some_b, z.some_heads, -1, z.s).transpose(0, 3, 1, 2)
+
     def over_blocks(self, body: Callable[[_Block, Any], Any], carry: Any) -> Any:
         """Runs ``carry = body(block, carry)`` for each block of rows."""
         blocks = self.p.sizes.blocks
@@ -228,25 +241,43 @@ class _Block:
         self.t = self.start + lax.broadcasted_iota(jnp.int32, (z.rows, 1), 0)
 
     def rows(self, name: str) -> Array:
-        """Returns rows of an operand [b, t, n, ...] as [b, k, g, t, ...]."""
-        x = self.step.heads_apart(self.p.cut(name, self.here), at=2)
-        return x.transpose(0, 2, 3, 1, 4)
+        """Returns rows of an operand [b, t, n, h] as [c, r, h]."""
+        return self.merge(self.p.cut(name, self.here))
+
+    def merge(self, x: Array) -> Array:
+        """Returns [b, t, n, h] as [c, r, h]."""
+        z = self.p.sizes
+        x = self.step.heads_apart(x, at=2).transpose(0, 2, 3, 1, 4)
+        return x.reshape(z.some_b * z.some_heads, z.group * z.rows, -1)
+
+    def per_row(self, x: Array) -> Array:
+        """Returns [1, k, g, 1, 1] at every row: [c, r]."""
+        z = self.p.sizes
+        x = jnp.broadcast_to(x[..., 0], (z.some_b, z.some_heads, z.group, z.rows))
+        return x.reshape(z.some_b * z.some_heads, z.group * z.rows)
+
+    def each_row(self, x: Array) -> Array:
+        """Returns [t] repeated for every head of a group: [r]."""
+        return jnp.tile(x, self.p.sizes.group)
 
     def queries(self) -> Array:
-        """Returns q [b, k, g, t, h], scaled already if that rounds nothing away."""
+        """Returns q [c, r, h], scaled already if that rounds nothing away."""
         q = self.rows("q")
         if q.dtype == self.p.wide:
             return q * jnp.asarray(self.p.factor(), self.p.wide)
         return q
 
     def lse(self) -> Array:
-        """Returns the rows' log-sum-exp [b, k, g, t]."""
-        return self.step.heads_apart(self.p.cut("lse", self.here), at=1)
+        """Returns the rows' log-sum-exp [c, r]."""
+        z = self.p.sizes
+        lse = self.p.cut("lse", self.here)
+        return lse.reshape(z.some_b * z.some_heads, z.group * z.rows)
 
     def store(self, into: Array, rows: Array, axes: str = "btne") -> Array:
-        """Returns `into` with rows [b, k, g, t(, e)] written to their place."""
+        """Returns `into` with rows [c, r(, e)] written to their place."""
         z = self.p.sizes
-        rows = rows.reshape(z.some_b, -1, *rows.shape[3:])
+        shape = (z.some_b, z.some_heads * z.group, z.rows)
+        rows = rows.reshape(shape + rows.shape[2:])
         if axes == "btne":
             rows = rows.swapaxes(1, 2)
         starts, _ = self.p.place(axes, into.shape, self.here)
@@ -310,7 +341,10 @@ def _within(start: Any, most: int) -> Any:
 
 
 class _Tile:
-    """One block of rows against one block of keys; arrays are [b, k, g, t, s]."""
+    """One block of rows against one block of keys: scores [c, r, s].
+
+    Masks and biases are [b|1, k|1, g|1, t|1, s|1].
+    """
 
     def __init__(self, block: _Block, j: Any, edge: bool):
         self.block, self.p, self.edge = block, block.p, edge
@@ -321,7 +355,7 @@ class _Tile:
         self.here = {**block.here, "s": (self.start, z.keys)}
         self.s = self.start + lax.broadcasted_iota(jnp.int32, (1, z.keys), 1)
 
-    def columns(self, x: Array, axis: int = 2) -> Array:
+    def columns(self, x: Array, axis: int = 1) -> Array:
         """Returns this block of keys of an array."""
         return lax.dynamic_slice_in_dim(x, self.start, self.p.sizes.keys, axis)
 
@@ -330,7 +364,8 @@ class _Tile:
         return self.block.step.heads_apart(self.p.cut(name, self.here), at=1)
 
     def add(self, name: str, into: Array, x: Array) -> Array:
-        """Returns `into`, shaped as the operand, plus x summed onto its tile."""
+        """Returns `into`, shaped as the operand, plus x [c, r, s] on its tile."""
+        x = self.apart(x)
         starts, sizes = self.p.place(AXES[name], into.shape, self.here)
         old = lax.dynamic_slice(into, starts, sizes)
         apart = self.block.step.heads_apart(old, at=1).shape
@@ -339,10 +374,15 @@ class _Tile:
         return lax.dynamic_update_slice(into, old + new, starts)
 
     def add_columns(self, into: Array, x: Array) -> Array:
-        """Returns `into` [b, k, e, s] plus x at this block of keys."""
+        """Returns `into` [c, e, s] plus x at this block of keys."""
         return lax.dynamic_update_slice_in_dim(
-            into, self.columns(into, 3) + x, self.start, 3
+            into, self.columns(into, 2) + x, self.start, 2
         )
+
+    def apart(self, x: Array) -> Array:
+        """Returns [c, r, s] as [b, k, g, t, s]."""
+        z = self.p.sizes
+        return x.reshape(z.some_b, z.some_heads, z.group, z.rows, z.keys)
 
     def relative(self) -> Array:
         """Returns key position less query position, [b|1, 1, 1, t, s]."""
@@ -382,20 +422,28 @@ class _Tile:
         """Returns the masked scores and, with a soft cap, tanh(scores / cap)."""
         p, step = self.p, self.block.step
         keys = self.columns(step.keys)
-        x = jnp.einsum("bkgth,bksh->bkgts", queries, keys, preferred_element_type=p.wide)
+        x = jnp.einsum("crh,csh->crs", queries, keys, preferred_element_type=p.wide)
         if queries.dtype != p.wide:
             x = x * p.factor()
         bent = None
         if p.softcap is not None:
             bent = jnp.tanh(x / p.softcap)
             x = bent * p.softcap
+        flat, x = x.shape, self.apart(x)
         if "bias" in p.arrays:
             x = x + self.part("bias").astype(p.wide)
         if "alibi" in p.arrays:
             x = x + step.per_head("alibi") * self.relative().astype(p.wide)
         for seen in self.seen():
             x = jnp.where(seen, x, -jnp.inf)
-        return x, bent
+        return x.reshape(flat), bent
+
+    def dropout(self) -> Array:
+        """Returns the dropout factors at full size, [c, r, s]."""
+        z = self.p.sizes
+        shape = (z.some_b, z.some_heads, z.group, z.rows, z.keys)
+        full = jnp.broadcast_to(self.part("dropout").astype(self.p.wide), shape)
+        return full.reshape(-1, z.group * z.rows, z.keys)
 
 
 def forward(
@@ -416,7 +464,7 @@ def forward(
     n, e = q.shape[2], v.shape[3]
 
     def one_step(step: _Step, carry: Any) -> Any:
-        mean = step.values.mean(2)[:, :, None, None] if p.empty_rows == "mean" else 0
+        mean = step.values.mean(1)[:, None] if p.empty_rows == "mean" else 0
         fill = {"nan": jnp.nan, "mean": mean, "zero": 0}[p.empty_rows]
 
         def one_block(block: _Block, carry: Any) -> Any:
@@ -438,7 +486,7 @@ def forward(
 
 
 def _rows_forward(block: _Block, e: int) -> tuple[Array, Array, Array]:
-    """Returns a block's maxima and sums [b, k, g, t], and p v [b, k, g, t, e]."""
+    """Returns a block's row maxima and sums [c, r], and p v [c, r, e]."""
     p, step = block.p, block.step
     queries = block.queries()
     flat = queries.shape[:-1]
@@ -451,16 +499,15 @@ def _rows_forward(block: _Block, e: int) -> tuple[Array, Array, Array]:
         fade = jnp.exp(top - higher)
         total = total * fade + weights.sum(-1)
         if "dropout" in p.arrays:
-            weights = weights * tile.part("dropout").astype(p.wide)
-        values = tile.columns(step.values)
-        new = jnp.einsum("bkgts,bkse->bkgte", weights, values)
+            weights = weights * tile.dropout()
+        new = jnp.einsum("crs,cse->cre", weights, tile.columns(step.values))
         return higher, total, acc * fade[..., None] + new
 
     # Finite, so that exp(x - top) is 0, not NaN, in a row without keys so far.
     top = p.full(flat, p.wide, float(jnp.finfo(p.wide).min))
     total = p.full(flat, p.wide)
     if "sinks" in p.arrays:
-        top = jnp.maximum(top, step.per_head("sinks")[..., 0])
+        top = jnp.maximum(top, block.per_row(step.per_head("sinks")))
         total = total + 1
     return block.over_keys(body, (top, total, p.full((*flat, e), p.wide)))
 
@@ -473,7 +520,7 @@ def _dropped_mean(p: _Problem, out: Array, lse: Array) -> Array:
         def body(tile: _Tile, acc: Array) -> Array:
             kept = _kept(tile)
             values = tile.columns(block.step.values)
-            return acc + jnp.einsum("bkgts,bkse->bkgte", kept, values)
+            return acc + jnp.einsum("crs,cse->cre", kept, values)
 
         old = block.rows("out")
         acc = p.full(old.shape, p.wide)
@@ -485,10 +532,8 @@ def _dropped_mean(p: _Problem, out: Array, lse: Array) -> Array:
 
 
 def _kept(tile: _Tile) -> Array:
-    """Returns the dropout of a tile at its full size, 0 for keys seen before."""
-    z = tile.p.sizes
-    shape = (z.some_b, z.some_heads, z.group, z.rows, z.keys)
-    kept = jnp.broadcast_to(tile.part("dropout").astype(tile.p.wide), shape)
+    """Returns the dropout factors [c, r, s], 0 for keys that came before."""
+    kept = tile.dropout()
     for fresh in tile.fresh():
         kept = jnp.where(fresh, kept, 0)
     return kept
@@ -527,12 +572,12 @@ def backward(
 
     def one_step(step: _Step, grads: dict[str, Array]) -> dict[str, Array]:
         columns = tuple(
-            p.full(x.swapaxes(2, 3).shape, wide) for x in (step.keys, step.values)
+            p.full(x.swapaxes(1, 2).shape, wide) for x in (step.keys, step.values)
         )
         grads, columns = step.over_blocks(_rows_backward, (grads, columns))
         for name, x in zip("kv", columns, strict=True):
             starts, _ = p.place(AXES[name], grads[name].shape, step.here)
-            x = x.transpose(0, 3, 1, 2).astype(grads[name].dtype)
+            x = step.columns_back(x).astype(grads[name].dtype)
             grads[name] = lax.dynamic_update_slice(grads[name], x, starts)
         return grads
 
@@ -542,12 +587,13 @@ def backward(
 
 
 def _rows_backward(block: _Block, carry: Any) -> Any:
-    """Adds one block of rows to the cotangents; those of k and v are [b, k, h, s]."""
+    """Adds one block of rows to the cotangents; those of k and v are [c, h, s]."""
     p, z, step, wide = block.p, block.p.sizes, block.step, block.p.wide
     lse = block.lse()
     empty = lse == -jnp.inf
     if z.t % z.rows:
-        empty = empty | (block.t[:, 0] < block.nominal)  # done by the block before
+        again = block.each_row(block.t[:, 0]) < block.nominal
+        empty = empty | again  # done by the block before
     lse = jnp.where(empty, jnp.inf, lse)[..., None]
     empty = empty[..., None]
     up = jnp.where(empty, 0, block.rows("cotangent").astype(wide))
@@ -555,32 +601,32 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
     delta = delta.sum(-1, keepdims=True)
     queries, plain = block.queries(), block.rows("q").astype(wide)
     # Transposed once here, since a dot over rows of a tile is slow on CPU.
-    up_t = up.transpose(0, 1, 4, 2, 3)
-    queries_t = (plain * p.factor()).transpose(0, 1, 4, 2, 3)
+    up_t = up.swapaxes(1, 2)
+    queries_t = (plain * p.factor()).swapaxes(1, 2)
 
     def body(tile: _Tile, carry: Any) -> Any:
         dq, dk, dv, grads = carry
         x, bent = tile.scores(queries)
         weights = jnp.exp(x - lse)
-        d = jnp.einsum("bkgte,bkse->bkgts", up, tile.columns(step.values))
+        d = jnp.einsum("cre,cse->crs", up, tile.columns(step.values))
         used = weights
         if "dropout" in p.arrays:
-            kept = tile.part("dropout").astype(wide)
+            kept = tile.dropout()
             used = weights * kept
             grads = {**grads, "dropout": tile.add("dropout", grads["dropout"], weights * d)}
             d = d * kept
-        dv = tile.add_columns(dv, jnp.einsum("bkegt,bkgts->bkes", up_t, used))
+        dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", up_t, used))
         d = weights * (d - delta)
         if "bias" in p.arrays:
             grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
         if "alibi" in p.arrays:
-            slope = (d * tile.relative().astype(wide)).sum((0, 3, 4))
+            slope = (tile.apart(d) * tile.relative().astype(wide)).sum((0, 3, 4))
             grads = {**grads, "alibi": _add_heads(step, grads["alibi"], slope)}
         if bent is not None:
             d = d * (1 - bent * bent)
         keys = tile.columns(step.keys).astype(wide)
-        dq = dq + jnp.einsum("bkgts,bksh->bkgth", d, keys)
-        dk = tile.add_columns(dk, jnp.einsum("bkhgt,bkgts->bkhs", queries_t, d))
+        dq = dq + jnp.einsum("crs,csh->crh", d, keys)
+        dk = tile.add_columns(dk, jnp.einsum("chr,crs->chs", queries_t, d))
         return dq, dk, dv, grads
 
     grads, (dk, dv) = carry
@@ -591,15 +637,15 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
     if "scale_factor" in p.arrays:
         grads["scale_factor"] = grads["scale_factor"] + (dq * plain).sum() * p.scale
     if "sinks" in p.arrays:
-        share = (jnp.exp(step.per_head("sinks") - lse) * delta).sum((0, 3, 4))
+        sinks = block.per_row(step.per_head("sinks"))[..., None]
+        share = (jnp.exp(sinks - lse) * delta)
+        share = share.reshape(z.some_b, z.some_heads, z.group, z.rows).sum((0, 3))
         grads["sinks"] = _add_heads(step, grads["sinks"], -share)
     dq = dq * p.factor()
     if z.t % z.rows:
         starts, sizes = p.place("btnh", grads["q"].shape, block.here)
-        old = lax.dynamic_slice(grads["q"], starts, sizes)
-        old = step.heads_apart(old, at=2).transpose(0, 2, 3, 1, 4)
-        again = (block.t < block.nominal)
-        dq = jnp.where(again, old.astype(wide), dq)
+        old = block.merge(lax.dynamic_slice(grads["q"], starts, sizes))
+        dq = jnp.where(again[:, None], old.astype(wide), dq)
     grads["q"] = block.store(grads["q"], dq)
     return grads, (dk, dv)
 
@@ -644,14 +690,14 @@ def _dropped_mean_backward(p: _Problem, grads: dict[str, Array]) -> dict[str, Ar
     def one_block(block: _Block, carry: Any) -> Any:
         mine = block.lse() == -jnp.inf
         if z.t % z.rows:
-            mine = mine & (block.t[:, 0] >= block.nominal)
+            mine = mine & (block.each_row(block.t[:, 0]) >= block.nominal)
         up = jnp.where(mine[..., None], block.rows("cotangent").astype(wide), 0) / z.s
 
         def body(tile: _Tile, carry: Any) -> Any:
             dv, dropout = carry
             kept = _kept(tile)
-            dv = tile.add_columns(dv, jnp.einsum("bkgte,bkgts->bkes", up, kept))
-            d = jnp.einsum("bkgte,bkse->bkgts", up, tile.columns(block.step.values))
+            dv = tile.add_columns(dv, jnp.einsum("cre,crs->ces", up, kept))
+            d = jnp.einsum("cre,cse->crs", up, tile.columns(block.step.values))
             for fresh in tile.fresh():
                 d = jnp.where(fresh, d, 0)
             return dv, tile.add("dropout", dropout, d)
@@ -659,11 +705,11 @@ def _dropped_mean_backward(p: _Problem, grads: dict[str, Array]) -> dict[str, Ar
         return block.over_keys(body, carry, every=True)
 
     def one_step(step: _Step, grads: dict[str, Array]) -> dict[str, Array]:
-        dv = p.full(step.values.swapaxes(2, 3).shape, wide)
+        dv = p.full(step.values.swapaxes(1, 2).shape, wide)
         dv, dropout = step.over_blocks(one_block, (dv, grads["dropout"]))
         starts, sizes = p.place(AXES["v"], grads["v"].shape, step.here)
         old = lax.dynamic_slice(grads["v"], starts, sizes)
-        dv = (old.astype(wide) + dv.transpose(0, 3, 1, 2)).astype(old.dtype)
+        dv = (old.astype(wide) + step.columns_back(dv)).astype(old.dtype)
         dv = lax.dynamic_update_slice(grads["v"], dv, starts)
         return {"v": dv, "dropout": dropout}
 
