@@ -66,6 +66,11 @@ class Use:
         named = dict(zip(self.names, operands, strict=True))
         return self.op.reference(**named, **dict(self.params))
 
+    def general(self, *operands: jax.Array) -> jax.Array:
+        """The same in the form that every transformation takes."""
+        named = dict(zip(self.names, operands, strict=True))
+        return (self.op.general or self.op.reference)(**named, **dict(self.params))
+
     def spec(self, operands: Sequence[Shaped]) -> Spec:
         """Returns what kernels are chosen by."""
         pairs = list(zip(self.names, operands, strict=True))
@@ -227,9 +232,7 @@ def _backward(
     absent = tuple(w for w in wrt if given.get(w) is None)
     rest: Mapping[str, Any] = {}
     if absent:
-        rest = dict(
-            zip(absent, _pullback(use, absent, use.reference, args), strict=True)
-        )
+        rest = dict(zip(absent, _pullback(use, absent, use.general, args), strict=True))
     for name in wrt:
         if name not in absent and shaped(given[name]) != shaped(named[name]):
             did = f"returned as the gradient of {name}"
@@ -275,7 +278,8 @@ def forward(
         slots = residual_slots(use, inner) if residuals else ()
         own = accepted(use, kernel, inner)
         if kernel is None or own is None:
-            own, outs = (), [_vmapped(use.reference, batch)(*args)]
+            plain = use.general if batch else use.reference
+            own, outs = (), [_vmapped(plain, batch)(*args)]
         else:
             with_residuals = residuals and bool(own)
             outs = _kernel_forward(use, kernel, batch, with_residuals)(*args)
@@ -323,7 +327,7 @@ def _pushforward(
         full = list(operands)
         for i, value in zip(at, chosen, strict=True):
             full[i] = value
-        return use.reference(*full)
+        return use.general(*full)
 
     return jax.jvp(of, tuple(operands[i] for i in at), tuple(tangents))[1]
 
@@ -376,7 +380,7 @@ def _reference_backward(
     # a vmapped gradient would make one copy per batch element first.
     at = [use.names.index(w) for w in wrt]
     levels = list(zip(batch, summed, strict=True))
-    function: Callable[..., Any] = use.reference
+    function: Callable[..., Any] = use.general
     while levels:
         mask, sums = levels[-1]
         own = mask[:-1]

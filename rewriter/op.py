@@ -44,6 +44,9 @@ class Op:
         parallel: A letter that an axis made by `jax.vmap` may be merged into:
             no result reads across it and no operand without it varies along
             it. ``"..."`` for ops that take any leading axes, ``""`` for none.
+        general: The reference in a form that every transformation takes, where
+            `reference` calls something that lacks some. Derivatives and
+            vmapped references use it.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Op:
     sample: Sample | None = field(default=None, repr=False)
     defaults: Mapping[str, object] = field(default_factory=dict)
     parallel: str = ""
+    general: Reference | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

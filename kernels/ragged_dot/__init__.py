@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel
 from rewriter.kernels.ragged_dot import xla
+from rewriter.kernels.ragged_dot.general import general
 from rewriter.kernels.ragged_dot.reference import reference, sample
 from rewriter.op import Op
 
@@ -15,6 +16,7 @@ OP = Op(
     reference=reference,
     sample=sample,
     defaults={"mode": "forward", "out_dtype": None, "precision": None},
+    general=general,
 )
 
 KERNELS = (
