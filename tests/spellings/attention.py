@@ -259,6 +259,7 @@ def _(q, k, v, tau):
     operands="q k v",
     scale=SCALE * 1.442695041,
     bind=lambda q, k, v, x: dict(q=q * jax.nn.softplus(x), k=k, v=v),
+    also=[dict(operands="q k v", scale=1.0)],
 )
 def _(q, k, v, width):
     q = q * (1.442695041 * SCALE * jax.nn.softplus(width))
@@ -786,6 +787,7 @@ marked(
         s,
         INF,
     ),
+    also=[dict(operands="q k v mask", scale=SCALE)],
 )
 marked(
     "lax_select_full",

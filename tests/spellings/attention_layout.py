@@ -1211,7 +1211,7 @@ def _(q, k, v, kc, vc, at):
     ),
     operands="q k v offset",
     window=(6, 0),
-    also=(),
+    also=[dict(operands="q k v kv_lengths offset", scale=SCALE, window=(6, None))],
 )
 def _(q, k, v, kc, vc, at):
     kc, vc = write(kc, k, at), write(vc, v, at)

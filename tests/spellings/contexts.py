@@ -26,22 +26,26 @@ class Context:
         wrap: `wrap(fn, args)` gives the new function and its arguments.
         gradients: Whether reverse mode works through it.
         exact: Whether the count of sites is the same as without.
+        ops: The operations that can be expressed inside it; all if empty.
     """
 
     name: str
     wrap: Callable[[Callable, tuple], tuple[Callable, tuple]]
     gradients: bool = True
     exact: bool = True
+    ops: tuple[str, ...] = ()
 
 
 CONTEXTS: list[Context] = []
 
 
-def context(gradients: bool = True, exact: bool = True) -> Callable:
+def context(
+    gradients: bool = True, exact: bool = True, ops: tuple[str, ...] = ()
+) -> Callable:
     """Add a wrapper under its own name."""
 
     def add(wrap: Callable) -> Callable:
-        CONTEXTS.append(Context(wrap.__name__, wrap, gradients, exact))
+        CONTEXTS.append(Context(wrap.__name__, wrap, gradients, exact, ops))
         return wrap
 
     return add
@@ -79,12 +83,23 @@ def inlined_jit(fn, args):
     return jax.jit(fn, inline=True), args
 
 
-@context()
+# With weights of their own per layer, units and grouped products are not one op.
+STACKABLE = ("attention", "rms_norm", "layer_norm")
+SHAREABLE = (*STACKABLE, "gated_linear_unit")
+
+
+@context(ops=STACKABLE)
 def vmap(fn, args):
     return jax.vmap(fn), stacked(args)
 
 
-@context()
+@context(ops=SHAREABLE)
+def vmap_of_first(fn, args):
+    axes = (0, *[None] * (len(args) - 1))
+    return jax.vmap(fn, in_axes=axes), (*stacked(args[:1]), *args[1:])
+
+
+@context(ops=STACKABLE)
 def vmap_of_jit(fn, args):
     return jax.vmap(jax.jit(fn)), stacked(args)
 

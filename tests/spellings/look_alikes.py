@@ -142,16 +142,6 @@ def _(q, k, v, w):
     return jnp.einsum("bmts,bsme->btme", p, v[:, :, :K])
 
 
-@attention(
-    "scores_mixed",
-    "talking heads: scores of several heads are added",
-    dict(w=floats("nk")),
-)
-def _(q, k, v, w):
-    s = jnp.einsum("bnts,nm->bmts", scores(q, k), w)
-    return jnp.einsum("bmts,bsme->btme", jax.nn.softmax(s), v[:, :, :K])
-
-
 @attention("mask_times_scores", "the mask multiplies the scores: masked keys keep e⁰")
 def _(q, k, v):
     return attend(scores(q, k) * causal(), v)
@@ -410,21 +400,6 @@ def _(q, k, v):
 
 
 @attention(
-    "values_by_query", "the values differ by query", v="btsne", q="btnh", k="bsnh"
-)
-def _(v, q, k):
-    return jnp.einsum("bnts,btsne->btne", jax.nn.softmax(scores(q, k)), v)
-
-
-@attention(
-    "keys_by_query", "additive relative keys: the keys differ by query", dict(r="tsh")
-)
-def _(q, k, v, r):
-    s = scores(q, k) * jnp.einsum("btnh,tsh->bnts", q, r)
-    return attend(s, v)
-
-
-@attention(
     "values_elementwise",
     "the values are multiplied, not contracted",
     q="btnh",
@@ -470,6 +445,29 @@ def _(q, k, v):
 
 
 # --------------------------------------------------------- attention: careful
+@careful(
+    "scores_mixed",
+    "talking heads: scores of several heads are added",
+    dict(w=floats("nk")),
+)
+def _(q, k, v, w):
+    s = jnp.einsum("bnts,nm->bmts", scores(q, k), w)
+    return jnp.einsum("bmts,bsme->btme", jax.nn.softmax(s), v[:, :, :K])
+
+
+@careful("values_by_query", "the values differ by query", v="btsne", q="btnh", k="bsnh")
+def _(v, q, k):
+    return jnp.einsum("bnts,btsne->btne", jax.nn.softmax(scores(q, k)), v)
+
+
+@careful(
+    "keys_by_query", "additive relative keys: the keys differ by query", dict(r="tsh")
+)
+def _(q, k, v, r):
+    s = scores(q, k) * jnp.einsum("btnh,tsh->bnts", q, r)
+    return attend(s, v)
+
+
 @careful("keys_reshaped_across_heads", "the keys' token and head axes are mixed")
 def _(q, k, v):
     s = jnp.einsum("btnh,bnsh->bnts", q, k.reshape(B, N, T, H)) * SCALE

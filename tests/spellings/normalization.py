@@ -140,6 +140,7 @@ rms_of(
 rms_of(
     "flattened_rows",
     lambda x: (lambda y: y * lax.rsqrt(ms(y) + EPS))(x.reshape(-1, D)).reshape(x.shape),
+    also=[dict(operands="x", eps=EPS)],
 )
 
 

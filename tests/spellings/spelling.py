@@ -228,7 +228,8 @@ class Spelling:
         return min((self._against(r, params, operands) for r in readings), key=len)
 
     def _against(self, reading, params, operands) -> list[str]:
-        wanted = {**DEFAULTS[self.op], **reading}
+        wanted = _unshifted({**DEFAULTS[self.op], **reading})
+        params = _unshifted({**DEFAULTS[self.op], **params})
         if self.masked_rows is None:
             wanted.pop("empty_rows", None)
         else:
@@ -237,13 +238,26 @@ class Spelling:
         found = [
             f"{name} is {params.get(name, 'absent')}, expected {value}"
             for name, value in wanted.items()
-            if not alike(params.get(name, DEFAULTS[self.op].get(name)), value)
+            if not alike(params.get(name), value)
         ]
         if names and names != set(operands):
             found.append(
                 f"operands are {' '.join(operands)}, expected {' '.join(sorted(names))}"
             )
         return found
+
+
+def _unshifted(params: Mapping[str, object]) -> dict[str, object]:
+    """A window around the shifted diagonal as a window around the diagonal."""
+    found = dict(params)
+    if "window" in found:
+        left, right = found["window"]
+        shift = found.pop("shift", 0)
+        found["window"] = (
+            None if left is None else left - shift,
+            None if right is None else right + shift,
+        )
+    return found
 
 
 def alike(found: object, expected: object) -> bool:
