@@ -489,27 +489,39 @@ def _rows_forward(block: _Block, e: int) -> tuple[Array, Array, Array]:
     """Returns a block's row maxima and sums [c, r], and p v [c, r, e]."""
     p, step = block.p, block.step
     queries = block.queries()
-    flat = queries.shape[:-1]
 
     def body(tile: _Tile, carry: Any) -> Any:
         top, total, acc = carry
         x, _ = tile.scores(queries)
-        higher = jnp.maximum(top, x.max(-1))
-        weights = jnp.exp(x - higher[..., None])
-        fade = jnp.exp(top - higher)
-        total = total * fade + weights.sum(-1)
+        top, total, weights, fade = _running(x, top, total)
         if "dropout" in p.arrays:
             weights = weights * tile.dropout()
         new = jnp.einsum("crs,cse->cre", weights, tile.columns(step.values))
-        return higher, total, acc * fade[..., None] + new
+        return top, total, acc * fade[..., None] + new
 
+    top, total = _start(block)
+    return block.over_keys(body, (top, total, p.full((*top.shape, e), p.wide)))
+
+
+def _start(block: _Block) -> tuple[Array, Array]:
+    """Returns row maxima and sums [c, r] before the first key."""
+    p, z = block.p, block.p.sizes
+    shape = (z.some_b * z.some_heads, z.group * z.rows)
     # Finite, so that exp(x - top) is 0, not NaN, in a row without keys so far.
-    top = p.full(flat, p.wide, float(jnp.finfo(p.wide).min))
-    total = p.full(flat, p.wide)
+    top = p.full(shape, p.wide, float(jnp.finfo(p.wide).min))
+    total = p.full(shape, p.wide)
     if "sinks" in p.arrays:
-        top = jnp.maximum(top, block.per_row(step.per_head("sinks")))
+        top = jnp.maximum(top, block.per_row(block.step.per_head("sinks")))
         total = total + 1
-    return block.over_keys(body, (top, total, p.full((*flat, e), p.wide)))
+    return top, total
+
+
+def _running(x: Array, top: Array, total: Array) -> tuple[Array, ...]:
+    """Returns new maxima, new sums, the tile's weights, and what to fade by."""
+    higher = jnp.maximum(top, x.max(-1))
+    weights = jnp.exp(x - higher[..., None])
+    fade = jnp.exp(top - higher)
+    return higher, total * fade + weights.sum(-1), weights, fade
 
 
 def _dropped_mean(p: _Problem, out: Array, lse: Array) -> Array:
@@ -591,11 +603,12 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
     p, z, step, wide = block.p, block.p.sizes, block.step, block.p.wide
     lse = block.lse()
     empty = lse == -jnp.inf
+    top, rest = _lse_parts(block, lse)
     if z.t % z.rows:
         again = block.each_row(block.t[:, 0]) < block.nominal
         empty = empty | again  # done by the block before
-    lse = jnp.where(empty, jnp.inf, lse)[..., None]
-    empty = empty[..., None]
+    top = jnp.where(empty, jnp.inf, top)[..., None]
+    rest, empty = rest[..., None], empty[..., None]
     up = jnp.where(empty, 0, block.rows("cotangent").astype(wide))
     delta = up * jnp.where(empty, 0, block.rows("out").astype(wide))
     delta = delta.sum(-1, keepdims=True)
@@ -607,7 +620,7 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
     def body(tile: _Tile, carry: Any) -> Any:
         dq, dk, dv, grads = carry
         x, bent = tile.scores(queries)
-        weights = jnp.exp(x - lse)
+        weights = jnp.exp(x - top - rest)
         d = jnp.einsum("cre,cse->crs", up, tile.columns(step.values))
         used = weights
         if "dropout" in p.arrays:
@@ -638,7 +651,7 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
         grads["scale_factor"] = grads["scale_factor"] + (dq * plain).sum() * p.scale
     if "sinks" in p.arrays:
         sinks = block.per_row(step.per_head("sinks"))[..., None]
-        share = (jnp.exp(sinks - lse) * delta)
+        share = jnp.exp(sinks - top - rest) * delta
         share = share.reshape(z.some_b, z.some_heads, z.group, z.rows).sum((0, 3))
         grads["sinks"] = _add_heads(step, grads["sinks"], -share)
     dq = dq * p.factor()
@@ -648,6 +661,30 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
         dq = jnp.where(again[:, None], old.astype(wide), dq)
     grads["q"] = block.store(grads["q"], dq)
     return grads, (dk, dv)
+
+
+def _lse_parts(block: _Block, lse: Array) -> tuple[Array, Array]:
+    """Returns lse [c, r] as a sum of two terms, the second small.
+
+    A bias of -1e9 on a whole row takes the digits of log(sum) out of their sum
+    with the maximum. Such rows get both terms by going over the keys again.
+    """
+    p, zero = block.p, jnp.zeros_like(lse)
+    if "bias" not in p.arrays:
+        return lse, zero
+
+    def again() -> tuple[Array, Array]:
+        queries = block.queries()
+        top, total = _start(block)
+
+        def body(tile: _Tile, carry: Any) -> Any:
+            return _running(tile.scores(queries)[0], *carry)[:2]
+
+        top, total = block.over_keys(body, (top, total))
+        return top, jnp.where(total > 0, jnp.log(total), 0)
+
+    large = jnp.isfinite(lse) & (jnp.abs(lse) > 1000)
+    return lax.cond(jnp.any(large), again, lambda: (lse, zero))
 
 
 def _add_heads(step: _Step, into: Array, x: Array) -> Array:
