@@ -262,7 +262,7 @@ def _on_function(
     command = _command(commands, name, run, text)
     command.add_argument("function", help="package.module:function")
     command.add_argument("--args", help="package.module:arguments, or a maker of them")
-    command.add_argument("--patterns", help="such as default,-rms_norm")
+    command.add_argument("--patterns", help="such as --patterns=-rms_norm")
     command.add_argument("--numerics", choices=CHOICES["numerics"])
     command.add_argument("--target", help="device kind to build for")
     command.add_argument("--require", help="attention, all, or attention=24,...")

@@ -262,7 +262,7 @@ def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Record:
     """The analysis; an error of the user's own gets a note with its line."""
     try:
         return analysis(args, kwargs)
-    except RewriterError:
+    except (RewriterError, RewriterWarning):
         raise
     except Exception as error:
         name = trace.name_of(analysis.original)
@@ -273,7 +273,7 @@ def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Record:
 def _record(fast: Any, analysis: Analysis, args: Any, kwargs: Any) -> Record:
     try:
         fast.trace(*args, **kwargs)  # JAX's own checks and messages
-    except RewriterError:
+    except (RewriterError, RewriterWarning):
         raise
     except Exception as error:
         raise trace.trace_error(analysis.original, error) from error
@@ -306,9 +306,8 @@ def _rewritten(
             next_step="Drop strict=True to leave the program as it was",
         ) from error
     for reason in failures:
-        warnings.warn(
-            f"{traced.name}: left as written: {reason}", RewriterWarning, stacklevel=2
-        )
+        text = f"{traced.name}: left as written: {str(reason).splitlines()[0]}"
+        warnings.warn(text, RewriterWarning, stacklevel=2)
     return Rewritten(
         after.closed_jaxpr, after.sites, after.misses, failures, after.seconds
     )

@@ -177,7 +177,7 @@ def _lines(report: Report) -> Iterator[str]:
     for miss, count in _equal(report.misses):
         yield from _miss_lines(miss, count, widths)
     for reason in report.failures:
-        yield f" ✗ left as written: {reason}"
+        yield f" ✗ left as written: {str(reason).splitlines()[0]}"
 
 
 def _summary(report: Report) -> str:

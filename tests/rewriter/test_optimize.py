@@ -31,9 +31,7 @@ def counted(monkeypatch):
     """Counts how often the pipeline runs."""
     calls = []
     real = engine.rewrite
-    monkeypatch.setattr(
-        engine, "rewrite", lambda *a: (calls.append(1), real(*a))[1]
-    )
+    monkeypatch.setattr(engine, "rewrite", lambda *a: (calls.append(1), real(*a))[1])
     return calls
 
 
@@ -209,18 +207,20 @@ TRANSFORMS = {
     "grad_vmap": lambda f: jax.grad(
         lambda p, x: jnp.sum(jax.vmap(f, (None, 0))(p, jnp.stack([x, 2 * x])) ** 2)
     ),
-    "vmap_grad": lambda f: lambda p, x: jax.vmap(jax.grad(loss(f)), (None, 0))(
-        p, jnp.stack([x, 2 * x])
+    "vmap_grad": lambda f: (
+        lambda p, x: jax.vmap(jax.grad(loss(f)), (None, 0))(p, jnp.stack([x, 2 * x]))
     ),
-    "scan": lambda f: lambda p, x: jax.lax.scan(
-        lambda c, _: (f(p, c), None), x, None, length=2
-    )[0],
+    "scan": lambda f: (
+        lambda p, x: jax.lax.scan(lambda c, _: (f(p, c), None), x, None, length=2)[0]
+    ),
     "checkpoint": lambda f: jax.grad(loss(jax.checkpoint(f))),
     "jvp": lambda f: lambda p, x: jax.jvp(lambda x: f(p, x), (x,), (x,)),
-    "hessian": lambda f: lambda p, x: jax.hessian(
-        lambda s: loss(f)({**p, "scale": s}, x)
-    )(p["scale"]),
-    "cond": lambda f: lambda p, x: jax.lax.cond(x[0, 0, 0] > 0, f, lambda p, x: x, p, x),
+    "hessian": lambda f: (
+        lambda p, x: jax.hessian(lambda s: loss(f)({**p, "scale": s}, x))(p["scale"])
+    ),
+    "cond": lambda f: (
+        lambda p, x: jax.lax.cond(x[0, 0, 0] > 0, f, lambda p, x: x, p, x)
+    ),
 }
 
 

@@ -1,0 +1,138 @@
+"""The report in words: marks, counts, reasons, ASCII, JSON, HTML."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rewriter
+from rewriter.match import NearMiss
+from rewriter.plan import Site
+from rewriter.report import Report, size
+from rewriter.verdict import Reason
+from tests.rewriter.programs import block, inputs
+
+
+def site(index=1, op="attention", where="model.py:88 (Attention)", **changes):
+    given = {
+        "repeats": 1, "scope": "", "shapes": "q f32[2]", "params": {},
+        "kernel": "memory_bounded", "origin": "heuristic", "replaced": True,
+    }  # fmt: skip
+    return Site(index, op, where, **{**given, **changes})
+
+
+MISS = NearMiss(
+    "attention",
+    "vision.py:140 (Pool)",
+    (
+        Reason("layout", "k is permuted (0,2,3,1)", "vision.py:137"),
+        Reason("escape", "probabilities are also returned", "vision.py:143"),
+    ),
+    "scores: expected c·Σ q k, found 60·tanh(…)",
+    0.85,
+    "return weights only when asked for",
+)
+
+REPORT = Report(
+    "train_step", "0.12.0", "cpu", "default",
+    sites=(
+        site(1, repeats=24, scope="scan", params={"window": (None, 0), "scale": 0.125},
+             not_chosen=(("xla", "stores 50 MiB"),), saved_bytes=52_428_800),
+        site(2, "rms_norm", "layers.py:31", kernel="xla", replaced=False,
+             not_chosen=(("memory_bounded", "xla is as fast"),)),
+        site(3, "rms_norm", "layers.py:31", kernel="xla", replaced=False,
+             not_chosen=(("memory_bounded", "xla is as fast"),)),
+    ),
+    misses=(MISS,),
+    failures=(Reason("failure", "KeyError: x", "a.py:1"),),
+    seconds={"trace": 0.21, "match": 0.03},
+)  # fmt: skip
+
+TEXT = """\
+rewriter.explain(train_step)   jax 0.12.0   cpu   patterns: default
+ 24 of 27 candidates rewritten, 2 kept, 1 missed    trace 0.21 s, match 0.03 s
+
+ ✓ attention  ×24 in scan  model.py:88 (Attention)  memory_bounded [heuristic]
+     −50 MiB of intermediate values; causal; scale 0.125
+     not chosen: xla (stores 50 MiB)
+ = rms_norm   ×2           layers.py:31             xla: xla is as fast
+ ✗ attention  ×1           vision.py:140 (Pool)     nearest: attention, 85% alike
+     k is permuted (0,2,3,1)    vision.py:137
+     probabilities are also returned    vision.py:143
+   next: return weights only when asked for
+ ✗ left as written: KeyError: x    a.py:1"""
+
+
+def test_text():
+    assert str(REPORT) == TEXT
+
+
+def test_ascii_twin():
+    text = REPORT.text(ascii=True)
+    assert text.isascii()
+    assert " + attention  x24 in scan" in text
+
+
+def test_counts():
+    assert REPORT.counts()["attention"] == 24
+    assert REPORT.counts(repeats=False)["attention"] == 1
+    assert REPORT.counts(repeats=False)["rms_norm"] == 2
+    assert REPORT.counts(backward=True)["attention"] == 0
+
+
+def test_at():
+    assert len(REPORT.at("layers.py").sites) == 2
+    assert len(REPORT.at("model.py:88").sites) == 1
+    assert not REPORT.at("model.py:8").sites
+    assert len(REPORT.at("vision.py:140").misses) == 1
+
+
+def test_why_not():
+    text = REPORT.why_not("attention")
+    assert "60·tanh" in text
+    assert "rms_norm" not in text
+    assert "xla is as fast" in REPORT.why_not("rms_norm")
+    nothing = "nothing in train_step is close to ragged_dot"
+    assert REPORT.why_not("ragged_dot") == nothing
+
+
+def test_json():
+    data = json.loads(REPORT.json())
+    assert data["sites"][0]["params"]["window"] == "(None, 0)"
+    assert data["misses"][0]["reasons"][0]["code"] == "layout"
+    assert data["counts"]["attention"] == 24
+
+
+def test_no_sites_is_a_result():
+    text = str(rewriter.explain(jnp.sin)(1.0))
+    assert "no candidates: nothing here is close to a pattern" in text
+
+
+def test_page_and_picture(tmp_path):
+    def model(params, x):
+        return jax.lax.scan(lambda c, _: (block(params, c), None), x, None, length=3)[0]
+
+    report = rewriter.explain(model)(*inputs())
+    assert report.counts()["attention"] == 3
+    report.html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 1
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "site attention" in page
+    assert len(report.svg(site=1)) <= len(report.svg())
+    assert "<svg" in report._repr_html_()
+
+
+def test_where_is_the_users_line():
+    report = rewriter.explain(block)(*inputs())
+    assert {s.where.split(":")[0] for s in report.sites} == {"programs.py"}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(12, "12 B"), (2048, "2 KiB"), (3 << 30, "3 GiB")]
+)
+def test_size(count, text):
+    assert size(count) == text
