@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
@@ -21,9 +22,10 @@ from rewriter.reading import Operand, Reading, Refused, flat_indices, operand
 
 NAME = "gated_linear_unit"
 ANCHORS = frozenset({"logistic", "tanh", "erf", "erfc", "max", "exp", "select_n", "clamp"})
-DOT = frozenset({"dot_general"})
-MUL = frozenset({"mul"})
-CLIPS = frozenset({"min", "max", "clamp"})
+LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | frozenset({
+    "convert_element_type", "add", "sub", "mul", "div", "neg", "min", "max", "clamp",
+    "integer_pow", "square", "pow",
+})  # fmt: skip
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -34,16 +36,19 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     ):
         return
     operands = [i for i in anchor.ins if i not in g.constants]
-    dots = [
-        n for i in operands for n in find.regions.above(i, DOT)
-        if n.params["dimension_numbers"][0][0]
-    ]  # fmt: skip
+    dots = [n for i in operands for n in _linear(find, i)]
     if not dots or len(dots) > 3:
         return
     miss: Refused | None = None
+    sources = set().union(*(_inputs(find, n) for n in dots))
     for product, _ in _products(find, anchor):
         if find.done(NAME, product.outs[0]):
             return
+        if not any(
+            _inputs(find, n) & sources
+            for i in product.ins for n in _linear(find, i)
+        ):  # fmt: skip
+            continue
         for act_side in (0, 1):
             act, up = product.ins[act_side], product.ins[1 - act_side]
             if not (act == anchor.outs[0] or find.regions.depends(act, anchor.outs[0])):
@@ -58,6 +63,29 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
                 miss = miss or Refused("budget", str(error), score=0.2)
     if miss is not None:
         find.missed(NAME, anchor, miss)
+
+
+def _linear(find: Finder, value: int) -> list[Node]:
+    """Contractions above a value through casts, layout, biases and bounds only."""
+    g, found = find.graph, {}
+    seen, queue = {value}, [value]
+    while queue and len(seen) < 24:
+        node = g.node_of(queue.pop(0))
+        if node is None:
+            continue
+        if node.prim == "dot_general" and node.params["dimension_numbers"][0][0]:
+            found[id(node)] = node
+        elif node.prim in LINEAR:
+            for i in node.ins:
+                if i not in seen and i not in g.constants:
+                    seen.add(i)
+                    queue.append(i)
+    return list(found.values())
+
+
+def _inputs(find: Finder, dot: Node) -> set[int]:
+    """A contraction's operands under casts."""
+    return {find.uncast(i) for i in dot.ins}
 
 
 def _products(find: Finder, anchor: Node) -> list[tuple[Node, int]]:
@@ -85,10 +113,7 @@ def read(
         OverBudget: If the form grows too large.
     """
     alg = find.algebra
-    others = [
-        n for n in find.regions.above(up, DOT)
-        if n.params["dimension_numbers"][0][0]
-    ]  # fmt: skip
+    others = _linear(find, up)
     if not others:
         raise Refused("up", "the other factor is not a contraction of the same value",
                       score=0.2)  # fmt: skip
@@ -168,8 +193,12 @@ def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, p
 def _sums(alg: Algebra, p: Poly) -> list[int]:
     """Contractions in a form, at any depth, each once."""
     out: dict[int, None] = {}
+    seen: set[int] = set()
 
     def visit(atom: int) -> None:
+        if atom in seen:
+            return
+        seen.add(atom)
         if alg.kind(atom) == "sum":
             out.setdefault(atom)
             return

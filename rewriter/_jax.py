@@ -290,3 +290,11 @@ def without_dead_code(jaxpr: Any) -> Any:
     if _wraps(jaxpr):
         return jex_core.ClosedJaxpr(without_dead_code(jaxpr.jaxpr), jaxpr.consts)
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def scoped(source_info: Any, label: str) -> Any:
+    """Source information under one more name, as profiles show it."""
+    if not label:
+        return source_info
+    stack = source_info.name_stack.extend(label)
+    return source_info.replace(name_stack=stack)

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from rewriter.graph import Graph, Node
-from rewriter.normal_form import FALSE, TRUE, Algebra, Index, OverBudget, Poly
+from rewriter.normal_form import (
+    FALSE,
+    TRUE,
+    Algebra,
+    Index,
+    OverBudget,
+    Poly,
+    TooMuchWork,
+)
 
 FULL, LAYOUT = "full", "layout"
 
@@ -115,7 +123,12 @@ class Evaluator:
         key = (value, args, mode)
         if key not in self.memo:
             self._count()
-            self.memo[key] = self._poly(value, args, mode)
+            try:
+                self.memo[key] = self._poly(value, args, mode)
+            except (NeedSplit, TooMuchWork):
+                raise
+            except OverBudget:  # no rule for this: a value taken as it is
+                self.memo[key] = self.alg.of_atom(self.leaf(value, args))
         return self.memo[key]
 
     def flag(self, value: int, args: tuple[Index, ...], mode: str = FULL) -> int:
@@ -123,13 +136,18 @@ class Evaluator:
         key = (value, args, mode)
         if key not in self.memo:
             self._count()
-            self.memo[key] = self._flag(value, args, mode)
+            try:
+                self.memo[key] = self._flag(value, args, mode)
+            except (NeedSplit, TooMuchWork):
+                raise
+            except OverBudget:
+                self.memo[key] = self.alg.literal(self.leaf(value, args))
         return self.memo[key]
 
     def _count(self) -> None:
         self.visits += 1
-        if self.visits > 4000:
-            raise OverBudget("the region is too large")
+        if self.visits > 3000:
+            raise TooMuchWork("the region is too large")
 
     def operand_mode(self, node: Node, k: int, mode: str) -> str:
         """How far an operand of a contraction is expanded."""

@@ -36,6 +36,7 @@ class Finder:
         """An evaluator whose leaves can be had where a value is computed."""
         node = self.graph.node_of(value)
         place = self.regions.place(node.scope)
+        self.algebra.work = 0
         ev = RegionEvaluator(
             self.graph, self.algebra, usable=self.regions.usable(place), **options
         )

@@ -113,7 +113,7 @@ class Graph:
             number = self._new(aval)
             self.constants[number] = val
             return number
-        key = (str(aval.dtype), np.asarray(val).tobytes())
+        key = (aval.dtype, np.asarray(val).tobytes())
         if key not in self._literals:
             self._literals[key] = self._new(aval)
             self.constants[self._literals[key]] = val

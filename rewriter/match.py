@@ -17,8 +17,9 @@ from rewriter.kernel import Kernel
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.op import Op
 from rewriter.reading import Reading, Refused
-from rewriter.region import Regions
+from rewriter.region import Place, Regions
 from rewriter.registry import registry
+from rewriter.template import Template, apply, neighbourhood, template
 from rewriter.verdict import Reason
 
 log = logging.getLogger("rewriter.match")
@@ -71,12 +72,20 @@ class Match:
         reading: The op's operands and parameters, as forms over leaves.
         node: The equation whose result the op computes.
         where: The user's line.
+        value: The result here; the reading may be of an equal region elsewhere.
+        place: Where the replacement stands.
+        leaves: Pairs of a leaf of the reading and the value it is here.
+        anchor_copies: How often the anchor is computed again in the program.
     """
 
     pattern: Pattern
     reading: Reading
     node: Node
     where: str
+    value: int
+    place: Place
+    leaves: tuple[tuple[int, int], ...]
+    anchor_copies: int = 0
 
     @property
     def op(self) -> Op:
@@ -127,10 +136,11 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
             by_anchor.setdefault(name, []).append(pattern)
     matches: list[Match] = []
     failures: list[Reason] = []
+    memory = _Memory()
     for node in graph.nodes:
         for pattern in by_anchor.get(node.prim, ()):
             try:
-                matches += _at(find, pattern, node)
+                matches += _at(find, pattern, node, memory)
             except Exception as error:
                 log.debug("matching %s failed", pattern.name, exc_info=error)
                 text = f"{pattern.name}: {type(error).__name__}: {error}"
@@ -138,22 +148,69 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
     return Found(tuple(matches), tuple(_misses(find, matches)), tuple(failures))
 
 
-def _at(find: Finder, pattern: Pattern, anchor: Node) -> Iterator[Match]:
+class _Memory:
+    """Regions met before: proved ones, and surroundings without a match."""
+
+    def __init__(self) -> None:
+        self.proved: dict[str, list[Template]] = {}
+        self.barren: set[tuple[str, int]] = set()
+
+
+def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
+    again = _again(find, pattern, anchor, memory)
+    if again is not None:
+        return again
+    surroundings = (pattern.name, neighbourhood(find.graph, anchor))
+    if surroundings in memory.barren:
+        return []
+    found: list[Match] = []
     for reading in pattern.propose(find, anchor):
         if find.done(pattern.name, reading.value):
             continue
-        node = find.graph.node_of(reading.value)
         problem = _problem(find, pattern.op, reading)
         if problem is not None:
             find.missed(pattern.name, anchor, problem)
             continue
-        find.found.add((pattern.name, reading.value))
-        where = find.where(anchor) or find.where(node)
-        yield Match(pattern, reading, node, where)
+        leaves = leaves_of(reading)
+        pairs = tuple((v, v) for v in leaves)
+        match = _match(find, pattern, anchor, reading, reading.value, pairs)
+        found.append(match)
+        known = template(find.graph, anchor, reading.value, frozenset(leaves), reading)
+        if known is not None:
+            memory.proved.setdefault(pattern.name, []).insert(0, known)
+    if not found and not any(find.done(pattern.name, o) for o in anchor.outs):
+        memory.barren.add(surroundings)
+    return found
+
+
+def _match(find, pattern, anchor, reading, value, leaves) -> Match:
+    find.found.add((pattern.name, value))
+    node = find.graph.node_of(value)
+    where = find.where(anchor) or find.where(node)
+    place = find.regions.place(node.scope)
+    copies = sum(scope is node.scope for scope, _, _ in anchor.copies)
+    return Match(pattern, reading, node, where, value, place, leaves, copies)
+
+
+def _again(find, pattern, anchor, memory) -> list[Match] | None:
+    """The match at an anchor whose region equals one proved before."""
+    for known in memory.proved.get(pattern.name, [])[:8]:
+        found = apply(find.graph, known, anchor)
+        if found is None:
+            continue
+        value, leaves = found
+        if find.done(pattern.name, value):
+            return []
+        place = find.regions.place(find.graph.node_of(value).scope)
+        if all(v in place.defined for v in leaves.values()):
+            pairs = tuple(leaves.items())
+            return [_match(find, pattern, anchor, known.source, value, pairs)]
+    return None
 
 
 def _problem(find: Finder, op: Op, reading: Reading) -> Refused | None:
     """Why a reading is not proved, or None if it is."""
+    reading.algebra.work = 0
     try:
         want = replacement_forms(find.graph, op, reading)
         difference = _difference(reading, want, reading.args)
@@ -248,8 +305,8 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
 
 
 def _region_values(find: Finder, match: Match) -> set[int]:
-    leaves = set(leaves_of(match.reading))
-    seen, stack = set(), [match.reading.value]
+    leaves = {v for _, v in match.leaves}
+    seen, stack = set(), [match.value]
     while stack:
         value = stack.pop()
         if value in seen or value in leaves:

@@ -28,13 +28,20 @@ Monomial = tuple[tuple[int, Any], ...]
 Poly = dict[tuple[int, Monomial], float]
 
 TRUE, FALSE = 0, 1
-TERM_BUDGET = 160
+TERM_BUDGET = 128
 LITERAL_BUDGET = 9
 SNAP = 1e-6
 
 
 class OverBudget(Exception):
     """The form would grow beyond its budget, or a rule does not apply."""
+
+
+class TooMuchWork(OverBudget):
+    """One region took more steps than it may."""
+
+
+WORK_BUDGET = 8000
 
 
 class Algebra:
@@ -53,6 +60,9 @@ class Algebra:
         self._numbers: list[float] = []
         self._subst_memo: dict[Any, Any] = {}
         self.nonnegative: set[Any] = set()
+        self.work = 0
+        self._leaves: dict[int, frozenset[int]] = {}
+        self._digit_args: dict[int, frozenset[Index]] = {}
 
     # --------------------------------------------------------------- numbers
     def number(self, c: float) -> float:
@@ -398,6 +408,9 @@ class Algebra:
         return self._disjoint(out, mixed)
 
     def _accumulate(self, out: Poly, flag: int, mono: Monomial, c: float) -> None:
+        self.work += 1
+        if self.work > WORK_BUDGET:
+            raise TooMuchWork("the region takes too many steps")
         old = out.get((flag, mono), 0.0)
         new = old + c
         if old and math.isfinite(new) and abs(new) <= 2e-6 * abs(old):
@@ -828,15 +841,21 @@ class Algebra:
                         found.setdefault(b[1], set()).add(b[2])
                 a = a[1] if a[0] != "k" else None
 
-    def _index_arguments(self, atom: int) -> Iterable[Index]:
-        definition = self.defs[atom]
-        if definition[0] == "leaf":
-            yield from definition[2]
-        elif definition[0] == "iota":
-            yield definition[1]
-        else:
-            for inner in self.children(atom):
-                yield from self._index_arguments(inner)
+    def _index_arguments(self, atom: int) -> frozenset[Index]:
+        """Composite index arguments at any depth."""
+        known = self._digit_args.get(atom)
+        if known is None:
+            definition = self.defs[atom]
+            if definition[0] == "leaf":
+                known = frozenset(a for a in definition[2] if isinstance(a, tuple))
+            elif definition[0] == "iota":
+                known = frozenset((definition[1],))
+            else:
+                known = frozenset().union(
+                    *map(self._index_arguments, self.children(atom))
+                )
+            self._digit_args[atom] = known
+        return known
 
     def children(self, atom: int) -> Iterable[int]:
         """Atoms directly inside an atom."""
@@ -858,11 +877,16 @@ class Algebra:
                         yield from (a for a, _ in mono)
                         yield from self.bools[b][0]
 
-    def leaves(self, atom: int) -> set[int]:
+    def leaves(self, atom: int) -> frozenset[int]:
         """Leaf atoms at any depth."""
-        if self.kind(atom) == "leaf":
-            return {atom}
-        return set().union(*(self.leaves(a) for a in self.children(atom)))
+        known = self._leaves.get(atom)
+        if known is None:
+            if self.kind(atom) == "leaf":
+                known = frozenset((atom,))
+            else:
+                known = frozenset().union(*map(self.leaves, self.children(atom)))
+            self._leaves[atom] = known
+        return known
 
     def poly_leaves(self, p: Poly) -> set[int]:
         """Leaf atoms of a polynomial at any depth."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -86,22 +86,39 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     splices: list[Splice] = []
     failures: list[Reason] = []
     platform = _platform()
+    chosen: dict[int, tuple[Spec, Choice]] = {}
     for match in matches:
-        spec = _spec(graph, match)
-        choice = choose(spec, config, match.pattern.kernels, platform)
-        node = match.node
-        places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
-        for scope, position in places:
+        if id(match.reading) not in chosen:
+            spec = _spec(graph, match)
+            choice = choose(spec, config, match.pattern.kernels, platform)
+            chosen[id(match.reading)] = spec, choice
+        spec, choice = chosen[id(match.reading)]
+        for scope, position in _places(match):
             made = choice
             if choice.kernel != XLA and missing_leaf(match, scope) is not None:
                 why = "an operand cannot be had where the result is computed"
                 made = Choice(XLA, "heuristic", ((choice.kernel, why),))
+            index = len(sites) + 1
             if made.kernel != XLA:
+                label = f"rewriter/{match.op.name}#{index}"
+                call = _call(match, made)
                 splices.append(
-                    Splice(match, scope, position, _call(match, made, len(sites) + 1))
+                    Splice(match, scope, position, call, label, made.kernel)
                 )
-            sites.append(_site(len(sites) + 1, match, scope, spec, made))
+            sites.append(_site(index, match, scope, spec, made))
+            copies = match.anchor_copies if scope is match.node.scope else 0
+            for _ in range(copies):  # computed again here; the result is shared
+                sites.append(_site(len(sites) + 1, match, scope, spec, made))
     return sites, splices, failures
+
+
+def _places(match: Match) -> list[tuple[Scope, int]]:
+    """The first place of the result in every body that computes it."""
+    node = match.node
+    places = {id(node.scope): (node.scope, node.position)}
+    for scope, position, _ in node.copies:
+        places.setdefault(id(scope), (scope, position))
+    return list(places.values())
 
 
 def _platform() -> str:
@@ -110,7 +127,7 @@ def _platform() -> str:
     return "cuda" if backend == "gpu" else backend
 
 
-def _call(match: Match, choice: Choice, index: int):
+def _call(match: Match, choice: Choice) -> Callable[..., jax.Array]:
     names = set(match.op.operands)
     by_name = {k.name: k for k in match.pattern.kernels}
     kernel = by_name.get(choice.kernel, choice.kernel)
@@ -119,9 +136,8 @@ def _call(match: Match, choice: Choice, index: int):
         operands = {k: v for k, v in given.items() if k in names}
         params = {k: v for k, v in given.items() if k not in names}
         return site.bind(
-            match.op, operands, params, (("default", kernel),),
-            f"{match.op.name}#{index}",
-        )  # fmt: skip
+            match.op, operands, params, (("default", kernel),)
+        )
 
     return call
 

@@ -49,12 +49,16 @@ class Splice:
         scope: The body that holds the equation of the result.
         position: That equation.
         call: ``call(**operands, **params)`` gives the op's result.
+        label: The site's name in profiles.
+        key: Splices with equal keys have equal code.
     """
 
     match: Match
     scope: Scope
     position: int
     call: Callable[..., jax.Array]
+    label: str = ""
+    key: Any = None
 
 
 def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
@@ -72,9 +76,8 @@ def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
 
 def missing_leaf(match: Match, scope: Scope) -> int | None:
     """A value that the replacement reads and that cannot be had at its place."""
-    place = match.reading.place
-    for value in leaves_of(match.reading):
-        if value not in scope.first_var and value not in place.defined:
+    for _, value in match.leaves:
+        if value not in scope.first_var and value not in match.place.defined:
             return value
     return None
 
@@ -96,6 +99,7 @@ class _Work:
         self.dissolved: set[int] = set()
         self.fragments: dict[Any, Any] = {}
         self.atoms: dict[tuple[int, Any], Any] = {}
+        self.results: dict[tuple[int, int], Any] = {}
         for splice in splices:
             key = (id(splice.scope), splice.position)
             self.at.setdefault(key, []).append(splice)
@@ -107,8 +111,8 @@ class _Work:
 
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
-        place = splice.match.reading.place
-        for value in leaves_of(splice.match.reading):
+        place = splice.match.place
+        for _, value in splice.match.leaves:
             if value in splice.scope.first_var:
                 continue
             _, home, _ = place.defined[value]
@@ -149,6 +153,8 @@ class _Work:
                 self._plain(scope, children, eqn, frame, env, read, inlined)
             for splice in self.at.get((id(scope), position), ()):
                 self._splice(scope, splice, eqn, frame, env)
+            if self.results:
+                self._rename(scope, eqn, env)
         return [read(v) for v in scope.jaxpr.outvars]
 
     def _known(self, scope: Scope, var: Any, atom: Any) -> None:
@@ -194,39 +200,47 @@ class _Work:
         return eqn.replace(params={**eqn.params, **changed})
 
     # ------------------------------------------------------------- splices
+    def _rename(self, scope: Scope, eqn: Any, env: dict[Any, Any]) -> None:
+        """Points readers of a replaced value, and of its copies, at the new one."""
+        for var in eqn.outvars:
+            if not _jax.is_drop(var):
+                atom = self.results.get((id(scope), scope.env[var]))
+                if atom is not None:
+                    env[var] = atom
+                    self._known(scope, var, atom)
+
     def _splice(self, scope: Scope, splice: Splice, eqn: Any, frame: _Frame, env) -> None:
-        reading = splice.match.reading
-        names = leaves_of(reading)
-        atoms = [self._atom_of(splice, v) for v in names]
-        fragment = self._fragment(splice, names)
+        fragment, names = self._fragment(splice)
+        here = dict(splice.match.leaves)
+        atoms = [self._atom_of(splice, here[v]) for v in names]
         local = dict(zip(fragment.invars, atoms, strict=True))
+        source = _jax.scoped(eqn.source_info, splice.label)
         for inner in fragment.eqns:
             outs = [
                 v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in inner.outvars
             ]
-            ins = [
-                a if _jax.is_literal(a) else local[a] for a in inner.invars
-            ]
+            ins = [a if _jax.is_literal(a) else local[a] for a in inner.invars]
             local.update(zip(inner.outvars, outs, strict=True))
             frame.eqns.append(
-                inner.replace(invars=ins, outvars=outs, source_info=eqn.source_info)
+                inner.replace(invars=ins, outvars=outs, source_info=source)
             )
         (result,) = fragment.outvars
-        for var in eqn.outvars:
-            if scope.env.get(var) == reading.value:
-                env[var] = local[result]
-                self._known(scope, var, local[result])
+        self.results[id(scope), splice.match.value] = local[result]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         found = splice.scope.first_var.get(value)
         if found is not None:
             return self.atoms[id(splice.scope), found[1]]
-        _, home, var = splice.match.reading.place.defined[value]
+        _, home, var = splice.match.place.defined[value]
         return self.atoms[id(home), var]
 
-    def _fragment(self, splice: Splice, names: Sequence[int]) -> Any:
-        reading = splice.match.reading
-        graph = self.graph
+    def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...]]:
+        """The traced code of a replacement, and the reading's leaves it takes."""
+        reading, graph = splice.match.reading, self.graph
+        key = (id(reading), splice.key)
+        if splice.key is not None and key in self.fragments:
+            return self.fragments[key]
+        names = leaves_of(reading)
 
         def code(*arrays: jax.Array) -> jax.Array:
             return reading.build(
@@ -235,6 +249,7 @@ class _Work:
             )  # fmt: skip
 
         traced = _jax.trace_flat(code, [graph.avals[v] for v in names])
-        if traced.constvars if hasattr(traced, "constvars") else ():
+        if traced.constvars:
             raise ValueError("the replacement holds constants")
-        return traced
+        self.fragments[key] = (traced, names)
+        return traced, names

@@ -1,0 +1,199 @@
+"""The same region again: a proved match applied to an equal region elsewhere.
+
+Layers repeat. A region whose equations are those of a proved one, down to its
+leaves, computes the same function of its own leaves, so nothing is proved twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter import _jax
+from rewriter.graph import Graph, Node
+
+Step = tuple[int, str, int, int]
+CONE_LIMIT = 400
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """A proved match, as seen from its anchor.
+
+    Attributes:
+        anchor: The anchor's equation.
+        value: The region's result.
+        leaves: Values that the replacement reads.
+        path: The way from the anchor down to the result.
+        source: Whatever belongs to the match.
+    """
+
+    anchor: Node
+    value: int
+    leaves: frozenset[int]
+    path: tuple[Step, ...]
+    source: Any
+
+
+def template(
+    graph: Graph, anchor: Node, value: int, leaves: frozenset[int], source: Any
+) -> Template | None:
+    """The template of a match, or None if its result is not below its anchor."""
+    came: dict[int, tuple[int, Step] | None] = {o: None for o in anchor.outs}
+    queue = list(anchor.outs)
+    while queue and value not in came and len(came) < CONE_LIMIT:
+        current = queue.pop(0)
+        seen: dict[tuple[str, int], int] = {}
+        for node in graph.users(current):
+            key = (node.prim, node.ins.index(current))
+            nth = seen[key] = seen.get(key, -1) + 1
+            for k, out in enumerate(node.outs):
+                if out not in came:
+                    came[out] = (current, (k, *key, nth))
+                    queue.append(out)
+    if value not in came:
+        return None
+    path: list[Step] = []
+    at = value
+    while came[at] is not None:
+        at, step = came[at]  # type: ignore[misc]
+        path.append(step)
+    start = anchor.outs.index(at)
+    return Template(
+        anchor, value, leaves, ((start, "", 0, 0), *reversed(path)), source
+    )
+
+
+def apply(graph: Graph, known: Template, anchor: Node) -> tuple[int, dict[int, int]] | None:
+    """(result, leaf to leaf) of an equal region at another anchor, or None."""
+    if anchor.prim != known.anchor.prim:
+        return None
+    value: int | None = anchor.outs[known.path[0][0]]
+    for k, prim, position, nth in known.path[1:]:
+        value = _follow(graph, value, k, prim, position, nth)
+        if value is None:
+            return None
+    leaves = _same_cone(graph, known, value)
+    if leaves is None or _uses(graph, value) != _uses(graph, known.value):
+        return None
+    return value, leaves
+
+
+def _follow(
+    graph: Graph, value: int, k: int, prim: str, position: int, nth: int
+) -> int | None:
+    count = -1
+    for node in graph.users(value):
+        if node.prim == prim and node.ins.index(value) == position:
+            count += 1
+            if count == nth:
+                return node.outs[k]
+    return None
+
+
+def _uses(graph: Graph, value: int) -> list[tuple[str, int]]:
+    return sorted((n.prim, n.ins.index(value)) for n in graph.users(value))
+
+
+def _same_cone(graph: Graph, known: Template, value: int) -> dict[int, int] | None:
+    """Leaf to leaf, if both results have equal equations down to the leaves."""
+    matched: dict[int, int] = {known.value: value}
+    leaves: dict[int, int] = {}
+    stack = [(known.value, value)]
+    while stack:
+        a, b = stack.pop()
+        x, y = graph.avals[a], graph.avals[b]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return None
+        if a in known.leaves:
+            leaves[a] = b
+            continue
+        if a == b:
+            if not _closed(graph, a, known.leaves):
+                return None
+            continue
+        first, second = graph.producer.get(a), graph.producer.get(b)
+        if first is None or second is None:
+            return None
+        (m, i), (n, j) = first, second
+        if i != j or m.prim != n.prim or len(m.ins) != len(n.ins):
+            return None
+        if m is not n and not _same_params(m, n):
+            return None
+        for p, q in zip(m.ins, n.ins, strict=True):
+            old = matched.get(p)
+            if old is None:
+                matched[p] = q
+                stack.append((p, q))
+            elif old != q:
+                return None
+        if len(matched) > CONE_LIMIT:
+            return None
+    if len(leaves) != len(known.leaves):
+        return None
+    return leaves
+
+
+def _closed(graph: Graph, value: int, leaves: frozenset[int]) -> bool:
+    """Whether a shared value is computed without the leaves."""
+    seen, stack = {value}, [value]
+    while stack:
+        current = stack.pop()
+        if current in leaves:
+            return False
+        node = graph.node_of(current)
+        if node is not None:
+            for i in node.ins:
+                if i not in seen and i not in graph.constants:
+                    seen.add(i)
+                    stack.append(i)
+        if len(seen) > 60:
+            return False
+    return True
+
+
+def _same_params(m: Node, n: Node) -> bool:
+    if m.params is n.params:
+        return True
+    try:
+        return _jax.params_key(m.eqn) == _jax.params_key(n.eqn)
+    except TypeError:
+        return False
+
+
+def neighbourhood(graph: Graph, anchor: Node, up: int = 48, down: int = 40) -> int:
+    """A hash of the equations around an anchor, equal for equal surroundings."""
+    numbers: dict[int, int] = {}
+    items: list[Any] = []
+    queue = [(i, 0) for i in anchor.outs]
+    while queue and len(items) < up:
+        value, depth = queue.pop(0)
+        if value in numbers:
+            items.append(numbers[value])
+            continue
+        numbers[value] = len(numbers)
+        aval = graph.avals[value]
+        scalar = graph.scalar(value)
+        node = graph.node_of(value)
+        if scalar is not None or node is None or depth > 12:
+            items.append((aval.shape, aval.dtype, scalar))
+            continue
+        items.append((node.prim, aval.shape, aval.dtype, _params_hash(node)))
+        queue.extend((i, depth + 1) for i in node.ins)
+    queue2 = list(anchor.outs)
+    seen = set(queue2)
+    while queue2 and len(items) < up + down:
+        for node in graph.users(queue2.pop(0)):
+            items.append((node.prim, _params_hash(node), len(node.ins)))
+            for out in node.outs:
+                if out not in seen:
+                    seen.add(out)
+                    queue2.append(out)
+    return hash(tuple(items))
+
+
+def _params_hash(node: Node) -> int:
+    try:
+        return hash(_jax.params_key(node.eqn))
+    except TypeError:
+        return 0

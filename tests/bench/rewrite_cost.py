@@ -1,0 +1,152 @@
+"""What rewriting costs: its time as a share of JAX's own trace and lower time.
+
+    python3 tests/bench/rewrite_cost.py [--layers 48] [--json PATH]
+
+Measures an unrolled decoder (causal attention, RMS norms, SwiGLU), a program of
+the same size without sites, and dispatch with a tree of 100 arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+import rewriter
+from rewriter.config import Config
+from rewriter.pipeline import rewrite
+
+
+def decoder(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    """A decoder with every layer written out."""
+    for p in params:
+        x = x + attention(p, norm(x, p["n1"]))
+        h = norm(x, p["n2"])
+        x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    return x
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMS norm."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def attention(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Causal attention with rotary positions."""
+    b, t, d = x.shape
+    q, k, v = ((x @ p[w]).reshape(b, t, 4, d // 4) for w in ("q", "k", "v"))
+    q, k = rotary(q), rotary(k)
+    s = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(d // 4)
+    s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(b, t, d) @ p["o"]
+
+
+def rotary(x: jax.Array) -> jax.Array:
+    """Rotary positions, half rotation."""
+    h = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] / 10000 ** (jnp.arange(h) / h)
+    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    a, b = x[..., :h], x[..., h:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def plain(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    """A program of the same size without a site."""
+    for p in params:
+        for w in ("q", "k", "v", "o"):
+            x = x + jnp.tanh(x @ p[w]) * p["n1"] + jnp.cos(x) * p["n2"]
+            x = x - jnp.abs(x) * 0.5 + jnp.square(x) * jnp.sign(x)
+            x = jnp.where(x > 3, 3.0, x)
+        h = jnp.sin(x @ p["gate"]) + x @ p["up"]
+        x = x + h @ p["down"]
+    return x
+
+
+def weights(layers: int, d: int = 64) -> list[dict[str, jax.Array]]:
+    """Random weights."""
+    keys = iter(jax.random.split(jax.random.key(0), 9 * layers))
+    shape = {"q": (d, d), "k": (d, d), "v": (d, d), "o": (d, d), "gate": (d, 2 * d),
+             "up": (d, 2 * d), "down": (2 * d, d), "n1": (d,), "n2": (d,)}  # fmt: skip
+    return [
+        {n: jax.random.normal(next(keys), s) * 0.05 for n, s in shape.items()}
+        for _ in range(layers)
+    ]
+
+
+def cost(name: str, fn, args, repeats: int = 3) -> dict[str, object]:
+    """Rewriting seconds against trace and lower seconds."""
+    own, ours = [], []
+    for _ in range(repeats):
+        jax.clear_caches()
+        start = time.perf_counter()
+        jax.jit(lambda *a: fn(*a)).lower(*args)
+        own.append(time.perf_counter() - start)
+        closed = jax.make_jaxpr(fn)(*args)
+        start = time.perf_counter()
+        out = rewrite(closed, Config())
+        ours.append(time.perf_counter() - start)
+    result = {
+        "program": name, "sites": len(out.sites),
+        "trace_and_lower_s": round(min(own), 3), "rewrite_s": round(min(ours), 3),
+        "share": round(min(ours) / min(own), 4),
+        "stages_s": {k: round(v, 3) for k, v in out.seconds.items()},
+    }  # fmt: skip
+    print(json.dumps(result))
+    return result
+
+
+def dispatch(repeats: int = 2000) -> dict[str, object]:
+    """Microseconds per call with a tree of 100 arrays, against jax.jit."""
+    tree = {f"x{i}": jnp.ones(()) for i in range(100)}
+
+    def fn(tree):
+        return jax.tree.map(lambda x: x + 1, tree)
+
+    both = {"jit": jax.jit(fn), "optimize": rewriter.optimize(fn)}
+    for f in both.values():
+        jax.block_until_ready(f(tree))
+    times: dict[str, list[float]] = {"jit": [], "optimize": []}
+    for _ in range(15):
+        for name, f in both.items():
+            start = time.perf_counter()
+            for _ in range(repeats // 15):
+                out = f(tree)
+            jax.block_until_ready(out)
+            times[name].append((time.perf_counter() - start) / (repeats // 15) * 1e6)
+    jit, ours = (statistics.median(times[n]) for n in ("jit", "optimize"))
+    result = {"program": "dispatch, 100 leaves", "jit_us": round(jit, 1),
+              "optimize_us": round(ours, 1), "ratio": round(ours / jit, 4)}  # fmt: skip
+    print(json.dumps(result))
+    return result
+
+
+def main() -> None:
+    """Runs the three measurements."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    params, x = weights(options.layers), jnp.ones((2, 32, 64))
+    results = [
+        cost(f"decoder, {options.layers} layers", decoder, (params, x)),
+        cost(f"no sites, {options.layers} layers", plain, (params, x)),
+        dispatch(),
+    ]
+    if options.json:
+        record = {
+            "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"),
+            "device": jax.devices()[0].device_kind, "jax": jax.__version__,
+            "python": sys.version.split()[0], "results": results,
+        }  # fmt: skip
+        with open(options.json, "w") as f:
+            json.dump(record, f, indent=1)
+            f.write("\n")
+
+
+if __name__ == "__main__":
+    main()
