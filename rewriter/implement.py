@@ -450,6 +450,8 @@ def fold(use: Use, args: Sequence[jax.Array], mask: Mask) -> Fold | None:
     if not op.parallel or _symbolic(shapes):
         return None
     level = level_sizes(shapes, [mask])[0]
+    if not level:
+        return None
     inner = [s for s, _ in without_levels(shapes, [mask])]
     places = [op.axis(name) for name in use.names]
     if any(m and axis is None for m, (axis, _) in zip(mask, places, strict=True)):
@@ -499,7 +501,8 @@ def _merged(value: jax.Array, axis: int | None, size: int) -> tuple[jax.Array, b
         wide = [size if i == 1 + at else d for i, d in enumerate(value.shape)]
         value = jnp.broadcast_to(value, wide)
     value = jnp.moveaxis(value, 0, at)
-    shape = (*value.shape[:at], -1, *value.shape[at + 2 :])
+    merged = value.shape[at] * value.shape[at + 1]
+    shape = (*value.shape[:at], merged, *value.shape[at + 2 :])
     return value.reshape(shape), copies
 
 

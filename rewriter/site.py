@@ -400,11 +400,18 @@ def _eager(
     return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
 
+def _evaluate(primitive: Primitive, *args: Any, **params: Any) -> Any:
+    key = tuple(sorted(params.items()))
+    if jax.config.jax_disable_jit:  # pyright: ignore
+        backend = jax.default_backend()
+        platform = "cuda" if backend == "gpu" else backend
+        return _implementation(primitive, platform, key)(*args)
+    return _eager(primitive, key)(*args)
+
+
 def _register(primitive: Primitive, aval: Any, many: bool) -> None:
     primitive.multiple_results = many
-    primitive.def_impl(
-        lambda *args, **params: _eager(primitive, tuple(sorted(params.items())))(*args)
-    )
+    primitive.def_impl(functools.partial(_evaluate, primitive))
     primitive.def_abstract_eval(aval)
     batching.primitive_batchers[primitive] = _batch_rule(primitive)
     for platform in (None, *PLATFORMS):

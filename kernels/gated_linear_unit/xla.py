@@ -8,6 +8,7 @@ contractions for 2·rows·f fewer numbers in memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,7 @@ def forward(
         y = combine(gate, up, activation, beta, clip_gate, clip_up, up_shift)
         return y.astype(out_dtype or x.dtype)
 
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     whole = flat.shape[0] // BLOCK * BLOCK
     if whole <= BLOCK:
         out = block(flat)
@@ -140,8 +141,10 @@ def backward(
         weights = [dot(rows, d_gate, (0, 0)), dot(rows, d_up, (0, 0))]
         return dx.astype(x.dtype), [*weights, *sums]
 
-    flat = x.reshape(-1, x.shape[-1])
-    dx, sums = _over_blocks(block, flat, cotangent.reshape(flat.shape[0], -1))
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    dx, sums = _over_blocks(
+        block, flat, cotangent.reshape(flat.shape[0], w_gate.shape[-1])
+    )
     names = ["w_gate", "w_up", "b_gate", "b_up"]
     operands = [w_gate, w_up, b_gate, b_up]
     present = [(n, o) for n, o in zip(names, operands, strict=True) if o is not None]

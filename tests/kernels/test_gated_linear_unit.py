@@ -74,6 +74,13 @@ def test_blocks_of_rows_and_a_rest_agree_with_float64(
     transforms.check(transform, *_both(shapes, CLAMPED))
 
 
+def test_no_rows() -> None:
+    bound, _, args = _both({**WEIGHTS, "x": (2, 0, 4)}, {})
+    grads = jax.grad(lambda *a: bound(*a).sum(), (0, 1))(*args)
+    assert bound(*args).shape == (2, 0, 5)
+    assert [g.shape for g in grads] == [(2, 0, 4), (4, 5)]
+
+
 def test_activations_are_jaxs() -> None:
     x = jnp.linspace(-4, 4, 41)
     for name, theirs in {

@@ -92,10 +92,10 @@ def test_patterns_are_found_by_name() -> None:
     names.add_pattern("mine", pattern)
     assert names.pattern("mine") is pattern
     assert "mine" in names.patterns()
-    assert names.defaults == ()
+    assert not names.defaults
     names.add_default("mine")
     names.add_default("mine")
-    assert names.defaults == ("mine",)
+    assert list(names.defaults) == ["mine"]
     with pytest.raises(errors.UnknownPattern):
         names.add_default("mime")
     with pytest.raises(errors.DuplicateName):

@@ -214,6 +214,25 @@ def test_equal_sites_are_traced_and_lowered_once() -> None:
     assert len(calls) == 2  # once for its shapes, once to be lowered
 
 
+def test_without_jit_sites_run_step_by_step() -> None:
+    kernel, calls = soft.recording()
+    grad = lambda f: jax.grad(lambda *a: (f(*a) ** 2).sum())
+    wanted = grad(_plain())(*_operands())
+    calls.clear()
+    with jax.disable_jit():
+        got = grad(_bound(kernel))(*_operands())
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    assert calls[-1][0] == "backward"
+
+
+def test_empty_arrays() -> None:
+    kernel, _ = soft.recording()
+    q, k, v = _operands()
+    out = jax.vmap(_bound(kernel))(*(jnp.zeros((0, *a.shape)) for a in (q, k, v)))
+    assert out.shape == (0, 2, 3, 6)
+    assert _bound(kernel)(q[:0], k[:0], v[:0]).shape == (0, 3, 6)
+
+
 def test_profiles_show_the_label() -> None:
     kernel, _ = soft.recording()
     args = dict(zip(NAMES, _operands(), strict=False))
