@@ -1,0 +1,114 @@
+"""The README's tables, from data: ``python3 -m tests.bench.tables --write``.
+
+Without ``--write``, prints them. Supported ops come from the registry, figures
+from ``tests/bench/results``, versions from ``versions.json`` there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import re
+
+import jax
+
+import rewriter
+from rewriter import demo
+from rewriter.registry import registry
+from rewriter.report import size
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def explained() -> str:
+    """What explain says about the demo's model."""
+    fn, values = demo.build()
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
+    return f"```text\n{rewriter.explain(fn)(*specs)}\n```"
+
+
+def supported() -> str:
+    """One row per op: what it is, its kernels."""
+    rows = []
+    for name in registry().ops():
+        text = importlib.import_module(f"rewriter.kernels.{name}").__doc__ or ""
+        kernels = ", ".join(k.name for k in registry().kernels(name)) or "reference"
+        rows.append((f"`{name}`", text.splitlines()[0].split(": ", 1)[-1], kernels))
+    return _table(("op", "computes", "kernels besides XLA's own"), rows)
+
+
+def measured() -> str:
+    """One row per benchmark, with the machine and the command."""
+    rows, notes = [], []
+    for path in sorted(RESULTS.glob("*.json")):
+        data = json.loads(path.read_text())
+        if not isinstance(data, dict) or not data.get("about"):
+            continue
+        notes.append(f"`{data['command']}` ({data['about']})")
+        for row in data["rows"]:
+            before, after = row["original"], row["rewritten"]
+            rows.append((
+                row["what"], row["mode"], _ms(before), _ms(after),
+                f"{row['speedup']:.1f}×", _memory(before), _memory(after),
+            ))  # fmt: skip
+    head = (
+        "program", "pass", "original", "rewritten", "gain", "memory before", "after",
+    )  # fmt: skip
+    return f"{_table(head, rows)}\n\nReproduce with {' and '.join(notes)}."
+
+
+def versions() -> str:
+    """One row per supported pair of Python and JAX."""
+    pairs = json.loads((RESULTS / "versions.json").read_text())["tested"]
+    return _table(("Python", "jax", "tested"), [tuple(p) for p in pairs])
+
+
+def _ms(timing: dict) -> str:
+    return f"{timing['median_ms']:.3g} ms ±{timing['spread']:.0%}"
+
+
+def _memory(timing: dict) -> str:
+    count = timing["temp_bytes"]
+    return "unknown" if count is None else size(count)
+
+
+def _table(head: tuple, rows: list) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+TABLES = {
+    "explain": explained,
+    "supported": supported,
+    "measured": measured,
+    "versions": versions,
+}
+
+
+def filled(text: str) -> str:
+    """Returns the README with every table made anew."""
+    for name, make in TABLES.items():
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+        table = make()
+        text = re.sub(
+            pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S
+        )
+    return text
+
+
+def main() -> None:
+    """Prints or writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    readme = ROOT / "README.md"
+    if parser.parse_args().write:
+        readme.write_text(filled(readme.read_text()))
+        return
+    print("\n\n".join(make() for make in TABLES.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The engine is a list: a module imports only modules above it."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+ORDER = [
+    "errors", "verdict", "_jax", "config", "op", "kernel", "registry", "trace",
+    "graph", "template", "normal_form", "canonicalize", "emit", "region", "rows",
+    "reading", "finder", "match", "pattern", "plan", "oracle", "implement", "site",
+    "replace", "pipeline", "draw", "report", "optimize", "verify", "bench", "export",
+    "demo", "__init__", "__main__",
+]  # fmt: skip
+
+KERNELS = {"op", "kernel", "verdict", "errors", "registry", "kernels"}
+NOT_FOR_PATTERNS = {"optimize", "pipeline", "replace", "site", "kernels", "_jax"}
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """Modules of the package that a file imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            parts = (node.module or "").split(".")
+            if parts[0] == "rewriter":
+                found |= {parts[1]} if parts[1:] else {a.name for a in node.names}
+            assert parts[0] not in ("kernels", "patterns"), f"{path}: bare import"
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                parts = name.name.split(".")
+                if parts[0] == "rewriter" and parts[1:]:
+                    found.add(parts[1])
+    return found
+
+
+def files(folder: str) -> list[pathlib.Path]:
+    """The Python files below a folder."""
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+MODULES = sorted((ROOT / "rewriter").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
+def test_engine(path):
+    assert path.stem in ORDER, f"add {path.name} to the list"
+    allowed = set(ORDER[: ORDER.index(path.stem)])
+    if path.stem in ("registry", "pipeline"):
+        allowed |= {"patterns", "kernels"}  # found by name, loaded on first use
+    public = {"__version__", "__init__"} if path.stem == "__main__" else set()
+    assert imported(path) <= allowed | public
+
+
+@pytest.mark.parametrize("path", files("kernels"), ids=lambda p: p.stem)
+def test_kernels(path):
+    assert imported(path) <= KERNELS
+
+
+@pytest.mark.parametrize("path", files("patterns"), ids=lambda p: p.stem)
+def test_patterns(path):
+    assert not imported(path) & NOT_FOR_PATTERNS
+
+
+def test_only_one_file_touches_internals():
+    for folder in ("rewriter", "kernels", "patterns"):
+        for path in files(folder):
+            if path.name != "_jax.py":
+                assert "jax._src" not in path.read_text(), path
+
+
+def test_links():
+    for name in ("kernels", "patterns"):
+        link = ROOT / "rewriter" / name
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / name
+        assert not (ROOT / name / "__init__.py").exists()
