@@ -1845,4 +1845,5 @@ capped(
 capped(
     "softcap_after_mask",
     lambda q, k, v: masked(5.0 * jnp.tanh(masked(dots(q, k) * SCALE, fill=0.0) / 5.0)),
+    count=None,
 )

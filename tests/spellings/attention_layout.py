@@ -280,7 +280,7 @@ def _(q, k, v):
     return jnp.einsum("bns,bsne->bne", jax.nn.softmax(s), v)
 
 
-@laid("width_one", QKV, "btne", sizes=dict(h=1))
+@laid("width_one", QKV, "btne", sizes=dict(h=1), count=None)
 def _(q, k, v):
     return attend(dots(q, k) * SCALE, v)
 

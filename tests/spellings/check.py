@@ -123,15 +123,23 @@ def forced(case: Case) -> Callable:
     )
 
 
-def disagreements(cases: Sequence[Case]) -> dict[str, str]:
-    """Case name to how the rewritten function differs from the original."""
+NOT_FINITE = "the original gives no finite numbers"
+
+
+def disagreements(cases: Sequence[Case], finite: bool = False) -> dict[str, str]:
+    """Case name to how the rewritten function differs from the original.
+
+    Args:
+        cases: What to compare.
+        finite: Report originals with other than finite numbers as such.
+    """
     found: dict[str, str] = {}
     for start in range(0, len(cases), TOGETHER):
-        found.update(_compare(cases[start : start + TOGETHER]))
+        found.update(_compare(cases[start : start + TOGETHER], finite))
     return found
 
 
-def _compare(group: Sequence[Case]) -> dict[str, str]:
+def _compare(group: Sequence[Case], finite: bool) -> dict[str, str]:
     swapped = [forced(c) for c in group]
     traced = {}
     with warnings.catch_warnings():
@@ -150,6 +158,8 @@ def _compare(group: Sequence[Case]) -> dict[str, str]:
     for (case, _), (before, after) in zip(kept, both(), strict=True):
         text = _unlike_oracle(case, before[0])
         text = text or differs(before, after, case.tolerance)
+        if text and finite and not _finite(before):
+            text = NOT_FINITE
         if text:
             traced[case.name] = text
     return traced
@@ -181,6 +191,15 @@ def differs(before: tuple, after: tuple, tolerance: float = 1.0) -> str:
             if text:
                 return f"{kind} {i}: {text}"
     return ""
+
+
+def _finite(results: tuple) -> bool:
+    floats = [
+        np.asarray(x, np.float64)
+        for x in jax.tree.leaves(results)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    return all(np.isfinite(x).all() for x in floats)
 
 
 def _largest(x: np.ndarray) -> float:

@@ -1,0 +1,34 @@
+"""Random mutations: meaning kept, match kept; meaning changed, no wrong number.
+
+Sixty of each by default. In full (about half an hour on two cores):
+
+    python -m tests.spellings.metamorphic --count 2000
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from tests.spellings import metamorphic
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Skip XLA's optimizations: compiling takes far longer than running here."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def test_kept_meaning_keeps_the_match() -> None:
+    outcome = metamorphic.run_keeping(60)
+    assert not outcome.failures
+
+
+def test_changed_meaning_never_gives_a_wrong_number() -> None:
+    outcome = metamorphic.run_changing(60)
+    assert not outcome.failures

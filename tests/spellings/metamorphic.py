@@ -1,0 +1,196 @@
+"""Random mutations of all spellings, against the rewriter.
+
+A mutation that keeps the meaning must keep the match. After one that changes
+it, either nothing is found, or the rewritten program still gives the numbers
+of the mutated one. In full, with the result stored:
+
+    python -m tests.spellings.metamorphic --count 2000 \\
+        --out tests/bench/results/metamorphic.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import rewriter
+from tests.spellings import check, mutate
+from tests.spellings.check import Case
+from tests.spellings.corpus import SPELLINGS
+from tests.spellings.spelling import Spelling
+
+TOLERANCE = 10.0
+"""Mutated programs are worse conditioned than what people write."""
+
+
+@dataclass
+class Outcome:
+    """What came of many mutations.
+
+    Attributes:
+        tried: How many mutations were made.
+        kept: Still found.
+        lost: No longer found.
+        agreed: Found after a change of meaning, with the right numbers.
+        skipped: Numbers not compared: the mutated program gives none.
+        failures: Mutation to what went wrong.
+    """
+
+    tried: int = 0
+    kept: int = 0
+    lost: int = 0
+    agreed: int = 0
+    skipped: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mutated spelling."""
+
+    name: str
+    spelling: Spelling
+    case: Case
+
+
+def mutants(kind: str, count: int, seed: int = 0) -> Iterator[Mutant]:
+    """Random mutants; `kind` is "keeping" or "changing"."""
+    usable = [s for s in SPELLINGS if s.count]
+    choose = getattr(mutate, kind)
+    programs: dict[str, object] = {}
+    for i in range(count):
+        rng = np.random.default_rng([seed, i])
+        spelling = usable[int(rng.integers(len(usable)))]
+        args = spelling.args()
+        if spelling.name not in programs:
+            programs[spelling.name] = mutate.program(spelling.fn, args)
+        closed = programs[spelling.name]
+        edit, text = choose(closed, rng)
+        fn = mutate.as_function(mutate.edited(closed, edit))
+        name = f"{i} {spelling.name}: {text}"
+        case = Case(name, fn, args, spelling.op, spelling.gradients, TOLERANCE)
+        yield Mutant(name, spelling, case)
+
+
+def found(fn, args, op: str) -> tuple[int, str]:
+    """How many sites there are, and what went wrong inside the rewriter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rewriter.RewriterWarning)
+        report = rewriter.explain(fn)(*args)
+    return report.counts(repeats=False)[op], "; ".join(map(str, report.failures))
+
+
+def run_keeping(count: int, seed: int = 0, numbers: int = 10) -> Outcome:
+    """Mutations that keep the meaning; the numbers of one in `numbers` as well.
+
+    Spellings that are not found without a mutation are not held against it.
+    """
+    outcome = Outcome()
+    before: dict[str, int] = {}
+    compared = []
+    for i, mutant in enumerate(mutants("keeping", count, seed)):
+        spelling, case = mutant.spelling, mutant.case
+        if spelling.name not in before:
+            sites, _ = found(spelling.fn, case.args, spelling.op)
+            before[spelling.name] = sites
+        outcome.tried += 1
+        sites, failure = found(case.fn, case.args, spelling.op)
+        if failure or sites < before[spelling.name]:
+            outcome.lost += 1
+            lost = f"found {sites}, was {before[spelling.name]}"
+            outcome.failures[mutant.name] = failure or lost
+        else:
+            outcome.kept += 1
+            if i % numbers == 0 and sites:
+                compared.append(case)
+    outcome.agreed = len(compared)
+    for name, text in check.disagreements(compared).items():
+        outcome.agreed -= 1
+        outcome.failures[name] = text
+    return outcome
+
+
+def run_changing(count: int, seed: int = 0) -> Outcome:
+    """Mutations that change the meaning."""
+    outcome = Outcome()
+    compared = []
+    for mutant in mutants("changing", count, seed):
+        outcome.tried += 1
+        sites, failure = found(mutant.case.fn, mutant.case.args, mutant.spelling.op)
+        if failure:
+            outcome.failures[mutant.name] = failure
+        elif not sites:
+            outcome.lost += 1
+        else:
+            outcome.kept += 1
+            compared.append(mutant.case)
+    outcome.agreed = len(compared)
+    for name, text in check.disagreements(compared, finite=True).items():
+        outcome.agreed -= 1
+        if text == check.NOT_FINITE:
+            outcome.skipped += 1
+        else:
+            outcome.failures[name] = text
+    return outcome
+
+
+def summary(keep: Outcome, change: Outcome) -> str:
+    """One line."""
+    return (
+        f"keeping: {keep.kept} of {keep.tried} still found; "
+        f"changing: {change.lost} of {change.tried} no longer found, "
+        f"{change.agreed} found with the right numbers, "
+        f"{change.skipped} give no finite numbers; "
+        f"{len(keep.failures) + len(change.failures)} failures"
+    )
+
+
+def kinds(failures: dict[str, str]) -> Counter:
+    """How many failures each kind of mutation has."""
+    return Counter(name.split(": ")[1].split(" at ")[0] for name in failures)
+
+
+def main() -> int:
+    """Runs both, prints a summary, stores the outcome."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["keeping", "changing"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    jax.config.update("jax_disable_most_optimizations", True)
+    start = time.perf_counter()
+    keep, change = Outcome(), Outcome()
+    if options.only != "changing":
+        keep = run_keeping(options.count, options.seed)
+    if options.only != "keeping":
+        change = run_changing(options.count, options.seed)
+    seconds = time.perf_counter() - start
+    for name, text in {**keep.failures, **change.failures}.items():
+        print(f"{name}\n    {text}")
+    print(f"jax {jax.__version__}, {seconds:.0f} s. {summary(keep, change)}")
+    if options.out:
+        record = {
+            "jax": jax.__version__,
+            "seed": options.seed,
+            "seconds": round(seconds),
+            "summary": summary(keep, change),
+            "keeping": asdict(keep),
+            "changing": asdict(change),
+        }
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if keep.failures or change.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
