@@ -6,8 +6,8 @@ from rewriter.config import Config as Config
 from rewriter.config import config as config
 from rewriter.config import configure_logging as _configure_logging
 from rewriter.config import using as using
-from rewriter.errors import ConfigError as ConfigError
 from rewriter.errors import BundleMismatch as BundleMismatch
+from rewriter.errors import ConfigError as ConfigError
 from rewriter.errors import DeviceMismatch as DeviceMismatch
 from rewriter.errors import DuplicateName as DuplicateName
 from rewriter.errors import ExportError as ExportError
