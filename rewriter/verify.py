@@ -245,13 +245,20 @@ def _notes(report: Report, note: str) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-SHOWN = 12  # rows printed; failing ones are always shown
+SHOWN = 8  # rows printed; failing ones are always shown
+
+
+def _rank(row: Row) -> tuple[bool, bool, float]:
+    """Failures first, then results, then gradients with the largest error first."""
+    share = row.rewritten / row.allowed if row.allowed else row.rewritten
+    return row.ok, row.name.startswith("grad."), -share
 
 
 def _lines(v: Verification) -> list[str]:
     dtypes = ", ".join(dict.fromkeys(r.dtype for r in v.rows))
     lines = [f"rewriter.verify({v.name})   {dtypes} against f64, your arguments"]
-    shown = [r for i, r in enumerate(v.rows) if i < SHOWN or not r.ok]
+    ranked = sorted(v.rows, key=_rank)
+    shown = [r for i, r in enumerate(ranked) if i < SHOWN or not r.ok]
     width = max((len(r.name) for r in shown), default=0)
     lines += [
         f" {r.name:<{width}}   original {r.original:.1e}   "
