@@ -74,7 +74,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         n for n in find.regions.above(anchor.ins[0], DOT)
         if n.params["dimension_numbers"][0][0]
     ]  # fmt: skip
-    if not scores:
+    if not scores or find.barren(NAME, anchor):
         return
     for pv, side in find.regions.below(anchor.outs[0], DOT):
         if pv in scores or find.done(NAME, pv.outs[0]):

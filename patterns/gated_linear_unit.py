@@ -49,6 +49,8 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             for i in product.ins for n in _linear(find, i)
         ):  # fmt: skip
             continue
+        if find.barren(NAME, anchor):
+            return
         for act_side in (0, 1):
             act, up = product.ins[act_side], product.ins[1 - act_side]
             if not (act == anchor.outs[0] or find.regions.depends(act, anchor.outs[0])):

@@ -54,11 +54,15 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         e = find.graph.scalar(anchor.ins[1])
         if e is None or abs(abs(e) - 0.5) > 1e-6:
             return
-    found = _source(find, anchor)
-    if found is None:
+    key = ("norm", anchor.outs[0])
+    if key not in find.cache:
+        found = _source(find, anchor)
+        results = _results(find, anchor, found[0]) if found else []
+        find.cache[key] = found, results
+    found, results = find.cache[key]
+    if found is None or find.barren(op, anchor):
         return
     x, inside = found
-    results = _results(find, anchor, x)
     if not results or any(find.done(op, v) for v in results):
         return
     ev = find.evaluator(results[-1], inside=inside, names={x: x})

@@ -15,13 +15,14 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax._src import core
 from jax._src import source_info_util as _source_info_util
-from jax._src.interpreters import partial_eval as _pe
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin"}
 REMAT = {"remat2", "checkpoint", "remat", "remat_opt"}
 CUSTOM = {
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call",
 }  # fmt: skip
+BODIES = CALLS | REMAT | CUSTOM | {"scan", "while", "cond", "shard_map"}
+Var = core.Var
 
 
 # ------------------------------------------------------------------ jaxprs
@@ -97,15 +98,11 @@ def while_parts(eqn: Any) -> tuple[Any, int, int]:
 
 
 def params_key(eqn: Any) -> Any:
-    """A hashable value equal for equal parameters; TypeError if there is none."""
-    if not eqn.params:
-        return None
-    items = []
-    for name, value in eqn.params.items():
-        if isinstance(value, np.ndarray) or hasattr(value, "eqns"):
-            raise TypeError(name)
-        items.append((name, value))
-    key = tuple(items)
+    """A hashable value equal for equal parameters; TypeError if there is none.
+
+    Bodies count as equal only if they are the same object.
+    """
+    key = tuple(eqn.params.items())
     hash(key)
     return key
 
@@ -283,13 +280,6 @@ def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> A
 def _wraps(jaxpr: Any) -> bool:
     """Whether a jaxpr is a pair of an open one and constants (jax 0.10)."""
     return getattr(jaxpr, "jaxpr", jaxpr) is not jaxpr
-
-
-def without_dead_code(jaxpr: Any) -> Any:
-    """A jaxpr without equations whose results nobody reads; inputs stay."""
-    if _wraps(jaxpr):
-        return jex_core.ClosedJaxpr(without_dead_code(jaxpr.jaxpr), jaxpr.consts)
-    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 def scoped(source_info: Any, label: str) -> Any:

@@ -11,6 +11,7 @@ from rewriter.graph import Graph, Node
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.reading import Refused
 from rewriter.region import Place, Regions
+from rewriter.template import neighbourhood
 
 
 class RegionEvaluator(Evaluator):
@@ -28,6 +29,9 @@ class Finder:
     regions: Regions
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
     found: set[tuple[str, int]] = field(default_factory=set)
+    cache: dict[Any, Any] = field(default_factory=dict)
+    _barren: set[Any] = field(default_factory=set)
+    _asked: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = Evaluator(self.graph, self.algebra)
@@ -74,6 +78,18 @@ class Finder:
             value = node.ins[0]
             node = self.graph.node_of(value)
         return value
+
+    def barren(self, op: str, anchor: Node) -> bool:
+        """Whether equal surroundings held no match before; ask before evaluating."""
+        key = (op, neighbourhood(self.graph, anchor))
+        self._asked[op, anchor.outs[0]] = key
+        return key in self._barren
+
+    def settle(self, op: str, anchor: Node, found: bool) -> None:
+        """Remembers surroundings that held no match."""
+        key = self._asked.pop((op, anchor.outs[0]), None)
+        if key is not None and not found:
+            self._barren.add(key)
 
     def done(self, op: str, value: int) -> bool:
         """Whether a value is already part of a verified match of an op."""

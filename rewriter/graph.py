@@ -21,7 +21,8 @@ from rewriter import _jax
 class Node:
     """One distinct equation: primitive, parameters, operand and result values.
 
-    Equal equations elsewhere are its copies, as (scope, position, equation).
+    Equal equations elsewhere are its copies, as (scope, position, equation). The
+    signature is a hash of primitive and parameters.
     """
 
     prim: str
@@ -31,6 +32,7 @@ class Node:
     eqn: Any
     scope: Scope
     position: int
+    signature: int = 0
     copies: list[tuple[Scope, int, Any]] = field(default_factory=list)
 
 
@@ -136,12 +138,23 @@ class Graph:
             self._bind(scope, var, number, -1)
         for var, value in zip(jaxpr.invars, args, strict=True):
             self._bind(scope, var, value, -1)
+        env, first_var = scope.env, scope.first_var
+        special = _jax.BODIES
         for position, eqn in enumerate(jaxpr.eqns):
-            ins = [self._read(scope, a) for a in eqn.invars]
-            outs = self._add_equation(scope, position, eqn, ins)
+            ins = [
+                env[a] if a.__class__ is _jax.Var else self._read(scope, a)
+                for a in eqn.invars
+            ]
+            name = eqn.primitive.name
+            if name in special or "jaxpr" in eqn.params:
+                outs = self._add_equation(scope, position, eqn, ins)
+            else:
+                outs = self._merged(scope, position, eqn, name, ins)
             for var, value in zip(eqn.outvars, outs, strict=True):
-                if not _jax.is_drop(var):
-                    self._bind(scope, var, value, position)
+                if var.__class__ is _jax.Var:
+                    env[var] = value
+                    if value not in first_var:
+                        first_var[value] = (position, var)
         return [self._read(scope, a) for a in jaxpr.outvars]
 
     def _constant(self, const: Any, aval: Any) -> int:
@@ -226,29 +239,41 @@ class Graph:
         return self._user_rules[key]
 
     def _merged(self, scope: Scope, position: int, eqn: Any, name: str, ins: list[int]):
-        key = None
+        args = tuple(ins)
+        params = eqn.params
+        key: Any = None
+        signature = 0
         if not eqn.effects and name not in _NEVER_MERGED:
+            items = tuple(params.items()) if params else None
             try:
-                key = (name, tuple(ins), _jax.params_key(eqn))
+                signature = hash((name, items))
+                key = (name, args, items)
                 found = self._numbers.get(key)
-                if found is not None:
-                    first = self.producer[found[0]][0]
-                    first.copies.append((scope, position, eqn))
-                    return found
             except TypeError:  # a parameter that cannot be hashed: never merged
-                key = None
-        outs = tuple(self._new(v.aval) for v in eqn.outvars)
+                key = found = None
+            if found is not None:
+                first = self.producer[found[0]][0]
+                first.copies.append((scope, position, eqn))
+                return found
+        avals = self.avals
+        outs = tuple(range(len(avals), len(avals) + len(eqn.outvars)))
+        avals.extend(v.aval for v in eqn.outvars)
         if key is not None:
             self._numbers[key] = outs
-        self._record(Node(name, eqn.params, tuple(ins), outs, eqn, scope, position))
+        self._record(Node(name, params, args, outs, eqn, scope, position, signature))
         return outs
 
     def _record(self, node: Node) -> None:
         self.nodes.append(node)
         for k, out in enumerate(node.outs):
             self.producer[out] = (node, k)
-        for value in dict.fromkeys(node.ins):
-            self.consumers.setdefault(value, []).append(node)
+        consumers = self.consumers
+        ins = node.ins
+        for value in ins if len(ins) < 2 else dict.fromkeys(ins):
+            if value in consumers:
+                consumers[value].append(node)
+            else:
+                consumers[value] = [node]
 
     # ------------------------------------------------------------- queries
     def node_of(self, value: int) -> Node | None:

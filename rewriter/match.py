@@ -19,7 +19,7 @@ from rewriter.op import Op
 from rewriter.reading import Reading, Refused
 from rewriter.region import Place, Regions
 from rewriter.registry import registry
-from rewriter.template import Template, apply, neighbourhood, template
+from rewriter.template import Template, apply, template
 from rewriter.verdict import Reason
 
 log = logging.getLogger("rewriter.match")
@@ -149,20 +149,16 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
 
 
 class _Memory:
-    """Regions met before: proved ones, and surroundings without a match."""
+    """Regions proved before."""
 
     def __init__(self) -> None:
         self.proved: dict[str, list[Template]] = {}
-        self.barren: set[tuple[str, int]] = set()
 
 
 def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
     again = _again(find, pattern, anchor, memory)
     if again is not None:
         return again
-    surroundings = (pattern.name, neighbourhood(find.graph, anchor))
-    if surroundings in memory.barren:
-        return []
     found: list[Match] = []
     for reading in pattern.propose(find, anchor):
         if find.done(pattern.name, reading.value):
@@ -178,8 +174,7 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
         known = template(find.graph, anchor, reading.value, frozenset(leaves), reading)
         if known is not None:
             memory.proved.setdefault(pattern.name, []).insert(0, known)
-    if not found and not any(find.done(pattern.name, o) for o in anchor.outs):
-        memory.barren.add(surroundings)
+    find.settle(pattern.name, anchor, bool(found))
     return found
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from rewriter import site
+from rewriter import _jax, site
 from rewriter.config import Config
 from rewriter.graph import Graph, Scope
 from rewriter.kernel import Spec, spec_of
@@ -37,6 +39,25 @@ def rewrite(
     anchors = frozenset().union(*(p.anchors for p in patterns)) if patterns else ()
     if not _has_anchor(closed_jaxpr, anchors):
         return Rewritten(closed_jaxpr, seconds=clock.seconds)
+    with _paused_collection():
+        return _rewritten(closed_jaxpr, config, patterns, clock)
+
+
+@contextlib.contextmanager
+def _paused_collection() -> Iterator[None]:
+    """Many small objects are made and none is garbage: collecting only costs time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _rewritten(
+    closed_jaxpr: ClosedJaxpr, config: Config, patterns: Sequence[Any], clock: _Clock
+) -> Rewritten:
     graph = Graph(closed_jaxpr)
     clock("graph")
     found = search(graph, patterns)
@@ -73,6 +94,8 @@ def _has_anchor(jaxpr: Any, anchors: Any) -> bool:
         for eqn in body.eqns:
             if eqn.primitive.name in anchors:
                 return True
+            if eqn.primitive.name not in _jax.BODIES and "jaxpr" not in eqn.params:
+                continue
             for value in eqn.params.values():
                 if hasattr(value, "eqns"):
                     stack.append(value)

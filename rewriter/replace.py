@@ -71,7 +71,18 @@ def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
     if not splices:
         return graph.top.jaxpr
     work = _Work(graph, splices)
-    return _jax.without_dead_code(work.body(graph.top))
+    return work.body(graph.top)
+
+
+def live(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """The equations whose results are read, or that have effects, in order."""
+    used = {a for a in outs if not _jax.is_literal(a)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in used for v in eqn.outvars):
+            kept.append(eqn)
+            used.update(a for a in eqn.invars if a.__class__ is _jax.Var)
+    return kept[::-1]
 
 
 def missing_leaf(match: Match, scope: Scope) -> int | None:
@@ -98,8 +109,8 @@ class _Work:
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
         self.fragments: dict[Any, Any] = {}
-        self.atoms: dict[tuple[int, Any], Any] = {}
-        self.results: dict[tuple[int, int], Any] = {}
+        self.envs: dict[int, dict[Any, Any]] = {}
+        self.results: dict[int, dict[int, Any]] = {}
         for splice in splices:
             key = (id(splice.scope), splice.position)
             self.at.setdefault(key, []).append(splice)
@@ -128,7 +139,7 @@ class _Work:
             return scope.jaxpr
         frame = _Frame()
         outs = self._inline(scope, frame, {})
-        return _jax.with_equations(scope.jaxpr, frame.eqns, outs)
+        return _jax.with_equations(scope.jaxpr, live(frame.eqns, outs), outs)
 
     def _any_dissolved(self, scope: Scope) -> bool:
         return any(
@@ -142,26 +153,29 @@ class _Work:
         def read(atom: Any) -> Any:
             return atom if _jax.is_literal(atom) else env.get(atom, atom)
 
+        self.envs[id(scope)] = env
+        done = self.results.setdefault(id(scope), {})
         inlined = id(scope) in self.dissolved
-        for var in (*scope.jaxpr.constvars, *scope.jaxpr.invars):
-            self._known(scope, var, read(var))
         for position, eqn in enumerate(scope.jaxpr.eqns):
-            children = scope.children.get(position, [])
-            if any(id(c) in self.dissolved for c in children):
-                self._dissolved_call(scope, children[0], eqn, frame, env, read)
+            children = scope.children.get(position)
+            if children and any(id(c) in self.dissolved for c in children):
+                self._dissolved_call(children[0], eqn, frame, env, read)
+            elif children or inlined:
+                self._plain(children or [], eqn, frame, env, read, inlined)
+            elif env and any(a in env for a in eqn.invars if a.__class__ is _jax.Var):
+                frame.eqns.append(eqn.replace(invars=[read(a) for a in eqn.invars]))
             else:
-                self._plain(scope, children, eqn, frame, env, read, inlined)
+                frame.eqns.append(eqn)
             for splice in self.at.get((id(scope), position), ()):
-                self._splice(scope, splice, eqn, frame, env)
-            if self.results:
-                self._rename(scope, eqn, env)
+                done[splice.match.value] = self._splice(splice, eqn, frame)
+            if done:  # readers of a replaced value, and of its copies, get the new one
+                for var in eqn.outvars:
+                    if not _jax.is_drop(var) and scope.env[var] in done:
+                        env[var] = done[scope.env[var]]
         return [read(v) for v in scope.jaxpr.outvars]
 
-    def _known(self, scope: Scope, var: Any, atom: Any) -> None:
-        self.atoms[id(scope), var] = atom
-
-    def _plain(self, scope, children, eqn, frame, env, read, inlined) -> None:
-        new = self._with_bodies(eqn, children)
+    def _plain(self, children, eqn, frame, env, read, inlined) -> None:
+        new = self._with_bodies(eqn, children) if children else eqn
         ins = [read(a) for a in eqn.invars]
         outs = list(eqn.outvars)
         if inlined:  # one body may be inlined at several places
@@ -170,21 +184,14 @@ class _Work:
         if inlined or any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
             new = new.replace(invars=ins, outvars=outs)
         frame.eqns.append(new)
-        for old, var in zip(eqn.outvars, outs, strict=True):
-            if not _jax.is_drop(old):
-                self._known(scope, old, var)
 
-    def _dissolved_call(self, scope, child, eqn, frame, env, read) -> None:
+    def _dissolved_call(self, child, eqn, frame, env, read) -> None:
         body = child.jaxpr
-        inner: dict[Any, Any] = {}
-        inner.update(zip(body.invars, (read(a) for a in eqn.invars), strict=True))
         if body.constvars:
             raise ValueError("a call with constants of its own")
+        inner = dict(zip(body.invars, (read(a) for a in eqn.invars), strict=True))
         outs = self._inline(child, frame, inner)
-        for var, atom in zip(eqn.outvars, outs, strict=True):
-            env[var] = atom
-            if not _jax.is_drop(var):
-                self._known(scope, var, atom)
+        env.update(zip(eqn.outvars, outs, strict=True))
 
     def _with_bodies(self, eqn: Any, children: list[Scope]) -> Any:
         new = [self.body(c) for c in children]
@@ -200,16 +207,8 @@ class _Work:
         return eqn.replace(params={**eqn.params, **changed})
 
     # ------------------------------------------------------------- splices
-    def _rename(self, scope: Scope, eqn: Any, env: dict[Any, Any]) -> None:
-        """Points readers of a replaced value, and of its copies, at the new one."""
-        for var in eqn.outvars:
-            if not _jax.is_drop(var):
-                atom = self.results.get((id(scope), scope.env[var]))
-                if atom is not None:
-                    env[var] = atom
-                    self._known(scope, var, atom)
-
-    def _splice(self, scope: Scope, splice: Splice, eqn: Any, frame: _Frame, env) -> None:
+    def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
+        """Appends a replacement's equations; returns the atom of its result."""
         fragment, names = self._fragment(splice)
         here = dict(splice.match.leaves)
         atoms = [self._atom_of(splice, here[v]) for v in names]
@@ -224,15 +223,17 @@ class _Work:
             frame.eqns.append(
                 inner.replace(invars=ins, outvars=outs, source_info=source)
             )
-        (result,) = fragment.outvars
-        self.results[id(scope), splice.match.value] = local[result]
+        return local[fragment.outvars[0]]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
-        found = splice.scope.first_var.get(value)
-        if found is not None:
-            return self.atoms[id(splice.scope), found[1]]
-        _, home, var = splice.match.place.defined[value]
-        return self.atoms[id(home), var]
+        """What carries a value at a splice: a variable there or in an inlined call."""
+        home = splice.scope
+        found = home.first_var.get(value)
+        if found is None:
+            _, home, var = splice.match.place.defined[value]
+        else:
+            var = found[1]
+        return self.envs[id(home)].get(var, var)
 
     def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...]]:
         """The traced code of a replacement, and the reading's leaves it takes."""

@@ -153,8 +153,8 @@ def _closed(graph: Graph, value: int, leaves: frozenset[int]) -> bool:
 
 
 def _same_params(m: Node, n: Node) -> bool:
-    if m.params is n.params:
-        return True
+    if m.signature != n.signature:
+        return False
     try:
         return _jax.params_key(m.eqn) == _jax.params_key(n.eqn)
     except TypeError:
@@ -178,22 +178,15 @@ def neighbourhood(graph: Graph, anchor: Node, up: int = 48, down: int = 40) -> i
         if scalar is not None or node is None or depth > 12:
             items.append((aval.shape, aval.dtype, scalar))
             continue
-        items.append((node.prim, aval.shape, aval.dtype, _params_hash(node)))
+        items.append((node.prim, aval.shape, aval.dtype, node.signature))
         queue.extend((i, depth + 1) for i in node.ins)
     queue2 = list(anchor.outs)
     seen = set(queue2)
     while queue2 and len(items) < up + down:
         for node in graph.users(queue2.pop(0)):
-            items.append((node.prim, _params_hash(node), len(node.ins)))
+            items.append((node.prim, node.signature, len(node.ins)))
             for out in node.outs:
                 if out not in seen:
                     seen.add(out)
                     queue2.append(out)
     return hash(tuple(items))
-
-
-def _params_hash(node: Node) -> int:
-    try:
-        return hash(_jax.params_key(node.eqn))
-    except TypeError:
-        return 0
