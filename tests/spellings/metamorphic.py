@@ -75,8 +75,13 @@ def mutants(kind: str, count: int, seed: int = 0) -> Iterator[Mutant]:
         if spelling.name not in programs:
             programs[spelling.name] = mutate.program(spelling.fn, args)
         closed = programs[spelling.name]
-        edit, text = choose(closed, rng)
-        fn = mutate.as_function(mutate.edited(closed, edit))
+        texts = []
+        # Meaning is kept through any number of edits; one change is enough.
+        for _ in range(int(rng.integers(1, 4)) if kind == "keeping" else 1):
+            edit, text = choose(closed, rng)
+            closed = mutate.edited(closed, edit)
+            texts.append(text)
+        fn, text = mutate.as_function(closed), "; ".join(texts)
         name = f"{i} {spelling.name}: {text}"
         case = Case(name, fn, args, spelling.op, spelling.gradients, TOLERANCE)
         yield Mutant(name, spelling, case)

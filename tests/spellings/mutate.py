@@ -46,6 +46,7 @@ class Edit:
         order: The equations' numbers, in the order to be run.
         outlined: First and last position of a run that becomes a jitted call.
         twins: Equations that are computed once for each of their readers.
+        inlined: Whether jitted calls are inlined.
         seed: For the choices that mutations make.
     """
 
@@ -53,6 +54,7 @@ class Edit:
     order: Sequence[int] | None = None
     outlined: tuple[int, int] | None = None
     twins: frozenset[int] = frozenset()
+    inlined: bool = False
     seed: int = 0
 
 
@@ -60,11 +62,11 @@ class Edit:
 def program(fn: Callable, args: Sequence[jax.Array]) -> ClosedJaxpr:
     """The function as a jaxpr with its jitted calls inlined."""
     closed = jax.make_jaxpr(lambda *a: jax.tree.leaves(fn(*a)))(*args)
-    return edited(closed, Edit())
+    return edited(closed, Edit(inlined=True))
 
 
 def edited(closed: ClosedJaxpr, edit: Edit) -> ClosedJaxpr:
-    """The program traced again with the edit, inner jitted calls inlined."""
+    """The program traced again with the edit."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in invars(closed)]
     return jax.make_jaxpr(lambda *a: _run(closed, a, edit))(*avals)
 
@@ -102,7 +104,7 @@ def _steps(jaxpr, order, env, edit, rng) -> None:
             for k, v in enumerate(eqn.outvars):
                 env[v] = lambda _, k=k, eqn=eqn, values=values: bind(eqn, values)[k]
             continue
-        results = bind(eqn, values)
+        results = bind(eqn, values, edit.inlined)
         for mutation in edit.rules.get(i, ()):
             results = mutation.apply(eqn, [*values, *results], rng)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -125,11 +127,11 @@ def _outlined(jaxpr, order, env, edit, rng) -> None:
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
-def bind(eqn: JaxprEqn, values: Values) -> Values:
-    """The equation's results; a jitted call is inlined."""
+def bind(eqn: JaxprEqn, values: Values, inlined: bool = False) -> Values:
+    """The equation's results; with `inlined`, of the body of a jitted call."""
     inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    if eqn.primitive.name in CALLS and inner is not None:
-        return _run(inner, values, Edit())
+    if inlined and eqn.primitive.name in CALLS and inner is not None:
+        return _run(inner, values, Edit(inlined=True))
     found = eqn.primitive.get_bind_params(eqn.params)
     # A pair of functions and parameters in some versions, parameters in others.
     functions, params = found if isinstance(found, tuple) else ((), found)
@@ -190,7 +192,7 @@ def _random_rules(closed, table, count, rng, seed) -> Edit:
     for i, m in mutations_at(closed, table):
         by_name.setdefault(m.name, []).append((i, m))
     rules: dict[int, list[Mutation]] = {}
-    for name in rng.choice(sorted(by_name), count):
+    for name in rng.choice(sorted(by_name), count) if by_name else ():
         options = by_name[name]
         i, m = options[int(rng.integers(len(options)))]
         # Rules see the equation's own operands, so there is one per equation.
