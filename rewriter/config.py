@@ -113,10 +113,7 @@ def using(*patterns: object) -> Iterator[Config]:
         yield merged
 
 
-STAGES = (
-    "trace", "match", "plan", "choose", "replace", "optimize", "verify", "export",
-    "bench", "site",
-)  # fmt: skip
+STAGES = ("trace", "graph", "match", "choose", "replace", "optimize")
 
 
 def configure_logging(text: str | None = None) -> None:

@@ -211,6 +211,7 @@ def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> R
         before=traced.closed_jaxpr,
         after=rewritten.closed_jaxpr,
     )
+    _log(report)
     _require(report, config)
     if config.verify == "once":
         _verify_sites(traced.name, rewritten.closed_jaxpr)
@@ -322,6 +323,22 @@ def _changed(before: ClosedJaxpr, after: ClosedJaxpr) -> str:
     if set(before.effects) != set(after.effects):
         return f"effects became {after.effects}; they are {before.effects}"
     return ""
+
+
+def _log(report: Report) -> None:
+    """One line per stage, site and near miss, for ``REWRITER_LOG``."""
+    for stage, seconds in report.seconds.items():
+        logger = logging.getLogger(f"rewriter.{stage}")
+        logger.info("%s: %s took %.3f s", report.name, stage, seconds)
+    match, choose = (logging.getLogger(f"rewriter.{n}") for n in ("match", "choose"))
+    for s in report.sites:
+        match.debug("%s at %s: %s %s", s.op, s.where, s.shapes, dict(s.params))
+        choose.info("%s at %s: %s [%s]", s.op, s.where, s.kernel, s.origin)
+        for kernel, reason in s.not_chosen:
+            choose.debug("%s at %s: not %s: %s", s.op, s.where, kernel, reason)
+    for m in report.misses:
+        reasons = "; ".join(map(str, m.reasons))
+        match.info("near miss: %s at %s: %s", m.op, m.where, reasons)
 
 
 def _verify_sites(name: str, program: ClosedJaxpr) -> None:

@@ -62,13 +62,15 @@ def test_bad_values(options, text):
 def test_logging_by_stage(capsys):
     logger = logging.getLogger("rewriter.match")
     try:
-        configure_logging("+match,-plan")
+        configure_logging("+match,-choose")
         logger.debug("said")
-        logging.getLogger("rewriter.plan").error("silent")
+        logging.getLogger("rewriter.choose").error("silent")
         assert capsys.readouterr().err == "rewriter.match: said\n"
         with pytest.warns(RewriterWarning, match="Did you mean 'match'"):
             configure_logging("mach")
     finally:
         logger.handlers.clear()
         logger.setLevel(logging.NOTSET)
-        logging.getLogger("rewriter.plan").handlers.clear()
+        other = logging.getLogger("rewriter.choose")
+        other.handlers.clear()
+        other.setLevel(logging.NOTSET)
