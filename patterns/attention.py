@@ -128,6 +128,9 @@ def read(
         inside=frozenset([*(n.outs[0] for n in scores), pv.outs[0]]),
         full_sides=frozenset({(pv.outs[0], side)}),
         soft_fills=soft,
+        in_pieces=lambda v: any(
+            find.regions.depends(v, n.outs[0], 120) for n in scores
+        ),
     )
     alg = find.algebra
     args = ev.indices(value)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, sigmoid, tanh
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
@@ -351,12 +351,9 @@ def _every(alg: Algebra, p: Poly) -> list[int]:
 
 def _activation(alg, act: Poly, gate: int, bias: Poly, clip) -> tuple[str, float]:
     """The activation whose form is that of the gate branch."""
-    from rewriter.canonicalize import relu, sigmoid, tanh
-    from rewriter.canonicalize import odd_function as odd
-
     g = alg.add(alg.of_atom(gate), bias)
     if clip[1] is not None:
-        g = alg.add(g, relu(alg, alg.add(g, alg.const(-clip[1]))), -1.0)
+        g = alg.add(g, alg.relu(alg.add(g, alg.const(-clip[1]))), -1.0)
 
     def gelu_tanh() -> Poly:
         cube = alg.scale(alg.mul(g, alg.mul(g, g)), 0.044715)
@@ -364,7 +361,7 @@ def _activation(alg, act: Poly, gate: int, bias: Poly, clip) -> tuple[str, float
         return alg.scale(alg.mul(g, alg.add(alg.const(1), tanh(alg, inner))), 0.5)
 
     def gelu_erf() -> Poly:
-        inner = odd(alg, "erf", alg.scale(g, 0.5**0.5))
+        inner = alg.odd("erf", alg.scale(g, 0.5**0.5))
         return alg.scale(alg.mul(g, alg.add(alg.const(1), inner)), 0.5)
 
     candidates = {
@@ -372,8 +369,8 @@ def _activation(alg, act: Poly, gate: int, bias: Poly, clip) -> tuple[str, float
         "sigmoid": lambda: sigmoid(alg, g),
         "gelu_tanh": gelu_tanh,
         "gelu_erf": gelu_erf,
-        "relu": lambda: relu(alg, g),
-        "relu2": lambda: alg.power(relu(alg, g), 2),
+        "relu": lambda: alg.relu(g),
+        "relu2": lambda: alg.power(alg.relu(g), 2),
         "tanh": lambda: tanh(alg, g),
         "gelu_quick": lambda: alg.mul(g, sigmoid(alg, alg.scale(g, 1.702))),
     }

@@ -99,11 +99,13 @@ class Evaluator:
         expand_all: bool = False,
         soft_fills: bool = False,
         full_sides: frozenset[tuple[int, int]] = frozenset(),
+        in_pieces: Callable[[int], bool] | None = None,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
         self.inside, self.usable, self.expand_all = inside, usable, expand_all
         self.soft_fills, self.full_sides = soft_fills, full_sides
+        self.in_pieces = in_pieces
         self.memo: dict[Any, Any] = {}
         self.fills: set[float] = set()
         self.notes: set[str] = set()
@@ -125,7 +127,11 @@ class Evaluator:
             self._count()
             try:
                 self.memo[key] = self._poly(value, args, mode)
-            except (NeedSplit, TooMuchWork):
+            except NeedSplit:
+                if self._whole(value):
+                    raise
+                self.memo[key] = self.alg.of_atom(self.leaf(value, args))
+            except TooMuchWork:
                 raise
             except OverBudget:  # no rule for this: a value taken as it is
                 self.memo[key] = self.alg.of_atom(self.leaf(value, args))
@@ -138,11 +144,21 @@ class Evaluator:
             self._count()
             try:
                 self.memo[key] = self._flag(value, args, mode)
-            except (NeedSplit, TooMuchWork):
+            except NeedSplit:
+                if self._whole(value):
+                    raise
+                self.memo[key] = self.alg.literal(self.leaf(value, args))
+            except TooMuchWork:
                 raise
             except OverBudget:
                 self.memo[key] = self.alg.literal(self.leaf(value, args))
         return self.memo[key]
+
+    def _whole(self, value: int) -> bool:
+        """Whether an index over several pieces of a value concerns its readers."""
+        node = self.g.node_of(value)
+        joins = node is not None and node.prim in ("concatenate", "pad")
+        return not joins or self.in_pieces is None or self.in_pieces(value)
 
     def _count(self) -> None:
         self.visits += 1
@@ -728,53 +744,7 @@ def _ramp(alg: Algebra, flag: int, if_true: Poly, if_false: Poly) -> Poly | None
     k = diff[term] / p[term]
     if alg.add(diff, p, -k):
         return None
-    return alg.add(other, relu(alg, p), k)
-
-
-def relu(alg: Algebra, p: Poly) -> Poly:
-    """max(p, 0); max(-p, 0) is max(p, 0) - p."""
-    c = alg.as_constant(p)
-    if c is not None:
-        return alg.const(max(c, 0.0))
-    if alg.positive(p):
-        return p
-    if alg.positive(alg.scale(p, -1.0)):
-        return {}
-    if is_variance(alg, p):
-        return p
-    if is_variance(alg, alg.scale(p, -1.0)):
-        return {}
-    frozen = alg.freeze(p)
-    lead = next((c for (_, m), c in frozen if m), frozen[0][1])
-    k = max(abs(c) for (_, m), c in frozen if m)
-    scaled = alg.scale(p, 1.0 / k)
-    if lead < 0:
-        atom = alg.atom("relu", alg.freeze(alg.scale(scaled, -1.0)))
-        return alg.scale(alg.add(alg.of_atom(atom), scaled), k)
-    return alg.scale(alg.of_atom(alg.atom("relu", alg.freeze(scaled))), k)
-
-
-def is_variance(alg: Algebra, p: Poly) -> bool:
-    """C sum(x^2) - d sum(x)^2 with d <= c / N: nonnegative by Cauchy and Schwarz."""
-    if len(p) != 2:
-        return False
-    plus = [(t, c) for t, c in p.items() if c > 0]
-    minus = [(t, c) for t, c in p.items() if c < 0]
-    if len(plus) != 1 or len(minus) != 1:
-        return False
-    ((f1, m1), c1), ((f2, m2), c2) = plus[0], minus[0]
-    if f1 != TRUE or f2 != TRUE or len(m1) != 1 or len(m2) != 1:
-        return False
-    (a1, e1), (a2, e2) = m1[0], m2[0]
-    if e1 != 1 or e2 != 2 or alg.kind(a1) != "sum" or alg.kind(a2) != "sum":
-        return False
-    _, n1, b1, body1 = alg.defs[a1]
-    _, n2, b2, body2 = alg.defs[a2]
-    squared = alg.monomial((a, 2 * e) for a, e in body2)
-    if n1 != n2 or b1 != b2 or squared != body1:
-        return False
-    count = math.prod(alg.sizes[n] for n in n1)
-    return -c2 <= c1 / count * (1 + 1e-4)
+    return alg.add(other, alg.relu(p), k)
 
 
 @_rule("max", "min")
@@ -788,16 +758,16 @@ def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
             return ev.poly(values[other], at, mode)
     a, b = ev.operands(node, args, mode)
     if node.prim == "max":  # b + max(a - b, 0)
-        return alg.add(b, relu(alg, alg.add(a, b, -1.0)))
-    return alg.add(a, relu(alg, alg.add(a, b, -1.0)), -1.0)  # a - max(a - b, 0)
+        return alg.add(b, alg.relu(alg.add(a, b, -1.0)))
+    return alg.add(a, alg.relu(alg.add(a, b, -1.0)), -1.0)  # a - max(a - b, 0)
 
 
 @_rule("clamp")
 def _clamp(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     lo, x, hi = ev.operands(node, args, mode)
     alg = ev.alg
-    low = alg.add(lo, relu(alg, alg.add(x, lo, -1.0)))
-    return alg.add(low, relu(alg, alg.add(low, hi, -1.0)), -1.0)
+    low = alg.add(lo, alg.relu(alg.add(x, lo, -1.0)))
+    return alg.add(low, alg.relu(alg.add(low, hi, -1.0)), -1.0)
 
 
 @_rule("abs")
@@ -805,7 +775,7 @@ def _abs(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     (a,) = ev.operands(node, args, mode)
     if ev.alg.positive(a):
         return a
-    return ev.alg.add(ev.alg.scale(relu(ev.alg, a), 2.0), a, -1.0)
+    return ev.alg.add(ev.alg.scale(ev.alg.relu(a), 2.0), a, -1.0)
 
 
 @_rule("sign")
@@ -820,19 +790,9 @@ def _sign(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 def _odd(name: str):
     def rule(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         (a,) = ev.operands(node, args, mode)
-        return odd_function(ev.alg, name, a)
+        return ev.alg.odd(name, a)
 
     return rule
-
-
-def odd_function(alg: Algebra, name: str, a: Poly) -> Poly:
-    """f(a) for an odd f: the sign is taken out."""
-    if not a:
-        return {}
-    frozen = alg.freeze(a)
-    sign = -1.0 if frozen[0][1] < 0 else 1.0
-    atom = alg.atom("fn", name, alg.freeze(alg.scale(a, sign)))
-    return alg.scale(alg.of_atom(atom), sign)
 
 
 _RULES["erf"] = _odd("erf")
@@ -842,7 +802,7 @@ _RULES["sin"] = _odd("sin")
 @_rule("erfc")
 def _erfc(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     (a,) = ev.operands(node, args, mode)
-    return ev.alg.add(ev.alg.const(1), odd_function(ev.alg, "erf", a), -1.0)
+    return ev.alg.add(ev.alg.const(1), ev.alg.odd("erf", a), -1.0)
 
 
 @_rule("cos")

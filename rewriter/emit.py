@@ -123,10 +123,7 @@ class Emitter:
         _, name, args = self.alg.defs[atom]
         x = self.arrays[name]
         labels: list[Any] = list(args)
-        for k, a in enumerate(labels):
-            if isinstance(a, int) and self.alg.sizes[a] < x.shape[k]:
-                x = jax.lax.slice_in_dim(x, 0, self.alg.sizes[a], axis=k)
-        for _ in range(12):
+        for _ in range(16):
             complex_at = next(
                 (k for k, a in enumerate(labels) if not isinstance(a, int)), None
             )
@@ -136,6 +133,9 @@ class Emitter:
             if step is None:
                 return self._gather(self.arrays[name], args, order)
             x, labels = step
+        for k, a in enumerate(labels):
+            if self.alg.sizes[a] < x.shape[k]:
+                x = jax.lax.slice_in_dim(x, 0, self.alg.sizes[a], axis=k)
         if len(set(labels)) != len(labels):
             return self._gather(self.arrays[name], args, order)
         where = {i: k for k, i in enumerate(labels)}
@@ -165,13 +165,13 @@ class Emitter:
             if self.alg.index_range(a[1])[0] == 0:
                 x = jax.lax.slice_in_dim(x, lo, hi + 1, axis=k)
                 return x, labels[:k] + [a[1]] + labels[k + 1 :]
+        if a[0] == "cat" and x.shape[k] % a[3] == 0:
+            shape = (*x.shape[:k], x.shape[k] // a[3], a[3], *x.shape[k + 1 :])
+            return x.reshape(shape), [*labels[:k], a[1], a[2], *labels[k + 1 :]]
         if a[0] == "cat":
             lo, hi = self.alg.index_range(a)
             if lo == 0 and hi + 1 < x.shape[k]:
                 return jax.lax.slice_in_dim(x, 0, hi + 1, axis=k), labels
-            if (lo, hi) == (0, x.shape[k] - 1) and x.shape[k] % a[3] == 0:
-                shape = (*x.shape[:k], x.shape[k] // a[3], a[3], *x.shape[k + 1 :])
-                return x.reshape(shape), [*labels[:k], a[1], a[2], *labels[k + 1 :]]
         return None
 
     def _gather(self, x: jax.Array, args: tuple[Index, ...], order: list[int]):
@@ -246,6 +246,9 @@ class Emitter:
                     x = x if jnp.issubdtype(x.dtype, jnp.integer) else None
                 elif d[0] == "iota":
                     x = self._index(d[1], order)
+                elif d[0] == "relu" and all(c == int(c) for _, c in d[1]):
+                    x = jnp.maximum(self._integer(self.alg.thaw(d[1]), order), 0)
+                    x = x if jnp.issubdtype(x.dtype, jnp.integer) else None
                 else:
                     x = None
                 if x is None or e != 1:

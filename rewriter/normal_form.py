@@ -31,6 +31,7 @@ TRUE, FALSE = 0, 1
 TERM_BUDGET = 128
 LITERAL_BUDGET = 9
 SNAP = 1e-6
+ODD = ("erf", "sin")
 
 
 class OverBudget(Exception):
@@ -540,8 +541,7 @@ class Algebra:
     def base_atom(self, p: Poly) -> tuple[float, int]:
         """(content, atom) of a sum of several terms; content times base is p."""
         frozen = self.freeze(p)
-        lead = next((c for (f, m), c in frozen if m), frozen[0][1])
-        content = abs(lead)
+        content = max(abs(c) for (f, m), c in frozen if m or len(frozen) == 1)
         if all(c < 0 for _, c in frozen):
             content = -content
         scaled = self.scale(p, 1.0 / content)
@@ -724,6 +724,57 @@ class Algebra:
             outer = self.log({(TRUE, self.monomial(common)): 1.0})
             return self.add(outer, self.log(rest_p))
         return self.of_atom(self.atom("log", self.freeze(p)))
+
+    # --------------------------------------------------------------- max, odd functions
+    def relu(self, p: Poly) -> Poly:
+        """max(p, 0); max(-p, 0) is max(p, 0) - p."""
+        c = self.as_constant(p)
+        if c is not None:
+            return self.const(max(c, 0.0))
+        if self.positive(p) or self.is_variance(p):
+            return p
+        minus = self.scale(p, -1.0)
+        if self.positive(minus) or self.is_variance(minus):
+            return {}
+        if all(not m for _, m in p):  # a choice among constants
+            return {t: v for t, v in p.items() if v > 0}
+        frozen = self.freeze(p)
+        lead = next((c for (_, m), c in frozen if m), frozen[0][1])
+        k = max(abs(c) for (_, m), c in frozen if m)
+        if lead < 0:
+            atom = self.atom("relu", self.freeze(self.scale(minus, 1.0 / k)))
+            return self.add(self.scale(self.of_atom(atom), k), p)
+        atom = self.atom("relu", self.freeze(self.scale(p, 1.0 / k)))
+        return self.scale(self.of_atom(atom), k)
+
+    def is_variance(self, p: Poly) -> bool:
+        """c sum(x^2) - d sum(x)^2, d <= c / N: not negative (Cauchy and Schwarz)."""
+        if len(p) != 2:
+            return False
+        (((f1, m1), c1), ((f2, m2), c2)) = sorted(p.items(), key=lambda t: -t[1])
+        if c1 <= 0 or c2 >= 0 or f1 != TRUE or f2 != TRUE:
+            return False
+        if len(m1) != 1 or len(m2) != 1:
+            return False
+        (a1, e1), (a2, e2) = m1[0], m2[0]
+        if e1 != 1 or e2 != 2 or self.kind(a1) != "sum" or self.kind(a2) != "sum":
+            return False
+        _, n1, b1, body1 = self.defs[a1]
+        _, n2, b2, body2 = self.defs[a2]
+        squared = self.monomial((a, 2 * e) for a, e in body2)
+        if n1 != n2 or b1 != b2 or squared != body1:
+            return False
+        count = math.prod(self.sizes[n] for n in n1)
+        return -c2 <= c1 / count * (1 + 1e-4)
+
+    def odd(self, name: str, p: Poly) -> Poly:
+        """f(p) for an odd function f: the sign is taken out."""
+        if not p:
+            return {}
+        frozen = self.freeze(p)
+        sign = -1.0 if frozen[0][1] < 0 else 1.0
+        atom = self.atom("fn", name, self.freeze(self.scale(p, sign)))
+        return self.scale(self.of_atom(atom), sign)
 
     # --------------------------------------------------------------- sums
     def sum_over(self, p: Poly, indices: Iterable[Index]) -> Poly:
@@ -1085,6 +1136,16 @@ class Algebra:
             return self.atom("exp", mono)
         if kind == "ind":
             return self.atom("ind", self.subst_bool(definition[1], to))
+        if kind == "relu":
+            return self._as_atom(self.relu(self.subst(self.thaw(definition[1]), to)))
+        if kind == "fn" and definition[1] in ODD:
+            inner = self.subst(self.thaw(definition[2]), to)
+            return self._as_atom(self.odd(definition[1], inner))
+        if kind == "pow":
+            content, atom = self.base_atom(self.subst(self.thaw(definition[1]), to))
+            if content == 1:
+                return atom
+            return self.atom("val", self.freeze({(TRUE, ((atom, 1),)): content}))
         parts = [
             self.freeze(self.subst(self.thaw(x), to))
             if isinstance(x, tuple) and _is_frozen(x)
