@@ -498,7 +498,11 @@ def _(q, k, v, mask):
     return weigh(e / jnp.where(total == 0, 1.0, total), v)
 
 
-@guard("guard_output", "zero")
+@guard(
+    "guard_output",
+    "zero",
+    also=[dict(operands="q k v mask", scale=SCALE, empty_rows="mean")],
+)
 def _(q, k, v, mask):
     p = jax.nn.softmax(jnp.where(mask, dots(q, k) * SCALE, -1e9))
     some = mask.any(-1).transpose(0, 2, 1)[..., None]

@@ -516,6 +516,27 @@ def _(q, k, v):
     return attend(masked(scores(q, jnp.roll(k, 1, axis=0))), v)
 
 
+@careful("scores_capped", "masked scores are cut off at 0.4, which is no tanh")
+def _(q, k, v):
+    return attend(jnp.minimum(masked(scores(q, k), fill=-3e38), 0.4), v)
+
+
+@careful("scores_capped_runtime_scale", "the same, with a scale computed at run time")
+def _(q, k, v):
+    s = dots(q / jnp.sqrt(H).astype(q.dtype), k)
+    return attend(jnp.minimum(masked(s, fill=jnp.finfo(s.dtype).min), 0.4), v)
+
+
+@careful("scores_capped_before_mask", "scores are cut off, then masked")
+def _(q, k, v):
+    return attend(masked(jnp.minimum(scores(q, k), 0.4), fill=-3e38), v)
+
+
+@careful("scores_bounded_below", "masked scores are bounded below by −1")
+def _(q, k, v):
+    return attend(jnp.maximum(masked(scores(q, k)), -1.0), v)
+
+
 @careful("squared_width_only", "the contraction weighs the width", dict(w="h"))
 def _(q, k, v, w):
     return attend(jnp.einsum("btnh,bsnh,h->bnts", q, k, w), v)
