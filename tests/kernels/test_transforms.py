@@ -33,6 +33,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+FEW = (
+    "jvp", "jit_grad", "hessian", "grad_of_grad", "vmap_last_axis",
+    "vmap_one_operand", "vmap_of_grad", "grad_of_vmap_first",
+)  # fmt: skip
+
 
 def _both(case: str, dtype: str = "float32") -> tuple[Any, Any, list[jax.Array]]:
     name, shapes, params = CASES[case]
@@ -58,8 +63,14 @@ def _both(case: str, dtype: str = "float32") -> tuple[Any, Any, list[jax.Array]]
 
 
 @pytest.mark.parametrize("transform", transforms.TRANSFORMS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["causal", "everything", "ragged"])
 def test_every_transform_agrees_with_float64(case: str, transform: str) -> None:
+    transforms.check(transform, *_both(case))
+
+
+@pytest.mark.parametrize("transform", FEW)
+@pytest.mark.parametrize("case", ["ragged_transposed", "ragged_contracting"])
+def test_other_modes_agree_with_float64(case: str, transform: str) -> None:
     transforms.check(transform, *_both(case))
 
 
