@@ -525,10 +525,10 @@ class _Assembly:
         offset = alg.thaw(next(iter(distinct), ()))
         right = min((c for c, _ in self.right), default=None)
         left = min((c for c, _ in self.left), default=None)
-        shift = right if right is not None else 0
+        shift = right if right is not None and (left is None or right < 0) else 0
         if right is not None or left is not None:
             width = None if left is None else left + shift
-            self.params["window"] = (width, 0 if right is not None else None)
+            self.params["window"] = (width, None if right is None else right - shift)
             if shift:
                 self.params["shift"] = shift
         if offset:
@@ -681,19 +681,21 @@ class _Assembly:
         sizes = self.alg.sizes
         t = math.prod(sizes[i] for i in self.t)
         s = math.prod(sizes[i] for i in self.s)
-        left, _ = self.params.get("window", (None, None))
+        left, right = self.params.get("window", (None, None))
         shift = self.params.get("shift", 0)
         masks = set(self.operands) - only
         if masks == {"q_segments", "kv_segments"}:
             mine, theirs = self.segments
             swap = {self.s[0]: self.t[0]} if self.t and len(self.s) == 1 else {}
             same = t == s and swap and self.alg.subst(theirs, swap) == mine
-            masks = set() if same and shift >= 0 and (left is None or left >= shift) else masks
-        if masks - {"prefix"}:
+            lo = -left if left is not None else 0
+            if same and lo + shift <= 0 <= shift + (right or 0):  # each sees itself
+                return True
+        if masks - {"prefix"} or (left or 0) + (right or 0) < 0:
             return False
-        if self.params.get("window", (None, None))[1] is None:
-            return left is None or t <= s + left
-        return shift >= 0 and (left is None or t + shift <= s + left)
+        first_sees = right is None or shift + right >= 0
+        last_sees = left is None or t + shift <= s + left
+        return first_sees and last_sees
 
 
 def _factors(alg: Algebra, b: int) -> list[int]:

@@ -483,10 +483,26 @@ class Evaluator:
         moved = self.moved(node, value, args)
         if moved is not None:
             return self.flag(moved[0], moved[1], mode)
+        folded = self._folded(node)
+        if folded is not None:
+            found = self._constant_flag(folded, args)
+            if found is not None:
+                return found
         rule = _FLAGS.get(node.prim)
         if rule is None:
             return self.alg.literal(self.leaf(value, args))
         return rule(self, node, args, mode)
+
+    def _folded(self, node: Node) -> np.ndarray | None:
+        """A predicate of constant arrays, computed; None if it is not that."""
+        fold = _FOLD_FLAGS.get(node.prim)
+        arrays = [self.g.constants.get(i) for i in node.ins]
+        if fold is None or any(a is None for a in arrays):
+            return None
+        shape = self.g.shape(node.outs[0])
+        if math.prod(shape) > 1 << 27 or not shape:
+            return None
+        return np.broadcast_to(fold(*map(np.asarray, arrays)), shape)
 
     def _constant_flag(self, mask: np.ndarray, args: tuple[Index, ...]) -> int | None:
         if mask.ndim == 0 or (mask == mask.flat[0]).all():
@@ -1005,6 +1021,11 @@ def _pad_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
 
 
 # ------------------------------------------------------------------ helpers
+_FOLD_FLAGS: dict[str, Callable[..., Any]] = {
+    "eq": np.equal, "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lt": np.less, "le": np.less_equal, "and": np.logical_and, "or": np.logical_or,
+    "not": np.logical_not, "convert_element_type": lambda a: a != 0,
+}  # fmt: skip
 _FOLD: dict[str, Callable[..., float]] = {
     "sqrt": lambda a, p: math.sqrt(a),
     "rsqrt": lambda a, p: 1 / math.sqrt(a),
