@@ -242,6 +242,9 @@ def _exponents(
         found = _scores(alg, mono, float(c), operands, parts.s)
         if found is not None:
             qk.append(found)
+        elif {alg.defs[a][1] for a in alg.leaves(atom)} & operands:
+            raise Refused("scores", "the scores go through something that this op lacks",
+                          difference=alg.show_atom(atom), score=0.6)  # fmt: skip
         else:
             bias = alg.add(bias, {(TRUE, mono): float(c)})
     if not qk:

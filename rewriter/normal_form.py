@@ -726,8 +726,32 @@ class Algebra:
         return self.of_atom(self.atom("log", self.freeze(p)))
 
     # --------------------------------------------------------------- max, odd functions
+    def by_cases(self, p: Poly, f: Callable[[Poly], Poly]) -> Poly | None:
+        """f(p) taken apart where p has masked terms; None if it has none."""
+        flags = {flag for flag, _ in p if flag != TRUE}
+        if not flags:
+            return None
+        cells = [TRUE]
+        for flag in flags:
+            halves = ((c, side) for c in cells for side in (flag, self.negate(flag)))
+            cells = [x for c, side in halves if (x := self.both(c, side)) != FALSE]
+            if len(cells) > 16:
+                raise OverBudget("too many cases")
+        out: Poly = {}
+        for cell in cells:
+            here: Poly = {}
+            for (flag, mono), c in p.items():
+                if self.implies(cell, flag):
+                    self._accumulate(here, TRUE, mono, c)
+            for (flag, mono), c in f(here).items():
+                out = self.add(out, {(self.both(flag, cell), mono): c})
+        return out
+
     def relu(self, p: Poly) -> Poly:
         """max(p, 0); max(-p, 0) is max(p, 0) - p."""
+        cases = self.by_cases(p, self.relu)
+        if cases is not None:
+            return cases
         c = self.as_constant(p)
         if c is not None:
             return self.const(max(c, 0.0))
@@ -736,8 +760,6 @@ class Algebra:
         minus = self.scale(p, -1.0)
         if self.positive(minus) or self.is_variance(minus):
             return {}
-        if all(not m for _, m in p):  # a choice among constants
-            return {t: v for t, v in p.items() if v > 0}
         frozen = self.freeze(p)
         lead = next((c for (_, m), c in frozen if m), frozen[0][1])
         k = max(abs(c) for (_, m), c in frozen if m)
@@ -771,6 +793,9 @@ class Algebra:
         """f(p) for an odd function f: the sign is taken out."""
         if not p:
             return {}
+        cases = self.by_cases(p, lambda q: self.odd(name, q))
+        if cases is not None:
+            return cases
         frozen = self.freeze(p)
         sign = -1.0 if frozen[0][1] < 0 else 1.0
         atom = self.atom("fn", name, self.freeze(self.scale(p, sign)))
