@@ -41,9 +41,10 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         return
     miss: Refused | None = None
     sources = set().union(*(_inputs(find, n) for n in dots))
-    for product, _ in _products(find, anchor):
-        if find.done(NAME, product.outs[0]):
-            return
+    products = _products(find, anchor)
+    if any(find.done(NAME, product.outs[0]) for product, _ in products):
+        return
+    for product, _ in products:
         if not any(
             _inputs(find, n) & sources
             for i in product.ins for n in _linear(find, i)
@@ -137,8 +138,9 @@ def read(
     if len(gates) > 1:
         raise Refused("gate", "the activation is of several contractions", score=0.3)
     gate = gates[0]
-    x, w_gate, k = _factors(alg, gate, args)
-    x_up, w_up, k_up = _factors(alg, u, args)
+    shared = _names(alg, gate) & _names(alg, u)
+    x, w_gate, k = _factors(alg, gate, args, shared)
+    x_up, w_up, k_up = _factors(alg, u, args, shared)
     to = dict(zip(k_up, k, strict=True)) if len(k) == len(k_up) else {}
     if alg.subst_mono(x_up, to) != x:
         raise Refused("x", "gate and up are contractions of different values", score=0.4)
@@ -272,7 +274,11 @@ def _relu_term(alg: Algebra, p: Poly, sign: int) -> tuple[Poly | None, Poly]:
     return None, p
 
 
-def _factors(alg: Algebra, atom: int, args: Any):
+def _names(alg: Algebra, atom: int) -> set[Any]:
+    return {alg.defs[a][1] for a in alg.leaves(atom)}
+
+
+def _factors(alg: Algebra, atom: int, args: Any, shared: set[Any]):
     """(x, w, contracted indices): factors that follow the rows, and the others."""
     k, flag, mono = alg.open_sum(atom)
     leaves = [f for f in mono if alg.kind(f[0]) == "leaf"]
@@ -285,6 +291,9 @@ def _factors(alg: Algebra, atom: int, args: Any):
     ]  # fmt: skip
     free = [len(alg.free(a) & set(last)) for a, _ in mono]
     w = 0 if (ranks[0], -free[0]) > (ranks[1], -free[1]) else 1
+    common = [alg.defs[a][1] in shared for a, _ in mono]
+    if common[0] != common[1]:  # x is what both contractions read
+        w = 1 if common[0] else 0
     return (mono[1 - w],), (mono[w],), tuple(sorted(k))
 
 

@@ -65,7 +65,8 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     x, inside = found
     if not results or any(find.done(op, v) for v in results):
         return
-    ev = find.evaluator(results[-1], inside=inside, names={x: x})
+    sides = frozenset((v, k) for v in inside for k in (0, 1))
+    ev = find.evaluator(results[-1], inside=inside, full_sides=sides, names={x: x})
     readings: list[Reading] = []
     first: Refused | None = None
     for value in results:
@@ -103,9 +104,10 @@ def _source(find: Finder, anchor: Node) -> tuple[int, frozenset[int]] | None:
         if node.prim == "reduce_sum":
             xs.setdefault(_unsquared(find, node.ins[0]))
             continue
-        a, b = (_unsquared(find, i, square=False) for i in node.ins)
         contracted = bool(node.params["dimension_numbers"][0][0])
         number = [find.number(i) for i in node.ins]
+        known = any(n is not None for n in number)
+        a, b = (_unsquared(find, i, square=known) for i in node.ins)
         if a == b or any(n is not None for n in number):
             xs.setdefault(b if number[0] is not None else a)
             inside.add(node.outs[0])
@@ -301,7 +303,9 @@ def _base(alg: Algebra, base: int, x: int):
         raise Refused("root", "there is no sum of squares under the root", score=0.25)
     _, _, _, body = alg.defs[squares[0]]
     leaves = [(a, e) for a, e in body if alg.kind(a) == "leaf"]
-    if len(body) != 1 or leaves[0][1] != 2 or alg.defs[leaves[0][0]][1] != x:
+    if squares[1] <= 0 or constant < 0:
+        raise Refused("root", "a negative term under the root", score=0.3)
+    if len(body) != 1 or not leaves or leaves[0][1] != 2 or alg.defs[leaves[0][0]][1] != x:
         raise Refused("root", "the sum under the root is not one of squares", score=0.3)
     return squares, mean, constant, extra
 

@@ -80,7 +80,7 @@ def _mode(node: Node) -> str:
 
 def _precision(precision: Any) -> str:
     first = precision[0] if isinstance(precision, tuple) else precision
-    return getattr(first, "name", str(first))
+    return getattr(first, "name", str(first)).lower()
 
 
 PATTERN = ReaderPattern(NAME, ANCHORS, propose)

@@ -288,3 +288,14 @@ def scoped(source_info: Any, label: str) -> Any:
         return source_info
     stack = source_info.name_stack.extend(label)
     return source_info.replace(name_stack=stack)
+
+
+def integer_division(eqn: Any) -> str:
+    """``"floor_divide"`` or ``"remainder"`` for JAX's own call of them on integers."""
+    name = eqn.params.get("name")
+    if name not in ("floor_divide", "remainder") or len(eqn.invars) != 2:
+        return ""
+    info = getattr(call_body(eqn), "debug_info", None)
+    source = getattr(info, "func_src_info", "") or ""
+    whole = all(np.issubdtype(v.aval.dtype, np.integer) for v in eqn.invars)
+    return name if whole and "/jax/_src/numpy/" in source.replace("\\", "/") else ""

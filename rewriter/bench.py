@@ -120,12 +120,13 @@ def benchmark(
     if mode not in MODES:
         choose = f"Choose {', '.join(MODES)}"
         raise ConfigError(f"mode={mode!r}", next_step=choose, where=caller())
-    fn = getattr(fn, "original", fn)
+    fn, lifted = trace.original_of(fn)
     theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
     ours = {k: v for k, v in options.items() if k not in theirs}
+    static = trace.jit_options(fn, {**lifted, **theirs})
 
     def run(*args: Any, **kwargs: Any) -> Benchmark:
-        plain = trace.jitted(fn, trace.jit_options(fn, theirs))
+        plain = trace.jitted(fn, static)
         leaves, call = trace.split(plain, args, kwargs)
         report = optimize(call, **ours).report(*leaves)
         pair = [jax.jit(call), optimize(call, **ours)]

@@ -29,7 +29,7 @@ FULL, LAYOUT = "full", "layout"
 
 LAYOUT_PRIMITIVES = frozenset({
     "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice",
-    "rev", "split",
+    "rev", "split", "dynamic_slice",
 })  # fmt: skip
 TRANSPARENT = frozenset({
     "copy", "copy_p", "name", "sharding_constraint", "pvary", "pbroadcast",
@@ -42,6 +42,7 @@ ARITHMETIC = frozenset({
     "max", "min", "abs", "sign", "erf", "erfc", "sin", "cos", "select_n", "clamp",
     "convert_element_type", "stop_gradient", "is_finite", "ge", "gt", "le", "lt",
     "eq", "ne", "and", "or", "not", "xor", "one_minus_square", "iota",
+    "floor_divide", "remainder",
 })  # fmt: skip
 REDUCTIONS = frozenset({"reduce_sum", "reduce_or", "reduce_and"})
 LOCAL = LAYOUT_PRIMITIVES | TRANSPARENT | ARITHMETIC | REDUCTIONS | frozenset(
@@ -171,6 +172,15 @@ class Evaluator:
             return mode
         return FULL if (node.outs[0], k) in self.full_sides else LAYOUT
 
+    def leaf_kinds(self, mono: Any) -> str:
+        """'f' if a monomial holds a floating leaf."""
+        for a, _ in mono:
+            d = self.alg.defs[a]
+            if d[0] == "leaf" and isinstance(d[1], int) and d[1] < len(self.g.avals):
+                if _kind(self.g.dtype(d[1])) == "f":
+                    return "f"
+        return ""
+
     # ------------------------------------------------------------- leaves
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
         """The atom of a value taken as it is."""
@@ -239,7 +249,7 @@ class Evaluator:
             return None
         try:
             return float(fold(*values, node.params))
-        except (ValueError, ZeroDivisionError, OverflowError):
+        except (ValueError, ZeroDivisionError, OverflowError, TypeError):
             return None
 
     def _constant(self, value: int) -> Poly | None:
@@ -270,6 +280,10 @@ class Evaluator:
         const = self._constant(value)
         if const is not None:
             return const
+        if value not in self.names and (mode == LAYOUT or not self.g.shape(value)):
+            number = self.number(value)
+            if number is not None:
+                return self._number_poly(number, self.g.dtype(value))
         node = self._expandable(value, mode)
         if node is None:
             array = self.g.constants.get(value)
@@ -277,6 +291,9 @@ class Evaluator:
                 known = affine_constant(np.asarray(array))
                 if known is not None:
                     return self._affine(known, args)
+                chosen = self._two_values(np.asarray(array), args)
+                if chosen is not None:
+                    return chosen
             return self.alg.of_atom(self.leaf(value, args))
         prim = node.prim
         moved = self.moved(node, value, args)
@@ -289,6 +306,19 @@ class Evaluator:
         if rule is None:
             return self.alg.of_atom(self.leaf(value, args))
         return rule(self, node, args, mode)
+
+    def _two_values(self, array: np.ndarray, args: tuple[Index, ...]) -> Poly | None:
+        """A constant array of two numbers, such as a mask with its fill."""
+        if array.dtype.kind != "f" or array.size > 1 << 22:
+            return None
+        values = np.unique(array)
+        if len(values) != 2 or np.isnan(values).any():
+            return None
+        flag = self._constant_flag(array == values[1], args)
+        if flag is None:
+            return None
+        lo, hi = (self.alg.const(float(v)) for v in values)
+        return choose(self.alg, flag, hi, lo)
 
     def _affine(self, known: tuple[float, tuple[float, ...]], args) -> Poly:
         c0, slopes = known
@@ -333,6 +363,8 @@ class Evaluator:
                 return self.alg.of_atom(self.leaf(value, args))
             return p
         if kinds == ("f", "f") and not is_lossless(old, new):
+            if self.g.node_of(source) is None and not self.expand_all:
+                return self.alg.of_atom(self.leaf(value, args))  # rounds an input
             self.notes.add(f"rounding to {np.dtype(new).name} moved")
         return self.poly(source, args, mode)
 
@@ -392,6 +424,8 @@ class Evaluator:
                     args, strides, params["start_indices"], sizes, strict=True
                 )
             )
+        if prim == "dynamic_slice":
+            return self._static_slice(node, args)
         if prim == "rev":
             dims = {int(d) for d in params["dimensions"]}
             sizes = self.g.shape(node.ins[0])
@@ -410,6 +444,20 @@ class Evaluator:
         if prim == "concatenate":
             return self._piece(node, args)
         return None
+
+    def _static_slice(self, node: Node, args: tuple[Index, ...]):
+        """A dynamic slice whose starts are numbers."""
+        sizes = self.g.shape(node.ins[0])
+        starts = [self.number(i) for i in node.ins[1:]]
+        if any(x is None for x in starts):
+            return None
+        at = []
+        for a, n, m, x in zip(
+            args, sizes, node.params["slice_sizes"], starts, strict=True
+        ):
+            start = min(max(int(x) + (n if x < 0 else 0), 0), n - m)
+            at.append(None if n == 1 else self.alg.affine(a, 1, start))
+        return node.ins[0], tuple(at)
 
     def _piece(self, node: Node, args: tuple[Index, ...]):
         axis = int(node.params["dimension"])
@@ -546,11 +594,11 @@ def _elementwise(name: str, f: Callable[..., Poly]) -> None:
     )
 
 
-_elementwise("add", lambda ev, a, b: ev.alg.add(a, b))  # a + b
+_elementwise("add", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b)))  # a + b
 _elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
-_elementwise("sub", lambda ev, a, b: ev.alg.add(a, b, -1.0))  # a - b
+_elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
-_elementwise("mul", lambda ev, a, b: ev.alg.mul(a, b))  # a b
+_elementwise("mul", lambda ev, a, b: _gentle(ev, ev.alg.mul(a, b)))  # a b
 _elementwise("square", lambda ev, a: ev.alg.power(a, 2))  # a^2
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
@@ -570,6 +618,22 @@ _elementwise(  # 1 - a^2
     "one_minus_square",
     lambda ev, a: ev.alg.add(ev.alg.const(1), ev.alg.power(a, 2), -1.0),
 )
+
+
+def _gentle(ev: Evaluator, p: Poly) -> Poly:
+    """Refuses to take a float mask like (m - 1) * 1e9 apart.
+
+    Over the reals its constant cancels in a softmax; in floats, what is left
+    would swallow the scores. Such a value is a leaf.
+    """
+    if not ev.expand_all and len(p) > 1 and any(abs(c) >= 1e4 for c in p.values()):
+        for (flag, mono), c in p.items():
+            leaf = any(ev.alg.kind(a) == "leaf" for a, _ in mono)
+            if flag == TRUE and abs(c) >= 1e4 and leaf and (
+                str(ev.leaf_kinds(mono)) == "f"
+            ):
+                raise OverBudget("a float mask")
+    return p
 
 
 def _fills(ev: Evaluator, p: Poly) -> Poly:
@@ -607,6 +671,29 @@ def _div(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         frozen = ev.alg.freeze(a), ev.alg.freeze(b)
         return ev.alg.of_atom(ev.alg.atom("fn", "idiv", *frozen))
     return ev.alg.mul(a, ev.alg.power(b, -1))
+
+
+@_rule("floor_divide", "remainder")
+def _floor_divide(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    a, b = ev.operands(node, args, mode)
+    n, index = ev.alg.as_constant(b), _index_of(ev.alg, a)
+    name = "floor_divide" if node.prim == "floor_divide" else "remainder"
+    if n is None or n <= 0 or n != int(n) or index is None:
+        frozen = ev.alg.freeze(a), ev.alg.freeze(b)
+        return ev.alg.of_atom(ev.alg.atom("fn", name, *frozen))
+    digit = ev.alg.div if name == "floor_divide" else ev.alg.mod
+    return ev.alg.iota(digit(index, int(n)))
+
+
+def _index_of(alg: Algebra, p: Poly) -> Index:
+    """The index argument whose value a form is, or None."""
+    if len(p) != 1:
+        return None
+    ((flag, mono), c) = next(iter(p.items()))
+    if flag != TRUE or c != 1 or len(mono) != 1 or mono[0][1] != 1:
+        return None
+    d = alg.defs[mono[0][0]]
+    return d[1] if d[0] == "iota" else None
 
 
 @_rule("integer_pow")

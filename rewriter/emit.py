@@ -246,6 +246,8 @@ class Emitter:
                     x = x if jnp.issubdtype(x.dtype, jnp.integer) else None
                 elif d[0] == "iota":
                     x = self._index(d[1], order)
+                elif d[0] == "sum":
+                    x = self._integer_sum(a, order)
                 elif d[0] == "relu" and all(c == int(c) for _, c in d[1]):
                     x = jnp.maximum(self._integer(self.alg.thaw(d[1]), order), 0)
                     x = x if jnp.issubdtype(x.dtype, jnp.integer) else None
@@ -258,6 +260,15 @@ class Emitter:
                 term = jnp.where(self._bool(flag, order), term, 0)
             total = total + term
         return total
+
+
+    def _integer_sum(self, atom: int, order: list[int]) -> jax.Array | None:
+        bound, flag, mono = self.alg.open_sum(atom)
+        x = self._integer({(flag, mono): 1.0}, order + bound)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            return None
+        shape = x.shape[: len(order)] + tuple(self.alg.sizes[i] for i in bound)
+        return jnp.broadcast_to(x, shape).sum(tuple(range(len(order), len(shape))))
 
 
 def _power(x: jax.Array, e: Any) -> jax.Array:
@@ -277,4 +288,6 @@ _FUNCTIONS = {
     "sign": jnp.sign,
     "trunc": jnp.trunc,
     "idiv": lambda a, b: jnp.trunc(a / b),
+    "floor_divide": lambda a, b: jnp.floor(a / b),
+    "remainder": lambda a, b: a - b * jnp.floor(a / b),
 }

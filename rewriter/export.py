@@ -82,7 +82,7 @@ def export(
     fn: Callable[..., Any],
     /,
     *,
-    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    platforms: str | Sequence[str] = ("cpu", "cuda", "tpu"),
     vjp_order: int = 1,
     targets: Mapping[str, str] | None = None,
     **options: Any,
@@ -112,6 +112,7 @@ def export(
         >>> artifact.manifest["platforms"]
         ['cpu', 'tpu']
     """
+    platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for name in platforms:
         if name not in PLATFORMS:
             raise ExportError(
@@ -119,7 +120,10 @@ def export(
                 next_step=known(name, PLATFORMS),
                 where=caller(),
             )
-    fast = fn if hasattr(fn, "original") and not options else optimize(fn, **options)
+    fast = fn
+    if options or not hasattr(fn, "original"):
+        fn, lifted = trace.original_of(fn)
+        fast = optimize(fn, **{**lifted, **options})
 
     def run(*specs: Any, **named: Any) -> Artifact:
         report = fast.report(*specs, **named)

@@ -193,6 +193,9 @@ class Graph:
         name = eqn.primitive.name
         kind = _jax.call_kind(eqn)
         if kind == "call":
+            whole = _jax.integer_division(eqn)
+            if whole:
+                return self._merged(scope, position, eqn, whole, ins)
             return self._child(
                 scope, position, _jax.call_body(eqn), ins, kind="call"
             )

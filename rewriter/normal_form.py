@@ -304,6 +304,8 @@ class Algebra:
 
     # --------------------------------------------------------------- booleans
     def _bool(self, support: tuple[int, ...], table: int) -> int:
+        if len(support) > 1 and len(support) <= LITERAL_BUDGET + 2:
+            support, table = self._without_implied(support, table)
         for k in reversed(range(len(support))):  # drop literals without effect
             low, high = _cofactors(table, k, len(support))
             if low == high:
@@ -315,6 +317,44 @@ class Algebra:
             self._bools[key] = len(self.bools)
             self.bools.append(key)
         return self._bools[key]
+
+    def _without_implied(
+        self, support: tuple[int, ...], table: int
+    ) -> tuple[tuple[int, ...], int]:
+        """Drops literals that others decide: x >= 3 makes x >= 1 true."""
+        while True:
+            never = self._impossible(support)
+            if not never:
+                return support, table
+            table &= ~never
+            for k in reversed(range(len(support))):
+                low, high = _cofactors(table, k, len(support))
+                no_low, no_high = _cofactors(never, k, len(support))
+                if not (low ^ high) & ~no_low & ~no_high:
+                    support = support[:k] + support[k + 1 :]
+                    table = low & ~no_low | high & ~no_high
+                    break
+            else:
+                return support, table
+
+    def _impossible(self, support: tuple[int, ...]) -> int:
+        """Rows of a truth table that no assignment of values reaches."""
+        groups: dict[Any, list[tuple[float, int]]] = {}
+        for k, a in enumerate(support):
+            d = self.defs[a]
+            if d[0] == "ge":
+                rest = tuple(t for t in d[1] if t[0] != (TRUE, ()))
+                c = next((c for t, c in d[1] if t == (TRUE, ())), 0.0)
+                groups.setdefault(rest, []).append((c, k))
+        pairs = []
+        for members in groups.values():
+            members.sort()  # a smaller constant is the stronger claim
+            pairs += [(a, b) for (_, a), (_, b) in itertools.combinations(members, 2)]
+        out = 0
+        for row in range(1 << len(support)) if pairs else ():
+            if any(row >> a & 1 and not row >> b & 1 for a, b in pairs):
+                out |= 1 << row
+        return out
 
     def literal(self, atom: int) -> int:
         """The boolean function that is one literal."""
@@ -918,14 +958,14 @@ class Algebra:
                 a = a[1] if a[0] != "k" else None
 
     def _index_arguments(self, atom: int) -> frozenset[Index]:
-        """Composite index arguments at any depth."""
+        """Composite index arguments of leaves at any depth."""
         known = self._digit_args.get(atom)
         if known is None:
             definition = self.defs[atom]
             if definition[0] == "leaf":
                 known = frozenset(a for a in definition[2] if isinstance(a, tuple))
             elif definition[0] == "iota":
-                known = frozenset((definition[1],))
+                known = frozenset()
             else:
                 known = frozenset().union(
                     *map(self._index_arguments, self.children(atom))
@@ -1238,12 +1278,32 @@ class Algebra:
             if hi < 0 or (kind == "eq" and lo > 0):
                 return FALSE
         if kind == "ge":
-            return self._ge(p, integral)
+            near = self._within(p, integral)
+            return self._ge(p, integral) if near is None else near
+        if integral and all(self.kind(a) == "iota" for _, m in p for a, _ in m):
+            above = self.compare("ge", self.add(p, self.const(-1)), True)
+            return self.both(self.compare("ge", p, True), self.negate(above))
         frozen = self.freeze(p)
         lead = next(c for (_, m), c in frozen if m)
         return self.literal(
             self.atom("eq", self.freeze(self.scale(p, 1.0 / lead)), integral)
         )
+
+    def _within(self, p: Poly, integral: bool) -> int | None:
+        """[c - |b| >= 0] as two bounds; |b| is 2 max(b, 0) - b."""
+        for (flag, mono), c in p.items():
+            if flag != TRUE or len(mono) != 1 or mono[0][1] != 1 or c >= 0:
+                continue
+            if self.kind(mono[0][0]) != "relu":
+                continue
+            b = self.scale(self.thaw(self.defs[mono[0][0]][1]), -c / 2)
+            rest = self.add({t: v for t, v in p.items() if t != (flag, mono)}, b, -1.0)
+            if self.as_constant(rest) is not None:
+                return self.both(
+                    self.compare("ge", self.add(rest, b), integral),
+                    self.compare("ge", self.add(rest, b, -1.0), integral),
+                )
+        return None
 
     def _ge(self, p: Poly, integral: bool) -> int:
         coefficients = [c for t, c in p.items() if t != (TRUE, ())]

@@ -136,9 +136,10 @@ def explain(
         >>> print(rewriter.explain(jnp.sin)(1.0).text().splitlines()[1][:14])
          no candidates
     """
-    if hasattr(fn, "original") and hasattr(fn, "report") and not options:
+    if hasattr(fn, "original") and not options and patterns is None:
         return fn.report  # type: ignore[no-any-return]
-    return optimize(fn, patterns=patterns, **options).report
+    fn, jit_options = trace.original_of(fn)
+    return optimize(fn, patterns=patterns, **{**jit_options, **options}).report
 
 
 # -------------------------------------------------------------- the pipeline

@@ -117,7 +117,8 @@ def _site_error(use: Any, avals: Any, eqn: JaxprEqn) -> tuple[str, float, float]
     }
     params = dict(use.params)
     what = f"{use.op.name} {' '.join(f'{n}{list(s.shape)}' for n, s in specs.items())}"
-    if use.op.sample is None or eqn.params.get("batch"):
+    fixed = all(isinstance(d, int) for s in specs.values() for d in s.shape)
+    if use.op.sample is None or eqn.params.get("batch") or not fixed:
         return what, 0.0, 0.0
     inputs = use.op.sample(jax.random.key(0), specs, params)
     leaves = [inputs[n] for n in use.names]

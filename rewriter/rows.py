@@ -155,7 +155,9 @@ class _Row:
         if prim == "convert_element_type":
             x = self(node.ins[0])
             if isinstance(x, tuple):
-                return ("c", float(np.asarray(x[1]).astype(node.params["new_dtype"])))
+                with np.errstate(all="ignore"):
+                    new = np.asarray(x[1]).astype(node.params["new_dtype"])
+                return ("c", float(new))
             return x
         if prim == "select_n" and len(node.ins) == 3:
             p = self(node.ins[0])
@@ -171,6 +173,10 @@ class _Row:
                 self.peaks.append(args[0][1])
         if prim in ("reduce_max", "reduce_sum", "reduce_or", "reduce_and"):
             return self._reduced(node, args[0])
+        if prim in ("eq", "ne") and len(args) == 2 and node.ins[0] == node.ins[1]:
+            if isinstance(args[0], tuple):  # x != x is a test for NaN
+                nan = math.isnan(float(args[0][1]))
+                return ("c", nan == (prim == "ne"))
         if all(isinstance(x, tuple) for x in args):
             f = _NUMERIC.get(prim)
             if f is None:

@@ -144,6 +144,17 @@ def jit_options(fn: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return {**lifted, **options}
 
 
+def original_of(fn: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns what ``optimize`` was given, and the ``jax.jit`` options in force.
+
+    Args:
+        fn: An optimized function, or any other, which is returned as it is.
+    """
+    if not hasattr(fn, "original"):
+        return fn, {}
+    return fn.original, _jax.jit_options(fn)
+
+
 def split(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the dynamic leaves, and a function from leaves to ``fn``'s call.
 

@@ -116,10 +116,10 @@ def verify(
         >>> rewriter.verify(lambda x: x + 1, grad=True)(jnp.ones(3)).ok
         True
     """
-    fn = getattr(fn, "original", fn)
-    static = trace.jit_options(fn, {k: v for k, v in options.items()
-                                    if k in trace.JIT_OPTIONS})  # fmt: skip
-    ours = {k: v for k, v in options.items() if k not in trace.JIT_OPTIONS}
+    fn, lifted = trace.original_of(fn)
+    theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
+    ours = {k: v for k, v in options.items() if k not in theirs}
+    static = trace.jit_options(fn, {**lifted, **theirs})
 
     def run(*args: Any, **kwargs: Any) -> Verification:
         plain = trace.jitted(fn, static)

@@ -97,7 +97,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array, float], jax.Array]] = {
     "gelu_erf": lambda y, beta: 0.5 * y * jax.lax.erfc(-y * math.sqrt(0.5)),
     "gelu_quick": lambda y, beta: y * jax.lax.logistic(1.702 * y),
     "relu": lambda y, beta: jnp.where(y > 0, y, jnp.zeros_like(y)),
-    "relu2": lambda y, beta: jnp.where(y > 0, y * y, jnp.zeros_like(y)),
+    "relu2": lambda y, beta: jnp.square(jnp.maximum(y, jnp.zeros_like(y))),
     "sigmoid": lambda y, beta: jax.lax.logistic(y),
     "tanh": lambda y, beta: jnp.tanh(y),
     "identity": lambda y, beta: y,
