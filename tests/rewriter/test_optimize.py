@@ -74,6 +74,18 @@ def test_is_a_jit_object():
     close(fast(*args), block(*args))
 
 
+def test_an_optimized_function_can_be_looked_at_again():
+    def f(x, n):
+        return block(inputs()[0], x) * n
+
+    fast = rewriter.optimize(f, static_argnums=1, patterns="none")
+    x = inputs()[1]
+    assert not rewriter.explain(fast)(x, 2).sites
+    assert rewriter.explain(fast, patterns="default")(x, 2).sites
+    assert rewriter.verify(fast)(x, 2).ok
+    assert rewriter.benchmark(fast, mode="forward", pairs=1)(x, 2).rows
+
+
 def test_decorators():
     @rewriter.optimize
     def one(x):
