@@ -18,7 +18,14 @@ from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
 from rewriter.normal_form import TRUE, Algebra, OverBudget, Poly
-from rewriter.reading import Operand, Reading, Refused, flat_indices, operand
+from rewriter.reading import (
+    Operand,
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+    split_digits,
+)
 
 NAME = "gated_linear_unit"
 ANCHORS = frozenset({"logistic", "tanh", "erf", "erfc", "max", "exp", "select_n", "clamp"})
@@ -124,7 +131,7 @@ def read(
     value = product.outs[0]
     ev = find.evaluator(value, inside=inside)
     args = ev.indices(value)
-    form = ev.poly(value, args)
+    form, args = split_digits(alg, ev.poly(value, args), args)
     up_poly = ev.poly(up, ev.aligned(up, args))
     act_poly = ev.poly(act, ev.aligned(act, args))
     sums = set(_sums(alg, up_poly))

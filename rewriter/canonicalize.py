@@ -960,6 +960,15 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     integral = _kind(ev.g.dtype(node.ins[0])) == "i"
     if _all_choices(a) and _all_choices(b):
         return _compare_choices(alg, name, a, b)
+    for p, q in ((a, b), (b, a)):
+        edge = alg.as_constant(q)
+        if name in ("eq", "ne") and edge is not None and math.isinf(edge):
+            ev.notes.add("values assumed finite")
+            masked = FALSE
+            for (flag, mono), c in p.items():
+                if c == edge and not mono:
+                    masked = alg.either(masked, flag)
+            return masked if name == "eq" else alg.negate(masked)
     if any(math.isinf(c) for p in (a, b) for c in p.values()):
         return alg.literal(ev.leaf(node.outs[0], args))
     d = alg.add(a, b, -1.0)

@@ -248,6 +248,10 @@ class Emitter:
                     x = self._index(d[1], order)
                 elif d[0] == "sum":
                     x = self._integer_sum(a, order)
+                elif d[0] == "fn" and d[1] in _INTEGER:
+                    parts = [self._integer(self.alg.thaw(q), order) for q in d[2:]]
+                    whole = all(jnp.issubdtype(q.dtype, jnp.integer) for q in parts)
+                    x = _INTEGER[d[1]](*parts) if whole else None
                 elif d[0] == "relu" and all(c == int(c) for _, c in d[1]):
                     x = jnp.maximum(self._integer(self.alg.thaw(d[1]), order), 0)
                     x = x if jnp.issubdtype(x.dtype, jnp.integer) else None
@@ -281,6 +285,11 @@ def _power(x: jax.Array, e: Any) -> jax.Array:
     return x ** float(e)
 
 
+_INTEGER = {
+    "floor_divide": jnp.floor_divide,
+    "remainder": jnp.remainder,
+    "idiv": lambda a, b: jax.lax.div(*jnp.broadcast_arrays(a, b)),
+}
 _FUNCTIONS = {
     "erf": jax.scipy.special.erf,
     "sin": jnp.sin,

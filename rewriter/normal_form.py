@@ -1280,7 +1280,10 @@ class Algebra:
         if kind == "ge":
             near = self._within(p, integral)
             return self._ge(p, integral) if near is None else near
-        if integral and all(self.kind(a) == "iota" for _, m in p for a, _ in m):
+        if integral and all(
+            self.kind(a) == "iota" and isinstance(self.defs[a][1], int)
+            for _, m in p for a, _ in m
+        ):  # fmt: skip
             above = self.compare("ge", self.add(p, self.const(-1)), True)
             return self.both(self.compare("ge", p, True), self.negate(above))
         frozen = self.freeze(p)
