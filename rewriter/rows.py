@@ -113,17 +113,30 @@ class _Row:
             return ("c", number)
         if value in self.scores:
             return SCORES
+        node = self.g.node_of(value)
         if self.g.dtype(value) == bool:
+            found = self._float_test(node, value)
+            if found is not None:
+                return found
             known = self._truth(value)
             if known is not None:
                 return ("c", known)
-        node = self.g.node_of(value)
         if node is None:
             return UNKNOWN
         if node is self.product:
             return self._product(node)
         with np.errstate(all="ignore"):
             return self._step(node, value)
+
+    def _float_test(self, node: Node | None, value: int) -> Abstract | None:
+        """What a test for NaN or infinity gives; forms take values to be finite."""
+        if node is None:
+            return None
+        same = node.prim in ("eq", "ne") and node.ins[0] == node.ins[1]
+        if not same and node.prim != "is_finite":
+            return None
+        out = self._step(node, value)
+        return out if isinstance(out, tuple) else None
 
     def _truth(self, value: int) -> bool | None:
         b = self.flags.get(value)
