@@ -41,5 +41,6 @@ KERNELS = (
         forward=xla.forward,
         backward=xla.backward,
         memory_bounded=True,
+        profitable=xla.profitable,
     ),
 )

@@ -29,6 +29,7 @@ KERNELS = (
         forward=xla.forward,
         backward=xla.backward,
         memory_bounded=True,
+        profitable=xla.profitable,
         saves_out=False,
     ),
 )

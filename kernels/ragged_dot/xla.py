@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.verdict import Verdict, all_of, no
+from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +45,33 @@ def supports(spec: Spec) -> Verdict:
     return all_of(*checks)
 
 
+def profitable(spec: Spec) -> Verdict:
+    """Returns whether `forward` is likely to beat XLA's lowering: 2 groups do.
+
+    Measured on 2 cores of an AMD EPYC (Zen 4), f32, jax 0.10.2 and 0.12.0,
+    original time over ours, forward | with gradients, (m, k, n, g):
+
+    2048 512 512 1     1.1 to 1.4 | 1.0
+    2048 512 512 2     1.7 to 1.9 | 1.9
+    2048 512 512 4     3.5 | 3.7
+    2048 512 512 8     5 to 8 | 6 to 10
+    2048 512 512 64    35 to 83 | 31 to 51
+    64 128 128 2       0.9 to 1.2 | 1.1
+    64 128 128 4       2.6 | 2.6
+    8 1024 1024 8      3 to 7 | 4
+    """
+    (groups,) = spec.shape("group_sizes")
+    if groups < 2:
+        return no("one group", "with one group XLA is as fast")
+    return YES
+
+
 def tile_rows(m: int, groups: int) -> int:
-    """Returns the rows of a tile: about those of a group, from 16 to 256."""
+    """Returns the rows of a tile: about those of a group, from 16 to 256.
+
+    At m = 2048, k = n = 512 and 64 groups, CPU time by tile, AMD EPYC: 32 rows
+    30 ms, 64 rows 36 ms, 128 rows 54 ms, even and uneven groups alike.
+    """
     size = 16
     while size < min(256, m // groups):
         size *= 2

@@ -135,25 +135,20 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "plain": ((2, 32, 32, 4, 4, 8, 8), {}, {}),
     "odd": ((2, 37, 41, 3, 3, 5, 7), {}, {}),
     "one block": ((1, 7, 9, 1, 1, 4, 4), {}, {}),
-    "prime": ((3, 53, 67, 5, 5, 3, 11), {}, {}),
     "causal": ((1, 64, 64, 4, 4, 8, 8), {}, {"window": CAUSAL}),
-    "causal odd": ((2, 45, 45, 2, 2, 8, 8), {}, {"window": CAUSAL}),
     "strictly causal": ((1, 37, 37, 2, 2, 8, 8), {}, {"window": (None, -1), "empty_rows": "zero"}),
     "causal wide v": ((1, 40, 40, 2, 2, 8, 20), {}, {"window": CAUSAL}),
     "causal top left": ((1, 20, 50, 2, 2, 8, 8), {}, {"window": CAUSAL}),
     "causal bottom right": ((1, 20, 50, 2, 2, 8, 8), {}, {"window": CAUSAL, "shift": 30}),
     "causal more rows": ((1, 50, 20, 2, 2, 8, 8), {}, {"window": CAUSAL, "shift": -30, "empty_rows": "zero"}),
     "causal more rows mean": ((1, 50, 20, 2, 2, 8, 8), {}, {"window": CAUSAL, "shift": -30, "empty_rows": "mean"}),
-    "causal more rows nan": ((1, 50, 20, 2, 2, 8, 8), {}, {"window": CAUSAL, "shift": -30}),
     "far": ((1, 20, 20, 2, 2, 8, 8), {}, {"window": (2**31 - 1, 2**31 - 1)}),
     "gqa": ((2, 33, 35, 8, 2, 8, 8), {}, {"window": CAUSAL}),
     "mqa": ((2, 33, 35, 6, 1, 8, 8), {}, {}),
     "gqa 40": ((1, 40, 40, 40, 1, 4, 4), {}, {"window": CAUSAL}),
     "window": ((1, 70, 70, 2, 2, 8, 8), {}, {"window": (10, 0)}),
-    "window 0": ((1, 30, 30, 2, 2, 8, 8), {}, {"window": (0, 0)}),
     "window both": ((1, 70, 70, 2, 2, 8, 8), {}, {"window": (13, 5)}),
     "window left": ((1, 40, 70, 2, 2, 8, 8), {}, {"window": (5, None)}),
-    "window right": ((1, 70, 40, 2, 2, 8, 8), {}, {"window": (None, 3)}),
     "window shift": ((1, 40, 70, 2, 2, 8, 8), {}, {"window": (17, 3), "shift": 30}),
     "window nothing": ((1, 40, 40, 2, 2, 8, 8), {}, {"window": (3, 0), "shift": 60, "empty_rows": "mean"}),
     "offset": ((3, 20, 50, 2, 2, 8, 8), {"offset": lengths(0, 30, 11)}, {"window": CAUSAL}),
@@ -162,9 +157,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "offset far": ((2, 8, 50, 2, 2, 8, 8), {"offset": lengths(90, -70)}, {"window": (20, 0), "empty_rows": "zero"}),
     "prefix": ((3, 50, 50, 2, 2, 8, 8), {"prefix": lengths(0, 11, 40)}, {"window": CAUSAL}),
     "prefix one": ((2, 50, 50, 2, 2, 8, 8), {"prefix": lengths(23)}, {"window": (4, 0)}),
-    "prefix alone": ((2, 20, 20, 2, 2, 8, 8), {"prefix": lengths(5, 7)}, {}),
     "lengths": ((3, 20, 50, 2, 2, 8, 8), {"kv_lengths": lengths(1, 50, 17)}, {}),
-    "lengths one": ((2, 20, 50, 2, 2, 8, 8), {"kv_lengths": lengths(17)}, {"window": CAUSAL}),
     "lengths 0": ((3, 20, 50, 2, 2, 8, 8), {"kv_lengths": lengths(0, 50, 17)}, {"empty_rows": "mean"}),
     "lengths 0 nan": ((3, 20, 50, 2, 2, 8, 8), {"kv_lengths": lengths(0, 50, 17)}, {}),
     "lengths prefix": ((3, 50, 50, 2, 2, 8, 8), {"kv_lengths": lengths(3, 50, 17), "prefix": lengths(20, 5, 3)}, {"window": CAUSAL}),
@@ -172,14 +165,11 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "segments one": ((2, 40, 50, 2, 2, 8, 8), {"q_segments": (1, 40), "kv_segments": (1, 50)}, {"empty_rows": "zero"}),
     "mask": ((2, 40, 41, 4, 2, 8, 8), {"mask": (2, 4, 40, 41)}, {}),
     "mask heads": ((2, 40, 41, 4, 2, 8, 8), {"mask": (1, 4, 40, 41)}, {"window": (None, 4), "empty_rows": "mean"}),
-    "mask keys": ((2, 40, 41, 4, 4, 8, 8), {"mask": (2, 1, 1, 41)}, {}),
     "mask rows mean": ((2, 40, 41, 4, 4, 8, 8), {"mask": (2, 1, 40, 1)}, {"empty_rows": "mean"}),
     "mask rows zero": ((2, 40, 41, 4, 4, 8, 8), {"mask": (2, 1, 40, 1)}, {"empty_rows": "zero"}),
-    "mask rows nan": ((2, 40, 41, 4, 4, 8, 8), {"mask": (2, 1, 40, 1)}, {}),
     "bias": ((2, 40, 41, 4, 2, 8, 8), {"bias": (2, 4, 40, 41)}, {"window": CAUSAL}),
     "bias heads": ((2, 40, 41, 4, 2, 8, 8), {"bias": (1, 4, 40, 41)}, {}),
     "bias keys": ((2, 40, 41, 4, 4, 8, 8), {"bias": (2, 1, 1, 41)}, {}),
-    "bias head": ((2, 40, 41, 4, 4, 8, 8), {"bias": (1, 4, 1, 1)}, {}),
     "bias fill": ((2, 21, 41, 2, 2, 8, 8), {"bias": np.full((1, 1, 1, 41), -3e38, "f")}, {}),
     "bias fill sinks": ((2, 21, 41, 2, 2, 8, 8), {"bias": np.full((2, 1, 21, 1), -3e38, "f"), "sinks": np.full(2, -3e38, "f")}, {"window": CAUSAL}),
     "alibi": ((2, 40, 41, 4, 2, 8, 8), {"alibi": (4,)}, {"window": CAUSAL}),
@@ -197,7 +187,6 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "dropout mean keys": ((2, 37, 41, 2, 2, 8, 8), {"dropout": (2, 1, 1, 41), "mask": (2, 1, 37, 1)}, {"empty_rows": "mean"}),
     "dropout zero": ((2, 40, 41, 4, 4, 8, 8), {"dropout": (2, 4, 40, 1), "mask": (2, 1, 40, 1)}, {"empty_rows": "zero"}),
     "decode": ((3, 1, 300, 4, 2, 8, 8), {"kv_lengths": lengths(1, 300, 77)}, {}),
-    "decode offset": ((3, 1, 300, 4, 4, 8, 8), {"offset": lengths(0, 299, 76)}, {"window": (40, 0)}),
     "decode 4": ((2, 4, 130, 4, 1, 8, 8), {"offset": lengths(126, 50)}, {"window": CAUSAL}),
     "one key": ((2, 40, 1, 4, 4, 8, 8), {}, {}),
     "everything": ((2, 40, 41, 4, 2, 8, 6), {"bias": (2, 4, 40, 41), "mask": (2, 1, 40, 41), "q_segments": (2, 40), "kv_segments": (2, 41), "kv_lengths": lengths(38, 20), "offset": lengths(3, 0), "prefix": lengths(4, 0), "alibi": (4,), "sinks": (4,), "dropout": (2, 4, 40, 41), "scale_factor": np.float32(1.3)}, {"scale": 0.5, "window": (20, 2), "shift": 1, "softcap": 4.0}),
@@ -205,7 +194,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 
 
 QUICK = {"xla_backend_optimization_level": 0}
-"""Halves the time to compile; the 16-bit and float64 cases compile as usual."""
+"""Halves the time to compile; some cases are compiled as usual."""
 
 
 def both(arrays: dict[str, Any], params: tuple[tuple[str, Any], ...], up: Any) -> Any:
@@ -261,10 +250,10 @@ def test_value_and_gradients(case: str) -> None:
 @pytest.mark.parametrize("case", ["odd", "gqa", "everything", "decode"])
 def test_dtypes(case: str, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"):
-        check(both, case, dtype, quick=False)
+        check(both, case, dtype, quick=case != "odd")
 
 
-REFERENCE = ["odd", "causal more rows", "gqa", "mask rows nan", "mask rows mean",
+REFERENCE = ["odd", "causal more rows", "gqa", "lengths 0 nan", "mask rows mean",
              "mask rows zero", "dropout mean", "sinks empty", "everything"]  # fmt: skip
 
 
@@ -356,7 +345,8 @@ def test_memory_grows_with_t() -> None:
 def test_nothing_is_read_past_the_last_block() -> None:
     arrays = make(1, 40, 200, 1, 1, 8, 8, {"kv_lengths": lengths(20)})
     arrays["k"][:, 64:] = arrays["v"][:, 64:] = np.nan
-    out, grads = both(arrays, (), arrays["q"])
+    run = jax.jit(lambda x: both(x, (), x["q"]), compiler_options=QUICK)
+    out, grads = run(arrays)
     assert np.isfinite(out).all()
     assert all(np.isfinite(g).all() for g in grads.values())
 
@@ -366,6 +356,24 @@ def test_no_rank_two_positions_are_kept() -> None:
     (kernel,) = KERNELS
     text = str(jax.make_jaxpr(lambda *x: kernel.forward(*x, window=CAUSAL))(*args))
     assert "4096,4096" not in text
+
+
+@pytest.mark.parametrize(
+    ("q", "s", "pays"),
+    [
+        ((1, 4096, 8, 64), 4096, True),
+        ((1, 512, 8, 64), 512, True),
+        ((1, 128, 8, 64), 128, False),
+        ((4, 1, 8, 64), 512, False),
+        ((4, 1, 8, 64), 32768, True),
+    ],
+)
+def test_small_uses_stay_as_written(q: Any, s: int, pays: bool) -> None:
+    kv = jax.ShapeDtypeStruct((q[0], s, *q[2:]), jnp.float32)
+    operands = {"q": jax.ShapeDtypeStruct(q, jnp.float32), "k": kv, "v": kv}
+    verdict = KERNELS[0].profitable(spec_of(OP, operands, {}))
+    assert verdict.ok == pays
+    assert pays or "MiB" in verdict.reasons[0].text
 
 
 def test_supports_says_why_not() -> None:
@@ -385,8 +393,8 @@ def test_sample() -> None:
     shape, extra, params = CASES["everything"]
     arrays = make(*shape, extra)
     operands = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
-    made = OP.sample(jax.random.key(0), operands, params)
+    made = jax.jit(lambda key: OP.sample(key, operands, params))(jax.random.key(0))
     assert {n: (x.shape, x.dtype) for n, x in made.items()} == {
         n: (x.shape, x.dtype) for n, x in arrays.items()
     }
-    assert jnp.isfinite(OP.reference(**made, **params)).all()
+    assert all(np.isfinite(x).all() for x in made.values())

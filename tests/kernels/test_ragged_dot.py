@@ -224,13 +224,24 @@ def test_supports_says_why_not() -> None:
         assert [r.code for r in verdict.reasons] == [code]
 
 
+def test_one_group_stays_as_written() -> None:
+    array = jax.ShapeDtypeStruct
+    for groups in (1, 2):
+        operands = {
+            "lhs": array((8, 4), jnp.float32), "rhs": array((groups, 4, 3), jnp.float32),
+            "group_sizes": array((groups,), jnp.int32),
+        }  # fmt: skip
+        verdict = KERNELS[0].profitable(spec_of(OP, operands, {}))
+        assert verdict.ok == (groups == 2)
+
+
 def test_sample() -> None:
     array = jax.ShapeDtypeStruct
     operands = {
         "lhs": array((40, 4), jnp.bfloat16), "rhs": array((3, 4, 5), jnp.bfloat16),
         "group_sizes": array((3,), jnp.int32),
     }  # fmt: skip
-    made = OP.sample(jax.random.key(0), operands, {})
+    made = jax.jit(lambda key: OP.sample(key, operands, {}))(jax.random.key(0))
     assert {n: (x.shape, x.dtype) for n, x in made.items()} == {
         n: (x.shape, x.dtype) for n, x in operands.items()
     }
