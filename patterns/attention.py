@@ -96,18 +96,19 @@ def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
             if find.graph.node_of(v).prim in ("div", "mul", "select_n")
         ]  # fmt: skip
         for k, candidate in enumerate([value, *later]):
-            for soft in (False, True):
+            how, tried = "full", set()
+            while how not in tried:
+                tried.add(how)
                 try:
-                    yield read(find, candidate, chosen, pv, side, soft)
+                    yield read(find, candidate, chosen, pv, side, how)
                     return
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
                         miss = refusal
-                    if refusal.code != "rows":
-                        break
-                except OverBudget as error:
+                    how = "soft" if refusal.code == "rows" else how
+                except (OverBudget, RecursionError) as error:
                     miss = miss or Refused("budget", str(error), score=0.3)
-                    break
+                    how = "whole"
             if k == 0 and miss is not None and miss.code not in ("denominator", "budget"):
                 break
     if miss is not None and miss.score > 0.2:
@@ -115,22 +116,34 @@ def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
 
 
 def read(
-    find: Finder, value: int, scores: list[Node], pv: Node, side: int, soft: bool
+    find: Finder, value: int, scores: list[Node], pv: Node, side: int, how: str
 ) -> Reading:
     """The reading of one candidate result.
+
+    Args:
+        find: The search.
+        value: The candidate.
+        scores: Contractions of queries with keys.
+        pv: The contraction of weights with values.
+        side: Which operand of it the weights are.
+        how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
+            ``"whole"`` takes a bias as it is, however it was computed.
 
     Raises:
         Refused: If the form is not that of attention.
         OverBudget: If the form grows too large.
     """
+
+    def from_scores(v: int) -> bool:
+        return any(find.regions.depends(v, n.outs[0], 120) for n in scores)
+
     ev = find.evaluator(
         value,
         inside=frozenset([*(n.outs[0] for n in scores), pv.outs[0]]),
         full_sides=frozenset({(pv.outs[0], side)}),
-        soft_fills=soft,
-        in_pieces=lambda v: any(
-            find.regions.depends(v, n.outs[0], 120) for n in scores
-        ),
+        soft_fills=how == "soft",
+        in_pieces=from_scores,
+        whole_sides=from_scores if how == "whole" else None,
     )
     alg = find.algebra
     args = ev.indices(value)
@@ -222,6 +235,9 @@ def _pair(alg: Algebra, den: int, num: int, values: set[Any]) -> _Parts | None:
         if top_flag != flag:
             extra = [a for a in alg.bools[top_flag][0] if a not in alg.bools[flag][0]]
             parts.drop_flag = alg.project(top_flag, extra)
+            if not alg.poly_leaves(alg.of_bool(parts.drop_flag)):
+                raise Refused("weights", "the sum of the weights runs over other keys "
+                              "than the sum of the values", score=0.5)  # fmt: skip
             if alg.both(flag, parts.drop_flag) != top_flag:
                 continue
         if parts.v:
@@ -316,6 +332,7 @@ class _Assembly:
         self._inputs()
         self._additions()
         self._empty_rows()
+        self._own_scores()
         dtype = self.find.graph.dtype(self.value)
         self.params["out_dtype"] = str(dtype)
         check = {"empty_rows": "nan"} if "empty_rows" in self.params else {}
@@ -328,6 +345,21 @@ class _Assembly:
             (self.b, self.t, self.n, self.e), self.operands, self.params,
             check_params=check, notes=tuple(sorted(self.ev.notes)),
         )  # fmt: skip
+
+    def _own_scores(self) -> None:
+        """Refuses masks and biases that are computed from the scores themselves."""
+        scores = frozenset(v for v in self.ev.inside if v != self.pv.outs[0])
+        for name in ("mask", "bias", "dropout", "kv_lengths", "prefix", "offset"):
+            used = self.operands.get(name)
+            leaves: set[int] = set()
+            for poly, _ in used.parts if used else ():
+                leaves |= self.alg.poly_leaves(poly)
+            if used is not None and used.flag is not None:
+                leaves |= self.alg.poly_leaves(self.alg.of_bool(used.flag))
+            for leaf in leaves:
+                if self.find.regions.descends(self.alg.defs[leaf][1], scores):
+                    raise Refused("scores", f"the {name} is computed from the scores",
+                                  score=0.6)  # fmt: skip
 
     # -------------------------------------------------------------- axes
     def _axes(self) -> None:

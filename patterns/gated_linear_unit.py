@@ -172,6 +172,9 @@ def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, p
     if x_ids & set(f):
         raise Refused("batch", "the weights differ along an axis of x: one matrix per "
                       "expert or head", score=0.45)  # fmt: skip
+    for w in (w_gate, w_up):
+        if set(f) - alg.term_ids(TRUE, w):
+            raise Refused("outer", "gate and up have different columns", score=0.4)
     rest = tuple((i,) for i in out if i not in f)
     if not f or x_ids - set(out):
         raise Refused("axes", "an axis of x is not one of the result", score=0.3)

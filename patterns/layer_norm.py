@@ -69,11 +69,13 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     ev = find.evaluator(results[-1], inside=inside, full_sides=sides, names={x: x})
     readings: list[Reading] = []
     first: Refused | None = None
-    for value in results:
+    for value, outside in [*((v, False) for v in results), *((v, True) for v in results)]:
+        if outside and readings:
+            break
         if ev.place is not find.regions.place(find.graph.node_of(value).scope):
             continue
         try:
-            readings.append(read(find, ev, op, value, x))
+            readings.append(read(find, ev, op, value, x, outside))
         except Refused as refusal:
             if refusal.code == "group":
                 find.missed(op, anchor, refusal)
@@ -214,8 +216,13 @@ def _results(find: Finder, anchor: Node, x: int) -> list[int]:
 
 
 # ------------------------------------------------------------------ reading
-def read(find: Finder, ev: Any, op: str, value: int, x: int) -> Reading:
+def read(
+    find: Finder, ev: Any, op: str, value: int, x: int, outside: bool = False
+) -> Reading:
     """The reading of one candidate result.
+
+    With ``outside``, a scale and bias that vary along other axes too, as under
+    `jax.vmap`, are applied to the op's result.
 
     Raises:
         Refused: If the form is not that of the op.
@@ -232,7 +239,11 @@ def read(find: Finder, ev: Any, op: str, value: int, x: int) -> Reading:
     d = tuple(at[k] for k in axes)
     n = math.prod(alg.sizes[i] for i in d)
     alpha = squares[1]
-    scale, bias = _affine(alg, form, base, x, at, d, n, alpha)
+    scale, bias = _affine(alg, form, base, x, at, d, n, alpha, outside)
+    times: Poly | None = None
+    plus: Poly | None = None
+    if outside:
+        times, plus, scale, bias = scale, bias or None, alg.const(1), {}
     rest = tuple((i,) for a in at if a is not None and (i := _plain(a)) not in d)
     groups = (*rest, d)
     operands: dict[str, Operand] = {
@@ -258,7 +269,7 @@ def read(find: Finder, ev: Any, op: str, value: int, x: int) -> Reading:
         raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
     return Reading(
         op, alg, ev.place, value, args, form, groups, operands, params,
-        notes=tuple(sorted(ev.notes)),
+        notes=tuple(sorted(ev.notes)), times=times, plus=plus,
     )  # fmt: skip
 
 
@@ -327,7 +338,7 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
     raise Refused("axes", "x does not appear in the result as under the root", score=0.4)
 
 
-def _affine(alg, form, base, x, at, d, n, alpha):
+def _affine(alg, form, base, x, at, d, n, alpha, outside):
     """Scale and bias, read off the terms with and without the root."""
     scale: Poly = {}
     bias: Poly = {}
@@ -340,8 +351,10 @@ def _affine(alg, form, base, x, at, d, n, alpha):
         elif powers.get(leaf) == 1:
             rest = tuple(f for f in mono if f[0] not in (base, leaf))
             scale = alg.add(scale, {(flag, rest): c * factor})
-    for name, p in (("scale", scale), ("bias", bias)):
+    for name, p in (("scale", scale), ("bias", bias)) if not outside else ():
         _along(alg, name, p, set(d))
+    if outside and (len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & set(d)):
+        raise Refused("scale", "the scale varies along other axes too", score=0.4)
     return scale, bias
 
 

@@ -101,12 +101,13 @@ class Evaluator:
         soft_fills: bool = False,
         full_sides: frozenset[tuple[int, int]] = frozenset(),
         in_pieces: Callable[[int], bool] | None = None,
+        whole_sides: Callable[[int], bool] | None = None,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
         self.inside, self.usable, self.expand_all = inside, usable, expand_all
         self.soft_fills, self.full_sides = soft_fills, full_sides
-        self.in_pieces = in_pieces
+        self.in_pieces, self.whole_sides = in_pieces, whole_sides
         self.memo: dict[Any, Any] = {}
         self.fills: set[float] = set()
         self.notes: set[str] = set()
@@ -207,6 +208,8 @@ class Evaluator:
             ok = self.expand_all or value in self.inside or is_local(node)
         else:
             ok = prim in LOCAL and prim not in ("reduce_max",)
+        if ok and mode == FULL and self.whole_sides is not None:
+            ok = _kind(self.g.dtype(value)) != "f" or self.whole_sides(value)
         if not ok:
             return None
         if self.usable and not all(self.usable(i) for i in node.ins):

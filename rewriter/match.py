@@ -75,7 +75,7 @@ class Match:
         value: The result here; the reading may be of an equal region elsewhere.
         place: Where the replacement stands.
         leaves: Pairs of a leaf of the reading and the value it is here.
-        anchor_copies: How often the anchor is computed again in the program.
+        copies: How often the region is computed again in the same body.
     """
 
     pattern: Pattern
@@ -85,7 +85,7 @@ class Match:
     value: int
     place: Place
     leaves: tuple[tuple[int, int], ...]
-    anchor_copies: int = 0
+    copies: int = 0
 
     @property
     def op(self) -> Op:
@@ -141,6 +141,9 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
         for pattern in by_anchor.get(node.prim, ()):
             try:
                 matches += _at(find, pattern, node, memory)
+            except RecursionError:
+                deep = Refused("budget", "the region is too deep", score=0.3)
+                find.missed(pattern.name, node, deep)
             except Exception as error:
                 log.debug("matching %s failed", pattern.name, exc_info=error)
                 text = f"{pattern.name}: {type(error).__name__}: {error}"
@@ -149,10 +152,11 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
 
 
 class _Memory:
-    """Regions proved before."""
+    """Regions proved before, and the values inside them."""
 
     def __init__(self) -> None:
         self.proved: dict[str, list[Template]] = {}
+        self.covered: dict[str, set[int]] = {}
 
 
 def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
@@ -168,6 +172,12 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             find.missed(pattern.name, anchor, problem)
             continue
         leaves = leaves_of(reading)
+        inner = _region_values(find, reading.value, set(leaves))
+        covered = memory.covered.setdefault(pattern.name, set())
+        results = {v for op, v in find.found if op == pattern.name}
+        if inner & results or reading.value in covered:
+            continue  # one holds the other: the first stays
+        covered |= inner
         pairs = tuple((v, v) for v in leaves)
         match = _match(find, pattern, anchor, reading, reading.value, pairs)
         found.append(match)
@@ -183,7 +193,9 @@ def _match(find, pattern, anchor, reading, value, leaves) -> Match:
     node = find.graph.node_of(value)
     where = find.where(anchor) or find.where(node)
     place = find.regions.place(node.scope)
-    copies = sum(scope is node.scope for scope, _, _ in anchor.copies)
+    copies = min(
+        sum(scope is node.scope for scope, _, _ in n.copies) for n in (anchor, node)
+    )
     return Match(pattern, reading, node, where, value, place, leaves, copies)
 
 
@@ -198,6 +210,8 @@ def _again(find, pattern, anchor, memory) -> list[Match] | None:
             return []
         place = find.regions.place(find.graph.node_of(value).scope)
         if all(v in place.defined for v in leaves.values()):
+            inner = _region_values(find, value, set(leaves.values()))
+            memory.covered.setdefault(pattern.name, set()).update(inner)
             pairs = tuple(leaves.items())
             return [_match(find, pattern, anchor, known.source, value, pairs)]
     return None
@@ -282,13 +296,15 @@ def leaves_of(reading: Reading) -> tuple[int, ...]:
             atoms |= alg.poly_leaves(poly)
         if operand.flag is not None:
             atoms |= alg.poly_leaves(alg.of_bool(operand.flag))
+    for poly in (reading.times, reading.plus):
+        atoms |= alg.poly_leaves(poly or {})
     return tuple(sorted({alg.defs[a][1] for a in atoms}))
 
 
 def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
     used: set[int] = set()
     for match in matches:
-        used |= _region_values(find, match)
+        used |= _region_values(find, match.value, {v for _, v in match.leaves})
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:
             continue
@@ -299,15 +315,15 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
         )  # fmt: skip
 
 
-def _region_values(find: Finder, match: Match) -> set[int]:
-    leaves = {v for _, v in match.leaves}
-    seen, stack = set(), [match.value]
-    while stack:
+def _region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:
+    """Values between a result and the leaves of its region."""
+    seen, stack = set(), [value]
+    while stack and len(seen) < 400:
         value = stack.pop()
-        if value in seen or value in leaves:
+        if value in seen or value in leaves or value in find.graph.constants:
             continue
         seen.add(value)
         node = find.graph.node_of(value)
-        if node is not None and len(seen) < 400:
+        if node is not None:
             stack.extend(node.ins)
     return seen

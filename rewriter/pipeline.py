@@ -129,7 +129,7 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
                     Splice(match, scope, position, call, label, made.kernel)
                 )
             sites.append(_site(index, match, scope, spec, made))
-            copies = match.anchor_copies if scope is match.node.scope else 0
+            copies = match.copies if scope is match.node.scope else 0
             for _ in range(copies):  # computed again here; the result is shared
                 sites.append(_site(len(sites) + 1, match, scope, spec, made))
     return sites, splices, failures

@@ -86,6 +86,8 @@ class Reading:
         leaves: Leaf name to value.
         notes: What floats will see.
         evaluator: For a form in pieces (None), what evaluates the region.
+        times: What the op's result is multiplied by, if anything.
+        plus: What is added to it after that, if anything.
     """
 
     op: str
@@ -101,6 +103,8 @@ class Reading:
     check_params: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     evaluator: Any = None
+    times: Poly | None = None
+    plus: Poly | None = None
 
     def build(
         self,
@@ -122,6 +126,11 @@ class Reading:
         if missing:
             raise OverBudget("the result is broadcast along an axis")
         out = out.transpose([ids.index(i) for i in order])
+        for poly, join in ((self.times, jnp.multiply), (self.plus, jnp.add)):
+            if poly is not None:
+                factor = emitter.array(poly, [(i,) for i in order], full=False)
+                wide = jnp.promote_types(out.dtype, emitter.dtype)
+                out = join(out.astype(wide), factor.astype(wide))
         return out.reshape(shape).astype(dtype)
 
 

@@ -81,9 +81,9 @@ class Regions:
     def above(self, value: int, stop: frozenset[str]) -> list[Node]:
         """The nearest equations of the given primitives above a value."""
         found: dict[int, Node] = {}
-        seen, stack = {value}, [value]
-        while stack and len(seen) < WALK_LIMIT:
-            node = self.g.node_of(stack.pop())
+        seen, queue = {value}, [value]
+        while queue and len(seen) < WALK_LIMIT:
+            node = self.g.node_of(queue.pop(0))
             if node is None:
                 continue
             if node.prim in stop and not (node.prim == "dot_general" and is_local(node)):
@@ -92,7 +92,7 @@ class Regions:
                 for i in node.ins:
                     if i not in seen and i not in self.g.constants:
                         seen.add(i)
-                        stack.append(i)
+                        queue.append(i)
         return list(found.values())
 
     def below(
@@ -130,11 +130,25 @@ class Regions:
                             out.append(result)
         return out
 
+    def descends(self, value: int, on: frozenset[int], limit: int = 300) -> bool:
+        """Whether a value is computed from any of others, through any equation."""
+        seen, queue = {value}, [value]
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
+            if current in on:
+                return True
+            node = self.g.node_of(current)
+            for i in node.ins if node is not None else ():
+                if i not in seen:
+                    seen.add(i)
+                    queue.append(i)
+        return False
+
     def depends(self, value: int, on: int, limit: int = 400) -> bool:
         """Whether a value is computed from another through local equations."""
-        seen, stack = {value}, [value]
-        while stack and len(seen) < limit:
-            current = stack.pop()
+        seen, queue = {value}, [value]
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
             if current == on:
                 return True
             node = self.g.node_of(current)
@@ -142,5 +156,5 @@ class Regions:
                 for i in node.ins:
                     if i not in seen:
                         seen.add(i)
-                        stack.append(i)
+                        queue.append(i)
         return False

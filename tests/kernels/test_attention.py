@@ -1,5 +1,6 @@
 """Attention kernels against a float64 calculation in numpy, gradients included."""
 
+# ruff: noqa: E501  (one case per line reads best)
 from __future__ import annotations
 
 from typing import Any
@@ -85,7 +86,9 @@ def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
         "bias": ds,
         "dropout": np.where(empty & (rows == 0), 0, p) * dp,
         "alibi": (ds * relative).sum((0, 2, 3)),
-        "sinks": -(np.exp(sink - top) / np.where(empty, 1, total) * delta).sum((0, 2, 3)),
+        "sinks": -(np.exp(sink - top) / np.where(empty, 1, total) * delta).sum(
+            (0, 2, 3)
+        ),
         "scale_factor": (draw * raw).sum() * params.get("scale", 1.0),
     }
     for name in "kv":
@@ -222,7 +225,9 @@ def close(got: Any, want: Any, dtype: str, name: str) -> None:
     assert error <= TOLERANCE[dtype], f"{name}: error {error:.1e} of {size:.1e}"
 
 
-def check(function: Any, case: str, dtype: str, seed: int = 0, quick: bool = True) -> None:
+def check(
+    function: Any, case: str, dtype: str, seed: int = 0, quick: bool = True
+) -> None:
     options = QUICK if quick else None
     run = jax.jit(function, static_argnums=1, compiler_options=options)
     shape, extra, params = CASES[case]

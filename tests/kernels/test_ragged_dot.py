@@ -228,9 +228,10 @@ def test_one_group_stays_as_written() -> None:
     array = jax.ShapeDtypeStruct
     for groups in (1, 2):
         operands = {
-            "lhs": array((8, 4), jnp.float32), "rhs": array((groups, 4, 3), jnp.float32),
+            "lhs": array((8, 4), jnp.float32),
+            "rhs": array((groups, 4, 3), jnp.float32),
             "group_sizes": array((groups,), jnp.int32),
-        }  # fmt: skip
+        }
         verdict = KERNELS[0].profitable(spec_of(OP, operands, {}))
         assert verdict.ok == (groups == 2)
 
