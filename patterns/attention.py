@@ -1,6 +1,7 @@
 """Attention: softmax(scale q kᵀ + bias, masked) v, in any layout and spelling.
 
-Formula    out[b,t,n,e] = Σ_s p v[b,s,k,e],  p = [keep] exp(x) / (Σ_s [keep] exp(x) + sink)
+Formula    out[b,t,n,e] = Σ_s p v[b,s,k,e]
+           p = [keep] exp(x) / (Σ_s [keep] exp(x) + sink)
            x = softcap(scale Σ_h q[b,t,n,h] k[b,s,k,h]) + bias
 Looks like an exponential between two contractions: one above it gives the
            scores, one below it weighs the values.
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewriter.finder import Finder
-from rewriter.match import ReaderPattern
 from rewriter.graph import Node
+from rewriter.match import ReaderPattern
 from rewriter.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
 from rewriter.reading import (
     Group,
@@ -71,9 +72,10 @@ class _Scores:
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the regions around an exponential."""
     scores = [
-        n for n in find.regions.above(anchor.ins[0], DOT)
+        n
+        for n in find.regions.above(anchor.ins[0], DOT)
         if n.params["dimension_numbers"][0][0]
-    ]  # fmt: skip
+    ]
     if not scores or find.barren(NAME, anchor):
         return
     for pv, side in find.regions.below(anchor.outs[0], DOT):
@@ -92,9 +94,10 @@ def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
     for chosen in choices:
         value = pv.outs[0]
         later = [
-            v for v in find.regions.chain(value, AFTER, 10)
+            v
+            for v in find.regions.chain(value, AFTER, 10)
             if find.graph.node_of(v).prim in ("div", "mul", "select_n")
-        ]  # fmt: skip
+        ]
         for k, candidate in enumerate([value, *later]):
             how, tried = "full", set()
             while how not in tried:
@@ -109,7 +112,11 @@ def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
                 except (OverBudget, RecursionError) as error:
                     miss = miss or Refused("budget", str(error), score=0.3)
                     how = "whole"
-            if k == 0 and miss is not None and miss.code not in ("denominator", "budget"):
+            if (
+                k == 0
+                and miss is not None
+                and miss.code not in ("denominator", "budget")
+            ):
                 break
     if miss is not None and miss.score > 0.2:
         find.missed(NAME, anchor, miss)
@@ -160,8 +167,12 @@ def read(
 # ------------------------------------------------------------------ parsing
 def _softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> _Parts:
     if len(form) != 1:
-        raise Refused("terms", f"the result is a sum of {len(form)} terms", score=0.3,
-                      difference=alg.show(form))  # fmt: skip
+        raise Refused(
+            "terms",
+            f"the result is a sum of {len(form)} terms",
+            score=0.3,
+            difference=alg.show(form),
+        )
     ((flag, mono), c) = next(iter(form.items()))
     below = [a for a, e in mono if e == -1 and alg.kind(a) in ("sum", "pow")]
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
@@ -173,13 +184,19 @@ def _softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> _Parts:
             left = [f for f in mono if f[0] not in (den, num)]
             if left:
                 raise Refused(
-                    "factor", "the result is multiplied by something else",
-                    difference=alg.show({(TRUE, tuple(left)): 1.0}), score=0.5,
-                )  # fmt: skip
+                    "factor",
+                    "the result is multiplied by something else",
+                    difference=alg.show({(TRUE, tuple(left)): 1.0}),
+                    score=0.5,
+                )
             parts.factor *= c
             return _rows(alg, flag, parts)
-    raise Refused("weights", "the weights differ between numerator and denominator",
-                  difference=alg.show(form), score=0.4)  # fmt: skip
+    raise Refused(
+        "weights",
+        "the weights differ between numerator and denominator",
+        difference=alg.show(form),
+        score=0.4,
+    )
 
 
 def _rows(alg: Algebra, flag: int, parts: _Parts) -> _Parts:
@@ -189,8 +206,12 @@ def _rows(alg: Algebra, flag: int, parts: _Parts) -> _Parts:
         if kinds == {"any"}:
             some = alg.any_over(parts.keep, parts.s)
             if not alg.implies(some, part):
-                raise Refused("factor", "the result is masked", score=0.5,
-                              difference=alg.show_bool(flag))  # fmt: skip
+                raise Refused(
+                    "factor",
+                    "the result is masked",
+                    score=0.5,
+                    difference=alg.show_bool(flag),
+                )
             parts.zero_rows = True
         else:
             parts.row_mask = alg.both(parts.row_mask, part)
@@ -202,10 +223,13 @@ def _pair(alg: Algebra, den: int, num: int, values: set[Any]) -> _Parts | None:
     if alg.kind(den) == "pow":
         base = alg.thaw(alg.defs[den][1])
         sums = [
-            (t, c) for t, c in base.items()
-            if t[0] == TRUE and len(t[1]) == 1 and t[1][0][1] == 1
+            (t, c)
+            for t, c in base.items()
+            if t[0] == TRUE
+            and len(t[1]) == 1
+            and t[1][0][1] == 1
             and alg.kind(t[1][0][0]) == "sum"
-        ]  # fmt: skip
+        ]
         if len(sums) != 1:
             return None
         (term, c), factor = sums[0], sums[0][1]
@@ -236,8 +260,12 @@ def _pair(alg: Algebra, den: int, num: int, values: set[Any]) -> _Parts | None:
             extra = [a for a in alg.bools[top_flag][0] if a not in alg.bools[flag][0]]
             parts.drop_flag = alg.project(top_flag, extra)
             if not alg.poly_leaves(alg.of_bool(parts.drop_flag)):
-                raise Refused("weights", "the sum of the weights runs over other keys "
-                              "than the sum of the values", score=0.5)  # fmt: skip
+                raise Refused(
+                    "weights",
+                    "the sum of the weights runs over other keys "
+                    "than the sum of the values",
+                    score=0.5,
+                )
             if alg.both(flag, parts.drop_flag) != top_flag:
                 continue
         if parts.v:
@@ -252,20 +280,32 @@ def _exponents(
     bias: Poly = {}
     for atom, c in parts.exps:
         if alg.kind(atom) != "exp":
-            raise Refused("weights", "the weights are multiplied by another factor",
-                          difference=alg.show_atom(atom), score=0.5)  # fmt: skip
+            raise Refused(
+                "weights",
+                "the weights are multiplied by another factor",
+                difference=alg.show_atom(atom),
+                score=0.5,
+            )
         mono = alg.defs[atom][1]
         found = _scores(alg, mono, float(c), operands, parts.s)
         if found is not None:
             qk.append(found)
         elif {alg.defs[a][1] for a in alg.leaves(atom)} & operands:
-            raise Refused("scores", "the scores go through something that this op lacks",
-                          difference=alg.show_atom(atom), score=0.6)  # fmt: skip
+            raise Refused(
+                "scores",
+                "the scores go through something that this op lacks",
+                difference=alg.show_atom(atom),
+                score=0.6,
+            )
         else:
             bias = alg.add(bias, {(TRUE, mono): float(c)})
     if not qk:
-        raise Refused("scores", "the exponent holds no contraction of two values",
-                      difference=alg.show(bias), score=0.25)  # fmt: skip
+        raise Refused(
+            "scores",
+            "the exponent holds no contraction of two values",
+            difference=alg.show(bias),
+            score=0.25,
+        )
     if len(qk) > 1 and any(x.softcap for x in qk):
         raise Refused("softcap", "a soft cap over part of the scores", score=0.6)
     return qk, bias
@@ -291,7 +331,7 @@ def _scores(alg, mono, c, operands, s) -> _Scores | None:
 
 
 def _capped(alg, atom, c, operands, s) -> _Scores | None:
-    """cap tanh(x / cap) is -2 cap / (1 + exp(2 x / cap)) up to a constant."""
+    """Cap tanh(x / cap) is -2 cap / (1 + exp(2 x / cap)) up to a constant."""
     base = alg.thaw(alg.defs[atom][1])
     constant, rest = alg.split_constant(base)
     if constant != 1 or len(rest) != 1:
@@ -341,10 +381,18 @@ class _Assembly:
             ((_, mono), c) = next(iter(form.items()))
             form = {(self.parts.row_mask, mono): c}
         return Reading(
-            NAME, self.alg, self.ev.place, self.value, self.args, form,
-            (self.b, self.t, self.n, self.e), self.operands, self.params,
-            check_params=check, notes=tuple(sorted(self.ev.notes)),
-        )  # fmt: skip
+            NAME,
+            self.alg,
+            self.ev.place,
+            self.value,
+            self.args,
+            form,
+            (self.b, self.t, self.n, self.e),
+            self.operands,
+            self.params,
+            check_params=check,
+            notes=tuple(sorted(self.ev.notes)),
+        )
 
     def _own_scores(self) -> None:
         """Refuses masks and biases that are computed from the scores themselves."""
@@ -358,8 +406,9 @@ class _Assembly:
                 leaves |= self.alg.poly_leaves(self.alg.of_bool(used.flag))
             for leaf in leaves:
                 if self.find.regions.descends(self.alg.defs[leaf][1], scores):
-                    raise Refused("scores", f"the {name} is computed from the scores",
-                                  score=0.6)  # fmt: skip
+                    raise Refused(
+                        "scores", f"the {name} is computed from the scores", score=0.6
+                    )
 
     # -------------------------------------------------------------- axes
     def _axes(self) -> None:
@@ -372,8 +421,9 @@ class _Assembly:
         v = set().union(*(alg.free(a) for a in self.parts.v)) - s
         for name, ids in (("queries", q), ("keys", k), ("values", v)):
             if ids - set(out):
-                raise Refused("axes", f"an axis of the {name} is not one of the result",
-                              score=0.5)  # fmt: skip
+                raise Refused(
+                    "axes", f"an axis of the {name} is not one of the result", score=0.5
+                )
         e = v - q - k
         rows = q - k - v
         shared = [i for i in out if i not in e and i not in rows]
@@ -520,11 +570,11 @@ class _Assembly:
     def _prefixed(self, part: int) -> bool:
         """Reads (s <= t + c) or (s < prefix)."""
         alg = self.alg
-        support, table = alg.bools[part]
+        support, _table = alg.bools[part]
         if len(support) != 2 or self.prefix is not None:
             return False
         readings = []
-        for k, atom in enumerate(support):
+        for _k, atom in enumerate(support):
             for true in (True, False):
                 lit = alg.literal(atom) if true else alg.negate(alg.literal(atom))
                 if alg.implies(lit, part):
@@ -614,20 +664,40 @@ class _Assembly:
                 elif not ids & (set(self.t) | (set(self.n) - set(self.k))):
                     keys.append(f)
                 else:
-                    raise Refused("scores", "scores are multiplied by a position factor",
-                                  difference=alg.show_atom(f[0]), score=0.6)  # fmt: skip
+                    raise Refused(
+                        "scores",
+                        "scores are multiplied by a position factor",
+                        difference=alg.show_atom(f[0]),
+                        score=0.6,
+                    )
         elif any(x.extra for x in self.qk):
-            raise Refused("scores", "two contractions with scales of their own", score=0.6)
+            raise Refused(
+                "scores", "two contractions with scales of their own", score=0.6
+            )
         q_dtype, k_dtype, v_dtype = self._dtypes()
-        self.operands["q"] = Operand(tuple(
-            (alg.scale({(TRUE, alg.monomial((*x.q, *rows))): 1.0}, alg.number(x.c / lead.c)),
-             (self.b, self.t, self.n, x.d))
-            for x in self.qk
-        ), dtype=q_dtype)  # fmt: skip
-        self.operands["k"] = Operand(tuple(
-            ({(TRUE, alg.monomial((*x.k, *keys))): 1.0}, (self.b, self.s, self.k, x.d))
-            for x in self.qk
-        ), dtype=k_dtype)  # fmt: skip
+        self.operands["q"] = Operand(
+            tuple(
+                (
+                    alg.scale(
+                        {(TRUE, alg.monomial((*x.q, *rows))): 1.0},
+                        alg.number(x.c / lead.c),
+                    ),
+                    (self.b, self.t, self.n, x.d),
+                )
+                for x in self.qk
+            ),
+            dtype=q_dtype,
+        )
+        self.operands["k"] = Operand(
+            tuple(
+                (
+                    {(TRUE, alg.monomial((*x.k, *keys))): 1.0},
+                    (self.b, self.s, self.k, x.d),
+                )
+                for x in self.qk
+            ),
+            dtype=k_dtype,
+        )
         factor = 1.0 if self.parts.rest else self.parts.factor
         v = {(TRUE, alg.monomial((a, 1) for a in self.parts.v)): factor}
         self.operands["v"] = operand(v, self.b, self.s, self.k, self.e, dtype=v_dtype)
@@ -639,11 +709,13 @@ class _Assembly:
 
     def _dtypes(self):
         """Dtypes of the leaves, so that kernels read the narrowest values."""
+
         def of(factors):
             names = [
-                self.find.graph.dtype(self.alg.defs[a][1]) for a, _ in factors
+                self.find.graph.dtype(self.alg.defs[a][1])
+                for a, _ in factors
                 if self.alg.kind(a) == "leaf"
-            ]  # fmt: skip
+            ]
             return max(names, key=lambda d: d.itemsize)
 
         q = max((of(x.q) for x in self.qk), key=lambda d: d.itemsize)
@@ -667,9 +739,12 @@ class _Assembly:
             )
         if parts.sink:
             if alg.ids(parts.sink) - heads:
-                raise Refused("sink", "the extra term of the denominator depends on more "
-                              "than the head", score=0.6,
-                              difference=alg.show(parts.sink))  # fmt: skip
+                raise Refused(
+                    "sink",
+                    "the extra term of the denominator depends on more than the head",
+                    score=0.6,
+                    difference=alg.show(parts.sink),
+                )
             self.operands["sinks"] = operand(alg.log(parts.sink), self.n)
         if parts.rest or parts.drop_flag != TRUE:
             drop = {(parts.drop_flag, alg.monomial(parts.rest)): parts.factor}
@@ -699,15 +774,26 @@ class _Assembly:
         kept = self.alg.both(self.parts.keep, self.parts.row_mask)
         if kept == TRUE or self.parts.sink or self._never_empty():
             return
-        behaviour = "zero" if self.parts.zero_rows else self.find.empty_rows(
-            self.ev, self.pv, self.value,
-            self.alg.both(self.parts.keep, self.parts.row_mask),
+        behaviour = (
+            "zero"
+            if self.parts.zero_rows
+            else self.find.empty_rows(
+                self.ev,
+                self.pv,
+                self.value,
+                self.alg.both(self.parts.keep, self.parts.row_mask),
+            )
         )
         if behaviour == "unknown":
             if self.ev.soft_fills:
-                raise Refused("rows", "a row without keys gives something this op does "
-                              "not", score=0.8)  # fmt: skip
-            raise Refused("rows", "what a row without keys gives is not known", score=0.8)
+                raise Refused(
+                    "rows",
+                    "a row without keys gives something this op does not",
+                    score=0.8,
+                )
+            raise Refused(
+                "rows", "what a row without keys gives is not known", score=0.8
+            )
         self.params["empty_rows"] = behaviour
 
     def _never_empty(self) -> bool:

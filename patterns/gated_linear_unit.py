@@ -1,6 +1,7 @@
 """Gated linear unit: act(x w_gate + b) * (x w_up + c), weights apart or packed.
 
-Formula    out[..., f] = act(Σ_k x[..., k] w_gate[k, f] + b[f]) (Σ_k x[..., k] w_up[k, f] + c[f])
+Formula    out[..., f] = act(Σ_k x[..., k] w_gate[k, f] + b[f])
+                         (Σ_k x[..., k] w_up[k, f] + c[f])
 Looks like a product of two values computed from contractions of one x, one of
            them through an activation.
 Must hold  the form is the activation's applied to one contraction, times the other.
@@ -28,7 +29,9 @@ from rewriter.reading import (
 )
 
 NAME = "gated_linear_unit"
-ANCHORS = frozenset({"logistic", "tanh", "erf", "erfc", "max", "exp", "select_n", "clamp"})
+ANCHORS = frozenset(
+    {"logistic", "tanh", "erf", "erfc", "max", "exp", "select_n", "clamp"}
+)
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | frozenset({
     "convert_element_type", "add", "sub", "mul", "div", "neg", "min", "max", "clamp",
     "integer_pow", "square", "pow",
@@ -53,9 +56,8 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         return
     for product, _ in products:
         if not any(
-            _inputs(find, n) & sources
-            for i in product.ins for n in _linear(find, i)
-        ):  # fmt: skip
+            _inputs(find, n) & sources for i in product.ins for n in _linear(find, i)
+        ):
             continue
         if find.barren(NAME, anchor):
             return
@@ -125,8 +127,9 @@ def read(
     alg = find.algebra
     others = _linear(find, up)
     if not others:
-        raise Refused("up", "the other factor is not a contraction of the same value",
-                      score=0.2)  # fmt: skip
+        raise Refused(
+            "up", "the other factor is not a contraction of the same value", score=0.2
+        )
     inside = frozenset(n.outs[0] for n in (*dots, *others))
     value = product.outs[0]
     ev = find.evaluator(value, inside=inside)
@@ -136,8 +139,9 @@ def read(
     act_poly = ev.poly(act, ev.aligned(act, args))
     sums = set(_sums(alg, up_poly))
     if len(sums) > 2 or sums <= set(_sums(alg, act_poly)):
-        raise Refused("up", "the other factor is not a contraction of the same value",
-                      score=0.2)  # fmt: skip
+        raise Refused(
+            "up", "the other factor is not a contraction of the same value", score=0.2
+        )
     u, u_bias, u_clip, shift = _branch(alg, up_poly, "up")
     gates = [a for a in _sums(alg, act_poly) if a != u]
     if not gates:
@@ -150,14 +154,27 @@ def read(
     x_up, w_up, k_up = _factors(alg, u, args, shared)
     to = dict(zip(k_up, k, strict=True)) if len(k) == len(k_up) else {}
     if alg.subst_mono(x_up, to) != x:
-        raise Refused("x", "gate and up are contractions of different values", score=0.4)
+        raise Refused(
+            "x", "gate and up are contractions of different values", score=0.4
+        )
     w_up = alg.subst_mono(w_up, to)
     bias, clip = _gate_details(alg, act_poly, gate)
     name, beta = _activation(alg, act_poly, gate, bias, clip)
     return _assembled(
-        find, ev, value, args, form, x, k, (w_gate, bias, clip), (w_up, u_bias, u_clip),
-        name, beta, shift, product,
-    )  # fmt: skip
+        find,
+        ev,
+        value,
+        args,
+        form,
+        x,
+        k,
+        (w_gate, bias, clip),
+        (w_up, u_bias, u_clip),
+        name,
+        beta,
+        shift,
+        product,
+    )
 
 
 def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, product):
@@ -165,13 +182,17 @@ def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, p
     out = [i for a in args for i in flat_indices(a)]
     (w_gate, b_gate, clip_gate), (w_up, b_up, clip_up) = gate, up
     f = tuple(
-        i for i in out
+        i
+        for i in out
         if i in alg.term_ids(TRUE, w_gate) or i in alg.term_ids(TRUE, w_up)
-    )  # fmt: skip
+    )
     x_ids = alg.term_ids(TRUE, x) - set(k)
     if x_ids & set(f):
-        raise Refused("batch", "the weights differ along an axis of x: one matrix per "
-                      "expert or head", score=0.45)  # fmt: skip
+        raise Refused(
+            "batch",
+            "the weights differ along an axis of x: one matrix per expert or head",
+            score=0.45,
+        )
     for w in (w_gate, w_up):
         if set(f) - alg.term_ids(TRUE, w):
             raise Refused("outer", "gate and up have different columns", score=0.4)
@@ -189,18 +210,29 @@ def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, p
                 raise Refused("bias", "a bias varies along an axis of x", score=0.4)
             operands[key] = operand(bias, f)
     params: dict[str, Any] = {
-        "activation": name, "out_dtype": str(find.graph.dtype(value)),
-    }  # fmt: skip
+        "activation": name,
+        "out_dtype": str(find.graph.dtype(value)),
+    }
     for key, item, plain in (
-        ("beta", beta, 1.0), ("clip_gate", clip_gate, (None, None)),
-        ("clip_up", clip_up, (None, None)), ("up_shift", shift, 0.0),
-    ):  # fmt: skip
+        ("beta", beta, 1.0),
+        ("clip_gate", clip_gate, (None, None)),
+        ("clip_up", clip_up, (None, None)),
+        ("up_shift", shift, 0.0),
+    ):
         if item != plain:
             params[key] = item
     return Reading(
-        NAME, alg, ev.place, value, args, form, (*rest, f), operands, params,
+        NAME,
+        alg,
+        ev.place,
+        value,
+        args,
+        form,
+        (*rest, f),
+        operands,
+        params,
         notes=tuple(sorted(ev.notes)),
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------ parsing
@@ -233,11 +265,18 @@ def _branch(alg: Algebra, p: Poly, what: str):
         clip, inner, shift = _clipped(alg, p)
         p = inner
     sums = [(t, c) for t, c in p.items() if any(alg.kind(a) == "sum" for a, _ in t[1])]
-    if len(sums) != 1 or sums[0][1] != 1 or len(sums[0][0][1]) != 1 or (
-        sums[0][0][0] != TRUE or sums[0][0][1][0][1] != 1
+    if (
+        len(sums) != 1
+        or sums[0][1] != 1
+        or len(sums[0][0][1]) != 1
+        or (sums[0][0][0] != TRUE or sums[0][0][1][0][1] != 1)
     ):
-        raise Refused("up", f"the {what} branch is not one contraction", score=0.35,
-                      difference=alg.show(p))  # fmt: skip
+        raise Refused(
+            "up",
+            f"the {what} branch is not one contraction",
+            score=0.35,
+            difference=alg.show(p),
+        )
     bias = {t: c for t, c in p.items() if t != sums[0][0]}
     if not relus:
         c, rest = alg.split_constant(bias)
@@ -298,7 +337,7 @@ def _factors(alg: Algebra, atom: int, args: Any, shared: set[Any]):
     ranks = [
         max((last.index(i) for i in alg.free(a) if i in last), default=-1)
         for a, _ in mono
-    ]  # fmt: skip
+    ]
     free = [len(alg.free(a) & set(last)) for a, _ in mono]
     w = 0 if (ranks[0], -free[0]) > (ranks[1], -free[1]) else 1
     common = [alg.defs[a][1] in shared for a, _ in mono]
@@ -321,9 +360,10 @@ def _gate_details(alg: Algebra, act: Poly, gate: int):
             continue
     bias: Poly = {}
     exps = [
-        a for a in _every(alg, act)
+        a
+        for a in _every(alg, act)
         if alg.kind(a) == "exp" and not alg.leaves(gate) & alg.leaves(a)
-    ]  # fmt: skip
+    ]
     for a in exps:
         bias = alg.add(bias, {(TRUE, alg.defs[a][1]): 1.0})
     for atom in _every(alg, act):
@@ -333,7 +373,9 @@ def _gate_details(alg: Algebra, act: Poly, gate: int):
                     p = alg.thaw(part)
                     if _has(p, gate) and len(p) > 1:
                         c = p[TRUE, ((gate, 1),)]
-                        rest = {t: v / c for t, v in p.items() if t != (TRUE, ((gate, 1),))}
+                        rest = {
+                            t: v / c for t, v in p.items() if t != (TRUE, ((gate, 1),))
+                        }
                         return rest, (None, None)
     return _linear_bias(alg, act, gate, bias), (None, None)
 
@@ -341,9 +383,10 @@ def _gate_details(alg: Algebra, act: Poly, gate: int):
 def _linear_bias(alg, act, gate, bias):
     """The bias of an activation whose exponent holds powers of the sum (tanh gelu)."""
     linear = {
-        t: c for t, c in bias.items()
+        t: c
+        for t, c in bias.items()
         if len(t[1]) == 1 and t[1][0][1] == 1 and alg.kind(t[1][0][0]) == "leaf"
-    }  # fmt: skip
+    }
     return linear
 
 
@@ -403,8 +446,12 @@ def _activation(alg, act: Poly, gate: int, bias: Poly, clip) -> tuple[str, float
         swish = alg.mul(g, sigmoid(alg, alg.scale(g, beta)))
         if not alg.add(act, swish, -1.0):
             return "swish", beta
-    raise Refused("activation", "the activation is none of those known", score=0.5,
-                  difference=alg.show(act))  # fmt: skip
+    raise Refused(
+        "activation",
+        "the activation is none of those known",
+        score=0.5,
+        difference=alg.show(act),
+    )
 
 
 def _betas(alg: Algebra, act: Poly, gate: int) -> list[float]:

@@ -34,8 +34,8 @@ THROUGH = frozenset({
 DOWN = frozenset({
     "mul", "div", "sub", "add", "neg", "convert_element_type", "broadcast_in_dim",
     "reshape", "transpose", "squeeze", "expand_dims", "copy", "name", "integer_pow",
-    "sharding_constraint", "dot_general", "max", "pow", "square", "optimization_barrier",
-    "select_n", "sqrt",
+    "sharding_constraint", "dot_general", "max", "pow", "square",
+    "optimization_barrier", "select_n", "sqrt",
 })  # fmt: skip
 
 
@@ -69,7 +69,10 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     ev = find.evaluator(results[-1], inside=inside, full_sides=sides, names={x: x})
     readings: list[Reading] = []
     first: Refused | None = None
-    for value, outside in [*((v, False) for v in results), *((v, True) for v in results)]:
+    for value, outside in [
+        *((v, False) for v in results),
+        *((v, True) for v in results),
+    ]:
         if outside and readings:
             break
         if ev.place is not find.regions.place(find.graph.node_of(value).scope):
@@ -84,8 +87,15 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         except OverBudget as error:
             first = first or Refused("budget", str(error), score=0.3)
     if readings and readings[-1].params.get("bare_l2"):
-        find.missed(op, anchor, Refused("l2", "an L2 norm: the sum of squares is not "
-                                        "divided by their number", score=0.5))  # fmt: skip
+        find.missed(
+            op,
+            anchor,
+            Refused(
+                "l2",
+                "an L2 norm: the sum of squares is not divided by their number",
+                score=0.5,
+            ),
+        )
         return
     for reading in reversed(readings):  # the largest that is proved
         yield reading
@@ -120,9 +130,10 @@ def _source(find: Finder, anchor: Node) -> tuple[int, frozenset[int]] | None:
         return None
     if len(candidates) > 1:  # keep the value that the others are computed from
         roots = [
-            x for x in candidates
+            x
+            for x in candidates
             if all(y == x or find.regions.depends(y, x) for y in candidates)
-        ]  # fmt: skip
+        ]
         if len(roots) != 1:
             return None
         candidates = roots
@@ -139,9 +150,9 @@ def _unsquared(find: Finder, value: int, square: bool = True) -> int | None:
         node = g.node_of(value)
         if node is None:
             return value
-        if node.prim in SQUARES and square:
-            value = node.ins[0]
-        elif node.prim == "mul" and node.ins[0] == node.ins[1] and square:
+        if (node.prim in SQUARES and square) or (
+            node.prim == "mul" and node.ins[0] == node.ins[1] and square
+        ):
             value = node.ins[0]
         elif node.prim == "mul" and any(find.number(i) is not None for i in node.ins):
             value = node.ins[1 if find.number(node.ins[0]) is not None else 0]
@@ -152,11 +163,11 @@ def _unsquared(find: Finder, value: int, square: bool = True) -> int | None:
             if a != b:
                 return value
             value = a
-        elif node.prim in THROUGH and node.prim != "reshape":
-            value = node.ins[0]
-        elif node.prim == "sub" and _is_mean_of(find, node.ins[1], node.ins[0]):
-            value = node.ins[0]
-        elif node.prim == "add" and _is_mean_of(find, node.ins[1], node.ins[0]):
+        elif (
+            (node.prim in THROUGH and node.prim != "reshape")
+            or (node.prim == "sub" and _is_mean_of(find, node.ins[1], node.ins[0]))
+            or (node.prim == "add" and _is_mean_of(find, node.ins[1], node.ins[0]))
+        ):
             value = node.ins[0]
         else:
             return value
@@ -208,9 +219,16 @@ def _results(find: Finder, anchor: Node, x: int) -> list[int]:
                 seen.add(result)
                 queue.append(result)
                 if math.prod(g.shape(result)) == size and node.prim not in (
-                    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims",
-                    "copy", "name", "sharding_constraint", "sqrt",
-                ):  # fmt: skip
+                    "broadcast_in_dim",
+                    "reshape",
+                    "transpose",
+                    "squeeze",
+                    "expand_dims",
+                    "copy",
+                    "name",
+                    "sharding_constraint",
+                    "sqrt",
+                ):
                     out.append(result)
     return sorted(out)[:14]
 
@@ -251,7 +269,12 @@ def read(
     }
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
     c = alg.as_constant(scale)
-    if op == "rms_norm" and c is not None and abs(c * math.sqrt(n) - 1) < 1e-3 and n > 1:
+    if (
+        op == "rms_norm"
+        and c is not None
+        and abs(c * math.sqrt(n) - 1) < 1e-3
+        and n > 1
+    ):
         params["bare_l2"] = True  # refused by the caller
     if c is None or abs(c - 1) > 1e-6:
         operands["scale"] = operand(scale, d)
@@ -260,17 +283,31 @@ def read(
     if bias:
         operands["bias"] = operand(bias, d)
     if len(axes) > 1 and c is not None:
-        raise Refused("group", "several axes are normalised without a scale over them: "
-                      "a group, instance or batch norm", score=0.6)  # fmt: skip
+        raise Refused(
+            "group",
+            "several axes are normalised without a scale over them: "
+            "a group, instance or batch norm",
+            score=0.6,
+        )
     params["eps"] = constant / (alpha * n)
     if extra:
         operands["epsilon"] = operand(alg.scale(extra, 1 / (alpha * n)))
     elif not constant:
         raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
     return Reading(
-        op, alg, ev.place, value, args, form, groups, operands, params,
-        notes=tuple(sorted(ev.notes)), times=times, plus=plus,
-    )  # fmt: skip
+        op,
+        alg,
+        ev.place,
+        value,
+        args,
+        form,
+        groups,
+        operands,
+        params,
+        notes=tuple(sorted(ev.notes)),
+        times=times,
+        plus=plus,
+    )
 
 
 def _plain(a: Any) -> Any:
@@ -286,9 +323,11 @@ def _root(alg: Algebra, form: Poly, x: int) -> int:
             if e == HALF and alg.kind(a) == "pow":
                 return a
     for _, mono in form:
-        for a, e in mono:
+        for _, e in mono:
             if isinstance(e, Fraction) and e == HALF:
-                raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.2)
+                raise Refused(
+                    "eps", "no epsilon inside the root: an L2 norm", score=0.2
+                )
     raise Refused("root", "the result is not divided by a root", score=0.25)
 
 
@@ -308,15 +347,24 @@ def _base(alg: Algebra, base: int, x: int):
         elif not alg.term_ids(flag, mono):
             extra[flag, mono] = c
         else:
-            raise Refused("root", "something else is added under the root", score=0.4,
-                          difference=alg.show_atom(base))  # fmt: skip
+            raise Refused(
+                "root",
+                "something else is added under the root",
+                score=0.4,
+                difference=alg.show_atom(base),
+            )
     if squares is None:
         raise Refused("root", "there is no sum of squares under the root", score=0.25)
     _, _, _, body = alg.defs[squares[0]]
     leaves = [(a, e) for a, e in body if alg.kind(a) == "leaf"]
     if squares[1] <= 0 or constant < 0:
         raise Refused("root", "a negative term under the root", score=0.3)
-    if len(body) != 1 or not leaves or leaves[0][1] != 2 or alg.defs[leaves[0][0]][1] != x:
+    if (
+        len(body) != 1
+        or not leaves
+        or leaves[0][1] != 2
+        or alg.defs[leaves[0][0]][1] != x
+    ):
         raise Refused("root", "the sum under the root is not one of squares", score=0.3)
     return squares, mean, constant, extra
 
@@ -330,12 +378,12 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
         for a, e in mono:
             if alg.kind(a) == "leaf" and alg.defs[a][1] == x and e == 1:
                 at = alg.defs[a][2]
-                outer = all(
-                    at[k] == inner[k] for k in range(len(at)) if k not in axes
-                )
+                outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
                 if outer and all(isinstance(at[k], int) for k in axes):
                     return axes, at
-    raise Refused("axes", "x does not appear in the result as under the root", score=0.4)
+    raise Refused(
+        "axes", "x does not appear in the result as under the root", score=0.4
+    )
 
 
 def _affine(alg, form, base, x, at, d, n, alpha, outside):
@@ -363,11 +411,16 @@ def _along(alg: Algebra, name: str, p: Poly, d: set[int]) -> None:
     ids = alg.ids(p)
     digits = any(
         isinstance(a, tuple) and a[0] in ("div", "mod", "cat")
-        for atom in alg.poly_leaves(p) for a in alg.defs[atom][2]
-    )  # fmt: skip
+        for atom in alg.poly_leaves(p)
+        for a in alg.defs[atom][2]
+    )
     if digits or (ids and not ids & d and name == "scale" and _is_parameter(alg, p)):
-        raise Refused("group", f"the {name} does not vary with the normalised axis: a "
-                      "group, instance or batch norm", score=0.6)  # fmt: skip
+        raise Refused(
+            "group",
+            f"the {name} does not vary with the normalised axis: a "
+            "group, instance or batch norm",
+            score=0.6,
+        )
     if ids - d:
         raise Refused(name, f"the {name} varies along other axes too", score=0.4)
 

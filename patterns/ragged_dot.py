@@ -72,9 +72,11 @@ def _mode(node: Node) -> str:
     }
     if key not in forms:
         raise Refused(
-            "dimensions", "a ragged dot with batch axes or another axis order",
-            difference=str(numbers), score=0.9,
-        )  # fmt: skip
+            "dimensions",
+            "a ragged dot with batch axes or another axis order",
+            difference=str(numbers),
+            score=0.9,
+        )
     return forms[key]
 
 

@@ -6,7 +6,6 @@ versions (0.10.2, 0.11.2, 0.12).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -197,7 +196,9 @@ def with_constants(
     """
     jaxpr = closed.jaxpr
     both = [*jaxpr.constvars, *constvars]
-    return jex_core.ClosedJaxpr(jaxpr.replace(constvars=both, invars=list(invars)), consts)
+    return jex_core.ClosedJaxpr(
+        jaxpr.replace(constvars=both, invars=list(invars)), consts
+    )
 
 
 def without_constants(closed: Any) -> Any:
@@ -219,9 +220,7 @@ def vary_alike(values: Sequence[Any]) -> list[Any]:
     axes = [core.typeof(v).mat.varying for v in values]
     union = frozenset().union(*axes)
     return [
-        jax.lax.pcast(v, tuple(sorted(union - own)), to="varying")
-        if union - own
-        else v
+        jax.lax.pcast(v, tuple(sorted(union - own)), to="varying") if union - own else v
         for v, own in zip(values, axes, strict=True)
     ]
 

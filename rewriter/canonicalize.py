@@ -7,6 +7,7 @@ a leaf named after its value number.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -45,8 +46,12 @@ ARITHMETIC = frozenset({
     "floor_divide", "remainder",
 })  # fmt: skip
 REDUCTIONS = frozenset({"reduce_sum", "reduce_or", "reduce_and"})
-LOCAL = LAYOUT_PRIMITIVES | TRANSPARENT | ARITHMETIC | REDUCTIONS | frozenset(
-    {"reduce_max", "concatenate", "pad"}
+LOCAL = (
+    LAYOUT_PRIMITIVES
+    | TRANSPARENT
+    | ARITHMETIC
+    | REDUCTIONS
+    | frozenset({"reduce_max", "concatenate", "pad"})
 )
 
 
@@ -177,9 +182,13 @@ class Evaluator:
         """'f' if a monomial holds a floating leaf."""
         for a, _ in mono:
             d = self.alg.defs[a]
-            if d[0] == "leaf" and isinstance(d[1], int) and d[1] < len(self.g.avals):
-                if _kind(self.g.dtype(d[1])) == "f":
-                    return "f"
+            known = d[0] == "leaf" and isinstance(d[1], int)
+            if (
+                known
+                and d[1] < len(self.g.avals)
+                and (_kind(self.g.dtype(d[1])) == "f")
+            ):
+                return "f"
         return ""
 
     # ------------------------------------------------------------- leaves
@@ -198,9 +207,13 @@ class Evaluator:
             return None
         prim = node.prim
         if mode == LAYOUT:
-            ok = prim in LAYOUT_PRIMITIVES or prim in TRANSPARENT or (
-                prim in ("convert_element_type", "mul", "div", "neg")
-                and self._plain(node)
+            ok = (
+                prim in LAYOUT_PRIMITIVES
+                or prim in TRANSPARENT
+                or (
+                    prim in ("convert_element_type", "mul", "div", "neg")
+                    and self._plain(node)
+                )
             )
         elif prim in STRUCTURAL:
             ok = self.expand_all or value in self.inside
@@ -222,9 +235,8 @@ class Evaluator:
             return is_lossless(self.g.dtype(node.ins[0]), self.g.dtype(node.outs[0]))
         if node.prim == "neg":
             return True
-        if not np.issubdtype(self.g.dtype(node.outs[0]), np.inexact):
-            if self.g.dtype(node.outs[0]).kind != "V":
-                return False
+        if _kind(self.g.dtype(node.outs[0])) != "f":
+            return False
         known = [self.number(i) is not None for i in node.ins]
         return known[1] or (node.prim == "mul" and known[0])
 
@@ -237,7 +249,8 @@ class Evaluator:
         if node is None or depth == 0:
             return None
         if node.prim in ("broadcast_in_dim", "reshape", "convert_element_type",
-                         "squeeze", "copy", "expand_dims", "stop_gradient"):  # fmt: skip
+                         "squeeze", "copy", "expand_dims",
+                         "stop_gradient"):  # fmt: skip
             inner = self.number(node.ins[0], depth - 1)
             if node.prim == "convert_element_type" and inner is not None:
                 new = node.params["new_dtype"]
@@ -481,7 +494,12 @@ class Evaluator:
     def _split(self, a: Index, cuts: list[int]) -> Exception:
         if isinstance(a, int):
             return NeedSplit(a, tuple(cuts))
-        if isinstance(a, tuple) and a[0] == "aff" and isinstance(a[1], int) and a[2] == 1:
+        if (
+            isinstance(a, tuple)
+            and a[0] == "aff"
+            and isinstance(a[1], int)
+            and a[2] == 1
+        ):
             inner = [c - a[3] for c in cuts if 0 < c - a[3] < self.alg.sizes[a[1]]]
             return NeedSplit(a[1], tuple(inner))
         return OverBudget("pieces of a concatenation are mixed")
@@ -501,13 +519,11 @@ class Evaluator:
         alg, j = self.alg, need.index
         edges = [0, *need.cuts, alg.sizes[j]]
         out: Poly = {}
-        for lo, hi in zip(edges, edges[1:], strict=False):
+        for lo, hi in itertools.pairwise(edges):
             piece = alg.new_index(hi - lo)
             at = alg.affine(piece, 1, lo)
             rest = [i for i in bound if i != j] + ([piece] if piece else [])
-            part = self.summed(
-                lambda to, at=at: make({j: at, **to}), rest
-            )
+            part = self.summed(lambda to, at=at: make({j: at, **to}), rest)
             out = alg.add(out, part)
         return out
 
@@ -592,9 +608,7 @@ def _rule(*names: str, table: dict = _RULES):
 
 
 def _elementwise(name: str, f: Callable[..., Poly]) -> None:
-    _RULES[name] = lambda ev, node, args, mode: f(
-        ev, *ev.operands(node, args, mode)
-    )
+    _RULES[name] = lambda ev, node, args, mode: f(ev, *ev.operands(node, args, mode))
 
 
 _elementwise("add", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b)))  # a + b
@@ -632,8 +646,11 @@ def _gentle(ev: Evaluator, p: Poly) -> Poly:
     if not ev.expand_all and len(p) > 1 and any(abs(c) >= 1e4 for c in p.values()):
         for (flag, mono), c in p.items():
             leaf = any(ev.alg.kind(a) == "leaf" for a, _ in mono)
-            if flag == TRUE and abs(c) >= 1e4 and leaf and (
-                str(ev.leaf_kinds(mono)) == "f"
+            if (
+                flag == TRUE
+                and abs(c) >= 1e4
+                and leaf
+                and (str(ev.leaf_kinds(mono)) == "f")
             ):
                 raise OverBudget("a float mask")
     return p
@@ -737,7 +754,9 @@ def _reduce_sum(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 @_rule("dot_general")
 def _dot_general(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     left, right, bound = dot_arguments(ev, node, args)
-    inner = FULL if ev.expand_all or (mode == FULL and node.outs[0] in ev.inside) else mode
+    inner = (
+        FULL if ev.expand_all or (mode == FULL and node.outs[0] in ev.inside) else mode
+    )
 
     def side(k: int, at: tuple[Index, ...]) -> Poly:
         return ev.poly(node.ins[k], at, ev.operand_mode(node, k, inner))
@@ -952,9 +971,7 @@ def _pad(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     name, alg = node.prim, ev.alg
     if ev.g.dtype(node.ins[0]) == bool:
-        a, b = (
-            ev.flag(i, ev.aligned(i, args), mode) for i in node.ins
-        )
+        a, b = (ev.flag(i, ev.aligned(i, args), mode) for i in node.ins)
         same = alg.either(alg.both(a, b), alg.both(alg.negate(a), alg.negate(b)))
         if name in ("eq", "ne"):
             return same if name == "eq" else alg.negate(same)
@@ -1030,9 +1047,7 @@ for _name in _TESTS:
 
 
 def _flag_operands(ev: Evaluator, node: Node, args, mode: str) -> list[int]:
-    return [
-        ev.flag(i, ev.aligned(i, args), mode) for i in node.ins
-    ]
+    return [ev.flag(i, ev.aligned(i, args), mode) for i in node.ins]
 
 
 @_rule("and", table=_FLAGS)
@@ -1225,7 +1240,8 @@ def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None
         at = [0] * array.ndim
         at[d] = 1 if n > 1 else 0
         slopes.append(float(array[tuple(at)]) - origin)
-    if array.dtype.kind == "f" and not all(float(s).is_integer() for s in (origin, *slopes)):  # fmt: skip
+    whole = all(float(s).is_integer() for s in (origin, *slopes))
+    if array.dtype.kind == "f" and not whole:
         return None
     built = np.full(array.shape, origin)
     for d, slope in enumerate(slopes):

@@ -1,4 +1,4 @@
-"""Normal forms back to JAX code: the operands of a replacement, as array expressions."""
+"""Normal forms back to JAX code: a replacement's operands as array expressions."""
 
 from __future__ import annotations
 
@@ -148,8 +148,10 @@ class Emitter:
         a = labels[k]
         if a is None or a[0] == "k":
             at = 0 if a is None else a[1]
-            x = x.reshape(x.shape[:k] + x.shape[k + 1 :]) if x.shape[k] == 1 else (
-                jax.lax.index_in_dim(x, at, k, keepdims=False)
+            x = (
+                x.reshape(x.shape[:k] + x.shape[k + 1 :])
+                if x.shape[k] == 1
+                else (jax.lax.index_in_dim(x, at, k, keepdims=False))
             )
             return x, labels[:k] + labels[k + 1 :]
         if a[0] == "aff" and isinstance(a[1], int):
@@ -159,12 +161,12 @@ class Emitter:
             else:
                 x = jax.lax.slice_in_dim(x, c + (size - 1) * m, c + 1, -m, k)
                 x = jnp.flip(x, k)
-            return x, labels[:k] + [a[1]] + labels[k + 1 :]
+            return x, [*labels[:k], a[1], *labels[k + 1:]]
         if a[0] == "aff" and a[2] == 1:
             lo, hi = self.alg.index_range(a)
             if self.alg.index_range(a[1])[0] == 0:
                 x = jax.lax.slice_in_dim(x, lo, hi + 1, axis=k)
-                return x, labels[:k] + [a[1]] + labels[k + 1 :]
+                return x, [*labels[:k], a[1], *labels[k + 1:]]
         if a[0] == "cat" and x.shape[k] % a[3] == 0:
             shape = (*x.shape[:k], x.shape[k] // a[3], a[3], *x.shape[k + 1 :])
             return x.reshape(shape), [*labels[:k], a[1], a[2], *labels[k + 1 :]]
@@ -178,8 +180,10 @@ class Emitter:
         if not args:
             return x.reshape((1,) * len(order))
         at = tuple(self._index(a, order) for a in args)
-        return x[jnp.broadcast_arrays(*at) if len(at) > 1 else at] if len(at) == 1 else (
-            x[tuple(jnp.broadcast_arrays(*at))]
+        return (
+            x[jnp.broadcast_arrays(*at) if len(at) > 1 else at]
+            if len(at) == 1
+            else (x[tuple(jnp.broadcast_arrays(*at))])
         )
 
     def _index(self, a: Index, order: list[int]) -> jax.Array:
@@ -264,7 +268,6 @@ class Emitter:
                 term = jnp.where(self._bool(flag, order), term, 0)
             total = total + term
         return total
-
 
     def _integer_sum(self, atom: int, order: list[int]) -> jax.Array | None:
         bound, flag, mono = self.alg.open_sum(atom)

@@ -102,7 +102,9 @@ class Finder:
         if old is None or refusal.score > old[1].score:
             self.misses[key] = (anchor, refusal)
 
-    def empty_rows(self, ev: RegionEvaluator, product: Node, value: int, keep: int) -> str:
+    def empty_rows(
+        self, ev: RegionEvaluator, product: Node, value: int, keep: int
+    ) -> str:
         """What a row without keys gives; see `rewriter.rows`."""
         from rewriter.rows import empty_row
 

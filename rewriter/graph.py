@@ -196,13 +196,9 @@ class Graph:
             whole = _jax.integer_division(eqn)
             if whole:
                 return self._merged(scope, position, eqn, whole, ins)
-            return self._child(
-                scope, position, _jax.call_body(eqn), ins, kind="call"
-            )
+            return self._child(scope, position, _jax.call_body(eqn), ins, kind="call")
         if kind == "remat":
-            return self._child(
-                scope, position, _jax.call_body(eqn), ins, kind="remat"
-            )
+            return self._child(scope, position, _jax.call_body(eqn), ins, kind="remat")
         if kind == "custom":
             if self._library_rule(eqn):
                 return self._child(
@@ -213,7 +209,7 @@ class Graph:
                 scope, position, _jax.call_body(eqn), ins, kind=what, open_out=False
             )
         elif kind == "scan":
-            body, n_consts, n_carry, length = _jax.scan_parts(eqn)
+            body, n_consts, _n_carry, length = _jax.scan_parts(eqn)
             args = ins[:n_consts] + self._fresh(body, slice(n_consts, None))
             self._child(
                 scope, position, body, args, kind="scan",

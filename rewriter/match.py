@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,9 +229,11 @@ def _problem(find: Finder, op: Op, reading: Reading) -> Refused | None:
     if not difference:
         return None
     return Refused(
-        "unequal", f"the region is not equal to {op.name} with what was read off it",
-        difference=difference, score=0.8,
-    )  # fmt: skip
+        "unequal",
+        f"the region is not equal to {op.name} with what was read off it",
+        difference=difference,
+        score=0.8,
+    )
 
 
 def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
@@ -244,7 +247,7 @@ def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
         new = want(args)
     except NeedSplit as need:
         edges = [0, *need.cuts, alg.sizes[need.index]]
-        for lo, hi in zip(edges, edges[1:], strict=False):
+        for lo, hi in itertools.pairwise(edges):
             at = alg.affine(alg.new_index(hi - lo), 1, lo)
             part = tuple(alg.subst_index(a, {need.index: at}) for a in args)
             found = _difference(reading, want, part)
@@ -259,7 +262,7 @@ def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
 def replacement_forms(
     graph: Graph, op: Op, reading: Reading
 ) -> Callable[[tuple[Any, ...]], Any]:
-    """Index arguments to the normal form of the code that will be emitted, with the op's reference.
+    """Index arguments to the form of the emitted code, with the op's reference.
 
     The code is traced like any program, so that its operands' layout, the op
     and the result's layout are all part of the check.
@@ -271,17 +274,22 @@ def replacement_forms(
     def code(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, arrays, strict=True))
         return reading.build(
-            op.reference, given, graph.shape(reading.value),
-            graph.dtype(reading.value), params,
-        )  # fmt: skip
+            op.reference,
+            given,
+            graph.shape(reading.value),
+            graph.dtype(reading.value),
+            params,
+        )
 
     traced = _jax.trace_flat(code, avals)
     inner = Graph(traced)
     inputs = [inner.top.env[v] for v in traced.invars]
     ev = Evaluator(
-        inner, reading.algebra, expand_all=True,
+        inner,
+        reading.algebra,
+        expand_all=True,
         names=dict(zip(inputs, names, strict=True)),
-    )  # fmt: skip
+    )
     ev.private = True
     (out,) = (inner.top.env[v] for v in traced.outvars)
     return lambda args: ev.poly(out, args)
@@ -310,9 +318,13 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
             continue
         where = find.where(anchor)
         yield NearMiss(
-            op, where, (Reason(refusal.code, refusal.text, where),),
-            refusal.difference, refusal.score, refusal.suggestion,
-        )  # fmt: skip
+            op,
+            where,
+            (Reason(refusal.code, refusal.text, where),),
+            refusal.difference,
+            refusal.score,
+            refusal.suggestion,
+        )
 
 
 def _region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:

@@ -134,9 +134,13 @@ class Algebra:
             if a[0] == "div" and b[0] == "mod" and a[1] == b[1] and a[2] == n == b[2]:
                 return a[1]
             if (
-                a[0] == "mod" and b[0] == "mod" and isinstance(a[1], tuple)
-                and a[1][0] == "div" and a[1][1] == b[1] and a[1][2] == n == b[2]
-            ):  # fmt: skip
+                a[0] == "mod"
+                and b[0] == "mod"
+                and isinstance(a[1], tuple)
+                and a[1][0] == "div"
+                and a[1][1] == b[1]
+                and a[1][2] == n == b[2]
+            ):
                 return self.mod(b[1], a[2] * n)
         if isinstance(b, tuple) and b[0] == "cat":  # a*n + (b1*m + b2)
             return self.cat(self.cat(a, b[1], n // b[3]), b[2], b[3])
@@ -369,7 +373,7 @@ class Algebra:
 
     def both(self, a: int, b: int) -> int:
         """A and b."""
-        if a == TRUE or b == FALSE or a == b:
+        if a in (TRUE, b) or b == FALSE:
             return b
         if b == TRUE or a == FALSE:
             return a
@@ -378,7 +382,7 @@ class Algebra:
 
     def either(self, a: int, b: int) -> int:
         """A or b."""
-        if a == FALSE or b == TRUE or a == b:
+        if a in (FALSE, b) or b == TRUE:
             return b
         if b == FALSE or a == TRUE:
             return a
@@ -487,9 +491,11 @@ class Algebra:
                         split.append((outside, value))
                 pieces = split
             merged: dict[float, int] = {}
-            largest = max(abs(c) for _, c in entries if math.isfinite(c)) if any(
-                math.isfinite(c) for _, c in entries
-            ) else 1.0
+            largest = (
+                max(abs(c) for _, c in entries if math.isfinite(c))
+                if any(math.isfinite(c) for _, c in entries)
+                else 1.0
+            )
             for piece, value in pieces:
                 if abs(value) <= 2e-6 * largest:
                     continue
@@ -549,7 +555,9 @@ class Algebra:
                     continue
                 mono = self.monomial(ma + mb) if ma and mb else ma or mb
                 if math.isinf(ca) or math.isinf(cb):
-                    self._accumulate(out, flag, mono, ca * cb if ca * cb == ca * cb else 0.0)  # fmt: skip
+                    self._accumulate(
+                        out, flag, mono, ca * cb if ca * cb == ca * cb else 0.0
+                    )
                 else:
                     self._accumulate(out, flag, mono, ca * cb)
                 monos.add(mono)
@@ -604,7 +612,7 @@ class Algebra:
         if isinstance(exponent, Fraction):  # a root that was taken already
             return exponent.denominator % 2 == 0 or exponent.numerator % 2 == 0
         if kind == "sum":
-            _, _, b, mono = self.defs[atom]
+            _, _, _b, mono = self.defs[atom]
             return all(self.positive_factor(a, e) for a, e in mono)
         if kind == "pow":
             p = self.thaw(self.defs[atom][1])
@@ -680,13 +688,15 @@ class Algebra:
         return tuple(common)
 
     def partial_fractions(self, p: Poly) -> Poly:
-        """With P = c0 + k*u, reduces u*P**-n and P**n/u; the spellings of a sigmoid meet."""
+        """With P = c0 + k*u, reduces u*P**-n: the spellings of a sigmoid meet."""
         for (flag, mono), c in p.items():
             for atom, e in mono:
                 if self.kind(atom) != "pow" or not isinstance(e, int) or e >= 0:
                     continue
                 base = self.defs[atom][1]
-                if len(base) != 2 or (base[0][0] != (TRUE, ()) and base[1][0] != (TRUE, ())):
+                if len(base) != 2 or (
+                    base[0][0] != (TRUE, ()) and base[1][0] != (TRUE, ())
+                ):
                     continue
                 split = dict(base)
                 c0 = split.pop((TRUE, ()))
@@ -708,7 +718,7 @@ class Algebra:
 
     # --------------------------------------------------------------- exp, log
     def exp(self, p: Poly, fill: Callable[[float], None] = lambda c: None) -> Poly:
-        """exp(p) with exp(a + b) = exp(a) exp(b), boolean terms taken apart."""
+        """The exponential: a product over terms, boolean terms taken apart."""
         out = self.const(1.0)
         for (flag, mono), c in p.items():
             factor = self._exp_term(mono, c, fill)
@@ -720,7 +730,9 @@ class Algebra:
             out = self.mul(out, factor)
         return out
 
-    def _exp_term(self, mono: Monomial, c: float, fill: Callable[[float], None]) -> Poly:
+    def _exp_term(
+        self, mono: Monomial, c: float, fill: Callable[[float], None]
+    ) -> Poly:
         if not mono:
             if c <= -80:
                 fill(c)
@@ -735,7 +747,7 @@ class Algebra:
         return {(TRUE, ((self.atom("exp", mono), _exact(c)),)): 1.0}
 
     def log(self, p: Poly) -> Poly:
-        """log(p); logs of factors proved positive split."""
+        """The logarithm; logs of factors proved positive split."""
         if len(p) == 1:
             ((flag, mono), c) = next(iter(p.items()))
             if flag == TRUE and c > 0:
@@ -810,7 +822,7 @@ class Algebra:
         return self.scale(self.of_atom(atom), k)
 
     def is_variance(self, p: Poly) -> bool:
-        """c sum(x^2) - d sum(x)^2, d <= c / N: not negative (Cauchy and Schwarz)."""
+        """C sum(x^2) - d sum(x)^2, d <= c / N: not negative (Cauchy and Schwarz)."""
         if len(p) != 2:
             return False
         (((f1, m1), c1), ((f2, m2), c2)) = sorted(p.items(), key=lambda t: -t[1])
@@ -901,12 +913,14 @@ class Algebra:
             pieces = self.conjuncts(flag, lambda a: names.get(a, frozenset()))
             if len(pieces) == 1 and pieces[0][0] is None:
                 pieces = self.conjuncts(flag, lambda a: bool(names.get(a)))
-                pieces = [
-                    (frozenset().union(*names.values()) if g else frozenset(), p)
-                    for g, p in pieces
-                ] if pieces[0][0] is not None else [
-                    (frozenset().union(*names.values()), flag)
-                ]
+                pieces = (
+                    [
+                        (frozenset().union(*names.values()) if g else frozenset(), p)
+                        for g, p in pieces
+                    ]
+                    if pieces[0][0] is not None
+                    else [(frozenset().union(*names.values()), flag)]
+                )
             outer_flag = TRUE
             for ids, part in pieces:
                 if ids:
@@ -953,7 +967,11 @@ class Algebra:
                     found.setdefault(a[1], set()).add(a[2])
                 if a[0] == "cat":
                     b = a[2]
-                    if isinstance(b, tuple) and b[0] in ("div", "mod") and b[1] in bound:
+                    if (
+                        isinstance(b, tuple)
+                        and b[0] in ("div", "mod")
+                        and b[1] in bound
+                    ):
                         found.setdefault(b[1], set()).add(b[2])
                 a = a[1] if a[0] != "k" else None
 
@@ -1020,10 +1038,7 @@ class Algebra:
             + [self._level[a] for a in self.bools[flag][0]],
             default=0,
         )
-        if len(bound) == 1:
-            orders = [tuple(bound)]
-        else:
-            orders = self._orders(bound, flag, mono)
+        orders = [tuple(bound)] if len(bound) == 1 else self._orders(bound, flag, mono)
         best = None
         for order in orders:
             names = [
@@ -1051,7 +1066,9 @@ class Algebra:
                     seen.append((self._shape(a, j), "bool"))
             colors[j] = repr((seen[0], sorted(map(repr, seen[1:]))))
         ranked = sorted(bound, key=lambda j: colors[j])
-        groups = [list(g) for _, g in itertools.groupby(ranked, key=lambda j: colors[j])]
+        groups = [
+            list(g) for _, g in itertools.groupby(ranked, key=lambda j: colors[j])
+        ]
         choices = [
             list(itertools.permutations(g)) if len(g) <= 4 else [tuple(g)]
             for g in groups
@@ -1071,8 +1088,9 @@ class Algebra:
             return ("leaf", definition[1], marks)
         if definition[0] == "iota":
             return ("iota",)
-        inner = [repr(self._shape(a, j)) for a in self.children(atom)
-                 if j in self._free[a]]  # fmt: skip
+        inner = [
+            repr(self._shape(a, j)) for a in self.children(atom) if j in self._free[a]
+        ]
         return (definition[0], sorted(inner))
 
     def open_sum(self, atom: int) -> tuple[list[int], int, Monomial]:
@@ -1164,7 +1182,12 @@ class Algebra:
         """An atom with indices replaced."""
         if not self._free[atom] & to.keys():
             return atom
-        key = (atom, tuple(sorted((k, v) for k, v in to.items() if k in self._free[atom])) if all(isinstance(v, int) for v in to.values()) else None)  # fmt: skip
+        key = (
+            atom,
+            tuple(sorted((k, v) for k, v in to.items() if k in self._free[atom]))
+            if all(isinstance(v, int) for v in to.values())
+            else None,
+        )
         if key[1] is not None and key in self._subst_memo:
             return self._subst_memo[key]
         out = self._subst_atom(atom, to)
@@ -1226,7 +1249,7 @@ class Algebra:
                 return mono[0][0]
         return self.atom("val", self.freeze(p))
 
-    # --------------------------------------------------------------- integers, predicates
+    # --------------------------------------------------------------- predicates
     def iota(self, a: Index) -> Poly:
         """The value of an index argument as a polynomial."""
         if a is None:
@@ -1238,9 +1261,7 @@ class Algebra:
         if a[0] == "aff":
             return self.add(self.scale(self.iota(a[1]), float(a[2])), self.const(a[3]))
         if a[0] == "cat":
-            return self.add(
-                self.scale(self.iota(a[1]), float(a[3])), self.iota(a[2])
-            )
+            return self.add(self.scale(self.iota(a[1]), float(a[3])), self.iota(a[2]))
         return self.of_atom(self.atom("iota", a))
 
     def bounds(self, p: Poly) -> tuple[float, float]:
@@ -1269,9 +1290,7 @@ class Algebra:
                 if value >= 0 if kind == "ge" else value == 0:
                     out = self.either(out, flag)
             return self.either(out, self.negate(covered))
-        if integral or all(
-            self.kind(a) == "iota" for _, m in p for a, _ in m
-        ):
+        if integral or all(self.kind(a) == "iota" for _, m in p for a, _ in m):
             lo, hi = self.bounds(p)
             if kind == "ge" and lo >= 0:
                 return TRUE
@@ -1282,8 +1301,9 @@ class Algebra:
             return self._ge(p, integral) if near is None else near
         if integral and all(
             self.kind(a) == "iota" and isinstance(self.defs[a][1], int)
-            for _, m in p for a, _ in m
-        ):  # fmt: skip
+            for _, m in p
+            for a, _ in m
+        ):
             above = self.compare("ge", self.add(p, self.const(-1)), True)
             return self.both(self.compare("ge", p, True), self.negate(above))
         frozen = self.freeze(p)
@@ -1319,7 +1339,9 @@ class Algebra:
         elif coefficients:
             p = self.scale(p, 1.0 / max(abs(c) for c in coefficients))
         frozen = self.freeze(p)
-        if integral:  # of p >= 0 and not(-p-1 >= 0), keep the one whose lead is positive
+        if (
+            integral
+        ):  # of p >= 0 and not(-p-1 >= 0), keep the one whose lead is positive
             lead = next(c for (_, m), c in frozen if m)
             if lead < 0:
                 flipped = self.add(self.scale(p, -1.0), self.const(-1.0))
@@ -1335,8 +1357,10 @@ class Algebra:
             return "0"
         terms = []
         for (flag, mono), c in itertools.islice(p.items(), 6):
-            factors = [self.show_atom(a, names) + ("" if e == 1 else f"^{_short(e)}")
-                       for a, e in mono]  # fmt: skip
+            factors = [
+                self.show_atom(a, names) + ("" if e == 1 else f"^{_short(e)}")
+                for a, e in mono
+            ]
             if flag != TRUE:
                 factors.append(self.show_bool(flag, names))
             if c != 1 or not factors:
@@ -1373,8 +1397,11 @@ class Algebra:
             return f"any({self.show_bool(d[2], names)})"
         if d[0] == "ind":
             return self.show_bool(d[1], names)
-        parts = [self.show(self.thaw(x), names) for x in d[1:]
-                 if isinstance(x, tuple) and _is_frozen(x)]  # fmt: skip
+        parts = [
+            self.show(self.thaw(x), names)
+            for x in d[1:]
+            if isinstance(x, tuple) and _is_frozen(x)
+        ]
         name = "" if d[0] == "pow" else d[1] if d[0] == "fn" else d[0]
         return f"{name}({', '.join(parts)})"
 
@@ -1386,10 +1413,12 @@ def _term_order(item: Any) -> Any:
 
 def _is_frozen(value: tuple[Any, ...]) -> bool:
     return not value or (
-        isinstance(value[0], tuple) and len(value[0]) == 2
-        and isinstance(value[0][0], tuple) and len(value[0][0]) == 2
+        isinstance(value[0], tuple)
+        and len(value[0]) == 2
+        and isinstance(value[0][0], tuple)
+        and len(value[0][0]) == 2
         and isinstance(value[0][1], float)
-    )  # fmt: skip
+    )
 
 
 def _exact(c: float) -> Any:

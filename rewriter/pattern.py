@@ -7,7 +7,8 @@ must have the same normal form as the program's equations.
 
 Example:
     >>> import jax, jax.numpy as jnp, rewriter
-    >>> @rewriter.pattern(dims="x: ... d, w: d -> ... d", params={"eps": rewriter.scalar()})
+    >>> holes = {"eps": rewriter.scalar()}
+    >>> @rewriter.pattern(dims="x: ... d, w: d -> ... d", params=holes)
     ... def unit(x, w, *, eps):
     ...     return w * x / (jnp.abs(x).sum(-1, keepdims=True) + eps)
     >>> @unit.kernel(version=1)
@@ -35,8 +36,8 @@ import jax
 import numpy as np
 
 from rewriter import _jax, kernel
-from rewriter.errors import PatternError, caller
 from rewriter.canonicalize import NeedSplit
+from rewriter.errors import PatternError, caller
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.normal_form import OverBudget
@@ -104,7 +105,9 @@ class Pattern:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
-        return self.op.reference(**dict(zip(self.op.operands, args, strict=False)), **kwargs)
+        return self.op.reference(
+            **dict(zip(self.op.operands, args, strict=False)), **kwargs
+        )
 
     def requires(self, check: Callable[[Candidate], Verdict]) -> Callable[..., Verdict]:
         """Adds a check: a function of a `Candidate` that returns a `Verdict`."""
@@ -112,10 +115,12 @@ class Pattern:
         return check
 
     def kernel(
-        self, platform: str | tuple[str, ...] = kernel.PLATFORMS, version: int = 1,
+        self,
+        platform: str | tuple[str, ...] = kernel.PLATFORMS,
+        version: int = 1,
         supports: Callable[[kernel.Spec], Verdict] = kernel.takes_all,
         backward: Callable[..., Any] | None = None,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Adds a kernel: a function of the operands, and of the params it names.
 
         Args:
@@ -129,15 +134,20 @@ class Pattern:
         unknown = [p for p in platforms if p not in kernel.PLATFORMS]
         if unknown:
             raise PatternError(
-                f"platform={unknown[0]!r}", wanted=", ".join(kernel.PLATFORMS),
+                f"platform={unknown[0]!r}",
+                wanted=", ".join(kernel.PLATFORMS),
                 where=caller(),
-            )  # fmt: skip
+            )
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
             made = kernel.from_function(
-                function, self.op, platforms=platforms, version=version,
-                supports=supports, backward=backward,
-            )  # fmt: skip
+                function,
+                self.op,
+                platforms=platforms,
+                version=version,
+                supports=supports,
+                backward=backward,
+            )
             self.kernels = (*self.kernels, made)
             return function
 
@@ -199,9 +209,11 @@ class Pattern:
     ) -> Iterator[Reading]:
         alg = find.algebra
         inside = frozenset(
-            out for node in _between(find, value, set(names.values()))
-            if node.prim == "dot_general" for out in node.outs
-        )  # fmt: skip
+            out
+            for node in _between(find, value, set(names.values()))
+            if node.prim == "dot_general"
+            for out in node.outs
+        )
         sides = frozenset((v, k) for v in inside for k in (0, 1))
         ev = find.evaluator(
             value, inside=inside, full_sides=sides, names={v: v for v in names.values()}
@@ -229,20 +241,33 @@ class Pattern:
             params = dict(zip(self.params, values, strict=True))
             candidate = Candidate(
                 {n: find.graph.shape(v) for n, v in names.items()},
-                {n: find.graph.dtype(v) for n, v in names.items()}, params,
-            )  # fmt: skip
+                {n: find.graph.dtype(v) for n, v in names.items()},
+                params,
+            )
             if not all(check(candidate).ok for check in self.checks):
                 continue
             yield Reading(
-                self.name, alg, ev.place, value, args, form, groups, operands, params,
+                self.name,
+                alg,
+                ev.place,
+                value,
+                args,
+                form,
+                groups,
+                operands,
+                params,
                 evaluator=ev,
-            )  # fmt: skip
+            )
 
 
 def pattern(
-    fn: Callable[..., Any] | None = None, /, *, dims: str = "",
-    params: Mapping[str, Scalar] | None = None, name: str | None = None,
-) -> Any:  # fmt: skip
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    dims: str = "",
+    params: Mapping[str, Scalar] | None = None,
+    name: str | None = None,
+) -> Any:
     """Turns a function into a `Pattern`.
 
     Args:
@@ -263,14 +288,16 @@ def pattern(
     operands, letters = _parsed(fn, label, dims, where)
     holes = dict(params or {})
     keywords = [
-        p.name for p in inspect.signature(fn).parameters.values()
+        p.name
+        for p in inspect.signature(fn).parameters.values()
         if p.kind is p.KEYWORD_ONLY
-    ]  # fmt: skip
+    ]
     if set(keywords) != set(holes):
         raise PatternError(
             f"{label}: keyword arguments {keywords}, params {sorted(holes)}",
-            wanted="the same names in both", where=where,
-        )  # fmt: skip
+            wanted="the same names in both",
+            where=where,
+        )
 
     def reference(**given: Any) -> jax.Array:
         return fn(*(given[n] for n in operands), **{k: given[k] for k in holes})
@@ -283,39 +310,47 @@ def pattern(
 
 def _parsed(fn: Any, label: str, dims: str, where: str):
     arguments = [
-        p.name for p in inspect.signature(fn).parameters.values()
+        p.name
+        for p in inspect.signature(fn).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
+    ]
     if "->" not in dims:
         raise PatternError(
-            f"{label}: dims={dims!r}", wanted='operands and result, "x: ... d -> ... d"',
+            f"{label}: dims={dims!r}",
+            wanted='operands and result, "x: ... d -> ... d"',
             where=where,
-        )  # fmt: skip
+        )
     left, right = dims.split("->")
     parts = [p.strip() for p in left.split(",")]
     named: dict[str, str] = {}
     for k, part in enumerate(parts):
         has_name = ":" in part
-        key, text = part.split(":") if has_name else (
-            arguments[k] if k < len(arguments) else f"operand {k}", part
+        key, text = (
+            part.split(":")
+            if has_name
+            else (arguments[k] if k < len(arguments) else f"operand {k}", part)
         )
         named[key.strip()] = " ".join(text.split())
     for key in named:
         if key not in arguments:
             raise PatternError(
                 f"{label}: dims name {key!r}, function has no argument {key}",
-                wanted=f"the arguments {', '.join(arguments)}", where=where,
-            )  # fmt: skip
+                wanted=f"the arguments {', '.join(arguments)}",
+                where=where,
+            )
     missing = [a for a in arguments if a not in named]
     if missing:
         raise PatternError(
             f"{label}: argument {missing[0]} has no axes in dims",
-            wanted=f'"{missing[0]}: ..." in dims', where=where,
-        )  # fmt: skip
+            wanted=f'"{missing[0]}: ..." in dims',
+            where=where,
+        )
     return tuple(arguments), {**named, OUT: " ".join(right.split())}
 
 
-def _checked(op: Op, fn: Any, holes: Mapping[str, Scalar], where: str) -> frozenset[str]:
+def _checked(
+    op: Op, fn: Any, holes: Mapping[str, Scalar], where: str
+) -> frozenset[str]:
     """Traces the function at small sizes; returns where its search begins."""
     sizes: dict[str, Any] = {"...": (2, 3)}
     primes = iter((6, 10, 14, 22, 26, 34, 38, 46, 58, 62))
@@ -331,27 +366,31 @@ def _checked(op: Op, fn: Any, holes: Mapping[str, Scalar], where: str) -> frozen
     except Exception as error:
         raise PatternError(
             f"{op.name}: the function does not take operands of these axes: {error}",
-            wanted=", ".join(f"{n}: {op.dims[n]}" for n in op.operands), where=where,
-        ) from error  # fmt: skip
+            wanted=", ".join(f"{n}: {op.dims[n]}" for n in op.operands),
+            where=where,
+        ) from error
     if len(traced.out_avals) != 1 or traced.out_avals[0].shape != shapes[OUT]:
         got = [a.shape for a in traced.out_avals]
         raise PatternError(
-            f"{op.name}: the function gives {got}", where=where,
+            f"{op.name}: the function gives {got}",
+            where=where,
             wanted=f"one array {op.dims[OUT]!r}, here {shapes[OUT]}",
-        )  # fmt: skip
+        )
     if traced.effects:
         raise PatternError(
             f"{op.name}: the function has effects {sorted(map(str, traced.effects))}",
-            wanted="a pure function", where=where,
-        )  # fmt: skip
+            wanted="a pure function",
+            where=where,
+        )
     present = Counter(_primitives(traced))
     for family in FAMILIES:
         if any(p in present for p in family):
             return frozenset(family)
     raise PatternError(
-        f"{op.name}: the function computes nothing", wanted="arithmetic to look for",
+        f"{op.name}: the function computes nothing",
+        wanted="arithmetic to look for",
         where=where,
-    )  # fmt: skip
+    )
 
 
 def _primitives(jaxpr: Any) -> Iterator[str]:
@@ -439,8 +478,9 @@ def register(pattern: Pattern, *, default: bool = False) -> Pattern:
     if not isinstance(pattern, Pattern):
         raise PatternError(
             f"register got a {type(pattern).__name__}",
-            wanted="a function decorated with @rewriter.pattern", where=caller(),
-        )  # fmt: skip
+            wanted="a function decorated with @rewriter.pattern",
+            where=caller(),
+        )
     registry().add_op(pattern.op)
     registry().add_pattern(pattern.name, pattern)
     for made in pattern.kernels:

@@ -125,9 +125,7 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
             if made.kernel != XLA:
                 label = f"rewriter/{match.op.name}#{index}"
                 call = _call(match, made)
-                splices.append(
-                    Splice(match, scope, position, call, label, made.kernel)
-                )
+                splices.append(Splice(match, scope, position, call, label, made.kernel))
             sites.append(_site(index, match, scope, spec, made))
             copies = match.copies if scope is match.node.scope else 0
             for _ in range(copies):  # computed again here; the result is shared
@@ -158,9 +156,7 @@ def _call(match: Match, choice: Choice) -> Callable[..., jax.Array]:
     def call(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in names}
         params = {k: v for k, v in given.items() if k not in names}
-        return site.bind(
-            match.op, operands, params, (("default", kernel),)
-        )
+        return site.bind(match.op, operands, params, (("default", kernel),))
 
     return call
 
@@ -177,13 +173,15 @@ def _spec(graph: Graph, match: Match) -> Spec:
 
     def code(*arrays: jax.Array) -> jax.Array:
         return reading.build(
-            call, dict(zip(names, arrays, strict=True)), graph.shape(reading.value),
+            call,
+            dict(zip(names, arrays, strict=True)),
+            graph.shape(reading.value),
             graph.dtype(reading.value),
-        )  # fmt: skip
+        )
 
-    jax.eval_shape(code, *(
-        jax.ShapeDtypeStruct(graph.shape(v), graph.dtype(v)) for v in names
-    ))  # fmt: skip
+    jax.eval_shape(
+        code, *(jax.ShapeDtypeStruct(graph.shape(v), graph.dtype(v)) for v in names)
+    )
     operands = {k: v for k, v in seen.items() if k in match.op.operands}
     return spec_of(match.op, operands, dict(reading.params))
 

@@ -113,9 +113,10 @@ def _forced(spec: Spec, name: str, kernels: Sequence[Kernel]) -> Choice:
     if kernel is None:
         names = [*(k.name for k in kernels), REFERENCE, XLA]
         raise UnknownKernel(
-            f"{spec.op} has no kernel {name!r}", next_step=known(name, names),
+            f"{spec.op} has no kernel {name!r}",
+            next_step=known(name, names),
             where=caller(),
-        )  # fmt: skip
+        )
     verdict = kernel.supports(spec)
     if verdict.ok:
         return Choice(name, "forced")

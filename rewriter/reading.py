@@ -22,9 +22,14 @@ class Refused(Exception):
     """A pattern's refusal of a region, with what is different about it."""
 
     def __init__(
-        self, code: str, text: str, *, difference: str = "", score: float = 0.5,
+        self,
+        code: str,
+        text: str,
+        *,
+        difference: str = "",
+        score: float = 0.5,
         suggestion: str = "",
-    ):  # fmt: skip
+    ):
         super().__init__(text)
         self.code, self.text, self.difference = code, text, difference
         self.score, self.suggestion = score, suggestion

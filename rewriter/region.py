@@ -86,7 +86,9 @@ class Regions:
             node = self.g.node_of(queue.pop(0))
             if node is None:
                 continue
-            if node.prim in stop and not (node.prim == "dot_general" and is_local(node)):
+            if node.prim in stop and not (
+                node.prim == "dot_general" and is_local(node)
+            ):
                 found.setdefault(id(node), node)
             elif is_local(node):
                 for i in node.ins:
@@ -98,7 +100,7 @@ class Regions:
     def below(
         self, value: int, stop: frozenset[str], limit: int = WALK_LIMIT
     ) -> Iterator[tuple[Node, int]]:
-        """(equation, operand position) of the nearest given primitives below a value."""
+        """(equation, operand position) of the nearest such primitives below a value."""
         seen, queue = {value}, [value]
         done = set()
         while queue and len(seen) < limit:
@@ -118,7 +120,7 @@ class Regions:
                             queue.append(out)
 
     def chain(self, value: int, prims: frozenset[str], limit: int = 12) -> list[int]:
-        """Values below a value through equations of the given primitives, nearest first."""
+        """Values below a value through equations of some primitives, nearest first."""
         seen, queue, out = {value}, [value], []
         while queue and len(out) < limit:
             for node in self.g.users(queue.pop(0)):

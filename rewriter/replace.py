@@ -144,8 +144,9 @@ class _Work:
     def _any_dissolved(self, scope: Scope) -> bool:
         return any(
             id(child) in self.dissolved
-            for children in scope.children.values() for child in children
-        )  # fmt: skip
+            for children in scope.children.values()
+            for child in children
+        )
 
     def _inline(self, scope: Scope, frame: _Frame, env: dict[Any, Any]) -> list[Any]:
         """Appends a body's new equations; returns the atoms of its results."""
@@ -245,9 +246,11 @@ class _Work:
 
         def code(*arrays: jax.Array) -> jax.Array:
             return reading.build(
-                splice.call, dict(zip(names, arrays, strict=True)),
-                graph.shape(reading.value), graph.dtype(reading.value),
-            )  # fmt: skip
+                splice.call,
+                dict(zip(names, arrays, strict=True)),
+                graph.shape(reading.value),
+                graph.dtype(reading.value),
+            )
 
         traced = _jax.trace_flat(code, [graph.avals[v] for v in names])
         if traced.constvars:

@@ -163,8 +163,9 @@ class _Row:
     def _step(self, node: Node, value: int) -> Abstract:
         prim = node.prim
         if prim in LAYOUT_PRIMITIVES or prim in TRANSPARENT or prim == "stop_gradient":
-            return self(node.ins[node.outs.index(value)] if prim in TRANSPARENT
-                        else node.ins[0])  # fmt: skip
+            return self(
+                node.ins[node.outs.index(value)] if prim in TRANSPARENT else node.ins[0]
+            )
         if prim == "convert_element_type":
             x = self(node.ins[0])
             if isinstance(x, tuple):
@@ -181,15 +182,14 @@ class _Row:
                 return b if a == ("c", 0) else a
             return a if a == b else UNKNOWN
         args = [self(i) for i in node.ins]
-        if prim in ("reduce_max", "exp", "exp2") and isinstance(args[0], tuple):
-            if prim == "reduce_max" or not self.peaks:
-                self.peaks.append(args[0][1])
+        peak = prim == "reduce_max" or (prim in ("exp", "exp2") and not self.peaks)
+        if peak and isinstance(args[0], tuple):
+            self.peaks.append(args[0][1])
         if prim in ("reduce_max", "reduce_sum", "reduce_or", "reduce_and"):
             return self._reduced(node, args[0])
-        if prim in ("eq", "ne") and len(args) == 2 and node.ins[0] == node.ins[1]:
-            if isinstance(args[0], tuple):  # x != x is a test for NaN
-                nan = math.isnan(float(args[0][1]))
-                return ("c", nan == (prim == "ne"))
+        same = prim in ("eq", "ne") and node.ins[0] == node.ins[1]
+        if same and isinstance(args[0], tuple):  # x != x is a test for NaN
+            return ("c", math.isnan(float(args[0][1])) == (prim == "ne"))
         if all(isinstance(x, tuple) for x in args):
             f = _NUMERIC.get(prim)
             if f is None:
@@ -199,7 +199,9 @@ class _Row:
 
     def _reduced(self, node: Node, x: Abstract) -> Abstract:
         if node.prim == "reduce_sum":
-            n = math.prod(self.g.shape(node.ins[0])[int(a)] for a in node.params["axes"])
+            n = math.prod(
+                self.g.shape(node.ins[0])[int(a)] for a in node.params["axes"]
+            )
             if isinstance(x, tuple):
                 return ("c", float(x[1]) * n)
             return ROW if x in (WEIGHTS, SCORES) else x
@@ -215,8 +217,10 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
     if UNKNOWN in others:
         if prim == "mul" and len(known) == 1:  # dropout multiplies the weights
             return ("c", known[0])
-        if prim in ("add", "sub") and known and (
-            math.isinf(known[0]) or abs(known[0]) >= ABSORBS
+        if (
+            prim in ("add", "sub")
+            and known
+            and (math.isinf(known[0]) or abs(known[0]) >= ABSORBS)
         ):
             sign = -1 if prim == "sub" and not isinstance(args[0], tuple) else 1
             return ("c", sign * known[0])

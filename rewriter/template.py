@@ -39,7 +39,7 @@ def template(
     graph: Graph, anchor: Node, value: int, leaves: frozenset[int], source: Any
 ) -> Template | None:
     """The template of a match, or None if its result is not below its anchor."""
-    came: dict[int, tuple[int, Step] | None] = {o: None for o in anchor.outs}
+    came: dict[int, tuple[int, Step] | None] = dict.fromkeys(anchor.outs)
     queue = list(anchor.outs)
     while queue and value not in came and len(came) < CONE_LIMIT:
         current = queue.pop(0)
@@ -59,12 +59,12 @@ def template(
         at, step = came[at]  # type: ignore[misc]
         path.append(step)
     start = anchor.outs.index(at)
-    return Template(
-        anchor, value, leaves, ((start, "", 0, 0), *reversed(path)), source
-    )
+    return Template(anchor, value, leaves, ((start, "", 0, 0), *reversed(path)), source)
 
 
-def apply(graph: Graph, known: Template, anchor: Node) -> tuple[int, dict[int, int]] | None:
+def apply(
+    graph: Graph, known: Template, anchor: Node
+) -> tuple[int, dict[int, int]] | None:
     """(result, leaf to leaf) of an equal region at another anchor, or None."""
     if anchor.prim != known.anchor.prim:
         return None

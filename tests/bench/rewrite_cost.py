@@ -70,8 +70,17 @@ def plain(params: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
 def weights(layers: int, d: int = 64) -> list[dict[str, jax.Array]]:
     """Random weights."""
     keys = iter(jax.random.split(jax.random.key(0), 9 * layers))
-    shape = {"q": (d, d), "k": (d, d), "v": (d, d), "o": (d, d), "gate": (d, 2 * d),
-             "up": (d, 2 * d), "down": (2 * d, d), "n1": (d,), "n2": (d,)}  # fmt: skip
+    shape = {
+        "q": (d, d),
+        "k": (d, d),
+        "v": (d, d),
+        "o": (d, d),
+        "gate": (d, 2 * d),
+        "up": (d, 2 * d),
+        "down": (2 * d, d),
+        "n1": (d,),
+        "n2": (d,),
+    }
     return [
         {n: jax.random.normal(next(keys), s) * 0.05 for n, s in shape.items()}
         for _ in range(layers)
@@ -91,11 +100,13 @@ def cost(name: str, fn, args, repeats: int = 3) -> dict[str, object]:
         out = rewrite(closed, Config())
         ours.append(time.perf_counter() - start)
     result = {
-        "program": name, "sites": len(out.sites),
-        "trace_and_lower_s": round(min(own), 3), "rewrite_s": round(min(ours), 3),
+        "program": name,
+        "sites": len(out.sites),
+        "trace_and_lower_s": round(min(own), 3),
+        "rewrite_s": round(min(ours), 3),
         "share": round(min(ours) / min(own), 4),
         "stages_s": {k: round(v, 3) for k, v in out.seconds.items()},
-    }  # fmt: skip
+    }
     print(json.dumps(result))
     return result
 
@@ -119,8 +130,12 @@ def dispatch(repeats: int = 2000) -> dict[str, object]:
             jax.block_until_ready(out)
             times[name].append((time.perf_counter() - start) / (repeats // 15) * 1e6)
     jit, ours = (statistics.median(times[n]) for n in ("jit", "optimize"))
-    result = {"program": "dispatch, 100 leaves", "jit_us": round(jit, 1),
-              "optimize_us": round(ours, 1), "ratio": round(ours / jit, 4)}  # fmt: skip
+    result = {
+        "program": "dispatch, 100 leaves",
+        "jit_us": round(jit, 1),
+        "optimize_us": round(ours, 1),
+        "ratio": round(ours / jit, 4),
+    }
     print(json.dumps(result))
     return result
 
@@ -139,10 +154,13 @@ def main() -> None:
     ]
     if options.json:
         record = {
-            "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind, "jax": jax.__version__,
-            "python": sys.version.split()[0], "results": results,
-        }  # fmt: skip
+            "command": " ".join(sys.argv),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "python": sys.version.split()[0],
+            "results": results,
+        }
         with open(options.json, "w") as f:
             json.dump(record, f, indent=1)
             f.write("\n")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rewriter.kernel import spec_of
 from rewriter.kernels.attention import KERNELS, OP, xla
+from rewriter.kernels.attention.reference import sample
 
 NONE = (None, None)
 CAUSAL = (None, 0)
@@ -32,7 +33,7 @@ def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
     """Returns attention and its cotangents in float64, by the formula's own rules."""
     x = {n: np.asarray(a, np.float64) for n, a in arrays.items()}
     up = np.asarray(up, np.float64)
-    (b, t, n, h), (_, s, heads, _) = x["q"].shape, x["k"].shape
+    (b, t, n, _), (_, s, heads, _) = x["q"].shape, x["k"].shape
     group = n // heads
     k, v = (np.repeat(x[i], group, axis=2) for i in "kv")
     scale = params.get("scale", 1.0) * x.get("scale_factor", 1.0)
@@ -101,11 +102,14 @@ def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
     return out, {i: g for i, g in grads.items() if i in x}
 
 
+Shape = tuple[int, int, int, int, int, int, int]
+
+
 def make(
-    b: int, t: int, s: int, n: int, k: int, h: int, e: int, extra: dict[str, Any],
-    dtype: str = "float32", seed: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    shape: Shape, extra: dict[str, Any], dtype: str = "float32", seed: int = 0
+) -> dict[str, Any]:
     """Returns operands as numpy arrays; `extra` holds shapes or values by name."""
+    b, t, s, n, k, h, e = shape
     r = np.random.default_rng(seed)
     shapes = {"q": (b, t, n, h), "k": (b, s, k, h), "v": (b, s, k, e)}
     result = {i: r.standard_normal(x).astype(dtype) for i, x in shapes.items()}
@@ -134,7 +138,7 @@ def lengths(*x: int) -> np.ndarray:
 
 
 # name: (b, t, s, n, k, h, e), other operands, params
-CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
     "plain": ((2, 32, 32, 4, 4, 8, 8), {}, {}),
     "odd": ((2, 37, 41, 3, 3, 5, 7), {}, {}),
     "one block": ((1, 7, 9, 1, 1, 4, 4), {}, {}),
@@ -203,6 +207,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 def both(arrays: dict[str, Any], params: tuple[tuple[str, Any], ...], up: Any) -> Any:
     (kernel,) = KERNELS
     out, residuals = kernel.forward(**arrays, **dict(params), residuals=True)
+    assert kernel.backward is not None
     grads = kernel.backward(
         **arrays, **dict(params), out=out, residuals=residuals, cotangent=up
     )
@@ -231,8 +236,8 @@ def check(
     options = QUICK if quick else None
     run = jax.jit(function, static_argnums=1, compiler_options=options)
     shape, extra, params = CASES[case]
-    arrays = make(*shape, extra, dtype, seed)
-    up = make(*shape, {"up": (*shape[:2], shape[3], shape[6])}, dtype, seed)["up"]
+    arrays = make(shape, extra, dtype, seed)
+    up = make(shape, {"up": (*shape[:2], shape[3], shape[6])}, dtype, seed)["up"]
     xla_result = run(arrays, tuple(params.items()), up)
     want, grads = exact(arrays, up, params)
     out, got = jax.device_get(xla_result)
@@ -280,12 +285,12 @@ BATCHED = {
 def test_vmap(name: str) -> None:
     extra = {"offset": lengths(0, 9), "kv_lengths": lengths(20, 11)}
     params = {"window": (12, 0), "scale": 0.4, "empty_rows": "zero"}
-    one, two = (make(2, 20, 23, 4, 2, 8, 8, extra, seed=seed) for seed in (0, 1))
+    one, two = (make((2, 20, 23, 4, 2, 8, 8), extra, seed=seed) for seed in (0, 1))
     two = {**two, "offset": lengths(4, 1), "kv_lengths": lengths(3, 23)}
     up = one["q"]
     axes = {n: BATCHED[name].get(n) for n in one}
     stacked = {
-        n: x if axes[n] is None else np.stack([x, two[n]], axes[n])
+        n: x if (axis := axes[n]) is None else np.stack([x, two[n]], axis)
         for n, x in one.items()
     }
     call = jax.vmap(lambda x: both(x, tuple(params.items()), up), (axes,))
@@ -302,8 +307,8 @@ def test_vmap(name: str) -> None:
                                   "dropout mean", "everything"])  # fmt: skip
 def test_inside_shard_map(case: str) -> None:
     shape, extra, params = CASES[case]
-    arrays = make(*shape, extra)
-    up = make(*shape, {"up": (*shape[:2], shape[3], shape[6])})["up"]
+    arrays = make(shape, extra)
+    up = make(shape, {"up": (*shape[:2], shape[3], shape[6])})["up"]
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     batch, every = PartitionSpec("x"), PartitionSpec()
     specs = {n: batch if n in "qkv" else every for n in arrays}
@@ -325,8 +330,8 @@ def test_inside_shard_map(case: str) -> None:
 @pytest.mark.parametrize("case", ["gqa", "everything"])
 def test_lowers_for_every_platform(case: str) -> None:
     shape, extra, params = CASES[case]
-    arrays = make(*shape, extra)
-    up = make(*shape, {"up": (*shape[:2], shape[3], shape[6])})["up"]
+    arrays = make(shape, extra)
+    up = make(shape, {"up": (*shape[:2], shape[3], shape[6])})["up"]
     call = jax.jit(lambda x, up: both(x, tuple(params.items()), up))
     for platforms in (["cuda"], ["tpu"], ["cpu", "rocm"]):
         exported = jax.export.export(call, platforms=platforms)(arrays, up)
@@ -336,7 +341,9 @@ def test_lowers_for_every_platform(case: str) -> None:
 def temporary_bytes(function: Any, t: int) -> int:
     array = jax.ShapeDtypeStruct((1, t, 2, 8), jnp.float32)
     compiled = jax.jit(function).lower(array, array, array).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 def test_memory_grows_with_t() -> None:
@@ -348,7 +355,7 @@ def test_memory_grows_with_t() -> None:
 
 
 def test_nothing_is_read_past_the_last_block() -> None:
-    arrays = make(1, 40, 200, 1, 1, 8, 8, {"kv_lengths": lengths(20)})
+    arrays = make((1, 40, 200, 1, 1, 8, 8), {"kv_lengths": lengths(20)})
     arrays["k"][:, 64:] = arrays["v"][:, 64:] = np.nan
     run = jax.jit(lambda x: both(x, (), x["q"]), compiler_options=QUICK)
     out, grads = run(arrays)
@@ -396,9 +403,9 @@ def test_supports_says_why_not() -> None:
 
 def test_sample() -> None:
     shape, extra, params = CASES["everything"]
-    arrays = make(*shape, extra)
+    arrays = make(shape, extra)
     operands = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()}
-    made = jax.jit(lambda key: OP.sample(key, operands, params))(jax.random.key(0))
+    made = jax.jit(lambda key: sample(key, operands, params))(jax.random.key(0))
     assert {n: (x.shape, x.dtype) for n, x in made.items()} == {
         n: (x.shape, x.dtype) for n, x in arrays.items()
     }

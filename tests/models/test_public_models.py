@@ -56,7 +56,9 @@ def haiku_case(build: Callable[..., Any], *args: Any) -> Case:
 def linen_self_attention() -> Case:
     import flax.linen as nn
 
-    return linen(nn.MultiHeadDotProductAttention(4, deterministic=True), normal((2, 24, 32)))
+    return linen(
+        nn.MultiHeadDotProductAttention(4, deterministic=True), normal((2, 24, 32))
+    )
 
 
 def linen_causal_bf16() -> Case:
@@ -65,9 +67,10 @@ def linen_causal_bf16() -> Case:
     layer = nn.MultiHeadDotProductAttention(4, dtype=jnp.bfloat16, deterministic=True)
     x = normal((2, 24, 32), dtype=jnp.bfloat16)
     params = layer.init(jax.random.key(0), x)
-    return (
-        lambda p, x: layer.apply(p, x, mask=nn.make_causal_mask(x[..., 0]))
-    ), (params, x)
+    return (lambda p, x: layer.apply(p, x, mask=nn.make_causal_mask(x[..., 0]))), (
+        params,
+        x,
+    )
 
 
 def linen_dropout() -> Case:
@@ -76,9 +79,11 @@ def linen_dropout() -> Case:
     layer = nn.MultiHeadDotProductAttention(4, dropout_rate=0.1, deterministic=False)
     x, keys = normal((2, 24, 32)), jax.random.split(jax.random.key(1))
     params = layer.init({"params": keys[0], "dropout": keys[1]}, x)
-    return (
-        lambda p, x, k: layer.apply(p, x, rngs={"dropout": k})
-    ), (params, x, jax.random.key(2))
+    return (lambda p, x, k: layer.apply(p, x, rngs={"dropout": k})), (
+        params,
+        x,
+        jax.random.key(2),
+    )
 
 
 def linen_decode() -> Case:
@@ -113,7 +118,9 @@ def linen_group_norm() -> Case:
 def nnx_attention() -> Case:
     from flax import nnx
 
-    layer = nnx.MultiHeadAttention(4, 32, decode=False, deterministic=True, rngs=nnx.Rngs(0))
+    layer = nnx.MultiHeadAttention(
+        4, 32, decode=False, deterministic=True, rngs=nnx.Rngs(0)
+    )
     x = normal((2, 24, 32))
     return nnx_case(layer, x, mask=nnx.make_causal_mask(x[..., 0]))
 
@@ -128,19 +135,25 @@ def equinox_attention() -> Case:
     import equinox as eqx
 
     layer = eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
-    return eqx_case(layer, lambda m, x: jax.vmap(lambda y: m(y, y, y))(x), normal((2, 24, 32)))
+    return eqx_case(
+        layer, lambda m, x: jax.vmap(lambda y: m(y, y, y))(x), normal((2, 24, 32))
+    )
 
 
 def equinox_layer_norm() -> Case:
     import equinox as eqx
 
-    return eqx_case(eqx.nn.LayerNorm(32), lambda m, x: jax.vmap(jax.vmap(m))(x), normal((4, 8, 32)))
+    return eqx_case(
+        eqx.nn.LayerNorm(32), lambda m, x: jax.vmap(jax.vmap(m))(x), normal((4, 8, 32))
+    )
 
 
 def equinox_group_norm() -> Case:
     import equinox as eqx
 
-    return eqx_case(eqx.nn.GroupNorm(4, 32), lambda m, x: jax.vmap(m)(x), normal((2, 32, 4, 4)))
+    return eqx_case(
+        eqx.nn.GroupNorm(4, 32), lambda m, x: jax.vmap(m)(x), normal((2, 32, 4, 4))
+    )
 
 
 def haiku_attention() -> Case:
@@ -150,7 +163,9 @@ def haiku_attention() -> Case:
         init = hk.initializers.VarianceScaling()
         return hk.MultiHeadAttention(4, 8, w_init=init)(x, x, x, mask=mask)
 
-    return haiku_case(build, normal((2, 24, 32)), jnp.tril(jnp.ones((2, 1, 24, 24), bool)))
+    return haiku_case(
+        build, normal((2, 24, 32)), jnp.tril(jnp.ones((2, 1, 24, 24), bool))
+    )
 
 
 def haiku_layer_norm() -> Case:
@@ -160,8 +175,16 @@ def haiku_layer_norm() -> Case:
 
 
 def jax_gqa() -> Case:
-    q, k, v = normal((2, 24, 8, 16)), normal((2, 24, 2, 16), 1), normal((2, 24, 2, 16), 2)
-    return (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)), (q, k, v)
+    q, k, v = (
+        normal((2, 24, 8, 16)),
+        normal((2, 24, 2, 16), 1),
+        normal((2, 24, 2, 16), 2),
+    )
+    return (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)), (
+        q,
+        k,
+        v,
+    )
 
 
 def jax_window() -> Case:
@@ -196,7 +219,9 @@ CASES: tuple[tuple[Callable[[], Case], dict[str, int], dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("build", "found", "params"), CASES, ids=lambda c: getattr(c, "__name__", ""))
+@pytest.mark.parametrize(
+    ("build", "found", "params"), CASES, ids=lambda c: getattr(c, "__name__", "")
+)
 def test_found_and_the_same(
     build: Callable[[], Case], found: dict[str, int], params: dict[str, Any]
 ) -> None:
