@@ -155,7 +155,9 @@ def read(
     alg = find.algebra
     args = ev.indices(value)
     form = ev.poly(value, args)
+    whole = args
     form, args = split_digits(alg, form, args)
+    ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
     values = find.layout_leaves(ev, pv.ins[1 - side])
     parts = _softmax_parts(alg, form, values)
     left = find.layout_leaves(ev, *(n.ins[0] for n in scores))

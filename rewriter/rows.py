@@ -38,7 +38,7 @@ def empty_row(
     support, table = ev.alg.bools[keep]
     if len(support) > 4:
         return UNKNOWN
-    names = [literal_name(ev.alg, a) for a in support]
+    names = [literal_name(ev.alg, a, ev.outer) for a in support]
     seen: set[Any] = set()
     for row in range(1 << len(support)):
         if table >> row & 1:
@@ -52,29 +52,39 @@ def empty_row(
     return next(iter(seen))[0]
 
 
-def literal_name(alg: Algebra, atom: int) -> tuple[str, bool]:
-    """(text without names of indices, polarity); complements share the text."""
+def literal_name(
+    alg: Algebra, atom: int, outer: frozenset[int]
+) -> tuple[str, bool]:
+    """(text with roles for indices, polarity); complements share the text.
+
+    Indices of the result and bound ones are told apart, their names are not kept.
+    """
     d = alg.defs[atom]
     if d[0] not in ("ge", "eq"):
-        return _text(alg, atom), True
+        return _text(alg, atom, outer), True
     p = alg.thaw(d[1])
-    mine = _poly_text(alg, p)
+    mine = _poly_text(alg, p, outer)
     if d[0] == "ge" and d[2]:
-        other = _poly_text(alg, alg.add(alg.scale(p, -1.0), alg.const(-1)))
+        complement = alg.add(alg.scale(p, -1.0), alg.const(-1))
+        other = _poly_text(alg, complement, outer)
         return min(mine, other), mine <= other
     return f"{d[0]} {mine}", True
 
 
-def _poly_text(alg: Algebra, p: dict) -> str:
+def _poly_text(alg: Algebra, p: dict, outer: frozenset[int]) -> str:
     terms = [
-        f"{c:.6g}" + "".join(sorted(f"{_text(alg, a)}^{e}" for a, e in mono))
+        f"{c:.6g}" + "".join(sorted(f"{_text(alg, a, outer)}^{e}" for a, e in mono))
         for (_, mono), c in p.items()
     ]
     return " + ".join(sorted(terms))
 
 
-def _text(alg: Algebra, atom: int) -> str:
-    return re.sub(r"\b[ij]\d+", "_", alg.show_atom(atom))
+def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
+    def role(found: re.Match[str]) -> str:
+        name = found.group()
+        return "t" if name[0] == "i" and int(name[1:]) in outer else "s"
+
+    return re.sub(r"\b[ij]\d+", role, alg.show_atom(atom))
 
 
 def _verdict(out: Abstract) -> str:
@@ -145,7 +155,7 @@ class _Row:
         support, table = self.ev.alg.bools[b]
         row = 0
         for k, a in enumerate(support):
-            name, up = literal_name(self.ev.alg, a)
+            name, up = literal_name(self.ev.alg, a, self.ev.outer)
             if name not in self.truth:
                 return None
             row |= (self.truth[name] == up) << k
