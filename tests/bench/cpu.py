@@ -199,7 +199,8 @@ def line(row: dict[str, Any]) -> str:
         )
     mib = 1 << 20
     return (
-        f"{row['case']:48} {row['what']:8} {row['written_ms']:9.2f} {row['ours_ms']:8.2f}"
+        f"{row['case']:48} {row['what']:8}"
+        f" {row['written_ms']:9.2f} {row['ours_ms']:8.2f}"
         f" {row['faster']:6.1f}x {row['written_bytes'] / mib:6.1f}MiB"
         f" {row['ours_bytes'] / mib:5.1f}MiB {row['less_memory']:5.0f}x  {bars}"
     )
