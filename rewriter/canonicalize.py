@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from jax.extend.core import InconclusiveDimensionOperation
 
 from rewriter.graph import Graph, Node
 from rewriter.normal_form import (
@@ -1182,7 +1183,7 @@ def reshape_args(
         taken: list[int] = []
         have = 1
         while have != size:
-            if have < size:
+            if _smaller(have, size):
                 if new[j] != 1:
                     taken.append(j)
                     have *= new[j]
@@ -1207,6 +1208,14 @@ def reshape_args(
         out.extend(reversed(digits))
         i += 1
     return tuple(out)
+
+
+def _smaller(a: Any, b: Any) -> bool:
+    """Whether a < b; a symbolic size is smaller than its multiples."""
+    try:
+        return bool(a < b)
+    except InconclusiveDimensionOperation:
+        return bool(b % a == 0)
 
 
 def _first(run: list[int], old: tuple[int, ...]) -> int:
