@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+FORCED = {"attention": "memory_bounded", "rms_norm": "memory_bounded"}
+"""For ``implementation=``: programs this small would be left to XLA."""
+
 
 def attention(q, k, v):
     """Causal attention over [b, t, n, h]."""

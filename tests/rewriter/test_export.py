@@ -14,7 +14,7 @@ import pytest
 
 import rewriter
 from rewriter.errors import DeviceMismatch, ExportError, TraceError
-from tests.rewriter.programs import block, inputs
+from tests.rewriter.programs import FORCED, block, inputs
 
 
 def specs(args):
@@ -23,7 +23,7 @@ def specs(args):
 
 @pytest.fixture(scope="module")
 def artifact():
-    return rewriter.export(block)(*specs(inputs()))
+    return rewriter.export(block, implementation=FORCED)(*specs(inputs()))
 
 
 def test_same_numbers_and_gradients(artifact, tmp_path):
@@ -72,7 +72,10 @@ def test_symbolic_batch():
     params, x = inputs()
     (size,) = jax.export.symbolic_shape("b")
     spec = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
-    artifact = rewriter.export(block, platforms=("cpu", "tpu"))(specs(params), spec)
+    run = rewriter.export(block, platforms=("cpu", "tpu"), implementation=FORCED)
+    artifact = run(specs(params), spec)
+    kernels = {s["op"]: s["kernel"] for s in artifact.manifest["sites"]}
+    assert kernels == {"rms_norm": "memory_bounded", "attention": "xla"}
     for batch in (1, 3):
         given = jnp.concatenate([x] * 3)[:batch]
         np.testing.assert_allclose(

@@ -13,7 +13,7 @@ from rewriter.match import NearMiss
 from rewriter.plan import Site
 from rewriter.report import Report, size
 from rewriter.verdict import Reason
-from tests.rewriter.programs import block, inputs
+from tests.rewriter.programs import FORCED, block, inputs
 
 
 def site(index=1, op="attention", where="model.py:88 (Attention)", **changes):
@@ -115,7 +115,7 @@ def test_page_and_picture(tmp_path):
     def model(params, x):
         return jax.lax.scan(lambda c, _: (block(params, c), None), x, None, length=3)[0]
 
-    report = rewriter.explain(model)(*inputs())
+    report = rewriter.explain(model, implementation=FORCED)(*inputs())
     assert report.counts()["attention"] == 3
     report.html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
