@@ -41,7 +41,6 @@ def visible(
             ``t + offset + right`` are seen; None is without limit.
         shift: A static part of ``offset``.
     """
-
     keys = jnp.arange(s)
     parts = [] if mask is None else [mask]
     if q_segments is not None and kv_segments is not None:

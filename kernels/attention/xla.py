@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -267,7 +266,7 @@ class _Block:
         z = self.p.sizes
         self.nominal = i * z.rows
         # The last block is moved up to stay inside: its first rows are done twice.
-        self.start = _within(self.nominal, z.t - z.rows)
+        self.start = _least(self.nominal, z.t - z.rows)
         self.here = {**step.here, "t": (self.start, z.rows)}
         self.t = self.start + lax.broadcasted_iota(jnp.int32, (z.rows, 1), 0)
 
@@ -367,10 +366,6 @@ def _least(x: Any, y: Any) -> Any:
     return min(x, y) if static else jnp.minimum(x, y)
 
 
-def _within(start: Any, most: int) -> Any:
-    return _least(start, most)
-
-
 class _Tile:
     """One block of rows against one block of keys: scores [c, r, s].
 
@@ -382,7 +377,7 @@ class _Tile:
         z = self.p.sizes
         self.nominal = j * z.keys
         ragged = edge and z.s % z.keys
-        self.start = _within(self.nominal, z.s - z.keys) if ragged else self.nominal
+        self.start = _least(self.nominal, z.s - z.keys) if ragged else self.nominal
         self.here = {**block.here, "s": (self.start, z.keys)}
         self.s = self.start + lax.broadcasted_iota(jnp.int32, (1, z.keys), 1)
 
@@ -652,8 +647,8 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
     lse = block.lse()
     empty = lse == -jnp.inf
     top, rest = _lse_parts(block, lse)
+    again = block.each_row(block.t[:, 0]) < block.nominal
     if z.t % z.rows:
-        again = block.each_row(block.t[:, 0]) < block.nominal
         empty = empty | again  # done by the block before
     top = jnp.where(empty, jnp.inf, top)[..., None]
     rest, empty = rest[..., None], empty[..., None]
@@ -674,7 +669,10 @@ def _rows_backward(block: _Block, carry: Any) -> Any:
         if "dropout" in p.arrays:
             kept = tile.dropout()
             used = weights * kept
-            grads = {**grads, "dropout": tile.add("dropout", grads["dropout"], weights * d)}
+            grads = {
+                **grads,
+                "dropout": tile.add("dropout", grads["dropout"], weights * d),
+            }
             d = d * kept
         dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", up_t, used))
         d = weights * (d - delta)
@@ -839,7 +837,7 @@ def profitable(spec: Spec) -> Verdict:
     s, heads, e = spec.shape("k")[1], spec.shape("k")[2], spec.shape("v")[3]
     scores, lines = 4 * b * n * t * s, 4 * b * s * heads * (h + e)
     mib = 1 << 20
-    if scores >= 4 * mib and min(t, s) >= 256 or scores + lines >= 24 * mib:
+    if (scores >= 4 * mib and min(t, s) >= 256) or scores + lines >= 24 * mib:
         return YES
     text = (
         f"scores of {scores / mib:.1f} MiB and keys and values of"

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-CONTRACT = {"forward": ((1,), (1,)), "transposed": ((1,), (2,)), "contracting": ((0,), (0,))}
+CONTRACT = {
+    "forward": ((1,), (1,)),
+    "transposed": ((1,), (2,)),
+    "contracting": ((0,), (0,)),
+}
 """The contracted axes of lhs and rhs by mode."""
 
 
