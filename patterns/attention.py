@@ -34,6 +34,7 @@ from rewriter.reading import (
 
 NAME = "attention"
 ANCHORS = frozenset({"exp", "exp2"})
+NEEDS = frozenset({"dot_general"})
 DOT = frozenset({"dot_general"})
 AFTER = frozenset({
     "div", "mul", "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim",
@@ -107,7 +108,7 @@ def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
                     return
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
-                        miss = refusal
+                        miss = refusal.with_traceback(None)
                     how = "soft" if refusal.code == "rows" else how
                 except (OverBudget, RecursionError) as error:
                     miss = miss or Refused("budget", str(error), score=0.3)
@@ -846,4 +847,4 @@ def _factors(alg: Algebra, b: int) -> list[int]:
     return out
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose)
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, NEEDS)

@@ -32,6 +32,7 @@ NAME = "gated_linear_unit"
 ANCHORS = frozenset(
     {"logistic", "tanh", "erf", "erfc", "max", "exp", "select_n", "clamp"}
 )
+NEEDS = frozenset({"dot_general", "mul"})
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | frozenset({
     "convert_element_type", "add", "sub", "mul", "div", "neg", "min", "max", "clamp",
     "integer_pow", "square", "pow",
@@ -70,7 +71,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
                 return
             except Refused as refusal:
                 if miss is None or refusal.score > miss.score:
-                    miss = refusal
+                    miss = refusal.with_traceback(None)
             except OverBudget as error:
                 miss = miss or Refused("budget", str(error), score=0.2)
     if miss is not None:
@@ -79,6 +80,13 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 def _linear(find: Finder, value: int) -> list[Node]:
     """Contractions above a value through casts, layout, biases and bounds only."""
+    key = ("linear", value)
+    if key not in find.cache:
+        find.cache[key] = _contractions(find, value)
+    return find.cache[key]
+
+
+def _contractions(find: Finder, value: int) -> list[Node]:
     g, found = find.graph, {}
     seen, queue = {value}, [value]
     while queue and len(seen) < 24:
@@ -463,4 +471,4 @@ def _betas(alg: Algebra, act: Poly, gate: int) -> list[float]:
     return list(dict.fromkeys(out))
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose)
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, NEEDS)

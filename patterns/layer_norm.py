@@ -83,7 +83,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
             if refusal.code == "group":
                 find.missed(op, anchor, refusal)
                 return
-            first = first or refusal
+            first = first or refusal.with_traceback(None)
         except OverBudget as error:
             first = first or Refused("budget", str(error), score=0.3)
     if readings and readings[-1].params.get("bare_l2"):

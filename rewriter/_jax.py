@@ -96,16 +96,6 @@ def while_parts(eqn: Any) -> tuple[Any, int, int]:
     return params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
 
 
-def params_key(eqn: Any) -> Any:
-    """A hashable value equal for equal parameters; TypeError if there is none.
-
-    Bodies count as equal only if they are the same object.
-    """
-    key = tuple(eqn.params.items())
-    hash(key)
-    return key
-
-
 def source_of(eqn: Any) -> str:
     """The user's line of an equation, such as ``"model.py:88 (Block.__call__)"``."""
     frame = _source_info_util.user_frame(eqn.source_info.traceback)

@@ -97,6 +97,7 @@ class Finder:
 
     def missed(self, op: str, anchor: Node, refusal: Refused) -> None:
         """Notes the best attempt at an anchor."""
+        refusal.__traceback__ = refusal.__context__ = None  # they hold the graph
         key = (op, anchor.outs[0])
         old = self.misses.get(key)
         if old is None or refusal.score > old[1].score:

@@ -21,8 +21,8 @@ from rewriter import _jax
 class Node:
     """One distinct equation: primitive, parameters, operand and result values.
 
-    Equal equations elsewhere are its copies, as (scope, position, equation). The
-    signature is a hash of primitive and parameters.
+    Equal equations elsewhere are its copies, as (scope, position, equation). Two
+    nodes have one signature exactly if their primitives and parameters are equal.
     """
 
     prim: str
@@ -32,8 +32,8 @@ class Node:
     eqn: Any
     scope: Scope
     position: int
-    signature: int = 0
-    copies: list[tuple[Scope, int, Any]] = field(default_factory=list)
+    signature: int
+    copies: tuple[tuple[Scope, int, Any], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +91,8 @@ class Graph:
         self.nodes: list[Node] = []
         self.fresh_in: dict[int, Scope] = {}
         self._numbers: dict[Any, tuple[int, ...]] = {}
+        self._signatures: dict[Any, int] = {}
+        self._signatures_in: dict[int, list[int]] = {}
         self._literals: dict[Any, int] = {}
         self._user_rules: dict[Any, bool] = {}
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
@@ -116,10 +118,11 @@ class Graph:
             self.constants[number] = val
             return number
         key = (aval.dtype, np.asarray(val).tobytes())
-        if key not in self._literals:
-            self._literals[key] = self._new(aval)
-            self.constants[self._literals[key]] = val
-        return self._literals[key]
+        number = self._literals.get(key)
+        if number is None:
+            number = self._literals[key] = self._new(aval)
+            self.constants[number] = val
+        return number
 
     # ------------------------------------------------------------- building
     def _bind(self, scope: Scope, var: Any, value: int, position: int) -> None:
@@ -139,23 +142,53 @@ class Graph:
         for var, value in zip(jaxpr.invars, args, strict=True):
             self._bind(scope, var, value, -1)
         env, first_var = scope.env, scope.first_var
-        special = _jax.BODIES
+        variable = _jax.Var
+        signatures = self._signatures_of(jaxpr.eqns)
         for position, eqn in enumerate(jaxpr.eqns):
             ins = [
-                env[a] if a.__class__ is _jax.Var else self._read(scope, a)
+                env[a] if a.__class__ is variable else self._read(scope, a)
                 for a in eqn.invars
             ]
-            name = eqn.primitive.name
-            if name in special or "jaxpr" in eqn.params:
-                outs = self._add_equation(scope, position, eqn, ins)
+            signature = signatures[position]
+            if signature >= 0:
+                outs = self._merged(scope, position, eqn, ins, signature)
             else:
-                outs = self._merged(scope, position, eqn, name, ins)
-            for var, value in zip(eqn.outvars, outs, strict=True):
-                if var.__class__ is _jax.Var:
+                outs = self._add_equation(scope, position, eqn, ins)
+            for var, value in zip(eqn.outvars, outs):  # noqa: B905 (a hot loop)
+                if var.__class__ is variable:
                     env[var] = value
                     if value not in first_var:
                         first_var[value] = (position, var)
         return [self._read(scope, a) for a in jaxpr.outvars]
+
+    def _signatures_of(self, eqns: Sequence[Any]) -> list[int]:
+        """A number per equation, equal for equal primitive and parameters.
+
+        Equations that are never merged have numbers of their own, below zero.
+        """
+        known = self._signatures_in.get(id(eqns))
+        if known is None:
+            known = [self._signature(e) for e in eqns]
+            self._signatures_in[id(eqns)] = known
+        return known
+
+    def _signature(self, eqn: Any) -> int:
+        params, signatures = eqn.params, self._signatures
+        name = eqn.primitive.name
+        key: Any = object()  # equal to nothing else
+        number = -len(signatures) - 1
+        if not (
+            eqn.effects
+            or name in _jax.BODIES
+            or name in _NEVER_MERGED
+            or "jaxpr" in params
+        ):
+            key = (name, *params.items())
+            number = len(signatures)
+        try:
+            return signatures.setdefault(key, number)
+        except TypeError:  # a parameter without a hash
+            return signatures.setdefault(object(), -len(signatures) - 1)
 
     def _constant(self, const: Any, aval: Any) -> int:
         if _jax.is_tracer(const):
@@ -185,8 +218,9 @@ class Graph:
 
     def _opaque(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         outs = tuple(self._new(v.aval) for v in eqn.outvars)
+        signature = self._signature(eqn)
         self._record(Node(eqn.primitive.name, eqn.params, tuple(ins), outs, eqn,
-                          scope, position))  # fmt: skip
+                          scope, position, signature))  # fmt: skip
         return outs
 
     def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
@@ -195,7 +229,8 @@ class Graph:
         if kind == "call":
             whole = _jax.integer_division(eqn)
             if whole:
-                return self._merged(scope, position, eqn, whole, ins)
+                signature = self._signatures.setdefault(whole, len(self._signatures))
+                return self._merged(scope, position, eqn, ins, signature, whole)
             return self._child(scope, position, _jax.call_body(eqn), ins, kind="call")
         if kind == "remat":
             return self._child(scope, position, _jax.call_body(eqn), ins, kind="remat")
@@ -227,9 +262,7 @@ class Graph:
             body = eqn.params["jaxpr"]
             args = self._fresh(body, slice(None))
             self._child(scope, position, body, args, kind="shard_map", open_out=False)
-        if kind:
-            return self._opaque(scope, position, eqn, ins)
-        return self._merged(scope, position, eqn, name, ins)
+        return self._opaque(scope, position, eqn, ins)
 
     def _library_rule(self, eqn: Any) -> bool:
         key = id(eqn.params.get("call_jaxpr"))
@@ -237,29 +270,25 @@ class Graph:
             self._user_rules[key] = _jax.is_library_rule(eqn)
         return self._user_rules[key]
 
-    def _merged(self, scope: Scope, position: int, eqn: Any, name: str, ins: list[int]):
-        args = tuple(ins)
-        params = eqn.params
-        key: Any = None
-        signature = 0
-        if not eqn.effects and name not in _NEVER_MERGED:
-            items = tuple(params.items()) if params else None
-            try:
-                signature = hash((name, items))
-                key = (name, args, items)
-                found = self._numbers.get(key)
-            except TypeError:  # a parameter that cannot be hashed: never merged
-                key = found = None
-            if found is not None:
-                first = self.producer[found[0]][0]
-                first.copies.append((scope, position, eqn))
-                return found
+    def _merged(
+        self, scope: Scope, position: int, eqn: Any, ins: list[int], signature: int,
+        name: str = "",
+    ) -> tuple[int, ...]:  # fmt: skip
+        key = (signature, *ins)
+        found = self._numbers.get(key)
+        if found is not None:
+            first = self.producer[found[0]][0]
+            first.copies = (*first.copies, (scope, position, eqn))
+            return found
         avals = self.avals
-        outs = tuple(range(len(avals), len(avals) + len(eqn.outvars)))
-        avals.extend(v.aval for v in eqn.outvars)
-        if key is not None:
-            self._numbers[key] = outs
-        self._record(Node(name, params, args, outs, eqn, scope, position, signature))
+        start = len(avals)
+        for var in eqn.outvars:
+            avals.append(var.aval)
+        outs = self._numbers[key] = tuple(range(start, len(avals)))
+        self._record(
+            Node(name or eqn.primitive.name, eqn.params, key[1:], outs, eqn, scope,
+                 position, signature)
+        )  # fmt: skip
         return outs
 
     def _record(self, node: Node) -> None:
@@ -269,10 +298,23 @@ class Graph:
         consumers = self.consumers
         ins = node.ins
         for value in ins if len(ins) < 2 else dict.fromkeys(ins):
-            if value in consumers:
-                consumers[value].append(node)
-            else:
+            readers = consumers.get(value)
+            if readers is None:
                 consumers[value] = [node]
+            else:
+                readers.append(node)
+
+    def release(self) -> None:
+        """Breaks the cycles, so that a used graph is freed without a collection."""
+        for node in self.nodes:
+            node.copies = ()
+        scopes = [self.top]
+        while scopes:
+            scope = scopes.pop()
+            for children in scope.children.values():
+                scopes += children
+            scope.parent = None
+            scope.children.clear()
 
     # ------------------------------------------------------------- queries
     def node_of(self, value: int) -> Node | None:

@@ -14,7 +14,7 @@ from rewriter import _jax
 from rewriter.canonicalize import Evaluator, NeedSplit
 from rewriter.finder import Finder
 from rewriter.graph import Graph, Node
-from rewriter.kernel import Kernel
+from rewriter.kernel import Kernel, Spec, spec_of
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.op import Op
 from rewriter.reading import Reading, Refused
@@ -32,6 +32,7 @@ class Pattern(Protocol):
     name: str
     op: Op
     anchors: frozenset[str]
+    needs: frozenset[str]
     kernels: tuple[Kernel, ...]
 
     def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -47,11 +48,13 @@ class ReaderPattern:
         name: The pattern's name, which is its op's name too.
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
+        needs: Primitives that every program with a site has as well.
     """
 
     name: str
     anchors: frozenset[str]
     propose: Callable[[Finder, Node], Iterator[Reading]]
+    needs: frozenset[str] = frozenset()
 
     @property
     def op(self) -> Op:
@@ -71,21 +74,25 @@ class Match:
     Attributes:
         pattern: The pattern that read it.
         reading: The op's operands and parameters, as forms over leaves.
+        spec: The shapes and dtypes the op will see.
         node: The equation whose result the op computes.
         where: The user's line.
         value: The result here; the reading may be of an equal region elsewhere.
         place: Where the replacement stands.
         leaves: Pairs of a leaf of the reading and the value it is here.
+        inner: Values between the leaves and the result, the result too.
         copies: How often the region is computed again in the same body.
     """
 
     pattern: Pattern
     reading: Reading
+    spec: Spec
     node: Node
     where: str
     value: int
     place: Place
     leaves: tuple[tuple[int, int], ...]
+    inner: frozenset[int] = frozenset()
     copies: int = 0
 
     @property
@@ -139,7 +146,17 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
     failures: list[Reason] = []
     memory = _Memory()
     for node in graph.nodes:
-        for pattern in by_anchor.get(node.prim, ()):
+        patterns_here = by_anchor.get(node.prim)
+        if patterns_here is None:
+            continue
+        again = {p.name: _again(find, p, node, memory) for p in patterns_here}
+        like = next((known for known, _ in filter(None, again.values())), None)
+        for pattern in patterns_here:
+            if again[pattern.name] is not None:
+                matches += again[pattern.name][1]
+                continue
+            if like is not None and (pattern.name, like.anchor) in memory.nothing:
+                continue
             try:
                 matches += _at(find, pattern, node, memory)
             except RecursionError:
@@ -153,82 +170,91 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
 
 
 class _Memory:
-    """Regions proved before, and the values inside them."""
+    """What the search met: proved regions, values inside them, anchors of nothing."""
 
     def __init__(self) -> None:
         self.proved: dict[str, list[Template]] = {}
         self.covered: dict[str, set[int]] = {}
+        self.nothing: set[tuple[str, Node]] = set()
 
 
 def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
-    again = _again(find, pattern, anchor, memory)
-    if again is not None:
-        return again
     found: list[Match] = []
     for reading in pattern.propose(find, anchor):
         if find.done(pattern.name, reading.value):
             continue
-        problem = _problem(find, pattern.op, reading)
+        spec, problem = _check(find, pattern.op, reading)
         if problem is not None:
             find.missed(pattern.name, anchor, problem)
             continue
         leaves = leaves_of(reading)
-        inner = _region_values(find, reading.value, set(leaves))
+        inner = frozenset(_region_values(find, reading.value, set(leaves)))
         covered = memory.covered.setdefault(pattern.name, set())
         results = {v for op, v in find.found if op == pattern.name}
         if inner & results or reading.value in covered:
             continue  # one holds the other: the first stays
         covered |= inner
         pairs = tuple((v, v) for v in leaves)
-        match = _match(find, pattern, anchor, reading, reading.value, pairs)
+        read = reading, spec, reading.value, pairs, inner
+        match = _match(find, pattern, anchor, *read)
         found.append(match)
-        known = template(find.graph, anchor, reading.value, frozenset(leaves), reading)
+        known = template(find.graph, anchor, reading.value, frozenset(leaves), match)
         if known is not None:
             memory.proved.setdefault(pattern.name, []).insert(0, known)
+    if not found:
+        memory.nothing.add((pattern.name, anchor))
     find.settle(pattern.name, anchor, bool(found))
     return found
 
 
-def _match(find, pattern, anchor, reading, value, leaves) -> Match:
+def _match(find, pattern, anchor, reading, spec, value, leaves, inner) -> Match:
     find.found.add((pattern.name, value))
     node = find.graph.node_of(value)
     where = find.where(anchor) or find.where(node)
     place = find.regions.place(node.scope)
-    copies = min(
-        sum(scope is node.scope for scope, _, _ in n.copies) for n in (anchor, node)
+    copies = 0
+    if anchor.copies and node.copies:
+        copies = min(
+            sum(scope is node.scope for scope, _, _ in n.copies) for n in (anchor, node)
+        )
+    return Match(
+        pattern, reading, spec, node, where, value, place, leaves, inner, copies
     )
-    return Match(pattern, reading, node, where, value, place, leaves, copies)
 
 
-def _again(find, pattern, anchor, memory) -> list[Match] | None:
+def _again(
+    find: Finder, pattern: Pattern, anchor: Node, memory: _Memory
+) -> tuple[Template, list[Match]] | None:
     """The match at an anchor whose region equals one proved before."""
     for known in memory.proved.get(pattern.name, [])[:8]:
         found = apply(find.graph, known, anchor)
         if found is None:
             continue
-        value, leaves = found
+        value, leaves, inner = found
         if find.done(pattern.name, value):
-            return []
+            return known, []
         place = find.regions.place(find.graph.node_of(value).scope)
         if all(v in place.defined for v in leaves.values()):
-            inner = _region_values(find, value, set(leaves.values()))
             memory.covered.setdefault(pattern.name, set()).update(inner)
-            pairs = tuple(leaves.items())
-            return [_match(find, pattern, anchor, known.source, value, pairs)]
+            first = known.source
+            read = first.reading, first.spec, value, tuple(leaves.items()), inner
+            return known, [_match(find, pattern, anchor, *read)]
     return None
 
 
-def _problem(find: Finder, op: Op, reading: Reading) -> Refused | None:
-    """Why a reading is not proved, or None if it is."""
+def _check(
+    find: Finder, op: Op, reading: Reading
+) -> tuple[Spec | None, Refused | None]:
+    """The op's shapes in a reading's code, and why the code is not proved, if so."""
     reading.algebra.work = 0
     try:
-        want = replacement_forms(find.graph, op, reading)
+        spec, want = replacement_forms(find.graph, op, reading)
         difference = _difference(reading, want, reading.args)
     except OverBudget as error:
-        return Refused("budget", str(error), score=0.7)
+        return None, Refused("budget", str(error), score=0.7)
     if not difference:
-        return None
-    return Refused(
+        return spec, None
+    return None, Refused(
         "unequal",
         f"the region is not equal to {op.name} with what was read off it",
         difference=difference,
@@ -261,20 +287,25 @@ def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
 
 def replacement_forms(
     graph: Graph, op: Op, reading: Reading
-) -> Callable[[tuple[Any, ...]], Any]:
-    """Index arguments to the form of the emitted code, with the op's reference.
+) -> tuple[Spec, Callable[[tuple[Any, ...]], Any]]:
+    """The op's shapes, and index arguments to the form of the emitted code.
 
-    The code is traced like any program, so that its operands' layout, the op
-    and the result's layout are all part of the check.
+    The code, with the op's reference, is traced like any program, so that its
+    operands' layout, the op and the result's layout are all part of the check.
     """
     names = leaves_of(reading)
     avals = [graph.avals[v] for v in names]
     params = {**reading.params, **reading.check_params}
+    seen: dict[str, Any] = {}
+
+    def reference(**given: Any) -> jax.Array:
+        seen.update({k: v for k, v in given.items() if k in op.operands})
+        return op.reference(**given)
 
     def code(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, arrays, strict=True))
         return reading.build(
-            op.reference,
+            reference,
             given,
             graph.shape(reading.value),
             graph.dtype(reading.value),
@@ -292,7 +323,8 @@ def replacement_forms(
     )
     ev.private = True
     (out,) = (inner.top.env[v] for v in traced.outvars)
-    return lambda args: ev.poly(out, args)
+    spec = spec_of(op, seen, dict(reading.params))
+    return spec, lambda args: ev.poly(out, args)
 
 
 def leaves_of(reading: Reading) -> tuple[int, ...]:
@@ -312,7 +344,7 @@ def leaves_of(reading: Reading) -> tuple[int, ...]:
 def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
     used: set[int] = set()
     for match in matches:
-        used |= _region_values(find, match.value, {v for _, v in match.leaves})
+        used |= match.inner
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:
             continue

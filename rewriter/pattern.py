@@ -88,6 +88,7 @@ class Pattern:
         op: The op it stands for; the function is its reference.
         params: Declared parameters.
         anchors: Primitives at which a search begins.
+        needs: Primitives that every program with a place has as well.
     """
 
     op: Op
@@ -96,6 +97,7 @@ class Pattern:
     kernels: tuple[kernel.Kernel, ...] = ()
     checks: tuple[Callable[[Candidate], Verdict], ...] = ()
     where: str = ""
+    needs: frozenset[str] = frozenset()
     _forms: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -15,8 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import _jax, site
 from rewriter.config import Config
 from rewriter.graph import Graph, Scope
-from rewriter.kernel import Spec, spec_of
-from rewriter.match import Match, leaves_of, search
+from rewriter.match import Match, search
 from rewriter.plan import XLA, Choice, Site, choose
 from rewriter.replace import Rewritten, Splice, missing_leaf, replace
 from rewriter.verdict import Reason
@@ -36,8 +35,9 @@ def rewrite(
 
     clock = _Clock()
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    anchors = frozenset().union(*(p.anchors for p in patterns)) if patterns else ()
-    if not _has_anchor(closed_jaxpr, anchors):
+    present = _primitives(closed_jaxpr)
+    patterns = [p for p in patterns if p.anchors & present and p.needs <= present]
+    if not patterns:
         return Rewritten(closed_jaxpr, seconds=clock.seconds)
     with _paused_collection():
         return _rewritten(closed_jaxpr, config, patterns, clock)
@@ -62,9 +62,10 @@ def _rewritten(
     clock("graph")
     found = search(graph, patterns)
     clock("match")
-    sites, splices, failures = _plan(graph, found.matches, config)
+    sites, splices, failures = _plan(found.matches, config)
     clock("choose")
     program = replace(graph, splices)
+    graph.release()
     clock("replace")
     return Rewritten(
         program, tuple(sites), found.misses, (*found.failures, *failures), clock.seconds
@@ -82,9 +83,10 @@ class _Clock:
         self.last = now
 
 
-def _has_anchor(jaxpr: Any, anchors: Any) -> bool:
-    """Whether any equation at any depth could begin a match."""
+def _primitives(jaxpr: Any) -> set[str]:
+    """Names of the primitives at any depth."""
     seen: set[int] = set()
+    names: set[str] = set()
     stack = [jaxpr]
     while stack:
         body = stack.pop()
@@ -92,8 +94,7 @@ def _has_anchor(jaxpr: Any, anchors: Any) -> bool:
             continue
         seen.add(id(body))
         for eqn in body.eqns:
-            if eqn.primitive.name in anchors:
-                return True
+            names.add(eqn.primitive.name)
             if eqn.primitive.name not in _jax.BODIES and "jaxpr" not in eqn.params:
                 continue
             for value in eqn.params.values():
@@ -101,21 +102,21 @@ def _has_anchor(jaxpr: Any, anchors: Any) -> bool:
                     stack.append(value)
                 elif isinstance(value, (tuple, list)):
                     stack.extend(v for v in value if hasattr(v, "eqns"))
-    return False
+    return names
 
 
-def _plan(graph: Graph, matches: Sequence[Match], config: Config):
+def _plan(matches: Sequence[Match], config: Config):
     sites: list[Site] = []
     splices: list[Splice] = []
     failures: list[Reason] = []
     platform = _platform()
-    chosen: dict[int, tuple[Spec, Choice]] = {}
+    chosen: dict[int, Choice] = {}
     for match in matches:
         if id(match.reading) not in chosen:
-            spec = _spec(graph, match)
-            choice = choose(spec, config, match.pattern.kernels, platform)
-            chosen[id(match.reading)] = spec, choice
-        spec, choice = chosen[id(match.reading)]
+            chosen[id(match.reading)] = choose(
+                match.spec, config, match.pattern.kernels, platform
+            )
+        choice = chosen[id(match.reading)]
         for scope, position in _places(match):
             made = choice
             if choice.kernel != XLA and missing_leaf(match, scope) is not None:
@@ -126,10 +127,10 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
                 label = f"rewriter/{match.op.name}#{index}"
                 call = _call(match, made)
                 splices.append(Splice(match, scope, position, call, label, made.kernel))
-            sites.append(_site(index, match, scope, spec, made))
+            sites.append(_site(index, match, scope, made))
             copies = match.copies if scope is match.node.scope else 0
             for _ in range(copies):  # computed again here; the result is shared
-                sites.append(_site(len(sites) + 1, match, scope, spec, made))
+                sites.append(_site(len(sites) + 1, match, scope, made))
     return sites, splices, failures
 
 
@@ -161,32 +162,8 @@ def _call(match: Match, choice: Choice) -> Callable[..., jax.Array]:
     return call
 
 
-def _spec(graph: Graph, match: Match) -> Spec:
-    """The shapes the op will see, from a shape-only run of the operands' code."""
-    reading = match.reading
-    names = leaves_of(reading)
-    seen: dict[str, Any] = {}
-
-    def call(**given: Any) -> jax.Array:
-        seen.update(given)
-        return match.op.reference(**given)
-
-    def code(*arrays: jax.Array) -> jax.Array:
-        return reading.build(
-            call,
-            dict(zip(names, arrays, strict=True)),
-            graph.shape(reading.value),
-            graph.dtype(reading.value),
-        )
-
-    jax.eval_shape(
-        code, *(jax.ShapeDtypeStruct(graph.shape(v), graph.dtype(v)) for v in names)
-    )
-    operands = {k: v for k, v in seen.items() if k in match.op.operands}
-    return spec_of(match.op, operands, dict(reading.params))
-
-
-def _site(index: int, match: Match, scope: Scope, spec: Spec, choice: Choice) -> Site:
+def _site(index: int, match: Match, scope: Scope, choice: Choice) -> Site:
+    spec = match.spec
     return Site(
         index=index,
         op=match.op.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,24 +59,23 @@ class Regions:
 
     def usable(self, place: Place) -> Callable[[int], bool]:
         """Whether a value can be had at a place: defined there, or recomputable."""
+        return functools.partial(self._can_be_had, place)
+
+    def _can_be_had(self, place: Place, value: int) -> bool:
         memo = place._usable
+        known = memo.get(value)
+        if known is None:
+            memo[value] = False
+            known = memo[value] = self._ask(place, value)
+        return known
 
-        def ask(value: int) -> bool:
-            known = memo.get(value)
-            if known is None:
-                memo[value] = False
-                known = memo[value] = self._ask(place, value, ask)
-            return known
-
-        return ask
-
-    def _ask(self, place: Place, value: int, ask: Callable[[int], bool]) -> bool:
+    def _ask(self, place: Place, value: int) -> bool:
         if value in place.defined or self.g.scalar(value) is not None:
             return True
         node = self.g.node_of(value)
         if node is None or not is_local(node):
             return False
-        return all(ask(i) for i in node.ins)
+        return all(self._can_be_had(place, i) for i in node.ins)
 
     # ------------------------------------------------------------- walks
     def above(self, value: int, stop: frozenset[str]) -> list[Node]:

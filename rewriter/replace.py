@@ -77,11 +77,13 @@ def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
 def live(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
     """The equations whose results are read, or that have effects, in order."""
     used = {a for a in outs if not _jax.is_literal(a)}
-    kept = []
+    kept, variable = [], _jax.Var
     for eqn in reversed(eqns):
-        if eqn.effects or any(v in used for v in eqn.outvars):
+        if not used.isdisjoint(eqn.outvars) or eqn.effects:
             kept.append(eqn)
-            used.update(a for a in eqn.invars if a.__class__ is _jax.Var)
+            for atom in eqn.invars:
+                if atom.__class__ is variable:
+                    used.add(atom)
     return kept[::-1]
 
 
@@ -91,6 +93,15 @@ def missing_leaf(match: Match, scope: Scope) -> int | None:
         if value not in scope.first_var and value not in match.place.defined:
             return value
     return None
+
+
+def _renamed(eqn: Any, env: Mapping[Any, Any]) -> Any:
+    """The equation with its operands as an environment has them."""
+    for atom in eqn.invars:
+        if atom.__class__ is _jax.Var and atom in env:
+            changed = [a if _jax.is_literal(a) else env.get(a, a) for a in eqn.invars]
+            return eqn.replace(invars=changed)
+    return eqn
 
 
 class _Frame:
@@ -105,15 +116,15 @@ class _Work:
 
     def __init__(self, graph: Graph, splices: Sequence[Splice]):
         self.graph = graph
-        self.at: dict[tuple[int, int], list[Splice]] = {}
+        self.at: dict[int, dict[int, list[Splice]]] = {}
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
         self.fragments: dict[Any, Any] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
         for splice in splices:
-            key = (id(splice.scope), splice.position)
-            self.at.setdefault(key, []).append(splice)
+            here = self.at.setdefault(id(splice.scope), {})
+            here.setdefault(splice.position, []).append(splice)
             scope: Scope | None = splice.scope
             while scope is not None:
                 self.touched.add(id(scope))
@@ -157,22 +168,22 @@ class _Work:
         self.envs[id(scope)] = env
         done = self.results.setdefault(id(scope), {})
         inlined = id(scope) in self.dissolved
+        splices = self.at.get(id(scope), {})
+        numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
         for position, eqn in enumerate(scope.jaxpr.eqns):
             children = scope.children.get(position)
             if children and any(id(c) in self.dissolved for c in children):
                 self._dissolved_call(children[0], eqn, frame, env, read)
             elif children or inlined:
                 self._plain(children or [], eqn, frame, env, read, inlined)
-            elif env and any(a in env for a in eqn.invars if a.__class__ is _jax.Var):
-                frame.eqns.append(eqn.replace(invars=[read(a) for a in eqn.invars]))
             else:
-                frame.eqns.append(eqn)
-            for splice in self.at.get((id(scope), position), ()):
+                eqns.append(_renamed(eqn, env))
+            for splice in splices.get(position, ()):
                 done[splice.match.value] = self._splice(splice, eqn, frame)
             if done:  # readers of a replaced value, and of its copies, get the new one
                 for var in eqn.outvars:
-                    if not _jax.is_drop(var) and scope.env[var] in done:
-                        env[var] = done[scope.env[var]]
+                    if var.__class__ is variable and numbers[var] in done:
+                        env[var] = done[numbers[var]]
         return [read(v) for v in scope.jaxpr.outvars]
 
     def _plain(self, children, eqn, frame, env, read, inlined) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rewriter import _jax
 from rewriter.graph import Graph, Node
 
 Step = tuple[int, str, int, int]
@@ -64,8 +63,11 @@ def template(
 
 def apply(
     graph: Graph, known: Template, anchor: Node
-) -> tuple[int, dict[int, int]] | None:
-    """(result, leaf to leaf) of an equal region at another anchor, or None."""
+) -> tuple[int, dict[int, int], frozenset[int]] | None:
+    """(result, leaf to leaf, values inside) of an equal region at another anchor.
+
+    None if the region there is another one.
+    """
     if anchor.prim != known.anchor.prim:
         return None
     value: int | None = anchor.outs[known.path[0][0]]
@@ -73,10 +75,10 @@ def apply(
         value = _follow(graph, value, k, prim, position, nth)
         if value is None:
             return None
-    leaves = _same_cone(graph, known, value)
-    if leaves is None or _uses(graph, value) != _uses(graph, known.value):
+    cone = _same_cone(graph, known, value)
+    if cone is None or _uses(graph, value) != _uses(graph, known.value):
         return None
-    return value, leaves
+    return value, *cone
 
 
 def _follow(
@@ -95,8 +97,10 @@ def _uses(graph: Graph, value: int) -> list[tuple[str, int]]:
     return sorted((n.prim, n.ins.index(value)) for n in graph.users(value))
 
 
-def _same_cone(graph: Graph, known: Template, value: int) -> dict[int, int] | None:
-    """Leaf to leaf, if both results have equal equations down to the leaves."""
+def _same_cone(
+    graph: Graph, known: Template, value: int
+) -> tuple[dict[int, int], frozenset[int]] | None:
+    """(leaf to leaf, values inside) if the equations above both results are equal."""
     matched: dict[int, int] = {known.value: value}
     leaves: dict[int, int] = {}
     stack = [(known.value, value)]
@@ -118,7 +122,7 @@ def _same_cone(graph: Graph, known: Template, value: int) -> dict[int, int] | No
         (m, i), (n, j) = first, second
         if i != j or m.prim != n.prim or len(m.ins) != len(n.ins):
             return None
-        if m is not n and not _same_params(m, n):
+        if m.signature != n.signature:
             return None
         for p, q in zip(m.ins, n.ins, strict=True):
             old = matched.get(p)
@@ -131,7 +135,7 @@ def _same_cone(graph: Graph, known: Template, value: int) -> dict[int, int] | No
             return None
     if len(leaves) != len(known.leaves):
         return None
-    return leaves
+    return leaves, frozenset(matched.values()).difference(leaves.values())
 
 
 def _closed(graph: Graph, value: int, leaves: frozenset[int]) -> bool:
@@ -150,15 +154,6 @@ def _closed(graph: Graph, value: int, leaves: frozenset[int]) -> bool:
         if len(seen) > 60:
             return False
     return True
-
-
-def _same_params(m: Node, n: Node) -> bool:
-    if m.signature != n.signature:
-        return False
-    try:
-        return _jax.params_key(m.eqn) == _jax.params_key(n.eqn)
-    except TypeError:
-        return False
 
 
 def neighbourhood(graph: Graph, anchor: Node, up: int = 48, down: int = 40) -> int:
