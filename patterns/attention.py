@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,15 +79,19 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     ]
     if not scores or find.barren(NAME, anchor):
         return
-    for pv, side in find.regions.below(anchor.outs[0], DOT):
-        if pv in scores or find.done(NAME, pv.outs[0]):
+    below = [
+        (n, side)
+        for n, side in find.regions.below(anchor.outs[0], DOT)
+        if n.params["dimension_numbers"][0][0]
+    ]
+    sums = {n.outs[0] for n, k in below if find.number(n.ins[1 - k]) is not None}
+    for pv, side in below:
+        if pv in scores or pv.outs[0] in sums or find.done(NAME, pv.outs[0]):
             continue
-        if not pv.params["dimension_numbers"][0][0]:
-            continue
-        yield from _around(find, anchor, scores, pv, side)
+        yield from _around(find, anchor, scores, pv, side, sums)
 
 
-def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
+def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
     choices = [scores] if len(scores) == 1 else [scores, *([s] for s in scores)]
     if len(scores) > 3:
         choices = [[s] for s in scores]
@@ -104,7 +108,7 @@ def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
             while how not in tried:
                 tried.add(how)
                 try:
-                    yield read(find, candidate, chosen, pv, side, how)
+                    yield read(find, candidate, chosen, pv, side, how, sums)
                     return
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
@@ -124,7 +128,13 @@ def _around(find, anchor, scores, pv, side) -> Iterator[Reading]:
 
 
 def read(
-    find: Finder, value: int, scores: list[Node], pv: Node, side: int, how: str
+    find: Finder,
+    value: int,
+    scores: list[Node],
+    pv: Node,
+    side: int,
+    how: str,
+    sums: Set[int] = frozenset(),
 ) -> Reading:
     """The reading of one candidate result.
 
@@ -136,6 +146,7 @@ def read(
         side: Which operand of it the weights are.
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
             ``"whole"`` takes a bias as it is, however it was computed.
+        sums: Contractions of the weights with ones.
 
     Raises:
         Refused: If the form is not that of attention.
@@ -147,11 +158,14 @@ def read(
 
     ev = find.evaluator(
         value,
-        inside=frozenset([*(n.outs[0] for n in scores), pv.outs[0]]),
-        full_sides=frozenset({(pv.outs[0], side)}),
+        inside=frozenset([*(n.outs[0] for n in scores), pv.outs[0], *sums]),
+        full_sides=frozenset(
+            [(pv.outs[0], side), *((n, k) for n in sums for k in (0, 1))]
+        ),
         soft_fills=how == "soft",
         in_pieces=from_scores,
         whole_sides=from_scores if how == "whole" else None,
+        filled_rows=True,
     )
     alg = find.algebra
     args = ev.indices(value)
@@ -164,7 +178,10 @@ def read(
     left = find.layout_leaves(ev, *(n.ins[0] for n in scores))
     right = find.layout_leaves(ev, *(n.ins[1] for n in scores))
     qk, bias = _exponents(alg, parts, left | right)
-    return _Assembly(find, ev, value, args, form, parts, qk, bias, pv).reading()
+    of_scores = frozenset(n.outs[0] for n in scores)
+    return _Assembly(
+        find, ev, value, args, form, parts, qk, bias, pv, of_scores
+    ).reading()
 
 
 # ------------------------------------------------------------------ parsing
@@ -355,10 +372,11 @@ def _capped(alg, atom, c, operands, s) -> _Scores | None:
 class _Assembly:
     """Names the axes, classifies the masks and writes the operands."""
 
-    def __init__(self, find, ev, value, args, form, parts, qk, bias, pv):
+    def __init__(self, find, ev, value, args, form, parts, qk, bias, pv, scores):
         self.find, self.ev, self.alg = find, ev, find.algebra
         self.value, self.args, self.form = value, args, form
         self.parts, self.qk, self.bias, self.pv = parts, qk, bias, pv
+        self.scores = scores
         self.operands: dict[str, Operand] = {}
         self.params: dict[str, Any] = {}
         self.general = TRUE
@@ -399,7 +417,6 @@ class _Assembly:
 
     def _own_scores(self) -> None:
         """Refuses masks and biases that are computed from the scores themselves."""
-        scores = frozenset(v for v in self.ev.inside if v != self.pv.outs[0])
         for name in ("mask", "bias", "dropout", "kv_lengths", "prefix", "offset"):
             used = self.operands.get(name)
             leaves: set[int] = set()
@@ -408,7 +425,7 @@ class _Assembly:
             if used is not None and used.flag is not None:
                 leaves |= self.alg.poly_leaves(self.alg.of_bool(used.flag))
             for leaf in leaves:
-                if self.find.regions.descends(self.alg.defs[leaf][1], scores):
+                if self.find.regions.descends(self.alg.defs[leaf][1], self.scores):
                     raise Refused(
                         "scores", f"the {name} is computed from the scores", score=0.6
                     )
@@ -782,6 +799,7 @@ class _Assembly:
             if self.parts.zero_rows
             else self.find.empty_rows(
                 self.ev,
+                self.scores,
                 self.pv,
                 self.value,
                 self.alg.both(self.parts.keep, self.parts.row_mask),

@@ -284,7 +284,7 @@ def read(
         operands["bias"] = operand(bias, d)
     if len(axes) > 1 and c is not None:
         raise Refused(
-            "group",
+            "unscaled",
             "several axes are normalised without a scale over them: "
             "a group, instance or batch norm",
             score=0.6,
@@ -292,7 +292,8 @@ def read(
     params["eps"] = constant / (alpha * n)
     if extra:
         operands["epsilon"] = operand(alg.scale(extra, 1 / (alpha * n)))
-    elif not constant:
+    elif not constant and any(abs(abs(c) * math.sqrt(n) - 1) < 1e-3 for c in
+                              scale.values()):  # fmt: skip
         raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
     return Reading(
         op,
@@ -318,16 +319,11 @@ def _plain(a: Any) -> Any:
 
 def _root(alg: Algebra, form: Poly, x: int) -> int:
     """The atom under the root that divides the result."""
-    for _, mono in form:
-        for a, e in mono:
-            if e == HALF and alg.kind(a) == "pow":
-                return a
-    for _, mono in form:
-        for _, e in mono:
-            if isinstance(e, Fraction) and e == HALF:
-                raise Refused(
-                    "eps", "no epsilon inside the root: an L2 norm", score=0.2
-                )
+    for kind in ("pow", "sum"):  # without epsilon the root may be over one sum
+        for _, mono in form:
+            for a, e in mono:
+                if e == HALF and alg.kind(a) == kind:
+                    return a
     raise Refused("root", "the result is not divided by a root", score=0.25)
 
 
@@ -335,7 +331,9 @@ def _base(alg: Algebra, base: int, x: int):
     """((sum of squares, its factor), mean term or None, constant, other terms)."""
     squares = mean = None
     constant, extra = 0.0, {}
-    for (flag, mono), c in alg.thaw(alg.defs[base][1]).items():
+    whole = alg.kind(base) == "sum"
+    under = alg.of_atom(base) if whole else alg.thaw(alg.defs[base][1])
+    for (flag, mono), c in under.items():
         if flag != TRUE:
             raise Refused("masked", "the statistics are masked", score=0.4)
         if not mono:

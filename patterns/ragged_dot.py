@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rewriter.canonicalize import LAYOUT, ragged_axes
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
@@ -39,16 +40,28 @@ def read(find: Finder, node: Node) -> Reading:
     g, alg, value = find.graph, find.algebra, node.outs[0]
     if len(node.ins) != 3 or node.params.get("group_offset") is not None:
         raise Refused("offset", "a group offset", score=0.9)
-    mode = _mode(node)
+    contracting, left, right = _roles(find, node)
     ev = find.evaluator(value, inside=frozenset({value}))
     args = ev.indices(value)
     form = ev.poly(value, args)
+    lhs_axes = ("m0", "k0")
+    if contracting:
+        mode, rhs_axes = "contracting", ("k0", "n0")
+        lhs_axes = ("k0", "m0")
+    elif _stored(find, node.ins[1], right) == ("g0", "n0", "k0"):
+        mode, rhs_axes = "transposed", ("g0", "n0", "k0")
+    else:
+        mode, rhs_axes = "forward", ("g0", "k0", "n0")
     operands = {}
-    names = ("lhs", "rhs", "group_sizes")
-    for name, source in zip(names, node.ins, strict=True):
+    for name, source, have, want in (
+        ("lhs", node.ins[0], left, lhs_axes),
+        ("rhs", node.ins[1], right, rhs_axes),
+        ("group_sizes", node.ins[2], ("s0",), ("s0",)),
+    ):
         at = ev.indices(source)
-        poly = alg.of_atom(ev.leaf(source, at))
-        operands[name] = operand(poly, *((() if i is None else (i,)) for i in at))
+        poly = ev.poly(source, at, LAYOUT)
+        groups = [() if i is None else (i,) for i in (at[have.index(w)] for w in want)]
+        operands[name] = operand(poly, *groups, dtype=g.dtype(source))
     params: dict[str, Any] = {"out_dtype": str(g.dtype(value))}
     if mode != "forward":
         params["mode"] = mode
@@ -59,25 +72,34 @@ def read(find: Finder, node: Node) -> Reading:
     return Reading(NAME, alg, ev.place, value, args, form, groups, operands, params)
 
 
-def _mode(node: Node) -> str:
-    numbers = node.params["ragged_dot_dimension_numbers"]
-    (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
-    ragged = tuple(numbers.lhs_ragged_dimensions)
-    groups = tuple(numbers.rhs_group_dimensions)
-    key = (tuple(lc), tuple(rc), tuple(lb), tuple(rb), ragged, groups)
+def _roles(find: Finder, node: Node) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    """(whether the ragged axis is contracted, roles of lhs's and of rhs's axes)."""
+    ranks = [len(find.graph.shape(i)) for i in node.ins]
+    ragged, left, right, sizes = ragged_axes(node, ranks)
+    form = ragged, tuple(sorted(left)), tuple(sorted(right)), sizes
     forms = {
-        ((1,), (1,), (), (), (0,), (0,)): "forward",
-        ((1,), (2,), (), (), (0,), (0,)): "transposed",
-        ((0,), (0,), (), (), (0,), ()): "contracting",
+        (("m0",), ("k0", "m0"), ("g0", "k0", "n0"), ("s0",)): False,
+        (("k0",), ("k0", "m0"), ("k0", "n0"), ("s0",)): True,
     }
-    if key not in forms:
+    if form not in forms:
         raise Refused(
             "dimensions",
-            "a ragged dot with batch axes or another axis order",
-            difference=str(numbers),
+            "a ragged dot with batch axes or several axes of one role",
+            difference=str(node.params["ragged_dot_dimension_numbers"]),
             score=0.9,
         )
-    return forms[key]
+    return forms[form], left, right
+
+
+def _stored(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str, ...]:
+    """The roles in the order in which the array under layout has its axes."""
+    node = find.graph.node_of(value)
+    while node is not None and node.prim in ("transpose", "copy"):
+        if node.prim == "transpose":
+            moved = dict(zip(node.params["permutation"], roles, strict=True))
+            roles = tuple(moved[a] for a in range(len(roles)))
+        node = find.graph.node_of(node.ins[0])
+    return roles
 
 
 def _precision(precision: Any) -> str:

@@ -31,7 +31,7 @@ FULL, LAYOUT = "full", "layout"
 
 LAYOUT_PRIMITIVES = frozenset({
     "transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice",
-    "rev", "split", "dynamic_slice",
+    "rev", "split", "dynamic_slice", "tile", "unstack",
 })  # fmt: skip
 TRANSPARENT = frozenset({
     "copy", "copy_p", "name", "sharding_constraint", "pvary", "pbroadcast",
@@ -52,7 +52,7 @@ LOCAL = (
     | TRANSPARENT
     | ARITHMETIC
     | REDUCTIONS
-    | frozenset({"reduce_max", "concatenate", "pad"})
+    | frozenset({"reduce_max", "concatenate", "stack", "pad"})
 )
 
 
@@ -93,6 +93,10 @@ class Evaluator:
         full_sides: (result of a contraction, operand position) pairs whose operand
             is expanded beyond layout.
         expand_all: Expand every contraction (used for references).
+        in_pieces: Whether a concatenation is taken apart; None: every one.
+        whole_sides: Whether a float value is expanded; None: every one.
+        filled_rows: Take sums of exponentials to be positive, masked ones too; what
+            rows without keys give is then for the caller to find out.
     """
 
     def __init__(
@@ -108,12 +112,14 @@ class Evaluator:
         full_sides: frozenset[tuple[int, int]] = frozenset(),
         in_pieces: Callable[[int], bool] | None = None,
         whole_sides: Callable[[int], bool] | None = None,
+        filled_rows: bool = False,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
         self.inside, self.usable, self.expand_all = inside, usable, expand_all
         self.soft_fills, self.full_sides = soft_fills, full_sides
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
+        self.filled_rows = filled_rows
         self.memo: dict[Any, Any] = {}
         self.fills: set[float] = set()
         self.notes: set[str] = set()
@@ -166,7 +172,7 @@ class Evaluator:
     def _whole(self, value: int) -> bool:
         """Whether an index over several pieces of a value concerns its readers."""
         node = self.g.node_of(value)
-        joins = node is not None and node.prim in ("concatenate", "pad")
+        joins = node is not None and node.prim in ("concatenate", "pad", "stack")
         return not joins or self.in_pieces is None or self.in_pieces(value)
 
     def _count(self) -> None:
@@ -446,9 +452,29 @@ class Evaluator:
             if self.g.shape(node.ins[0])[axis] > 1:
                 at[axis] = alg.affine(at[axis], 1, start)
             return node.ins[0], tuple(at)
+        if prim == "tile":
+            sizes = self.g.shape(node.ins[0])
+            return node.ins[0], tuple(
+                None if n == 1 else alg.mod(a, n)
+                for a, n in zip(args, sizes, strict=True)
+            )
+        if prim == "unstack":
+            k = node.outs.index(value)
+            axis = int(params["axis"])
+            which = alg.affine(None, 1, k)
+            return node.ins[0], (*args[:axis], which, *args[axis:])
+        if prim == "stack":
+            return self._stacked(node, args)
         if prim == "concatenate":
             return self._piece(node, args)
         return None
+
+    def _stacked(self, node: Node, args: tuple[Index, ...]):
+        axis = int(node.params["axis"])
+        lo, hi = self.alg.index_range(args[axis])
+        if lo != hi:
+            raise self._split(args[axis], list(range(1, len(node.ins))))
+        return node.ins[lo], (*args[:axis], *args[axis + 1 :])
 
     def _static_slice(self, node: Node, args: tuple[Index, ...]):
         """A dynamic slice whose starts are numbers."""
@@ -605,7 +631,6 @@ _elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
 _elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
 _elementwise("mul", lambda ev, a, b: _gentle(ev, ev.alg.mul(a, b)))  # a b
-_elementwise("square", lambda ev, a: ev.alg.power(a, 2))  # a^2
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
 _elementwise("log", lambda ev, a: ev.alg.log(a))
@@ -702,8 +727,20 @@ def _index_of(alg: Algebra, p: Poly) -> Index:
 
 @_rule("integer_pow")
 def _integer_pow(ev: Evaluator, node: Node, args, mode: str) -> Poly:
-    (a,) = ev.operands(node, args, mode)
-    return ev.alg.power(a, int(node.params["y"]))
+    return _whole_power(ev, node.ins[0], args, mode, int(node.params["y"]))
+
+
+@_rule("square")
+def _square(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    return _whole_power(ev, node.ins[0], args, mode, 2)
+
+
+def _whole_power(ev: Evaluator, value: int, args, mode: str, e: int) -> Poly:
+    """A power with a whole exponent; an even one does not see absolute values."""
+    node = ev._expandable(value, mode)
+    if node is not None and e % 2 == 0 and node.prim == "abs":
+        return _whole_power(ev, node.ins[0], args, mode, e)
+    return ev.alg.power(ev.poly(value, ev.aligned(value, args), mode), e)
 
 
 @_rule("pow")
@@ -712,6 +749,8 @@ def _pow(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     e = ev.alg.as_constant(b)
     if e is None:
         raise OverBudget("a power whose exponent is not a number")
+    if e == int(e):
+        return _whole_power(ev, node.ins[0], args, mode, int(e))
     exact = Fraction(e).limit_denominator(64)
     if abs(float(exact) - e) > 1e-6:
         return ev.alg.power(a, e)
@@ -779,21 +818,60 @@ def dot_arguments(ev: Evaluator, node: Node, args):
 
 @_rule(*sorted(STRUCTURAL))
 def _structural(ev: Evaluator, node: Node, args, mode: str) -> Poly:
-    """An opaque function of whole operands: equal for equal operands and params."""
+    """An opaque function of whole operands: equal for equal operands and params.
+
+    The axes of the operands are known by their roles, so that the order in which
+    an operand has them is layout and not part of the function.
+    """
+    numbers, *axes = ragged_axes(node, [len(ev.g.shape(i)) for i in node.ins])
+    slots: dict[str, int] = {}
     operands = []
-    for k, source in enumerate(node.ins):
+    for source, roles in zip(node.ins, axes, strict=True):
         at = tuple(
-            None if n == 1 else ev.alg.bound_index(OPAQUE_LEVEL, 8 * k + d, n)
-            for d, n in enumerate(ev.g.shape(source))
+            None
+            if n == 1
+            else ev.alg.bound_index(
+                OPAQUE_LEVEL, slots.setdefault(role, len(slots)), n
+            )
+            for role, n in zip(roles, ev.g.shape(source), strict=True)
         )
-        operands.append(ev.alg.freeze(ev.poly(source, at, LAYOUT if not ev.expand_all
-                                              else mode)))  # fmt: skip
+        side = mode if ev.expand_all else LAYOUT
+        operands.append(ev.alg.freeze(ev.poly(source, at, side)))
     params = tuple(
         (name, _plain_param(value)) for name, value in sorted(node.params.items())
-        if name not in ("preferred_element_type", "out_sharding")
+        if name not in (
+            "preferred_element_type", "out_sharding", "ragged_dot_dimension_numbers"
+        )
     )  # fmt: skip
-    name = ("call", node.prim, params, tuple(operands))
+    name = ("call", node.prim, numbers, params, tuple(operands))
     return ev.alg.of_atom(ev.alg.atom("leaf", name, args))
+
+
+def ragged_axes(node: Node, ranks: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """The roles of a ragged dot's axes: (ragged and group axes, lhs, rhs, sizes...).
+
+    Batch axes are ``b0 b1 ...``, contracted ones ``k0 ...``, the other axes of lhs
+    ``m0 ...``, of rhs ``n0 ...``, and groups ``g0 ...``. The result's axes are the
+    groups (if the ragged axis is contracted), b, m and n in this order.
+    """
+    d = node.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, rb) = d.dot_dimension_numbers
+    groups = tuple(d.rhs_group_dimensions)
+
+    def roles(rank: int, batch, contracted, rest: str) -> tuple[str, ...]:
+        names = {int(a): f"b{i}" for i, a in enumerate(batch)}
+        names |= {int(a): f"k{i}" for i, a in enumerate(contracted)}
+        if rest == "n":
+            names |= {int(a): f"g{i}" for i, a in enumerate(groups)}
+        others = (a for a in range(rank) if a not in names)
+        names |= {a: f"{rest}{i}" for i, a in enumerate(others)}
+        return tuple(names[a] for a in range(rank))
+
+    left = roles(ranks[0], lb, lc, "m")
+    right = roles(ranks[1], rb, rc, "n")
+    ragged = tuple(left[int(a)] for a in d.lhs_ragged_dimensions)
+    sizes = tuple(tuple(f"s{i}" for i in range(rank)) for rank in ranks[2:])
+    return ragged, left, right, *sizes
 
 
 def _plain_param(value: Any) -> Any:
@@ -923,7 +1001,7 @@ def _cos(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     return ev.alg.of_atom(ev.alg.atom("fn", "cos", frozen))
 
 
-@_rule("concatenate")
+@_rule("concatenate", "stack")
 def _concatenate(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     source, at = ev.moved(node, node.outs[0], args)
     return ev.poly(source, at, mode)
@@ -975,6 +1053,10 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
             return masked if name == "eq" else alg.negate(masked)
     if any(math.isinf(c) for p in (a, b) for c in p.values()):
         return alg.literal(ev.leaf(node.outs[0], args))
+    if ev.filled_rows and (
+        (not b and _is_total(alg, a)) or (not a and _is_total(alg, b))
+    ):
+        return TRUE if _TESTS[name](float(bool(a)), float(bool(b))) else FALSE
     d = alg.add(a, b, -1.0)
     whole = integral or _whole(alg, d)
     if name in ("le", "lt"):
@@ -987,6 +1069,20 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
         return alg.negate(alg.compare("ge", alg.scale(d, -1.0), False))
     same = alg.compare("eq", d, whole)
     return same if name == "eq" else alg.negate(same)
+
+
+def _is_total(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is a sum of exponentials, up to positive factors."""
+    if len(p) != 1:
+        return False
+    (((flag, mono), c),) = p.items()
+    return flag == TRUE and c > 0 and all(_is_weight(alg, a) for a, _ in mono)
+
+
+def _is_weight(alg: Algebra, atom: int) -> bool:
+    if alg.kind(atom) == "sum":
+        return all(_is_weight(alg, a) for a, _ in alg.defs[atom][3])
+    return alg.kind(atom) == "exp"
 
 
 def _whole(alg: Algebra, p: Poly) -> bool:

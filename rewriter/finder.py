@@ -104,12 +104,16 @@ class Finder:
             self.misses[key] = (anchor, refusal)
 
     def empty_rows(
-        self, ev: RegionEvaluator, product: Node, value: int, keep: int
+        self,
+        ev: RegionEvaluator,
+        scores: frozenset[int],
+        product: Node,
+        value: int,
+        keep: int,
     ) -> str:
         """What a row without keys gives; see `rewriter.rows`."""
         from rewriter.rows import empty_row
 
-        scores = frozenset(v for v in ev.inside if v != product.outs[0])
         return empty_row(ev, keep, scores, product, value)
 
     def where(self, node: Node) -> str:

@@ -15,10 +15,12 @@ import numpy as np
 
 from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, Evaluator
 from rewriter.graph import Node
-from rewriter.normal_form import Algebra
+from rewriter.normal_form import FALSE, TRUE, Algebra
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 ABSORBS = 5e8  # an addend that swallows scores below 32 in float32
+
+_TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
 
 Abstract = Any  # ("c", number or bool) or one of the names above
 
@@ -72,11 +74,28 @@ def literal_name(
 
 
 def _poly_text(alg: Algebra, p: dict, outer: frozenset[int]) -> str:
-    terms = [
-        f"{c:.6g}" + "".join(sorted(f"{_text(alg, a, outer)}^{e}" for a, e in mono))
-        for (_, mono), c in p.items()
-    ]
+    digits: list[tuple[float, int]] = []  # of the key's position: factor and size
+    terms = []
+    for (_, mono), c in p.items():
+        digit = _key_digit(alg, mono, outer)
+        if digit:
+            digits.append((c, digit))
+            continue
+        text = "".join(sorted(f"{_text(alg, a, outer)}^{e}" for a, e in mono))
+        terms.append(f"{c:.6g}{text}")
+    digits.sort(key=lambda d: abs(d[0]))
+    while len(digits) > 1 and digits[1][0] == digits[0][0] * digits[0][1]:
+        digits[:2] = [(digits[0][0], digits[0][1] * digits[1][1])]
+    terms += [f"{c:.6g}s^1" for c, _ in digits]
     return " + ".join(sorted(terms))
+
+
+def _key_digit(alg: Algebra, mono: Any, outer: frozenset[int]) -> int:
+    """The size of a key index that is the whole of a monomial, else 0."""
+    if len(mono) != 1 or mono[0][1] != 1 or alg.kind(mono[0][0]) != "iota":
+        return 0
+    index = alg.defs[mono[0][0]][1]
+    return alg.sizes[index] if isinstance(index, int) and index not in outer else 0
 
 
 def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
@@ -106,10 +125,10 @@ class _Row:
         self.scores, self.product = scores, product
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
-        self.flags: dict[int, int] = {}
+        self.flags: dict[int, list[int]] = {}
         for (v, _, _), b in ev.memo.items():
             if self.g.dtype(v) == bool:
-                self.flags.setdefault(v, b)
+                self.flags.setdefault(v, []).append(b)
 
     def __call__(self, value: int) -> Abstract:
         if value not in self.memo:
@@ -139,27 +158,30 @@ class _Row:
             return self._step(node, value)
 
     def _float_test(self, node: Node | None, value: int) -> Abstract | None:
-        """What a test for NaN or infinity gives; forms take values to be finite."""
-        if node is None:
+        """What a test of floats gives; forms take them to be finite, sums not empty."""
+        if node is None or node.prim not in _TESTS:
             return None
-        same = node.prim in ("eq", "ne") and node.ins[0] == node.ins[1]
-        if not same and node.prim != "is_finite":
+        if not np.issubdtype(self.g.dtype(node.ins[0]), np.floating):
             return None
         out = self._step(node, value)
-        return out if isinstance(out, tuple) else None
+        if isinstance(out, tuple):
+            return out
+        folded = not {TRUE, FALSE}.isdisjoint(self.flags.get(value, ()))
+        return UNKNOWN if folded and node.prim != "is_finite" else None
 
     def _truth(self, value: int) -> bool | None:
-        b = self.flags.get(value)
-        if b is None:
-            return None
-        support, table = self.ev.alg.bools[b]
-        row = 0
-        for k, a in enumerate(support):
-            name, up = literal_name(self.ev.alg, a, self.ev.outer)
-            if name not in self.truth:
-                return None
-            row |= (self.truth[name] == up) << k
-        return bool(table >> row & 1)
+        """What a mask is in this row, by any of the forms it had in the region."""
+        for b in self.flags.get(value, ()):
+            support, table = self.ev.alg.bools[b]
+            row = 0
+            for k, a in enumerate(support):
+                name, up = literal_name(self.ev.alg, a, self.ev.outer)
+                if name not in self.truth:
+                    break
+                row |= (self.truth[name] == up) << k
+            else:
+                return bool(table >> row & 1)
+        return None
 
     def _product(self, node: Node) -> Abstract:
         weights = [self(i) for i in node.ins]
@@ -197,6 +219,8 @@ class _Row:
             self.peaks.append(args[0][1])
         if prim in ("reduce_max", "reduce_sum", "reduce_or", "reduce_and"):
             return self._reduced(node, args[0])
+        if prim == "dot_general":
+            return self._contracted(node, args)
         same = prim in ("eq", "ne") and node.ins[0] == node.ins[1]
         if same and isinstance(args[0], tuple):  # x != x is a test for NaN
             return ("c", math.isnan(float(args[0][1])) == (prim == "ne"))
@@ -206,6 +230,18 @@ class _Row:
                 return UNKNOWN
             return ("c", f(*(x[1] for x in args), node.params))
         return _mixed(prim, args)
+
+    def _contracted(self, node: Node, args: list[Abstract]) -> Abstract:
+        """A sum written as a contraction with a number."""
+        numbers = [self.ev.number(i) for i in node.ins]
+        (lc, _), _ = node.params["dimension_numbers"]
+        n = math.prod(self.g.shape(node.ins[0])[int(d)] for d in lc)
+        for number, x in zip(numbers, reversed(args), strict=True):
+            if number is not None and isinstance(x, tuple):
+                return ("c", float(x[1]) * number * n)
+            if number and x in (WEIGHTS, SCORES):
+                return ROW
+        return UNKNOWN
 
     def _reduced(self, node: Node, x: Abstract) -> Abstract:
         if node.prim == "reduce_sum":
