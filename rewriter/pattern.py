@@ -49,7 +49,8 @@ from rewriter.verdict import YES, Verdict
 TRIALS = 400
 FAMILIES = (
     {"sin", "cos"}, {"erf", "erfc"}, {"exp", "exp2", "logistic", "tanh"},
-    {"log", "log1p"}, {"rsqrt", "sqrt", "pow"}, {"concatenate", "stack", "pad"}, {"reduce_max"},
+    {"log", "log1p"}, {"rsqrt", "sqrt", "pow"}, {"concatenate", "stack", "pad"},
+    {"reduce_max"},
     {"dot_general"}, {"abs"}, {"select_n", "max", "min", "clamp"}, {"reduce_sum"},
     {"div"}, {"mul"}, {"add", "sub"},
 )  # fmt: skip
