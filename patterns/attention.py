@@ -36,6 +36,7 @@ NAME = "attention"
 ANCHORS = frozenset({"exp", "exp2"})
 NEEDS = frozenset({"dot_general"})
 DOT = frozenset({"dot_general"})
+MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 AFTER = frozenset({
     "div", "mul", "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim",
     "expand_dims", "convert_element_type", "name", "copy", "sharding_constraint",
@@ -104,19 +105,18 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             if find.graph.node_of(v).prim in ("div", "mul", "select_n")
         ]
         for k, candidate in enumerate([value, *later]):
-            how, tried = "full", set()
-            while how not in tried:
-                tried.add(how)
+            for how in ("full", "soft", "whole"):
                 try:
                     yield read(find, candidate, chosen, pv, side, how, sums)
-                    return
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
                         miss = refusal.with_traceback(None)
-                    how = "soft" if refusal.code == "rows" else how
+                    if refusal.code not in ("rows", "terms", "weights", "unequal"):
+                        break
                 except (OverBudget, RecursionError) as error:
                     miss = miss or Refused("budget", str(error), score=0.3)
-                    how = "whole"
+                if find.done(NAME, candidate):
+                    return
             if (
                 k == 0
                 and miss is not None
@@ -392,6 +392,7 @@ class _Assembly:
         self._masks()
         self._inputs()
         self._additions()
+        self._fills()
         self._empty_rows()
         self._own_scores()
         dtype = self.find.graph.dtype(self.value)
@@ -412,6 +413,7 @@ class _Assembly:
             self.operands,
             self.params,
             check_params=check,
+            check_options={"soft_fills": self.ev.soft_fills},
             notes=tuple(sorted(self.ev.notes)),
         )
 
@@ -817,6 +819,38 @@ class _Assembly:
             )
         self.params["empty_rows"] = behaviour
 
+    def _each_sees_itself(self) -> bool:
+        alg, sizes = self.alg, self.alg.sizes
+        if [sizes[i] for i in self.t] != [sizes[i] for i in self.s]:
+            return False
+        kept = alg.both(self.parts.keep, self.parts.row_mask)
+        return alg.subst_bool(kept, dict(zip(self.s, self.t, strict=True))) == TRUE
+
+    def _fills(self) -> None:
+        """Refuses fills that do not dominate: scores may be as large, or the bias.
+
+        Where all keys of a row are masked by one or the other, the program weighs
+        them by which; no hard mask does.
+        """
+        kept = self.alg.both(self.parts.keep, self.parts.row_mask)
+        fills = [abs(f) for f in self.ev.fills if math.isfinite(f)]
+        if fills and min(fills) < MODERATE:
+            raise Refused(
+                "rows", f"a mask of {-min(fills):g} is only a bias", score=0.7
+            )
+        if kept == TRUE or not self.bias or not fills:
+            return
+        loudest = max(abs(c) for c in self.bias.values())
+        for leaf in self.alg.poly_leaves(self.bias):
+            loudest = max(loudest, self.find.loudest(self.alg.defs[leaf][1]))
+        if min(fills) < 100 * loudest >= 1e6:
+            raise Refused(
+                "rows",
+                "a mask and a bias add numbers of like size: which keys a row "
+                "without keys weighs depends on both",
+                score=0.8,
+            )
+
     def _never_empty(self) -> bool:
         """Whether every query sees itself or the first key."""
         only = {"q", "k", "v", "bias", "alibi", "dropout", "scale_factor", "sinks"}
@@ -833,6 +867,8 @@ class _Assembly:
             lo = -left if left is not None else 0
             if same and lo + shift <= 0 <= shift + (right or 0):  # each sees itself
                 return True
+        if self._each_sees_itself():
+            return True
         if masks - {"prefix"} or (left or 0) + (right or 0) < 0:
             return False
         first_sees = right is None or shift + right >= 0

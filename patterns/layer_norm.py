@@ -69,6 +69,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     ev = find.evaluator(results[-1], inside=inside, full_sides=sides, names={x: x})
     readings: list[Reading] = []
     first: Refused | None = None
+    group: Refused | None = None
     for value, outside in [
         *((v, False) for v in results),
         *((v, True) for v in results),
@@ -80,12 +81,14 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         try:
             readings.append(read(find, ev, op, value, x, outside))
         except Refused as refusal:
-            if refusal.code == "group":
-                find.missed(op, anchor, refusal)
-                return
-            first = first or refusal.with_traceback(None)
+            refusal = refusal.with_traceback(None)
+            group = refusal if refusal.code == "group" else group
+            first = first or refusal
         except OverBudget as error:
             first = first or Refused("budget", str(error), score=0.3)
+    if group is not None and not any("scale" in r.operands for r in readings):
+        find.missed(op, anchor, group)
+        return
     if readings and readings[-1].params.get("bare_l2"):
         find.missed(
             op,
@@ -97,10 +100,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
             ),
         )
         return
-    for reading in reversed(readings):  # the largest that is proved
-        yield reading
-        if find.done(op, reading.value):
-            return
+    yield from reversed(readings)  # the largest first: it covers those inside it
     if not readings and first is not None:
         find.missed(op, anchor, first)
 
@@ -258,6 +258,9 @@ def read(
     n = math.prod(alg.sizes[i] for i in d)
     alpha = squares[1]
     scale, bias = _affine(alg, form, base, x, at, d, n, alpha, outside)
+    lengths = (abs(c) * math.sqrt(n) for c in scale.values())
+    if not constant and not extra and any(abs(x - 1) < 1e-3 for x in lengths):
+        raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
     times: Poly | None = None
     plus: Poly | None = None
     if outside:
@@ -282,6 +285,11 @@ def read(
         raise Refused("bias", "an RMS norm has no bias", score=0.3)
     if bias:
         operands["bias"] = operand(bias, d)
+    if len(axes) > 1 and c is None and set(d) - alg.ids(scale):
+        raise Refused(
+            "group", "the scale varies along some of the normalised axes only: "
+            "a group norm", score=0.6,
+        )  # fmt: skip
     if len(axes) > 1 and c is not None:
         raise Refused(
             "unscaled",
@@ -292,9 +300,6 @@ def read(
     params["eps"] = constant / (alpha * n)
     if extra:
         operands["epsilon"] = operand(alg.scale(extra, 1 / (alpha * n)))
-    elif not constant and any(abs(abs(c) * math.sqrt(n) - 1) < 1e-3 for c in
-                              scale.values()):  # fmt: skip
-        raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
     return Reading(
         op,
         alg,
@@ -407,12 +412,21 @@ def _affine(alg, form, base, x, at, d, n, alpha, outside):
 def _along(alg: Algebra, name: str, p: Poly, d: set[int]) -> None:
     """Checks that scale or bias varies along the normalised axes only."""
     ids = alg.ids(p)
-    digits = any(
-        isinstance(a, tuple) and a[0] in ("div", "mod", "cat")
+    joined = any(
+        alg.index_ids(a) & d and alg.index_ids(a) - d
         for atom in alg.poly_leaves(p)
         for a in alg.defs[atom][2]
     )
-    if digits or (ids and not ids & d and name == "scale" and _is_parameter(alg, p)):
+    of_digits = not ids - d and any(
+        isinstance(a, tuple) and a[0] in ("div", "mod")
+        for atom in alg.poly_leaves(p)
+        for a in alg.defs[atom][2]
+    )
+    if (
+        joined
+        or of_digits
+        or (ids and not ids & d and name == "scale" and _is_parameter(alg, p))
+    ):
         raise Refused(
             "group",
             f"the {name} does not vary with the normalised axis: a "

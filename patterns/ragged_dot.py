@@ -14,7 +14,13 @@ from rewriter.canonicalize import LAYOUT, ragged_axes
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
-from rewriter.reading import Reading, Refused, operand
+from rewriter.reading import (
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+    split_digits,
+)
 
 NAME = "ragged_dot"
 ANCHORS = frozenset({"ragged_dot_general", "ragged_dot"})
@@ -59,8 +65,8 @@ def read(find: Finder, node: Node) -> Reading:
         ("group_sizes", node.ins[2], ("s0",), ("s0",)),
     ):
         at = ev.indices(source)
-        poly = ev.poly(source, at, LAYOUT)
-        groups = [() if i is None else (i,) for i in (at[have.index(w)] for w in want)]
+        poly, at = split_digits(alg, ev.poly(source, at, LAYOUT), at)
+        groups = [flat_indices(at[have.index(w)]) for w in want]
         operands[name] = operand(poly, *groups, dtype=g.dtype(source))
     params: dict[str, Any] = {"out_dtype": str(g.dtype(value))}
     if mode != "forward":

@@ -249,7 +249,7 @@ class Evaluator:
             inner = self.number(node.ins[0], depth - 1)
             if node.prim == "convert_element_type" and inner is not None:
                 new = node.params["new_dtype"]
-                if np.dtype(new).kind in "iub" and inner != int(inner):
+                if np.dtype(new).kind in "iub" and not inner.is_integer():
                     return None
             return inner
         fold = _FOLD.get(node.prim)
@@ -363,8 +363,10 @@ class Evaluator:
         if kinds == ("f", "i"):
             p = self.poly(source, args, mode)
             c = self.alg.as_constant(p)
-            if c is not None:
+            if c is not None and math.isfinite(c):
                 return self.alg.const(float(int(c)))
+            if _whole(self.alg, p):
+                return p
             return self.alg.of_atom(self.alg.atom("fn", "trunc", self.alg.freeze(p)))
         if kinds == ("i", "i") and np.dtype(new).itemsize < np.dtype(old).itemsize:
             p = self.poly(source, args, mode)
@@ -707,7 +709,7 @@ def _floor_divide(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     a, b = ev.operands(node, args, mode)
     n, index = ev.alg.as_constant(b), _index_of(ev.alg, a)
     name = "floor_divide" if node.prim == "floor_divide" else "remainder"
-    if n is None or n <= 0 or n != int(n) or index is None:
+    if n is None or not 0 < n < math.inf or n != int(n) or index is None:
         frozen = ev.alg.freeze(a), ev.alg.freeze(b)
         return ev.alg.of_atom(ev.alg.atom("fn", name, *frozen))
     digit = ev.alg.div if name == "floor_divide" else ev.alg.mod
@@ -749,7 +751,7 @@ def _pow(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     e = ev.alg.as_constant(b)
     if e is None:
         raise OverBudget("a power whose exponent is not a number")
-    if e == int(e):
+    if math.isfinite(e) and e == int(e):
         return _whole_power(ev, node.ins[0], args, mode, int(e))
     exact = Fraction(e).limit_denominator(64)
     if abs(float(exact) - e) > 1e-6:
@@ -830,9 +832,7 @@ def _structural(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         at = tuple(
             None
             if n == 1
-            else ev.alg.bound_index(
-                OPAQUE_LEVEL, slots.setdefault(role, len(slots)), n
-            )
+            else ev.alg.bound_index(OPAQUE_LEVEL, slots.setdefault(role, len(slots)), n)
             for role, n in zip(roles, ev.g.shape(source), strict=True)
         )
         side = mode if ev.expand_all else LAYOUT
@@ -1086,11 +1086,18 @@ def _is_weight(alg: Algebra, atom: int) -> bool:
 
 
 def _whole(alg: Algebra, p: Poly) -> bool:
-    """Whether a form takes only integer values (iotas and flags)."""
+    """Whether a form takes only integer values: positions, flags, truncated values."""
     return all(
-        float(c).is_integer() and all(alg.kind(a) == "iota" for a, _ in m)
+        float(c).is_integer() and all(e == 1 and _whole_atom(alg, a) for a, e in m)
         for (_, m), c in p.items()
     )
+
+
+def _whole_atom(alg: Algebra, atom: int) -> bool:
+    d = alg.defs[atom]
+    if d[0] == "relu":
+        return _whole(alg, alg.thaw(d[1]))
+    return d[0] in ("iota", "ind") or d[:2] == ("fn", "trunc")
 
 
 def _all_choices(p: Poly) -> bool:

@@ -161,12 +161,12 @@ class Emitter:
             else:
                 x = jax.lax.slice_in_dim(x, c + (size - 1) * m, c + 1, -m, k)
                 x = jnp.flip(x, k)
-            return x, [*labels[:k], a[1], *labels[k + 1:]]
+            return x, [*labels[:k], a[1], *labels[k + 1 :]]
         if a[0] == "aff" and a[2] == 1:
             lo, hi = self.alg.index_range(a)
             if self.alg.index_range(a[1])[0] == 0:
                 x = jax.lax.slice_in_dim(x, lo, hi + 1, axis=k)
-                return x, [*labels[:k], a[1], *labels[k + 1:]]
+                return x, [*labels[:k], a[1], *labels[k + 1 :]]
         if a[0] == "cat" and x.shape[k] % a[3] == 0:
             shape = (*x.shape[:k], x.shape[k] // a[3], a[3], *x.shape[k + 1 :])
             return x.reshape(shape), [*labels[:k], a[1], a[2], *labels[k + 1 :]]
@@ -298,7 +298,7 @@ _FUNCTIONS = {
     "sin": jnp.sin,
     "cos": jnp.cos,
     "sign": jnp.sign,
-    "trunc": jnp.trunc,
+    "trunc": lambda a: a.astype(jnp.int32).astype(a.dtype),
     "idiv": lambda a, b: jnp.trunc(a / b),
     "floor_divide": lambda a, b: jnp.floor(a / b),
     "remainder": lambda a, b: a - b * jnp.floor(a / b),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rewriter import _jax
 from rewriter.canonicalize import LAYOUT, Evaluator, is_local, is_lossless
 from rewriter.graph import Graph, Node
@@ -78,6 +80,24 @@ class Finder:
             value = node.ins[0]
             node = self.graph.node_of(value)
         return value
+
+    def loudest(self, value: int, limit: int = 60) -> float:
+        """The largest finite number that a value is computed with."""
+        found, seen, queue = 0.0, {value}, [value]
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
+            const = self.graph.constants.get(current)
+            if const is not None and np.issubdtype(
+                self.graph.dtype(current), np.floating
+            ):
+                sizes = np.abs(np.asarray(const, np.float64))
+                found = max(found, *sizes[np.isfinite(sizes)].ravel(), 0.0)
+            node = self.graph.node_of(current)
+            for i in node.ins if node is not None and self.local(node) else ():
+                if i not in seen:
+                    seen.add(i)
+                    queue.append(i)
+        return found
 
     def barren(self, op: str, anchor: Node) -> bool:
         """Whether equal surroundings held no match before; ask before evaluating."""

@@ -170,18 +170,20 @@ def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
 
 
 class _Memory:
-    """What the search met: proved regions, values inside them, anchors of nothing."""
+    """What the search met: regions proved, values inside them, anchors of nothing."""
 
     def __init__(self) -> None:
-        self.proved: dict[str, list[Template]] = {}
+        self.proved: dict[str, list[list[Template]]] = {}
         self.covered: dict[str, set[int]] = {}
         self.nothing: set[tuple[str, Node]] = set()
 
 
 def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
     found: list[Match] = []
+    known: list[Template | None] = []
     for reading in pattern.propose(find, anchor):
-        if find.done(pattern.name, reading.value):
+        covered = memory.covered.setdefault(pattern.name, set())
+        if find.done(pattern.name, reading.value) or reading.value in covered:
             continue
         spec, problem = _check(find, pattern.op, reading)
         if problem is not None:
@@ -189,18 +191,18 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             continue
         leaves = leaves_of(reading)
         inner = frozenset(_region_values(find, reading.value, set(leaves)))
-        covered = memory.covered.setdefault(pattern.name, set())
-        results = {v for op, v in find.found if op == pattern.name}
-        if inner & results or reading.value in covered:
+        if any((pattern.name, v) in find.found for v in inner):
             continue  # one holds the other: the first stays
         covered |= inner
         pairs = tuple((v, v) for v in leaves)
         read = reading, spec, reading.value, pairs, inner
         match = _match(find, pattern, anchor, *read)
         found.append(match)
-        known = template(find.graph, anchor, reading.value, frozenset(leaves), match)
-        if known is not None:
-            memory.proved.setdefault(pattern.name, []).insert(0, known)
+        known.append(
+            template(find.graph, anchor, reading.value, frozenset(leaves), match)
+        )
+    if known and None not in known:
+        memory.proved.setdefault(pattern.name, []).insert(0, known)
     if not found:
         memory.nothing.add((pattern.name, anchor))
     find.settle(pattern.name, anchor, bool(found))
@@ -225,21 +227,35 @@ def _match(find, pattern, anchor, reading, spec, value, leaves, inner) -> Match:
 def _again(
     find: Finder, pattern: Pattern, anchor: Node, memory: _Memory
 ) -> tuple[Template, list[Match]] | None:
-    """The match at an anchor whose region equals one proved before."""
-    for known in memory.proved.get(pattern.name, [])[:8]:
-        found = apply(find.graph, known, anchor)
-        if found is None:
-            continue
-        value, leaves, inner = found
-        if find.done(pattern.name, value):
-            return known, []
-        place = find.regions.place(find.graph.node_of(value).scope)
-        if all(v in place.defined for v in leaves.values()):
-            memory.covered.setdefault(pattern.name, set()).update(inner)
-            first = known.source
-            read = first.reading, first.spec, value, tuple(leaves.items()), inner
-            return known, [_match(find, pattern, anchor, *read)]
+    """The matches at an anchor whose regions equal those proved at another one."""
+    for templates in memory.proved.get(pattern.name, [])[:8]:
+        applied = []
+        for known in templates:
+            found = apply(find.graph, known, anchor)
+            if found is None:
+                break
+            applied.append((known, *found))
+        else:
+            matches = _instances(find, pattern, anchor, applied, memory)
+            if matches is not None:
+                return templates[0], matches
     return None
+
+
+def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
+    """Matches of proved regions here; None if an operand cannot be had."""
+    matches = []
+    for known, value, leaves, inner in applied:
+        if find.done(pattern.name, value):
+            continue
+        place = find.regions.place(find.graph.node_of(value).scope)
+        if any(v not in place.defined for v in leaves.values()):
+            return None
+        first, pairs = known.source, tuple(leaves.items())
+        read = first.reading, first.spec, value, pairs, inner
+        memory.covered.setdefault(pattern.name, set()).update(inner)
+        matches.append(_match(find, pattern, anchor, *read))
+    return matches
 
 
 def _check(
@@ -319,6 +335,7 @@ def replacement_forms(
         inner,
         reading.algebra,
         expand_all=True,
+        **reading.check_options,
         names=dict(zip(inputs, names, strict=True)),
     )
     ev.private = True

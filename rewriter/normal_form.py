@@ -740,8 +740,8 @@ class Algebra:
             if c > 700:
                 raise OverBudget("exp of a large constant")
             return self.const(math.exp(c))
-        if c == -math.inf:
-            raise OverBudget("minus infinity times a value")
+        if math.isinf(c):
+            raise OverBudget("infinity times a value")
         if len(mono) == 1 and mono[0][1] == 1 and self.kind(mono[0][0]) == "log":
             return self.power(self.thaw(self.defs[mono[0][0]][1]), _exact(c))
         return {(TRUE, ((self.atom("exp", mono), _exact(c)),)): 1.0}

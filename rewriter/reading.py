@@ -88,6 +88,7 @@ class Reading:
         operands: Name to operand.
         params: The op's parameters.
         check_params: Parameters for the check, where they differ.
+        check_options: Options of the evaluator that checks.
         leaves: Leaf name to value.
         notes: What floats will see.
         evaluator: For a form in pieces (None), what evaluates the region.
@@ -106,6 +107,7 @@ class Reading:
     params: Mapping[str, Any]
     leaves: tuple[int, ...] = ()
     check_params: Mapping[str, Any] = field(default_factory=dict)
+    check_options: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     evaluator: Any = None
     times: Poly | None = None

@@ -54,9 +54,7 @@ def empty_row(
     return next(iter(seen))[0]
 
 
-def literal_name(
-    alg: Algebra, atom: int, outer: frozenset[int]
-) -> tuple[str, bool]:
+def literal_name(alg: Algebra, atom: int, outer: frozenset[int]) -> tuple[str, bool]:
     """(text with roles for indices, polarity); complements share the text.
 
     Indices of the result and bound ones are told apart, their names are not kept.

@@ -1,0 +1,215 @@
+"""Arithmetic of public libraries that is easy to miss, or to read wrongly.
+
+Each function is written as a library writes it; the count is what must be found,
+and the op's numbers are compared with the function's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+
+T, H = 16, 8
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def attend(scores: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v)
+
+
+def dots(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
+
+
+def heads(count: int) -> list[jax.Array]:
+    return [normal(2, T, 4, H, seed=i) for i in range(count)]
+
+
+LENGTHS = jnp.array([16, 8], jnp.int32)
+PADDING = jnp.arange(T)[None] < LENGTHS[:, None]
+CASES: dict[str, tuple[Callable[..., Any], list[jax.Array], dict[str, int]]] = {}
+
+
+def case(args: list[jax.Array], **counts: int):
+    def register(fn):
+        CASES[fn.__name__] = fn, args, counts
+        return fn
+
+    return register
+
+
+@case([*heads(3), PADDING.astype(jnp.int32)], attention=1)
+def padding_and_window_both_added(q, k, v, pad):
+    """Rows whose window is padding weigh all keys that one of the masks leaves."""
+    i = jnp.arange(T)
+    distance = i[:, None] - i
+    window = (distance >= 0) & (distance < 4)
+    mask = (1 - pad[:, None, None].astype(jnp.float32)) * -1e9
+    return attend(dots(q, k) + mask + (1 - window.astype(jnp.float32)) * -1e9, v)
+
+
+@case([*heads(3), PADDING], attention=1)
+def padding_and_window_both_selected_and_added(q, k, v, pad):
+    i = jnp.arange(T)
+    window = jnp.abs(i[:, None] - i) < 3
+    mask = jnp.where(window, 0, -1e9) + jnp.where(pad, 0, -1e9)[:, None, None]
+    return attend(dots(q, k) + mask, v)
+
+
+@case([*heads(3), PADDING], attention=1)
+def padding_or_diagonal(q, k, v, pad):
+    mask = 1 - (pad[:, None, None] | (jnp.eye(T) > 0)).astype(jnp.float32)
+    return attend(dots(q, k) + mask * -3e4, v)
+
+
+@case([*heads(3), LENGTHS], attention=1)
+def length_truncated_from_float(q, k, v, n):
+    keep = jnp.arange(T)[None] < (n / 4.0 + 1).astype(jnp.int32)[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=keep[:, None, None])
+
+
+@case(heads(4), attention=1)
+def relative_by_shift(q, k, v, r):
+    """Conformer: the second product is shifted by padding and reshaping."""
+    y = dots(q, r)
+    y = jnp.pad(y, ((0, 0), (0, 0), (0, 0), (1, 0)))
+    y = y.reshape(2, 4, T + 1, T)[:, :, 1:].reshape(2, 4, T, T)
+    return attend(dots(q, k) + y, v)
+
+
+@case(
+    [*heads(3), normal(2 * T, 4, H), normal(4, H, seed=5), normal(4, H, seed=6)],
+    attention=1,
+)
+def relative_by_reshape(q, k, v, r, u, w):
+    """Transformer-XL: positions of twice the length, content and position biases."""
+    y = jnp.einsum("btnh,snh->bnts", q + w, r) * H**-0.5
+    y = y.reshape(2, 4, 2 * T, T)[:, :, 1:].reshape(2, 4, T, 2 * T - 1)[..., :T]
+    return attend(dots(q + u, k) + y, v)
+
+
+@case(
+    [*heads(3), normal(2, 4, H), normal(4, H, seed=5), normal(2, T, T, seed=7)],
+    attention=1,
+)
+def relative_segments(q, k, v, segments, w, same):
+    """XLNet: one of two products with the query, by segment."""
+    e = jnp.einsum("btnh,snh->bnts", q + w, segments) * H**-0.5
+    picked = jnp.where((same > 0)[:, None], e[..., 1:], e[..., :1])
+    return attend(dots(q, k) + picked, v)
+
+
+def windows(x: jax.Array) -> jax.Array:
+    b, h, w, c = x.shape
+    x = x.reshape(b, h // 4, 4, w // 4, 4, c).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(-1, 16, c)
+
+
+@case([normal(2, 16, 16, 16), normal(16, 48), normal(2, 16, 16)], attention=1)
+def shifted_windows(x, u, position):
+    """Swin: the mask of -100 is added to scores that are reshaped by window."""
+    qkv = windows(jnp.roll(x, (-2, -2), (1, 2))) @ u
+    q, k, v = qkv.reshape(-1, 16, 3, 2, 8).transpose(2, 0, 3, 1, 4)
+    i = jnp.arange(16)
+    part = jnp.where(i < 12, 0, jnp.where(i < 14, 1, 2))
+    image = windows((part[:, None] * 3 + part[None])[None, :, :, None])[..., 0]
+    mask = (image[:, None] != image[:, :, None]).astype(jnp.float32) * -100.0
+    s = (q * 8**-0.5) @ k.swapaxes(-1, -2) + position
+    s = (s.reshape(-1, 16, 2, 16, 16) + mask[None, :, None]).reshape(-1, 2, 16, 16)
+    return (jax.nn.softmax(s, -1) @ v).transpose(0, 2, 1, 3).reshape(-1, 16, 16)
+
+
+def moments(x: jax.Array) -> jax.Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+@case(
+    [normal(2, 24, 32), *(normal(32, seed=i) for i in range(4))],
+    layer_norm=2,
+)
+def two_norms_of_one_value(x, a, b, c, d):
+    """Parallel attention and MLP blocks: one pair of moments, two scales."""
+    return jnp.tanh(moments(x) * a + b), jnp.sin(moments(x) * c + d)
+
+
+@case([normal(2, 24, 4, 8), normal(8, seed=1), normal(24, 4, seed=2)], rms_norm=1)
+def norm_before_repeated_rotary(x, scale, cos):
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    return y * jnp.repeat(cos, 2, -1)[None, :, None]
+
+
+@case([normal(2, 64, 16), normal(16), normal(16, seed=1), normal(2, 8, 8, 16)],
+      layer_norm=1)  # fmt: skip
+def norm_before_reshaped_residual(x, scale, bias, z):
+    return moments(x) * scale + bias + jnp.tanh(z).reshape(2, 64, 16)
+
+
+@case([normal(2, 61, 32), normal(32), normal(32, seed=1)], layer_norm=0)
+def group_norm_of_one_group(x, scale, bias):
+    centred = x - x.mean((1, 2), keepdims=True)
+    y = centred * jax.lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-6)
+    return y * scale + bias
+
+
+@case([normal(16, 24), normal(24, seed=1)], rms_norm=0)
+def weight_norm(v, g):
+    """A direction of length one, times a length: no mean, so no RMS norm."""
+    return v * jax.lax.rsqrt(jnp.sum(v * v, -1, keepdims=True)) * g
+
+
+SIZES = jnp.array([5, 9, 0, 10], jnp.int32)
+
+
+@case([normal(24, 16), normal(4, 12, 16), SIZES], ragged_dot=1)
+def ragged_weights_transposed(x, w, n):
+    return jax.lax.ragged_dot(x, w.swapaxes(1, 2), n)
+
+
+@case([normal(2, 12, 16), normal(4, 16, 12), SIZES], ragged_dot=1)
+def ragged_tokens_flattened(x, w, n):
+    return jax.lax.ragged_dot(x.reshape(24, 16), w, n)
+
+
+@case([normal(24, 16), normal(4, 2, 8, 16), SIZES], ragged_dot=1)
+def ragged_weights_of_two_axes(x, w, n):
+    w = jnp.transpose(w, (0, 3, 1, 2)).reshape(4, 16, 16)
+    return jax.lax.ragged_dot(x, w, n)
+
+
+@case([normal(24, 16), normal(4, 16, 8), normal(4, 16, 8, seed=1), SIZES], ragged_dot=1)
+def ragged_weights_interleaved(x, w, u, n):
+    return jax.lax.ragged_dot(x, jnp.stack([w, u], -1).reshape(4, 16, 16), n)
+
+
+@case([normal(2, 24, 16), normal(16, 12), normal(16, 12, seed=1)],
+      gated_linear_unit=1)  # fmt: skip
+def gated_by_unstacking(x, w, u):
+    gate, up = jnp.einsum("btk,zkf->zbtf", x, jnp.stack([w, u]))
+    return jax.nn.silu(gate) * up
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_found_and_the_same_numbers(name: str) -> None:
+    fn, args, expected = CASES[name]
+    report = rewriter.explain(fn)(*args)
+    assert not report.failures
+    counts = report.counts(repeats=False)
+    assert {k: v for k, v in counts.items() if v} == {
+        k: v for k, v in expected.items() if v
+    }
+    forced = dict.fromkeys(expected, "reference")
+    new = rewriter.optimize(fn, implementation=forced)(*args)
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(fn(*args)), strict=True):
+        b = np.asarray(b)
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
