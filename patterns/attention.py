@@ -89,7 +89,10 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     for pv, side in below:
         if pv in scores or pv.outs[0] in sums or find.done(NAME, pv.outs[0]):
             continue
+        before = len(find.found)
         yield from _around(find, anchor, scores, pv, side, sums)
+        if len(find.found) > before:
+            return  # weights that several products read are one attention
 
 
 def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:

@@ -35,7 +35,7 @@ ANCHORS = frozenset(
 NEEDS = frozenset({"dot_general", "mul"})
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | frozenset({
     "convert_element_type", "add", "sub", "mul", "div", "neg", "min", "max", "clamp",
-    "integer_pow", "square", "pow",
+    "integer_pow", "square", "pow", "select_n",
 })  # fmt: skip
 
 
@@ -150,6 +150,10 @@ def read(
         raise Refused(
             "up", "the other factor is not a contraction of the same value", score=0.2
         )
+    times, up_poly = _outer(alg, up_poly)
+    more, act_poly = _outer(alg, act_poly)
+    if more is not None:
+        times = more if times is None else alg.mul(times, more)
     u, u_bias, u_clip, shift = _branch(alg, up_poly, "up")
     gates = [a for a in _sums(alg, act_poly) if a != u]
     if not gates:
@@ -181,11 +185,11 @@ def read(
         name,
         beta,
         shift,
-        product,
+        times,
     )
 
 
-def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, product):
+def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, times):
     alg = find.algebra
     out = [i for a in args for i in flat_indices(a)]
     (w_gate, b_gate, clip_gate), (w_up, b_up, clip_up) = gate, up
@@ -240,10 +244,30 @@ def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, p
         operands,
         params,
         notes=tuple(sorted(ev.notes)),
+        times=times,
     )
 
 
 # ------------------------------------------------------------------ parsing
+def _outer(alg: Algebra, p: Poly) -> tuple[Poly | None, Poly]:
+    """(factor, rest) of a branch that is multiplied by an array, such as a mask."""
+    terms = list(p)
+    flag = terms[0][0] if len({f for f, _ in terms}) == 1 else TRUE
+    common = {a: e for a, e in terms[0][1] if alg.kind(a) == "leaf"}
+    for _, mono in terms[1:]:
+        powers = dict(mono)
+        common = {a: e for a, e in common.items() if powers.get(a) == e}
+    if flag == TRUE and not common:
+        return None, p
+    rest = {}
+    for (f, mono), c in p.items():
+        inner = tuple(x for x in mono if x[0] not in common)
+        rest[f if flag == TRUE else TRUE, inner] = c
+    if not _sums(alg, rest):
+        return None, p  # nothing but a bias would be left
+    return {(flag, alg.monomial(common.items())): 1.0}, rest
+
+
 def _sums(alg: Algebra, p: Poly) -> list[int]:
     """Contractions in a form, at any depth, each once."""
     out: dict[int, None] = {}

@@ -12,7 +12,7 @@ Must hold  one axis is normalised (or several, with a scale over all of them),
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -100,26 +100,42 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
             ),
         )
         return
-    yield from reversed(readings)  # the largest first: it covers those inside it
+    yield from reversed(_useful(find, readings))  # the largest covers those inside it
     if not readings and first is not None:
         find.missed(op, anchor, first)
+
+
+def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
+    """Without multiples of a result that is read elsewhere too, as by a gelu."""
+    shared = [r for r in readings if len(find.graph.users(r.value)) > 1]
+    return [
+        r
+        for r in readings
+        if not any(
+            r is not inner
+            and r.operands.keys() == inner.operands.keys()
+            and find.regions.depends(r.value, inner.value)
+            for inner in shared
+        )
+    ]
 
 
 # ------------------------------------------------------------------ walks
 def _source(find: Finder, anchor: Node) -> tuple[int, frozenset[int]] | None:
     """The normalised value, and contractions that only sum squares of it."""
     g = find.graph
+    usable = find.regions.usable(find.regions.place(anchor.scope))
     reduces = find.regions.above(anchor.ins[0], REDUCE)
     xs: dict[int, None] = {}
     inside: set[int] = set()
     for node in reduces:
         if node.prim == "reduce_sum":
-            xs.setdefault(_unsquared(find, node.ins[0]))
+            xs.setdefault(_unsquared(find, node.ins[0], usable))
             continue
         contracted = bool(node.params["dimension_numbers"][0][0])
         number = [find.number(i) for i in node.ins]
         known = any(n is not None for n in number)
-        a, b = (_unsquared(find, i, square=known) for i in node.ins)
+        a, b = (_unsquared(find, i, usable, square=known) for i in node.ins)
         if a == b or any(n is not None for n in number):
             xs.setdefault(b if number[0] is not None else a)
             inside.add(node.outs[0])
@@ -143,34 +159,38 @@ def _source(find: Finder, anchor: Node) -> tuple[int, frozenset[int]] | None:
     return _narrowest(find, x), frozenset(inside)
 
 
-def _unsquared(find: Finder, value: int, square: bool = True) -> int | None:
+def _unsquared(
+    find: Finder, value: int, usable: Callable[[int], bool], square: bool = True
+) -> int | None:
     """The value whose square (or centred square) a sum runs over."""
-    g = find.graph
     for _ in range(12):
-        node = g.node_of(value)
-        if node is None:
+        below = _unsquared_once(find, value, usable, square)
+        if below == value or not usable(below):
             return value
-        if (node.prim in SQUARES and square) or (
-            node.prim == "mul" and node.ins[0] == node.ins[1] and square
-        ):
-            value = node.ins[0]
-        elif node.prim == "mul" and any(find.number(i) is not None for i in node.ins):
-            value = node.ins[1 if find.number(node.ins[0]) is not None else 0]
-        elif node.prim == "div" and find.number(node.ins[1]) is not None:
-            value = node.ins[0]
-        elif node.prim == "mul" and square:
-            a, b = (_unsquared(find, i, False) for i in node.ins)
-            if a != b:
-                return value
-            value = a
-        elif (
-            (node.prim in THROUGH and node.prim != "reshape")
-            or (node.prim == "sub" and _is_mean_of(find, node.ins[1], node.ins[0]))
-            or (node.prim == "add" and _is_mean_of(find, node.ins[1], node.ins[0]))
-        ):
-            value = node.ins[0]
-        else:
-            return value
+        value = below
+    return value
+
+
+def _unsquared_once(find: Finder, value: int, usable: Any, square: bool) -> int:
+    node = find.graph.node_of(value)
+    if node is None:
+        return value
+    first = node.ins[0] if node.ins else value
+    if square and (
+        node.prim in SQUARES or (node.prim == "mul" and node.ins[0] == node.ins[1])
+    ):
+        return first
+    if node.prim == "mul" and any(find.number(i) is not None for i in node.ins):
+        return node.ins[1 if find.number(first) is not None else 0]
+    if node.prim == "div" and find.number(node.ins[1]) is not None:
+        return first
+    if node.prim == "mul" and square:
+        a, b = (_unsquared(find, i, usable, False) for i in node.ins)
+        return a if a == b else value
+    if node.prim in THROUGH and node.prim != "reshape":
+        return first
+    if node.prim in ("sub", "add") and _is_mean_of(find, node.ins[1], first):
+        return first
     return value
 
 

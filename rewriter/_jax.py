@@ -247,6 +247,18 @@ def sharding_in_type(value: Any) -> Any:
     return sharding if any(p is not None for p in sharding.spec) else None
 
 
+def same_types(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether abstract values agree, but for meshes that shard none of their axes."""
+    return len(first) == len(second) and all(
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.weak_type == b.weak_type
+        and a.mat == b.mat
+        and tuple(a.sharding.spec) == tuple(b.sharding.spec)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
 def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The closed jaxpr of a function of arrays, at the given avals."""
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]

@@ -317,9 +317,9 @@ def _rewritten(
 
 def _changed(before: ClosedJaxpr, after: ClosedJaxpr) -> str:
     """What is different about the signature of two programs, or ''."""
-    if before.in_avals != after.in_avals:
+    if not _jax.same_types(before.in_avals, after.in_avals):
         return f"inputs became {after.in_avals}; they are {before.in_avals}"
-    if before.out_avals != after.out_avals:
+    if not _jax.same_types(before.out_avals, after.out_avals):
         return f"outputs became {after.out_avals}; they are {before.out_avals}"
     if set(before.effects) != set(after.effects):
         return f"effects became {after.effects}; they are {before.effects}"

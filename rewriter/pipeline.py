@@ -17,6 +17,7 @@ from rewriter.config import Config
 from rewriter.graph import Graph, Scope
 from rewriter.match import Match, search
 from rewriter.plan import XLA, Choice, Site, choose
+from rewriter.remains import WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, missing_leaf, replace
 from rewriter.verdict import Reason
 
@@ -62,7 +63,7 @@ def _rewritten(
     clock("graph")
     found = search(graph, patterns)
     clock("match")
-    sites, splices, failures = _plan(found.matches, config)
+    sites, splices, failures = _plan(graph, found.matches, config)
     clock("choose")
     program = replace(graph, splices)
     graph.release()
@@ -105,18 +106,13 @@ def _primitives(jaxpr: Any) -> set[str]:
     return names
 
 
-def _plan(matches: Sequence[Match], config: Config):
+def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     sites: list[Site] = []
     splices: list[Splice] = []
     failures: list[Reason] = []
     platform = _platform()
-    chosen: dict[int, Choice] = {}
-    for match in matches:
-        if id(match.reading) not in chosen:
-            chosen[id(match.reading)] = choose(
-                match.spec, config, match.pattern.kernels, platform
-            )
-        choice = chosen[id(match.reading)]
+    choices = _choices(graph, matches, config, platform)
+    for match, choice in zip(matches, choices, strict=True):
         for scope, position in _places(match):
             made = choice
             if choice.kernel != XLA and missing_leaf(match, scope) is not None:
@@ -132,6 +128,27 @@ def _plan(matches: Sequence[Match], config: Config):
             for _ in range(copies):  # computed again here; the result is shared
                 sites.append(_site(len(sites) + 1, match, scope, made))
     return sites, splices, failures
+
+
+def _choices(
+    graph: Graph, matches: Sequence[Match], config: Config, platform: str
+) -> list[Choice]:
+    """A kernel for each match; XLA where the kernel's work would come on top."""
+    by_reading: dict[int, Choice] = {}
+    for match in matches:
+        if id(match.reading) not in by_reading:
+            by_reading[id(match.reading)] = choose(
+                match.spec, config, match.pattern.kernels, platform
+            )
+    choices = [by_reading[id(m.reading)] for m in matches]
+    replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
+    anyway = computed_anyway(graph, replaced)
+    return [
+        Choice(XLA, c.origin, ((c.kernel, WHY), *c.not_chosen))
+        if id(m) in anyway and c.origin != "forced"
+        else c
+        for m, c in zip(matches, choices, strict=True)
+    ]
 
 
 def _places(match: Match) -> list[tuple[Scope, int]]:

@@ -143,6 +143,12 @@ def two_norms_of_one_value(x, a, b, c, d):
     return jnp.tanh(moments(x) * a + b), jnp.sin(moments(x) * c + d)
 
 
+@case([normal(2, 24, 32), normal(32, seed=1), normal(32, seed=2)], layer_norm=1)
+def norm_before_gelu(x, scale, bias):
+    """The result is read twice, once divided by a root: one norm, and not a multiple."""
+    return jax.nn.gelu(moments(x) * scale + bias, approximate=False)
+
+
 @case([normal(2, 24, 4, 8), normal(8, seed=1), normal(24, 4, seed=2)], rms_norm=1)
 def norm_before_repeated_rotary(x, scale, cos):
     y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
@@ -197,6 +203,42 @@ def ragged_weights_interleaved(x, w, u, n):
 def gated_by_unstacking(x, w, u):
     gate, up = jnp.einsum("btk,zkf->zbtf", x, jnp.stack([w, u]))
     return jax.nn.silu(gate) * up
+
+
+PAIRS = [
+    normal(12, 12, 8),
+    (normal(12, 12, seed=3) > 0).astype(jnp.float32),
+    *(normal(8, 16, seed=i) for i in (1, 2)),
+]
+
+
+@case(PAIRS, gated_linear_unit=1)
+def masked_gate_of_pairs(x, mask, w, u):
+    """AlphaFold's triangle multiplication: a masked projection, times a gate."""
+    return mask[..., None] * (x @ w + 0.5) * jax.nn.sigmoid(x @ u)
+
+
+@case(PAIRS, gated_linear_unit=1)
+def selected_gate_of_pairs(x, mask, w, u):
+    return jnp.where(mask[..., None] > 0, x @ w, 0) * jax.nn.sigmoid(x @ u)
+
+
+@case(PAIRS, gated_linear_unit=0)
+def gate_of_another_value(x, mask, w, u):
+    """A gated output: the other factor is no contraction of the same value."""
+    y = jnp.einsum("ijc,kjc->ikc", x, x) @ w
+    return mask[..., None] * y * jax.nn.sigmoid(x @ u)
+
+
+@case([normal(2, 24, 32), normal(32, seed=1)], rms_norm=1)
+def norm_of_scaled_value_under_remat(x, scale):
+    """The scale of embeddings is outside of the first block, whose norm is inside."""
+
+    @jax.checkpoint
+    def block(h):
+        return h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) * scale
+
+    return block(x * jnp.sqrt(32.0).astype(x.dtype))
 
 
 @pytest.mark.parametrize("name", CASES)
