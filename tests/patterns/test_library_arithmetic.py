@@ -145,7 +145,7 @@ def two_norms_of_one_value(x, a, b, c, d):
 
 @case([normal(2, 24, 32), normal(32, seed=1), normal(32, seed=2)], layer_norm=1)
 def norm_before_gelu(x, scale, bias):
-    """The result is read twice, once divided by a root: one norm, and not a multiple."""
+    """Read twice, once divided by a root: one norm, and not its multiple."""
     return jax.nn.gelu(moments(x) * scale + bias, approximate=False)
 
 
