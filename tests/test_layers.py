@@ -13,8 +13,8 @@ ORDER = [
     "errors", "verdict", "_jax", "config", "op", "kernel", "registry", "trace",
     "graph", "template", "normal_form", "canonicalize", "emit", "region", "rows",
     "reading", "finder", "match", "pattern", "plan", "remains", "oracle", "implement",
-    "site", "replace", "pipeline", "draw", "report", "optimize", "verify", "bench", "export",
-    "demo", "__init__", "__main__",
+    "site", "replace", "pipeline", "draw", "report", "optimize", "verify", "bench",
+    "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {"op", "kernel", "verdict", "errors", "registry", "kernels"}
