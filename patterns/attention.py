@@ -449,6 +449,12 @@ class _Assembly:
                 raise Refused(
                     "axes", f"an axis of the {name} is not one of the result", score=0.5
                 )
+        if not k and v & q:
+            raise Refused(
+                "keys",
+                "all rows share the keys and not the values, as in a router",
+                score=0.4,
+            )
         e = v - q - k
         rows = q - k - v
         shared = [i for i in out if i not in e and i not in rows]

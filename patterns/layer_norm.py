@@ -57,7 +57,12 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     key = ("norm", anchor.outs[0])
     if key not in find.cache:
         found = _source(find, anchor)
-        results = _results(find, anchor, found[0]) if found else []
+        place = find.regions.place(anchor.scope)
+        results = [
+            v
+            for v in (_results(find, anchor, found[0]) if found else ())
+            if find.regions.place(find.graph.node_of(v).scope) is place
+        ]
         find.cache[key] = found, results
     found, results = find.cache[key]
     if found is None or find.barren(op, anchor):
@@ -76,8 +81,6 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
     ]:
         if outside and readings:
             break
-        if ev.place is not find.regions.place(find.graph.node_of(value).scope):
-            continue
         try:
             readings.append(read(find, ev, op, value, x, outside))
         except Refused as refusal:

@@ -217,7 +217,11 @@ class Evaluator:
         else:
             ok = prim in LOCAL and prim not in ("reduce_max",)
         if ok and mode == FULL and self.whole_sides is not None:
-            ok = _kind(self.g.dtype(value)) != "f" or self.whole_sides(value)
+            ok = (
+                _kind(self.g.dtype(value)) != "f"
+                or self.whole_sides(value)
+                or self.number(value) is not None
+            )
         if not ok:
             return None
         if self.usable and not all(self.usable(i) for i in node.ins):

@@ -15,8 +15,10 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import _jax, site
 from rewriter.config import Config
 from rewriter.graph import Graph, Scope
+from rewriter.kernel import PLATFORMS
 from rewriter.match import Match, search
 from rewriter.plan import XLA, Choice, Site, choose
+from rewriter.registry import REFERENCE
 from rewriter.remains import WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, missing_leaf, replace
 from rewriter.verdict import Reason
@@ -121,7 +123,7 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
             index = len(sites) + 1
             if made.kernel != XLA:
                 label = f"rewriter/{match.op.name}#{index}"
-                call = _call(match, made)
+                call = _call(match, _by_platform(match, made, config, platform))
                 splices.append(Splice(match, scope, position, call, label, made.kernel))
             sites.append(_site(index, match, scope, made))
             copies = match.copies if scope is match.node.scope else 0
@@ -166,15 +168,28 @@ def _platform() -> str:
     return "cuda" if backend == "gpu" else backend
 
 
-def _call(match: Match, choice: Choice) -> Callable[..., jax.Array]:
+def _by_platform(
+    match: Match, choice: Choice, config: Config, platform: str
+) -> tuple[tuple[str, str], ...]:
+    """A kernel per platform: an exported program may run on another one."""
+    pairs = [("default", choice.kernel)]
+    for other in PLATFORMS if choice.origin != "forced" else ():
+        if other != platform:
+            there = choose(match.spec, config, match.pattern.kernels, other).kernel
+            if there != choice.kernel:
+                pairs.append((other, REFERENCE if there == XLA else there))
+    return tuple(pairs)
+
+
+def _call(match: Match, chosen: Sequence[tuple[str, str]]) -> Callable[..., jax.Array]:
     names = set(match.op.operands)
     by_name = {k.name: k for k in match.pattern.kernels}
-    kernel = by_name.get(choice.kernel, choice.kernel)
+    kernels = tuple((platform, by_name.get(name, name)) for platform, name in chosen)
 
     def call(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in names}
         params = {k: v for k, v in given.items() if k not in names}
-        return site.bind(match.op, operands, params, (("default", kernel),))
+        return site.bind(match.op, operands, params, kernels)
 
     return call
 

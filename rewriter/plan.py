@@ -93,7 +93,7 @@ def choose(
     for kernel in kernels:
         verdict = _takes(kernel, spec, platform)
         if verdict.ok:
-            verdict = kernel.profitable(spec)
+            verdict = kernel.profitable(spec, platform)
         if verdict.ok:
             return Choice(kernel.name, "heuristic", tuple(refused))
         refused.append((kernel.name, "; ".join(r.text for r in verdict.reasons)))

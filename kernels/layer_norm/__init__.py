@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernel import PLATFORMS, Kernel, pays_on_cpu
 from rewriter.kernels.layer_norm import xla
 from rewriter.kernels.layer_norm.reference import reference, sample
 from rewriter.op import Op
@@ -29,5 +29,6 @@ KERNELS = (
         backward=xla.backward,
         memory_bounded=True,
         saves_out=False,
+        profitable=pays_on_cpu,
     ),
 )

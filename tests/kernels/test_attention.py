@@ -383,7 +383,7 @@ def test_no_rank_two_positions_are_kept() -> None:
 def test_small_uses_stay_as_written(q: Any, s: int, pays: bool) -> None:
     kv = jax.ShapeDtypeStruct((q[0], s, *q[2:]), jnp.float32)
     operands = {"q": jax.ShapeDtypeStruct(q, jnp.float32), "k": kv, "v": kv}
-    verdict = KERNELS[0].profitable(spec_of(OP, operands, {}))
+    verdict = KERNELS[0].profitable(spec_of(OP, operands, {}), "cpu")
     assert verdict.ok == pays
     assert pays or "MiB" in verdict.reasons[0].text
 

@@ -241,7 +241,7 @@ def test_one_group_stays_as_written() -> None:
             "rhs": array((groups, 4, 3), jnp.float32),
             "group_sizes": array((groups,), jnp.int32),
         }
-        verdict = KERNELS[0].profitable(spec_of(OP, operands, {}))
+        verdict = KERNELS[0].profitable(spec_of(OP, operands, {}), "cpu")
         assert verdict.ok == (groups == 2)
 
 

@@ -109,6 +109,31 @@ def relative_segments(q, k, v, segments, w, same):
     return attend(dots(q, k) + picked, v)
 
 
+@case([*heads(3), normal(2 * T - 1, 4, H), normal(T, T, seed=9)], attention=1)
+def relative_by_shift_then_selected(q, k, v, r, m):
+    """Praxis's XL attention: shifted scores inside of a selecting mask."""
+    y = jnp.einsum("btnh,lnh->bntl", q, r).reshape(2, 4, T * (2 * T - 1))
+    y = jnp.pad(y, ((0, 0), (0, 0), (0, T))).reshape(2, 4, T, 2 * T)
+    y = y[:, :, :, T - 1 :: -1] * H**-0.5
+    return attend(jnp.where(m > 0, dots(q, k) + y, -1e30), v)
+
+
+@case([normal(2, T, 32), normal(32, 4), normal(2, T, 4, seed=1)], attention=0)
+def router(x, w, chosen):
+    """The gate of the chosen expert: all rows share the keys and not the values."""
+    return jnp.einsum("bte,bte->bt", jax.nn.softmax(x @ w, -1), chosen)
+
+
+@case(
+    [normal(2, T, 32), normal(32, 4), normal(4, 32, 64), normal(4, 64, 32)],
+    attention=0,
+)
+def dense_experts(x, w_router, w_in, w_out):
+    hidden = jax.nn.relu(jnp.einsum("btd,edh->bteh", x, w_in))
+    y = jnp.einsum("bteh,ehd->bted", hidden, w_out)
+    return jnp.einsum("bte,bted->btd", jax.nn.softmax(x @ w_router, -1), y)
+
+
 def windows(x: jax.Array) -> jax.Array:
     b, h, w, c = x.shape
     x = x.reshape(b, h // 4, 4, w // 4, 4, c).transpose(0, 1, 3, 2, 4, 5)
@@ -203,6 +228,21 @@ def ragged_weights_interleaved(x, w, u, n):
 def gated_by_unstacking(x, w, u):
     gate, up = jnp.einsum("btk,zkf->zbtf", x, jnp.stack([w, u]))
     return jax.nn.silu(gate) * up
+
+
+@jax.custom_jvp
+def doubled(y: jax.Array) -> jax.Array:
+    return 2 * y
+
+
+doubled.defjvp(lambda p, t: (doubled(p[0]), t[0]))
+
+
+@case([normal(2, 24, 4, 8), normal(8, seed=1)], rms_norm=1)
+def norm_before_a_rule_of_its_own(x, scale):
+    """A multiple of the result, inside of a call that has its own derivative."""
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    return doubled(y)
 
 
 PAIRS = [

@@ -1,6 +1,7 @@
-"""CPU kernels against the same op as most people write it, under jit, in one run.
+"""Memory-bounded kernels against the op as most people write it, in one run.
 
-  python3 tests/bench/cpu.py [--quick] [--json PATH] [--repeats N]
+  python3 tests/bench/memory_bounded.py [--quick] [--platform cuda] [--dtype bfloat16]
+      [--json PATH] [--repeats N]
 
 Both programs of a case take turns, so that a busy machine slows both. Times are
 in milliseconds, the fastest of all turns; memory is XLA's temporary memory.
@@ -9,6 +10,7 @@ in milliseconds, the fastest of all turns; memory is XLA's temporary memory.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import importlib
 import importlib.metadata
@@ -45,12 +47,14 @@ class Case:
     shape: tuple[int, ...]
     detail: str
     bars: tuple[tuple[float, float] | None, tuple[float, float] | None] = (None, None)
+    dtype: str = "float32"
 
     @property
     def name(self) -> str:
         letters = "btsnkh" if self.op == "attention" else "mkng"
         sizes = " ".join(f"{x}{i}" for x, i in zip(letters, self.shape, strict=True))
-        return f"{self.op} {self.detail} {sizes}"
+        dtype = "" if self.dtype == "float32" else f" {self.dtype}"
+        return f"{self.op} {self.detail} {sizes}{dtype}"
 
 
 CASES = (
@@ -70,6 +74,20 @@ CASES = (
     Case("ragged_dot", (2048, 512, 512, 2), "even"),
     Case("ragged_dot", (4096, 256, 256, 128), "uneven"),
 )
+LARGE = (
+    Case("attention", (1, 1024, 1024, 8, 8, 64), "causal"),
+    Case("attention", (1, 4096, 4096, 8, 8, 64), "causal"),
+    Case("attention", (4, 4096, 4096, 32, 8, 128), "causal"),
+    Case("attention", (1, 16384, 16384, 8, 8, 64), "causal"),
+    Case("attention", (1, 16384, 16384, 8, 8, 64), "full"),
+    Case("attention", (16, 1, 8192, 32, 8, 128), "full"),
+    Case("ragged_dot", (2048, 512, 512, 8), "even"),
+    Case("ragged_dot", (2048, 512, 512, 64), "even"),
+    Case("ragged_dot", (8192, 2048, 2048, 8), "uneven"),
+    Case("ragged_dot", (8192, 2048, 2048, 64), "uneven"),
+    Case("ragged_dot", (8192, 1024, 1024, 128), "even"),
+)
+"""What an accelerator is measured on."""
 QUICK = 7
 """How many of the cases ``--quick`` runs."""
 
@@ -80,14 +98,18 @@ def attention_case(case: Case) -> tuple[Arrays, Function, Function]:
     causal = case.detail == "causal"
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (b, t, n, h), (b, s, k, h), (b, s, k, h)
-    operands = tuple(map(jax.random.normal, keys, shapes))
+    operands = tuple(
+        jax.random.normal(key, shape).astype(case.dtype)
+        for key, shape in zip(keys, shapes, strict=True)
+    )
 
     def written(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         k, v = (jnp.repeat(x, n // x.shape[2], axis=2) for x in (k, v))
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / h**0.5
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) / h**0.5
         if causal:
             scores = jnp.where(jnp.tril(jnp.ones((t, s), bool)), scores, -jnp.inf)
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        weights = jax.nn.softmax(scores).astype(v.dtype)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
     params = {"scale": h**-0.5, "window": (None, 0 if causal else None)}
     return operands, written, kernel("attention", ("q", "k", "v"), params)
@@ -100,8 +122,8 @@ def ragged_case(case: Case) -> tuple[Arrays, Function, Function]:
     weights = jnp.ones(g) if case.detail == "even" else 0.5 ** (jnp.arange(g) / 4)
     group = jnp.sort(jax.random.categorical(chosen, jnp.log(weights), shape=(m,)))
     sizes = jnp.bincount(group, length=g).astype(jnp.int32)
-    lhs = jax.random.normal(left, (m, k))
-    rhs = jax.random.normal(right, (g, k, n)) / k**0.5
+    lhs = jax.random.normal(left, (m, k)).astype(case.dtype)
+    rhs = (jax.random.normal(right, (g, k, n)) / k**0.5).astype(case.dtype)
     ours = kernel("ragged_dot", ("lhs", "rhs", "group_sizes"), {})
     return (lhs, rhs, sizes), jax.lax.ragged_dot, ours
 
@@ -136,8 +158,14 @@ def kernel(op: str, names: tuple[str, ...], params: dict[str, Any]) -> Function:
 
 def with_gradient(function: Function, operands: Arrays) -> Function:
     """Returns the value and gradients of a sum of squares of the result."""
-    floats = tuple(i for i, x in enumerate(operands) if x.dtype == jnp.float32)
-    return jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), floats)
+    floats = tuple(
+        i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)
+    )
+
+    def loss(*x: jax.Array) -> jax.Array:
+        return (function(*x).astype(jnp.float32) ** 2).sum()
+
+    return jax.value_and_grad(loss, floats)
 
 
 def compare(written: Function, ours: Function, operands: Arrays, turns: int) -> Any:
@@ -211,18 +239,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the main cases only")
     parser.add_argument("--json", metavar="PATH", help="also write the figures there")
+    parser.add_argument("--platform", default="cpu", help="cpu, cuda or tpu")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=7, help="turns per case")
     options = parser.parse_args()
     root = str(pathlib.Path(__file__).resolve().parent.parent.parent)
     if root not in sys.path:  # a clone that is not installed
         sys.path.insert(0, root)
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", options.platform)
     print(HEADER)
-    cases = CASES[:QUICK] if options.quick else CASES
+    cases = CASES if options.platform == "cpu" else LARGE
+    cases = cases[:QUICK] if options.quick else cases
+    cases = tuple(dataclasses.replace(c, dtype=options.dtype) for c in cases)
     rows = [row for case in cases for row in measure(case, options.repeats)]
     if options.json:
         record = {
-            "command": " ".join(["python3", "tests/bench/cpu.py", *sys.argv[1:]]),
+            "command": " ".join(
+                ["python3", "tests/bench/memory_bounded.py", *sys.argv[1:]]
+            ),
             "date": datetime.date.today().isoformat(),
             "device_kind": jax.devices()[0].device_kind,
             "machine": platform.machine(),

@@ -1,0 +1,57 @@
+"""Which kernel is chosen, by size and by platform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rewriter
+from rewriter.config import Config
+from rewriter.kernel import spec_of
+from rewriter.plan import choose
+from rewriter.registry import registry
+
+T = 1024
+QKV = jax.ShapeDtypeStruct((1, T, 4, 32), jnp.float32)
+HUGE = jax.ShapeDtypeStruct((4, 1 << 16, 8, 64), jnp.bfloat16)
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 32**-0.5
+    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+
+@pytest.mark.parametrize(
+    ("x", "platform", "kernel"),
+    [(QKV, "cpu", "memory_bounded"), (QKV, "cuda", "xla"), (QKV, "tpu", "xla"),
+     (HUGE, "cuda", "memory_bounded")],
+)  # fmt: skip
+def test_attention_by_platform(x, platform: str, kernel: str) -> None:
+    op = registry().op("attention")
+    spec = spec_of(op, {"q": x, "k": x, "v": x}, {})
+    choice = choose(spec, Config(), registry().kernels("attention"), platform)
+    assert choice.kernel == kernel
+    if kernel == "xla":
+        assert platform in choice.not_chosen[0][1]
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "gated_linear_unit"])
+def test_memory_bound_ops_stay_with_xla_on_a_gpu(op: str) -> None:
+    (kernel,) = registry().kernels(op)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    operands = {"x": x} if "norm" in op else dict.fromkeys(("x", "w_gate", "w_up"), x)
+    spec = spec_of(registry().op(op), operands, {})
+    assert kernel.profitable(spec, "cpu").ok
+    assert not kernel.profitable(spec, "cuda").ok
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="chooses for a CPU")
+def test_one_program_holds_a_kernel_per_platform() -> None:
+    """Traced on a CPU: a loop over blocks there, dense attention on a GPU."""
+    fast = jax.jit(rewriter.optimize(attention))
+    dense = f"{T}x{T}xf32"
+    for platform, is_dense in (("cpu", False), ("cuda", True)):
+        lowered = fast.trace(QKV, QKV, QKV).lower(lowering_platforms=(platform,))
+        assert (dense in lowered.as_text()) == is_dense
