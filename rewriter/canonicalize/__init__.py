@@ -1,0 +1,32 @@
+"""Graph values to normal forms: one rule per primitive.
+
+Values are evaluated from the result towards the inputs, at given index
+arguments, so that layout primitives only rewrite arguments. What has no rule is
+a leaf named after its value number.
+"""
+
+from __future__ import annotations
+
+from rewriter.canonicalize import arithmetic, contraction, predicates
+from rewriter.canonicalize.arithmetic import sigmoid, tanh
+from rewriter.canonicalize.contraction import ragged_axes
+from rewriter.canonicalize.dtypes import is_lossless
+from rewriter.canonicalize.evaluator import Evaluator
+from rewriter.canonicalize.primitives import (
+    FULL,
+    LAYOUT,
+    LAYOUT_PRIMITIVES,
+    STRUCTURAL,
+    TRANSPARENT,
+    NeedSplit,
+    is_local,
+)
+
+RULES = (arithmetic, contraction, predicates)
+"""The modules that hold a rule per primitive."""
+
+__all__ = [
+    "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "RULES", "STRUCTURAL", "TRANSPARENT",
+    "Evaluator", "NeedSplit", "is_local", "is_lossless", "ragged_axes", "sigmoid",
+    "tanh",
+]  # fmt: skip

@@ -1,0 +1,275 @@
+"""Rules of arithmetic: one per elementwise primitive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import numpy as np
+
+from rewriter.canonicalize.choice import choose, ramp
+from rewriter.canonicalize.dtypes import kind_of
+from rewriter.canonicalize.evaluator import RULES, Evaluator, rule
+from rewriter.graph import Node
+from rewriter.normal_form import (
+    FALSE,
+    TRUE,
+    Algebra,
+    Index,
+    OverBudget,
+    Poly,
+)
+
+
+def _elementwise(name: str, f: Callable[..., Poly]) -> None:
+    RULES[name] = lambda ev, node, args, mode: f(ev, *ev.operands(node, args, mode))
+
+
+_elementwise("add", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b)))  # a + b
+_elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
+_elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
+_elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
+_elementwise("mul", lambda ev, a, b: _gentle(ev, ev.alg.mul(a, b)))  # a b
+_elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
+_elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
+_elementwise("log", lambda ev, a: ev.alg.log(a))
+_elementwise("log1p", lambda ev, a: ev.alg.log(ev.alg.add(a, ev.alg.const(1))))
+_elementwise("exp", lambda ev, a: ev.alg.exp(_fills(ev, a), ev.fills.add))
+_elementwise(  # 2^a = exp(a ln 2)
+    "exp2",
+    lambda ev, a: ev.alg.exp(_fills(ev, ev.alg.scale(a, math.log(2))), ev.fills.add),
+)
+_elementwise(  # exp(a) - 1
+    "expm1", lambda ev, a: ev.alg.add(ev.alg.exp(a), ev.alg.const(-1))
+)
+_elementwise("logistic", lambda ev, a: sigmoid(ev.alg, a))
+_elementwise("tanh", lambda ev, a: tanh(ev.alg, a))
+_elementwise(  # 1 - a^2
+    "one_minus_square",
+    lambda ev, a: ev.alg.add(ev.alg.const(1), ev.alg.power(a, 2), -1.0),
+)
+
+
+def _gentle(ev: Evaluator, p: Poly) -> Poly:
+    """Refuses to take a mask of numbers like (m - 1) * 1e9 apart.
+
+    Over the reals its constant cancels in a softmax; in floats, what is left
+    would swallow the scores. Such a value is a leaf.
+    """
+    if not ev.expand_all and len(p) > 1 and any(abs(c) >= 1e4 for c in p.values()):
+        for (flag, mono), c in p.items():
+            leaf = any(ev.alg.kind(a) == "leaf" for a, _ in mono)
+            if flag == TRUE and abs(c) >= 1e4 and leaf:
+                raise OverBudget("a mask of numbers")
+    return p
+
+
+def _fills(ev: Evaluator, p: Poly) -> Poly:
+    """With soft fills, keeps additive constants of a mask as factors of a bias."""
+    if not ev.soft_fills:
+        return p
+    out: Poly = {}
+    for (flag, mono), c in p.items():
+        if flag != TRUE and c > -1e5 and not mono:
+            atom = ev.alg.atom("ind", flag)
+            out = ev.alg.add(out, {(TRUE, ((atom, 1),)): c})
+        else:
+            out = ev.alg.add(out, {(flag, mono): c})
+    return out
+
+
+def sigmoid(alg: Algebra, a: Poly) -> Poly:
+    """1 / (1 + exp(-a))."""
+    return alg.power(alg.add(alg.const(1), alg.exp(alg.scale(a, -1.0))), -1)
+
+
+def tanh(alg: Algebra, a: Poly) -> Poly:
+    """1 - 2 / (exp(2a) + 1)."""
+    c = alg.as_constant(a)
+    if c is not None:
+        return alg.const(math.tanh(c))
+    inner = alg.power(alg.add(alg.const(1), alg.exp(alg.scale(a, 2.0))), -1)
+    return alg.add(alg.const(1), inner, -2.0)
+
+
+@rule("div")
+def _div(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    a, b = ev.operands(node, args, mode)
+    if kind_of(ev.g.dtype(node.outs[0])) == "i":
+        frozen = ev.alg.freeze(a), ev.alg.freeze(b)
+        return ev.alg.of_atom(ev.alg.atom("fn", "idiv", *frozen))
+    return ev.alg.mul(a, ev.alg.power(b, -1))
+
+
+@rule("floor_divide", "remainder")
+def _floor_divide(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    a, b = ev.operands(node, args, mode)
+    n, index = ev.alg.as_constant(b), _index_of(ev.alg, a)
+    name = "floor_divide" if node.prim == "floor_divide" else "remainder"
+    if n is None or not 0 < n < math.inf or n != int(n) or index is None:
+        frozen = ev.alg.freeze(a), ev.alg.freeze(b)
+        return ev.alg.of_atom(ev.alg.atom("fn", name, *frozen))
+    digit = ev.alg.div if name == "floor_divide" else ev.alg.mod
+    return ev.alg.iota(digit(index, int(n)))
+
+
+def _index_of(alg: Algebra, p: Poly) -> Index:
+    """The index argument whose value a form is, or None."""
+    if len(p) != 1:
+        return None
+    ((flag, mono), c) = next(iter(p.items()))
+    if flag != TRUE or c != 1 or len(mono) != 1 or mono[0][1] != 1:
+        return None
+    d = alg.defs[mono[0][0]]
+    return d[1] if d[0] == "iota" else None
+
+
+@rule("integer_pow")
+def _integer_pow(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    return _whole_power(ev, node.ins[0], args, mode, int(node.params["y"]))
+
+
+@rule("square")
+def _square(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    return _whole_power(ev, node.ins[0], args, mode, 2)
+
+
+def _whole_power(ev: Evaluator, value: int, args, mode: str, e: int) -> Poly:
+    """A power with a whole exponent; an even one does not see absolute values."""
+    node = ev._expandable(value, mode)
+    if node is not None and e % 2 == 0 and node.prim == "abs":
+        return _whole_power(ev, node.ins[0], args, mode, e)
+    return ev.alg.power(ev.poly(value, ev.aligned(value, args), mode), e)
+
+
+@rule("pow")
+def _pow(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    a, b = ev.operands(node, args, mode)
+    e = ev.alg.as_constant(b)
+    if e is None:
+        raise OverBudget("a power whose exponent is not a number")
+    if math.isfinite(e) and e == int(e):
+        return _whole_power(ev, node.ins[0], args, mode, int(e))
+    exact = Fraction(e).limit_denominator(64)
+    if abs(float(exact) - e) > 1e-6:
+        return ev.alg.power(a, e)
+    return ev.alg.power(a, int(exact) if exact.denominator == 1 else exact)
+
+
+@rule("iota")
+def _iota(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    return ev.alg.iota(args[int(node.params["dimension"])])
+
+
+@rule("select_n")
+def _select(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    if len(node.ins) != 3 or ev.g.dtype(node.ins[0]) != bool:
+        return ev.alg.of_atom(ev.leaf(node.outs[0], args))
+    flag = ev.flag(node.ins[0], ev.aligned(node.ins[0], args), mode)
+    no_at, yes_at = (ev.aligned(i, args) for i in node.ins[1:])
+    if flag == FALSE:
+        return ev.poly(node.ins[1], no_at, mode)
+    if flag == TRUE:
+        return ev.poly(node.ins[2], yes_at, mode)
+    if_false = ev.poly(node.ins[1], no_at, mode)
+    if_true = ev.poly(node.ins[2], yes_at, mode)
+    sloped = ramp(ev.alg, flag, if_true, if_false)
+    if sloped is not None:
+        return sloped
+    return choose(ev.alg, flag, if_true, if_false)
+
+
+@rule("max", "min")
+def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    alg = ev.alg
+    values = node.ins
+    for this, other in ((0, 1), (1, 0)):
+        n = ev.number(values[this])
+        at = ev.aligned(values[other], args)
+        if n is not None and math.isinf(n) and (n < 0) == (node.prim == "max"):
+            return ev.poly(values[other], at, mode)
+    a, b = ev.operands(node, args, mode)
+    if node.prim == "max":  # b + max(a - b, 0)
+        return alg.add(b, alg.relu(alg.add(a, b, -1.0)))
+    return alg.add(a, alg.relu(alg.add(a, b, -1.0)), -1.0)  # a - max(a - b, 0)
+
+
+@rule("clamp")
+def _clamp(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    lo, x, hi = ev.operands(node, args, mode)
+    alg = ev.alg
+    low = alg.add(lo, alg.relu(alg.add(x, lo, -1.0)))
+    return alg.add(low, alg.relu(alg.add(low, hi, -1.0)), -1.0)
+
+
+@rule("abs")
+def _abs(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    (a,) = ev.operands(node, args, mode)
+    if ev.alg.positive(a):
+        return a
+    return ev.alg.add(ev.alg.scale(ev.alg.relu(a), 2.0), a, -1.0)
+
+
+@rule("sign")
+def _sign(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    (a,) = ev.operands(node, args, mode)
+    c = ev.alg.as_constant(a)
+    if c is not None:
+        return ev.alg.const(float(np.sign(c)))
+    return ev.alg.of_atom(ev.alg.atom("fn", "sign", ev.alg.freeze(a)))
+
+
+def _odd(name: str):
+    def rule(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+        (a,) = ev.operands(node, args, mode)
+        return ev.alg.odd(name, a)
+
+    return rule
+
+
+RULES["erf"] = _odd("erf")
+RULES["sin"] = _odd("sin")
+
+
+@rule("erfc")
+def _erfc(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    (a,) = ev.operands(node, args, mode)
+    return ev.alg.add(ev.alg.const(1), ev.alg.odd("erf", a), -1.0)
+
+
+@rule("cos")
+def _cos(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    (a,) = ev.operands(node, args, mode)
+    frozen = ev.alg.freeze(a)
+    if frozen and frozen[0][1] < 0:
+        frozen = ev.alg.freeze(ev.alg.scale(a, -1.0))
+    return ev.alg.of_atom(ev.alg.atom("fn", "cos", frozen))
+
+
+@rule("concatenate", "stack")
+def _concatenate(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    source, at = ev.moved(node, node.outs[0], args)
+    return ev.poly(source, at, mode)
+
+
+@rule("pad")
+def _pad(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    config = node.params["padding_config"]
+    at = list(args)
+    for d, (lo, hi, interior) in enumerate(config):
+        size = ev.g.shape(node.ins[0])[d]
+        if (lo, hi, interior) == (0, 0, 0):
+            continue
+        if interior:
+            return ev.alg.of_atom(ev.leaf(node.outs[0], args))
+        first, last = ev.alg.index_range(at[d])
+        if last < lo or first >= lo + size:
+            return ev.poly(node.ins[1], (), mode)
+        if first < lo or last >= lo + size:
+            cuts = [c for c in (lo, lo + size) if first < c <= last]
+            raise ev._split(at[d], cuts)
+        at[d] = ev.alg.affine(at[d], 1, -int(lo))
+        if size == 1:
+            at[d] = None
+    return ev.poly(node.ins[0], tuple(at), mode)

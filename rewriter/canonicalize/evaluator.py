@@ -1,0 +1,427 @@
+"""Normal forms of graph values, from the result towards the leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rewriter.canonicalize.choice import choose
+from rewriter.canonicalize.constants import (
+    FOLD,
+    FOLD_FLAGS,
+    affine_constant,
+    banded_constant,
+)
+from rewriter.canonicalize.dtypes import is_lossless, kind_of, takes_integers
+from rewriter.canonicalize.layout import Layout
+from rewriter.canonicalize.primitives import (
+    FULL,
+    KNOWN_CONSTANTS,
+    LAYOUT,
+    LAYOUT_PRIMITIVES,
+    LOCAL,
+    STRUCTURAL,
+    TRANSPARENT,
+    NeedSplit,
+    is_local,
+)
+from rewriter.graph import Graph, Node
+from rewriter.normal_form import (
+    FALSE,
+    TRUE,
+    Algebra,
+    Index,
+    OverBudget,
+    Poly,
+    TooMuchWork,
+)
+
+
+class Evaluator(Layout):
+    """Normal forms of graph values relative to leaves.
+
+    Args:
+        graph: The matching view.
+        algebra: Where atoms are interned.
+        names: Values that are leaves, with the name each one gets.
+        inside: Results of contractions that are expanded; others are leaves.
+        usable: Whether a value can be had where the replacement will stand; an
+            equation with an operand that cannot is a leaf. None: all can.
+        soft_fills: Keep additive constants above -1e5 as a bias, not as a mask.
+        full_sides: (result of a contraction, operand position) pairs whose operand
+            is expanded beyond layout.
+        expand_all: Expand every contraction (used for references).
+        in_pieces: Whether a concatenation is taken apart; None: every one.
+        whole_sides: Whether a float value is expanded; None: every one.
+        filled_rows: Take sums of exponentials to be positive, masked ones too; what
+            rows without keys give is then for the caller to find out.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        algebra: Algebra,
+        *,
+        names: Mapping[int, Any] | None = None,
+        inside: frozenset[int] = frozenset(),
+        usable: Callable[[int], bool] | None = None,
+        expand_all: bool = False,
+        soft_fills: bool = False,
+        full_sides: frozenset[tuple[int, int]] = frozenset(),
+        in_pieces: Callable[[int], bool] | None = None,
+        whole_sides: Callable[[int], bool] | None = None,
+        filled_rows: bool = False,
+    ):
+        self.g, self.alg = graph, algebra
+        self.names = dict(names or {})
+        self.inside, self.usable, self.expand_all = inside, usable, expand_all
+        self.soft_fills, self.full_sides = soft_fills, full_sides
+        self.in_pieces, self.whole_sides = in_pieces, whole_sides
+        self.filled_rows = filled_rows
+        self.memo: dict[Any, Any] = {}
+        self.fills: set[float] = set()
+        self.notes: set[str] = set()
+        self.leaf_values: set[int] = set()
+        self.visits = 0
+        self.private = False
+        self.outer: frozenset[int] = frozenset()
+
+    # ------------------------------------------------------------- entry
+    def indices(self, value: int) -> tuple[Index, ...]:
+        """New indices, one per axis of a value."""
+        return tuple(self.alg.new_index(n) for n in self.g.shape(value))
+
+    def poly(self, value: int, args: tuple[Index, ...], mode: str = FULL) -> Poly:
+        """The form of a value at index arguments; booleans count as 0 and 1."""
+        if self.g.dtype(value) == bool:
+            return self.alg.of_bool(self.flag(value, args, mode))
+        key = (value, args, mode)
+        if key not in self.memo:
+            self._count()
+            try:
+                self.memo[key] = self._poly(value, args, mode)
+            except NeedSplit:
+                if self._whole(value):
+                    raise
+                self.memo[key] = self.alg.of_atom(self.leaf(value, args))
+            except TooMuchWork:
+                raise
+            except OverBudget:  # no rule for this: a value taken as it is
+                self.memo[key] = self.alg.of_atom(self.leaf(value, args))
+        return self.memo[key]
+
+    def flag(self, value: int, args: tuple[Index, ...], mode: str = FULL) -> int:
+        """The boolean function that a boolean value is at index arguments."""
+        key = (value, args, mode)
+        if key not in self.memo:
+            self._count()
+            try:
+                self.memo[key] = self._flag(value, args, mode)
+            except NeedSplit:
+                if self._whole(value):
+                    raise
+                self.memo[key] = self.alg.literal(self.leaf(value, args))
+            except TooMuchWork:
+                raise
+            except OverBudget:
+                self.memo[key] = self.alg.literal(self.leaf(value, args))
+        return self.memo[key]
+
+    def _whole(self, value: int) -> bool:
+        """Whether an index over several pieces of a value concerns its readers."""
+        node = self.g.node_of(value)
+        joins = node is not None and node.prim in ("concatenate", "pad", "stack")
+        return not joins or self.in_pieces is None or self.in_pieces(value)
+
+    def _count(self) -> None:
+        self.visits += 1
+        if self.visits > 3000:
+            raise TooMuchWork("the region is too large")
+
+    def operand_mode(self, node: Node, k: int, mode: str) -> str:
+        """How far an operand of a contraction is expanded."""
+        if self.expand_all or is_local(node):
+            return mode
+        return FULL if (node.outs[0], k) in self.full_sides else LAYOUT
+
+    # ------------------------------------------------------------- leaves
+    def leaf(self, value: int, args: tuple[Index, ...]) -> int:
+        """The atom of a value taken as it is."""
+        if value not in self.names:
+            self.names[value] = ("own", value) if self.private else value
+        self.leaf_values.add(value)
+        return self.alg.atom("leaf", self.names[value], args)
+
+    def _expandable(self, value: int, mode: str) -> Node | None:
+        if value in self.names and value not in self.g.constants:
+            return None
+        node = self.g.node_of(value)
+        if node is None:
+            return None
+        prim = node.prim
+        if mode == LAYOUT:
+            ok = (
+                prim in LAYOUT_PRIMITIVES
+                or prim in TRANSPARENT
+                or (
+                    prim in ("convert_element_type", "mul", "div", "neg")
+                    and self._plain(node)
+                )
+            )
+        elif prim in STRUCTURAL:
+            ok = self.expand_all or value in self.inside
+        elif prim in ("dot_general",):
+            ok = self.expand_all or value in self.inside or is_local(node)
+        else:
+            ok = prim in LOCAL and prim not in ("reduce_max",)
+        if ok and mode == FULL and self.whole_sides is not None:
+            ok = (
+                kind_of(self.g.dtype(value)) != "f"
+                or self.whole_sides(value)
+                or self.number(value) is not None
+            )
+        if not ok:
+            return None
+        if self.usable and not all(self.usable(i) for i in node.ins):
+            return None
+        return node
+
+    def _plain(self, node: Node) -> bool:
+        """A lossless cast, or a multiplication by a constant number."""
+        if node.prim == "convert_element_type":
+            return is_lossless(self.g.dtype(node.ins[0]), self.g.dtype(node.outs[0]))
+        if node.prim == "neg":
+            return True
+        if kind_of(self.g.dtype(node.outs[0])) != "f":
+            return False
+        known = [self.number(i) is not None for i in node.ins]
+        return known[1] or (node.prim == "mul" and known[0])
+
+    def number(self, value: int, depth: int = 8) -> float | None:
+        """The number a value is at every position, folded through scalar chains."""
+        const = self.g.scalar(value)
+        if const is not None:
+            return float(const)
+        node = self.g.node_of(value)
+        if node is None or depth == 0:
+            return None
+        if node.prim in ("broadcast_in_dim", "reshape", "convert_element_type",
+                         "squeeze", "copy", "expand_dims",
+                         "stop_gradient"):  # fmt: skip
+            inner = self.number(node.ins[0], depth - 1)
+            if node.prim == "convert_element_type" and inner is not None:
+                new = node.params["new_dtype"]
+                if np.dtype(new).kind in "iub" and not inner.is_integer():
+                    return None
+            return inner
+        fold = FOLD.get(node.prim)
+        if fold is None:
+            return None
+        values = [self.number(i, depth - 1) for i in node.ins]
+        if any(v is None for v in values):
+            return None
+        try:
+            return float(fold(*values, node.params))
+        except (ValueError, ZeroDivisionError, OverflowError, TypeError):
+            return None
+
+    def _constant(self, value: int) -> Poly | None:
+        const = self.g.constants.get(value)
+        if const is None:
+            return None
+        if np.shape(const) == ():
+            return self._number_poly(float(np.asarray(const)), self.g.dtype(value))
+        if np.size(const) <= 1 << 16:
+            flat = np.asarray(const)
+            if flat.size and (flat == flat.flat[0]).all():
+                return self._number_poly(float(flat.flat[0]), self.g.dtype(value))
+        return None
+
+    def _number_poly(self, c: float, dtype: Any) -> Poly:
+        if not math.isnan(c) and str(dtype) in ("bfloat16", "float16"):
+            for known in KNOWN_CONSTANTS:
+                for sign in (1.0, -1.0):
+                    if float(np.asarray(sign * known, dtype)) == c:
+                        self.notes.add(f"literal {c:.6g} stands for {sign * known:.6g}")
+                        return self.alg.const(sign * known)
+        if math.isnan(c):
+            raise OverBudget("a NaN constant")
+        return self.alg.const(c)
+
+    # ------------------------------------------------------------- numbers
+    def _poly(self, value: int, args: tuple[Index, ...], mode: str) -> Poly:
+        const = self._constant(value)
+        if const is not None:
+            return const
+        if value not in self.names and (mode == LAYOUT or not self.g.shape(value)):
+            number = self.number(value)
+            if number is not None:
+                return self._number_poly(number, self.g.dtype(value))
+        node = self._expandable(value, mode)
+        if node is None:
+            array = self.g.constants.get(value)
+            if array is not None and mode == FULL:
+                known = affine_constant(np.asarray(array))
+                if known is not None:
+                    return self._affine(known, args)
+                chosen = self._two_values(np.asarray(array), args)
+                if chosen is not None:
+                    return chosen
+            return self.alg.of_atom(self.leaf(value, args))
+        prim = node.prim
+        moved = self.moved(node, value, args)
+        if moved is not None:
+            source, at = moved
+            return {} if source is None else self.poly(source, at, mode)
+        if prim in ("convert_element_type", "stop_gradient"):
+            return self._cast(node, value, args, mode)
+        rule = RULES.get(prim)
+        if rule is None:
+            return self.alg.of_atom(self.leaf(value, args))
+        return rule(self, node, args, mode)
+
+    def _two_values(self, array: np.ndarray, args: tuple[Index, ...]) -> Poly | None:
+        """A constant array of two numbers, such as a mask with its fill."""
+        if array.dtype.kind != "f" or array.size > 1 << 22:
+            return None
+        values = np.unique(array)
+        if len(values) != 2 or np.isnan(values).any():
+            return None
+        flag = self._constant_flag(array == values[1], args)
+        if flag is None:
+            return None
+        lo, hi = (self.alg.const(float(v)) for v in values)
+        return choose(self.alg, flag, hi, lo)
+
+    def _affine(self, known: tuple[float, tuple[float, ...]], args) -> Poly:
+        c0, slopes = known
+        out = self.alg.const(c0)
+        for slope, a in zip(slopes, args, strict=True):
+            if slope:
+                out = self.alg.add(out, self.alg.scale(self.alg.iota(a), slope))
+        return out
+
+    def operands(self, node: Node, args: tuple[Index, ...], mode: str) -> list[Poly]:
+        """Forms of the operands of an elementwise equation."""
+        return [self.poly(i, self.aligned(i, args), mode) for i in node.ins]
+
+    def aligned(self, value: int, args: tuple[Index, ...]) -> tuple[Index, ...]:
+        """Arguments of an operand that may be a scalar or have axes of size one."""
+        shape = self.g.shape(value)
+        if len(shape) != len(args):
+            return ()
+        return tuple(None if n == 1 else a for a, n in zip(args, shape, strict=True))
+
+    def _cast(self, node: Node, value: int, args, mode: str) -> Poly:
+        source = node.ins[0]
+        if node.prim == "stop_gradient":
+            if self._constant_like(source):
+                return self.poly(source, args, mode)
+            return self.alg.of_atom(self.leaf(value, args))
+        old, new = self.g.dtype(source), self.g.dtype(value)
+        if old == bool:
+            return self.alg.of_bool(self.flag(source, args, mode))
+        kinds = (kind_of(old), kind_of(new))
+        if kinds == ("f", "i"):
+            p = self.poly(source, args, mode)
+            c = self.alg.as_constant(p)
+            if c is not None and math.isfinite(c):
+                return self.alg.const(float(int(c)))
+            if takes_integers(self.alg, p):
+                return p
+            return self.alg.of_atom(self.alg.atom("fn", "trunc", self.alg.freeze(p)))
+        if kinds == ("i", "i") and np.dtype(new).itemsize < np.dtype(old).itemsize:
+            p = self.poly(source, args, mode)
+            lo, hi = self.alg.bounds(p)
+            info = np.iinfo(new)
+            if lo < info.min or hi > info.max:
+                return self.alg.of_atom(self.leaf(value, args))
+            return p
+        if kinds == ("f", "f") and not is_lossless(old, new):
+            if self.g.node_of(source) is None and not self.expand_all:
+                return self.alg.of_atom(self.leaf(value, args))  # rounds an input
+            self.notes.add(f"rounding to {np.dtype(new).name} moved")
+        return self.poly(source, args, mode)
+
+    def _constant_like(self, value: int, depth: int = 12) -> bool:
+        """Whether a value depends on no input."""
+        if value in self.g.constants:
+            return True
+        node = self.g.node_of(value)
+        if node is None or depth == 0:
+            return False
+        return all(self._constant_like(i, depth - 1) for i in node.ins)
+
+    # ------------------------------------------------------------- booleans
+    def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:
+        const = self.g.constants.get(value)
+        if const is not None:
+            found = self._constant_flag(np.asarray(const), args)
+            if found is not None:
+                return found
+            return self.alg.literal(self.leaf(value, args))
+        node = self._expandable(value, mode)
+        if node is None:
+            return self.alg.literal(self.leaf(value, args))
+        moved = self.moved(node, value, args)
+        if moved is not None:
+            return self.flag(moved[0], moved[1], mode)
+        folded = self._folded(node)
+        if folded is not None:
+            found = self._constant_flag(folded, args)
+            if found is not None:
+                return found
+        rule = FLAGS.get(node.prim)
+        if rule is None:
+            return self.alg.literal(self.leaf(value, args))
+        return rule(self, node, args, mode)
+
+    def _folded(self, node: Node) -> np.ndarray | None:
+        """A predicate of constant arrays, computed; None if it is not that."""
+        fold = FOLD_FLAGS.get(node.prim)
+        arrays = [self.g.constants.get(i) for i in node.ins]
+        if fold is None or any(a is None for a in arrays):
+            return None
+        shape = self.g.shape(node.outs[0])
+        if math.prod(shape) > 1 << 27 or not shape:
+            return None
+        return np.broadcast_to(fold(*map(np.asarray, arrays)), shape)
+
+    def _constant_flag(self, mask: np.ndarray, args: tuple[Index, ...]) -> int | None:
+        if mask.ndim == 0 or (mask == mask.flat[0]).all():
+            return TRUE if bool(mask.flat[0]) else FALSE
+        found = banded_constant(mask)
+        if found is None:
+            return None
+        rows, cols, lower, upper = found
+        diff = self.alg.add(
+            self.alg.iota(args[cols]) if cols is not None else {},
+            self.alg.iota(args[rows]) if rows is not None else {},
+            -1.0,
+        )
+        out = TRUE
+        if upper is not None:  # col - row <= upper
+            p = self.alg.add(self.alg.const(upper), diff, -1.0)
+            out = self.alg.both(out, self.alg.compare("ge", p, True))
+        if lower is not None:
+            p = self.alg.add(diff, self.alg.const(-lower))
+            out = self.alg.both(out, self.alg.compare("ge", p, True))
+        return out
+
+
+RULES: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], Poly]] = {}
+FLAGS: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], int]] = {}
+
+
+def rule(*names: str, table: dict = RULES):
+    """Registers the rule of some primitives, for numbers or for booleans."""
+
+    def register(f):
+        for name in names:
+            table[name] = f
+        return f
+
+    return register

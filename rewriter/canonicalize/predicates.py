@@ -1,0 +1,197 @@
+"""Rules of booleans: comparisons and connectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from rewriter.canonicalize.dtypes import kind_of, takes_integers
+from rewriter.canonicalize.evaluator import FLAGS, Evaluator, rule
+from rewriter.graph import Node
+from rewriter.normal_form import (
+    FALSE,
+    TRUE,
+    Algebra,
+    OverBudget,
+    Poly,
+)
+
+
+# ------------------------------------------------------------------ predicates
+def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
+    name, alg = node.prim, ev.alg
+    if ev.g.dtype(node.ins[0]) == bool:
+        a, b = (ev.flag(i, ev.aligned(i, args), mode) for i in node.ins)
+        same = alg.either(alg.both(a, b), alg.both(alg.negate(a), alg.negate(b)))
+        if name in ("eq", "ne"):
+            return same if name == "eq" else alg.negate(same)
+        raise OverBudget("an order of booleans")
+    a, b = ev.operands(node, args, mode)
+    integral = kind_of(ev.g.dtype(node.ins[0])) == "i"
+    if _all_choices(a) and _all_choices(b):
+        return _compare_choices(alg, name, a, b)
+    for p, q in ((a, b), (b, a)):
+        edge = alg.as_constant(q)
+        if name in ("eq", "ne") and edge is not None and math.isinf(edge):
+            ev.notes.add("values assumed finite")
+            masked = FALSE
+            for (flag, mono), c in p.items():
+                if c == edge and not mono:
+                    masked = alg.either(masked, flag)
+            return masked if name == "eq" else alg.negate(masked)
+    if any(math.isinf(c) for p in (a, b) for c in p.values()):
+        return alg.literal(ev.leaf(node.outs[0], args))
+    if ev.filled_rows and (
+        (not b and _is_total(alg, a)) or (not a and _is_total(alg, b))
+    ):
+        return TRUE if _TESTS[name](float(bool(a)), float(bool(b))) else FALSE
+    d = alg.add(a, b, -1.0)
+    whole = integral or takes_integers(alg, d)
+    if name in ("le", "lt"):
+        d = alg.scale(d, -1.0)
+    if name in ("ge", "le"):
+        return alg.compare("ge", d, whole)
+    if name in ("gt", "lt"):
+        if whole:
+            return alg.compare("ge", alg.add(d, alg.const(-1)), True)
+        return alg.negate(alg.compare("ge", alg.scale(d, -1.0), False))
+    same = alg.compare("eq", d, whole)
+    return same if name == "eq" else alg.negate(same)
+
+
+def _is_total(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is a sum of exponentials, up to positive factors."""
+    if len(p) != 1:
+        return False
+    (((flag, mono), c),) = p.items()
+    return flag == TRUE and c > 0 and all(_is_weight(alg, a) for a, _ in mono)
+
+
+def _is_weight(alg: Algebra, atom: int) -> bool:
+    if alg.kind(atom) == "sum":
+        return all(_is_weight(alg, a) for a, _ in alg.defs[atom][3])
+    return alg.kind(atom) == "exp"
+
+
+def _all_choices(p: Poly) -> bool:
+    return all(not m for _, m in p)
+
+
+def _compare_choices(alg: Algebra, name: str, a: Poly, b: Poly) -> int:
+    """Compares two values that each take a few constants, infinities included."""
+    test = _TESTS[name]
+    out = FALSE
+    for fa, ca in _cases(alg, a):
+        for fb, cb in _cases(alg, b):
+            both = alg.both(fa, fb)
+            if both != FALSE and test(ca, cb):
+                out = alg.either(out, both)
+    return out
+
+
+def _cases(alg: Algebra, p: Poly) -> list[tuple[int, float]]:
+    out, covered = [], FALSE
+    for (flag, _), c in p.items():
+        out.append((flag, c))
+        covered = alg.either(covered, flag)
+    rest = alg.negate(covered)
+    return [*out, (rest, 0.0)] if rest != FALSE else out
+
+
+_TESTS: dict[str, Callable[[float, float], bool]] = {
+    "ge": lambda a, b: a >= b, "gt": lambda a, b: a > b, "le": lambda a, b: a <= b,
+    "lt": lambda a, b: a < b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
+}  # fmt: skip
+for _name in _TESTS:
+    FLAGS[_name] = _compare
+
+
+def _flag_operands(ev: Evaluator, node: Node, args, mode: str) -> list[int]:
+    return [ev.flag(i, ev.aligned(i, args), mode) for i in node.ins]
+
+
+@rule("and", table=FLAGS)
+def _and(ev: Evaluator, node: Node, args, mode: str) -> int:
+    return ev.alg.both(*_flag_operands(ev, node, args, mode))
+
+
+@rule("mul", table=FLAGS)
+def _mul(ev: Evaluator, node: Node, args, mode: str) -> int:
+    return ev.alg.both(*_flag_operands(ev, node, args, mode))
+
+
+@rule("or", "add", "max", table=FLAGS)
+def _or(ev: Evaluator, node: Node, args, mode: str) -> int:
+    return ev.alg.either(*_flag_operands(ev, node, args, mode))
+
+
+@rule("min", table=FLAGS)
+def _min(ev: Evaluator, node: Node, args, mode: str) -> int:
+    return ev.alg.both(*_flag_operands(ev, node, args, mode))
+
+
+@rule("xor", table=FLAGS)
+def _xor(ev: Evaluator, node: Node, args, mode: str) -> int:
+    a, b = _flag_operands(ev, node, args, mode)
+    alg = ev.alg
+    return alg.either(alg.both(a, alg.negate(b)), alg.both(b, alg.negate(a)))
+
+
+@rule("not", table=FLAGS)
+def _not(ev: Evaluator, node: Node, args, mode: str) -> int:
+    return ev.alg.negate(_flag_operands(ev, node, args, mode)[0])
+
+
+@rule("is_finite", table=FLAGS)
+def _is_finite(ev: Evaluator, node: Node, args, mode: str) -> int:
+    ev.notes.add("values assumed finite")
+    return TRUE
+
+
+@rule("select_n", table=FLAGS)
+def _select_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
+    flags = _flag_operands(ev, node, args, mode)
+    if len(flags) != 3:
+        return ev.alg.literal(ev.leaf(node.outs[0], args))
+    p, no_, yes = flags
+    alg = ev.alg
+    return alg.either(alg.both(p, yes), alg.both(alg.negate(p), no_))
+
+
+@rule("convert_element_type", table=FLAGS)
+def _to_bool(ev: Evaluator, node: Node, args, mode: str) -> int:
+    if ev.g.dtype(node.ins[0]) == bool:
+        return ev.flag(node.ins[0], args, mode)
+    p = ev.poly(node.ins[0], args, mode)
+    if _all_choices(p):
+        return _compare_choices(ev.alg, "ne", p, {})
+    whole = kind_of(ev.g.dtype(node.ins[0])) == "i"
+    return ev.alg.negate(ev.alg.compare("eq", p, whole))
+
+
+@rule("stop_gradient", table=FLAGS)
+def _stop_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
+    return ev.flag(node.ins[0], args, mode)
+
+
+@rule("reduce_or", "reduce_and", table=FLAGS)
+def _reduce_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
+    source, axes = node.ins[0], {int(a) for a in node.params["axes"]}
+    kept = iter(args)
+    at = tuple(
+        ev.alg.new_index(n) if d in axes else next(kept)
+        for d, n in enumerate(ev.g.shape(source))
+    )
+    bound = [at[d] for d in axes]
+    flag = ev.flag(source, at, mode)
+    if node.prim == "reduce_or":
+        return ev.alg.any_over(flag, bound)
+    return ev.alg.negate(ev.alg.any_over(ev.alg.negate(flag), bound))
+
+
+@rule("pad", table=FLAGS)
+def _pad_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
+    return ev.alg.literal(ev.leaf(node.outs[0], args))
+
+
+# ------------------------------------------------------------------ helpers

@@ -1,0 +1,48 @@
+"""What forms are made of: types, budgets and the errors of growing beyond them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Index = Any
+Monomial = tuple[tuple[int, Any], ...]
+Poly = dict[tuple[int, Monomial], float]
+
+TRUE, FALSE = 0, 1
+TERM_BUDGET = 128
+LITERAL_BUDGET = 9
+SNAP = 1e-6
+ODD = ("erf", "sin")
+
+
+class OverBudget(Exception):
+    """The form would grow beyond its budget, or a rule does not apply."""
+
+
+class TooMuchWork(OverBudget):
+    """One region took more steps than it may."""
+
+
+WORK_BUDGET = 8000
+
+
+def term_order(item: Any) -> Any:
+    """The place of a polynomial's term among others."""
+    (flag, mono), c = item
+    return flag, len(mono), [(a, float(e)) for a, e in mono], c
+
+
+def is_frozen(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple is a polynomial as atoms hold it."""
+    return not value or (
+        isinstance(value[0], tuple)
+        and len(value[0]) == 2
+        and isinstance(value[0][0], tuple)
+        and len(value[0][0]) == 2
+        and isinstance(value[0][1], float)
+    )
+
+
+def exact(c: float) -> Any:
+    """An integer where the number is one."""
+    return int(c) if c == int(c) else c

@@ -1,0 +1,116 @@
+"""Predicates: comparisons of forms, and the bounds that decide them."""
+
+from __future__ import annotations
+
+import math
+
+from rewriter.normal_form.forms import (
+    FALSE,
+    TRUE,
+    Index,
+    Poly,
+)
+
+
+class Predicates:
+    """Comparisons as boolean functions."""
+
+    def iota(self, a: Index) -> Poly:
+        """The value of an index argument as a polynomial."""
+        if a is None:
+            return {}
+        if isinstance(a, int):
+            return self.of_atom(self.atom("iota", a))
+        if a[0] == "k":
+            return self.const(a[1])
+        if a[0] == "aff":
+            return self.add(self.scale(self.iota(a[1]), float(a[2])), self.const(a[3]))
+        if a[0] == "cat":
+            return self.add(self.scale(self.iota(a[1]), float(a[3])), self.iota(a[2]))
+        return self.of_atom(self.atom("iota", a))
+
+    def bounds(self, p: Poly) -> tuple[float, float]:
+        """Least and greatest value of a polynomial of iotas; infinite if unknown."""
+        lo = hi = 0.0
+        for (flag, mono), c in p.items():
+            if not mono:
+                a, b = 1.0, 1.0
+            elif len(mono) == 1 and mono[0][1] == 1 and self.kind(mono[0][0]) == "iota":
+                a, b = map(float, self.index_range(self.defs[mono[0][0]][1]))
+            else:
+                return -math.inf, math.inf
+            ends = (c * a, c * b) if flag == TRUE else (c * a, c * b, 0.0)
+            lo, hi = lo + min(ends), hi + max(ends)
+        return lo, hi
+
+    def compare(self, kind: str, p: Poly, integral: bool) -> int:
+        """[p >= 0] or [p == 0] as a boolean function."""
+        c = self.as_constant(p)
+        if c is not None:
+            return TRUE if (c >= 0 if kind == "ge" else c == 0) else FALSE
+        if all(not mono for _, mono in p):  # a choice among constants
+            out, covered = FALSE, FALSE
+            for (flag, _), value in p.items():
+                covered = self.either(covered, flag)
+                if value >= 0 if kind == "ge" else value == 0:
+                    out = self.either(out, flag)
+            return self.either(out, self.negate(covered))
+        if integral or all(self.kind(a) == "iota" for _, m in p for a, _ in m):
+            lo, hi = self.bounds(p)
+            if kind == "ge" and lo >= 0:
+                return TRUE
+            if hi < 0 or (kind == "eq" and lo > 0):
+                return FALSE
+        if kind == "ge":
+            near = self._within(p, integral)
+            return self._ge(p, integral) if near is None else near
+        if integral and all(
+            self.kind(a) == "iota" and isinstance(self.defs[a][1], int)
+            for _, m in p
+            for a, _ in m
+        ):
+            above = self.compare("ge", self.add(p, self.const(-1)), True)
+            return self.both(self.compare("ge", p, True), self.negate(above))
+        frozen = self.freeze(p)
+        lead = next(c for (_, m), c in frozen if m)
+        return self.literal(
+            self.atom("eq", self.freeze(self.scale(p, 1.0 / lead)), integral)
+        )
+
+    def _within(self, p: Poly, integral: bool) -> int | None:
+        """[c - |b| >= 0] as two bounds; |b| is 2 max(b, 0) - b."""
+        for (flag, mono), c in p.items():
+            if flag != TRUE or len(mono) != 1 or mono[0][1] != 1 or c >= 0:
+                continue
+            if self.kind(mono[0][0]) != "relu":
+                continue
+            b = self.scale(self.thaw(self.defs[mono[0][0]][1]), -c / 2)
+            rest = self.add({t: v for t, v in p.items() if t != (flag, mono)}, b, -1.0)
+            if self.as_constant(rest) is not None:
+                return self.both(
+                    self.compare("ge", self.add(rest, b), integral),
+                    self.compare("ge", self.add(rest, b, -1.0), integral),
+                )
+        return None
+
+    def _ge(self, p: Poly, integral: bool) -> int:
+        coefficients = [c for t, c in p.items() if t != (TRUE, ())]
+        if integral and all(c == int(c) for c in coefficients):
+            g = math.gcd(*(int(abs(c)) for c in coefficients))
+            if g > 1:  # g*x + c >= 0  is  x + floor(c/g) >= 0
+                c0 = p.get((TRUE, ()), 0.0)
+                p = self.scale({t: c for t, c in p.items() if t != (TRUE, ())}, 1 / g)
+                p = self.add(p, self.const(math.floor(c0 / g)))
+        elif coefficients:
+            p = self.scale(p, 1.0 / max(abs(c) for c in coefficients))
+        frozen = self.freeze(p)
+        if (
+            integral
+        ):  # of p >= 0 and not(-p-1 >= 0), keep the one whose lead is positive
+            lead = next(c for (_, m), c in frozen if m)
+            if lead < 0:
+                flipped = self.add(self.scale(p, -1.0), self.const(-1.0))
+                return self.negate(
+                    self.literal(self.atom("ge", self.freeze(flipped), True))
+                )
+        return self.literal(self.atom("ge", frozen, integral))

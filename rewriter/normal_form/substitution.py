@@ -1,0 +1,144 @@
+"""Substitution of index arguments in forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rewriter.normal_form.forms import (
+    FALSE,
+    ODD,
+    TRUE,
+    Index,
+    Monomial,
+    Poly,
+    is_frozen,
+)
+
+
+class Substitution:
+    """Forms at other index arguments."""
+
+    def subst(self, p: Poly, to: Mapping[int, Index]) -> Poly:
+        """The polynomial with indices replaced by index arguments."""
+        out: Poly = {}
+        for (flag, mono), c in p.items():
+            new = self.subst_mono(mono, to)
+            out = self.add(out, self._expanded(self.subst_bool(flag, to), new, c))
+        return out
+
+    def _expanded(self, flag: int, mono: Monomial, c: float) -> Poly:
+        """A term with atoms that became sums multiplied out."""
+        plain = tuple(f for f in mono if self.kind(f[0]) != "val")
+        out: Poly = {(flag, plain): c}
+        for a, e in mono:
+            if self.kind(a) == "val":
+                out = self.mul(out, self.power(self.thaw(self.defs[a][1]), e))
+        return out
+
+    def subst_mono(self, mono: Monomial, to: Mapping[int, Index]) -> Monomial:
+        """A monomial with indices replaced."""
+        keys = to.keys()
+        if not any(self._free[a] & keys for a, _ in mono):
+            return mono
+        return self.monomial((self.subst_atom(a, to), e) for a, e in mono)
+
+    def subst_bool(self, b: int, to: Mapping[int, Index]) -> int:
+        """A boolean function with indices replaced."""
+        support, table = self.bools[b]
+        keys = to.keys()
+        if not any(self._free[a] & keys for a in support):
+            return b
+        out = FALSE
+        literals = [self.subst_literal(a, to) for a in support]
+        for row in range(1 << len(support)):
+            if table >> row & 1:
+                term = TRUE
+                for k, lit in enumerate(literals):
+                    term = self.both(term, lit if row >> k & 1 else self.negate(lit))
+                out = self.either(out, term)
+        return out
+
+    def subst_literal(self, atom: int, to: Mapping[int, Index]) -> int:
+        """A literal with indices replaced, as a boolean function."""
+        definition = self.defs[atom]
+        if definition[0] in ("ge", "eq"):
+            if not self._free[atom] & to.keys():
+                return self.literal(atom)
+            body = self.subst(self.thaw(definition[1]), to)
+            integral = definition[2]
+            return self.compare(definition[0], body, integral)
+        if definition[0] == "any":
+            fresh, flag, _ = self.open_sum(atom)
+            return self.any_over(self.subst_bool(flag, to), fresh)
+        return self.literal(self.subst_atom(atom, to))
+
+    def subst_atom(self, atom: int, to: Mapping[int, Index]) -> int:
+        """An atom with indices replaced."""
+        if not self._free[atom] & to.keys():
+            return atom
+        key = (
+            atom,
+            tuple(sorted((k, v) for k, v in to.items() if k in self._free[atom]))
+            if all(isinstance(v, int) for v in to.values())
+            else None,
+        )
+        if key[1] is not None and key in self._subst_memo:
+            return self._subst_memo[key]
+        out = self._subst_atom(atom, to)
+        if key[1] is not None:
+            self._subst_memo[key] = out
+        return out
+
+    def _subst_atom(self, atom: int, to: Mapping[int, Index]) -> int:
+        definition = self.defs[atom]
+        kind = definition[0]
+        if kind == "leaf":
+            args = tuple(self.subst_index(a, to) for a in definition[2])
+            return self.atom("leaf", definition[1], args)
+        if kind == "iota":
+            p = self.iota(self.subst_index(definition[1], to))
+            if len(p) == 1:
+                ((flag, mono), c) = next(iter(p.items()))
+                if c == 1 and len(mono) == 1 and mono[0][1] == 1:
+                    return mono[0][0]
+            return self.atom("val", self.freeze(p))
+        if kind == "sum":
+            fresh, flag, mono = self.open_sum(atom)
+            inner = self._expanded(
+                self.subst_bool(flag, to), self.subst_mono(mono, to), 1.0
+            )
+            return self._as_atom(self.sum_over(inner, fresh))
+        if kind == "any":
+            lit = self.subst_literal(atom, to)
+            return self.atom("ind", lit)
+        if kind == "exp":
+            mono = self.subst_mono(definition[1], to)
+            if any(self.kind(a) == "val" for a, _ in mono):
+                return self._as_atom(self.exp(self._expanded(TRUE, mono, 1.0)))
+            return self.atom("exp", mono)
+        if kind == "ind":
+            return self.atom("ind", self.subst_bool(definition[1], to))
+        if kind == "relu":
+            return self._as_atom(self.relu(self.subst(self.thaw(definition[1]), to)))
+        if kind == "fn" and definition[1] in ODD:
+            inner = self.subst(self.thaw(definition[2]), to)
+            return self._as_atom(self.odd(definition[1], inner))
+        if kind == "pow":
+            content, atom = self.base_atom(self.subst(self.thaw(definition[1]), to))
+            if content == 1:
+                return atom
+            return self.atom("val", self.freeze({(TRUE, ((atom, 1),)): content}))
+        parts = [
+            self.freeze(self.subst(self.thaw(x), to))
+            if isinstance(x, tuple) and is_frozen(x)
+            else x
+            for x in definition[1:]
+        ]
+        return self.atom(kind, *parts)
+
+    def _as_atom(self, p: Poly) -> int:
+        if len(p) == 1:
+            ((flag, mono), c) = next(iter(p.items()))
+            if c == 1 and flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
+                return mono[0][0]
+        return self.atom("val", self.freeze(p))
