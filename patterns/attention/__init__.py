@@ -1,0 +1,149 @@
+"""Attention: softmax(scale q kᵀ + bias, masked) v, in any layout and spelling.
+
+Formula    out[b,t,n,e] = Σ_s p v[b,s,k,e]
+           p = [keep] exp(x) / (Σ_s [keep] exp(x) + sink)
+           x = softcap(scale Σ_h q[b,t,n,h] k[b,s,k,h]) + bias
+Looks like an exponential between two contractions: one above it gives the
+           scores, one below it weighs the values.
+Must hold  the form splits into those factors, each mask is a predicate of
+           positions or an array, and no other factor is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from rewriter.finder import Finder
+from rewriter.graph import Node
+from rewriter.match import ReaderPattern
+from rewriter.normal_form import OverBudget
+from rewriter.patterns.attention.assembly import NAME, Assembly
+from rewriter.patterns.attention.softmax import exponents, softmax_parts
+from rewriter.reading import Reading, Refused, split_digits
+
+ANCHORS = frozenset({"exp", "exp2"})
+NEEDS = frozenset({"dot_general"})
+DOT = frozenset({"dot_general"})
+AFTER = frozenset({
+    "div", "mul", "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim",
+    "expand_dims", "convert_element_type", "name", "copy", "sharding_constraint",
+})  # fmt: skip
+
+
+def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of the regions around an exponential."""
+    scores = [
+        n
+        for n in find.regions.above(anchor.ins[0], DOT)
+        if n.params["dimension_numbers"][0][0]
+    ]
+    if not scores or find.barren(NAME, anchor):
+        return
+    below = [
+        (n, side)
+        for n, side in find.regions.below(anchor.outs[0], DOT)
+        if n.params["dimension_numbers"][0][0]
+    ]
+    sums = {n.outs[0] for n, k in below if find.number(n.ins[1 - k]) is not None}
+    for pv, side in below:
+        if pv in scores or pv.outs[0] in sums or find.done(NAME, pv.outs[0]):
+            continue
+        before = len(find.found)
+        yield from _around(find, anchor, scores, pv, side, sums)
+        if len(find.found) > before:
+            return  # weights that several products read are one attention
+
+
+def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
+    choices = [scores] if len(scores) == 1 else [scores, *([s] for s in scores)]
+    if len(scores) > 3:
+        choices = [[s] for s in scores]
+    miss: Refused | None = None
+    for chosen in choices:
+        value = pv.outs[0]
+        later = [
+            v
+            for v in find.regions.chain(value, AFTER, 10)
+            if find.graph.node_of(v).prim in ("div", "mul", "select_n")
+        ]
+        for k, candidate in enumerate([value, *later]):
+            for how in ("full", "soft", "whole"):
+                try:
+                    yield read(find, candidate, chosen, pv, side, how, sums)
+                except Refused as refusal:
+                    if miss is None or refusal.score > miss.score:
+                        miss = refusal.with_traceback(None)
+                    if refusal.code not in ("rows", "terms", "weights", "unequal"):
+                        break
+                except (OverBudget, RecursionError) as error:
+                    miss = miss or Refused("budget", str(error), score=0.3)
+                if find.done(NAME, candidate):
+                    return
+            if (
+                k == 0
+                and miss is not None
+                and miss.code not in ("denominator", "budget")
+            ):
+                break
+    if miss is not None and miss.score > 0.2:
+        find.missed(NAME, anchor, miss)
+
+
+def read(
+    find: Finder,
+    value: int,
+    scores: list[Node],
+    pv: Node,
+    side: int,
+    how: str,
+    sums: Set[int] = frozenset(),
+) -> Reading:
+    """The reading of one candidate result.
+
+    Args:
+        find: The search.
+        value: The candidate.
+        scores: Contractions of queries with keys.
+        pv: The contraction of weights with values.
+        side: Which operand of it the weights are.
+        how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
+            ``"whole"`` takes a bias as it is, however it was computed.
+        sums: Contractions of the weights with ones.
+
+    Raises:
+        Refused: If the form is not that of attention.
+        OverBudget: If the form grows too large.
+    """
+
+    def from_scores(v: int) -> bool:
+        return any(find.regions.depends(v, n.outs[0], 120) for n in scores)
+
+    ev = find.evaluator(
+        value,
+        inside=frozenset([*(n.outs[0] for n in scores), pv.outs[0], *sums]),
+        full_sides=frozenset(
+            [(pv.outs[0], side), *((n, k) for n in sums for k in (0, 1))]
+        ),
+        soft_fills=how == "soft",
+        in_pieces=from_scores,
+        whole_sides=from_scores if how == "whole" else None,
+        filled_rows=True,
+    )
+    alg = find.algebra
+    args = ev.indices(value)
+    form = ev.poly(value, args)
+    whole = args
+    form, args = split_digits(alg, form, args)
+    ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
+    values = find.layout_leaves(ev, pv.ins[1 - side])
+    parts = softmax_parts(alg, form, values)
+    left = find.layout_leaves(ev, *(n.ins[0] for n in scores))
+    right = find.layout_leaves(ev, *(n.ins[1] for n in scores))
+    qk, bias = exponents(alg, parts, left | right)
+    of_scores = frozenset(n.outs[0] for n in scores)
+    return Assembly(
+        find, ev, value, args, form, parts, qk, bias, pv, of_scores
+    ).reading()
+
+
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, NEEDS)

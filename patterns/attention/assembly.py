@@ -1,0 +1,270 @@
+"""From the parts of a softmax to the op: axes, masks, operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rewriter.normal_form import TRUE, Poly
+from rewriter.patterns.attention.masks import Masks
+from rewriter.patterns.attention.rows import Rows
+from rewriter.reading import (
+    Group,
+    Operand,
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+)
+
+NAME = "attention"
+
+
+class Assembly(Masks, Rows):
+    """Names the axes, classifies the masks and writes the operands."""
+
+    def __init__(self, find, ev, value, args, form, parts, qk, bias, pv, scores):
+        self.find, self.ev, self.alg = find, ev, find.algebra
+        self.value, self.args, self.form = value, args, form
+        self.parts, self.qk, self.bias, self.pv = parts, qk, bias, pv
+        self.scores = scores
+        self.operands: dict[str, Operand] = {}
+        self.params: dict[str, Any] = {}
+        self.general = TRUE
+        self.bounds: list[tuple[str, int, Poly]] = []
+
+    def ids(self, factors) -> set[int]:
+        """Free indices of factors."""
+        return set().union(*(self.alg.free(a) for a, _ in factors))
+
+    def reading(self) -> Reading:
+        """The finished reading."""
+        self._axes()
+        self._masks()
+        self._inputs()
+        self._additions()
+        self._fills()
+        self._empty_rows()
+        self._own_scores()
+        dtype = self.find.graph.dtype(self.value)
+        self.params["out_dtype"] = str(dtype)
+        check = {"empty_rows": "nan"} if "empty_rows" in self.params else {}
+        form = self.form
+        if self.parts.zero_rows:  # the check is made on rows that have a key
+            ((_, mono), c) = next(iter(form.items()))
+            form = {(self.parts.row_mask, mono): c}
+        return Reading(
+            NAME,
+            self.alg,
+            self.ev.place,
+            self.value,
+            self.args,
+            form,
+            (self.b, self.t, self.n, self.e),
+            self.operands,
+            self.params,
+            check_params=check,
+            check_options={"soft_fills": self.ev.soft_fills},
+            notes=tuple(sorted(self.ev.notes)),
+        )
+
+    def _own_scores(self) -> None:
+        """Refuses masks and biases that are computed from the scores themselves."""
+        for name in ("mask", "bias", "dropout", "kv_lengths", "prefix", "offset"):
+            used = self.operands.get(name)
+            leaves: set[int] = set()
+            for poly, _ in used.parts if used else ():
+                leaves |= self.alg.poly_leaves(poly)
+            if used is not None and used.flag is not None:
+                leaves |= self.alg.poly_leaves(self.alg.of_bool(used.flag))
+            for leaf in leaves:
+                if self.find.regions.descends(self.alg.defs[leaf][1], self.scores):
+                    raise Refused(
+                        "scores", f"the {name} is computed from the scores", score=0.6
+                    )
+
+    # -------------------------------------------------------------- axes
+    def _axes(self) -> None:
+        alg, s = self.alg, set(self.parts.s)
+        out = [i for a in self.args for i in flat_indices(a)]
+        q, k = set(), set()
+        for x in self.qk:
+            q |= self.ids(x.q) - set(x.d)
+            k |= self.ids(x.k) - set(x.d) - s
+        v = set().union(*(alg.free(a) for a in self.parts.v)) - s
+        for name, ids in (("queries", q), ("keys", k), ("values", v)):
+            if ids - set(out):
+                raise Refused(
+                    "axes", f"an axis of the {name} is not one of the result", score=0.5
+                )
+        if not k and v & q:
+            raise Refused(
+                "keys",
+                "all rows share the keys and not the values, as in a router",
+                score=0.4,
+            )
+        e = v - q - k
+        rows = q - k - v
+        shared = [i for i in out if i not in e and i not in rows]
+        if set(shared) - (q | k | v):
+            raise Refused("axes", "the result has an axis of no operand", score=0.5)
+        self.e = tuple(i for i in out if i in e)
+        mask_ids, length_ids, position_ids = self._mask_axes(rows)
+        rows_in_order = [i for i in out if i in rows]
+        self.t = self._query_axis(rows_in_order, mask_ids, position_ids)
+        groups = tuple(i for i in rows_in_order if i not in self.t)
+        lead = [i for i in shared if i in length_ids] or shared[:1]
+        self.b = tuple(i for i in shared if i in lead)
+        self.k = tuple(i for i in shared if i not in lead)
+        self.n = self.k + groups
+        self.s = self.parts.s
+
+    def _mask_axes(self, rows: set[int]):
+        alg = self.alg
+        mask_ids: set[int] = set()
+        length_ids: set[int] = set()
+        position_ids: set[int] = set()
+        for a in alg.bools[self.parts.keep][0]:
+            ids = alg.free(a)
+            mask_ids |= ids
+            if alg.kind(a) in ("ge", "eq"):
+                if ids & set(self.parts.s):
+                    length_ids |= ids - rows
+                for inner in alg.children(a):
+                    if alg.kind(inner) == "iota":
+                        position_ids |= alg.free(inner)
+        for _, mono in self.bias:
+            mask_ids |= alg.term_ids(TRUE, mono)
+        return mask_ids, length_ids, position_ids
+
+    def _query_axis(self, rows, mask_ids, position_ids) -> Group:
+        if len(rows) <= 1:
+            return tuple(rows)
+        for ids in (position_ids, mask_ids):
+            hits = [i for i in rows if i in ids]
+            if len(hits) == 1:
+                return tuple(hits)
+            if hits:
+                rows = hits
+        return (max(rows, key=lambda i: self.alg.sizes[i]),)
+
+    # -------------------------------------------------------------- inputs
+    def _inputs(self) -> None:
+        alg = self.alg
+        lead = self.qk[0]
+        rows: list[tuple[int, Any]] = []
+        keys: list[tuple[int, Any]] = []
+        scalar: list[tuple[int, Any]] = []
+        if len(self.qk) == 1:
+            for f in lead.extra:
+                ids = alg.free(f[0])
+                if not ids:
+                    scalar.append(f)
+                elif not ids & set(self.s):
+                    rows.append(f)
+                elif not ids & (set(self.t) | (set(self.n) - set(self.k))):
+                    keys.append(f)
+                else:
+                    raise Refused(
+                        "scores",
+                        "scores are multiplied by a position factor",
+                        difference=alg.show_atom(f[0]),
+                        score=0.6,
+                    )
+        elif any(x.extra for x in self.qk):
+            raise Refused(
+                "scores", "two contractions with scales of their own", score=0.6
+            )
+        q_dtype, k_dtype, v_dtype = self._dtypes()
+        self.operands["q"] = Operand(
+            tuple(
+                (
+                    alg.scale(
+                        {(TRUE, alg.monomial((*x.q, *rows))): 1.0},
+                        alg.number(x.c / lead.c),
+                    ),
+                    (self.b, self.t, self.n, x.d),
+                )
+                for x in self.qk
+            ),
+            dtype=q_dtype,
+        )
+        self.operands["k"] = Operand(
+            tuple(
+                (
+                    {(TRUE, alg.monomial((*x.k, *keys))): 1.0},
+                    (self.b, self.s, self.k, x.d),
+                )
+                for x in self.qk
+            ),
+            dtype=k_dtype,
+        )
+        factor = 1.0 if self.parts.rest else self.parts.factor
+        v = {(TRUE, alg.monomial((a, 1) for a in self.parts.v)): factor}
+        self.operands["v"] = operand(v, self.b, self.s, self.k, self.e, dtype=v_dtype)
+        self.params["scale"] = lead.c
+        if lead.softcap:
+            self.params["softcap"] = lead.softcap
+        if scalar:
+            self.operands["scale_factor"] = operand({(TRUE, alg.monomial(scalar)): 1.0})
+
+    def _dtypes(self):
+        """Dtypes of the leaves, so that kernels read the narrowest values."""
+
+        def of(factors):
+            names = [
+                self.find.graph.dtype(self.alg.defs[a][1])
+                for a, _ in factors
+                if self.alg.kind(a) == "leaf"
+            ]
+            return max(names, key=lambda d: d.itemsize)
+
+        q = max((of(x.q) for x in self.qk), key=lambda d: d.itemsize)
+        k = max((of(x.k) for x in self.qk), key=lambda d: d.itemsize)
+        v = of([(a, 1) for a in self.parts.v])
+        return q, k, v
+
+    # -------------------------------------------------------------- additions
+    def _additions(self) -> None:
+        alg, parts = self.alg, self.parts
+        heads = set(self.n)
+        slopes = self._slopes(heads)
+        if slopes is not None:
+            self.operands["alibi"] = operand(slopes, self.n)
+        elif self.bias:
+            allowed = {*self.b, *self.n, *self.t, *self.s}
+            if alg.ids(self.bias) - allowed:
+                raise Refused("bias", "the bias has an axis of its own", score=0.6)
+            self.operands["bias"] = operand(
+                self.bias, self.b, self.n, self.t, self.s, full=False
+            )
+        if parts.sink:
+            if alg.ids(parts.sink) - heads:
+                raise Refused(
+                    "sink",
+                    "the extra term of the denominator depends on more than the head",
+                    score=0.6,
+                    difference=alg.show(parts.sink),
+                )
+            self.operands["sinks"] = operand(alg.log(parts.sink), self.n)
+        if parts.rest or parts.drop_flag != TRUE:
+            drop = {(parts.drop_flag, alg.monomial(parts.rest)): parts.factor}
+            if not parts.rest:
+                drop = {(parts.drop_flag, ()): 1.0}
+            self.operands["dropout"] = operand(
+                drop, self.b, self.n, self.t, self.s, full=False
+            )
+            self.ev.notes.add("the dropout mask is an operand")
+
+    def _slopes(self, heads: set[int]) -> Poly | None:
+        """The slopes of a bias slope(head) * s, else None."""
+        alg = self.alg
+        if not self.bias or len(self.s) != 1:
+            return None
+        s = alg.atom("iota", self.s[0])
+        out: Poly = {}
+        for (flag, mono), c in self.bias.items():
+            rest = tuple(f for f in mono if f[0] != s)
+            if (s, 1) not in mono or alg.term_ids(flag, rest) - heads:
+                return None
+            out[flag, rest] = c
+        return out

@@ -1,0 +1,219 @@
+"""Masks of positions: windows, lengths, prefixes, segments; the rest is an array."""
+
+from __future__ import annotations
+
+import itertools
+
+from rewriter.normal_form import FALSE, TRUE, Algebra, Poly
+from rewriter.reading import (
+    Operand,
+    Refused,
+    flag_operand,
+    operand,
+)
+
+
+class Masks:
+    """Sorts the conjuncts of a mask into parameters and operands."""
+
+    def _masks(self) -> None:
+        alg = self.alg
+        self.right: list[tuple[int, Poly]] = []
+        self.left: list[tuple[int, Poly]] = []
+        self.lengths: list[tuple[int, Poly]] = []
+        self.segments: tuple[Poly, Poly] | None = None
+        self.prefix: Poly | None = None
+        rest = alg.both(self.parts.keep, self.parts.row_mask)
+        if rest == FALSE:
+            raise Refused("mask", "every key is masked", score=0.5)
+        for part in conjuncts(alg, rest):
+            if not self._structured(part) and not self._prefixed(part):
+                self.general = alg.both(self.general, part)
+        self._window()
+
+    def _structured(self, part: int) -> bool:
+        support, table = self.alg.bools[part]
+        if len(support) != 1:
+            return False
+        return self._bound(support[0], table == 0b10) or self._segment(
+            support[0], table == 0b10
+        )
+
+    def _bound(self, atom: int, true: bool) -> bool:
+        """Reads a comparison of the key's position with the query's or a length."""
+        found = self._linear(atom, true)
+        if found is None:
+            return False
+        alpha, beta, c, other = found
+        if set(self.alg.ids(other)) - set(self.b):
+            return False
+        if beta == -1 and alpha == 1:  # s <= t + c + other
+            self.right.append((c, other))
+        elif beta == 1 and alpha == -1:  # s >= t - c - other
+            self.left.append((c, self.alg.scale(other, -1.0)))
+        elif beta == -1 and alpha == 0:  # s < c + 1 + other
+            self.lengths.append((c + 1, other))
+        elif beta == 1 and alpha == 0 and not self.t and other:
+            self.left.append((c, self.alg.scale(other, -1.0)))
+        else:
+            return False
+        return True
+
+    def _linear(self, atom: int, true: bool):
+        """(query coefficient, key coefficient, constant, rest) of a comparison."""
+        alg = self.alg
+        d = alg.defs[atom]
+        if d[0] != "ge" or not d[2]:
+            return None
+        p = alg.thaw(d[1])
+        if not true:
+            p = alg.add(alg.scale(p, -1.0), alg.const(-1))
+        if len(self.t) > 1 or len(self.s) != 1:
+            return None
+        t = alg.atom("iota", self.t[0]) if self.t else -1
+        s = alg.atom("iota", self.s[0])
+        alpha = beta = c = 0.0
+        other: Poly = {}
+        for (flag, mono), x in p.items():
+            if flag == TRUE and mono == ((t, 1),):
+                alpha = x
+            elif flag == TRUE and mono == ((s, 1),):
+                beta = x
+            elif flag == TRUE and not mono:
+                c = x
+            else:
+                other[flag, mono] = x
+        ids = alg.ids(other)
+        if ids & set(self.s) or ids & set(self.t) or abs(beta) != 1:
+            return None
+        if not all(float(x).is_integer() for x in (alpha, c, *other.values())):
+            return None
+        return int(alpha), int(beta), int(c), other
+
+    def _segment(self, atom: int, true: bool) -> bool:
+        """Reads an equality of a number of the query and one of the key."""
+        alg = self.alg
+        d = alg.defs[atom]
+        if d[0] != "eq" or not true or not d[2] or self.segments is not None:
+            return False
+        p = alg.thaw(d[1])
+        mine: Poly = {}
+        theirs: Poly = {}
+        for (flag, mono), c in p.items():
+            ids = alg.term_ids(flag, mono)
+            if ids & set(self.s):
+                theirs[flag, mono] = -c
+            else:
+                mine[flag, mono] = c
+        q_ids, k_ids = alg.ids(mine), alg.ids(theirs)
+        if not theirs or not mine:
+            return False
+        if q_ids - set(self.b) - set(self.t) or k_ids - set(self.b) - set(self.s):
+            return False
+        self.segments = (mine, theirs)
+        return True
+
+    def _prefixed(self, part: int) -> bool:
+        """Reads (s <= t + c) or (s < prefix)."""
+        alg = self.alg
+        support, _table = alg.bools[part]
+        if len(support) != 2 or self.prefix is not None:
+            return False
+        readings = []
+        for _k, atom in enumerate(support):
+            for true in (True, False):
+                lit = alg.literal(atom) if true else alg.negate(alg.literal(atom))
+                if alg.implies(lit, part):
+                    readings.append((atom, true))
+        if len(readings) != 2:
+            return False
+        union = FALSE
+        for atom, true in readings:
+            lit = alg.literal(atom)
+            union = alg.either(union, lit if true else alg.negate(lit))
+        if union != part:
+            return False
+        linear = [self._linear(a, true) for a, true in readings]
+        if any(x is None for x in linear):
+            return False
+        causal = [x for x in linear if x[:2] == (1, -1) and not x[3]]
+        prefix = [x for x in linear if x[:2] == (0, -1)]
+        if len(causal) != 1 or len(prefix) != 1 or self.right or self.left:
+            return False
+        if alg.ids(prefix[0][3]) - set(self.b):
+            return False
+        self.right.append((causal[0][2], {}))
+        self.prefix = alg.add(prefix[0][3], alg.const(prefix[0][2] + 1))
+        return True
+
+    def _window(self) -> None:
+        """Joins the bounds into a window, a shift and lengths."""
+        alg = self.alg
+        offsets = [alg.freeze(o) for _, o in (*self.right, *self.left)]
+        distinct = dict.fromkeys(o for o in offsets)
+        if len(distinct) > 1:
+            raise Refused("mask", "two windows with different offsets", score=0.6)
+        offset = alg.thaw(next(iter(distinct), ()))
+        right = min((c for c, _ in self.right), default=None)
+        left = min((c for c, _ in self.left), default=None)
+        shift = right if right is not None and (left is None or right < 0) else 0
+        if right is not None or left is not None:
+            width = None if left is None else left + shift
+            self.params["window"] = (width, None if right is None else right - shift)
+            if shift:
+                self.params["shift"] = shift
+        if offset:
+            self.operands["offset"] = operand(offset, self.b, full=False, dtype="int32")
+        lengths = self.lengths
+        if len(lengths) > 1:
+            static = [c for c, o in lengths if not o]
+            moving = {alg.freeze(o): c for c, o in lengths if o}
+            if len(moving) > 1 or (static and moving):
+                raise Refused("mask", "two different key lengths", score=0.6)
+            lengths = [(min(static), {})] if static else lengths[:1]
+        for c, other in lengths:
+            length = alg.add(other, alg.const(c))
+            self.operands["kv_lengths"] = operand(
+                length, self.b, full=False, dtype="int32"
+            )
+        if self.segments is not None:
+            mine, theirs = self.segments
+            self.operands["q_segments"] = Operand(
+                ((mine, (self.b, self.t)),), dtype="int32"
+            )
+            self.operands["kv_segments"] = Operand(
+                ((theirs, (self.b, self.s)),), dtype="int32"
+            )
+        if self.prefix is not None:
+            self.operands["prefix"] = operand(
+                self.prefix, self.b, full=False, dtype="int32"
+            )
+        if self.general != TRUE:
+            self.operands["mask"] = flag_operand(
+                self.general, self.b, self.n, self.t, self.s
+            )
+
+
+def conjuncts(alg: Algebra, b: int) -> list[int]:
+    """Conjuncts of a boolean function, as fine as they go."""
+    out = []
+    for a in alg.bools[b][0]:
+        if a not in alg.bools[b][0]:
+            continue
+        mine = alg.project(b, [a])
+        others = [x for x in alg.bools[b][0] if x != a]
+        rest = alg.project(b, others)
+        if mine != TRUE and alg.both(mine, rest) == b:
+            out.append(mine)
+            b = rest
+    pairs = itertools.combinations(alg.bools[b][0], 2)
+    for pair in list(pairs) if len(alg.bools[b][0]) > 2 else []:
+        mine = alg.project(b, pair)
+        others = [x for x in alg.bools[b][0] if x not in pair]
+        rest = alg.project(b, others)
+        if mine != TRUE and alg.both(mine, rest) == b:
+            out.append(mine)
+            b = rest
+    if b != TRUE:
+        out.append(b)
+    return out

@@ -1,0 +1,99 @@
+"""Rows without keys, and fills that do not dominate."""
+
+from __future__ import annotations
+
+import math
+
+from rewriter.normal_form import TRUE
+from rewriter.reading import (
+    Refused,
+)
+
+MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
+
+
+class Rows:
+    """What a row gives that sees no key, and when that cannot be told."""
+
+    def _empty_rows(self) -> None:
+        kept = self.alg.both(self.parts.keep, self.parts.row_mask)
+        if kept == TRUE or self.parts.sink or self._never_empty():
+            return
+        behaviour = (
+            "zero"
+            if self.parts.zero_rows
+            else self.find.empty_rows(
+                self.ev,
+                self.scores,
+                self.pv,
+                self.value,
+                self.alg.both(self.parts.keep, self.parts.row_mask),
+            )
+        )
+        if behaviour == "unknown":
+            if self.ev.soft_fills:
+                raise Refused(
+                    "rows",
+                    "a row without keys gives something this op does not",
+                    score=0.8,
+                )
+            raise Refused(
+                "rows", "what a row without keys gives is not known", score=0.8
+            )
+        self.params["empty_rows"] = behaviour
+
+    def _each_sees_itself(self) -> bool:
+        alg, sizes = self.alg, self.alg.sizes
+        if [sizes[i] for i in self.t] != [sizes[i] for i in self.s]:
+            return False
+        kept = alg.both(self.parts.keep, self.parts.row_mask)
+        return alg.subst_bool(kept, dict(zip(self.s, self.t, strict=True))) == TRUE
+
+    def _fills(self) -> None:
+        """Refuses fills that do not dominate: scores may be as large, or the bias.
+
+        Where all keys of a row are masked by one or the other, the program weighs
+        them by which; no hard mask does.
+        """
+        kept = self.alg.both(self.parts.keep, self.parts.row_mask)
+        fills = [abs(f) for f in self.ev.fills if math.isfinite(f)]
+        if fills and min(fills) < MODERATE:
+            raise Refused(
+                "rows", f"a mask of {-min(fills):g} is only a bias", score=0.7
+            )
+        if kept == TRUE or not self.bias or not fills:
+            return
+        loudest = max(abs(c) for c in self.bias.values())
+        for leaf in self.alg.poly_leaves(self.bias):
+            loudest = max(loudest, self.find.loudest(self.alg.defs[leaf][1]))
+        if min(fills) < 100 * loudest >= 1e6:
+            raise Refused(
+                "rows",
+                "a mask and a bias add numbers of like size: which keys a row "
+                "without keys weighs depends on both",
+                score=0.8,
+            )
+
+    def _never_empty(self) -> bool:
+        """Whether every query sees itself or the first key."""
+        only = {"q", "k", "v", "bias", "alibi", "dropout", "scale_factor", "sinks"}
+        sizes = self.alg.sizes
+        t = math.prod(sizes[i] for i in self.t)
+        s = math.prod(sizes[i] for i in self.s)
+        left, right = self.params.get("window", (None, None))
+        shift = self.params.get("shift", 0)
+        masks = set(self.operands) - only
+        if masks == {"q_segments", "kv_segments"}:
+            mine, theirs = self.segments
+            swap = {self.s[0]: self.t[0]} if self.t and len(self.s) == 1 else {}
+            same = t == s and swap and self.alg.subst(theirs, swap) == mine
+            lo = -left if left is not None else 0
+            if same and lo + shift <= 0 <= shift + (right or 0):  # each sees itself
+                return True
+        if self._each_sees_itself():
+            return True
+        if masks - {"prefix"} or (left or 0) + (right or 0) < 0:
+            return False
+        first_sees = right is None or shift + right >= 0
+        last_sees = left is None or t + shift <= s + left
+        return first_sees and last_sees

@@ -1,0 +1,235 @@
+"""The parts of a softmax read off a form: weights, total, scores, values."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewriter.normal_form import TRUE, Algebra, Poly
+from rewriter.patterns.attention.masks import conjuncts
+from rewriter.reading import (
+    Group,
+    Refused,
+)
+
+
+@dataclass
+class Parts:
+    """The pieces of a softmax-weighted sum."""
+
+    s: Group = ()
+    keep: int = TRUE
+    exps: list[tuple[tuple, Any]] = field(default_factory=list)
+    v: list[int] = field(default_factory=list)
+    rest: list[tuple[int, Any]] = field(default_factory=list)
+    drop_flag: int = TRUE
+    factor: float = 1.0
+    sink: Poly = field(default_factory=dict)
+    zero_rows: bool = False
+    row_mask: int = TRUE
+
+
+@dataclass
+class Scores:
+    """One contraction of queries with keys."""
+
+    c: float
+    extra: list[tuple[int, Any]]
+    d: Group
+    q: list[tuple[int, Any]]
+    k: list[tuple[int, Any]]
+    softcap: float | None = None
+
+
+def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
+    """The factors of a form that is one quotient of two sums over the keys.
+
+    Raises:
+        Refused: If the form is another one, or other factors are left.
+    """
+    if len(form) != 1:
+        raise Refused(
+            "terms",
+            f"the result is a sum of {len(form)} terms",
+            score=0.3,
+            difference=alg.show(form),
+        )
+    ((flag, mono), c) = next(iter(form.items()))
+    below = [a for a, e in mono if e == -1 and alg.kind(a) in ("sum", "pow")]
+    above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
+    if not below:
+        raise Refused("denominator", "no sum of weights divides the result", score=0.3)
+    for den, num in itertools.product(below, above):
+        parts = _pair(alg, den, num, values)
+        if parts is not None:
+            left = [f for f in mono if f[0] not in (den, num)]
+            if left:
+                raise Refused(
+                    "factor",
+                    "the result is multiplied by something else",
+                    difference=alg.show({(TRUE, tuple(left)): 1.0}),
+                    score=0.5,
+                )
+            parts.factor *= c
+            return _rows(alg, flag, parts)
+    raise Refused(
+        "weights",
+        "the weights differ between numerator and denominator",
+        difference=alg.show(form),
+        score=0.4,
+    )
+
+
+def _rows(alg: Algebra, flag: int, parts: Parts) -> Parts:
+    """Reads masks of whole rows, and factors that are zero where no key is left."""
+    for part in conjuncts(alg, flag) if flag != TRUE else ():
+        kinds = {alg.kind(a) for a in alg.bools[part][0]}
+        if kinds == {"any"}:
+            some = alg.any_over(parts.keep, parts.s)
+            if not alg.implies(some, part):
+                raise Refused(
+                    "factor",
+                    "the result is masked",
+                    score=0.5,
+                    difference=alg.show_bool(flag),
+                )
+            parts.zero_rows = True
+        else:
+            parts.row_mask = alg.both(parts.row_mask, part)
+    return parts
+
+
+def _pair(alg: Algebra, den: int, num: int, values: set[Any]) -> Parts | None:
+    sink: Poly = {}
+    if alg.kind(den) == "pow":
+        base = alg.thaw(alg.defs[den][1])
+        sums = [
+            (t, c)
+            for t, c in base.items()
+            if t[0] == TRUE
+            and len(t[1]) == 1
+            and t[1][0][1] == 1
+            and alg.kind(t[1][0][0]) == "sum"
+        ]
+        if len(sums) != 1:
+            return None
+        (term, c), factor = sums[0], sums[0][1]
+        sink = alg.scale({t: x for t, x in base.items() if t != term}, 1 / c)
+        den = term[1][0][0]
+    else:
+        factor = 1.0
+    s, top_flag, top = alg.open_sum(num)
+    low_s, low_flag, low = alg.open_sum(den)
+    if sorted(alg.sizes[i] for i in s) != sorted(alg.sizes[i] for i in low_s):
+        return None
+    for order in itertools.islice(itertools.permutations(s), 6):
+        to = dict(zip(low_s, order, strict=True))
+        if any(alg.sizes[a] != alg.sizes[b] for a, b in to.items()):
+            continue
+        mono = dict(alg.subst_mono(low, to))
+        flag = alg.subst_bool(low_flag, to)
+        rest = alg.monomial((*top, *((a, -e) for a, e in mono.items())))
+        if any(e != 1 for _, e in rest) or not alg.implies(top_flag, flag):
+            continue
+        parts = Parts(tuple(s), flag, list(mono.items()), factor=1 / factor, sink=sink)
+        for a, e in rest:
+            if alg.kind(a) == "leaf" and alg.defs[a][1] in values:
+                parts.v.append(a)
+            else:
+                parts.rest.append((a, e))
+        if top_flag != flag:
+            extra = [a for a in alg.bools[top_flag][0] if a not in alg.bools[flag][0]]
+            parts.drop_flag = alg.project(top_flag, extra)
+            if not alg.poly_leaves(alg.of_bool(parts.drop_flag)):
+                raise Refused(
+                    "weights",
+                    "the sum of the weights runs over other keys "
+                    "than the sum of the values",
+                    score=0.5,
+                )
+            if alg.both(flag, parts.drop_flag) != top_flag:
+                continue
+        if parts.v:
+            return parts
+    return None
+
+
+def exponents(
+    alg: Algebra, parts: Parts, operands: set[Any]
+) -> tuple[list[Scores], Poly]:
+    """(contractions of queries with keys, what is added to them) in the exponents.
+
+    Raises:
+        Refused: If the scores go through something that attention lacks.
+    """
+    qk: list[Scores] = []
+    bias: Poly = {}
+    for atom, c in parts.exps:
+        if alg.kind(atom) != "exp":
+            raise Refused(
+                "weights",
+                "the weights are multiplied by another factor",
+                difference=alg.show_atom(atom),
+                score=0.5,
+            )
+        mono = alg.defs[atom][1]
+        found = _scores(alg, mono, float(c), operands, parts.s)
+        if found is not None:
+            qk.append(found)
+        elif {alg.defs[a][1] for a in alg.leaves(atom)} & operands:
+            raise Refused(
+                "scores",
+                "the scores go through something that this op lacks",
+                difference=alg.show_atom(atom),
+                score=0.6,
+            )
+        else:
+            bias = alg.add(bias, {(TRUE, mono): float(c)})
+    if not qk:
+        raise Refused(
+            "scores",
+            "the exponent holds no contraction of two values",
+            difference=alg.show(bias),
+            score=0.25,
+        )
+    if len(qk) > 1 and any(x.softcap for x in qk):
+        raise Refused("softcap", "a soft cap over part of the scores", score=0.6)
+    return qk, bias
+
+
+def _scores(alg, mono, c, operands, s) -> Scores | None:
+    if len(mono) == 1 and mono[0][1] == -1 and alg.kind(mono[0][0]) == "pow":
+        return _capped(alg, mono[0][0], c, operands, s)
+    for atom, e in mono:
+        if e != 1 or alg.kind(atom) != "sum":
+            continue
+        d, flag, body = alg.open_sum(atom)
+        leaves = [a for a, _ in body if alg.kind(a) == "leaf"]
+        if flag != TRUE or not any(alg.defs[a][1] in operands for a in leaves):
+            continue
+        k = [f for f in body if alg.free(f[0]) & set(s)]
+        q = [f for f in body if not alg.free(f[0]) & set(s)]
+        if not k or not q:
+            continue
+        extra = [f for f in mono if f[0] != atom]
+        return Scores(c, extra, tuple(d), q, k)
+    return None
+
+
+def _capped(alg, atom, c, operands, s) -> Scores | None:
+    """Cap tanh(x / cap) is -2 cap / (1 + exp(2 x / cap)) up to a constant."""
+    base = alg.thaw(alg.defs[atom][1])
+    constant, rest = alg.split_constant(base)
+    if constant != 1 or len(rest) != 1:
+        return None
+    ((flag, mono), k) = next(iter(rest.items()))
+    if k != 1 or flag != TRUE or len(mono) != 1 or alg.kind(mono[0][0]) != "exp":
+        return None
+    inner = _scores(alg, alg.defs[mono[0][0]][1], float(mono[0][1]), operands, s)
+    if inner is None or inner.softcap:
+        return None
+    cap = -c / 2
+    if cap < 0:
+        inner.c, cap = -inner.c, -cap
+    return Scores(inner.c * cap / 2, inner.extra, inner.d, inner.q, inner.k, cap)
