@@ -36,7 +36,8 @@ class Config:
             ``default``, ``none`` is the empty set.
         tune: ``off`` (rules of thumb), ``cached``, ``quick`` or ``full``.
         numerics: ``strict`` accepts exact rewrites only, ``default`` those
-            within rounding of the program's own types, ``fast`` more.
+            within rounding of the program's own types, ``fast`` also those that
+            change what attention gives for a row whose keys are all masked.
         strict: A failure inside the rewriter is an error, not a warning.
         implementation: ``((op, kernel), ...)``: kernels to use where they can be.
         verify: ``once`` compares each site with its reference while tracing.

@@ -24,11 +24,15 @@ class RegionEvaluator(Evaluator):
 
 @dataclass(eq=False)
 class Finder:
-    """The state of one search over one program."""
+    """The state of one search over one program.
+
+    With ``fast``, what attention gives for rows without keys may change.
+    """
 
     graph: Graph
     algebra: Algebra
     regions: Regions
+    fast: bool = False
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
     found: set[tuple[str, int]] = field(default_factory=set)
     cache: dict[Any, Any] = field(default_factory=dict)

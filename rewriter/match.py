@@ -131,13 +131,15 @@ class Found:
     failures: tuple[Reason, ...]
 
 
-def search(graph: Graph, patterns: Sequence[Pattern]) -> Found:
+def search(
+    graph: Graph, patterns: Sequence[Pattern], numerics: str = "default"
+) -> Found:
     """Returns all verified matches of the patterns, and near misses.
 
     An exception inside a pattern becomes a failure with the user's line; the
     other sites are not affected.
     """
-    find = Finder(graph, Algebra(), Regions(graph))
+    find = Finder(graph, Algebra(), Regions(graph), numerics == "fast")
     by_anchor: dict[str, list[Pattern]] = {}
     for pattern in patterns:
         for name in pattern.anchors:

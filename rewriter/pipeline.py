@@ -63,7 +63,7 @@ def _rewritten(
 ) -> Rewritten:
     graph = Graph(closed_jaxpr)
     clock("graph")
-    found = search(graph, patterns)
+    found = search(graph, patterns, config.numerics)
     clock("match")
     sites, splices, failures = _plan(graph, found.matches, config)
     clock("choose")

@@ -30,6 +30,9 @@ class Rows:
                 self.alg.both(self.parts.keep, self.parts.row_mask),
             )
         )
+        if behaviour == "unknown" and self._may_change():
+            behaviour = "zero"
+            self.ev.notes.add("rows without keys give something else than before")
         if behaviour == "unknown":
             if self.ev.soft_fills:
                 raise Refused(
@@ -41,6 +44,10 @@ class Rows:
                 "rows", "what a row without keys gives is not known", score=0.8
             )
         self.params["empty_rows"] = behaviour
+
+    def _may_change(self) -> bool:
+        """Whether rows without keys may change, and nothing exact is left to try."""
+        return self.find.fast and self.ev.whole_sides is not None
 
     def _each_sees_itself(self) -> bool:
         alg, sizes = self.alg, self.alg.sizes
@@ -66,7 +73,9 @@ class Rows:
         loudest = max(abs(c) for c in self.bias.values())
         for leaf in self.alg.poly_leaves(self.bias):
             loudest = max(loudest, self.find.loudest(self.alg.defs[leaf][1]))
-        if min(fills) < 100 * loudest >= 1e6:
+        if min(fills) < 100 * loudest >= 1e6 and self._may_change():
+            self.ev.notes.add("rows without keys give something else than before")
+        elif min(fills) < 100 * loudest >= 1e6:
             raise Refused(
                 "rows",
                 "a mask and a bias add numbers of like size: which keys a row "

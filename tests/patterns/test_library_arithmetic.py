@@ -295,3 +295,25 @@ def test_found_and_the_same_numbers(name: str) -> None:
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(fn(*args)), strict=True):
         b = np.asarray(b)
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
+
+
+def test_fast_lets_rows_without_keys_change() -> None:
+    """Two finite masks: no hard mask weighs the keys of a row that sees none."""
+
+    def fn(q, k, v, pad):
+        i = jnp.arange(T)
+        scores = jnp.where(jnp.abs(i[:, None] - i) < 3, dots(q, k), -1e9)
+        return attend(scores + jnp.where(pad, 0, -1e9)[:, None, None], v)
+
+    args = [*heads(3), PADDING]
+    assert rewriter.explain(fn)(*args).counts()["attention"] == 0
+    report = rewriter.explain(fn, numerics="fast")(*args)
+    assert report.counts()["attention"] == 1
+    assert any("rows without keys" in note for note in report.sites[0].numerics)
+    forced = {"attention": "reference"}
+    fast = rewriter.optimize(fn, numerics="fast", implementation=forced)(*args)
+    # A query sees two keys back, so it sees one that is not padding.
+    seen = np.concatenate([np.ones((2, 2), bool), np.asarray(PADDING)[:, :-2]], 1)
+    np.testing.assert_allclose(
+        np.asarray(fast)[seen], np.asarray(fn(*args))[seen], atol=2e-6
+    )
