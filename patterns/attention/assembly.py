@@ -112,11 +112,23 @@ class Assembly(Masks, Rows):
         rows_in_order = [i for i in out if i in rows]
         self.t = self._query_axis(rows_in_order, mask_ids, position_ids)
         groups = tuple(i for i in rows_in_order if i not in self.t)
-        lead = [i for i in shared if i in length_ids] or shared[:1]
+        lead = [i for i in shared if i in length_ids]
+        if not lead and not (len(shared) == 1 and self._is_inner(shared[0])):
+            lead = shared[:1]
         self.b = tuple(i for i in shared if i in lead)
         self.k = tuple(i for i in shared if i not in lead)
         self.n = self.k + groups
         self.s = self.parts.s
+
+    def _is_inner(self, i: int) -> bool:
+        """Whether an axis comes after the queries' in their array, as heads do."""
+        for atom, _ in self.qk[0].q:
+            if self.alg.kind(atom) == "leaf":
+                ids = [self.alg.index_ids(a) for a in self.alg.defs[atom][2]]
+                at = [k for k, x in enumerate(ids) if i in x]
+                rows = [k for k, x in enumerate(ids) if x & set(self.t)]
+                return bool(at and rows) and rows[0] < at[0]
+        return False
 
     def _mask_axes(self, rows: set[int]):
         alg = self.alg
