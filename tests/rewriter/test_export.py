@@ -68,6 +68,7 @@ def test_runs_without_rewriter(artifact, tmp_path):
     np.testing.assert_allclose(got, block(params, x), atol=1e-5)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="exports on a CPU host")
 def test_symbolic_batch():
     params, x = inputs()
     (size,) = jax.export.symbolic_shape("b")
@@ -104,6 +105,7 @@ def test_damaged_files(artifact, tmp_path):
         artifact.save(tmp_path / "missing" / "a")
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="exports on a CPU host")
 def test_other_devices(tmp_path):
     spec = jax.ShapeDtypeStruct((3,), jnp.float32)
     rewriter.export(jnp.sin, platforms=("tpu",))(spec).save(tmp_path / "a")

@@ -9,6 +9,10 @@ import pytest
 
 import rewriter
 
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="kernels are chosen for a CPU"
+)
+
 T, S, H = 1024, 1024, 32
 SPECS = [jax.ShapeDtypeStruct((1, T, 4, H), jnp.float32)] * 3
 
