@@ -192,6 +192,10 @@ def _unsquared_once(find: Finder, value: int, usable: Any, square: bool) -> int:
         return a if a == b else value
     if node.prim in THROUGH and node.prim != "reshape":
         return first
+    if node.prim == "transpose" and square:  # of the squares; x keeps its layout
+        inner = find.graph.node_of(first)
+        if inner is not None and inner.prim in SQUARES | {"mul"}:
+            return first
     if node.prim in ("sub", "add") and _is_mean_of(find, node.ins[1], first):
         return first
     return value
@@ -213,7 +217,7 @@ def _is_mean_of(find: Finder, mean: int, value: int) -> bool:
 def _skip(find: Finder, value: int) -> int:
     node = find.graph.node_of(value)
     while node is not None and (
-        node.prim in ("convert_element_type", "copy", "name", "neg")
+        node.prim in ("convert_element_type", "copy", "name", "neg", "transpose")
         or (node.prim in ("mul", "div") and find.number(node.ins[1]) is not None)
     ):
         value = node.ins[0]
