@@ -250,11 +250,14 @@ def sharding_in_type(value: Any) -> Any:
 def same_types(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether abstract values agree, but for meshes that shard none of their axes."""
     return len(first) == len(second) and all(
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.weak_type == b.weak_type
-        and a.mat == b.mat
-        and tuple(a.sharding.spec) == tuple(b.sharding.spec)
+        a == b
+        or (
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and a.weak_type == b.weak_type
+            and a.mat == b.mat
+            and tuple(a.sharding.spec) == tuple(b.sharding.spec)
+        )
         for a, b in zip(first, second, strict=True)
     )
 

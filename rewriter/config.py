@@ -34,7 +34,8 @@ class Config:
     Attributes:
         patterns: Comma-separated names; ``-name`` removes, only removals imply
             ``default``, ``none`` is the empty set.
-        tune: ``off`` (rules of thumb), ``cached``, ``quick`` or ``full``.
+        tune: ``off`` (rules of thumb), ``cached``, ``quick`` or ``full``. There is
+            no autotuner yet: whatever it says, rules of thumb choose.
         numerics: ``strict`` accepts exact rewrites only, ``default`` those
             within rounding of the program's own types, ``fast`` also those that
             change what attention gives for a row whose keys are all masked.

@@ -95,7 +95,7 @@ class Finder:
                 self.graph.dtype(current), np.floating
             ):
                 sizes = np.abs(np.asarray(const, np.float64))
-                found = max(found, *sizes[np.isfinite(sizes)].ravel(), 0.0)
+                found = float(np.max(sizes, initial=found, where=np.isfinite(sizes)))
             node = self.graph.node_of(current)
             for i in node.ins if node is not None and self.local(node) else ():
                 if i not in seen:

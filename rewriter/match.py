@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -151,24 +152,37 @@ def search(
         patterns_here = by_anchor.get(node.prim)
         if patterns_here is None:
             continue
-        again = {p.name: _again(find, p, node, memory) for p in patterns_here}
+        again: dict[str, tuple[Template, list[Match]] | None] = {}
+        for pattern in patterns_here:
+            with _kept_apart(find, pattern, node, failures):
+                again[pattern.name] = _again(find, pattern, node, memory)
         like = next((known for known, _ in filter(None, again.values())), None)
         for pattern in patterns_here:
-            if again[pattern.name] is not None:
-                matches += again[pattern.name][1]
+            repeated = again.get(pattern.name)
+            if repeated is not None:
+                matches += repeated[1]
                 continue
             if like is not None and (pattern.name, like.anchor) in memory.nothing:
                 continue
-            try:
+            with _kept_apart(find, pattern, node, failures):
                 matches += _at(find, pattern, node, memory)
-            except RecursionError:
-                deep = Refused("budget", "the region is too deep", score=0.3)
-                find.missed(pattern.name, node, deep)
-            except Exception as error:
-                log.debug("matching %s failed", pattern.name, exc_info=error)
-                text = f"{pattern.name}: {type(error).__name__}: {error}"
-                failures.append(Reason("internal", text, find.where(node)))
     return Found(tuple(matches), tuple(_misses(find, matches)), tuple(failures))
+
+
+@contextlib.contextmanager
+def _kept_apart(
+    find: Finder, pattern: Pattern, node: Node, failures: list[Reason]
+) -> Iterator[None]:
+    """Turns an exception at one anchor into a failure; the other sites go on."""
+    try:
+        yield
+    except RecursionError:
+        deep = Refused("budget", "the region is too deep", score=0.3)
+        find.missed(pattern.name, node, deep)
+    except Exception as error:
+        log.debug("matching %s failed", pattern.name, exc_info=error)
+        text = f"{pattern.name}: {type(error).__name__}: {error}"
+        failures.append(Reason("internal", text, find.where(node)))
 
 
 class _Memory:

@@ -62,12 +62,7 @@ class Splice:
 
 
 def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
-    """Returns the program with the splices made.
-
-    Raises:
-        NotImplementedError: Never; what cannot be spliced is refused by
-            `can_splice` before.
-    """
+    """Returns the program with the splices made."""
     if not splices:
         return graph.top.jaxpr
     work = _Work(graph, splices)

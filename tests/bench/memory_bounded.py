@@ -254,9 +254,9 @@ def main() -> None:
     rows = [row for case in cases for row in measure(case, options.repeats)]
     if options.json:
         record = {
-            "command": " ".join(
-                ["python3", "tests/bench/memory_bounded.py", *sys.argv[1:]]
-            ),
+            "command": "python3 -m tests.bench.memory_bounded"
+            f" --platform {options.platform} --dtype {options.dtype}"
+            f" --repeats {options.repeats}" + " --quick" * options.quick,
             "date": datetime.date.today().isoformat(),
             "device_kind": jax.devices()[0].device_kind,
             "machine": platform.machine(),

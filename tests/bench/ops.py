@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import time
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +71,13 @@ def main() -> None:
         rows += [{"what": name, **row} for row in json.loads(result.json())["rows"]]
     if given.write:
         about = f"{os.cpu_count()} cores, {platform.machine()}, jax {jax.__version__}"
-        data = {"command": "python3 -m tests.bench.ops --write", "about": about,
-                "rows": rows}  # fmt: skip
+        command = f"python3 -m tests.bench.ops --pairs {given.pairs} --write"
+        data = {
+            "command": command,
+            "date": time.strftime("%Y-%m-%d"),
+            "about": about,
+            "rows": rows,
+        }
         (RESULTS / "ops.json").write_text(json.dumps(data, indent=1) + "\n")
 
 

@@ -185,7 +185,7 @@ def main() -> None:
     ]
     if options.json:
         record = {
-            "command": " ".join(sys.argv),
+            "command": f"python3 -m tests.bench.rewrite_cost --layers {options.layers}",
             "date": time.strftime("%Y-%m-%d"),
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,

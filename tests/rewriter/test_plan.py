@@ -55,3 +55,23 @@ def test_one_program_holds_a_kernel_per_platform() -> None:
     for platform, is_dense in (("cpu", False), ("cuda", True)):
         lowered = fast.trace(QKV, QKV, QKV).lower(lowering_platforms=(platform,))
         assert (dense in lowered.as_text()) == is_dense
+
+
+def test_a_failure_at_one_anchor_leaves_the_others(monkeypatch) -> None:
+    """Neither comparing with a proved region nor reading a new one stops the rest."""
+    from rewriter import match
+
+    def broken(*args):
+        raise ValueError("a bug")
+
+    def norms(x, scale):
+        for _ in range(2):
+            x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+        return x
+
+    monkeypatch.setattr(match, "apply", broken)
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    with pytest.warns(rewriter.RewriterWarning, match="a bug"):
+        report = rewriter.explain(norms)(x, jax.ShapeDtypeStruct((16,), jnp.float32))
+    assert report.counts()["rms_norm"] == 2
+    assert any("a bug" in str(f) for f in report.failures)

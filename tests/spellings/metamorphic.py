@@ -191,6 +191,10 @@ def main() -> int:
     print(f"jax {jax.__version__}, {seconds:.0f} s. {summary(keep, change)}")
     if options.out:
         record = {
+            "command": "python3 -m tests.spellings.metamorphic"
+            f" --count {options.count} --seed {options.seed}",
+            "date": time.strftime("%Y-%m-%d"),
+            "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
             "seed": options.seed,
             "seconds": round(seconds),
