@@ -18,6 +18,7 @@ from rewriter.graph import Node
 from rewriter.normal_form import FALSE, TRUE, Algebra
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
+LOST = "lost"  # made of the row by an equation without a rule: may be of any size
 ABSORBS = 5e8  # an addend that swallows scores below 32 in float32
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
@@ -225,7 +226,7 @@ class _Row:
         if all(isinstance(x, tuple) for x in args):
             f = _NUMERIC.get(prim)
             if f is None:
-                return UNKNOWN
+                return LOST
             return ("c", f(*(x[1] for x in args), node.params))
         return _mixed(prim, args)
 
@@ -258,6 +259,8 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
     """One equation with at least one operand that is not a constant."""
     known = [float(x[1]) for x in args if isinstance(x, tuple)]
     others = {x for x in args if not isinstance(x, tuple)}
+    if LOST in others:
+        return LOST
     if UNKNOWN in others:
         if prim == "mul" and len(known) == 1:  # dropout multiplies the weights
             return ("c", known[0])
@@ -280,7 +283,7 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
         return next(iter(others))
     if prim in ("tanh", "neg", "integer_pow", "square", "sub", "add"):
         return SCORES if SCORES in others else ROW
-    return UNKNOWN
+    return LOST
 
 
 _NUMERIC: dict[str, Any] = {
