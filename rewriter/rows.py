@@ -281,9 +281,12 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
         return SCORES if SCORES in others else ROW
     if prim in ("mul", "div") and known and known[0] not in (0.0,):
         return next(iter(others))
-    if prim in ("tanh", "neg", "integer_pow", "square", "sub", "add"):
+    if prim in ("max", "min") and known and abs(known[0]) >= ABSORBS:
+        wins = (known[0] > 0) == (prim == "max")
+        return ("c", known[0]) if wins else next(iter(others))
+    if prim in ("max", "min", "tanh", "neg", "integer_pow", "square", "sub", "add"):
         return SCORES if SCORES in others else ROW
-    return LOST
+    return UNKNOWN if prim in ("exp", "exp2", "mul", "div") else LOST
 
 
 _NUMERIC: dict[str, Any] = {

@@ -71,12 +71,18 @@ def _fills(ev: Evaluator, p: Poly) -> Poly:
         return p
     out: Poly = {}
     for (flag, mono), c in p.items():
-        if flag != TRUE and c > -1e5 and not mono:
+        if flag != TRUE and abs(c) < 1e5 and not mono:
             atom = ev.alg.atom("ind", flag)
             out = ev.alg.add(out, {(TRUE, ((atom, 1),)): c})
         else:
             out = ev.alg.add(out, {(flag, mono): c})
     return out
+
+
+def _is_fill(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is a number so large that sums with it lose the rest."""
+    c = alg.as_constant(p)
+    return c is not None and 1e4 <= abs(c) < math.inf
 
 
 def sigmoid(alg: Algebra, a: Poly) -> Poly:
@@ -190,6 +196,8 @@ def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         if n is not None and math.isinf(n) and (n < 0) == (node.prim == "max"):
             return ev.poly(values[other], at, mode)
     a, b = ev.operands(node, args, mode)
+    if not ev.expand_all and any(_is_fill(alg, p) for p in (a, b)):
+        return alg.of_atom(ev.leaf(node.outs[0], args))  # a difference would absorb
     if node.prim == "max":  # b + max(a - b, 0)
         return alg.add(b, alg.relu(alg.add(a, b, -1.0)))
     return alg.add(a, alg.relu(alg.add(a, b, -1.0)), -1.0)  # a - max(a - b, 0)

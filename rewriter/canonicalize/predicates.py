@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rewriter.canonicalize.dtypes import kind_of, takes_integers
 from rewriter.canonicalize.evaluator import FLAGS, Evaluator, rule
+from rewriter.canonicalize.primitives import STRUCTURAL
 from rewriter.graph import Node
 from rewriter.normal_form import (
     FALSE,
@@ -33,11 +34,10 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     for p, q in ((a, b), (b, a)):
         edge = alg.as_constant(q)
         if name in ("eq", "ne") and edge is not None and math.isinf(edge):
+            if _is_open(ev, p):
+                return alg.literal(ev.leaf(node.outs[0], args))
             ev.notes.add("values assumed finite")
-            masked = FALSE
-            for (flag, mono), c in p.items():
-                if c == edge and not mono:
-                    masked = alg.either(masked, flag)
+            masked = _where_infinite(alg, p, (edge,))
             return masked if name == "eq" else alg.negate(masked)
     if any(math.isinf(c) for p in (a, b) for c in p.values()):
         return alg.literal(ev.leaf(node.outs[0], args))
@@ -57,6 +57,45 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
         return alg.negate(alg.compare("ge", alg.scale(d, -1.0), False))
     same = alg.compare("eq", d, whole)
     return same if name == "eq" else alg.negate(same)
+
+
+def _where_infinite(alg: Algebra, p: Poly, edges: tuple[float, ...]) -> int:
+    """Where a form's fills make it infinite."""
+    out = FALSE
+    for (flag, mono), c in p.items():
+        if c in edges and not mono:
+            out = alg.either(out, flag)
+    return out
+
+
+def _is_open(ev: Evaluator, p: Poly) -> bool:
+    """Whether a form may be infinite where no fill of it says so.
+
+    Products are taken to be finite, and a row's maximum where the row has a key;
+    an array that is added may hold infinities of its own, as masks do.
+    """
+    for _, mono in p:
+        kinds = {ev.alg.kind(a) for a, _ in mono}
+        if "log" in kinds:
+            return True
+        if len(mono) == 1 and kinds == {"leaf"} and not _is_maximum(ev, mono[0][0]):
+            return True
+    return False
+
+
+def _is_maximum(ev: Evaluator, atom: int) -> bool:
+    """Whether a leaf is the maximum of a row, perhaps guarded."""
+    name = ev.alg.defs[atom][1]
+    if ev.private and not (isinstance(name, tuple) and name[0] == "own"):
+        return False
+    value = name[1] if isinstance(name, tuple) else name
+    level = {value}
+    for _ in range(8):
+        nodes = [n for n in map(ev.g.node_of, level) if n is not None]
+        if any(n.prim == "reduce_max" for n in nodes):
+            return True
+        level = {i for n in nodes if n.prim not in STRUCTURAL for i in n.ins}
+    return False
 
 
 def _is_total(alg: Algebra, p: Poly) -> bool:
@@ -144,8 +183,11 @@ def _not(ev: Evaluator, node: Node, args, mode: str) -> int:
 
 @rule("is_finite", table=FLAGS)
 def _is_finite(ev: Evaluator, node: Node, args, mode: str) -> int:
+    (p,) = ev.operands(node, args, mode)
+    if _is_open(ev, p):
+        return ev.alg.literal(ev.leaf(node.outs[0], args))
     ev.notes.add("values assumed finite")
-    return TRUE
+    return ev.alg.negate(_where_infinite(ev.alg, p, (math.inf, -math.inf)))
 
 
 @rule("select_n", table=FLAGS)

@@ -72,6 +72,35 @@ def padding_or_diagonal(q, k, v, pad):
     return attend(dots(q, k) + mask * -3e4, v)
 
 
+INFINITE = jnp.where(jnp.arange(T) < 12, 0.0, -jnp.inf)
+
+
+@case(heads(3), attention=1)
+def maximum_never_below_a_large_number(q, k, v):
+    """Over the reals 1e30 cancels; in floats it would absorb the scores."""
+    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), dots(q, k) / 2, -jnp.inf)
+    e = jnp.exp(s - jnp.maximum(s.max(-1, keepdims=True), -1e30))
+    return jnp.einsum("bnts,bsnh->btnh", e / e.sum(-1, keepdims=True), v)
+
+
+@case([*heads(3), INFINITE], attention=1)
+def infinite_bias_replaced_where_infinite(q, k, v, bias):
+    """The bias holds infinities, which its test for them must see."""
+    finite = jnp.where(jnp.isfinite(bias), bias, -2.0)
+    return attend(dots(q, k) + finite, v)
+
+
+@case([*heads(3), INFINITE], attention=1)
+def infinite_bias_read_as_a_mask(q, k, v, bias):
+    return attend(jnp.where(bias == -jnp.inf, -1e30, dots(q, k)), v)
+
+
+@case(heads(3), attention=1)
+def logarithm_of_a_mask_tested(q, k, v):
+    bias = jnp.log(jnp.tril(jnp.ones((T, T))))
+    return attend(dots(q, k) + jnp.where(jnp.isfinite(bias), bias, -3.0), v)
+
+
 @case([*heads(3), LENGTHS], attention=1)
 def length_truncated_from_float(q, k, v, n):
     keep = jnp.arange(T)[None] < (n / 4.0 + 1).astype(jnp.int32)[:, None]
