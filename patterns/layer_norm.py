@@ -12,31 +12,24 @@ Must hold  one axis is normalised (or several, with a scale over all of them),
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from rewriter.canonicalize import is_local
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
-from rewriter.normal_form import TRUE, Algebra, OverBudget, Poly
+from rewriter.normal_form import Algebra, OverBudget, Poly
+from rewriter.patterns.normalized_value import (
+    Source,
+    results_below,
+    sources,
+    statistics,
+)
 from rewriter.reading import Operand, Reading, Refused, operand
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
-REDUCE = frozenset({"reduce_sum", "dot_general"})
 HALF = Fraction(-1, 2)
-SQUARES = frozenset({"square", "integer_pow", "pow", "abs"})
-THROUGH = frozenset({
-    "convert_element_type", "copy", "name", "broadcast_in_dim", "reshape", "squeeze",
-    "sharding_constraint", "optimization_barrier", "stop_gradient",
-})  # fmt: skip
-DOWN = frozenset({
-    "mul", "div", "sub", "add", "neg", "convert_element_type", "broadcast_in_dim",
-    "reshape", "transpose", "squeeze", "expand_dims", "copy", "name", "integer_pow",
-    "sharding_constraint", "dot_general", "max", "pow", "square",
-    "optimization_barrier", "select_n", "sqrt",
-})  # fmt: skip
 
 
 def propose_layer_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -54,58 +47,59 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         e = find.graph.scalar(anchor.ins[1])
         if e is None or abs(abs(e) - 0.5) > 1e-6:
             return
+    if find.barren(op, anchor):
+        return
     key = ("norm", anchor.outs[0])
     if key not in find.cache:
-        found = _source(find, anchor)
-        place = find.regions.place(anchor.scope)
-        results = [
-            v
-            for v in (_results(find, anchor, found[0]) if found else ())
-            if find.regions.place(find.graph.node_of(v).scope) is place
-        ]
-        find.cache[key] = found, results
-    found, results = find.cache[key]
-    if found is None or find.barren(op, anchor):
-        return
-    x, inside = found
+        find.cache[key] = sources(find, anchor)
+    found, miss = find.cache[key]
+    layer = any(s.centred for s in found)
+    for source in found:
+        if source.centred != layer:
+            continue  # the norm of a centred value is a layer norm
+        if layer != (op == "layer_norm"):
+            return
+        readings, refusal = _readings(find, anchor, op, source)
+        if readings is None:
+            return
+        if readings:
+            yield from readings
+            return
+        miss = miss or refusal
+    if miss is not None:
+        find.missed(op, anchor, miss)
+
+
+def _readings(
+    find: Finder, anchor: Node, op: str, source: Source
+) -> tuple[list[Reading] | None, Refused | None]:
+    """Readings of the results below a root, the largest first; None: leave it."""
+    results = results_below(find, anchor, source.x)
     if not results or any(find.done(op, v) for v in results):
-        return
-    sides = frozenset((v, k) for v in inside for k in (0, 1))
-    ev = find.evaluator(results[-1], inside=inside, full_sides=sides, names={x: x})
+        return None, None
+    sides = frozenset((v, k) for v in source.inside for k in (0, 1))
+    names = {source.x: source.x}
+    ev = find.evaluator(
+        results[-1], inside=source.inside, full_sides=sides, names=names
+    )
     readings: list[Reading] = []
-    first: Refused | None = None
-    group: Refused | None = None
-    for value, outside in [
-        *((v, False) for v in results),
-        *((v, True) for v in results),
-    ]:
-        if outside and readings:
-            break
-        try:
-            readings.append(read(find, ev, op, value, x, outside))
-        except Refused as refusal:
-            refusal = refusal.with_traceback(None)
-            group = refusal if refusal.code == "group" else group
-            first = first or refusal
-        except OverBudget as error:
-            first = first or Refused("budget", str(error), score=0.3)
+    refusals: list[Refused] = []
+    for outside in (False, True):
+        for value in results if not readings else ():
+            try:
+                readings.append(read(find, ev, op, value, source.x, outside))
+            except Refused as refusal:
+                refusals.append(refusal.with_traceback(None))
+            except OverBudget as error:
+                refusals.append(Refused("budget", str(error), score=0.3))
+    group = next((r for r in reversed(refusals) if r.code == "group"), None)
     if group is not None and not any("scale" in r.operands for r in readings):
-        find.missed(op, anchor, group)
-        return
+        return [], group
     if readings and readings[-1].params.get("bare_l2"):
-        find.missed(
-            op,
-            anchor,
-            Refused(
-                "l2",
-                "an L2 norm: the sum of squares is not divided by their number",
-                score=0.5,
-            ),
-        )
-        return
-    yield from reversed(_useful(find, readings))  # the largest covers those inside it
-    if not readings and first is not None:
-        find.missed(op, anchor, first)
+        text = "an L2 norm: the sum of squares is not divided by their number"
+        return [], Refused("l2", text, score=0.5)
+    # the largest covers those inside it
+    return _useful(find, readings)[::-1], refusals[0] if refusals else None
 
 
 def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
@@ -121,143 +115,6 @@ def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
             for inner in shared
         )
     ]
-
-
-# ------------------------------------------------------------------ walks
-def _source(find: Finder, anchor: Node) -> tuple[int, frozenset[int]] | None:
-    """The normalised value, and contractions that only sum squares of it."""
-    g = find.graph
-    usable = find.regions.usable(find.regions.place(anchor.scope))
-    reduces = find.regions.above(anchor.ins[0], REDUCE)
-    xs: dict[int, None] = {}
-    inside: set[int] = set()
-    for node in reduces:
-        if node.prim == "reduce_sum":
-            xs.setdefault(_unsquared(find, node.ins[0], usable))
-            continue
-        contracted = bool(node.params["dimension_numbers"][0][0])
-        number = [find.number(i) for i in node.ins]
-        known = any(n is not None for n in number)
-        a, b = (_unsquared(find, i, usable, square=known) for i in node.ins)
-        if a == b or any(n is not None for n in number):
-            xs.setdefault(b if number[0] is not None else a)
-            inside.add(node.outs[0])
-        elif not contracted:
-            inside.add(node.outs[0])
-    candidates = [x for x in xs if x is not None]
-    if not candidates or len(candidates) > 3:
-        return None
-    if len(candidates) > 1:  # keep the value that the others are computed from
-        roots = [
-            x
-            for x in candidates
-            if all(y == x or find.regions.depends(y, x) for y in candidates)
-        ]
-        if len(roots) != 1:
-            return None
-        candidates = roots
-    x = candidates[0]
-    if x in g.constants or not g.shape(x):
-        return None
-    return _narrowest(find, x), frozenset(inside)
-
-
-def _unsquared(
-    find: Finder, value: int, usable: Callable[[int], bool], square: bool = True
-) -> int | None:
-    """The value whose square (or centred square) a sum runs over."""
-    for _ in range(12):
-        below = _unsquared_once(find, value, usable, square)
-        if below == value or not usable(below):
-            return value
-        value = below
-    return value
-
-
-def _unsquared_once(find: Finder, value: int, usable: Any, square: bool) -> int:
-    node = find.graph.node_of(value)
-    if node is None:
-        return value
-    first = node.ins[0] if node.ins else value
-    if square and (
-        node.prim in SQUARES or (node.prim == "mul" and node.ins[0] == node.ins[1])
-    ):
-        return first
-    if node.prim == "mul" and any(find.number(i) is not None for i in node.ins):
-        return node.ins[1 if find.number(first) is not None else 0]
-    if node.prim == "div" and find.number(node.ins[1]) is not None:
-        return first
-    if node.prim == "mul" and square:
-        a, b = (_unsquared(find, i, usable, False) for i in node.ins)
-        return a if a == b else value
-    if node.prim in THROUGH and node.prim != "reshape":
-        return first
-    if node.prim == "transpose" and square:  # of the squares; x keeps its layout
-        inner = find.graph.node_of(first)
-        if inner is not None and inner.prim in SQUARES | {"mul"}:
-            return first
-    if node.prim in ("sub", "add") and _is_mean_of(find, node.ins[1], first):
-        return first
-    return value
-
-
-def _is_mean_of(find: Finder, mean: int, value: int) -> bool:
-    """Whether a value is a reduction of another."""
-    for node in find.regions.above(mean, REDUCE):
-        inner = _narrowest(find, _skip(find, node.ins[0]))
-        if _narrowest(find, _skip(find, value)) == inner:
-            return True
-        if node.prim == "dot_general" and _narrowest(find, _skip(find, value)) in (
-            _narrowest(find, _skip(find, i)) for i in node.ins
-        ):
-            return True
-    return False
-
-
-def _skip(find: Finder, value: int) -> int:
-    node = find.graph.node_of(value)
-    while node is not None and (
-        node.prim in ("convert_element_type", "copy", "name", "neg", "transpose")
-        or (node.prim in ("mul", "div") and find.number(node.ins[1]) is not None)
-    ):
-        value = node.ins[0]
-        node = find.graph.node_of(value)
-    return value
-
-
-def _narrowest(find: Finder, value: int) -> int:
-    """The value under lossless casts."""
-    return find.uncast(value)
-
-
-def _results(find: Finder, anchor: Node, x: int) -> list[int]:
-    """Values below the root with the size of x, in program order."""
-    g = find.graph
-    size = math.prod(g.shape(x))
-    out = []
-    seen, queue = {anchor.outs[0]}, [anchor.outs[0]]
-    while queue and len(seen) < 60:
-        for node in g.users(queue.pop(0)):
-            if node.prim not in DOWN or not is_local(node):
-                continue
-            for result in node.outs:
-                if result in seen:
-                    continue
-                seen.add(result)
-                queue.append(result)
-                if math.prod(g.shape(result)) == size and node.prim not in (
-                    "broadcast_in_dim",
-                    "reshape",
-                    "transpose",
-                    "squeeze",
-                    "expand_dims",
-                    "copy",
-                    "name",
-                    "sharding_constraint",
-                    "sqrt",
-                ):
-                    out.append(result)
-    return sorted(out)[:14]
 
 
 # ------------------------------------------------------------------ reading
@@ -277,7 +134,9 @@ def read(
     args = ev.indices(value)
     form = ev.poly(value, args)
     base = _root(alg, form, x)
-    squares, mean, constant, extra = _base(alg, base, x)
+    whole = alg.kind(base) == "sum"
+    under = alg.of_atom(base) if whole else alg.thaw(alg.defs[base][1])
+    squares, mean, constant, extra = statistics(alg, under, x)
     if (mean is None) == (op == "layer_norm"):
         raise Refused("kind", f"this is not a {op}", score=0.2)
     axes, at = _feature_axes(alg, form, base, squares, x)
@@ -357,46 +216,6 @@ def _root(alg: Algebra, form: Poly, x: int) -> int:
                 if e == HALF and alg.kind(a) == kind:
                     return a
     raise Refused("root", "the result is not divided by a root", score=0.25)
-
-
-def _base(alg: Algebra, base: int, x: int):
-    """((sum of squares, its factor), mean term or None, constant, other terms)."""
-    squares = mean = None
-    constant, extra = 0.0, {}
-    whole = alg.kind(base) == "sum"
-    under = alg.of_atom(base) if whole else alg.thaw(alg.defs[base][1])
-    for (flag, mono), c in under.items():
-        if flag != TRUE:
-            raise Refused("masked", "the statistics are masked", score=0.4)
-        if not mono:
-            constant = c
-        elif len(mono) == 1 and alg.kind(mono[0][0]) == "sum" and mono[0][1] == 1:
-            squares = (mono[0][0], c)
-        elif len(mono) == 1 and alg.kind(mono[0][0]) == "sum" and mono[0][1] == 2:
-            mean = (mono[0][0], c)
-        elif not alg.term_ids(flag, mono):
-            extra[flag, mono] = c
-        else:
-            raise Refused(
-                "root",
-                "something else is added under the root",
-                score=0.4,
-                difference=alg.show_atom(base),
-            )
-    if squares is None:
-        raise Refused("root", "there is no sum of squares under the root", score=0.25)
-    _, _, _, body = alg.defs[squares[0]]
-    leaves = [(a, e) for a, e in body if alg.kind(a) == "leaf"]
-    if squares[1] <= 0 or constant < 0:
-        raise Refused("root", "a negative term under the root", score=0.3)
-    if (
-        len(body) != 1
-        or not leaves
-        or leaves[0][1] != 2
-        or alg.defs[leaves[0][0]][1] != x
-    ):
-        raise Refused("root", "the sum under the root is not one of squares", score=0.3)
-    return squares, mean, constant, extra
 
 
 def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,34 @@ class Regions:
                         seen.add(i)
                         queue.append(i)
         return list(found.values())
+
+    def dominators(
+        self, values: list[int], through: Callable[[Node], bool], limit: int
+    ) -> Iterator[tuple[int, frozenset[int]]]:
+        """Values that all the given ones are computed from alone, nearest first.
+
+        With each one, the results of the contractions that were passed on the way.
+        Values are numbered in the order of the program, so that the walk goes
+        through the latest one known; when only that is left, it is a dominator.
+        """
+        seen = set(values) - self.g.constants.keys()
+        heap = [-v for v in seen]
+        heapq.heapify(heap)
+        contractions: set[int] = set()
+        while heap and len(seen) < WALK_LIMIT and limit:
+            value = -heapq.heappop(heap)
+            if not heap:
+                limit -= 1
+                yield value, frozenset(contractions)
+            node = self.g.node_of(value)
+            if node is None or not through(node):
+                return
+            if node.prim == "dot_general":
+                contractions.add(value)
+            for i in node.ins:
+                if i not in seen and i not in self.g.constants:
+                    seen.add(i)
+                    heapq.heappush(heap, -i)
 
     def below(
         self, value: int, stop: frozenset[str], limit: int = WALK_LIMIT
