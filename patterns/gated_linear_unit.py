@@ -30,7 +30,7 @@ from rewriter.reading import (
 
 NAME = "gated_linear_unit"
 ANCHORS = frozenset(
-    {"logistic", "tanh", "erf", "erfc", "max", "exp", "select_n", "clamp"}
+    {"logistic", "tanh", "erf", "erfc", "max", "exp", "exp2", "select_n", "clamp"}
 )
 NEEDS = frozenset({"dot_general", "mul"})
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | frozenset({
@@ -104,8 +104,8 @@ def _contractions(find: Finder, value: int) -> list[Node]:
 
 
 def _inputs(find: Finder, dot: Node) -> set[int]:
-    """A contraction's operands under casts."""
-    return {find.uncast(i) for i in dot.ins}
+    """A contraction's operands under casts, layout and scales."""
+    return {find.unscaled(i) for i in dot.ins}
 
 
 def _products(find: Finder, anchor: Node) -> list[tuple[Node, int]]:
@@ -138,7 +138,10 @@ def read(
         raise Refused(
             "up", "the other factor is not a contraction of the same value", score=0.2
         )
-    inside = frozenset(n.outs[0] for n in (*dots, *others))
+    sources = set().union(*(_inputs(find, n) for n in dots))
+    again = find.regions.above(act, frozenset({"dot_general"}))
+    again = [n for n in again if _inputs(find, n) & sources]
+    inside = frozenset(n.outs[0] for n in (*dots, *others, *again))
     value = product.outs[0]
     ev = find.evaluator(value, inside=inside)
     args = ev.indices(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rewriter.canonicalize import is_local
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, is_local
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.normal_form import TRUE, Algebra, OverBudget, Poly
@@ -18,16 +18,11 @@ from rewriter.reading import Refused
 
 REDUCE = frozenset({"reduce_sum", "dot_general"})
 CANDIDATES = 8
-DOWN = frozenset({
-    "mul", "div", "sub", "add", "neg", "convert_element_type", "broadcast_in_dim",
-    "reshape", "transpose", "squeeze", "expand_dims", "copy", "name", "integer_pow",
-    "sharding_constraint", "dot_general", "max", "pow", "square",
-    "optimization_barrier", "select_n", "sqrt",
-})  # fmt: skip
-NOT_RESULTS = frozenset({
-    "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy",
-    "name", "sharding_constraint", "sqrt",
-})  # fmt: skip
+NOT_RESULTS = LAYOUT_PRIMITIVES | TRANSPARENT | {"sqrt"}
+DOWN = NOT_RESULTS | {
+    "mul", "div", "sub", "add", "neg", "convert_element_type", "integer_pow",
+    "dot_general", "max", "pow", "square", "select_n",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

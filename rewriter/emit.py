@@ -292,6 +292,8 @@ _INTEGER = {
     "floor_divide": jnp.floor_divide,
     "remainder": jnp.remainder,
     "idiv": lambda a, b: jax.lax.div(*jnp.broadcast_arrays(a, b)),
+    "rem": lambda a, b: jax.lax.rem(*jnp.broadcast_arrays(a, b)),
+    "sign": jnp.sign,
 }
 _FUNCTIONS = {
     "erf": jax.scipy.special.erf,
@@ -300,6 +302,7 @@ _FUNCTIONS = {
     "sign": jnp.sign,
     "trunc": lambda a: a.astype(jnp.int32).astype(a.dtype),
     "idiv": lambda a, b: jnp.trunc(a / b),
+    "rem": lambda a, b: jax.lax.rem(*jnp.broadcast_arrays(a, b)),
     "floor_divide": lambda a, b: jnp.floor(a / b),
     "remainder": lambda a, b: a - b * jnp.floor(a / b),
 }

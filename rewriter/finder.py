@@ -85,6 +85,24 @@ class Finder:
             node = self.graph.node_of(value)
         return value
 
+    def unscaled(self, value: int) -> int:
+        """The value under lossless casts, layout and multiplications by numbers."""
+        for _ in range(12):
+            value = self.uncast(value)
+            node = self.graph.node_of(value)
+            if node is None or not node.ins:
+                return value
+            known = [self.number(i) is not None for i in node.ins]
+            if node.prim == "mul" and any(known):
+                value = node.ins[1 if known[0] else 0]
+            elif node.prim in ("neg", "transpose", "reshape") or (
+                node.prim == "div" and known[1]
+            ):
+                value = node.ins[0]
+            else:
+                return value
+        return value
+
     def loudest(self, value: int, limit: int = 60) -> float:
         """The largest finite number that a value is computed with."""
         found, seen, queue = 0.0, {value}, [value]

@@ -42,9 +42,10 @@ def empty_row(
     if len(support) > 4:
         return UNKNOWN
     names = [literal_name(ev.alg, a, ev.outer) for a in support]
+    never = ev.alg.impossible(support)
     seen: set[Any] = set()
     for row in range(1 << len(support)):
-        if table >> row & 1:
+        if (table | never) >> row & 1:
             continue
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, product)

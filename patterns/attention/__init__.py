@@ -27,6 +27,7 @@ DOT = frozenset({"dot_general"})
 AFTER = frozenset({
     "div", "mul", "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim",
     "expand_dims", "convert_element_type", "name", "copy", "sharding_constraint",
+    "neg",
 })  # fmt: skip
 
 

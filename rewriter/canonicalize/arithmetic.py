@@ -103,21 +103,25 @@ def tanh(alg: Algebra, a: Poly) -> Poly:
 def _div(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     a, b = ev.operands(node, args, mode)
     if kind_of(ev.g.dtype(node.outs[0])) == "i":
-        frozen = ev.alg.freeze(a), ev.alg.freeze(b)
-        return ev.alg.of_atom(ev.alg.atom("fn", "idiv", *frozen))
+        return _digit(ev.alg, "idiv", a, b)
     return ev.alg.mul(a, ev.alg.power(b, -1))
 
 
-@rule("floor_divide", "remainder")
+@rule("floor_divide", "remainder", "rem")
 def _floor_divide(ev: Evaluator, node: Node, args, mode: str) -> Poly:
-    a, b = ev.operands(node, args, mode)
-    n, index = ev.alg.as_constant(b), _index_of(ev.alg, a)
-    name = "floor_divide" if node.prim == "floor_divide" else "remainder"
-    if n is None or not 0 < n < math.inf or n != int(n) or index is None:
-        frozen = ev.alg.freeze(a), ev.alg.freeze(b)
-        return ev.alg.of_atom(ev.alg.atom("fn", name, *frozen))
-    digit = ev.alg.div if name == "floor_divide" else ev.alg.mod
-    return ev.alg.iota(digit(index, int(n)))
+    if kind_of(ev.g.dtype(node.outs[0])) != "i":
+        return ev.alg.of_atom(ev.leaf(node.outs[0], args))
+    return _digit(ev.alg, node.prim, *ev.operands(node, args, mode))
+
+
+def _digit(alg: Algebra, name: str, a: Poly, b: Poly) -> Poly:
+    """A quotient or remainder: a digit of a position; div and rem round to zero."""
+    n, index = alg.as_constant(b), _index_of(alg, a)
+    whole = n is not None and 0 < n < math.inf and n == int(n)
+    if not whole or index is None or alg.index_range(index)[0] < 0:
+        return alg.of_atom(alg.atom("fn", name, alg.freeze(a), alg.freeze(b)))
+    take = alg.div if name in ("floor_divide", "idiv") else alg.mod
+    return alg.iota(take(index, int(n)))
 
 
 def _index_of(alg: Algebra, p: Poly) -> Index:
@@ -146,6 +150,11 @@ def _whole_power(ev: Evaluator, value: int, args, mode: str, e: int) -> Poly:
     node = ev._expandable(value, mode)
     if node is not None and e % 2 == 0 and node.prim == "abs":
         return _whole_power(ev, node.ins[0], args, mode, e)
+    if node is not None and node.prim == "div":
+        n = ev.number(node.ins[1])
+        if n:
+            whole = _whole_power(ev, node.ins[0], args, mode, e)
+            return ev.alg.scale(whole, n**-e)
     return ev.alg.power(ev.poly(value, ev.aligned(value, args), mode), e)
 
 
@@ -225,6 +234,9 @@ def _sign(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     c = ev.alg.as_constant(a)
     if c is not None:
         return ev.alg.const(float(np.sign(c)))
+    if _index_of(ev.alg, a) is not None and ev.alg.bounds(a)[0] >= 0:
+        positive = ev.alg.compare("ge", ev.alg.add(a, ev.alg.const(-1)), True)
+        return ev.alg.of_bool(positive)
     return ev.alg.of_atom(ev.alg.atom("fn", "sign", ev.alg.freeze(a)))
 
 

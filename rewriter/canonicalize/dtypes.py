@@ -49,4 +49,6 @@ def _whole_atom(alg: Algebra, atom: int) -> bool:
     d = alg.defs[atom]
     if d[0] == "relu":
         return takes_integers(alg, alg.thaw(d[1]))
+    if d[0] == "fn" and d[1] in ("idiv", "rem", "floor_divide", "remainder", "sign"):
+        return all(takes_integers(alg, alg.thaw(x)) for x in d[2:])
     return d[0] in ("iota", "ind") or d[:2] == ("fn", "trunc")

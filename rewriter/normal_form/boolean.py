@@ -37,7 +37,7 @@ class BooleanFunctions:
     ) -> tuple[tuple[int, ...], int]:
         """Drops literals that others decide: x >= 3 makes x >= 1 true."""
         while True:
-            never = self._impossible(support)
+            never = self.impossible(support)
             if not never:
                 return support, table
             table &= ~never
@@ -51,7 +51,7 @@ class BooleanFunctions:
             else:
                 return support, table
 
-    def _impossible(self, support: tuple[int, ...]) -> int:
+    def impossible(self, support: tuple[int, ...]) -> int:
         """Rows of a truth table that no assignment of values reaches."""
         groups: dict[Any, list[tuple[float, int]]] = {}
         for k, a in enumerate(support):
@@ -61,14 +61,29 @@ class BooleanFunctions:
                 c = next((c for t, c in d[1] if t == (TRUE, ())), 0.0)
                 groups.setdefault(rest, []).append((c, k))
         pairs = []
-        for members in groups.values():
+        for rest, members in groups.items():
             members.sort()  # a smaller constant is the stronger claim
             pairs += [(a, b) for (_, a), (_, b) in itertools.combinations(members, 2)]
+            above = groups.get(self._undivided(rest), ())
+            pairs += [(a, b) for c, a in members for e, b in above if e >= c]
         out = 0
         for row in range(1 << len(support)) if pairs else ():
             if any(row >> a & 1 and not row >> b & 1 for a, b in pairs):
                 out |= 1 << row
         return out
+
+    def _undivided(self, rest: tuple) -> tuple | None:
+        """A position in place of its digit: no digit is above its number."""
+        if len(rest) != 1 or rest[0][1] != 1.0 or len(rest[0][0][1]) != 1:
+            return None
+        ((flag, ((atom, e),)), c) = rest[0]
+        d = self.defs[atom]
+        if e != 1 or d[0] != "iota" or not isinstance(d[1], tuple):
+            return None
+        if d[1][0] not in ("div", "mod") or self.index_range(d[1][1])[0] < 0:
+            return None
+        whole = self.atom("iota", d[1][1])
+        return (((flag, ((whole, 1),)), c),)
 
     def literal(self, atom: int) -> int:
         """The boolean function that is one literal."""

@@ -78,7 +78,8 @@ class Indices:
         if a is None:
             return ("k", c) if c else None
         if isinstance(a, tuple) and a[0] == "k":
-            return ("k", m * a[1] + c)
+            number = m * a[1] + c
+            return ("k", number) if number else None
         if isinstance(a, tuple) and a[0] == "aff":
             return self.affine(a[1], m * a[2], m * a[3] + c)
         return a if (m, c) == (1, 0) else ("aff", a, m, c)

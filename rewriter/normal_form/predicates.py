@@ -64,8 +64,9 @@ class Predicates:
         if kind == "ge":
             near = self._within(p, integral)
             return self._ge(p, integral) if near is None else near
+        one = len([m for _, m in p if m]) == 1  # a digit equals a number
         if integral and all(
-            self.kind(a) == "iota" and isinstance(self.defs[a][1], int)
+            self.kind(a) == "iota" and (one or isinstance(self.defs[a][1], int))
             for _, m in p
             for a, _ in m
         ):
