@@ -27,15 +27,16 @@ from rewriter.reading import (
     operand,
     split_digits,
 )
+from rewriter.sieve import Step
 
 NAME = "gated_linear_unit"
 ANCHORS = frozenset(
     {"logistic", "tanh", "erf", "erfc", "max", "exp", "exp2", "select_n", "clamp"}
 )
-NEEDS = frozenset({"dot_general", "mul"})
-LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | frozenset({
+POWERS = frozenset({"integer_pow", "square", "pow"})
+LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | POWERS | frozenset({
     "convert_element_type", "add", "sub", "mul", "div", "neg", "min", "max", "clamp",
-    "integer_pow", "square", "pow", "select_n",
+    "select_n",
 })  # fmt: skip
 
 
@@ -498,4 +499,9 @@ def _betas(alg: Algebra, act: Poly, gate: int) -> list[float]:
     return list(dict.fromkeys(out))
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose, NEEDS)
+STEPS = (
+    Step(frozenset({"dot_general"}), through=LINEAR),
+    Step(ANCHORS),
+    Step(frozenset({"mul"}), joins=LINEAR - POWERS),
+)
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS)

@@ -21,12 +21,14 @@ from rewriter.graph import Node
 from rewriter.match import ReaderPattern
 from rewriter.normal_form import Algebra, OverBudget, Poly
 from rewriter.patterns.normalized_value import (
+    REDUCE,
     Source,
     results_below,
     sources,
     statistics,
 )
 from rewriter.reading import Operand, Reading, Refused, operand
+from rewriter.sieve import Step
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
 HALF = Fraction(-1, 2)
@@ -291,4 +293,5 @@ def _is_parameter(alg: Algebra, p: Poly) -> bool:
     )
 
 
-PATTERN = ReaderPattern("layer_norm", ANCHORS, propose_layer_norm)
+STEPS = (Step(REDUCE), Step(ANCHORS))
+PATTERN = ReaderPattern("layer_norm", ANCHORS, propose_layer_norm, STEPS)

@@ -21,6 +21,7 @@ from rewriter.op import Op
 from rewriter.reading import Reading, Refused
 from rewriter.region import Place, Regions
 from rewriter.registry import registry
+from rewriter.sieve import Step
 from rewriter.template import Template, apply, template
 from rewriter.verdict import Reason
 
@@ -34,6 +35,7 @@ class Pattern(Protocol):
     op: Op
     anchors: frozenset[str]
     needs: frozenset[str]
+    steps: tuple[Step, ...]
     kernels: tuple[Kernel, ...]
 
     def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -49,12 +51,13 @@ class ReaderPattern:
         name: The pattern's name, which is its op's name too.
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
-        needs: Primitives that every program with a site has as well.
+        steps: What a path through every site takes, in order; see `rewriter.sieve`.
     """
 
     name: str
     anchors: frozenset[str]
     propose: Callable[[Finder, Node], Iterator[Reading]]
+    steps: tuple[Step, ...] = ()
     needs: frozenset[str] = frozenset()
 
     @property

@@ -30,7 +30,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -44,6 +44,7 @@ from rewriter.normal_form import OverBudget
 from rewriter.op import OUT, Op
 from rewriter.reading import Operand, Reading, Refused, operand
 from rewriter.registry import registry
+from rewriter.sieve import Step
 from rewriter.verdict import YES, Verdict
 
 TRIALS = 400
@@ -99,6 +100,7 @@ class Pattern:
     checks: tuple[Callable[[Candidate], Verdict], ...] = ()
     where: str = ""
     needs: frozenset[str] = frozenset()
+    steps: ClassVar[tuple[Step, ...]] = ()
     _forms: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

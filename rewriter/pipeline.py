@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from rewriter import _jax, site
+from rewriter import site
 from rewriter.config import Config
 from rewriter.graph import Graph, Scope
 from rewriter.kernel import PLATFORMS
@@ -21,6 +21,7 @@ from rewriter.plan import XLA, Choice, Site, choose
 from rewriter.registry import REFERENCE
 from rewriter.remains import WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, missing_leaf, replace
+from rewriter.sieve import possible
 from rewriter.verdict import Reason
 
 
@@ -38,11 +39,10 @@ def rewrite(
 
     clock = _Clock()
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    present = _primitives(closed_jaxpr)
-    patterns = [p for p in patterns if p.anchors & present and p.needs <= present]
-    if not patterns:
-        return Rewritten(closed_jaxpr, seconds=clock.seconds)
     with _paused_collection():
+        patterns = possible(closed_jaxpr, patterns)
+        if not patterns:
+            return Rewritten(closed_jaxpr, seconds=clock.seconds)
         return _rewritten(closed_jaxpr, config, patterns, clock)
 
 
@@ -84,28 +84,6 @@ class _Clock:
         now = time.perf_counter()
         self.seconds[stage] = now - self.last
         self.last = now
-
-
-def _primitives(jaxpr: Any) -> set[str]:
-    """Names of the primitives at any depth."""
-    seen: set[int] = set()
-    names: set[str] = set()
-    stack = [jaxpr]
-    while stack:
-        body = stack.pop()
-        if id(body) in seen:
-            continue
-        seen.add(id(body))
-        for eqn in body.eqns:
-            names.add(eqn.primitive.name)
-            if eqn.primitive.name not in _jax.BODIES and "jaxpr" not in eqn.params:
-                continue
-            for value in eqn.params.values():
-                if hasattr(value, "eqns"):
-                    stack.append(value)
-                elif isinstance(value, (tuple, list)):
-                    stack.extend(v for v in value if hasattr(v, "eqns"))
-    return names
 
 
 def _plan(graph: Graph, matches: Sequence[Match], config: Config):

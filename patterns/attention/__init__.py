@@ -20,9 +20,9 @@ from rewriter.normal_form import OverBudget
 from rewriter.patterns.attention.assembly import NAME, Assembly
 from rewriter.patterns.attention.softmax import exponents, softmax_parts
 from rewriter.reading import Reading, Refused, split_digits
+from rewriter.sieve import Step
 
 ANCHORS = frozenset({"exp", "exp2"})
-NEEDS = frozenset({"dot_general"})
 DOT = frozenset({"dot_general"})
 AFTER = frozenset({
     "div", "mul", "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim",
@@ -147,4 +147,5 @@ def read(
     ).reading()
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose, NEEDS)
+STEPS = (Step(DOT), Step(ANCHORS), Step(DOT))
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS)

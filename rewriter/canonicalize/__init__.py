@@ -16,6 +16,7 @@ from rewriter.canonicalize.primitives import (
     FULL,
     LAYOUT,
     LAYOUT_PRIMITIVES,
+    LOCAL,
     STRUCTURAL,
     TRANSPARENT,
     NeedSplit,
@@ -26,7 +27,7 @@ RULES = (arithmetic, contraction, predicates)
 """The modules that hold a rule per primitive."""
 
 __all__ = [
-    "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "RULES", "STRUCTURAL", "TRANSPARENT",
-    "Evaluator", "NeedSplit", "is_local", "is_lossless", "ragged_axes", "sigmoid",
-    "tanh",
+    "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
+    "TRANSPARENT", "Evaluator", "NeedSplit", "is_local", "is_lossless",
+    "ragged_axes", "sigmoid", "tanh",
 ]  # fmt: skip
