@@ -92,6 +92,7 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     failures: list[Reason] = []
     platform = _platform()
     choices = _choices(graph, matches, config, platform)
+    elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
         for scope, position in _places(match):
             made = choice
@@ -101,7 +102,10 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
             index = len(sites) + 1
             if made.kernel != XLA:
                 label = f"rewriter/{match.op.name}#{index}"
-                call = _call(match, _by_platform(match, made, config, platform))
+                key = id(match.reading), made.kernel
+                if key not in elsewhere:
+                    elsewhere[key] = _by_platform(match, made, config, platform)
+                call = _call(match, elsewhere[key])
                 splices.append(Splice(match, scope, position, call, label, made.kernel))
             sites.append(_site(index, match, scope, made))
             copies = match.copies if scope is match.node.scope else 0

@@ -1,0 +1,66 @@
+"""Programs that can hold no site are told without a graph; no other ones are."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rewriter import pipeline
+from rewriter.config import Config
+from rewriter.patterns.sets import in_force
+from rewriter.sieve import possible
+from tests.spellings.corpus import SPELLINGS
+from tests.spellings.known import MISSED
+
+X, W, V = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones((16, 8))
+
+
+def names(fn, *args) -> set[str]:
+    patterns = in_force(Config().patterns, ())
+    return {p.name for p in possible(jax.make_jaxpr(fn)(*args), patterns)}
+
+
+@pytest.mark.parametrize(
+    "spelling", [s for s in SPELLINGS if s.count and s.name not in MISSED],
+    ids=lambda s: s.name,
+)  # fmt: skip
+def test_every_spelling_is_possible(spelling) -> None:
+    assert spelling.op in names(spelling.fn, *spelling.args())
+
+
+def mlp(x):
+    """An activation times its own input is no gate."""
+    return jax.nn.silu(jax.nn.gelu(x @ W + 1) @ V)
+
+
+def residuals(x):
+    for _ in range(3):
+        x = x + jnp.tanh(x @ W) @ V * 0.5
+        x = jnp.where(x > 3, 3.0, x) - jnp.square(x) * jnp.sign(x)
+    return x
+
+
+def classifier(x):
+    """A softmax without a contraction of its weights."""
+    return jax.nn.log_softmax(x @ W)
+
+
+@pytest.mark.parametrize("fn", [mlp, residuals, classifier])
+def test_no_graph_without_a_possible_site(fn, monkeypatch) -> None:
+    assert not names(fn, X)
+    monkeypatch.setattr(pipeline, "Graph", None)  # not called
+    closed = jax.make_jaxpr(fn)(X)
+    assert pipeline.rewrite(closed, Config()).closed_jaxpr is closed
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: f])
+def test_paths_lead_through_calls_and_loops(around) -> None:
+    def gate(x):
+        a, b = jnp.split(x @ W, 2, -1)
+        return around(jax.nn.silu)(a) * b
+
+    def loop(x):
+        return jax.lax.scan(lambda c, _: (around(gate)(c), None), x, None, 3)[0]
+
+    assert names(gate, X) == names(loop, X) == {"gated_linear_unit"}
