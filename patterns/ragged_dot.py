@@ -14,6 +14,7 @@ from rewriter.canonicalize import LAYOUT, ragged_axes
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
+from rewriter.patterns.dense_experts import CHOICES, RAGGED, near_miss
 from rewriter.reading import (
     Reading,
     Refused,
@@ -23,12 +24,17 @@ from rewriter.reading import (
 )
 
 NAME = "ragged_dot"
-ANCHORS = frozenset({"ragged_dot_general", "ragged_dot"})
+ANCHORS = RAGGED | CHOICES
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """The reading of one ragged dot."""
+    """The reading of one ragged dot; of a choice among experts, what it lacks."""
     value = anchor.outs[0]
+    if anchor.prim in CHOICES:
+        miss = near_miss(find, anchor)
+        if miss is not None:
+            find.missed(NAME, anchor, miss)
+        return
     if find.done(NAME, value):
         return
     try:
