@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
     "errors", "verdict", "_jax", "config", "op", "kernel", "registry", "trace",
     "graph", "template", "normal_form", "canonicalize", "emit", "region", "rows",
-    "reading", "finder", "match", "pattern", "plan", "remains", "oracle", "implement",
+    "reading", "finder", "sieve", "match", "pattern", "plan", "remains", "oracle", "implement",
     "site", "replace", "pipeline", "draw", "report", "optimize", "verify", "bench",
     "export", "demo", "__init__", "__main__",
 ]  # fmt: skip

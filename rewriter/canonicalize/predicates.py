@@ -45,7 +45,7 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
         (not b and _is_total(alg, a)) or (not a and _is_total(alg, b))
     ):
         return TRUE if _TESTS[name](float(bool(a)), float(bool(b))) else FALSE
-    d = alg.add(a, b, -1.0)
+    d = _unsigned(alg, alg.add(a, b, -1.0))
     whole = integral or takes_integers(alg, d)
     if name in ("le", "lt"):
         d = alg.scale(d, -1.0)
@@ -57,6 +57,17 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
         return alg.negate(alg.compare("ge", alg.scale(d, -1.0), False))
     same = alg.compare("eq", d, whole)
     return same if name == "eq" else alg.negate(same)
+
+
+def _unsigned(alg: Algebra, d: Poly) -> Poly:
+    """A form compared with zero like its sign is."""
+    if len(d) == 1:
+        (((flag, mono), c),) = d.items()
+        if flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
+            definition = alg.defs[mono[0][0]]
+            if definition[:2] == ("fn", "sign"):
+                return alg.scale(alg.thaw(definition[2]), c)
+    return d
 
 
 def _where_infinite(alg: Algebra, p: Poly, edges: tuple[float, ...]) -> int:
