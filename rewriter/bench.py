@@ -97,7 +97,8 @@ def benchmark(
     """Returns a function that measures ``fn`` as written and rewritten.
 
     Both programs are compiled first, then take turns of a few calls in a row, so
-    that a machine that slows down slows both. Donation is dropped: the inputs are used again.
+    that a machine that slows down slows both. Donation is dropped: the inputs are
+    used again.
 
     Args:
         fn: Any callable that ``optimize`` takes.
