@@ -190,6 +190,10 @@ class Graph:
         except TypeError:  # a parameter without a hash
             return signatures.setdefault(object(), -len(signatures) - 1)
 
+    def _number_of(self, call: str) -> int:
+        """The signature of a call that is taken as one equation."""
+        return self._signatures.setdefault(call, len(self._signatures))
+
     def _constant(self, const: Any, aval: Any) -> int:
         if _jax.is_tracer(const):
             key = ("tracer", id(const))
@@ -229,13 +233,17 @@ class Graph:
         if kind == "call":
             whole = _jax.integer_division(eqn)
             if whole:
-                signature = self._signatures.setdefault(whole, len(self._signatures))
+                signature = self._number_of(whole)
                 return self._merged(scope, position, eqn, ins, signature, whole)
             return self._child(scope, position, _jax.call_body(eqn), ins, kind="call")
         if kind == "remat":
             return self._child(scope, position, _jax.call_body(eqn), ins, kind="remat")
         if kind == "custom":
             if self._library_rule(eqn):
+                whole = _jax.named_rule(eqn)
+                if whole:
+                    signature = self._number_of(whole)
+                    return self._merged(scope, position, eqn, ins, signature, whole)
                 return self._child(
                     scope, position, _jax.call_body(eqn), ins, kind="call"
                 )

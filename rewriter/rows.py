@@ -282,10 +282,22 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
         return SCORES if SCORES in others else ROW
     if prim in ("mul", "div") and known and known[0] not in (0.0,):
         return next(iter(others))
+    if prim == "logaddexp" and known and known[0] < 0:
+        return next(iter(others))  # the smaller one adds nothing
     if prim in ("max", "min") and known and abs(known[0]) >= ABSORBS:
         wins = (known[0] > 0) == (prim == "max")
         return ("c", known[0]) if wins else next(iter(others))
-    if prim in ("max", "min", "tanh", "neg", "integer_pow", "square", "sub", "add"):
+    if prim in (
+        "max",
+        "min",
+        "logaddexp",
+        "tanh",
+        "neg",
+        "integer_pow",
+        "square",
+        "sub",
+        "add",
+    ):
         return SCORES if SCORES in others else ROW
     return UNKNOWN if prim in ("exp", "exp2", "mul", "div") else LOST
 
@@ -303,6 +315,7 @@ _NUMERIC: dict[str, Any] = {
     "log": lambda a, p: float(np.log(np.float64(a))),
     "tanh": lambda a, p: math.tanh(a),
     "integer_pow": lambda a, p: float(np.float64(a) ** p["y"]),
+    "logaddexp": lambda a, b, p: float(np.logaddexp(a, b)),
     "is_finite": lambda a, p: math.isfinite(a),
     "eq": lambda a, b, p: a == b,
     "ne": lambda a, b, p: a != b,

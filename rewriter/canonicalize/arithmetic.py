@@ -34,6 +34,10 @@ _elementwise("mul", lambda ev, a, b: _gentle(ev, ev.alg.mul(a, b)))  # a b
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
 _elementwise("log", lambda ev, a: ev.alg.log(a))
+_elementwise(  # log(exp(a) + exp(b))
+    "logaddexp",
+    lambda ev, a, b: ev.alg.log(ev.alg.add(ev.alg.exp(a), ev.alg.exp(b))),
+)
 _elementwise("log1p", lambda ev, a: ev.alg.log(ev.alg.add(a, ev.alg.const(1))))
 _elementwise("exp", lambda ev, a: ev.alg.exp(_fills(ev, a), ev.fills.add))
 _elementwise(  # 2^a = exp(a ln 2)

@@ -82,6 +82,7 @@ class Evaluator(Layout):
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
         self.filled_rows = filled_rows
         self.memo: dict[Any, Any] = {}
+        self._expanded_values: dict[int, bool] = {}
         self.fills: set[float] = set()
         self.notes: set[str] = set()
         self.leaf_values: set[int] = set()
@@ -185,9 +186,22 @@ class Evaluator(Layout):
             )
         if not ok:
             return None
-        if self.usable and not all(self.usable(i) for i in node.ins):
+        if self.usable and not all(self._had(i) for i in node.ins):
             return None
         return node
+
+    def _had(self, value: int) -> bool:
+        """Whether a value can be had, or is expanded into values that can."""
+        if self.usable(value):
+            return True
+        if value not in self._expanded_values:
+            node = self.g.node_of(value)
+            self._expanded_values[value] = (
+                node is not None
+                and (value in self.inside or is_local(node))
+                and all(self._had(i) for i in node.ins)
+            )
+        return self._expanded_values[value]
 
     def _plain(self, node: Node) -> bool:
         """A lossless cast, or a multiplication by a constant number."""

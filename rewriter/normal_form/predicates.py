@@ -55,6 +55,9 @@ class Predicates:
                 if value >= 0 if kind == "ge" else value == 0:
                     out = self.either(out, flag)
             return self.either(out, self.negate(covered))
+        flags = {flag for flag, _ in p if flag != TRUE}
+        if 0 < len(flags) <= 2:  # by cases, where a factor of the form is a predicate
+            return self._by_flags(kind, p, integral, flags)
         if integral or all(self.kind(a) == "iota" for _, m in p for a, _ in m):
             lo, hi = self.bounds(p)
             if kind == "ge" and lo >= 0:
@@ -77,6 +80,21 @@ class Predicates:
         return self.literal(
             self.atom("eq", self.freeze(self.scale(p, 1.0 / lead)), integral)
         )
+
+    def _by_flags(self, kind: str, p: Poly, integral: bool, flags: set[int]) -> int:
+        out = FALSE
+        cells = [TRUE]
+        for flag in flags:
+            cells = [self.both(c, b) for c in cells for b in (flag, self.negate(flag))]
+        for cell in cells:
+            if cell == FALSE:
+                continue
+            here: Poly = {}
+            for (flag, mono), c in p.items():
+                if self.implies(cell, flag):
+                    self._accumulate(here, TRUE, mono, c)
+            out = self.either(out, self.both(cell, self.compare(kind, here, integral)))
+        return out
 
     def _within(self, p: Poly, integral: bool) -> int | None:
         """[c - |b| >= 0] as two bounds; |b| is 2 max(b, 0) - b."""

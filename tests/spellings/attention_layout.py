@@ -1707,7 +1707,7 @@ def _(q, k, v):
     return weigh(probs(q, k), v)
 
 
-@from_library("custom_jvp_softmax", window=CAUSAL, sizes=SQUARE)
+@from_library("custom_jvp_softmax", window=CAUSAL, sizes=SQUARE, count=0)
 def _(q, k, v):
     return weigh(softmax_with_rule(masked(dots(q, k) * SCALE)), v)
 

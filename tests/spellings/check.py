@@ -81,7 +81,7 @@ def operand_names(site) -> list[str]:
 def wrong(spelling: Spelling) -> list[str]:
     """What is wrong with the sites found in a spelling; nothing if all is well."""
     sites = explain(spelling.fn, spelling.args(), spelling.op)
-    if spelling.count is None and not sites:
+    if not spelling.count and not sites:
         return []
     if spelling.count is not None and len(sites) != spelling.count:
         return [f"found {len(sites)}, expected {spelling.count}"]
