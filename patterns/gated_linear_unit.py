@@ -212,6 +212,10 @@ def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, t
     for w in (w_gate, w_up):
         if set(f) - alg.term_ids(TRUE, w):
             raise Refused("outer", "gate and up have different columns", score=0.4)
+    if _per_expert(find, w_gate, k):
+        raise Refused(
+            "batch", "one matrix per expert, of which a router takes some", score=0.45
+        )
     rest = tuple((i,) for i in out if i not in f)
     if not f or x_ids - set(out):
         raise Refused("axes", "an axis of x is not one of the result", score=0.3)
@@ -250,6 +254,19 @@ def _assembled(find, ev, value, args, form, x, k, gate, up, name, beta, shift, t
         notes=tuple(sorted(ev.notes)),
         times=times,
     )
+
+
+def _per_expert(find: Finder, w: Any, k: Any) -> bool:
+    """Whether columns stand before and behind the contracted axis: [e, d, f]."""
+    alg = find.algebra
+    for atom, _ in w:
+        if alg.kind(atom) == "leaf":
+            args = [alg.index_ids(a) for a in alg.defs[atom][2]]
+            at = [n for n, ids in enumerate(args) if ids & set(k)]
+            free = [n for n, ids in enumerate(args) if ids - set(k)]
+            if at and free and free[0] < at[0] and free[-1] > at[-1]:
+                return True
+    return False
 
 
 # ------------------------------------------------------------------ parsing

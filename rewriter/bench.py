@@ -123,9 +123,10 @@ def benchmark(
         choose = f"Choose {', '.join(MODES)}"
         raise ConfigError(f"mode={mode!r}", next_step=choose, where=caller())
     fn, lifted = trace.original_of(fn)
+    options = {**lifted, **options}
     theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
     ours = {k: v for k, v in options.items() if k not in theirs}
-    static = trace.jit_options(fn, {**lifted, **theirs})
+    static = trace.jit_options(fn, theirs)
 
     def run(*args: Any, **kwargs: Any) -> Benchmark:
         plain = trace.jitted(fn, static)

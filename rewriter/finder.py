@@ -104,7 +104,7 @@ class Finder:
         return value
 
     def loudest(self, value: int, limit: int = 60) -> float:
-        """The largest finite number that a value is computed with."""
+        """The largest number that a value is computed with, infinity too."""
         found, seen, queue = 0.0, {value}, [value]
         while queue and len(seen) < limit:
             current = queue.pop(0)
@@ -113,7 +113,7 @@ class Finder:
                 self.graph.dtype(current), np.floating
             ):
                 sizes = np.abs(np.asarray(const, np.float64))
-                found = float(np.max(sizes, initial=found, where=np.isfinite(sizes)))
+                found = float(np.max(sizes, initial=found, where=~np.isnan(sizes)))
             node = self.graph.node_of(current)
             for i in node.ins if node is not None and self.local(node) else ():
                 if i not in seen:
@@ -152,11 +152,12 @@ class Finder:
         product: Node,
         value: int,
         keep: int,
+        factor: tuple[frozenset[int], float],
     ) -> str:
         """What a row without keys gives; see `rewriter.rows`."""
         from rewriter.rows import empty_row
 
-        return empty_row(ev, keep, scores, product, value)
+        return empty_row(ev, keep, scores, product, value, factor)
 
     def where(self, node: Node) -> str:
         """The user's line of an equation."""

@@ -45,6 +45,7 @@ class Optimized(Protocol):
     """A ``jax.jit`` object with these attributes added."""
 
     original: Callable[..., Any]
+    options: Mapping[str, Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the rewritten function."""
@@ -84,7 +85,7 @@ def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
 
     The result is a ``jax.jit`` object: ``.trace``, ``.lower``, ``.eval_shape``
     and ``.clear_cache`` are JAX's own, and so is dispatch. Added are
-    ``.report(*args)``, ``.jaxpr(*args)`` and ``.original``. It nests inside
+    ``.report(*args)``, ``.jaxpr(*args)``, ``.original`` and ``.options``. It nests in
     ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``optimize``.
 
     Args:
@@ -138,8 +139,10 @@ def explain(
     """
     if hasattr(fn, "original") and not options and patterns is None:
         return fn.report  # type: ignore[no-any-return]
-    fn, jit_options = trace.original_of(fn)
-    return optimize(fn, patterns=patterns, **{**jit_options, **options}).report
+    fn, lifted = trace.original_of(fn)
+    if patterns is not None:
+        lifted["patterns"] = patterns
+    return optimize(fn, **{**lifted, **options}).report
 
 
 # -------------------------------------------------------------- the pipeline
@@ -257,6 +260,10 @@ def _optimized(
         return _record(fast, analysis, args, kwargs).rewritten.closed_jaxpr
 
     fast.original, fast.report, fast.jaxpr = fn, report, jaxpr
+    fast.options = dict(ours)
+    if patterns:
+        fast.options["patterns"] = [*ours.get("patterns", "default").split(","),
+                                    *patterns]  # fmt: skip
     return fast
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,14 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import site
 from rewriter.config import Config
+from rewriter.gradients import Backward, Memory, find_backward
 from rewriter.graph import Graph, Scope
 from rewriter.kernel import PLATFORMS
 from rewriter.match import Match, search
 from rewriter.plan import XLA, Choice, Site, choose
 from rewriter.registry import REFERENCE
 from rewriter.remains import WHY, computed_anyway
-from rewriter.replace import Rewritten, Splice, missing_leaf, replace
+from rewriter.replace import Rewritten, Splice, lies_at, obstacle, replace
 from rewriter.sieve import possible
 from rewriter.verdict import Reason
 
@@ -91,13 +92,22 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     splices: list[Splice] = []
     failures: list[Reason] = []
     platform = _platform()
-    choices = _choices(graph, matches, config, platform)
+    backward, problems = _backward(graph, matches)
+    failures += problems
+    covered = frozenset().union(
+        *(b.inner | {*b.grads.values()} for b in backward.values())
+    )
+    matches = [m for m in matches if m.value not in covered]
+    choices = _choices(graph, matches, config, platform, backward)
     elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
         for scope, position in _places(match):
+            its = backward.get(id(match))
+            if its is not None and not lies_at(its, graph, scope):
+                its = None
             made = choice
-            if choice.kernel != XLA and missing_leaf(match, scope) is not None:
-                why = "an operand cannot be had where the result is computed"
+            why = obstacle(match, scope) if choice.kernel != XLA else ""
+            if why:
                 made = Choice(XLA, "heuristic", ((choice.kernel, why),))
             index = len(sites) + 1
             if made.kernel != XLA:
@@ -106,16 +116,40 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
                 if key not in elsewhere:
                     elsewhere[key] = _by_platform(match, made, config, platform)
                 call = _call(match, elsewhere[key])
-                splices.append(Splice(match, scope, position, call, label, made.kernel))
-            sites.append(_site(index, match, scope, made))
+                splices.append(
+                    Splice(match, scope, position, call, label, made.kernel, its)
+                )
+            sites.append(_site(index, match, scope, made, its is not None))
             copies = match.copies if scope is match.node.scope else 0
             for _ in range(copies):  # computed again here; the result is shared
-                sites.append(_site(len(sites) + 1, match, scope, made))
+                sites.append(_site(len(sites) + 1, match, scope, made, its is not None))
     return sites, splices, failures
 
 
+def _backward(
+    graph: Graph, matches: Sequence[Match]
+) -> tuple[dict[int, Backward], list[Reason]]:
+    """By the id of a match, its gradients in the program."""
+    memory, failures = Memory(), []
+    found: dict[int, Backward] = {}
+    for match in matches:
+        try:
+            backward = find_backward(graph, match, memory)
+        except Exception as error:
+            text = f"{match.op.name}: {type(error).__name__}: {error}"
+            failures.append(Reason("internal", text, match.where))
+            continue
+        if backward is not None:
+            found[id(match)] = backward
+    return found, failures
+
+
 def _choices(
-    graph: Graph, matches: Sequence[Match], config: Config, platform: str
+    graph: Graph,
+    matches: Sequence[Match],
+    config: Config,
+    platform: str,
+    backward: Mapping[int, Backward],
 ) -> list[Choice]:
     """A kernel for each match; XLA where the kernel's work would come on top."""
     by_reading: dict[int, Choice] = {}
@@ -126,7 +160,7 @@ def _choices(
             )
     choices = [by_reading[id(m.reading)] for m in matches]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
-    anyway = computed_anyway(graph, replaced)
+    anyway = computed_anyway(graph, replaced, backward)
     return [
         Choice(XLA, c.origin, ((c.kernel, WHY), *c.not_chosen))
         if id(m) in anyway and c.origin != "forced"
@@ -176,7 +210,9 @@ def _call(match: Match, chosen: Sequence[tuple[str, str]]) -> Callable[..., jax.
     return call
 
 
-def _site(index: int, match: Match, scope: Scope, choice: Choice) -> Site:
+def _site(
+    index: int, match: Match, scope: Scope, choice: Choice, backward: bool
+) -> Site:
     spec = match.spec
     return Site(
         index=index,
@@ -194,6 +230,7 @@ def _site(index: int, match: Match, scope: Scope, choice: Choice) -> Site:
         replaced=choice.kernel != XLA,
         not_chosen=choice.not_chosen,
         numerics=match.reading.notes,
+        backward=backward,
     )
 
 

@@ -7,10 +7,12 @@ kernel would come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rewriter import _jax
 from rewriter.canonicalize import STRUCTURAL
+from rewriter.gradients import Backward
 from rewriter.graph import Graph, Node, Scope
 from rewriter.match import Match
 
@@ -20,14 +22,23 @@ WHY = (
 )
 
 
-def computed_anyway(graph: Graph, matches: Sequence[Match]) -> set[int]:
-    """The ids of matches whose contractions stay, though all of them be replaced."""
+def computed_anyway(
+    graph: Graph, matches: Sequence[Match], backward: Mapping[int, Backward]
+) -> set[int]:
+    """The ids of matches whose contractions stay, though all of them be replaced.
+
+    Args:
+        graph: The program.
+        matches: What is replaced.
+        backward: By the id of a match, its gradients that are replaced with it.
+    """
     returned = _returned(graph)
     alive = list(matches)
+    regions = {id(m): _region(m, backward.get(id(m))) for m in matches}
     while alive:
-        inside = frozenset().union(*(m.inner for m in alive))
-        read = returned | {v for m in alive for _, v in m.leaves}
-        kept = [m for m in alive if not _reaches(graph, m, inside, read)]
+        inside = frozenset().union(*(regions[id(m)].values for m in alive))
+        read = returned.union(*(regions[id(m)].read for m in alive))
+        kept = [m for m in alive if not _reaches(graph, regions[id(m)], inside, read)]
         if len(kept) == len(alive):
             break
         alive = kept
@@ -48,11 +59,32 @@ def _returned(graph: Graph) -> set[int]:
     return out
 
 
+@dataclass(frozen=True)
+class _Region:
+    """Values of a match and its gradients: all, the results, and what is read."""
+
+    values: frozenset[int]
+    results: frozenset[int]
+    read: frozenset[int]
+
+
+def _region(match: Match, backward: Backward | None) -> _Region:
+    leaves = frozenset(v for _, v in match.leaves)
+    if backward is None:
+        return _Region(match.inner, frozenset({match.value}), leaves)
+    return _Region(
+        match.inner | backward.inner,
+        frozenset({match.value, *backward.grads.values()}),
+        leaves | {backward.cotangent},
+    )
+
+
 def _reaches(
-    graph: Graph, match: Match, inside: frozenset[int], read: set[int]
+    graph: Graph, region: _Region, inside: frozenset[int], read: set[int]
 ) -> bool:
     """Whether a contraction of the region is read from outside the regions."""
-    stack = [v for v in match.inner if v != match.value and _heavy(graph.node_of(v))]
+    parts = region.values - region.results
+    stack = [v for v in parts if _heavy(graph.node_of(v))]
     seen = set(stack)
     while stack:
         value = stack.pop()
@@ -62,7 +94,7 @@ def _reaches(
             if inside.isdisjoint(node.outs):
                 return True
             for out in node.outs:
-                if out in match.inner and out != match.value and out not in seen:
+                if out in parts and out not in seen:
                     seen.add(out)
                     stack.append(out)
     return False

@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
+from rewriter.gradients import Backward, gradient_function
 from rewriter.graph import Graph, Scope
 from rewriter.match import Match, NearMiss, leaves_of
 from rewriter.plan import Site
@@ -51,6 +52,7 @@ class Splice:
         call: ``call(**operands, **params)`` gives the op's result.
         label: The site's name in profiles.
         key: Splices with equal keys have equal code.
+        backward: Gradients that are replaced with it, in the same body.
     """
 
     match: Match
@@ -59,6 +61,7 @@ class Splice:
     call: Callable[..., jax.Array]
     label: str = ""
     key: Any = None
+    backward: Backward | None = None
 
 
 def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
@@ -82,12 +85,52 @@ def live(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def missing_leaf(match: Match, scope: Scope) -> int | None:
-    """A value that the replacement reads and that cannot be had at its place."""
+def obstacle(match: Match, scope: Scope) -> str:
+    """Why a replacement cannot stand in a body, or nothing."""
+    place = match.place
     for _, value in match.leaves:
-        if value not in scope.first_var and value not in match.place.defined:
-            return value
-    return None
+        if value in scope.first_var:
+            continue
+        if value not in place.defined:
+            return "an operand cannot be had where the result is computed"
+        for inner in (scope, place.defined[value][1]):
+            while inner is not place.scope:  # calls that would be dissolved
+                if inner.jaxpr.constvars:
+                    return "a call around it holds arrays of its own"
+                inner = inner.parent
+    return ""
+
+
+def lies_at(backward: Backward, graph: Graph, scope: Scope) -> bool:
+    """Whether gradients are computed in the body that a scope belongs to."""
+    home, _ = _home(scope)
+    values = (backward.cotangent, *backward.grads.values())
+    return all(_defined(graph, v, home) is not None for v in values)
+
+
+def _home(scope: Scope) -> tuple[Scope, tuple[float, ...]]:
+    """The body that a scope belongs to, and the calls that lead to it there."""
+    path: list[float] = []
+    while scope.kind == "call" and scope.parent is not None:
+        path.append(scope.call)
+        scope = scope.parent
+    return scope, tuple(path[::-1])
+
+
+def _defined(
+    graph: Graph, value: int, home: Scope
+) -> tuple[tuple[float, ...], Scope, int] | None:
+    """(path, scope, position) of the first equation for a value in a body."""
+    node = graph.node_of(value)
+    if node is None:
+        return None
+    places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
+    found = []
+    for scope, position in places:
+        body, path = _home(scope)
+        if body is home:
+            found.append(((*path, position), scope, position))
+    return min(found, key=lambda f: f[0], default=None)
 
 
 def _renamed(eqn: Any, env: Mapping[Any, Any]) -> Any:
@@ -117,6 +160,8 @@ class _Work:
         self.fragments: dict[Any, Any] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
+        self.backward_at: dict[int, dict[int, list[Any]]] = {}
+        self.residuals: dict[int, Any] = {}
         for splice in splices:
             here = self.at.setdefault(id(splice.scope), {})
             here.setdefault(splice.position, []).append(splice)
@@ -125,6 +170,30 @@ class _Work:
                 self.touched.add(id(scope))
                 scope = scope.parent
             self._dissolve(splice)
+            if splice.backward is not None:
+                self._plan_backward(splice, splice.backward)
+
+    def _plan_backward(self, splice: Splice, backward: Backward) -> None:
+        """Decides where gradients are computed: where the program has the first."""
+        home, _ = _home(splice.scope)
+        found = {v: _defined(self.graph, v, home) for v in backward.grads.values()}
+        _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
+        scopes = {id(splice.scope): splice.scope}
+        for value in (*found, backward.cotangent):
+            _, at, _ = _defined(self.graph, value, home)  # type: ignore[misc]
+            scopes[id(at)] = at
+        if len(scopes) > 1:  # the results cross calls
+            for inner in scopes.values():
+                while inner is not home:
+                    self.dissolved.add(id(inner))
+                    inner = inner.parent
+        for inner in scopes.values():
+            while inner is not None:
+                self.touched.add(id(inner))
+                inner = inner.parent
+        here = self.backward_at.setdefault(id(scope), {})
+        where = {v: f[1] for v, f in found.items()}  # type: ignore[index]
+        here.setdefault(position, []).append((splice, where))
 
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
@@ -164,22 +233,29 @@ class _Work:
         done = self.results.setdefault(id(scope), {})
         inlined = id(scope) in self.dissolved
         splices = self.at.get(id(scope), {})
+        gradients = self.backward_at.get(id(scope), {})
         numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
         for position, eqn in enumerate(scope.jaxpr.eqns):
             children = scope.children.get(position)
-            if children and any(id(c) in self.dissolved for c in children):
-                self._dissolved_call(children[0], eqn, frame, env, read)
-            elif children or inlined:
-                self._plain(children or [], eqn, frame, env, read, inlined)
+            if children or inlined:
+                self._with_children(children or [], eqn, frame, env, read, inlined)
             else:
                 eqns.append(_renamed(eqn, env))
             for splice in splices.get(position, ()):
                 done[splice.match.value] = self._splice(splice, eqn, frame)
+            if position in gradients:
+                self._backward(gradients[position], eqn, frame)
             if done:  # readers of a replaced value, and of its copies, get the new one
                 for var in eqn.outvars:
                     if var.__class__ is variable and numbers[var] in done:
                         env[var] = done[numbers[var]]
         return [read(v) for v in scope.jaxpr.outvars]
+
+    def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
+        if any(id(c) in self.dissolved for c in children):
+            self._dissolved_call(children[0], eqn, frame, env, read)
+        else:
+            self._plain(children, eqn, frame, env, read, inlined)
 
     def _plain(self, children, eqn, frame, env, read, inlined) -> None:
         new = self._with_bodies(eqn, children) if children else eqn
@@ -216,9 +292,52 @@ class _Work:
     # ------------------------------------------------------------- splices
     def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
-        fragment, names = self._fragment(splice)
+        fragment, names, tree = self._fragment(splice)
         here = dict(splice.match.leaves)
         atoms = [self._atom_of(splice, here[v]) for v in names]
+        out, *residuals = self._inserted(fragment, atoms, splice, eqn, frame)
+        if tree is not None:
+            avals = [v.aval for v in fragment.outvars[1:]]
+            self.residuals[id(splice)] = residuals, avals, tree
+        return out
+
+    def _backward(self, splices: list[Any], eqn: Any, frame: _Frame) -> None:
+        """Appends gradients, and says what they become in the bodies they are in."""
+        for splice, where in splices:
+            for value, atom in self._gradients(splice, eqn, frame).items():
+                self.results.setdefault(id(where[value]), {})[value] = atom
+
+    def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
+        """Appends the gradients' equations; returns their atoms by value."""
+        residuals, avals, tree = self.residuals[id(splice)]
+        backward, graph = splice.backward, self.graph
+        values = _in_order(splice)
+        dtypes = [graph.dtype(backward.grads[v]) for v in values]
+
+        def code(*given: jax.Array) -> list[jax.Array]:
+            *saved, cotangent = given
+            function = jax.tree.unflatten(tree, saved)
+            grads = function(cotangent)
+            return [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
+
+        places = tuple(
+            list(dict(splice.match.leaves).values()).index(v) for v in values
+        )
+        key = ("backward", id(splice.match.reading), splice.key, tree, places)
+        if key not in self.fragments:
+            result = graph.avals[backward.cotangent]
+            self.fragments[key] = _jax.trace_flat(code, [*avals, result])
+        cotangent = self._atom_of(splice, backward.cotangent)
+        fragment = self.fragments[key]
+        if fragment.constvars:
+            raise ValueError("the gradients hold constants")
+        atoms = self._inserted(fragment, [*residuals, cotangent], splice, eqn, frame)
+        return dict(zip((backward.grads[v] for v in values), atoms, strict=True))
+
+    def _inserted(
+        self, fragment: Any, atoms: list[Any], splice: Splice, eqn: Any, frame: _Frame
+    ) -> list[Any]:
+        """Appends a fragment's equations; returns the atoms of its results."""
         local = dict(zip(fragment.invars, atoms, strict=True))
         source = _jax.scoped(eqn.source_info, splice.label)
         for inner in fragment.eqns:
@@ -230,7 +349,7 @@ class _Work:
             frame.eqns.append(
                 inner.replace(invars=ins, outvars=outs, source_info=source)
             )
-        return local[fragment.outvars[0]]
+        return [v if _jax.is_literal(v) else local[v] for v in fragment.outvars]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """What carries a value at a splice: a variable there or in an inlined call."""
@@ -242,10 +361,17 @@ class _Work:
             var = found[1]
         return self.envs[id(home)].get(var, var)
 
-    def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...]]:
-        """The traced code of a replacement, and the reading's leaves it takes."""
+    def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...], Any]:
+        """The traced code of a replacement, and the reading's leaves it takes.
+
+        With gradients, its results are followed by residuals; the last item is the
+        structure in which `jax.vjp` keeps those.
+        """
         reading, graph = splice.match.reading, self.graph
-        key = (id(reading), splice.key)
+        moving = _in_order(splice)
+        here = dict(splice.match.leaves)
+        order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
+        key = (id(reading), splice.key, order)
         if splice.key is not None and key in self.fragments:
             return self.fragments[key]
         names = leaves_of(reading)
@@ -258,8 +384,27 @@ class _Work:
                 graph.dtype(reading.value),
             )
 
-        traced = _jax.trace_flat(code, [graph.avals[v] for v in names])
+        trees: list[Any] = []
+
+        def with_residuals(*arrays: jax.Array) -> list[jax.Array]:
+            if not order:
+                return [code(*arrays)]
+            out, function = gradient_function(code, list(arrays), list(order))
+            residuals, tree = jax.tree.flatten(function)
+            trees.append(tree)
+            return [out, *residuals]
+
+        traced = _jax.trace_flat(with_residuals, [graph.avals[v] for v in names])
         if traced.constvars:
             raise ValueError("the replacement holds constants")
-        self.fragments[key] = (traced, names)
-        return traced, names
+        self.fragments[key] = (traced, names, trees[-1] if trees else None)
+        return self.fragments[key]
+
+
+def _in_order(splice: Splice) -> list[int]:
+    """Leaves whose gradients are replaced, in the order of the reading's leaves."""
+    if splice.backward is None:
+        return []
+    here = dict(splice.match.leaves)
+    names = leaves_of(splice.match.reading)
+    return [here[v] for v in names if here[v] in splice.backward.grads]

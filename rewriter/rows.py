@@ -19,6 +19,7 @@ from rewriter.normal_form import FALSE, TRUE, Algebra
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 LOST = "lost"  # made of the row by an equation without a rule: may be of any size
+CONDITIONS = 7  # of a mask; every combination of them is tried
 ABSORBS = 5e8  # an addend that swallows scores below 32 in float32
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
@@ -27,7 +28,12 @@ Abstract = Any  # ("c", number or bool) or one of the names above
 
 
 def empty_row(
-    ev: Evaluator, keep: int, scores: frozenset[int], product: Node, value: int
+    ev: Evaluator,
+    keep: int,
+    scores: frozenset[int],
+    product: Node,
+    value: int,
+    factor: tuple[frozenset[int], float] = (frozenset(), 1.0),
 ) -> str:
     """``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"`` for a row without keys.
 
@@ -37,9 +43,12 @@ def empty_row(
         scores: Results of the contractions of queries with keys.
         product: The contraction of the weights with the values.
         value: The region's result.
+        factor: What the weights are multiplied by, as by dropout: arrays that are
+            taken to be one, and a number.
     """
+    ones, number = factor
     support, table = ev.alg.bools[keep]
-    if len(support) > 4:
+    if len(support) > CONDITIONS:
         return UNKNOWN
     names = [literal_name(ev.alg, a, ev.outer) for a in support]
     never = ev.alg.impossible(support)
@@ -48,9 +57,9 @@ def empty_row(
         if (table | never) >> row & 1:
             continue
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
-        run = _Row(ev, truth, scores, product)
+        run = _Row(ev, truth, scores, product, ones)
         out = run(value)
-        seen.add((_verdict(out), tuple(run.peaks)))
+        seen.add((_verdict(out, number), tuple(run.peaks)))
     if len(seen) != 1:
         return UNKNOWN
     return next(iter(seen))[0]
@@ -106,10 +115,10 @@ def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
     return re.sub(r"\b[ij]\d+", role, alg.show_atom(atom))
 
 
-def _verdict(out: Abstract) -> str:
+def _verdict(out: Abstract, factor: float) -> str:
     if not isinstance(out, tuple):
         return UNKNOWN
-    c = float(out[1])
+    c = float(out[1]) / factor
     if math.isnan(c):
         return "nan"
     if c == 0:
@@ -120,8 +129,8 @@ def _verdict(out: Abstract) -> str:
 class _Row:
     """Abstract evaluation of one row."""
 
-    def __init__(self, ev, truth, scores, product):
-        self.ev, self.g, self.truth = ev, ev.g, truth
+    def __init__(self, ev, truth, scores, product, ones):
+        self.ev, self.g, self.truth, self.ones = ev, ev.g, truth, ones
         self.scores, self.product = scores, product
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
@@ -142,6 +151,8 @@ class _Row:
             return ("c", number)
         if value in self.scores:
             return SCORES
+        if value in self.ones:
+            return ("c", 1.0)
         node = self.g.node_of(value)
         if self.g.dtype(value) == bool:
             found = self._float_test(node, value)

@@ -75,7 +75,7 @@ def apply(
         value = _follow(graph, value, k, prim, position, nth)
         if value is None:
             return None
-    cone = _same_cone(graph, known, value)
+    cone = same_cone(graph, known, value)
     if cone is None or _uses(graph, value) != _uses(graph, known.value):
         return None
     return value, *cone
@@ -97,7 +97,7 @@ def _uses(graph: Graph, value: int) -> list[tuple[str, int]]:
     return sorted((n.prim, n.ins.index(value)) for n in graph.users(value))
 
 
-def _same_cone(
+def same_cone(
     graph: Graph, known: Template, value: int
 ) -> tuple[dict[int, int], frozenset[int]] | None:
     """(leaf to leaf, values inside) if the equations above both results are equal."""

@@ -145,14 +145,14 @@ def jit_options(fn: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def original_of(fn: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns what ``optimize`` was given, and the ``jax.jit`` options in force.
+    """Returns what ``optimize`` was given: the function, and all options in force.
 
     Args:
         fn: An optimized function, or any other, which is returned as it is.
     """
     if not hasattr(fn, "original"):
         return fn, {}
-    return fn.original, _jax.jit_options(fn)
+    return fn.original, {**fn.options, **_jax.jit_options(fn)}
 
 
 def split(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:

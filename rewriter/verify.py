@@ -117,9 +117,10 @@ def verify(
         True
     """
     fn, lifted = trace.original_of(fn)
+    options = {**lifted, **options}
     theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
     ours = {k: v for k, v in options.items() if k not in theirs}
-    static = trace.jit_options(fn, {**lifted, **theirs})
+    static = trace.jit_options(fn, theirs)
 
     def run(*args: Any, **kwargs: Any) -> Verification:
         plain = trace.jitted(fn, static)

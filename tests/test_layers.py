@@ -12,7 +12,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
     "errors", "verdict", "_jax", "config", "op", "kernel", "registry", "trace",
     "graph", "template", "normal_form", "canonicalize", "emit", "region", "rows",
-    "reading", "finder", "sieve", "match", "pattern", "plan", "remains", "oracle",
+    "reading", "finder", "sieve", "match", "pattern", "plan", "gradients", "remains",
+    "oracle",
     "implement", "site", "replace", "pipeline", "draw", "report", "optimize", "verify",
     "bench", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from rewriter.canonicalize import kind_of
 from rewriter.normal_form import TRUE, Poly
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.rows import Rows
@@ -119,6 +121,14 @@ class Assembly(Masks, Rows):
         self.k = tuple(i for i in shared if i not in lead)
         self.n = self.k + groups
         self.s = self.parts.s
+        alone = [i for i in shared if (i in k) != (i in v) and i in q]
+        if alone and math.prod(alg.sizes[i] for i in self.t) == 1:
+            raise Refused(
+                "keys",
+                "each query has keys or values of its own: the others would be "
+                "repeated for every query",
+                score=0.5,
+            )
 
     def _is_inner(self, i: int) -> bool:
         """Whether an axis comes after the queries' in their array, as heads do."""
@@ -149,6 +159,8 @@ class Assembly(Masks, Rows):
         return mask_ids, length_ids, position_ids
 
     def _query_axis(self, rows, mask_ids, position_ids) -> Group:
+        if len(rows) == 1 and self._is_group(rows[0]):
+            return ()  # one query
         if len(rows) <= 1:
             return tuple(rows)
         for ids in (position_ids, mask_ids):
@@ -158,6 +170,15 @@ class Assembly(Masks, Rows):
             if hits:
                 rows = hits
         return (max(rows, key=lambda i: self.alg.sizes[i]),)
+
+    def _is_group(self, row: int) -> bool:
+        """Whether an axis is a digit of the heads that sinks are given for."""
+        args = (
+            self.alg.index_ids(a)
+            for atom in self.alg.poly_leaves(self.parts.sink)
+            for a in self.alg.defs[atom][2]
+        )
+        return any(row in ids and len(ids) > 1 for ids in args)
 
     # -------------------------------------------------------------- inputs
     def _inputs(self) -> None:
@@ -186,7 +207,7 @@ class Assembly(Masks, Rows):
             raise Refused(
                 "scores", "two contractions with scales of their own", score=0.6
             )
-        q_dtype, k_dtype, v_dtype = self._dtypes()
+        q_dtype, k_dtype = self._dtypes(rows, keys)
         self.operands["q"] = Operand(
             tuple(
                 (
@@ -210,8 +231,13 @@ class Assembly(Masks, Rows):
             ),
             dtype=k_dtype,
         )
+        inner = {*self.b, *self.k, *self.s}
+        scales = [f for f in self.parts.rest if set(self.s) <= alg.free(f[0]) <= inner]
+        self.parts.rest = [f for f in self.parts.rest if f not in scales]
         factor = 1.0 if self.parts.rest else self.parts.factor
-        v = {(TRUE, alg.monomial((a, 1) for a in self.parts.v)): factor}
+        values = alg.monomial([*((a, 1) for a in self.parts.v), *scales])
+        v = {(TRUE, values): factor}
+        v_dtype = self._dtype_of([*((a, 1) for a in self.parts.v), *scales])
         self.operands["v"] = operand(v, self.b, self.s, self.k, self.e, dtype=v_dtype)
         self.params["scale"] = lead.c
         if lead.softcap:
@@ -219,21 +245,20 @@ class Assembly(Masks, Rows):
         if scalar:
             self.operands["scale_factor"] = operand({(TRUE, alg.monomial(scalar)): 1.0})
 
-    def _dtypes(self):
-        """Dtypes of the leaves, so that kernels read the narrowest values."""
+    def _dtypes(self, rows, keys):
+        """Dtypes of queries and keys, so that kernels read the narrowest values."""
+        q = (self._dtype_of([*x.q, *rows]) for x in self.qk)
+        k = (self._dtype_of([*x.k, *keys]) for x in self.qk)
+        return tuple(max(d, key=lambda d: d.itemsize) for d in (q, k))
 
-        def of(factors):
-            names = [
-                self.find.graph.dtype(self.alg.defs[a][1])
-                for a, _ in factors
-                if self.alg.kind(a) == "leaf"
-            ]
-            return max(names, key=lambda d: d.itemsize)
-
-        q = max((of(x.q) for x in self.qk), key=lambda d: d.itemsize)
-        k = max((of(x.k) for x in self.qk), key=lambda d: d.itemsize)
-        v = of([(a, 1) for a in self.parts.v])
-        return q, k, v
+    def _dtype_of(self, factors):
+        names = [
+            self.find.graph.dtype(self.alg.defs[a][1])
+            for a, _ in factors
+            if self.alg.kind(a) == "leaf"
+        ]
+        floats = [d for d in names if kind_of(d) == "f"]
+        return max(floats or names, key=lambda d: d.itemsize)
 
     # -------------------------------------------------------------- additions
     def _additions(self) -> None:
@@ -243,6 +268,8 @@ class Assembly(Masks, Rows):
         if slopes is not None:
             self.operands["alibi"] = operand(slopes, self.n)
         elif self.bias:
+            if any(alg.kind(a) == "log" for _, mono in self.bias for a, _ in mono):
+                raise Refused("bias", "the bias may be infinite", score=0.6)
             allowed = {*self.b, *self.n, *self.t, *self.s}
             if alg.ids(self.bias) - allowed:
                 raise Refused("bias", "the bias has an axis of its own", score=0.6)

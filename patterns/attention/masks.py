@@ -18,8 +18,8 @@ class Masks:
 
     def _masks(self) -> None:
         alg = self.alg
-        self.right: list[tuple[int, Poly]] = []
-        self.left: list[tuple[int, Poly]] = []
+        self.right: list[tuple[int, Poly, int]] = []  # constant, rest, the part
+        self.left: list[tuple[int, Poly, int]] = []
         self.lengths: list[tuple[int, Poly]] = []
         self.segments: tuple[Poly, Poly] | None = None
         self.prefix: Poly | None = None
@@ -27,7 +27,9 @@ class Masks:
         if rest == FALSE:
             raise Refused("mask", "every key is masked", score=0.5)
         for part in conjuncts(alg, rest):
-            if not self._structured(part) and not self._prefixed(part):
+            if self._structured(part):
+                continue
+            if not self._prefixed(part):
                 self.general = alg.both(self.general, part)
         self._window()
 
@@ -35,11 +37,11 @@ class Masks:
         support, table = self.alg.bools[part]
         if len(support) != 1:
             return False
-        return self._bound(support[0], table == 0b10) or self._segment(
+        return self._bound(support[0], table == 0b10, part) or self._segment(
             support[0], table == 0b10
         )
 
-    def _bound(self, atom: int, true: bool) -> bool:
+    def _bound(self, atom: int, true: bool, part: int) -> bool:
         """Reads a comparison of the key's position with the query's or a length."""
         found = self._linear(atom, true)
         if found is None:
@@ -48,13 +50,13 @@ class Masks:
         if set(self.alg.ids(other)) - set(self.b):
             return False
         if beta == -1 and alpha == 1:  # s <= t + c + other
-            self.right.append((c, other))
+            self.right.append((c, other, part))
         elif beta == 1 and alpha == -1:  # s >= t - c - other
-            self.left.append((c, self.alg.scale(other, -1.0)))
+            self.left.append((c, self.alg.scale(other, -1.0), part))
         elif beta == -1 and alpha == 0:  # s < c + 1 + other
             self.lengths.append((c + 1, other))
         elif beta == 1 and alpha == 0 and not self.t and other:
-            self.left.append((c, self.alg.scale(other, -1.0)))
+            self.left.append((c, self.alg.scale(other, -1.0), part))
         else:
             return False
         return True
@@ -142,20 +144,23 @@ class Masks:
             return False
         if alg.ids(prefix[0][3]) - set(self.b):
             return False
-        self.right.append((causal[0][2], {}))
+        self.right.append((causal[0][2], {}, part))
         self.prefix = alg.add(prefix[0][3], alg.const(prefix[0][2] + 1))
         return True
 
     def _window(self) -> None:
         """Joins the bounds into a window, a shift and lengths."""
         alg = self.alg
-        offsets = [alg.freeze(o) for _, o in (*self.right, *self.left)]
-        distinct = dict.fromkeys(o for o in offsets)
-        if len(distinct) > 1:
-            raise Refused("mask", "two windows with different offsets", score=0.6)
-        offset = alg.thaw(next(iter(distinct), ()))
-        right = min((c for c, _ in self.right), default=None)
-        left = min((c for c, _ in self.left), default=None)
+        bounds = [*self.right, *self.left]
+        offsets = sorted({alg.freeze(other) for _, other, _ in bounds}, key=len)
+        offset = alg.thaw(offsets[0]) if offsets else {}
+        for _, other, part in bounds:  # one offset is an operand, others a mask
+            if alg.freeze(other) != offsets[0]:
+                self.general = alg.both(self.general, part)
+        right, left = (
+            min((c for c, o, _ in side if alg.freeze(o) == offsets[0]), default=None)
+            for side in (self.right, self.left)
+        )
         shift = right if right is not None and (left is None or right < 0) else 0
         if right is not None or left is not None:
             width = None if left is None else left + shift

@@ -28,6 +28,7 @@ class Rows:
                 self.pv,
                 self.value,
                 self.alg.both(self.parts.keep, self.parts.row_mask),
+                self._dropped(),
             )
         )
         if behaviour == "unknown" and self._may_change():
@@ -44,6 +45,15 @@ class Rows:
                 "rows", "what a row without keys gives is not known", score=0.8
             )
         self.params["empty_rows"] = behaviour
+        if behaviour == "mean":
+            self.ev.notes.add("rows without keys pass no gradient to the scores")
+
+    def _dropped(self) -> tuple[frozenset[int], float]:
+        """Arrays and a number that the weights are multiplied by."""
+        alg, parts = self.alg, self.parts
+        atoms = set().union(*(alg.leaves(a) for a, _ in parts.rest))
+        atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))
+        return frozenset(alg.defs[a][1] for a in atoms), parts.factor
 
     def _may_change(self) -> bool:
         """Whether rows without keys may change, and nothing exact is left to try."""

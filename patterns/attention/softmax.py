@@ -40,6 +40,7 @@ class Scores:
     q: list[tuple[int, Any]]
     k: list[tuple[int, Any]]
     softcap: float | None = None
+    atom: int | None = None
 
 
 def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
@@ -61,7 +62,7 @@ def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
     if not below:
         raise Refused("denominator", "no sum of weights divides the result", score=0.3)
     for den, num in itertools.product(below, above):
-        parts = _pair(alg, den, num, values)
+        parts = _pair(alg, den, num, values, flag)
         if parts is not None:
             left = [f for f in mono if f[0] not in (den, num)]
             if left:
@@ -100,14 +101,16 @@ def _rows(alg: Algebra, flag: int, parts: Parts) -> Parts:
     return parts
 
 
-def _pair(alg: Algebra, den: int, num: int, values: set[Any]) -> Parts | None:
+def _pair(
+    alg: Algebra, den: int, num: int, values: set[Any], rows: int
+) -> Parts | None:
     sink: Poly = {}
     if alg.kind(den) == "pow":
         base = alg.thaw(alg.defs[den][1])
         sums = [
             (t, c)
             for t, c in base.items()
-            if t[0] == TRUE
+            if t[0] in (TRUE, rows)  # a mask of whole rows stands before both sums
             and len(t[1]) == 1
             and t[1][0][1] == 1
             and alg.kind(t[1][0][0]) == "sum"
@@ -193,9 +196,24 @@ def exponents(
             difference=alg.show(bias),
             score=0.25,
         )
+    qk = _joined(alg, qk)
     if len(qk) > 1 and any(x.softcap for x in qk):
         raise Refused("softcap", "a soft cap over part of the scores", score=0.6)
     return qk, bias
+
+
+def _joined(alg: Algebra, qk: list[Scores]) -> list[Scores]:
+    """Scores times a factor that is a sum were multiplied out: one contraction."""
+    first = qk[0]
+    if len(qk) < 2 or first.atom is None or any(x.atom != first.atom for x in qk):
+        return qk
+    factor: Poly = {}
+    for x in qk:
+        factor = alg.add(factor, {(TRUE, alg.monomial(x.extra)): x.c})
+    if not factor:
+        return qk
+    extra = [(alg.atom("val", alg.freeze(factor)), 1)]
+    return [Scores(1.0, extra, first.d, first.q, first.k)]
 
 
 def _scores(alg, mono, c, operands, s) -> Scores | None:
@@ -213,7 +231,7 @@ def _scores(alg, mono, c, operands, s) -> Scores | None:
         if not k or not q:
             continue
         extra = [f for f in mono if f[0] != atom]
-        return Scores(c, extra, tuple(d), q, k)
+        return Scores(c, extra, tuple(d), q, k, atom=atom)
     return None
 
 

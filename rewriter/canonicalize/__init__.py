@@ -10,7 +10,7 @@ from __future__ import annotations
 from rewriter.canonicalize import arithmetic, contraction, predicates
 from rewriter.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.canonicalize.contraction import ragged_axes
-from rewriter.canonicalize.dtypes import is_lossless
+from rewriter.canonicalize.dtypes import is_lossless, kind_of
 from rewriter.canonicalize.evaluator import Evaluator
 from rewriter.canonicalize.primitives import (
     FULL,
@@ -29,5 +29,5 @@ RULES = (arithmetic, contraction, predicates)
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
     "TRANSPARENT", "Evaluator", "NeedSplit", "is_local", "is_lossless",
-    "ragged_axes", "sigmoid", "tanh",
+    "kind_of", "ragged_axes", "sigmoid", "tanh",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 from rewriter.canonicalize.choice import choose, ramp
 from rewriter.canonicalize.dtypes import kind_of
 from rewriter.canonicalize.evaluator import RULES, Evaluator, rule
+from rewriter.canonicalize.infinities import may_be_infinite
 from rewriter.graph import Node
 from rewriter.normal_form import (
     FALSE,
@@ -21,6 +22,9 @@ from rewriter.normal_form import (
     Poly,
 )
 
+FAR = 1e7
+"""Bounds beyond it are there for masks; scores and activations do not reach them."""
+
 
 def _elementwise(name: str, f: Callable[..., Poly]) -> None:
     RULES[name] = lambda ev, node, args, mode: f(ev, *ev.operands(node, args, mode))
@@ -30,7 +34,7 @@ _elementwise("add", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b)))  # a + b
 _elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
 _elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
-_elementwise("mul", lambda ev, a, b: _gentle(ev, ev.alg.mul(a, b)))  # a b
+_elementwise("mul", lambda ev, a, b: _gentle(ev, ev.alg.mul(a, b), 0))  # a b
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
 _elementwise("log", lambda ev, a: ev.alg.log(a))
@@ -55,13 +59,14 @@ _elementwise(  # 1 - a^2
 )
 
 
-def _gentle(ev: Evaluator, p: Poly) -> Poly:
+def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
     """Refuses to take a mask of numbers like (m - 1) * 1e9 apart.
 
     Over the reals its constant cancels in a softmax; in floats, what is left
-    would swallow the scores. Such a value is a leaf.
+    would swallow the scores. Such a value is a leaf, and so is a product m * -1e9,
+    that no sum with it is one.
     """
-    if not ev.expand_all and len(p) > 1 and any(abs(c) >= 1e4 for c in p.values()):
+    if not ev.expand_all and len(p) > terms and any(abs(c) >= 1e4 for c in p.values()):
         for (flag, mono), c in p.items():
             leaf = any(ev.alg.kind(a) == "leaf" for a, _ in mono)
             if flag == TRUE and abs(c) >= 1e4 and leaf:
@@ -81,6 +86,14 @@ def _fills(ev: Evaluator, p: Poly) -> Poly:
         else:
             out = ev.alg.add(out, {(flag, mono): c})
     return out
+
+
+def _bounded(ev: Evaluator, node: Node, args, p: Poly, bound: float) -> Poly:
+    """A form that is kept above (below) a number; far away, the form itself."""
+    if bound > -FAR or may_be_infinite(ev, p):
+        return ev.alg.of_atom(ev.leaf(node.outs[0], args))
+    ev.notes.add(f"values assumed not to reach {abs(bound):.4g}")
+    return p
 
 
 def _is_fill(alg: Algebra, p: Poly) -> bool:
@@ -209,8 +222,11 @@ def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         if n is not None and math.isinf(n) and (n < 0) == (node.prim == "max"):
             return ev.poly(values[other], at, mode)
     a, b = ev.operands(node, args, mode)
-    if not ev.expand_all and any(_is_fill(alg, p) for p in (a, b)):
-        return alg.of_atom(ev.leaf(node.outs[0], args))  # a difference would absorb
+    sign = 1 if node.prim == "max" else -1
+    for bound, p in ((a, b), (b, a)):
+        if not ev.expand_all and _is_fill(alg, bound):
+            # The difference of both would absorb the other one.
+            return _bounded(ev, node, args, p, sign * alg.as_constant(bound))
     if node.prim == "max":  # b + max(a - b, 0)
         return alg.add(b, alg.relu(alg.add(a, b, -1.0)))
     return alg.add(a, alg.relu(alg.add(a, b, -1.0)), -1.0)  # a - max(a - b, 0)
@@ -220,6 +236,10 @@ def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 def _clamp(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     lo, x, hi = ev.operands(node, args, mode)
     alg = ev.alg
+    low, high = alg.as_constant(lo), alg.as_constant(hi)
+    far = low is not None and high is not None and low <= -FAR and high >= FAR
+    if far and not ev.expand_all:
+        return _bounded(ev, node, args, x, max(low, -high))
     low = alg.add(lo, alg.relu(alg.add(x, lo, -1.0)))
     return alg.add(low, alg.relu(alg.add(low, hi, -1.0)), -1.0)
 

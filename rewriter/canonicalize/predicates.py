@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rewriter.canonicalize.dtypes import kind_of, takes_integers
 from rewriter.canonicalize.evaluator import FLAGS, Evaluator, rule
-from rewriter.canonicalize.primitives import STRUCTURAL
+from rewriter.canonicalize.infinities import may_be_infinite, where_infinite
 from rewriter.graph import Node
 from rewriter.normal_form import (
     FALSE,
@@ -34,10 +34,10 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     for p, q in ((a, b), (b, a)):
         edge = alg.as_constant(q)
         if name in ("eq", "ne") and edge is not None and math.isinf(edge):
-            if _is_open(ev, p):
+            if may_be_infinite(ev, p):
                 return alg.literal(ev.leaf(node.outs[0], args))
             ev.notes.add("values assumed finite")
-            masked = _where_infinite(alg, p, (edge,))
+            masked = where_infinite(alg, p, (edge,))
             return masked if name == "eq" else alg.negate(masked)
     if any(math.isinf(c) for p in (a, b) for c in p.values()):
         return alg.literal(ev.leaf(node.outs[0], args))
@@ -46,6 +46,10 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     ):
         return TRUE if _TESTS[name](float(bool(a)), float(bool(b))) else FALSE
     d = _unsigned(alg, alg.add(a, b, -1.0))
+    sign = 1.0 if alg.is_variance(d) else -1.0 if alg.is_variance(_minus(alg, d)) else 0
+    if sign:
+        ev.notes.add("rows assumed not to be constant")
+        return TRUE if _TESTS[name](sign, 0.0) else FALSE
     whole = integral or takes_integers(alg, d)
     if name in ("le", "lt"):
         d = alg.scale(d, -1.0)
@@ -59,6 +63,10 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     return same if name == "eq" else alg.negate(same)
 
 
+def _minus(alg: Algebra, p: Poly) -> Poly:
+    return alg.scale(p, -1.0)
+
+
 def _unsigned(alg: Algebra, d: Poly) -> Poly:
     """A form compared with zero like its sign is."""
     if len(d) == 1:
@@ -68,45 +76,6 @@ def _unsigned(alg: Algebra, d: Poly) -> Poly:
             if definition[:2] == ("fn", "sign"):
                 return alg.scale(alg.thaw(definition[2]), c)
     return d
-
-
-def _where_infinite(alg: Algebra, p: Poly, edges: tuple[float, ...]) -> int:
-    """Where a form's fills make it infinite."""
-    out = FALSE
-    for (flag, mono), c in p.items():
-        if c in edges and not mono:
-            out = alg.either(out, flag)
-    return out
-
-
-def _is_open(ev: Evaluator, p: Poly) -> bool:
-    """Whether a form may be infinite where no fill of it says so.
-
-    Products are taken to be finite, and a row's maximum where the row has a key;
-    an array that is added may hold infinities of its own, as masks do.
-    """
-    for _, mono in p:
-        kinds = {ev.alg.kind(a) for a, _ in mono}
-        if "log" in kinds:
-            return True
-        if len(mono) == 1 and kinds == {"leaf"} and not _is_maximum(ev, mono[0][0]):
-            return True
-    return False
-
-
-def _is_maximum(ev: Evaluator, atom: int) -> bool:
-    """Whether a leaf is the maximum of a row, perhaps guarded."""
-    name = ev.alg.defs[atom][1]
-    if ev.private and not (isinstance(name, tuple) and name[0] == "own"):
-        return False
-    value = name[1] if isinstance(name, tuple) else name
-    level = {value}
-    for _ in range(8):
-        nodes = [n for n in map(ev.g.node_of, level) if n is not None]
-        if any(n.prim == "reduce_max" for n in nodes):
-            return True
-        level = {i for n in nodes if n.prim not in STRUCTURAL for i in n.ins}
-    return False
 
 
 def _is_total(alg: Algebra, p: Poly) -> bool:
@@ -195,10 +164,10 @@ def _not(ev: Evaluator, node: Node, args, mode: str) -> int:
 @rule("is_finite", table=FLAGS)
 def _is_finite(ev: Evaluator, node: Node, args, mode: str) -> int:
     (p,) = ev.operands(node, args, mode)
-    if _is_open(ev, p):
+    if may_be_infinite(ev, p):
         return ev.alg.literal(ev.leaf(node.outs[0], args))
     ev.notes.add("values assumed finite")
-    return ev.alg.negate(_where_infinite(ev.alg, p, (math.inf, -math.inf)))
+    return ev.alg.negate(where_infinite(ev.alg, p, (math.inf, -math.inf)))
 
 
 @rule("select_n", table=FLAGS)

@@ -73,25 +73,22 @@ class Polynomials:
         for mono, entries in by_mono.items():
             if len(entries) < 2:
                 continue
-            pieces: list[tuple[int, float]] = [(TRUE, 0.0)]
+            # Of each piece: its value, and the largest number in it, against which
+            # what is left of a cancellation counts as nothing.
+            pieces: list[tuple[int, float, float]] = [(TRUE, 0.0, 0.0)]
             for flag, c in entries:
                 split = []
-                for piece, value in pieces:
+                for piece, value, largest in pieces:
                     inside = self.both(piece, flag)
                     outside = self.both(piece, self.negate(flag))
                     if inside != FALSE:
-                        split.append((inside, value + c))
+                        split.append((inside, value + c, max(largest, abs(c))))
                     if outside != FALSE:
-                        split.append((outside, value))
+                        split.append((outside, value, largest))
                 pieces = split
             merged: dict[float, int] = {}
-            largest = (
-                max(abs(c) for _, c in entries if math.isfinite(c))
-                if any(math.isfinite(c) for _, c in entries)
-                else 1.0
-            )
-            for piece, value in pieces:
-                if abs(value) <= 2e-6 * largest:
+            for piece, value, largest in pieces:
+                if math.isfinite(largest) and abs(value) <= 2e-6 * largest:
                     continue
                 value = self.number(value)
                 merged[value] = self.either(merged.get(value, FALSE), piece)

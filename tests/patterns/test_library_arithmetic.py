@@ -101,6 +101,117 @@ def logarithm_of_a_mask_tested(q, k, v):
     return attend(dots(q, k) + jnp.where(jnp.isfinite(bias), bias, -3.0), v)
 
 
+@case([*heads(3), PADDING], attention=1)
+def fills_of_unlike_size_added(q, k, v, pad):
+    """The smaller fill is not nothing beside the larger one."""
+    padding = jnp.where(pad, 0.0, -1e9)[:, None, None]
+    causal = jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.0, -1e30)
+    return attend(dots(q, k) + padding + causal, v)
+
+
+@case([*heads(3), PADDING], attention=1)
+def small_fill_added_under_a_larger_one(q, k, v, pad):
+    s = dots(q, k) + jnp.where(pad, 0.0, -1e9)[:, None, None]
+    return attend(jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30), v)
+
+
+@case([*heads(3), jnp.arange(T) < 2], attention=0)
+def infinite_bias_under_a_finite_fill(q, k, v, pad):
+    """Rows that see only padding weigh what the causal mask hides: no kernel does."""
+    s = dots(q, k) + jnp.where(pad, -jnp.inf, 0.0)
+    return attend(jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30), v)
+
+
+DROPPED = jax.random.bernoulli(jax.random.key(3), 0.9, (2, 4, T, T))
+
+
+@case([*heads(3), DROPPED], attention=1)
+def dropout_of_rows_without_keys(q, k, v, keep):
+    """Such a row is the mean of what dropout leaves."""
+    row = jnp.arange(T)[:, None] != 5
+    w = jax.nn.softmax(jnp.where(row, dots(q, k), -1e9)) * keep / 0.9
+    return jnp.einsum("bnts,bsnh->btnh", w, v)
+
+
+@case([*heads(3), DROPPED], attention=1)
+def dropout_selected_of_rows_without_keys(q, k, v, keep):
+    row = jnp.arange(T)[:, None] != 5
+    w = jax.nn.softmax(jnp.where(row, dots(q, k), -1e30))
+    return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, w / 0.9, 0), v)
+
+
+@case([*heads(3), normal(4), jnp.arange(2 * T).reshape(2, T) % 3], attention=1)
+def sinks_with_rows_masked(q, k, v, sinks, segments):
+    seen = (segments != 0)[:, None, :, None] & (segments != 0)[:, None, None]
+    s = jnp.where(seen, dots(q, k), -1e30)
+    sink = jnp.broadcast_to(sinks[:, None, None], (2, 4, T, 1))
+    w = jax.nn.softmax(jnp.concatenate([s, sink], -1))[..., :-1]
+    return jnp.einsum("bnts,bsnh->btnh", w, v)
+
+
+@case([normal(2, 4, 1, H), *[normal(2, 2, T, H, seed=i) for i in (1, 2)], normal(4)],
+      attention=1)  # fmt: skip
+def sinks_of_groups_with_one_query(q, k, v, sinks):
+    s = jnp.einsum("bkgth,bksh->bkgts", q.reshape(2, 2, 2, 1, H), k)
+    sink = jnp.broadcast_to(sinks[:, None, None], (2, 4, 1, 1))
+    w = jax.nn.softmax(jnp.concatenate([s.reshape(2, 4, 1, T), sink], -1))[..., :-1]
+    return jnp.einsum("bkgts,bksh->bkgth", w.reshape(2, 2, 2, 1, T), v)
+
+
+@case([*heads(3), *[jnp.arange(T) % n != 1 for n in (3, 5, 7, 11, 13)]], attention=1)
+def mask_of_five_conditions(q, k, v, *conditions):
+    a, b, c, d, e = conditions
+    return attend(jnp.where(a & b & c & d & e, dots(q, k), -jnp.inf), v)
+
+
+@case([heads(1)[0], (50 * normal(2, T, 4, H)).astype(jnp.int8), normal(2, T, 4) / 50,
+       heads(1)[0]], attention=1)  # fmt: skip
+def integer_keys_with_scales_on_the_scores(q, k, scales, v):
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) * scales.transpose(0, 2, 1)[:, :, None]
+    return attend(s, v)
+
+
+@case([*heads(3), jnp.int32(4)], attention=1)
+def causal_window_of_traced_width(q, k, v, width):
+    i = jnp.arange(T)
+    seen = (i[:, None] >= i) & (i[:, None] - i < width)
+    return attend(jnp.where(seen, dots(q, k), -1e30), v)
+
+
+@case([*heads(3), normal(T) ** 2], attention=1)
+def mask_of_numbers_times_a_large_one(q, k, v, m):
+    return attend(dots(q, k) + m * -1e4, v)
+
+
+@case([*heads(3), normal(4)], attention=1)
+def scores_times_a_sum(q, k, v, temperature):
+    return attend(dots(q, k) * (1 + temperature)[:, None, None], v)
+
+
+@case(heads(3), attention=1)
+def scores_kept_below_a_large_number(q, k, v):
+    return attend(jnp.clip(dots(q, k), -1e8, 1e8), v)
+
+
+@case([normal(T, T, H), normal(H, 2), normal(5, T, 2, H)], attention=0)
+def pair_weighted_average(pair, w, v):
+    """Keys of its own for every query: as attention, all values would be repeated."""
+    weights = jax.nn.softmax((pair @ w).transpose(2, 0, 1))
+    return jnp.einsum("hqk,bkhc->bqhc", weights, v)
+
+
+@case([normal(2, T, 32), normal(32, 12), normal(2, 6, T, 2, H)], attention=0)
+def deformable_attention(x, w, samples):
+    a = jax.nn.softmax((x @ w).reshape(2, T, 2, 6))
+    return jnp.einsum("bqhp,bpqhe->bqhe", a, samples)
+
+
+@case([normal(T, H), normal(3, H, 12), normal(3, H, 12, seed=1)], gated_linear_unit=0)
+def gates_of_all_experts(x, w, u):
+    gate = jnp.einsum("td,edf->tef", x, w)
+    return jax.nn.silu(gate) * jnp.einsum("td,edf->tef", x, u)
+
+
 @case([*heads(3), LENGTHS], attention=1)
 def length_truncated_from_float(q, k, v, n):
     keep = jnp.arange(T)[None] < (n / 4.0 + 1).astype(jnp.int32)[:, None]

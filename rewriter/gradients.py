@@ -1,0 +1,301 @@
+"""The gradients of a match, where the program computes them itself.
+
+A differentiated program holds an op's forward and, further down, equations that
+turn a cotangent of its result into cotangents of its operands. Those are found
+from the equations that read the region's values, and each one is verified: its
+normal form must be that of `jax.vjp` of the op's reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter import _jax
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, Evaluator, is_local
+from rewriter.graph import Graph
+from rewriter.match import Match, leaves_of
+from rewriter.normal_form import OverBudget
+from rewriter.template import Template, same_cone
+
+REACH = 240
+"""How many values below a cotangent are looked at."""
+MEETS = frozenset({
+    "dot_general", "mul", "div", "select_n", "ragged_dot_general", "ragged_dot",
+    "reduce_sum",
+})  # fmt: skip
+CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
+LINEAR = LAYOUT_PRIMITIVES | {"convert_element_type", "mul", "div", "neg", "copy"}
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """Gradients found for a match.
+
+    Attributes:
+        cotangent: The value that is the cotangent of the match's result.
+        grads: Leaf (a value of the program) to the value that is its gradient.
+        inner: Values between the leaves, the cotangent and the gradients.
+    """
+
+    cotangent: int
+    grads: Mapping[int, int]
+    inner: frozenset[int]
+
+
+@dataclass(eq=False)
+class Memory:
+    """What was verified before, for regions that are the same again."""
+
+    expected: dict[int, Any] = field(default_factory=dict)
+    proved: dict[int, list[tuple[Match, Backward]]] = field(default_factory=dict)
+
+
+def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None:
+    """The gradients of a match in its program, or None if there are none."""
+    candidates = list(_cotangents(graph, match))
+    if not candidates:
+        return None
+    for first, known in memory.proved.get(id(match.reading), ()):
+        found = _again(graph, first, known, match, candidates)
+        if found is not None:
+            return found
+    best: Backward | None = None
+    for cotangent in candidates[:6]:
+        try:
+            found = _verified(graph, match, cotangent, memory)
+        except (OverBudget, NotImplementedError):  # some references lack a rule
+            continue
+        if found and (best is None or len(found.grads) > len(best.grads)):
+            best = found
+    if best is not None:
+        memory.proved.setdefault(id(match.reading), []).append((match, best))
+    return best
+
+
+# ------------------------------------------------------------------ candidates
+def _cotangents(graph: Graph, match: Match) -> Iterator[int]:
+    """Values that meet the region in a product and could be its cotangent."""
+    region = match.inner | {v for _, v in match.leaves}
+    shape, dtype = graph.shape(match.value), graph.dtype(match.value)
+    given: set[int] = set()
+    for value in sorted(region, reverse=True):
+        for node in graph.users(value):
+            if node.prim not in MEETS or not region.isdisjoint(node.outs):
+                continue
+            for i in node.ins:
+                if i in region or i in graph.constants or i < match.value:
+                    continue
+                for x in _under_layout(graph, i):
+                    if x <= match.value or x in given or graph.shape(x) != shape:
+                        continue
+                    if graph.dtype(x) == dtype:
+                        given.add(x)
+                        yield x
+
+
+def _under_layout(graph: Graph, value: int) -> Iterator[int]:
+    for _ in range(10):
+        yield value
+        node = graph.node_of(value)
+        if node is None or node.prim not in LINEAR:
+            return
+        moving = [i for i in node.ins if i not in graph.constants]
+        if not moving:
+            return
+        value = moving[-1] if node.prim == "mul" else moving[0]
+
+
+def _below(graph: Graph, value: int) -> list[int]:
+    seen, queue = {value}, [value]
+    while queue and len(seen) < REACH:
+        for node in graph.users(queue.pop(0)):
+            for out in node.outs:
+                if out not in seen:
+                    seen.add(out)
+                    queue.append(out)
+    return sorted(seen)
+
+
+def _cone(graph: Graph, value: int, stops: frozenset[int]) -> set[int] | None:
+    """Values above one, down to the stops; None if it is made of anything else."""
+    seen, stack = set(), [value]
+    while stack:
+        current = stack.pop()
+        if current in seen or current in stops or current in graph.constants:
+            continue
+        node = graph.node_of(current)
+        if node is None or len(seen) > 400:
+            return None
+        if not is_local(node) and node.prim not in CONTRACTIONS:
+            return None
+        seen.add(current)
+        stack += node.ins
+    return seen
+
+
+# ------------------------------------------------------------------ verification
+def _verified(
+    graph: Graph, match: Match, cotangent: int, memory: Memory
+) -> Backward | None:
+    """The gradients below one candidate for the cotangent."""
+    leaves = frozenset(v for _, v in match.leaves)
+    stops = leaves | {cotangent}
+    cones: dict[int, set[int]] = {}
+    for value in _below(graph, cotangent):
+        if value != cotangent and any(
+            graph.shape(value) == graph.shape(v) for v in leaves
+        ):
+            cone = _cone(graph, value, stops)
+            if cone is not None:
+                cones[value] = cone
+    if not cones:
+        return None
+    alg = match.reading.algebra
+    wanted, outs = _expected(graph, match, memory)(cotangent)
+    parts = frozenset().union(*cones.values(), match.inner)
+    ev = _evaluator(graph, match, stops, parts)
+    args: dict[tuple[int, ...], Any] = {}
+    grads: dict[int, int] = {}
+    for value in cones:
+        shape = graph.shape(value)
+        at = args.setdefault(shape, ev.indices(value))
+        like = [v for v in outs if v not in grads and graph.shape(v) == shape]
+        alg.work = 0
+        with contextlib.suppress(OverBudget):
+            form = ev.poly(value, at)
+            for leaf in like if form else ():
+                if not alg.add(form, wanted.poly(outs[leaf], at), -1.0):
+                    grads[leaf] = value
+                    break
+    if not grads:
+        return None
+    inner = frozenset().union(*(cones[v] for v in grads.values()))
+    return Backward(cotangent, grads, inner - match.inner)
+
+
+def _evaluator(
+    graph: Graph, match: Match, stops: frozenset[int], parts: frozenset[int]
+) -> Evaluator:
+    """An evaluator that expands everything down to the leaves and the cotangent."""
+    dots = frozenset(
+        v
+        for v in parts
+        if (node := graph.node_of(v)) is not None and node.prim in CONTRACTIONS
+    )
+    return Evaluator(
+        graph,
+        match.reading.algebra,
+        names={v: v for v in stops},
+        inside=dots,
+        full_sides=frozenset((v, k) for v in dots for k in (0, 1)),
+        filled_rows=True,
+        **match.reading.check_options,
+    )
+
+
+def _expected(
+    graph: Graph, match: Match, memory: Memory
+) -> Callable[[int], tuple[Evaluator, dict[int, int]]]:
+    """Cotangent to an evaluator of the reference's gradients, and those by leaf."""
+    reading, op = match.reading, match.op
+    names = leaves_of(reading)
+    traced = memory.expected.get(id(reading))
+    moving = [k for k, v in enumerate(names) if _is_float(graph.dtype(v))]
+    if traced is None:
+        shape, dtype = graph.shape(reading.value), graph.dtype(reading.value)
+        params = {**reading.params, **reading.check_params}
+
+        def code(*arrays: jax.Array) -> jax.Array:
+            given = dict(zip(names, arrays, strict=True))
+            return reading.build(op.reference, given, shape, dtype, params)
+
+        def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
+            *arrays, cotangent = given
+            return gradient_function(code, arrays, moving)[1](cotangent)
+
+        avals = [graph.avals[v] for v in names]
+        result = jax.ShapeDtypeStruct(shape, dtype)
+        traced = _jax.trace_flat(gradients, [*avals, result])
+        memory.expected[id(reading)] = traced
+    inner = Graph(traced)
+    inputs = [inner.top.env[v] for v in traced.invars]
+    here = dict(match.leaves)
+
+    def at(cotangent: int) -> tuple[Evaluator, dict[int, int]]:
+        values = [*(here[v] for v in names), cotangent]
+        ev = Evaluator(
+            inner,
+            reading.algebra,
+            expand_all=True,
+            names=dict(zip(inputs, values, strict=True)),
+            **reading.check_options,
+        )
+        ev.private = True
+        outs = (inner.top.env[v] for v in traced.outvars)
+        by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)
+        return ev, dict(by_leaf)
+
+    return at
+
+
+def gradient_function(
+    code: Callable[..., jax.Array], arrays: list[jax.Array], moving: list[int]
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    """`jax.vjp` of a function by some of its arguments."""
+
+    def of(*chosen: jax.Array) -> jax.Array:
+        full = list(arrays)
+        for k, x in zip(moving, chosen, strict=True):
+            full[k] = x
+        return code(*full)
+
+    return jax.vjp(of, *(arrays[k] for k in moving))
+
+
+def _is_float(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+# ------------------------------------------------------------------ the same again
+def _again(
+    graph: Graph,
+    first: Match,
+    known: Backward,
+    match: Match,
+    candidates: list[int],
+) -> Backward | None:
+    """The gradients of a match like one whose gradients are proved."""
+    mine = dict(match.leaves)
+    to = {a: mine[name] for name, a in first.leaves}
+    for cotangent in candidates:
+        to[known.cotangent] = cotangent
+        grads: dict[int, int] = {}
+        inner: frozenset[int] = frozenset()
+        below = _below(graph, cotangent)
+        for leaf, proved in known.grads.items():
+            cone = _cone(graph, proved, frozenset(to)) or set()
+            reached = {
+                i
+                for v in cone
+                for i in graph.node_of(v).ins
+                if i in to and i not in graph.constants
+            }
+            shape = graph.shape(proved)
+            pattern = Template(first.node, proved, frozenset(reached), (), None)
+            for value in below:
+                if graph.shape(value) != shape or value in grads.values():
+                    continue
+                found = same_cone(graph, pattern, value)
+                if found and all(to[a] == b for a, b in found[0].items()):
+                    grads[to[leaf]] = value
+                    inner |= found[1]
+                    break
+        if len(grads) == len(known.grads):
+            return Backward(cotangent, grads, inner - match.inner)
+    return None

@@ -1,0 +1,165 @@
+"""Programs that are differentiated already: forward and backward are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+
+D, N, T, LAYERS = 32, 4, 16, 3
+OPS = ("attention", "rms_norm", "layer_norm", "gated_linear_unit")
+FORCED = dict.fromkeys((*OPS, "ragged_dot"), "reference")
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def weights(seed: int) -> dict[str, jax.Array]:
+    shapes = {
+        "scale1": (D,), "scale2": (D,), "bias2": (D,), "q": (D, D), "k": (D, D),
+        "v": (D, D), "o": (D, D), "gate": (D, 2 * D), "up": (D, 2 * D),
+        "down": (2 * D, D),
+    }  # fmt: skip
+    return {
+        n: normal(*s, seed=97 * seed + i) * (0.1 if len(s) > 1 else 1)
+        for i, (n, s) in enumerate(shapes.items())
+    }
+
+
+PARAMS = [weights(i) for i in range(LAYERS)]
+X = normal(2, T, D, seed=1)
+
+
+def block(p, x):
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["scale1"]
+    q, k, v = ((h @ p[w]).reshape(2, T, N, D // N) for w in "qkv")
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) / jnp.sqrt(D // N)
+    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e9)
+    y = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s, -1), v)
+    x = x + y.reshape(2, T, D) @ p["o"]
+    mean = x.mean(-1, keepdims=True)
+    centred = x - mean
+    h = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    h = h * p["scale2"] + p["bias2"]
+    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def unrolled(layer: Callable) -> Callable:
+    def loss(params, x):
+        for p in params:
+            x = layer(p, x)
+        return (x**2).mean()
+
+    return loss
+
+
+def scanned(layer: Callable) -> Callable:
+    def loss(params, x):
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *params)
+        x, _ = jax.lax.scan(lambda c, p: (layer(p, c), None), x, stacked)
+        return (x**2).mean()
+
+    return loss
+
+
+CONTEXTS = {
+    "unrolled": (unrolled(block), LAYERS),
+    "jit": (unrolled(jax.jit(block)), LAYERS),
+    "remat": (unrolled(jax.checkpoint(block)), LAYERS),
+    "scan_of_remat": (scanned(jax.checkpoint(block)), 1),
+}
+
+
+def equal(new, old, tolerance: float = 1e-5) -> None:
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_forward_and_backward_are_replaced(name: str) -> None:
+    loss, count = CONTEXTS[name]
+    step = jax.value_and_grad(loss)
+    report = rewriter.explain(step)(PARAMS, X)
+    assert not report.failures
+    counts = report.counts(repeats=False, backward=True)
+    assert {op: counts[op] for op in OPS} == dict.fromkeys(OPS, count)
+    fast = rewriter.optimize(step, implementation=FORCED)
+    text = str(fast.jaxpr(PARAMS, X))
+    assert text.count("rewriter_site_backward[") == len(OPS) * count
+    assert " exp " not in text  # no weights are computed outside the ops
+    equal(fast(PARAMS, X), step(PARAMS, X))
+
+
+def ragged(x, w):
+    return jnp.sin(jax.lax.ragged_dot(x, w, jnp.array([3, 5], jnp.int32))).sum()
+
+
+def dot_product_attention(q, k, v):
+    return jnp.sin(jax.nn.dot_product_attention(q, k, v, is_causal=True)).sum()
+
+
+def standardized(x, scale):
+    """The variance is kept from being negative, which its gradient sees."""
+    var = jnp.maximum(0, jnp.mean(x * x, -1) - jnp.mean(x, -1) ** 2)[..., None]
+    y = (x - jnp.mean(x, -1, keepdims=True)) * jax.lax.rsqrt(var + 1e-5)
+    return jnp.sin(y * scale).sum()
+
+
+QKV = [normal(2, T, N, 8, seed=i) for i in range(3)]
+ALONE = {
+    "ragged_dot": (ragged, [normal(8, 8), normal(2, 8, 4)]),
+    "attention": (dot_product_attention, QKV),
+    "layer_norm": (standardized, [normal(4, T), normal(T)]),
+}
+
+
+@pytest.mark.parametrize("op", ALONE)
+def test_every_gradient_of_an_op(op: str) -> None:
+    fn, args = ALONE[op]
+    step = jax.grad(fn, argnums=tuple(range(len(args))))
+    assert rewriter.explain(step)(*args).counts(backward=True)[op] == 1
+    fast = rewriter.optimize(step, implementation=FORCED)
+    assert str(fast.jaxpr(*args)).count("rewriter_site_backward[") == 1
+    equal(fast(*args), step(*args))
+
+
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_some_gradients_only(argument: int) -> None:
+    step = jax.grad(dot_product_attention, argnums=argument)
+    fast = rewriter.optimize(step, implementation=FORCED)
+    assert rewriter.explain(step)(*QKV).counts(backward=True)["attention"] == 1
+    assert " exp " not in str(fast.jaxpr(*QKV))
+    equal(fast(*QKV), step(*QKV))
+
+
+def test_weights_that_are_returned_stay() -> None:
+    def loss(q, k, v):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k)
+        p = jax.nn.softmax(s)
+        return jnp.sin(jnp.einsum("bnts,bsnh->btnh", p, v)).sum(), p
+
+    step = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+    fast = rewriter.optimize(step)
+    assert "rewriter_site" not in str(fast.jaxpr(*QKV))
+    equal(fast(*QKV), step(*QKV))
+
+
+def test_a_wrong_gradient_is_not_taken_for_one() -> None:
+    """The program's own rule drops the derivative of the softmax's sum."""
+
+    def loss(q, k, v):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k)
+        e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+        p = e / jax.lax.stop_gradient(e.sum(-1, keepdims=True))
+        return jnp.sin(jnp.einsum("bnts,bsnh->btnh", p, v)).sum()
+
+    step = jax.grad(loss, argnums=(0, 1, 2))
+    fast = rewriter.optimize(step, implementation=FORCED)
+    equal(fast(*QKV), step(*QKV))
