@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
 
 from rewriter.op import Op
 from rewriter.verdict import YES, Verdict, no
@@ -51,6 +54,10 @@ class Spec:
         """Returns the name of an operand's dtype, such as ``"bfloat16"``."""
         return dict(self.dtypes)[name]
 
+    def nbytes(self, name: str) -> int:
+        """Returns an operand's size in bytes; its shape must be known."""
+        return math.prod(self.shape(name)) * jnp.dtype(self.dtype(name)).itemsize
+
     def param(self, name: str, default: Any = None) -> Any:
         """Returns a parameter's value."""
         return dict(self.params).get(name, default)
@@ -91,10 +98,20 @@ def always_pays(spec: Spec, platform: str) -> Verdict:
 
 
 def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
-    """Returns yes on a CPU; elsewhere nothing shows that it beats XLA's fusion."""
-    del spec
+    """Returns yes on a CPU for operands of a MiB and more.
+
+    Smaller ones stay in the caches: with 32 to 512 KiB of rows of 256 numbers, norms
+    and gated linear units took 0.9 to 1.4 times XLA's time, forward and with
+    gradients (2 cores, jax 0.12). On other platforms nothing shows that the kernel
+    beats XLA's fusion.
+    """
     if platform == "cpu":
-        return YES
+        size = 0 if spec.symbolic else sum(map(spec.nbytes, spec.operands))
+        if spec.symbolic or size >= 1 << 20:
+            return YES
+        return no(
+            "small", f"operands of {size >> 10} KiB are so small that XLA is as fast"
+        )
     return no("platform", f"not measured to be faster than XLA on {platform}")
 
 
