@@ -14,6 +14,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax._src import core
 from jax._src import source_info_util as _source_info_util
+from jax.interpreters import partial_eval
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin"}
 REMAT = {"remat2", "checkpoint", "remat", "remat_opt"}
@@ -273,12 +274,30 @@ def new_var(aval: Any) -> Any:
     return core.Var(aval)
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """A jaxpr with other equations; inputs, constants and effects stay."""
+def with_equations(
+    jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any], more: Sequence[Any] = ()
+) -> Any:
+    """A jaxpr with other equations; inputs, constants and effects stay.
+
+    Args:
+        jaxpr: The jaxpr.
+        eqns: Its new equations.
+        outvars: Its new results.
+        more: Inputs that are added behind its own.
+    """
     if _wraps(jaxpr):
-        inner = with_equations(jaxpr.jaxpr, eqns, outvars)
+        inner = with_equations(jaxpr.jaxpr, eqns, outvars, more)
         return jex_core.ClosedJaxpr(inner, jaxpr.consts)
-    return jaxpr.replace(eqns=list(eqns), outvars=list(outvars))
+    inputs = {"invars": [*jaxpr.invars, *more]} if more else {}
+    return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), **inputs)
+
+
+def pruned(closed: Any) -> Any:
+    """The closed jaxpr without what nobody reads, in its loops too."""
+    jaxpr = closed.jaxpr
+    used = [True] * len(jaxpr.outvars)
+    new, _ = partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)
+    return jex_core.ClosedJaxpr(new, closed.consts)
 
 
 def _wraps(jaxpr: Any) -> bool:

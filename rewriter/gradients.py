@@ -9,6 +9,7 @@ normal form must be that of `jax.vjp` of the op's reference.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter import _jax
-from rewriter.canonicalize import LAYOUT_PRIMITIVES, Evaluator, is_local
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, Evaluator, NeedSplit, is_local
 from rewriter.graph import Graph
 from rewriter.match import Match, leaves_of
 from rewriter.normal_form import OverBudget
@@ -160,23 +161,78 @@ def _verified(
     wanted, outs = _expected(graph, match, memory)(cotangent)
     parts = frozenset().union(*cones.values(), match.inner)
     ev = _evaluator(graph, match, stops, parts)
-    args: dict[tuple[int, ...], Any] = {}
+    args: dict[Any, tuple[Any, ...]] = {}
     grads: dict[int, int] = {}
     for value in cones:
         shape = graph.shape(value)
-        at = args.setdefault(shape, ev.indices(value))
+        key = shape, _digits(graph, value)
+        at = args.setdefault(key, _arguments(ev, *key))
         like = [v for v in outs if v not in grads and graph.shape(v) == shape]
         alg.work = 0
         with contextlib.suppress(OverBudget):
-            form = ev.poly(value, at)
-            for leaf in like if form else ():
-                if not alg.add(form, wanted.poly(outs[leaf], at), -1.0):
+            for leaf in like:
+                if _equal(ev, value, wanted, outs[leaf], at):
                     grads[leaf] = value
                     break
     if not grads:
         return None
     inner = frozenset().union(*(cones[v] for v in grads.values()))
     return Backward(cotangent, grads, inner - match.inner)
+
+
+def _digits(graph: Graph, value: int) -> tuple[int, ...]:
+    """The sizes of which a value's axes are made, if it is reshaped."""
+    at, node = value, graph.node_of(value)
+    while node is not None and node.prim in ("add_any", "convert_element_type", "copy"):
+        at, node = node.ins[-1], graph.node_of(node.ins[-1])
+    if node is not None and node.prim == "reshape":
+        at = node.ins[0]
+    return graph.shape(at)
+
+
+def _arguments(
+    ev: Evaluator, shape: tuple[int, ...], digits: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Index arguments of a value, digit by digit where axes were joined."""
+    alg, rest, out = ev.alg, list(digits), []
+    for size in shape:
+        argument, have = None, 1
+        while have < size and rest:
+            n = rest.pop(0)
+            argument, have = alg.cat(argument, alg.new_index(n), n), have * n
+        if have != size:  # an axis was split
+            return tuple(map(alg.new_index, shape))
+        out.append(argument)
+    return tuple(out)
+
+
+def _equal(
+    ev: Evaluator, value: int, wanted: Evaluator, out: int, at: tuple[Any, ...]
+) -> bool:
+    """Whether two values have one form; piece by piece, where they are joined.
+
+    Of forms that are zero nothing is learnt.
+    """
+    alg = ev.alg
+    try:
+        form = ev.poly(value, at)
+        return bool(form) and not alg.add(form, wanted.poly(out, at), -1.0)
+    except NeedSplit as need:
+        edges = [0, *need.cuts, alg.sizes[need.index]]
+        parts = [
+            alg.affine(alg.new_index(hi - lo), 1, lo)
+            for lo, hi in itertools.pairwise(edges)
+        ]
+        return all(
+            _equal(
+                ev,
+                value,
+                wanted,
+                out,
+                tuple(alg.subst_index(a, {need.index: part}) for a in at),
+            )
+            for part in parts
+        )
 
 
 def _evaluator(

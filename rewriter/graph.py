@@ -90,6 +90,8 @@ class Graph:
         self.constants: dict[int, Any] = {}
         self.nodes: list[Node] = []
         self.fresh_in: dict[int, Scope] = {}
+        self.per_step: dict[tuple[int, int, bool], int] = {}
+        self.stacked: dict[int, tuple[int | None, ...]] = {}
         self._numbers: dict[Any, tuple[int, ...]] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
@@ -252,12 +254,7 @@ class Graph:
                 scope, position, _jax.call_body(eqn), ins, kind=what, open_out=False
             )
         elif kind == "scan":
-            body, n_consts, _n_carry, length = _jax.scan_parts(eqn)
-            args = ins[:n_consts] + self._fresh(body, slice(n_consts, None))
-            self._child(
-                scope, position, body, args, kind="scan",
-                length=length, open_out=False,
-            )  # fmt: skip
+            return self._scan(scope, position, eqn, ins)
         elif kind == "while":
             body, n_cond, n_body = _jax.while_parts(eqn)
             args = ins[n_cond : n_cond + n_body]
@@ -271,6 +268,28 @@ class Graph:
             args = self._fresh(body, slice(None))
             self._child(scope, position, body, args, kind="shard_map", open_out=False)
         return self._opaque(scope, position, eqn, ins)
+
+    def _scan(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        """A loop; what its backward loop reads step by step is what it wrote there."""
+        body, n_consts, n_carry, length = _jax.scan_parts(eqn)
+        first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
+        steps = []
+        for value, var in zip(ins[first:], body.invars[first:], strict=True):
+            known = self.per_step.get((value, length, not backwards))
+            if known is None:
+                known = self._new(var.aval)
+            self.per_step.setdefault((value, length, backwards), known)
+            steps.append(known)
+        args = ins[:n_consts] + self._fresh(body, slice(n_consts, first)) + steps
+        self._child(
+            scope, position, body, args, kind="scan", length=length, open_out=False
+        )
+        outs = self._opaque(scope, position, eqn, ins)
+        child = scope.children[position][-1]
+        for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
+            self.per_step[value, length, backwards] = self._read(child, var)
+        self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
+        return outs
 
     def _library_rule(self, eqn: Any) -> bool:
         key = id(eqn.params.get("call_jaxpr"))

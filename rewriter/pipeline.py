@@ -19,9 +19,10 @@ from rewriter.graph import Graph, Scope
 from rewriter.kernel import PLATFORMS
 from rewriter.match import Match, search
 from rewriter.plan import XLA, Choice, Site, choose
+from rewriter.region import Regions
 from rewriter.registry import REFERENCE
 from rewriter.remains import WHY, computed_anyway
-from rewriter.replace import Rewritten, Splice, lies_at, obstacle, replace
+from rewriter.replace import Rewritten, Splice, carried_to, lies_at, obstacle, replace
 from rewriter.sieve import possible
 from rewriter.verdict import Reason
 
@@ -99,14 +100,15 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     )
     matches = [m for m in matches if m.value not in covered]
     choices = _choices(graph, matches, config, platform, backward)
+    regions = Regions(graph)
     elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
-        for scope, position in _places(match):
-            its = backward.get(id(match))
-            if its is not None and not lies_at(its, graph, scope):
-                its = None
+        places = _places(match)
+        its_place = _backward_place(backward.get(id(match)), graph, places)
+        for scope, position in places:
+            its = backward.get(id(match)) if scope is its_place else None
             made = choice
-            why = obstacle(match, scope) if choice.kernel != XLA else ""
+            why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
             if why:
                 made = Choice(XLA, "heuristic", ((choice.kernel, why),))
             index = len(sites) + 1
@@ -124,6 +126,20 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
             for _ in range(copies):  # computed again here; the result is shared
                 sites.append(_site(len(sites) + 1, match, scope, made, its is not None))
     return sites, splices, failures
+
+
+def _backward_place(
+    backward: Backward | None, graph: Graph, places: Sequence[tuple[Scope, int]]
+) -> Scope | None:
+    """Of the bodies with a forward, the one that its gradients belong to."""
+    if backward is None:
+        return None
+    scopes = [scope for scope, _ in places]
+    for fits in (lies_at, carried_to):
+        for scope in scopes:
+            if fits(backward, graph, scope):
+                return scope
+    return None
 
 
 def _backward(

@@ -46,17 +46,40 @@ def computed_anyway(
 
 
 def _returned(graph: Graph) -> set[int]:
-    """Values that bodies return, beyond those of calls that are looked through."""
+    """Values that bodies return, beyond those of calls that are looked through.
+
+    What a loop stacks for its backward loop alone is not returned: that loop's
+    equations read it.
+    """
     out: set[int] = set()
+    passed: list[tuple[int, int]] = []  # a value in a loop, and all of them stacked
     scopes: list[Scope] = [graph.top]
     while scopes:
         scope = scopes.pop()
         for children in scope.children.values():
             scopes += children
-        if scope.kind not in ("call", "remat"):
-            results = (v for v in scope.jaxpr.outvars if not _jax.is_literal(v))
-            out.update(scope.env[v] for v in results)
+        if scope.kind in ("call", "remat"):
+            continue
+        stacked = graph.stacked.get(id(scope), (None,) * len(scope.jaxpr.outvars))
+        for var, whole in zip(scope.jaxpr.outvars, stacked, strict=True):
+            if _jax.is_literal(var):
+                continue
+            if whole is None:
+                out.add(scope.env[var])
+            else:
+                passed.append((scope.env[var], whole))
+    for value, whole in passed:
+        if whole in out or not all(_step_by_step(n, whole) for n in graph.users(whole)):
+            out.add(value)
     return out
+
+
+def _step_by_step(node: Node, value: int) -> bool:
+    """Whether an equation is a loop that reads a value one step at a time."""
+    if node.prim != "scan":
+        return False
+    _, n_consts, n_carry, _ = _jax.scan_parts(node.eqn)
+    return value not in node.ins[: n_consts + n_carry]
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.gradients import Backward, gradient_function
 from rewriter.graph import Graph, Scope
 from rewriter.match import Match, NearMiss, leaves_of
 from rewriter.plan import Site
+from rewriter.region import Regions
 from rewriter.verdict import Reason
 
 
@@ -69,7 +70,8 @@ def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
     if not splices:
         return graph.top.jaxpr
     work = _Work(graph, splices)
-    return work.body(graph.top)
+    program = work.body(graph.top)
+    return _jax.pruned(program) if work.carried else program
 
 
 def live(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
@@ -85,9 +87,9 @@ def live(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def obstacle(match: Match, scope: Scope) -> str:
+def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
     """Why a replacement cannot stand in a body, or nothing."""
-    place = match.place
+    place = regions.place(scope)
     for _, value in match.leaves:
         if value in scope.first_var:
             continue
@@ -106,6 +108,17 @@ def lies_at(backward: Backward, graph: Graph, scope: Scope) -> bool:
     home, _ = _home(scope)
     values = (backward.cotangent, *backward.grads.values())
     return all(_defined(graph, v, home) is not None for v in values)
+
+
+def carried_to(backward: Backward, graph: Graph, scope: Scope) -> Scope | None:
+    """The backward loop of a loop, if gradients are computed there."""
+    home, _ = _home(scope)
+    last, _ = _home(graph.node_of(next(iter(backward.grads.values()))).scope)
+    loops = home.kind == last.kind == "scan" and home.length == last.length
+    if not loops or home is last or not lies_at(backward, graph, last):
+        return None
+    same = _home(home.parent)[0] is _home(last.parent)[0]
+    return last if same else None
 
 
 def _home(scope: Scope) -> tuple[Scope, tuple[float, ...]]:
@@ -154,6 +167,11 @@ class _Work:
 
     def __init__(self, graph: Graph, splices: Sequence[Splice]):
         self.graph = graph
+        self.regions = Regions(graph)
+        self.saved_in: dict[int, list[Splice]] = {}
+        self.read_in: dict[int, list[Splice]] = {}
+        self.carried: dict[int, list[Any]] = {}
+        self.stacked: dict[int, list[Any]] = {}
         self.at: dict[int, dict[int, list[Splice]]] = {}
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
@@ -175,18 +193,20 @@ class _Work:
 
     def _plan_backward(self, splice: Splice, backward: Backward) -> None:
         """Decides where gradients are computed: where the program has the first."""
-        home, _ = _home(splice.scope)
+        first, _ = _home(splice.scope)
+        home = first
+        if not lies_at(backward, self.graph, splice.scope):
+            home = carried_to(backward, self.graph, splice.scope)
+            self._plan_carried(splice, first, home)
         found = {v: _defined(self.graph, v, home) for v in backward.grads.values()}
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
-        scopes = {id(splice.scope): splice.scope}
+        start = splice.scope if home is first else home
+        scopes = {id(start): start}
         for value in (*found, backward.cotangent):
             _, at, _ = _defined(self.graph, value, home)  # type: ignore[misc]
             scopes[id(at)] = at
         if len(scopes) > 1:  # the results cross calls
-            for inner in scopes.values():
-                while inner is not home:
-                    self.dissolved.add(id(inner))
-                    inner = inner.parent
+            self._inlined_to(home, *scopes.values())
         for inner in scopes.values():
             while inner is not None:
                 self.touched.add(id(inner))
@@ -195,17 +215,28 @@ class _Work:
         where = {v: f[1] for v, f in found.items()}  # type: ignore[index]
         here.setdefault(position, []).append((splice, where))
 
+    def _plan_carried(self, splice: Splice, first: Scope, last: Scope) -> None:
+        """Residuals are stacked by a loop, and read by its backward loop."""
+        self.saved_in.setdefault(id(first), []).append(splice)
+        self.read_in.setdefault(id(last), []).append(splice)
+        self._inlined_to(first, splice.scope)
+        if first.parent is not last.parent:
+            self._inlined_to(_home(first.parent)[0], first.parent, last.parent)
+
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
-        place = splice.match.place
+        place = self.regions.place(splice.scope)
         for _, value in splice.match.leaves:
-            if value in splice.scope.first_var:
-                continue
-            _, home, _ = place.defined[value]
-            for scope in (splice.scope, home):
-                while scope is not place.scope:
-                    self.dissolved.add(id(scope))
-                    scope = scope.parent
+            if value not in splice.scope.first_var:
+                _, home, _ = place.defined[value]
+                self._inlined_to(place.scope, splice.scope, home)
+
+    def _inlined_to(self, home: Scope, *scopes: Scope) -> None:
+        """Marks the calls between bodies and the one they belong to."""
+        for scope in scopes:
+            while scope is not home:
+                self.dissolved.add(id(scope))
+                scope = scope.parent
 
     # ------------------------------------------------------------- bodies
     def body(self, scope: Scope) -> Any:
@@ -213,8 +244,15 @@ class _Work:
         if id(scope) not in self.touched and not self._any_dissolved(scope):
             return scope.jaxpr
         frame = _Frame()
+        more: list[Any] = []
+        for splice in self.read_in.get(id(scope), ()):
+            _, avals, _ = self.residuals[id(splice)]
+            self.carried[id(splice)] = [_jax.new_var(a) for a in avals]
+            more += self.carried[id(splice)]
         outs = self._inline(scope, frame, {})
-        return _jax.with_equations(scope.jaxpr, live(frame.eqns, outs), outs)
+        for splice in self.saved_in.get(id(scope), ()):
+            outs = outs + self.residuals[id(splice)][0]
+        return _jax.with_equations(scope.jaxpr, live(frame.eqns, outs), outs, more)
 
     def _any_dissolved(self, scope: Scope) -> bool:
         return any(
@@ -254,6 +292,8 @@ class _Work:
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
         if any(id(c) in self.dissolved for c in children):
             self._dissolved_call(children[0], eqn, frame, env, read)
+        elif any(id(c) in self.saved_in or id(c) in self.read_in for c in children):
+            self._loop(children[0], eqn, frame, env, read)
         else:
             self._plain(children, eqn, frame, env, read, inlined)
 
@@ -267,6 +307,42 @@ class _Work:
         if inlined or any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
             new = new.replace(invars=ins, outvars=outs)
         frame.eqns.append(new)
+
+    def _loop(self, child, eqn, frame, env, read) -> None:
+        """Appends a loop that stacks residuals, or reads those of another one."""
+        body = jaxpr_as_fun(self.body(child))
+        _, n_consts, n_carry, length = _jax.scan_parts(eqn)
+        first = n_consts + n_carry
+
+        def code(*given: jax.Array) -> list[jax.Array]:
+            consts, init = given[:n_consts], given[n_consts:first]
+
+            def step(carry: Any, x: Any) -> Any:
+                outs = body(*consts, *carry, *x)
+                return tuple(outs[:n_carry]), tuple(outs[n_carry:])
+
+            last, stacked = jax.lax.scan(
+                step,
+                tuple(init),
+                tuple(given[first:]),
+                length=length,
+                reverse=eqn.params["reverse"],
+                unroll=eqn.params["unroll"],
+            )
+            return [*last, *stacked]
+
+        atoms = [read(a) for a in eqn.invars]
+        for splice in self.read_in.get(id(child), ()):
+            atoms += self.stacked[id(splice)]
+        fragment = _jax.trace_flat(code, [a.aval for a in atoms])
+        if fragment.constvars:
+            raise ValueError("a loop holds constants")
+        outs = self._inserted(fragment, atoms, eqn.source_info, frame)
+        env.update(zip(eqn.outvars, outs, strict=False))
+        outs = outs[len(eqn.outvars) :]
+        for splice in self.saved_in.get(id(child), ()):
+            count = len(self.residuals[id(splice)][0])
+            self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
     def _dissolved_call(self, child, eqn, frame, env, read) -> None:
         body = child.jaxpr
@@ -295,7 +371,8 @@ class _Work:
         fragment, names, tree = self._fragment(splice)
         here = dict(splice.match.leaves)
         atoms = [self._atom_of(splice, here[v]) for v in names]
-        out, *residuals = self._inserted(fragment, atoms, splice, eqn, frame)
+        source = _jax.scoped(eqn.source_info, splice.label)
+        out, *residuals = self._inserted(fragment, atoms, source, frame)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
             self.residuals[id(splice)] = residuals, avals, tree
@@ -327,19 +404,28 @@ class _Work:
         if key not in self.fragments:
             result = graph.avals[backward.cotangent]
             self.fragments[key] = _jax.trace_flat(code, [*avals, result])
-        cotangent = self._atom_of(splice, backward.cotangent)
+        cotangent = self._cotangent(splice, backward.cotangent)
         fragment = self.fragments[key]
         if fragment.constvars:
             raise ValueError("the gradients hold constants")
-        atoms = self._inserted(fragment, [*residuals, cotangent], splice, eqn, frame)
+        residuals = self.carried.get(id(splice), residuals)
+        source = _jax.scoped(eqn.source_info, splice.label)
+        atoms = self._inserted(fragment, [*residuals, cotangent], source, frame)
         return dict(zip((backward.grads[v] for v in values), atoms, strict=True))
 
+    def _cotangent(self, splice: Splice, value: int) -> Any:
+        """What carries a cotangent where gradients are computed."""
+        home, _ = _home(splice.scope)
+        if id(splice) in self.carried:
+            home = carried_to(splice.backward, self.graph, splice.scope)
+        _, scope, var = self.regions.place(home).defined[value]
+        return self.envs[id(scope)].get(var, var)
+
     def _inserted(
-        self, fragment: Any, atoms: list[Any], splice: Splice, eqn: Any, frame: _Frame
+        self, fragment: Any, atoms: list[Any], source: Any, frame: _Frame
     ) -> list[Any]:
         """Appends a fragment's equations; returns the atoms of its results."""
         local = dict(zip(fragment.invars, atoms, strict=True))
-        source = _jax.scoped(eqn.source_info, splice.label)
         for inner in fragment.eqns:
             outs = [
                 v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in inner.outvars
@@ -356,7 +442,7 @@ class _Work:
         home = splice.scope
         found = home.first_var.get(value)
         if found is None:
-            _, home, var = splice.match.place.defined[value]
+            _, home, var = self.regions.place(splice.scope).defined[value]
         else:
             var = found[1]
         return self.envs[id(home)].get(var, var)

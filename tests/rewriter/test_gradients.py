@@ -72,7 +72,10 @@ CONTEXTS = {
     "unrolled": (unrolled(block), LAYERS),
     "jit": (unrolled(jax.jit(block)), LAYERS),
     "remat": (unrolled(jax.checkpoint(block)), LAYERS),
+    "scan": (scanned(block), 1),
     "scan_of_remat": (scanned(jax.checkpoint(block)), 1),
+    "jit_of_scan": (jax.jit(scanned(block)), 1),
+    "scan_of_jit": (scanned(jax.jit(block)), 1),
 }
 
 
@@ -95,6 +98,37 @@ def test_forward_and_backward_are_replaced(name: str) -> None:
     assert text.count("rewriter_site_backward[") == len(OPS) * count
     assert " exp " not in text  # no weights are computed outside the ops
     equal(fast(PARAMS, X), step(PARAMS, X))
+
+
+def test_a_loop_no_longer_stacks_weights() -> None:
+    """Of T x T numbers a layer, none are kept for the backward loop."""
+    step = jax.value_and_grad(scanned(block))
+    fast = rewriter.optimize(step, implementation=FORCED)
+
+    def stacked(closed) -> list[tuple[int, ...]]:
+        loops = [e for e in closed.eqns if e.primitive.name == "scan"]
+        return [v.aval.shape for e in loops for v in e.outvars]
+
+    assert (LAYERS, 2, N, T, T) in stacked(jax.make_jaxpr(step)(PARAMS, X))
+    assert (LAYERS, 2, N, T, T) not in stacked(fast.jaxpr(PARAMS, X))
+
+
+def packed(qkv):
+    q, k, v = (qkv.reshape(2, T, 3, N, 8)[:, :, i] for i in range(3))
+    return dot_product_attention(q, k, v)
+
+
+def split(qkv):
+    q, k, v = (x.reshape(2, T, N, 8) for x in jnp.split(qkv, 3, -1))
+    return dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("fn", [packed, split])
+def test_gradient_of_packed_heads(fn) -> None:
+    qkv = normal(2, T, 3 * N * 8)
+    fast = rewriter.optimize(jax.grad(fn), implementation=FORCED)
+    assert str(fast.jaxpr(qkv)).count("rewriter_site_backward[") == 1
+    equal(fast(qkv), jax.grad(fn)(qkv))
 
 
 def ragged(x, w):
