@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from rewriter.match import Match, leaves_of
 from rewriter.normal_form import OverBudget
 from rewriter.template import Template, same_cone
 
+ATTEMPTS = 3
+"""After how many regions of one kind without gradients no more are looked at."""
 REACH = 240
 """How many values below a cotangent are looked at."""
 MEETS = frozenset({
@@ -55,6 +58,7 @@ class Memory:
 
     expected: dict[int, Any] = field(default_factory=dict)
     proved: dict[int, list[tuple[Match, Backward]]] = field(default_factory=dict)
+    failed: Counter[int] = field(default_factory=Counter)
 
 
 def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None:
@@ -66,6 +70,8 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
         found = _again(graph, first, known, match, candidates)
         if found is not None:
             return found
+    if memory.failed[id(match.reading)] >= ATTEMPTS:
+        return None
     best: Backward | None = None
     for cotangent in candidates[:6]:
         try:
@@ -74,7 +80,9 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
             continue
         if found and (best is None or len(found.grads) > len(best.grads)):
             best = found
-    if best is not None:
+    if best is None:
+        memory.failed[id(match.reading)] += 1
+    else:
         memory.proved.setdefault(id(match.reading), []).append((match, best))
     return best
 
