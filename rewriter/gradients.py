@@ -29,6 +29,8 @@ ATTEMPTS = 3
 """After how many regions of one kind without gradients no more are looked at."""
 REACH = 240
 """How many values below a cotangent are looked at."""
+SHARED = 40
+"""What more equations read is a mask or a table of all layers."""
 MEETS = frozenset({
     "dot_general", "mul", "div", "select_n", "ragged_dot_general", "ragged_dot",
     "reduce_sum",
@@ -57,7 +59,7 @@ class Memory:
     """What was verified before, for regions that are the same again."""
 
     expected: dict[int, Any] = field(default_factory=dict)
-    proved: dict[int, list[tuple[Match, Backward]]] = field(default_factory=dict)
+    proved: dict[int, list[_Known]] = field(default_factory=dict)
     failed: Counter[int] = field(default_factory=Counter)
 
 
@@ -66,8 +68,8 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
     candidates = list(_cotangents(graph, match))
     if not candidates:
         return None
-    for first, known in memory.proved.get(id(match.reading), ()):
-        found = _again(graph, first, known, match, candidates)
+    for known in memory.proved.get(id(match.reading), ()):
+        found = _again(graph, known, match, candidates)
         if found is not None:
             return found
     if memory.failed[id(match.reading)] >= ATTEMPTS:
@@ -83,7 +85,8 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
     if best is None:
         memory.failed[id(match.reading)] += 1
     else:
-        memory.proved.setdefault(id(match.reading), []).append((match, best))
+        known = _known(graph, match, best)
+        memory.proved.setdefault(id(match.reading), []).append(known)
     return best
 
 
@@ -94,7 +97,8 @@ def _cotangents(graph: Graph, match: Match) -> Iterator[int]:
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
     given: set[int] = set()
     for value in sorted(region, reverse=True):
-        for node in graph.users(value):
+        users = graph.users(value)
+        for node in users if len(users) <= SHARED else ():
             if node.prim not in MEETS or not region.isdisjoint(node.outs):
                 continue
             for i in node.ins:
@@ -327,39 +331,64 @@ def _is_float(dtype: Any) -> bool:
 
 
 # ------------------------------------------------------------------ the same again
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """Gradients that are proved, ready to be found again elsewhere.
+
+    Attributes:
+        match: What they are the gradients of.
+        backward: The gradients.
+        parts: Of each: its leaf, its equations, and its place among the values
+            below the cotangent.
+    """
+
+    match: Match
+    backward: Backward
+    parts: tuple[tuple[int, Template, int], ...]
+
+
+def _known(graph: Graph, match: Match, backward: Backward) -> _Known:
+    stops = frozenset([*(v for _, v in match.leaves), backward.cotangent])
+    below = _below(graph, backward.cotangent)
+    parts = []
+    for leaf, value in backward.grads.items():
+        cone = _cone(graph, value, stops) or set()
+        reached = {i for v in cone for i in graph.node_of(v).ins if i in stops}
+        shape = Template(match.node, value, frozenset(reached), (), None)
+        parts.append((leaf, shape, below.index(value)))
+    return _Known(match, backward, tuple(parts))
+
+
 def _again(
-    graph: Graph,
-    first: Match,
-    known: Backward,
-    match: Match,
-    candidates: list[int],
+    graph: Graph, known: _Known, match: Match, candidates: list[int]
 ) -> Backward | None:
     """The gradients of a match like one whose gradients are proved."""
     mine = dict(match.leaves)
-    to = {a: mine[name] for name, a in first.leaves}
+    to = {a: mine[name] for name, a in known.match.leaves}
     for cotangent in candidates:
-        to[known.cotangent] = cotangent
+        to[known.backward.cotangent] = cotangent
         grads: dict[int, int] = {}
         inner: frozenset[int] = frozenset()
         below = _below(graph, cotangent)
-        for leaf, proved in known.grads.items():
-            cone = _cone(graph, proved, frozenset(to)) or set()
-            reached = {
-                i
-                for v in cone
-                for i in graph.node_of(v).ins
-                if i in to and i not in graph.constants
-            }
-            shape = graph.shape(proved)
-            pattern = Template(first.node, proved, frozenset(reached), (), None)
-            for value in below:
-                if graph.shape(value) != shape or value in grads.values():
-                    continue
-                found = same_cone(graph, pattern, value)
-                if found and all(to[a] == b for a, b in found[0].items()):
-                    grads[to[leaf]] = value
-                    inner |= found[1]
-                    break
-        if len(grads) == len(known.grads):
+        for leaf, part, place in known.parts:
+            found = _like(graph, part, to, below, place)
+            if found is None:
+                break
+            grads[to[leaf]] = found[0]
+            inner |= found[1]
+        else:
             return Backward(cotangent, grads, inner - match.inner)
+    return None
+
+
+def _like(
+    graph: Graph, part: Template, to: Mapping[int, int], below: list[int], place: int
+) -> tuple[int, frozenset[int]] | None:
+    """The value with a gradient's equations over other leaves, and those inside."""
+    shape = graph.shape(part.value)
+    for k in sorted(range(len(below)), key=lambda k: abs(k - place)):
+        if graph.shape(below[k]) == shape:
+            found = same_cone(graph, part, below[k])
+            if found and all(to[a] == b for a, b in found[0].items()):
+                return below[k], found[1]
     return None
