@@ -33,12 +33,15 @@ def computed_anyway(
         backward: By the id of a match, its gradients that are replaced with it.
     """
     returned = _returned(graph)
+    live = _live(graph)
     alive = list(matches)
     regions = {id(m): _region(m, backward.get(id(m))) for m in matches}
     while alive:
         inside = frozenset().union(*(regions[id(m)].values for m in alive))
         read = returned.union(*(regions[id(m)].read for m in alive))
-        kept = [m for m in alive if not _reaches(graph, regions[id(m)], inside, read)]
+        kept = [
+            m for m in alive if not _reaches(graph, regions[id(m)], inside, read, live)
+        ]
         if len(kept) == len(alive):
             break
         alive = kept
@@ -102,8 +105,40 @@ def _region(match: Match, backward: Backward | None) -> _Region:
     )
 
 
+def _live(graph: Graph) -> set[int]:
+    """Values that results or effects of some body depend on.
+
+    Differentiation leaves equations behind that nobody reads, such as those of a
+    row's maximum.
+    """
+    stack: list[int] = []
+    scopes: list[Scope] = [graph.top]
+    while scopes:
+        scope = scopes.pop()
+        for children in scope.children.values():
+            scopes += children
+        results = (v for v in scope.jaxpr.outvars if not _jax.is_literal(v))
+        if scope.kind not in ("call", "remat"):
+            stack += [scope.env[v] for v in results]
+    for node in graph.nodes:
+        if node.eqn.effects or node.prim in _jax.BODIES:
+            stack += node.ins
+    live: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if value not in live:
+            live.add(value)
+            node = graph.node_of(value)
+            stack += node.ins if node is not None else ()
+    return live
+
+
 def _reaches(
-    graph: Graph, region: _Region, inside: frozenset[int], read: set[int]
+    graph: Graph,
+    region: _Region,
+    inside: frozenset[int],
+    read: set[int],
+    live: set[int],
 ) -> bool:
     """Whether a contraction of the region is read from outside the regions."""
     parts = region.values - region.results
@@ -114,6 +149,8 @@ def _reaches(
         if value in read:
             return True
         for node in graph.users(value):
+            if live.isdisjoint(node.outs):
+                continue
             if inside.isdisjoint(node.outs):
                 return True
             for out in node.outs:

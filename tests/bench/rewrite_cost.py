@@ -78,7 +78,7 @@ class Layer(nn.Module):
         mask = nn.make_causal_mask(x[..., 0])
         x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x), mask=mask)
         h = nn.RMSNorm()(x)
-        return x + nn.Dense(64)(nn.silu(nn.Dense(128)(h)) * nn.Dense(128)(h))
+        return x + nn.Dense(256)(nn.silu(nn.Dense(512)(h)) * nn.Dense(512)(h))
 
 
 class Decoder(nn.Module):
@@ -94,9 +94,8 @@ class Decoder(nn.Module):
         return x
 
 
-def weights(layers: int, d: int = 64) -> list[dict[str, jax.Array]]:
-    """Random weights."""
-    keys = iter(jax.random.split(jax.random.key(0), 9 * layers))
+def weights(layers: int, d: int = 256) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes of weights, so large that every site is replaced."""
     shape = {
         "q": (d, d),
         "k": (d, d),
@@ -109,7 +108,7 @@ def weights(layers: int, d: int = 64) -> list[dict[str, jax.Array]]:
         "n2": (d,),
     }
     return [
-        {n: jax.random.normal(next(keys), s) * 0.05 for n, s in shape.items()}
+        {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shape.items()}
         for _ in range(layers)
     ]
 
@@ -129,6 +128,7 @@ def cost(name: str, fn, args, repeats: int = 3) -> dict[str, object]:
     result = {
         "program": name,
         "sites": len(out.sites),
+        "replaced": sum(s.replaced for s in out.sites),
         "trace_and_lower_s": round(min(own), 3),
         "rewrite_s": round(min(ours), 3),
         "share": round(min(ours) / min(own), 4),
@@ -173,13 +173,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--json")
     options = parser.parse_args()
-    params, x = weights(options.layers), jnp.ones((2, 32, 64))
+    params = weights(options.layers)
+    x = jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32)
     model = Decoder(options.layers)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
     size = f"{options.layers} layers"
     results = [
         cost(f"flax linen decoder, {size}", model.apply, (variables, x)),
         cost(f"hand-written decoder, {size}", decoder, (params, x)),
+        cost(
+            f"gradient of the hand-written decoder, {size}",
+            jax.value_and_grad(lambda p, x: jnp.mean(decoder(p, x) ** 2)),
+            (params, x),
+        ),
         cost(f"no sites, {size}", plain, (params, x)),
         dispatch(),
     ]

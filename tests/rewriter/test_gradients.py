@@ -113,6 +113,23 @@ def test_a_loop_no_longer_stacks_weights() -> None:
     assert (LAYERS, 2, N, T, T) not in stacked(fast.jaxpr(PARAMS, X))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="chosen for a CPU")
+def test_left_over_equations_do_not_keep_the_original() -> None:
+    """Differentiation leaves equations of the row's maximum that nobody reads."""
+
+    def loss(q, k, v):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k)
+        s = jnp.where(jnp.tril(jnp.ones((1024, 1024), bool)), s, -1e30)
+        y = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+        return jnp.sin(y).sum()
+
+    large = [jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32)] * 3
+    report = rewriter.explain(jax.grad(loss, argnums=(0, 1, 2)))(*large)
+    (site,) = report.sites
+    assert site.kernel == "memory_bounded"
+    assert site.backward
+
+
 def packed(qkv):
     q, k, v = (qkv.reshape(2, T, 3, N, 8)[:, :, i] for i in range(3))
     return dot_product_attention(q, k, v)

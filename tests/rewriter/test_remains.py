@@ -53,7 +53,7 @@ def gradient_of_optimized(q, k, v):
 @pytest.mark.parametrize(
     ("fn", "replaced"),
     [(alone, True), (with_weights, False), (with_two_products, False),
-     (gradient, False)],
+     (gradient, True)],
 )  # fmt: skip
 def test_left_alone_where_its_parts_stay(fn, replaced: bool) -> None:
     report = rewriter.explain(fn)(*SPECS)
