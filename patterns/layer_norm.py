@@ -100,6 +100,7 @@ def _readings(
     if readings and readings[-1].params.get("bare_l2"):
         text = "an L2 norm: the sum of squares is not divided by their number"
         return [], Refused("l2", text, score=0.5)
+    readings = [r for r in readings if "bare_l2" not in r.params]
     # the largest covers those inside it
     return _useful(find, readings)[::-1], refusals[0] if refusals else None
 

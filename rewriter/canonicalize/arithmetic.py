@@ -68,8 +68,9 @@ def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
     """
     if not ev.expand_all and len(p) > terms and any(abs(c) >= 1e4 for c in p.values()):
         for (flag, mono), c in p.items():
-            leaf = any(ev.alg.kind(a) == "leaf" for a, _ in mono)
-            if flag == TRUE and abs(c) >= 1e4 and leaf:
+            kinds = {ev.alg.kind(a) for a, _ in mono}
+            least = 1e4 if "leaf" in kinds else FAR if "sum" in kinds else math.inf
+            if flag == TRUE and abs(c) >= least:
                 raise OverBudget("a mask of numbers")
     return p
 
