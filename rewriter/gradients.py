@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,9 @@ from rewriter.graph import Graph
 from rewriter.match import Match, leaves_of
 from rewriter.normal_form import OverBudget
 from rewriter.template import Template, same_cone
+from rewriter.verdict import Reason
+
+log = logging.getLogger("rewriter.gradients")
 
 ATTEMPTS = 3
 """After how many regions of one kind without gradients no more are looked at."""
@@ -63,6 +67,26 @@ class Memory:
     failed: Counter[int] = field(default_factory=Counter)
 
 
+def search_gradients(
+    graph: Graph, matches: Sequence[Match]
+) -> tuple[dict[int, Backward], list[Reason]]:
+    """By the id of a match, its gradients in the program; and what went wrong."""
+    memory = Memory()
+    found: dict[int, Backward] = {}
+    failures: list[Reason] = []
+    for match in matches:
+        try:
+            backward = find_backward(graph, match, memory)
+        except Exception as error:
+            log.debug("gradients of %s failed", match.op.name, exc_info=error)
+            text = f"{match.op.name}: {type(error).__name__}: {error}"
+            failures.append(Reason("internal", text, match.where))
+            continue
+        if backward is not None:
+            found[id(match)] = backward
+    return found, failures
+
+
 def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None:
     """The gradients of a match in its program, or None if there are none."""
     candidates = list(_cotangents(graph, match))
@@ -78,7 +102,10 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
     for cotangent in candidates[:6]:
         try:
             found = _verified(graph, match, cotangent, memory)
-        except (OverBudget, NotImplementedError):  # some references lack a rule
+        except (OverBudget, NotImplementedError) as error:
+            # A form that is too large, or a reference without a rule, such as that
+            # of a ragged contraction: the report says why the forward stays.
+            log.debug("no gradients of %s at %s: %s", match.op.name, match.where, error)
             continue
         if found and (best is None or len(found.grads) > len(best.grads)):
             best = found

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import site
 from rewriter.config import Config
-from rewriter.gradients import Backward, Memory, find_backward
+from rewriter.gradients import Backward, search_gradients
 from rewriter.graph import Graph, Scope
 from rewriter.kernel import PLATFORMS
 from rewriter.match import Match, search
@@ -22,7 +22,7 @@ from rewriter.plan import XLA, Choice, Site, choose
 from rewriter.region import Regions
 from rewriter.registry import REFERENCE
 from rewriter.remains import WHY, computed_anyway
-from rewriter.replace import Rewritten, Splice, carried_to, lies_at, obstacle, replace
+from rewriter.replace import Rewritten, Splice, gradients_scope, obstacle, replace
 from rewriter.sieve import possible
 from rewriter.verdict import Reason
 
@@ -67,13 +67,19 @@ def _rewritten(
     clock("graph")
     found = search(graph, patterns, config.numerics)
     clock("match")
-    sites, splices, failures = _plan(graph, found.matches, config)
+    backward, problems = search_gradients(graph, found.matches)
+    clock("gradients")
+    sites, splices, failures = _plan(graph, found.matches, config, backward)
     clock("choose")
     program = replace(graph, splices)
     graph.release()
     clock("replace")
     return Rewritten(
-        program, tuple(sites), found.misses, (*found.failures, *failures), clock.seconds
+        program,
+        tuple(sites),
+        found.misses,
+        (*found.failures, *problems, *failures),
+        clock.seconds,
     )
 
 
@@ -88,13 +94,22 @@ class _Clock:
         self.last = now
 
 
-def _plan(graph: Graph, matches: Sequence[Match], config: Config):
+def _plan(
+    graph: Graph,
+    matches: Sequence[Match],
+    config: Config,
+    backward: Mapping[int, Backward],
+):
     sites: list[Site] = []
     splices: list[Splice] = []
     failures: list[Reason] = []
     platform = _platform()
-    backward, problems = _backward(graph, matches)
-    failures += problems
+    homes = {
+        id(m): gradients_scope(backward[id(m)], graph, _places(m))
+        for m in matches
+        if id(m) in backward
+    }
+    backward = {k: b for k, b in backward.items() if homes[k] is not None}
     covered = frozenset().union(
         *(b.inner | {*b.grads.values()} for b in backward.values())
     )
@@ -103,10 +118,8 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
     regions = Regions(graph)
     elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
-        places = _places(match)
-        its_place = _backward_place(backward.get(id(match)), graph, places)
-        for scope, position in places:
-            its = backward.get(id(match)) if scope is its_place else None
+        for scope, position in _places(match):
+            its = backward.get(id(match)) if scope is homes.get(id(match)) else None
             made = choice
             why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
             if why:
@@ -126,38 +139,6 @@ def _plan(graph: Graph, matches: Sequence[Match], config: Config):
             for _ in range(copies):  # computed again here; the result is shared
                 sites.append(_site(len(sites) + 1, match, scope, made, its is not None))
     return sites, splices, failures
-
-
-def _backward_place(
-    backward: Backward | None, graph: Graph, places: Sequence[tuple[Scope, int]]
-) -> Scope | None:
-    """Of the bodies with a forward, the one that its gradients belong to."""
-    if backward is None:
-        return None
-    scopes = [scope for scope, _ in places]
-    for fits in (lies_at, carried_to):
-        for scope in scopes:
-            if fits(backward, graph, scope):
-                return scope
-    return None
-
-
-def _backward(
-    graph: Graph, matches: Sequence[Match]
-) -> tuple[dict[int, Backward], list[Reason]]:
-    """By the id of a match, its gradients in the program."""
-    memory, failures = Memory(), []
-    found: dict[int, Backward] = {}
-    for match in matches:
-        try:
-            backward = find_backward(graph, match, memory)
-        except Exception as error:
-            text = f"{match.op.name}: {type(error).__name__}: {error}"
-            failures.append(Reason("internal", text, match.where))
-            continue
-        if backward is not None:
-            found[id(match)] = backward
-    return found, failures
 
 
 def _choices(

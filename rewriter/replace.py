@@ -103,11 +103,31 @@ def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
     return ""
 
 
-def lies_at(backward: Backward, graph: Graph, scope: Scope) -> bool:
-    """Whether gradients are computed in the body that a scope belongs to."""
-    home, _ = _home(scope)
+def gradients_scope(
+    backward: Backward, graph: Graph, places: Sequence[tuple[Scope, int]]
+) -> Scope | None:
+    """Of the bodies with a forward, the one whose residuals the gradients can read.
+
+    That is one that computes the gradients too, behind the forward; or a loop,
+    whose backward loop does. None: they are computed elsewhere.
+    """
+    for scope, position in places:
+        home, path = _home(scope)
+        if lies_at(backward, graph, home) and _free(scope, home):
+            found = (_defined(graph, v, home) for v in backward.grads.values())
+            if (*path, position) < min(f[0] for f in found):  # type: ignore[index]
+                return scope
+    for scope, _ in places:
+        if carried_to(backward, graph, scope) is not None:
+            return scope
+    return None
+
+
+def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
+    """Whether gradients are computed in a body, in calls that can be dissolved."""
     values = (backward.cotangent, *backward.grads.values())
-    return all(_defined(graph, v, home) is not None for v in values)
+    found = [_defined(graph, v, home) for v in values]
+    return all(f is not None and _free(f[1], home) for f in found)
 
 
 def carried_to(backward: Backward, graph: Graph, scope: Scope) -> Scope | None:
@@ -117,8 +137,21 @@ def carried_to(backward: Backward, graph: Graph, scope: Scope) -> Scope | None:
     loops = home.kind == last.kind == "scan" and home.length == last.length
     if not loops or home is last or not lies_at(backward, graph, last):
         return None
-    same = _home(home.parent)[0] is _home(last.parent)[0]
-    return last if same else None
+    if home.jaxpr.constvars or last.jaxpr.constvars or not _free(scope, home):
+        return None
+    outer, _ = _home(home.parent)
+    same = outer is _home(last.parent)[0]
+    calls = _free(home.parent, outer) and _free(last.parent, outer) if same else False
+    return last if calls else None
+
+
+def _free(scope: Scope, home: Scope) -> bool:
+    """Whether no call between two bodies holds arrays of its own."""
+    while scope is not home:
+        if scope.jaxpr.constvars:
+            return False
+        scope = scope.parent
+    return True
 
 
 def _home(scope: Scope) -> tuple[Scope, tuple[float, ...]]:
@@ -195,7 +228,7 @@ class _Work:
         """Decides where gradients are computed: where the program has the first."""
         first, _ = _home(splice.scope)
         home = first
-        if not lies_at(backward, self.graph, splice.scope):
+        if not lies_at(backward, self.graph, first):
             home = carried_to(backward, self.graph, splice.scope)
             self._plan_carried(splice, first, home)
         found = {v: _defined(self.graph, v, home) for v in backward.grads.values()}

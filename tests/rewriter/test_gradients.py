@@ -130,6 +130,36 @@ def test_left_over_equations_do_not_keep_the_original() -> None:
     assert site.backward
 
 
+def test_checkpointed_attention_without_its_result() -> None:
+    """The backward makes the weights again and never the result: no forward there."""
+
+    def loss(q, k, v):
+        return dot_product_attention(*(jax.checkpoint(jnp.sin)(x) for x in (q, k, v)))
+
+    def alone(q, k, v):
+        y = jax.checkpoint(jax.nn.dot_product_attention)(q, k, v)
+        return (y * jnp.cos(jnp.arange(8.0))).sum()
+
+    for fn in (loss, alone):
+        step = jax.grad(fn, argnums=(0, 1, 2))
+        report = rewriter.explain(step)(*QKV)
+        assert not report.failures
+        fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+        equal(fast(*QKV), step(*QKV))
+
+
+def test_gradients_in_a_call_that_holds_an_array() -> None:
+    table = np.linspace(0, 1, 8, dtype=np.float32)
+
+    @jax.jit
+    def inner(q, k, v):
+        return jax.nn.dot_product_attention(q * table, k, v)
+
+    step = jax.grad(lambda q, k, v: jnp.sin(inner(q, k, v)).sum(), argnums=(0, 1, 2))
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    equal(fast(*QKV), step(*QKV))
+
+
 def packed(qkv):
     q, k, v = (qkv.reshape(2, T, 3, N, 8)[:, :, i] for i in range(3))
     return dot_product_attention(q, k, v)
