@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from rewriter import _jax
 from rewriter.canonicalize import LAYOUT_PRIMITIVES, Evaluator, NeedSplit, is_local
 from rewriter.graph import Graph
-from rewriter.match import Match, leaves_of
+from rewriter.match import Match, leaves_of, traced_forms
 from rewriter.normal_form import OverBudget
 from rewriter.template import Template, same_cone
 from rewriter.verdict import Reason
@@ -319,20 +319,11 @@ def _expected(
         traced = _jax.trace_flat(gradients, [*avals, result])
         memory.expected[id(reading)] = traced
     inner = Graph(traced)
-    inputs = [inner.top.env[v] for v in traced.invars]
     here = dict(match.leaves)
 
     def at(cotangent: int) -> tuple[Evaluator, dict[int, int]]:
         values = [*(here[v] for v in names), cotangent]
-        ev = Evaluator(
-            inner,
-            reading.algebra,
-            expand_all=True,
-            names=dict(zip(inputs, values, strict=True)),
-            **reading.check_options,
-        )
-        ev.private = True
-        outs = (inner.top.env[v] for v in traced.outvars)
+        ev, outs = traced_forms(inner, reading, values)
         by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)
         return ev, dict(by_leaf)
 

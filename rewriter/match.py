@@ -351,19 +351,32 @@ def replacement_forms(
         )
 
     traced = _jax.trace_flat(code, avals)
-    inner = Graph(traced)
-    inputs = [inner.top.env[v] for v in traced.invars]
-    ev = Evaluator(
-        inner,
-        reading.algebra,
-        expand_all=True,
-        **reading.check_options,
-        names=dict(zip(inputs, names, strict=True)),
-    )
-    ev.private = True
-    (out,) = (inner.top.env[v] for v in traced.outvars)
+    ev, (out,) = traced_forms(Graph(traced), reading, names)
     spec = spec_of(op, seen, dict(reading.params))
     return spec, lambda args: ev.poly(out, args)
+
+
+def traced_forms(
+    graph: Graph, reading: Reading, names: Sequence[int]
+) -> tuple[Evaluator, tuple[int, ...]]:
+    """An evaluator of code traced for a reading, and the code's results.
+
+    Args:
+        graph: The code's graph.
+        reading: What it is code for; forms are made in its algebra.
+        names: What the code's inputs are called as leaves.
+    """
+    top = graph.top
+    inputs = [top.env[v] for v in top.jaxpr.invars]
+    ev = Evaluator(
+        graph,
+        reading.algebra,
+        expand_all=True,
+        names=dict(zip(inputs, names, strict=True)),
+        **reading.check_options,
+    )
+    ev.private = True
+    return ev, tuple(top.env[v] for v in top.jaxpr.outvars)
 
 
 def _referenced(

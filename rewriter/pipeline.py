@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import site
+from rewriter.backward_place import gradients_scope
 from rewriter.config import Config
 from rewriter.gradients import Backward, search_gradients
 from rewriter.graph import Graph, Scope
@@ -22,7 +23,7 @@ from rewriter.plan import XLA, Choice, Site, choose
 from rewriter.region import Regions
 from rewriter.registry import REFERENCE
 from rewriter.remains import WHY, computed_anyway
-from rewriter.replace import Rewritten, Splice, gradients_scope, obstacle, replace
+from rewriter.replace import Rewritten, Splice, obstacle, replace
 from rewriter.sieve import possible
 from rewriter.verdict import Reason
 

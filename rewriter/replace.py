@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
+from rewriter.backward_place import carried_to, first_defined, home_of, lies_at
 from rewriter.gradients import Backward, gradient_function
 from rewriter.graph import Graph, Scope
 from rewriter.match import Match, NearMiss, leaves_of
@@ -103,82 +104,6 @@ def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
     return ""
 
 
-def gradients_scope(
-    backward: Backward, graph: Graph, places: Sequence[tuple[Scope, int]]
-) -> Scope | None:
-    """Of the bodies with a forward, the one whose residuals the gradients can read.
-
-    That is one that computes the gradients too, behind the forward; or a loop,
-    whose backward loop does. None: they are computed elsewhere.
-    """
-    for scope, position in places:
-        home, path = _home(scope)
-        if lies_at(backward, graph, home) and _free(scope, home):
-            found = (_defined(graph, v, home) for v in backward.grads.values())
-            if (*path, position) < min(f[0] for f in found):  # type: ignore[index]
-                return scope
-    for scope, _ in places:
-        if carried_to(backward, graph, scope) is not None:
-            return scope
-    return None
-
-
-def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
-    """Whether gradients are computed in a body, in calls that can be dissolved."""
-    values = (backward.cotangent, *backward.grads.values())
-    found = [_defined(graph, v, home) for v in values]
-    return all(f is not None and _free(f[1], home) for f in found)
-
-
-def carried_to(backward: Backward, graph: Graph, scope: Scope) -> Scope | None:
-    """The backward loop of a loop, if gradients are computed there."""
-    home, _ = _home(scope)
-    last, _ = _home(graph.node_of(next(iter(backward.grads.values()))).scope)
-    loops = home.kind == last.kind == "scan" and home.length == last.length
-    if not loops or home is last or not lies_at(backward, graph, last):
-        return None
-    if home.jaxpr.constvars or last.jaxpr.constvars or not _free(scope, home):
-        return None
-    outer, _ = _home(home.parent)
-    same = outer is _home(last.parent)[0]
-    calls = _free(home.parent, outer) and _free(last.parent, outer) if same else False
-    return last if calls else None
-
-
-def _free(scope: Scope, home: Scope) -> bool:
-    """Whether no call between two bodies holds arrays of its own."""
-    while scope is not home:
-        if scope.jaxpr.constvars:
-            return False
-        scope = scope.parent
-    return True
-
-
-def _home(scope: Scope) -> tuple[Scope, tuple[float, ...]]:
-    """The body that a scope belongs to, and the calls that lead to it there."""
-    path: list[float] = []
-    while scope.kind == "call" and scope.parent is not None:
-        path.append(scope.call)
-        scope = scope.parent
-    return scope, tuple(path[::-1])
-
-
-def _defined(
-    graph: Graph, value: int, home: Scope
-) -> tuple[tuple[float, ...], Scope, int] | None:
-    """(path, scope, position) of the first equation for a value in a body."""
-    node = graph.node_of(value)
-    if node is None:
-        return None
-    places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
-    found = []
-    for scope, position in places:
-        body, path = _home(scope)
-        if body is home:
-            found.append(((*path, position), scope, position))
-    return min(found, key=lambda f: f[0], default=None)
-
-
 def _renamed(eqn: Any, env: Mapping[Any, Any]) -> Any:
     """The equation with its operands as an environment has them."""
     for atom in eqn.invars:
@@ -226,17 +151,17 @@ class _Work:
 
     def _plan_backward(self, splice: Splice, backward: Backward) -> None:
         """Decides where gradients are computed: where the program has the first."""
-        first, _ = _home(splice.scope)
+        first, _ = home_of(splice.scope)
         home = first
         if not lies_at(backward, self.graph, first):
             home = carried_to(backward, self.graph, splice.scope)
             self._plan_carried(splice, first, home)
-        found = {v: _defined(self.graph, v, home) for v in backward.grads.values()}
+        found = {v: first_defined(self.graph, v, home) for v in backward.grads.values()}
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
         start = splice.scope if home is first else home
         scopes = {id(start): start}
         for value in (*found, backward.cotangent):
-            _, at, _ = _defined(self.graph, value, home)  # type: ignore[misc]
+            _, at, _ = first_defined(self.graph, value, home)  # type: ignore[misc]
             scopes[id(at)] = at
         if len(scopes) > 1:  # the results cross calls
             self._inlined_to(home, *scopes.values())
@@ -254,7 +179,7 @@ class _Work:
         self.read_in.setdefault(id(last), []).append(splice)
         self._inlined_to(first, splice.scope)
         if first.parent is not last.parent:
-            self._inlined_to(_home(first.parent)[0], first.parent, last.parent)
+            self._inlined_to(home_of(first.parent)[0], first.parent, last.parent)
 
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
@@ -448,7 +373,7 @@ class _Work:
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """What carries a cotangent where gradients are computed."""
-        home, _ = _home(splice.scope)
+        home, _ = home_of(splice.scope)
         if id(splice) in self.carried:
             home = carried_to(splice.backward, self.graph, splice.scope)
         _, scope, var = self.regions.place(home).defined[value]

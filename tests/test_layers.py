@@ -12,10 +12,10 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
     "errors", "verdict", "_jax", "config", "op", "kernel", "registry", "trace",
     "graph", "template", "normal_form", "canonicalize", "emit", "region", "rows",
-    "reading", "finder", "sieve", "match", "pattern", "plan", "gradients", "remains",
-    "oracle",
-    "implement", "site", "replace", "pipeline", "draw", "report", "optimize", "verify",
-    "bench", "export", "demo", "__init__", "__main__",
+    "reading", "finder", "sieve", "match", "pattern", "plan", "gradients",
+    "backward_place", "remains", "oracle", "implement", "site", "replace", "pipeline",
+    "draw", "report", "optimize", "verify", "bench", "export", "demo", "__init__",
+    "__main__",
 ]  # fmt: skip
 
 KERNELS = {"op", "kernel", "verdict", "errors", "registry", "kernels"}

@@ -48,7 +48,48 @@ def ragged_inputs():
     )
 
 
+def layer(p, x):
+    """A decoder layer: RMS norms, causal attention, SwiGLU."""
+    h = norm(x) * p["scale1"]
+    q, k, v = ((h @ p[w]).reshape(1, *x.shape[1:-1], 8, -1) for w in "qkv")
+    x = x + attention(q, k, v).reshape(x.shape) @ p["o"]
+    h = norm(x) * p["scale2"]
+    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def norm(x):
+    """RMS norm without a scale."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+def training_step(params, x):
+    """Loss and gradients of layers in a scan, differentiated before optimizing."""
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)
+        return jnp.mean(x**2)
+
+    return jax.value_and_grad(loss)(params, x)
+
+
+def training_inputs(d: int = 256, layers: int = 3):
+    """1 x 2048 tokens of width 256 and three layers' weights, float32."""
+    shapes = {
+        "scale1": (d,), "scale2": (d,), "q": (d, d), "k": (d, d), "v": (d, d),
+        "o": (d, d), "gate": (d, 4 * d), "up": (d, 4 * d), "down": (4 * d, d),
+    }  # fmt: skip
+    keys = iter(jax.random.split(jax.random.key(0), len(shapes) + 1))
+    params = {
+        n: jax.random.normal(next(keys), (layers, *s)) * (0.05 if len(s) > 1 else 1)
+        for n, s in shapes.items()
+    }
+    return params, jax.random.normal(next(keys), (1, 2048, d))
+
+
 CASES = {
+    "a differentiated scan of 3 layers, 2048 tokens": (
+        lambda: (training_step, training_inputs()), "forward",
+    ),
     "the demo's transformer, 2048 tokens": (demo.build, "both"),
     "causal attention 1×4096×8×64": (lambda: (attention, attention_inputs()), "both"),
     "ragged_dot 2048×512 by 64 experts": (
