@@ -100,10 +100,9 @@ def always_pays(spec: Spec, platform: str) -> Verdict:
 def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
     """Returns yes on a CPU for operands of a MiB and more.
 
-    Smaller ones stay in the caches: with 32 to 512 KiB of rows of 256 numbers, norms
-    and gated linear units took 0.9 to 1.4 times XLA's time, forward and with
-    gradients (2 cores, jax 0.12). On other platforms nothing shows that the kernel
-    beats XLA's fusion.
+    Smaller ones stay in the caches, where norms take XLA's time
+    (``tests/bench/results/small.json``). On other platforms nothing shows that the
+    kernel beats XLA's fusion.
     """
     if platform == "cpu":
         size = 0 if spec.symbolic else sum(map(spec.nbytes, spec.operands))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel, pays_on_cpu
+from rewriter.kernel import PLATFORMS, Kernel
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.reference import reference, sample
 from rewriter.op import Op
@@ -36,6 +36,6 @@ KERNELS = (
         backward=xla.backward,
         memory_bounded=True,
         saves_out=False,
-        profitable=pays_on_cpu,
+        profitable=xla.profitable,
     ),
 )

@@ -40,7 +40,7 @@ def test_attention_by_platform(x, platform: str, kernel: str) -> None:
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "gated_linear_unit"])
 def test_memory_bound_ops_stay_with_xla_on_a_gpu(op: str) -> None:
     (kernel,) = registry().kernels(op)
-    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     operands = {"x": x} if "norm" in op else dict.fromkeys(("x", "w_gate", "w_up"), x)
     spec = spec_of(registry().op(op), operands, {})
     assert kernel.profitable(spec, "cpu").ok
