@@ -8,10 +8,10 @@ normal form must be that of `jax.vjp` of the op's reference.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from rewriter.canonicalize import LAYOUT_PRIMITIVES, Evaluator, NeedSplit, is_lo
 from rewriter.graph import Graph
 from rewriter.match import Match, leaves_of, traced_forms
 from rewriter.normal_form import OverBudget
-from rewriter.template import Template, same_cone
+from rewriter.template import Template, go, same_cone, way
 from rewriter.verdict import Reason
 
 log = logging.getLogger("rewriter.gradients")
@@ -64,7 +64,7 @@ class Memory:
 
     expected: dict[int, Any] = field(default_factory=dict)
     proved: dict[int, list[_Known]] = field(default_factory=dict)
-    failed: Counter[int] = field(default_factory=Counter)
+    failed: collections.Counter[int] = field(default_factory=collections.Counter)
 
 
 def search_gradients(
@@ -92,10 +92,12 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
     candidates = list(_cotangents(graph, match))
     if not candidates:
         return None
-    for known in memory.proved.get(id(match.reading), ()):
-        found = _again(graph, known, match, candidates)
-        if found is not None:
-            return found
+    proved = memory.proved.get(id(match.reading), ())
+    for look in (_at_its_place, _anywhere_below):
+        for known in proved:
+            found = _again(graph, known, match, candidates, look)
+            if found is not None:
+                return found
     if memory.failed[id(match.reading)] >= ATTEMPTS:
         return None
     best: Backward | None = None
@@ -152,9 +154,9 @@ def _under_layout(graph: Graph, value: int) -> Iterator[int]:
 
 
 def _below(graph: Graph, value: int) -> list[int]:
-    seen, queue = {value}, [value]
+    seen, queue = {value}, collections.deque([value])
     while queue and len(seen) < REACH:
-        for node in graph.users(queue.pop(0)):
+        for node in graph.users(queue.popleft()):
             for out in node.outs:
                 if out not in seen:
                     seen.add(out)
@@ -356,29 +358,33 @@ class _Known:
     Attributes:
         match: What they are the gradients of.
         backward: The gradients.
-        parts: Of each: its leaf, its equations, and its place among the values
-            below the cotangent.
+        parts: Of each: its leaf, and its equations and the way to them from the
+            cotangent.
     """
 
     match: Match
     backward: Backward
-    parts: tuple[tuple[int, Template, int], ...]
+    parts: tuple[tuple[int, Template], ...]
 
 
 def _known(graph: Graph, match: Match, backward: Backward) -> _Known:
     stops = frozenset([*(v for _, v in match.leaves), backward.cotangent])
-    below = _below(graph, backward.cotangent)
     parts = []
     for leaf, value in backward.grads.items():
-        cone = _cone(graph, value, stops) or set()
-        reached = {i for v in cone for i in graph.node_of(v).ins if i in stops}
-        shape = Template(match.node, value, frozenset(reached), (), None)
-        parts.append((leaf, shape, below.index(value)))
+        inside = _cone(graph, value, stops) or ()
+        reached = {i for v in inside for i in graph.node_of(v).ins if i in stops}
+        path = way(graph, (backward.cotangent,), value) or ()
+        cone = Template(match.node, value, frozenset(reached), path, None)
+        parts.append((leaf, cone))
     return _Known(match, backward, tuple(parts))
 
 
 def _again(
-    graph: Graph, known: _Known, match: Match, candidates: list[int]
+    graph: Graph,
+    known: _Known,
+    match: Match,
+    candidates: list[int],
+    look: Callable[[Graph, Template, int], Iterator[int]],
 ) -> Backward | None:
     """The gradients of a match like one whose gradients are proved."""
     mine = dict(match.leaves)
@@ -387,9 +393,8 @@ def _again(
         to[known.backward.cotangent] = cotangent
         grads: dict[int, int] = {}
         inner: frozenset[int] = frozenset()
-        below = _below(graph, cotangent)
-        for leaf, part, place in known.parts:
-            found = _like(graph, part, to, below, place)
+        for leaf, part in known.parts:
+            found = _like(graph, part, to, look(graph, part, cotangent))
             if found is None:
                 break
             grads[to[leaf]] = found[0]
@@ -400,13 +405,23 @@ def _again(
 
 
 def _like(
-    graph: Graph, part: Template, to: Mapping[int, int], below: list[int], place: int
+    graph: Graph, part: Template, to: Mapping[int, int], places: Iterator[int]
 ) -> tuple[int, frozenset[int]] | None:
     """The value with a gradient's equations over other leaves, and those inside."""
-    shape = graph.shape(part.value)
-    for k in sorted(range(len(below)), key=lambda k: abs(k - place)):
-        if graph.shape(below[k]) == shape:
-            found = same_cone(graph, part, below[k])
-            if found and all(to[a] == b for a, b in found[0].items()):
-                return below[k], found[1]
+    for value in places:
+        found = same_cone(graph, part, value)
+        if found and all(to[a] == b for a, b in found[0].items()):
+            return value, found[1]
     return None
+
+
+def _at_its_place(graph: Graph, part: Template, cotangent: int) -> Iterator[int]:
+    """Where the gradient is, if the way from the cotangent is the same again."""
+    value = go(graph, (cotangent,), part.path) if part.path else None
+    return iter(() if value is None else (value,))
+
+
+def _anywhere_below(graph: Graph, part: Template, cotangent: int) -> Iterator[int]:
+    """Values below the cotangent of the gradient's shape."""
+    shape = graph.shape(part.value)
+    return (v for v in _below(graph, cotangent) if graph.shape(v) == shape)

@@ -6,6 +6,7 @@ leaves, computes the same function of its own leaves, so nothing is proved twice
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,19 @@ def template(
     graph: Graph, anchor: Node, value: int, leaves: frozenset[int], source: Any
 ) -> Template | None:
     """The template of a match, or None if its result is not below its anchor."""
-    came: dict[int, tuple[int, Step] | None] = dict.fromkeys(anchor.outs)
-    queue = list(anchor.outs)
+    path = way(graph, anchor.outs, value)
+    return None if path is None else Template(anchor, value, leaves, path, source)
+
+
+def way(graph: Graph, starts: tuple[int, ...], value: int) -> tuple[Step, ...] | None:
+    """The shortest way down from one of some values, or None if there is none.
+
+    Its first step says from which of them it starts.
+    """
+    came: dict[int, tuple[int, Step] | None] = dict.fromkeys(starts)
+    queue = collections.deque(starts)
     while queue and value not in came and len(came) < CONE_LIMIT:
-        current = queue.pop(0)
+        current = queue.popleft()
         seen: dict[tuple[str, int], int] = {}
         for node in graph.users(current):
             key = (node.prim, node.ins.index(current))
@@ -57,8 +67,22 @@ def template(
     while came[at] is not None:
         at, step = came[at]  # type: ignore[misc]
         path.append(step)
-    start = anchor.outs.index(at)
-    return Template(anchor, value, leaves, ((start, "", 0, 0), *reversed(path)), source)
+    return ((starts.index(at), "", 0, 0), *reversed(path))
+
+
+def go(graph: Graph, starts: tuple[int, ...], path: tuple[Step, ...]) -> int | None:
+    """The value at the end of a `way` from other values; None if it ends before."""
+    value = starts[path[0][0]]
+    for k, prim, position, nth in path[1:]:
+        for node in graph.users(value):
+            if node.prim == prim and node.ins.index(value) == position:
+                if nth == 0:
+                    value = node.outs[k]
+                    break
+                nth -= 1
+        else:
+            return None
+    return value
 
 
 def apply(
@@ -70,27 +94,13 @@ def apply(
     """
     if anchor.prim != known.anchor.prim:
         return None
-    value: int | None = anchor.outs[known.path[0][0]]
-    for k, prim, position, nth in known.path[1:]:
-        value = _follow(graph, value, k, prim, position, nth)
-        if value is None:
-            return None
+    value = go(graph, anchor.outs, known.path)
+    if value is None:
+        return None
     cone = same_cone(graph, known, value)
     if cone is None or _uses(graph, value) != _uses(graph, known.value):
         return None
     return value, *cone
-
-
-def _follow(
-    graph: Graph, value: int, k: int, prim: str, position: int, nth: int
-) -> int | None:
-    count = -1
-    for node in graph.users(value):
-        if node.prim == prim and node.ins.index(value) == position:
-            count += 1
-            if count == nth:
-                return node.outs[k]
-    return None
 
 
 def _uses(graph: Graph, value: int) -> list[tuple[str, int]]:
@@ -160,9 +170,9 @@ def neighbourhood(graph: Graph, anchor: Node, up: int = 48, down: int = 40) -> i
     """A hash of the equations around an anchor, equal for equal surroundings."""
     numbers: dict[int, int] = {}
     items: list[Any] = []
-    queue = [(i, 0) for i in anchor.outs]
+    queue = collections.deque((i, 0) for i in anchor.outs)
     while queue and len(items) < up:
-        value, depth = queue.pop(0)
+        value, depth = queue.popleft()
         if value in numbers:
             items.append(numbers[value])
             continue
@@ -175,13 +185,13 @@ def neighbourhood(graph: Graph, anchor: Node, up: int = 48, down: int = 40) -> i
             continue
         items.append((node.prim, aval.shape, aval.dtype, node.signature))
         queue.extend((i, depth + 1) for i in node.ins)
-    queue2 = list(anchor.outs)
-    seen = set(queue2)
-    while queue2 and len(items) < up + down:
-        for node in graph.users(queue2.pop(0)):
+    readers = collections.deque(anchor.outs)
+    seen = set(readers)
+    while readers and len(items) < up + down:
+        for node in graph.users(readers.popleft()):
             items.append((node.prim, node.signature, len(node.ins)))
             for out in node.outs:
                 if out not in seen:
                     seen.add(out)
-                    queue2.append(out)
+                    readers.append(out)
     return hash(tuple(items))
