@@ -18,9 +18,10 @@ from rewriter.graph import Node
 from rewriter.normal_form import FALSE, TRUE, Algebra
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
-LOST = "lost"  # made of the row by an equation without a rule: may be of any size
+LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
 CONDITIONS = 7  # of a mask; every combination of them is tried
-ABSORBS = 5e8  # an addend that swallows scores below 32 in float32
+LARGE = 32.0  # scores are taken to be below
+ABSORBS = 5e8  # an addend that swallows scores below LARGE in float32
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
 
@@ -221,9 +222,11 @@ class _Row:
             if isinstance(p, tuple):
                 return self(node.ins[2 if p[1] else 1])
             a, b = self(node.ins[1]), self(node.ins[2])
-            if ("c", 0) in (a, b):  # dropout multiplies the weights
+            if a == b:
+                return a
+            if self.peaks and ("c", 0) in (a, b):  # dropout multiplies the weights
                 return b if a == ("c", 0) else a
-            return a if a == b else UNKNOWN
+            return LOST if LOST in (a, b) or _large(a) or _large(b) else UNKNOWN
         args = [self(i) for i in node.ins]
         peak = prim == "reduce_max" or (prim in ("exp", "exp2") and not self.peaks)
         if peak and isinstance(args[0], tuple):
@@ -240,6 +243,11 @@ class _Row:
             if f is None:
                 return LOST
             return ("c", f(*(x[1] for x in args), node.params))
+        if prim == "mul" and UNKNOWN in args and LOST not in args:
+            (other,) = [x for x in args if x != UNKNOWN] or (UNKNOWN,)
+            if isinstance(other, tuple) and (self.peaks or not other[1]):
+                return other  # dropout multiplies the weights
+            return LOST if _large(other) else UNKNOWN
         return _mixed(prim, args)
 
     def _contracted(self, node: Node, args: list[Abstract]) -> Abstract:
@@ -267,6 +275,11 @@ class _Row:
         return ROW if x in (SCORES, ROW) and node.prim == "reduce_max" else UNKNOWN
 
 
+def _large(x: Abstract) -> bool:
+    """Whether a number is a fill that a mask unknown here may or may not add."""
+    return isinstance(x, tuple) and not abs(float(x[1])) <= LARGE
+
+
 def _mixed(prim: str, args: list[Abstract]) -> Abstract:
     """One equation with at least one operand that is not a constant."""
     known = [float(x[1]) for x in args if isinstance(x, tuple)]
@@ -274,8 +287,6 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
     if LOST in others:
         return LOST
     if UNKNOWN in others:
-        if prim == "mul" and len(known) == 1:  # dropout multiplies the weights
-            return ("c", known[0])
         if (
             prim in ("add", "sub")
             and known

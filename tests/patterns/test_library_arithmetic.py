@@ -464,3 +464,24 @@ def test_fast_lets_rows_without_keys_change() -> None:
     np.testing.assert_allclose(
         np.asarray(fast)[seen], np.asarray(fn(*args))[seen], atol=2e-6
     )
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_rows_without_keys_under_two_added_masks(dropped: bool) -> None:
+    """Where one mask is in the other, their sum tells keys of empty rows apart."""
+    q, k, v = (normal(2, 24, 6, 8, seed=i) for i in range(3))
+    t, s = jnp.arange(24)[:, None], jnp.arange(24)[None]
+
+    def attention(q, k, v, first, second):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.3
+        scores += jnp.where(first, 0.0, -1e9) + (1.0 - second) * -1e9
+        weights = jax.nn.softmax(scores)
+        if dropped:
+            weights = jnp.where(jnp.cos(scores) > -0.9, weights / 0.9, 0.0)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    for behind, ahead in ((5, 0), (5, 3), (0, 0)):
+        masks = t - s >= behind, (t - s >= ahead).astype(jnp.float32)
+        fn = lambda q, k, v, masks=masks: attention(q, k, v, *masks)
+        fast = rewriter.optimize(fn, implementation={"attention": "reference"})
+        np.testing.assert_allclose(fast(q, k, v), fn(q, k, v), atol=1e-5)
