@@ -110,7 +110,7 @@ def _inputs(find: Finder, dot: Node) -> set[int]:
 
 
 def _products(find: Finder, anchor: Node) -> list[tuple[Node, int]]:
-    """Products below the activation, nearest first."""
+    """Products below the activation, the forward's before those of gradients."""
     g, seen, queue, out = find.graph, {anchor.outs[0]}, [anchor.outs[0]], []
     while queue and len(seen) < 40:
         for node in g.users(queue.pop(0)):
@@ -121,7 +121,7 @@ def _products(find: Finder, anchor: Node) -> list[tuple[Node, int]]:
                     if result not in seen:
                         seen.add(result)
                         queue.append(result)
-    return out[:8]
+    return sorted(out, key=lambda found: found[0].outs)[:8]
 
 
 def read(

@@ -1,8 +1,9 @@
 """Where a match's gradients are computed, seen from its forward.
 
 A replaced forward keeps residuals that its gradients read. They can be read in the
-same body, behind the forward; and in the backward loop of a loop, which gets them
-step by step. Calls in between are dissolved, unless they hold arrays of their own.
+same body, behind the forward; in the backward loop of a loop, which gets them step
+by step; and in a checkpoint's recomputation. Calls in between are dissolved, unless
+they hold arrays of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def gradients_scope(
 ) -> Scope | None:
     """Of the bodies with a forward, the one whose residuals the gradients can read.
 
-    That is one that computes the gradients too, behind the forward; or a loop,
-    whose backward loop does. None: they are computed elsewhere.
+    That is one that computes the gradients too, behind the forward; or one from
+    which a `route` leads to them. None: they are computed elsewhere.
     """
     for scope, position in places:
         home, path = home_of(scope)
@@ -27,10 +28,53 @@ def gradients_scope(
             found = (first_defined(graph, v, home) for v in backward.grads.values())
             if (*path, position) < min(f[0] for f in found):  # type: ignore[index]
                 return scope
-    for scope, _ in places:
-        if carried_to(backward, graph, scope) is not None:
+    for scope, position in places:
+        bodies = route(backward, graph, scope)
+        if bodies and _before(scope, position, bodies[0]):
             return scope
     return None
+
+
+def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
+    """The bodies through which residuals get to the gradients, outermost first.
+
+    From a loop they get into its backward loop, step by step; from any body into
+    a checkpoint's recomputation in it. The last one computes the gradients; empty
+    if there is no way.
+    """
+    home, _ = home_of(scope)
+    last, _ = home_of(graph.node_of(next(iter(backward.grads.values()))).scope)
+    if home is last or not lies_at(backward, graph, last) or not _free(scope, home):
+        return ()
+    bodies, body = [last], last
+    while body.parent is not None and not body.jaxpr.constvars:
+        outer, _ = home_of(body.parent)
+        if not _free(body.parent, outer):
+            return ()
+        if body.kind == "remat":
+            if outer is home:
+                return tuple(bodies[::-1])
+            bodies.append(outer)
+            body = outer
+            continue
+        return tuple(bodies[::-1]) if _is_backward_loop(body, outer, home) else ()
+    return ()
+
+
+def _is_backward_loop(body: Scope, outer: Scope, home: Scope) -> bool:
+    """Whether a loop can read, step by step, what another one stacks."""
+    if not body.kind == home.kind == "scan" or body.length != home.length:
+        return False
+    if home.jaxpr.constvars or home_of(home.parent)[0] is not outer:
+        return False
+    return _free(home.parent, outer)
+
+
+def _before(scope: Scope, position: int, body: Scope) -> bool:
+    """Whether an equation comes before a body, if one home holds both."""
+    home, path = home_of(scope)
+    outer, way = home_of(body.parent)
+    return outer is not home or (*path, position) < (*way, body.call)
 
 
 def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
@@ -38,21 +82,6 @@ def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
     values = (backward.cotangent, *backward.grads.values())
     found = [first_defined(graph, v, home) for v in values]
     return all(f is not None and _free(f[1], home) for f in found)
-
-
-def carried_to(backward: Backward, graph: Graph, scope: Scope) -> Scope | None:
-    """The backward loop of a loop, if gradients are computed there."""
-    home, _ = home_of(scope)
-    last, _ = home_of(graph.node_of(next(iter(backward.grads.values()))).scope)
-    loops = home.kind == last.kind == "scan" and home.length == last.length
-    if not loops or home is last or not lies_at(backward, graph, last):
-        return None
-    if home.jaxpr.constvars or last.jaxpr.constvars or not _free(scope, home):
-        return None
-    outer, _ = home_of(home.parent)
-    same = outer is home_of(last.parent)[0]
-    calls = _free(home.parent, outer) and _free(last.parent, outer) if same else False
-    return last if calls else None
 
 
 def _free(scope: Scope, home: Scope) -> bool:
@@ -76,10 +105,13 @@ def home_of(scope: Scope) -> tuple[Scope, tuple[float, ...]]:
 def first_defined(
     graph: Graph, value: int, home: Scope
 ) -> tuple[tuple[float, ...], Scope, int] | None:
-    """(path, scope, position) of the first equation for a value in a body."""
+    """(path, scope, position) of the first equation for a value in a body.
+
+    What a body is given comes before all its equations, at position -1.
+    """
     node = graph.node_of(value)
     if node is None:
-        return None
+        return ((-1,), home, -1) if value in home.first_var else None
     places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
     found = []
     for scope, position in places:

@@ -20,7 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from rewriter import _jax
-from rewriter.canonicalize import LAYOUT_PRIMITIVES, Evaluator, NeedSplit, is_local
+from rewriter.canonicalize import (
+    LAYOUT_PRIMITIVES,
+    TRANSPARENT,
+    Evaluator,
+    NeedSplit,
+    is_local,
+)
 from rewriter.graph import Graph
 from rewriter.match import Match, leaves_of, traced_forms
 from rewriter.normal_form import OverBudget
@@ -40,7 +46,7 @@ MEETS = frozenset({
     "reduce_sum",
 })  # fmt: skip
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
-LINEAR = LAYOUT_PRIMITIVES | {"convert_element_type", "mul", "div", "neg", "copy"}
+LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div", "neg"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,10 +137,10 @@ def _cotangents(graph: Graph, match: Match) -> Iterator[int]:
             if node.prim not in MEETS or not region.isdisjoint(node.outs):
                 continue
             for i in node.ins:
-                if i in region or i in graph.constants or i < match.value:
+                if i in region or i in graph.constants:
                     continue
                 for x in _under_layout(graph, i):
-                    if x <= match.value or x in given or graph.shape(x) != shape:
+                    if x in region or x in given or graph.shape(x) != shape:
                         continue
                     if graph.dtype(x) == dtype:
                         given.add(x)
@@ -224,7 +230,9 @@ def _verified(
 def _digits(graph: Graph, value: int) -> tuple[int, ...]:
     """The sizes of which a value's axes are made, if it is reshaped."""
     at, node = value, graph.node_of(value)
-    while node is not None and node.prim in ("add_any", "convert_element_type", "copy"):
+    while node is not None and (
+        node.prim in TRANSPARENT or node.prim in ("add_any", "convert_element_type")
+    ):
         at, node = node.ins[-1], graph.node_of(node.ins[-1])
     if node is not None and node.prim == "reshape":
         at = node.ins[0]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from rewriter import _jax
@@ -78,6 +79,7 @@ class Scope:
 
 _SHOWN = {"scan", "while", "cond", "remat", "shard_map", "custom_vjp", "custom_jvp"}
 _NEVER_MERGED = {"optimization_barrier"}
+_ROUNDING = "reduce_precision"
 
 
 class Graph:
@@ -183,6 +185,7 @@ class Graph:
             eqn.effects
             or name in _jax.BODIES
             or name in _NEVER_MERGED
+            or name == _ROUNDING
             or "jaxpr" in params
         ):
             key = (name, *params.items())
@@ -231,6 +234,11 @@ class Graph:
 
     def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         name = eqn.primitive.name
+        if name == _ROUNDING:
+            if _keeps_precision(eqn):  # what a checkpoint saves: the same value
+                return (ins[0],)
+            signature = self._number_of(f"{name} {eqn.params}")
+            return self._merged(scope, position, eqn, ins, signature)
         kind = _jax.call_kind(eqn)
         if kind == "call":
             whole = _jax.integer_division(eqn)
@@ -359,6 +367,13 @@ class Graph:
         if const is None or np.shape(const):
             return None
         return np.asarray(const).item()
+
+
+def _keeps_precision(eqn: Any) -> bool:
+    """Whether a `reduce_precision` leaves all bits of its operand's type."""
+    kind = jnp.finfo(eqn.invars[0].aval.dtype)
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    return bits[0] >= kind.nexp and bits[1] >= kind.nmant
 
 
 def variable(scope: Scope, value: int) -> tuple[int, Any] | None:

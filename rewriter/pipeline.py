@@ -105,8 +105,9 @@ def _plan(
     splices: list[Splice] = []
     failures: list[Reason] = []
     platform = _platform()
+    regions = Regions(graph)
     homes = {
-        id(m): gradients_scope(backward[id(m)], graph, _places(m))
+        id(m): gradients_scope(backward[id(m)], graph, _unhindered(m, regions))
         for m in matches
         if id(m) in backward
     }
@@ -116,7 +117,6 @@ def _plan(
     )
     matches = [m for m in matches if m.value not in covered]
     choices = _choices(graph, matches, config, platform, backward)
-    regions = Regions(graph)
     elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
         for scope, position in _places(match):
@@ -174,6 +174,11 @@ def _places(match: Match) -> list[tuple[Scope, int]]:
     for scope, position, _ in node.copies:
         places.setdefault(id(scope), (scope, position))
     return list(places.values())
+
+
+def _unhindered(match: Match, regions: Regions) -> list[tuple[Scope, int]]:
+    """The places where a replacement can stand."""
+    return [(s, p) for s, p in _places(match) if not obstacle(match, s, regions)]
 
 
 def _platform() -> str:

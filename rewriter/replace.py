@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.backward_place import carried_to, first_defined, home_of, lies_at
+from rewriter.backward_place import first_defined, home_of, lies_at, route
 from rewriter.gradients import Backward, gradient_function
 from rewriter.graph import Graph, Scope
 from rewriter.match import Match, NearMiss, leaves_of
@@ -128,7 +128,7 @@ class _Work:
         self.regions = Regions(graph)
         self.saved_in: dict[int, list[Splice]] = {}
         self.read_in: dict[int, list[Splice]] = {}
-        self.carried: dict[int, list[Any]] = {}
+        self.carried: dict[tuple[int, int], list[Any]] = {}
         self.stacked: dict[int, list[Any]] = {}
         self.at: dict[int, dict[int, list[Splice]]] = {}
         self.touched: set[int] = set()
@@ -154,8 +154,9 @@ class _Work:
         first, _ = home_of(splice.scope)
         home = first
         if not lies_at(backward, self.graph, first):
-            home = carried_to(backward, self.graph, splice.scope)
-            self._plan_carried(splice, first, home)
+            bodies = route(backward, self.graph, splice.scope)
+            self._plan_carried(splice, first, bodies)
+            home = bodies[-1]
         found = {v: first_defined(self.graph, v, home) for v in backward.grads.values()}
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
         start = splice.scope if home is first else home
@@ -173,13 +174,17 @@ class _Work:
         where = {v: f[1] for v, f in found.items()}  # type: ignore[index]
         here.setdefault(position, []).append((splice, where))
 
-    def _plan_carried(self, splice: Splice, first: Scope, last: Scope) -> None:
-        """Residuals are stacked by a loop, and read by its backward loop."""
-        self.saved_in.setdefault(id(first), []).append(splice)
-        self.read_in.setdefault(id(last), []).append(splice)
+    def _plan_carried(
+        self, splice: Splice, first: Scope, bodies: tuple[Scope, ...]
+    ) -> None:
+        """Residuals are handed from body to body; a loop stacks them for its own."""
         self._inlined_to(first, splice.scope)
-        if first.parent is not last.parent:
-            self._inlined_to(home_of(first.parent)[0], first.parent, last.parent)
+        for body in bodies:
+            self.read_in.setdefault(id(body), []).append(splice)
+            self._inlined_to(home_of(body.parent)[0], body.parent)
+        if bodies[0].kind == "scan":
+            self.saved_in.setdefault(id(first), []).append(splice)
+            self._inlined_to(home_of(first.parent)[0], first.parent)
 
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
@@ -205,8 +210,9 @@ class _Work:
         more: list[Any] = []
         for splice in self.read_in.get(id(scope), ()):
             _, avals, _ = self.residuals[id(splice)]
-            self.carried[id(splice)] = [_jax.new_var(a) for a in avals]
-            more += self.carried[id(splice)]
+            given = [_jax.new_var(a) for a in avals]
+            self.carried[id(scope), id(splice)] = given
+            more += given
         outs = self._inline(scope, frame, {})
         for splice in self.saved_in.get(id(scope), ()):
             outs = outs + self.residuals[id(splice)][0]
@@ -251,7 +257,8 @@ class _Work:
         if any(id(c) in self.dissolved for c in children):
             self._dissolved_call(children[0], eqn, frame, env, read)
         elif any(id(c) in self.saved_in or id(c) in self.read_in for c in children):
-            self._loop(children[0], eqn, frame, env, read)
+            given = self._loop if children[0].kind == "scan" else self._checkpoint
+            given(children[0], eqn, frame, env, read)
         else:
             self._plain(children, eqn, frame, env, read, inlined)
 
@@ -302,6 +309,22 @@ class _Work:
             count = len(self.residuals[id(splice)][0])
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
+    def _checkpoint(self, child, eqn, frame, env, read) -> None:
+        """Appends a checkpoint's recomputation that is given residuals."""
+        outer, _ = home_of(child.parent)
+        atoms = [read(a) for a in eqn.invars]
+        for splice in self.read_in[id(child)]:
+            atoms += self._residuals_in(outer, splice)
+        outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        params = {**eqn.params, _jax.call_body_name(eqn): self.body(child)}
+        frame.eqns.append(eqn.replace(invars=atoms, outvars=outs, params=params))
+
+    def _residuals_in(self, body: Scope, splice: Splice) -> list[Any]:
+        """What carries a forward's residuals in a body."""
+        given = self.carried.get((id(body), id(splice)))
+        return self.residuals[id(splice)][0] if given is None else given
+
     def _dissolved_call(self, child, eqn, frame, env, read) -> None:
         body = child.jaxpr
         if body.constvars:
@@ -344,7 +367,7 @@ class _Work:
 
     def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
         """Appends the gradients' equations; returns their atoms by value."""
-        residuals, avals, tree = self.residuals[id(splice)]
+        _, avals, tree = self.residuals[id(splice)]
         backward, graph = splice.backward, self.graph
         values = _in_order(splice)
         dtypes = [graph.dtype(backward.grads[v]) for v in values]
@@ -366,18 +389,23 @@ class _Work:
         fragment = self.fragments[key]
         if fragment.constvars:
             raise ValueError("the gradients hold constants")
-        residuals = self.carried.get(id(splice), residuals)
+        residuals = self._residuals_in(self._home_of_gradients(splice), splice)
         source = _jax.scoped(eqn.source_info, splice.label)
         atoms = self._inserted(fragment, [*residuals, cotangent], source, frame)
         return dict(zip((backward.grads[v] for v in values), atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """What carries a cotangent where gradients are computed."""
-        home, _ = home_of(splice.scope)
-        if id(splice) in self.carried:
-            home = carried_to(splice.backward, self.graph, splice.scope)
+        home = self._home_of_gradients(splice)
         _, scope, var = self.regions.place(home).defined[value]
         return self.envs[id(scope)].get(var, var)
+
+    def _home_of_gradients(self, splice: Splice) -> Scope:
+        """The body that computes a splice's gradients."""
+        home, _ = home_of(splice.scope)
+        if lies_at(splice.backward, self.graph, home):
+            return home
+        return route(splice.backward, self.graph, splice.scope)[-1]
 
     def _inserted(
         self, fragment: Any, atoms: list[Any], source: Any, frame: _Frame

@@ -147,11 +147,15 @@ class _Sieve:
                 self._inner(eqn, env, bits)
 
     def _rule(self, name: str) -> _Rule:
-        """What an equation does to paths; every primitive is asked for once."""
+        """What an equation does to paths; every primitive is asked for once.
+
+        A rounding that keeps all bits, as of what a checkpoint saves, is a copy.
+        """
+        as_if = "copy" if name == "reduce_precision" else name
         self.rules[name] = _Rule(
-            self.starts.get(name, 0),
-            self.kept.get(name, 0),
-            tuple(self.moves.get(name, ())),
+            self.starts.get(as_if, 0),
+            self.kept.get(as_if, 0),
+            tuple(self.moves.get(as_if, ())),
             name in _jax.BODIES,
         )
         return self.rules[name]

@@ -56,7 +56,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     size = 2 * rows * f * jnp.dtype(spec.dtype("x")).itemsize
     if size >= PAYS_FROM:
         return YES
-    return no("small", f"branches of {size >> 20} MiB are so small that XLA is as fast")
+    return no("small", f"branches of {size >> 10} KiB are so small that XLA is as fast")
 
 
 def _floating(spec: Spec, name: str) -> Verdict:
