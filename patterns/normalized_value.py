@@ -96,6 +96,9 @@ def statistics(alg: Algebra, under: Poly, x: int):
     Raises:
         Refused: If a form is not a sum of squares of x, perhaps centred.
     """
+    none = Refused("root", "there is no sum of squares under the root", score=0.25)
+    if not any(alg.kind(a) == "sum" and e == 1 for _, m in under for a, e in m):
+        raise none
     squares = mean = None
     constant, extra = 0.0, {}
     for (flag, mono), c in under.items():
@@ -117,7 +120,7 @@ def statistics(alg: Algebra, under: Poly, x: int):
                 difference=alg.show(under),
             )
     if squares is None:
-        raise Refused("root", "there is no sum of squares under the root", score=0.25)
+        raise none
     _, _, _, body = alg.defs[squares[0]]
     leaves = [(a, e) for a, e in body if alg.kind(a) == "leaf"]
     if squares[1] <= 0 or constant < 0:

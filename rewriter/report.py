@@ -208,7 +208,7 @@ def _grouped(sites: Sequence[Site]) -> list[list[Site]]:
 def _equal(misses: Sequence[NearMiss]) -> list[tuple[NearMiss, int]]:
     groups: dict[Any, list[NearMiss]] = {}
     for m in misses:
-        key = (m.op, m.where, m.reasons, m.difference, m.suggestion)
+        key = (m.op, m.where, m.reasons, m.suggestion)
         groups.setdefault(key, []).append(m)
     return [(g[0], len(g)) for g in groups.values()]
 

@@ -33,3 +33,14 @@ def test_kept_meaning_keeps_the_match() -> None:
 def test_changed_meaning_never_gives_a_wrong_number() -> None:
     outcome = metamorphic.run_changing(60)
     assert not outcome.failures
+
+
+def test_kept_meaning_keeps_the_gradients() -> None:
+    outcome = metamorphic.run_keeping(40, gradients=True)
+    assert all("found" in why for why in outcome.failures.values())  # no wrong number
+    assert len(outcome.failures) <= 2
+
+
+def test_changed_gradients_never_give_a_wrong_number() -> None:
+    outcome = metamorphic.run_changing(40, gradients=True)
+    assert not outcome.failures

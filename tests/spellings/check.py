@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rewriter
+from rewriter.oracle import in_float64
 from tests.spellings.contexts import Context
 from tests.spellings.oracle import ORACLES
 from tests.spellings.spelling import Spelling
@@ -163,6 +164,20 @@ def _compare(group: Sequence[Case], finite: bool) -> dict[str, str]:
         if text:
             traced[case.name] = text
     return traced
+
+
+def right(case: Case) -> bool:
+    """Whether the rewritten function gives the numbers that float64 gives.
+
+    Where it does and differs from the original, a sum of the original overflowed.
+    """
+    leaves = lambda fn: jax.tree.leaves(results(case, fn))
+    want, _ = in_float64(jax.make_jaxpr(lambda: leaves(case.fn))(), ())
+    got = jax.jit(lambda: leaves(forced(case)))()
+    want = [np.asarray(w, g.dtype) for w, g in zip(want, got, strict=True)]
+    outputs = len(jax.tree.leaves(jax.eval_shape(case.fn, *case.args)))
+    split = lambda x: (x[:outputs], x[outputs:])
+    return not differs(split(want), split(got), case.tolerance)
 
 
 def _unlike_oracle(case: Case, out: object) -> str:

@@ -2,10 +2,13 @@
 
 A mutation that keeps the meaning must keep the match. After one that changes
 it, either nothing is found, or the rewritten program still gives the numbers
-of the mutated one. In full, with the result stored:
+of the mutated one. With ``--gradients`` the mutated programs are those of results
+and gradients, and a match is one with its backward. In full, with the result stored:
 
     python -m tests.spellings.metamorphic --count 2000 \\
         --out tests/bench/results/metamorphic.json
+    python -m tests.spellings.metamorphic --count 2000 --gradients \\
+        --out tests/bench/results/metamorphic_gradients.json
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import rewriter
@@ -42,7 +46,8 @@ class Outcome:
         kept: Still found.
         lost: No longer found.
         agreed: Found after a change of meaning, with the right numbers.
-        skipped: Numbers not compared: the mutated program gives none.
+        skipped: Numbers not compared: the mutated program gives none, or sums that
+            overflow.
         failures: Mutation to what went wrong.
     """
 
@@ -56,47 +61,105 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mutated spelling."""
+    """A mutated spelling.
+
+    Attributes:
+        name: The spelling and the edits.
+        spelling: What was mutated.
+        case: The mutant.
+        original: The function without the edits.
+        backward: Whether a site counts only with its backward.
+    """
 
     name: str
     spelling: Spelling
     case: Case
+    original: Callable
+    backward: bool
 
 
-def mutants(kind: str, count: int, seed: int = 0) -> Iterator[Mutant]:
-    """Random mutants; `kind` is "keeping" or "changing"."""
-    usable = [s for s in SPELLINGS if s.count]
-    choose = getattr(mutate, kind)
-    programs: dict[str, object] = {}
+def with_gradients(spelling: Spelling) -> tuple[Callable, tuple]:
+    """Results and gradients of a spelling, and arguments: floats and cotangents."""
+    args = spelling.args()
+    where = [i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+    def outputs(*floats: jax.Array) -> list[jax.Array]:
+        full = list(args)
+        for i, a in zip(where, floats, strict=True):
+            full[i] = a
+        leaves = jax.tree.leaves(spelling.fn(*full))
+        return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def step(*given: jax.Array) -> tuple:
+        floats, cotangents = given[: len(where)], given[len(where) :]
+        out, back = jax.vjp(outputs, *floats)
+        return out, back(list(cotangents))
+
+    floats = [args[i] for i in where]
+    rng = np.random.default_rng(0)
+    cotangents = [
+        jnp.asarray(rng.normal(size=x.shape), x.dtype)
+        for x in jax.eval_shape(outputs, *floats)
+    ]
+    return step, (*floats, *cotangents)
+
+
+def mutants(
+    kind: str, count: int, seed: int = 0, gradients: bool = False
+) -> Iterator[Mutant]:
+    """Random mutants; `kind` is "keeping" or "changing".
+
+    With `gradients` they are mutants of programs that return gradients too.
+    """
+    usable = [s for s in SPELLINGS if s.count and (s.gradients or not gradients)]
+    programs: dict[str, tuple] = {}
     for i in range(count):
         rng = np.random.default_rng([seed, i])
         spelling = usable[int(rng.integers(len(usable)))]
-        args = spelling.args()
         if spelling.name not in programs:
-            programs[spelling.name] = mutate.program(spelling.fn, args)
-        closed = programs[spelling.name]
+            fn, args = spelling.fn, spelling.args()
+            if gradients:
+                fn, args = with_gradients(spelling)
+            closed = mutate.program(fn, args)
+            results = jax.eval_shape(fn, *args)
+            first = len(results[0]) if gradients else 0
+            programs[spelling.name] = fn, args, closed, first
+        original, args, closed, first = programs[spelling.name]
         texts = []
         # Meaning is kept through any number of edits; one change is enough.
         for _ in range(int(rng.integers(1, 4)) if kind == "keeping" else 1):
-            edit, text = choose(closed, rng)
+            edit, text = (
+                mutate.keeping(closed, rng, first)
+                if kind == "keeping"
+                else mutate.changing(closed, rng)
+            )
             closed = mutate.edited(closed, edit)
             texts.append(text)
         fn, text = mutate.as_function(closed), "; ".join(texts)
         name = f"{i} {spelling.name}: {text}"
+        tolerance = TOLERANCE * check.GRADIENT / check.FORWARD
         case = Case(name, fn, args, spelling.op, spelling.gradients, TOLERANCE)
-        yield Mutant(name, spelling, case)
+        if gradients:
+            case = replace(case, gradients=False, tolerance=tolerance)
+        yield Mutant(name, spelling, case, original, gradients)
 
 
-def found(fn, args, op: str) -> tuple[list, str]:
+def found(mutant: Mutant, fn: Callable) -> tuple[list, str]:
     """The sites there are, and what went wrong inside the rewriter."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rewriter.RewriterWarning)
-        report = rewriter.explain(fn)(*args)
-    sites = [s for s in report.sites if s.op == op]
+        report = rewriter.explain(fn)(*mutant.case.args)
+    sites = [
+        s
+        for s in report.sites
+        if s.op == mutant.case.op and (s.backward or not mutant.backward)
+    ]
     return sites, "; ".join(map(str, report.failures))
 
 
-def run_keeping(count: int, seed: int = 0, numbers: int = 10) -> Outcome:
+def run_keeping(
+    count: int, seed: int = 0, numbers: int = 10, gradients: bool = False
+) -> Outcome:
     """Mutations that keep the meaning; the numbers of one in `numbers` as well.
 
     Spellings that are not found without a mutation are not held against it.
@@ -104,13 +167,13 @@ def run_keeping(count: int, seed: int = 0, numbers: int = 10) -> Outcome:
     outcome = Outcome()
     before: dict[str, int] = {}
     compared = []
-    for i, mutant in enumerate(mutants("keeping", count, seed)):
+    for i, mutant in enumerate(mutants("keeping", count, seed, gradients)):
         spelling, case = mutant.spelling, mutant.case
         if spelling.name not in before:
-            sites, _ = found(spelling.fn, case.args, spelling.op)
+            sites, _ = found(mutant, mutant.original)
             before[spelling.name] = len(sites)
         outcome.tried += 1
-        sites, failure = found(case.fn, case.args, spelling.op)
+        sites, failure = found(mutant, case.fn)
         if failure or len(sites) < before[spelling.name]:
             outcome.lost += 1
             lost = f"found {len(sites)}, was {before[spelling.name]}"
@@ -126,13 +189,13 @@ def run_keeping(count: int, seed: int = 0, numbers: int = 10) -> Outcome:
     return outcome
 
 
-def run_changing(count: int, seed: int = 0) -> Outcome:
+def run_changing(count: int, seed: int = 0, gradients: bool = False) -> Outcome:
     """Mutations that change the meaning."""
     outcome = Outcome()
     compared = []
-    for mutant in mutants("changing", count, seed):
+    for mutant in mutants("changing", count, seed, gradients):
         outcome.tried += 1
-        sites, failure = found(mutant.case.fn, mutant.case.args, mutant.spelling.op)
+        sites, failure = found(mutant, mutant.case.fn)
         if failure:
             outcome.failures[mutant.name] = failure
         elif not sites:
@@ -145,9 +208,10 @@ def run_changing(count: int, seed: int = 0) -> Outcome:
             gradients = mutant.case.gradients and not empty
             compared.append(replace(mutant.case, gradients=gradients))
     outcome.agreed = len(compared)
+    cases = {case.name: case for case in compared}
     for name, text in check.disagreements(compared, finite=True).items():
         outcome.agreed -= 1
-        if text == check.NOT_FINITE:
+        if text == check.NOT_FINITE or check.right(cases[name]):
             outcome.skipped += 1
         else:
             outcome.failures[name] = text
@@ -175,6 +239,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--only", choices=["keeping", "changing"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -182,9 +247,9 @@ def main() -> int:
     start = time.perf_counter()
     keep, change = Outcome(), Outcome()
     if options.only != "changing":
-        keep = run_keeping(options.count, options.seed)
+        keep = run_keeping(options.count, options.seed, gradients=options.gradients)
     if options.only != "keeping":
-        change = run_changing(options.count, options.seed)
+        change = run_changing(options.count, options.seed, options.gradients)
     seconds = time.perf_counter() - start
     for name, text in {**keep.failures, **change.failures}.items():
         print(f"{name}\n    {text}")
@@ -192,7 +257,9 @@ def main() -> int:
     if options.out:
         record = {
             "command": "python3 -m tests.spellings.metamorphic"
-            f" --count {options.count} --seed {options.seed}",
+            f" --count {options.count} --seed {options.seed}"
+            + " --gradients"
+            * options.gradients,
             "date": time.strftime("%Y-%m-%d"),
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,

@@ -162,13 +162,22 @@ def mutations_at(
     ]
 
 
-def keeping(closed: ClosedJaxpr, rng: np.random.Generator) -> tuple[Edit, str]:
-    """A random edit that keeps the meaning, and its description."""
+def keeping(
+    closed: ClosedJaxpr, rng: np.random.Generator, first: int = 0
+) -> tuple[Edit, str]:
+    """A random edit that keeps the meaning, and its description.
+
+    Args:
+        closed: What is edited.
+        rng: Chance.
+        first: Of how many results all equations stay in front of the others, as
+            differentiation has them.
+    """
     kind = rng.choice(["rules", "rules", "rules", "order", "outlined", "twins"])
     n = len(closed.jaxpr.eqns)
     seed = int(rng.integers(1 << 30))
     if kind == "order":
-        return Edit(order=_reordered(closed, rng), seed=seed), "reordered"
+        return Edit(order=_reordered(closed, rng, first), seed=seed), "reordered"
     if kind == "outlined":
         first = int(rng.integers(n))
         last = int(rng.integers(first + 1, n + 1))
@@ -208,7 +217,7 @@ def _describe(edit: Edit, closed: ClosedJaxpr) -> str:
     )
 
 
-def _reordered(closed: ClosedJaxpr, rng: np.random.Generator) -> list[int]:
+def _reordered(closed: ClosedJaxpr, rng: np.random.Generator, first: int) -> list[int]:
     """A random order in which every equation follows what it reads."""
     eqns = closed.jaxpr.eqns
     maker = {v: i for i, e in enumerate(eqns) for v in e.outvars}
@@ -216,9 +225,16 @@ def _reordered(closed: ClosedJaxpr, rng: np.random.Generator) -> list[int]:
         i: {maker[v] for v in e.invars if not isinstance(v, Literal) and v in maker}
         for i, e in enumerate(eqns)
     }
+    early, stack = set(), list(closed.jaxpr.outvars[:first])
+    while stack:
+        v = stack.pop()
+        if not isinstance(v, Literal) and v in maker and maker[v] not in early:
+            early.add(maker[v])
+            stack += eqns[maker[v]].invars
     order: list[int] = []
     while waiting:
         ready = sorted(i for i, needs in waiting.items() if not needs)
+        ready = [i for i in ready if i in early] or ready
         i = int(rng.choice(ready))
         order.append(i)
         del waiting[i]
