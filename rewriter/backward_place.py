@@ -14,25 +14,48 @@ from rewriter.gradients import Backward
 from rewriter.graph import Graph, Scope
 
 
-def gradients_scope(
-    backward: Backward, graph: Graph, places: Sequence[tuple[Scope, int]]
-) -> Scope | None:
-    """Of the bodies with a forward, the one whose residuals the gradients can read.
+def residuals_place(
+    backward: Backward,
+    graph: Graph,
+    places: Sequence[tuple[Scope, int]],
+    leaves: Sequence[int],
+) -> tuple[tuple[Scope, int], int] | None:
+    """Of the places of a forward, the one whose residuals the gradients can read.
 
-    That is one that computes the gradients too, behind the forward; or one from
-    which a `route` leads to them. None: they are computed elsewhere.
+    That is one in the body that computes the gradients too; or one from which a
+    `route` leads to them. None: they are computed elsewhere.
+
+    Args:
+        backward: The gradients.
+        graph: The program.
+        places: Bodies, and where they compute the forward's result.
+        leaves: What the forward is computed from.
+
+    Returns:
+        The place, and the equation in its body behind which the forward is computed.
+        That is another one where the program has the result behind the gradients.
     """
     for scope, position in places:
         home, path = home_of(scope)
-        if lies_at(backward, graph, home) and _free(scope, home):
-            found = (first_defined(graph, v, home) for v in backward.grads.values())
-            if (*path, position) < min(f[0] for f in found):  # type: ignore[index]
-                return scope
+        if not (lies_at(backward, graph, home) and _free(scope, home)):
+            continue
+        found = [first_defined(graph, v, home) for v in backward.grads.values()]
+        first, where, at = min(found, key=lambda f: f[0])  # type: ignore
+        if (*path, position) < first:
+            return (scope, position), position
+        if where is scope and _known_at(scope, at, leaves):
+            return (scope, position), at
     for scope, position in places:
         bodies = route(backward, graph, scope)
         if bodies and _before(scope, position, bodies[0]):
-            return scope
+            return (scope, position), position
     return None
+
+
+def _known_at(scope: Scope, position: int, values: Sequence[int]) -> bool:
+    """Whether a body has all values where an equation is computed."""
+    found = [scope.first_var.get(v) for v in values]
+    return all(f is not None and f[0] <= position for f in found)
 
 
 def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:

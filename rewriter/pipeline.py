@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import site
-from rewriter.backward_place import gradients_scope
+from rewriter.backward_place import residuals_place
 from rewriter.config import Config
 from rewriter.gradients import Backward, search_gradients
 from rewriter.graph import Graph, Scope
@@ -107,7 +107,12 @@ def _plan(
     platform = _platform()
     regions = Regions(graph)
     homes = {
-        id(m): gradients_scope(backward[id(m)], graph, _unhindered(m, regions))
+        id(m): residuals_place(
+            backward[id(m)],
+            graph,
+            _unhindered(m, regions),
+            [v for _, v in m.leaves],
+        )
         for m in matches
         if id(m) in backward
     }
@@ -119,8 +124,11 @@ def _plan(
     choices = _choices(graph, matches, config, platform, backward)
     elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
+        home = homes.get(id(match))
         for scope, position in _places(match):
-            its = backward.get(id(match)) if scope is homes.get(id(match)) else None
+            its = None
+            if home is not None and home[0] == (scope, position):
+                its, position = backward[id(match)], home[1]
             made = choice
             why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
             if why:
