@@ -45,6 +45,7 @@ class Config:
         target: The device kind to build for; ``None`` is the default device.
         require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
         using: Patterns put in force by ``with using(...)``.
+        exporting: Whether the program is traced to be exported.
     """
 
     patterns: str = "default"
@@ -56,9 +57,10 @@ class Config:
     target: str | None = None
     require: Requirement | None = None
     using: tuple[object, ...] = ()
+    exporting: bool = False
 
 
-OPTIONS = tuple(f.name for f in fields(Config) if f.name != "using")
+OPTIONS = tuple(f.name for f in fields(Config) if f.name not in ("using", "exporting"))
 
 
 def resolve(options: Mapping[str, object]) -> Config:
@@ -113,6 +115,13 @@ def using(*patterns: object) -> Iterator[Config]:
     merged = replace(base, using=(*base.using, *patterns))
     with _CONTEXT(merged):
         yield merged
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Uses only what may be part of an exported program inside the block."""
+    with _CONTEXT(replace(current(), exporting=True)):
+        yield
 
 
 STAGES = ("trace", "graph", "match", "choose", "replace", "optimize")

@@ -20,6 +20,7 @@ import jax.export
 import jaxlib
 
 from rewriter import trace
+from rewriter.config import exporting
 from rewriter.errors import (
     DeviceMismatch,
     ExportError,
@@ -126,16 +127,17 @@ def export(
         fast = optimize(fn, **{**lifted, **options})
 
     def run(*specs: Any, **named: Any) -> Artifact:
-        report = fast.report(*specs, **named)
-        try:
-            exported = jax.export.export(fast, platforms=list(platforms))(
-                *specs, **named
-            )
-            data = bytes(exported.serialize(vjp_order=vjp_order))
-        except RewriterError:
-            raise
-        except Exception as error:
-            raise _export_error(fn, error) from error
+        with exporting():
+            report = fast.report(*specs, **named)
+            try:
+                exported = jax.export.export(fast, platforms=list(platforms))(
+                    *specs, **named
+                )
+                data = bytes(exported.serialize(vjp_order=vjp_order))
+            except RewriterError:
+                raise
+            except Exception as error:
+                raise _export_error(fn, error) from error
         manifest = _manifest(exported, data, report, vjp_order, targets or {})
         return Artifact(exported, data, manifest)
 

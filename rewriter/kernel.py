@@ -137,6 +137,7 @@ class Kernel:
             and the result is not kept for it.
         profitable: Says, with reasons, whether it is likely to beat the program
             as written on a platform; asked when nothing was measured.
+        exportable: Whether what it lowers to may be part of an exported program.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Kernel:
     memory_bounded: bool = False
     saves_out: bool = True
     profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
+    exportable: bool = True
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"

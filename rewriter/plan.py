@@ -85,13 +85,13 @@ def choose(
     """
     forced = dict(config.implementation).get(spec.op)
     if forced is not None:
-        return _forced(spec, forced, kernels)
+        return _forced(spec, forced, kernels, config)
     if config.numerics == "strict":
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(XLA, "heuristic", tuple((k.name, why) for k in kernels))
     refused: list[tuple[str, str]] = []
     for kernel in kernels:
-        verdict = _takes(kernel, spec, platform)
+        verdict = _takes(kernel, spec, platform, config)
         if verdict.ok:
             verdict = kernel.profitable(spec, platform)
         if verdict.ok:
@@ -100,13 +100,15 @@ def choose(
     return Choice(XLA, "heuristic", tuple(refused))
 
 
-def _takes(kernel: Kernel, spec: Spec, platform: str) -> Verdict:
+def _takes(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict:
+    if config.exporting and not kernel.exportable:
+        return no("export", "JAX does not keep its call stable in exported programs")
     if platform not in kernel.platforms:
         return no("platform", f"runs on {', '.join(kernel.platforms)}, not {platform}")
     return kernel.supports(spec)
 
 
-def _forced(spec: Spec, name: str, kernels: Sequence[Kernel]) -> Choice:
+def _forced(spec: Spec, name: str, kernels: Sequence[Kernel], config: Config) -> Choice:
     if name in (XLA, REFERENCE):
         return Choice(name, "forced")
     kernel = next((k for k in kernels if k.name == name), None)
@@ -117,7 +119,7 @@ def _forced(spec: Spec, name: str, kernels: Sequence[Kernel]) -> Choice:
             next_step=known(name, names),
             where=caller(),
         )
-    verdict = kernel.supports(spec)
+    verdict = _takes(kernel, spec, kernel.platforms[0], config)
     if verdict.ok:
         return Choice(name, "forced")
     text = "; ".join(r.text for r in verdict.reasons)

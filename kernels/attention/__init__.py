@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel
-from rewriter.kernels.attention import xla
+from rewriter.kernels.attention import cudnn, xla
 from rewriter.kernels.attention.reference import reference, sample
 from rewriter.op import Op
 
@@ -32,6 +32,19 @@ OP = Op(
 )  # fmt: skip
 
 KERNELS = (
+    Kernel(
+        name="cudnn",
+        op="attention",
+        platforms=("cuda",),
+        version=1,
+        supports=cudnn.supports,
+        forward=cudnn.forward,
+        backward=cudnn.backward,
+        memory_bounded=True,
+        saves_out=False,
+        profitable=cudnn.profitable,
+        exportable=False,
+    ),
     Kernel(
         name="memory_bounded",
         op="attention",

@@ -1,0 +1,165 @@
+"""A decoder of a billion parameters in plain JAX, as written and rewritten.
+
+  python3 -m tests.bench.decoder [--small] [--repeats N] [--json PATH]
+
+Sixteen layers of width 2048 under `lax.scan`: 16 heads of 128, softmax attention by
+einsum under `where(tril)`, SwiGLU of 5632, 32000 tokens, bfloat16. Forward, gradient
+of a whole step (`rewriter.optimize(jax.grad(loss))`), and the same with every layer
+in `jax.checkpoint`. Times are wall-clock medians; memory is XLA's temporary memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import rewriter
+
+LAYERS, WIDTH, HEADS, HIDDEN, TOKENS = 16, 2048, 16, 5632, 32000
+Weights = dict[str, Any]
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMS norm in float32."""
+    wide = x.astype(jnp.float32)
+    root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * root).astype(x.dtype) * scale
+
+
+def attention(p: Weights, x: jax.Array, heads: int) -> jax.Array:
+    """Causal attention, [b, t, d] to [b, t, d]."""
+    b, t, d = x.shape
+    q, k, v = ((x @ p[w]).reshape(b, t, heads, d // heads) for w in ("q", "k", "v"))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32)
+    scores = scores / (d // heads) ** 0.5
+    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
+    weights = jax.nn.softmax(scores).astype(x.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v).reshape(b, t, d) @ p["o"]
+
+
+def layer(p: Weights, x: jax.Array, heads: int) -> jax.Array:
+    """One decoder layer."""
+    x = x + attention(p, norm(x, p["n1"]), heads)
+    h = norm(x, p["n2"])
+    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def loss_of(heads: int, checkpointed: bool = False) -> Callable[..., jax.Array]:
+    """Cross entropy of (weights, token ids [b, t + 1])."""
+    one = jax.checkpoint(layer, static_argnums=2) if checkpointed else layer
+
+    def loss(weights: Weights, ids: jax.Array) -> jax.Array:
+        x = weights["embed"][ids[:, :-1]]
+        x, _ = jax.lax.scan(lambda x, p: (one(p, x, heads), None), x, weights["layers"])
+        logits = norm(x, weights["last"]) @ weights["embed"].T
+        chosen = jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
+        total = jax.nn.logsumexp(logits.astype(jnp.float32), -1)
+        return jnp.mean(total - chosen.astype(jnp.float32))
+
+    return loss
+
+
+def weights_of(layers: int, d: int, hidden: int, tokens: int) -> Weights:
+    """Random weights in bfloat16."""
+    shapes = {
+        "q": (d, d), "k": (d, d), "v": (d, d), "o": (d, d), "gate": (d, hidden),
+        "up": (d, hidden), "down": (hidden, d),
+    }  # fmt: skip
+    key = jax.random.key(0)
+    normal = lambda i, s: (
+        jax.random.normal(jax.random.fold_in(key, i), s) / s[-2] ** 0.5
+    ).astype(jnp.bfloat16)
+    stacked = {n: normal(i, (layers, *s)) for i, (n, s) in enumerate(shapes.items())}
+    ones = jnp.ones((layers, d), jnp.bfloat16)
+    return {
+        "layers": {**stacked, "n1": ones, "n2": ones},
+        "last": jnp.ones(d, jnp.bfloat16),
+        "embed": normal(99, (tokens, d)),
+    }
+
+
+def measured(fn: Callable[..., Any], args: tuple, repeats: int) -> dict[str, Any]:
+    """Milliseconds and temporary bytes of a jitted function, or why it did not run."""
+    try:
+        compiled = fn.lower(*args).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        times = []
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(*args))
+            times.append(1e3 * (time.perf_counter() - start))
+    except jax.errors.JaxRuntimeError as problem:
+        return {"failed": str(problem).splitlines()[0][:100]}
+    return {"ms": round(statistics.median(times[1:]), 2), "bytes": memory}
+
+
+def compare(
+    what: str, fn: Callable[..., Any], args: tuple, repeats: int
+) -> dict[str, Any]:
+    """One row: as written, and rewritten."""
+    fast = rewriter.optimize(fn)
+    sites = fast.report(*args).sites
+    row = {
+        "what": what,
+        "batch_and_tokens": list(args[1].shape),
+        "sites": [f"{s.op} {s.kernel}" + " +backward" * s.backward for s in sites],
+        "written": measured(jax.jit(fn), args, repeats),
+        "rewritten": measured(fast, args, repeats),
+    }
+    if "ms" in row["written"] and "ms" in row["rewritten"]:
+        row["faster"] = round(row["written"]["ms"] / row["rewritten"]["ms"], 2)
+        row["less_memory"] = round(
+            row["written"]["bytes"] / row["rewritten"]["bytes"], 2
+        )
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> None:
+    """Measures every row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="to try it on a CPU")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=pathlib.Path)
+    given = parser.parse_args()
+    size, heads, batches = (
+        (LAYERS, WIDTH, HIDDEN, TOKENS),
+        HEADS,
+        ((2, 4096), (1, 8192)),
+    )
+    if given.small:
+        size, heads, batches = (2, 128, 256, 512), 2, ((1, 256),)
+    weights = weights_of(*size)
+    rows = []
+    for b, t in batches:
+        ids = jax.random.randint(jax.random.key(1), (b, t + 1), 0, size[-1])
+        plain, checkpointed = loss_of(heads), loss_of(heads, True)
+        for what, fn in (
+            ("forward", plain),
+            ("gradient", jax.grad(plain)),
+            ("gradient, layers checkpointed", jax.grad(checkpointed)),
+        ):
+            rows.append(compare(what, fn, (weights, ids), given.repeats))
+    if given.json:
+        record = {
+            "command": "python3 -m tests.bench.decoder"
+            f" --repeats {given.repeats}" + " --small" * given.small,
+            "date": datetime.date.today().isoformat(),
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "results": rows,
+        }
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
