@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import core
+from jax._src import core, dispatch
 from jax._src import source_info_util as _source_info_util
 from jax.interpreters import partial_eval
 
@@ -328,3 +328,8 @@ def integer_division(eqn: Any) -> str:
     source = getattr(info, "func_src_info", "") or ""
     whole = all(np.issubdtype(v.aval.dtype, np.integer) for v in eqn.invars)
     return name if whole and "/jax/_src/numpy/" in source.replace("\\", "/") else ""
+
+
+def lower_with_devices(primitive: Any) -> None:
+    """Has JAX tell a primitive's lowering the devices, which it may else leave open."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)

@@ -52,6 +52,11 @@ class Use:
         """Whether some kernel's backward reads the result."""
         return any(k and k.backward and k.saves_out for _, k in self.kernels)
 
+    @property
+    def needs_devices(self) -> bool:
+        """Whether some kernel is lowered differently for different devices."""
+        return any(k and k.needs_devices for _, k in self.kernels)
+
     def kernel(self, platform: str) -> Kernel | None:
         """Returns the kernel for a platform, ``None`` for the reference."""
         table = dict(self.kernels)

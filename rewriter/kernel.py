@@ -138,6 +138,8 @@ class Kernel:
         profitable: Says, with reasons, whether it is likely to beat the program
             as written on a platform; asked when nothing was measured.
         exportable: Whether what it lowers to may be part of an exported program.
+        needs_devices: Whether its code has `custom_partitioning` in it, which JAX
+            lowers only where it knows the devices.
     """
 
     name: str
@@ -153,6 +155,7 @@ class Kernel:
     saves_out: bool = True
     profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
     exportable: bool = True
+    needs_devices: bool = False
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"

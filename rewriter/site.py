@@ -39,6 +39,9 @@ Kernels = Sequence[tuple[str, "str | Kernel | None"]]
 site_p = Primitive("rewriter_site")
 tangent_p = Primitive("rewriter_site_tangent")
 backward_p = Primitive("rewriter_site_backward")
+# The same for kernels that JAX must know the devices of.
+site_on_devices_p = Primitive("rewriter_site")
+backward_on_devices_p = Primitive("rewriter_site_backward")
 
 
 def bind(
@@ -87,7 +90,7 @@ def _sharded(use: Use, args: Sequence[Any]) -> Callable[..., jax.Array]:
     """The site as a function; shardings stated in types come from the reference."""
 
     def site(*args: Any) -> jax.Array:
-        return site_p.bind(*args, use=use, batch=(), residuals=False)[0]
+        return _forward_of(use).bind(*args, use=use, batch=(), residuals=False)[0]
 
     shardings = [_jax.sharding_in_type(a) for a in args]
     if not any(shardings):
@@ -205,9 +208,11 @@ def _site_jvp(
         if _is_float(p) and not _is_zero(t)
     ]
     if not moving:
-        outs = site_p.bind(*primals, use=use, batch=batch, residuals=residuals)
+        outs = _forward_of(use).bind(
+            *primals, use=use, batch=batch, residuals=residuals
+        )
         return outs, [_zero_of(o) for o in outs]
-    outs = site_p.bind(*primals, use=use, batch=batch, residuals=True)
+    outs = _forward_of(use).bind(*primals, use=use, batch=batch, residuals=True)
     outs = [checkpoint_name(o, f"rewriter.{use.op.name}") for o in outs]
     saved = outs if use.keeps_out else outs[1:]
     every = (True,) * len(saved)
@@ -255,10 +260,11 @@ def _backward_jvp(
     summed: tuple[Mask, ...],
 ) -> tuple[list[Any], list[Any]]:
     params = {"use": use, "wrt": wrt, "batch": batch, "summed": summed}
-    outs = backward_p.bind(*primals, **params)
+    outs = _backward_of(use).bind(*primals, **params)
     terms = []
     if not _is_zero(tangents[-1]):
-        terms.append(backward_p.bind(*primals[:-1], tangents[-1], **params))
+        primitive = _backward_of(use)
+        terms.append(primitive.bind(*primals[:-1], tangents[-1], **params))
     function = implement.backward(use, None, wrt, batch, summed)
     terms += _along_operands(function, primals, tangents, len(use.names))
     columns = [[term[i] for term in terms] for i in range(len(outs))]
@@ -304,7 +310,7 @@ def _tangent_transpose(
     results: list[Any] = [None] * n
     if _is_zero(cotangent) or not linear:
         return results
-    grads = backward_p.bind(
+    grads = _backward_of(use).bind(
         *args[: n - t],
         cotangent,
         use=use,
@@ -362,6 +368,14 @@ def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
 
 
 # --------------------------------------------------------------------- lowering
+def _forward_of(use: Use) -> Primitive:
+    return site_on_devices_p if use.needs_devices else site_p
+
+
+def _backward_of(use: Use) -> Primitive:
+    return backward_on_devices_p if use.needs_devices else backward_p
+
+
 @functools.lru_cache(maxsize=1024)
 def _implementation(
     primitive: Primitive, platform: str, params: tuple[tuple[str, Any], ...]
@@ -370,7 +384,7 @@ def _implementation(
     given = dict(params)
     use: Use = given["use"]
     kernel = use.kernel(platform)
-    if primitive is site_p:
+    if primitive in (site_p, site_on_devices_p):
         function = implement.forward(use, kernel, given["batch"], given["residuals"])
     elif primitive is tangent_p:
         function = implement.tangent(use, given["active"], given["batch"])
@@ -419,11 +433,15 @@ def _register(primitive: Primitive, aval: Any, many: bool) -> None:
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-_register(site_p, _site_aval, many=True)
 _register(tangent_p, _tangent_aval, many=False)
-_register(backward_p, _backward_aval, many=True)
-ad.primitive_jvps[site_p] = _site_jvp
 ad.primitive_jvps[tangent_p] = _tangent_jvp
-ad.primitive_jvps[backward_p] = _backward_jvp
 ad.primitive_transposes[tangent_p] = _tangent_transpose
-ad.primitive_transposes[backward_p] = _backward_transpose
+for _primitive in (site_p, site_on_devices_p):
+    _register(_primitive, _site_aval, many=True)
+    ad.primitive_jvps[_primitive] = _site_jvp
+for _primitive in (backward_p, backward_on_devices_p):
+    _register(_primitive, _backward_aval, many=True)
+    ad.primitive_jvps[_primitive] = _backward_jvp
+    ad.primitive_transposes[_primitive] = _backward_transpose
+for _primitive in (site_on_devices_p, backward_on_devices_p):
+    _jax.lower_with_devices(_primitive)

@@ -44,6 +44,7 @@ KERNELS = (
         saves_out=False,
         profitable=cudnn.profitable,
         exportable=False,
+        needs_devices=True,
     ),
     Kernel(
         name="memory_bounded",
