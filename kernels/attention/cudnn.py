@@ -72,6 +72,8 @@ def _masks(spec: Spec) -> Verdict:
         return YES
     if right != 0 or spec.param("shift", 0) != 0:
         return no("window", "cuDNN's window ends at the query itself")
+    if left is not None and spec.shape("q")[1] - left > spec.shape("k")[1]:
+        return no("window", "the window leaves queries without keys")
     return YES
 
 
