@@ -90,7 +90,22 @@ def search_gradients(
             continue
         if backward is not None:
             found[id(match)] = backward
-    return found, failures
+    return _each_once(found), failures
+
+
+def _each_once(found: Mapping[int, Backward]) -> dict[int, Backward]:
+    """Those that share no gradient with one that has more of them.
+
+    The same op of a value and of its copy, as one that was offloaded, have the same
+    gradient of a bias.
+    """
+    taken: set[int] = set()
+    kept: dict[int, Backward] = {}
+    for key, backward in sorted(found.items(), key=lambda f: -len(f[1].grads)):
+        if taken.isdisjoint(backward.grads.values()):
+            taken.update(backward.grads.values())
+            kept[key] = backward
+    return kept
 
 
 def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None:

@@ -90,7 +90,8 @@ def choose(
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(XLA, "heuristic", tuple((k.name, why) for k in kernels))
     refused: list[tuple[str, str]] = []
-    for kernel in kernels:
+    # Of kernels for other platforms nothing is said, unless there are no others.
+    for kernel in [k for k in kernels if platform in k.platforms] or kernels:
         verdict = _takes(kernel, spec, platform, config)
         if verdict.ok:
             verdict = kernel.profitable(spec, platform)

@@ -46,20 +46,35 @@ def attention(p: Weights, x: jax.Array, heads: int) -> jax.Array:
     return jnp.einsum("bnts,bsnh->btnh", weights, v).reshape(b, t, d) @ p["o"]
 
 
-def layer(p: Weights, x: jax.Array, heads: int) -> jax.Array:
+def by_hand(p: Weights, x: jax.Array, heads: int) -> jax.Array:
+    """The same by a call of cuDNN's kernel."""
+    b, t, d = x.shape
+    q, k, v = ((x @ p[w]).reshape(b, t, heads, d // heads) for w in ("q", "k", "v"))
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    return out.reshape(b, t, d) @ p["o"]
+
+
+Attend = Callable[[Weights, jax.Array, int], jax.Array]
+
+
+def layer(p: Weights, x: jax.Array, heads: int, attend: Attend) -> jax.Array:
     """One decoder layer."""
-    x = x + attention(p, norm(x, p["n1"]), heads)
+    x = x + attend(p, norm(x, p["n1"]), heads)
     h = norm(x, p["n2"])
     return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
 
 
-def loss_of(heads: int, checkpointed: bool = False) -> Callable[..., jax.Array]:
+def loss_of(
+    heads: int, checkpointed: bool = False, attend: Attend = attention
+) -> Callable[..., jax.Array]:
     """Cross entropy of (weights, token ids [b, t + 1])."""
-    one = jax.checkpoint(layer, static_argnums=2) if checkpointed else layer
+    one = lambda p, x: layer(p, x, heads, attend)
+    if checkpointed:
+        one = jax.checkpoint(one)
 
     def loss(weights: Weights, ids: jax.Array) -> jax.Array:
         x = weights["embed"][ids[:, :-1]]
-        x, _ = jax.lax.scan(lambda x, p: (one(p, x, heads), None), x, weights["layers"])
+        x, _ = jax.lax.scan(lambda x, p: (one(p, x), None), x, weights["layers"])
         logits = norm(x, weights["last"]) @ weights["embed"].T
         chosen = jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
         total = jax.nn.logsumexp(logits.astype(jnp.float32), -1)
@@ -103,9 +118,13 @@ def measured(fn: Callable[..., Any], args: tuple, repeats: int) -> dict[str, Any
 
 
 def compare(
-    what: str, fn: Callable[..., Any], args: tuple, repeats: int
+    what: str,
+    fn: Callable[..., Any],
+    manual: Callable[..., Any],
+    args: tuple,
+    repeats: int,
 ) -> dict[str, Any]:
-    """One row: as written, and rewritten."""
+    """One row: as written, rewritten, and with cuDNN called by hand, if it is there."""
     fast = rewriter.optimize(fn)
     sites = fast.report(*args).sites
     row = {
@@ -115,6 +134,8 @@ def compare(
         "written": measured(jax.jit(fn), args, repeats),
         "rewritten": measured(fast, args, repeats),
     }
+    if jax.default_backend() == "gpu":
+        row["by_hand"] = measured(jax.jit(manual), args, repeats)
     if "ms" in row["written"] and "ms" in row["rewritten"]:
         row["faster"] = round(row["written"]["ms"] / row["rewritten"]["ms"], 2)
         row["less_memory"] = round(
@@ -142,13 +163,14 @@ def main() -> None:
     rows = []
     for b, t in batches:
         ids = jax.random.randint(jax.random.key(1), (b, t + 1), 0, size[-1])
-        plain, checkpointed = loss_of(heads), loss_of(heads, True)
-        for what, fn in (
-            ("forward", plain),
-            ("gradient", jax.grad(plain)),
-            ("gradient, layers checkpointed", jax.grad(checkpointed)),
+        for what, checkpointed, of in (
+            ("forward", False, lambda loss: loss),
+            ("gradient", False, jax.grad),
+            ("gradient, layers checkpointed", True, jax.grad),
         ):
-            rows.append(compare(what, fn, (weights, ids), given.repeats))
+            fn = of(loss_of(heads, checkpointed))
+            manual = of(loss_of(heads, checkpointed, by_hand))
+            rows.append(compare(what, fn, manual, (weights, ids), given.repeats))
     if given.json:
         record = {
             "command": "python3 -m tests.bench.decoder"

@@ -69,11 +69,13 @@ def decoder() -> str:
         old, new = row["written"], row["rewritten"]
         gain = f"{row['faster']:.1f}×" if "faster" in row else "runs"
         rows.append((
-            f"{b} × {t - 1}", row["what"], _or_failed(old), _or_failed(new), gain,
+            f"{b} × {t - 1}", row["what"], _or_failed(old), _or_failed(new),
+            _or_failed(row["by_hand"]), gain,
             size(old["bytes"]) if "bytes" in old else "", size(new["bytes"]),
         ))  # fmt: skip
     head = (
-        "batch", "pass", "original", "rewritten", "gain", "memory before", "after",
+        "batch", "pass", "original", "rewritten", "cuDNN by hand", "gain",
+        "memory before", "after",
     )  # fmt: skip
     note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
     return f"{_table(head, rows)}\n\nReproduce with {note}."

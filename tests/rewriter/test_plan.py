@@ -75,3 +75,14 @@ def test_a_failure_at_one_anchor_leaves_the_others(monkeypatch) -> None:
         report = rewriter.explain(norms)(x, jax.ShapeDtypeStruct((16,), jnp.float32))
     assert report.counts()["rms_norm"] == 2
     assert any("a bug" in str(f) for f in report.failures)
+
+
+def test_nothing_is_said_of_kernels_for_other_platforms() -> None:
+    op = registry().op("attention")
+    spec = spec_of(op, {"q": QKV, "k": QKV, "v": QKV}, {})
+    kernels = registry().kernels("attention")
+    assert "cudnn" not in dict(choose(spec, Config(), kernels, "cpu").not_chosen)
+    assert "cudnn" in dict(choose(spec, Config(), kernels, "cuda").not_chosen)
+    alone = [k for k in kernels if k.name == "cudnn"]
+    why = dict(choose(spec, Config(), alone, "cpu").not_chosen)
+    assert why["cudnn"] == "runs on cuda, not cpu"

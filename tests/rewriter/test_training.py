@@ -138,6 +138,12 @@ SAVING = {
     "dots": POLICIES.dots_saveable,
     "dots_without_batch": POLICIES.dots_with_no_batch_dims_saveable,
     "names": POLICIES.save_only_these_names("hidden"),
+    "offloaded_names": POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 
@@ -156,7 +162,7 @@ def test_policies_of_checkpoints(policy: str, around: Callable) -> None:
     counts = report.counts(repeats=False, backward=True)
     assert {op: counts[op] for op in OPS} == dict.fromkeys(OPS, count)
     fast = rewriter.optimize(step, implementation=FORCED, strict=True)
-    equal(fast(PARAMS, X), step(PARAMS, X))
+    equal(fast(PARAMS, X), jax.jit(step)(PARAMS, X))
 
 
 def test_half_precision_with_float32_weights() -> None:
