@@ -66,17 +66,25 @@ class Backward:
 
 @dataclass(eq=False)
 class Memory:
-    """What was verified before, for regions that are the same again."""
+    """What was verified before, for regions that are the same again.
+
+    Attributes:
+        expected: By the id of a reading, its reference's gradients, traced.
+        proved: By the id of a reading, gradients that were found.
+        failed: How many regions of a reading had none.
+        unproved: Why gradients of a reading could not be told from others.
+    """
 
     expected: dict[int, Any] = field(default_factory=dict)
     proved: dict[int, list[_Known]] = field(default_factory=dict)
     failed: collections.Counter[int] = field(default_factory=collections.Counter)
+    unproved: dict[int, str] = field(default_factory=dict)
 
 
 def search_gradients(
     graph: Graph, matches: Sequence[Match]
-) -> tuple[dict[int, Backward], list[Reason]]:
-    """By the id of a match, its gradients in the program; and what went wrong."""
+) -> tuple[dict[int, Backward], dict[int, str], list[Reason]]:
+    """By the id of a match, its gradients; why there are none; and what went wrong."""
     memory = Memory()
     found: dict[int, Backward] = {}
     failures: list[Reason] = []
@@ -90,7 +98,12 @@ def search_gradients(
             continue
         if backward is not None:
             found[id(match)] = backward
-    return _each_once(found), failures
+    why = {
+        id(m): memory.unproved[id(m.reading)]
+        for m in matches
+        if id(m) not in found and id(m.reading) in memory.unproved
+    }
+    return _each_once(found), why, failures
 
 
 def _each_once(found: Mapping[int, Backward]) -> dict[int, Backward]:
@@ -127,8 +140,10 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
             found = _verified(graph, match, cotangent, memory)
         except (OverBudget, NotImplementedError) as error:
             # A form that is too large, or a reference without a rule, such as that
-            # of a ragged contraction: the report says why the forward stays.
-            log.debug("no gradients of %s at %s: %s", match.op.name, match.where, error)
+            # of a ragged contraction.
+            large = isinstance(error, OverBudget)
+            text = f"too large to compare ({error})" if large else str(error)
+            memory.unproved[id(match.reading)] = text.splitlines()[0]
             continue
         if found and (best is None or len(found.grads) > len(best.grads)):
             best = found

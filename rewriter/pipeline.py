@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import site
-from rewriter.backward_place import residuals_place
+from rewriter.backward_place import home_of, lies_at, residuals_place
 from rewriter.config import Config
 from rewriter.gradients import Backward, search_gradients
 from rewriter.graph import Graph, Scope
@@ -22,7 +22,7 @@ from rewriter.match import Match, search
 from rewriter.plan import XLA, Choice, Site, choose
 from rewriter.region import Regions
 from rewriter.registry import REFERENCE
-from rewriter.remains import WHY, computed_anyway
+from rewriter.remains import SAVED, WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, obstacle, replace
 from rewriter.sieve import possible
 from rewriter.verdict import Reason
@@ -68,9 +68,9 @@ def _rewritten(
     clock("graph")
     found = search(graph, patterns, config.numerics)
     clock("match")
-    backward, problems = search_gradients(graph, found.matches)
+    backward, why, problems = search_gradients(graph, found.matches)
     clock("gradients")
-    sites, splices, failures = _plan(graph, found.matches, config, backward)
+    sites, splices, failures = _plan(graph, found.matches, config, backward, why)
     clock("choose")
     program = replace(graph, splices)
     graph.release()
@@ -100,6 +100,7 @@ def _plan(
     matches: Sequence[Match],
     config: Config,
     backward: Mapping[int, Backward],
+    why_none: Mapping[int, str],
 ):
     sites: list[Site] = []
     splices: list[Splice] = []
@@ -121,7 +122,12 @@ def _plan(
         *(b.inner | {*b.grads.values()} for b in backward.values())
     )
     matches = [m for m in matches if m.value not in covered]
-    choices = _choices(graph, matches, config, platform, backward)
+    anyway = {
+        id(m): SAVED
+        for m in matches
+        if id(m) in backward and _made_again(graph, m, backward[id(m)], regions)
+    }
+    choices = _choices(graph, matches, config, platform, backward, anyway, why_none)
     elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
         home = homes.get(id(match))
@@ -156,6 +162,8 @@ def _choices(
     config: Config,
     platform: str,
     backward: Mapping[int, Backward],
+    anyway: Mapping[int, str],
+    why_none: Mapping[int, str],
 ) -> list[Choice]:
     """A kernel for each match; XLA where the kernel's work would come on top."""
     by_reading: dict[int, Choice] = {}
@@ -166,13 +174,30 @@ def _choices(
             )
     choices = [by_reading[id(m.reading)] for m in matches]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
-    anyway = computed_anyway(graph, replaced, backward)
+    reasons = {
+        key: f"{WHY} (gradients: {why_none[key]})" if key in why_none else WHY
+        for key in computed_anyway(graph, replaced, backward)
+    } | dict(anyway)
     return [
-        Choice(XLA, c.origin, ((c.kernel, WHY), *c.not_chosen))
-        if id(m) in anyway and c.origin != "forced"
+        Choice(XLA, c.origin, ((c.kernel, reasons[id(m)]), *c.not_chosen))
+        if id(m) in reasons and c.kernel != XLA and c.origin != "forced"
         else c
         for m, c in zip(matches, choices, strict=True)
     ]
+
+
+def _made_again(
+    graph: Graph, match: Match, backward: Backward, regions: Regions
+) -> bool:
+    """Whether the body with the gradients makes the result from what is saved for it.
+
+    So it is with a checkpoint that saves products: they are needed there anyway.
+    """
+    return any(
+        lies_at(backward, graph, home_of(scope)[0])
+        for scope, _ in _places(match)
+        if obstacle(match, scope, regions)
+    )
 
 
 def _places(match: Match) -> list[tuple[Scope, int]]:

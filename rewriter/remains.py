@@ -85,6 +85,9 @@ def _step_by_step(node: Node, value: int) -> bool:
     return value not in node.ins[: n_consts + n_carry]
 
 
+SAVED = "a checkpoint saves its products and makes the result from them again"
+
+
 @dataclass(frozen=True)
 class _Region:
     """Values of a match and its gradients: all, the results, and what is read."""

@@ -138,6 +138,7 @@ class _Work:
         self.results: dict[int, dict[int, Any]] = {}
         self.backward_at: dict[int, dict[int, list[Any]]] = {}
         self.residuals: dict[int, Any] = {}
+        self.gradients_home: dict[int, Scope] = {}
         for splice in splices:
             here = self.at.setdefault(id(splice.scope), {})
             here.setdefault(splice.position, []).append(splice)
@@ -157,6 +158,7 @@ class _Work:
             bodies = route(backward, self.graph, splice.scope)
             self._plan_carried(splice, first, bodies)
             home = bodies[-1]
+        self.gradients_home[id(splice)] = home
         found = {v: first_defined(self.graph, v, home) for v in backward.grads.values()}
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
         start = splice.scope if home is first else home
@@ -389,23 +391,16 @@ class _Work:
         fragment = self.fragments[key]
         if fragment.constvars:
             raise ValueError("the gradients hold constants")
-        residuals = self._residuals_in(self._home_of_gradients(splice), splice)
+        residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
         source = _jax.scoped(eqn.source_info, splice.label)
         atoms = self._inserted(fragment, [*residuals, cotangent], source, frame)
         return dict(zip((backward.grads[v] for v in values), atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """What carries a cotangent where gradients are computed."""
-        home = self._home_of_gradients(splice)
+        home = self.gradients_home[id(splice)]
         _, scope, var = self.regions.place(home).defined[value]
         return self.envs[id(scope)].get(var, var)
-
-    def _home_of_gradients(self, splice: Splice) -> Scope:
-        """The body that computes a splice's gradients."""
-        home, _ = home_of(splice.scope)
-        if lies_at(splice.backward, self.graph, home):
-            return home
-        return route(splice.backward, self.graph, splice.scope)[-1]
 
     def _inserted(
         self, fragment: Any, atoms: list[Any], source: Any, frame: _Frame

@@ -28,10 +28,10 @@ def supports(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns yes for 128 queries and keys and more if their scores take 32 MiB.
+    """Returns yes for 128 queries and keys and more if their scores take 48 MiB.
 
     Measured on an H200 (``tests/bench/results/cudnn_h200.json``): 1.3 to 14 times as
-    fast as XLA from 50 MiB on, slower for 25 MiB and less.
+    fast as XLA from there on, as fast or slower for 24 MiB and less.
     """
     del platform  # a GPU is all it supports
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
@@ -43,7 +43,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 FEW = 128
-SMALL = 32 << 20
+SMALL = 48 << 20
 
 
 def _operands(spec: Spec) -> Verdict:
@@ -59,6 +59,8 @@ def _types(spec: Spec) -> Verdict:
     kinds = {str(jnp.dtype(spec.dtype(name))) for name in PLAIN}
     out = spec.param("out_dtype")
     kinds |= {str(jnp.dtype(out))} if out else set()
+    if spec.shape("q")[3] != spec.shape("v")[3]:
+        return no("width", "cuDNN with values of another width was not tried")
     if len(kinds) == 1 and kinds <= set(TYPES):
         return YES
     return no("dtype", f"cuDNN takes one 16-bit float, not {', '.join(sorted(kinds))}")
@@ -70,14 +72,14 @@ def _masks(spec: Spec) -> Verdict:
         return no("softcap", "cuDNN has no soft cap")
     if (left, right) == (None, None):
         return YES
-    if right != 0 or spec.param("shift", 0) != 0:
+    if right != 0 or spec.param("shift", 0) != 0 or (left or 0) < 0:
         return no("window", "cuDNN's window ends at the query itself")
     if left is not None and spec.shape("q")[1] - left > spec.shape("k")[1]:
         return no("window", "the window leaves queries without keys")
     return YES
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _asked(spec: Spec) -> Verdict:
     """What JAX says when it traces the call with its gradients."""
     arrays = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,3 +88,17 @@ def test_nothing_is_said_of_kernels_for_other_platforms() -> None:
     alone = [k for k in kernels if k.name == "cudnn"]
     why = dict(choose(spec, Config(), alone, "cpu").not_chosen)
     assert why["cudnn"] == "runs on cuda, not cpu"
+
+
+def test_what_is_exported_has_only_kernels_that_may_be() -> None:
+    op = registry().op("attention")
+    spec = spec_of(op, {"q": QKV, "k": QKV, "v": QKV}, {})
+    bounded = next(k for k in registry().kernels("attention") if k.name != "cudnn")
+    kernels = [dataclasses.replace(bounded, exportable=False)]
+    for forced in ((), (("attention", bounded.name),)):
+        config = Config(implementation=forced)
+        assert choose(spec, config, kernels, "cpu").kernel == bounded.name
+        config = dataclasses.replace(config, exporting=True)
+        choice = choose(spec, config, kernels, "cpu")
+        assert choice.kernel == "xla"
+        assert "exported" in dict(choice.not_chosen)[bounded.name]

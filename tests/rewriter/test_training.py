@@ -165,6 +165,26 @@ def test_policies_of_checkpoints(policy: str, around: Callable) -> None:
     equal(fast(PARAMS, X), jax.jit(step)(PARAMS, X))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="chosen for a CPU")
+@pytest.mark.parametrize(("policy", "kernel"), [("nothing", "memory_bounded"),
+                                                ("dots", "xla")])  # fmt: skip
+def test_saved_products_are_not_made_twice(policy: str, kernel: str) -> None:
+    """A checkpoint that saves products makes the unit's result from them again."""
+
+    def layer(w, x):
+        return (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+    shapes = {"gate": (512, 2048), "up": (512, 2048), "down": (2048, 512)}
+    w = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    checkpointed = jax.checkpoint(layer, policy=SAVING[policy])
+    step = jax.grad(lambda w, x: (checkpointed(w, jnp.sin(x)) ** 2).sum())
+    sites = rewriter.explain(step)(w, x).sites
+    assert {s.kernel for s in sites} == {kernel}
+    assert any(s.backward for s in sites)
+    assert policy == "nothing" or "saves its products" in str(sites[0].not_chosen)
+
+
 def test_half_precision_with_float32_weights() -> None:
     """Weights in float32, layers in bfloat16: cotangents are cast on their way."""
     half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
