@@ -10,7 +10,6 @@ and 3.5 times that with gradients.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import pathlib
 import time
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import rewriter
+from tests.bench import record
 
 CASES = [  # b, t, n, heads of k, h, causal
     (4, 4096, 16, 16, 128, True),
@@ -118,14 +118,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = [row for case in CASES for row in measured(case)]
     if given.json:
-        record = {
-            "command": "python3 -m tests.bench.cudnn",
-            "date": datetime.date.today().isoformat(),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "results": rows,
-        }
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+        record.write(given.json, "python3 -m tests.bench.cudnn", results=rows)
 
 
 if __name__ == "__main__":

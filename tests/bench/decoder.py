@@ -11,7 +11,6 @@ in `jax.checkpoint`. Times are wall-clock medians; memory is XLA's temporary mem
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import pathlib
 import statistics
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import rewriter
+from tests.bench import record
 
 LAYERS, WIDTH, HEADS, HIDDEN, TOKENS = 16, 2048, 16, 5632, 32000
 Weights = dict[str, Any]
@@ -172,15 +172,8 @@ def main() -> None:
             manual = of(loss_of(heads, checkpointed, by_hand))
             rows.append(compare(what, fn, manual, (weights, ids), given.repeats))
     if given.json:
-        record = {
-            "command": "python3 -m tests.bench.decoder"
-            f" --repeats {given.repeats}" + " --small" * given.small,
-            "date": datetime.date.today().isoformat(),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "results": rows,
-        }
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
+        command = f"python3 -m tests.bench.decoder --repeats {given.repeats}"
+        record.write(given.json, command + " --small" * given.small, results=rows)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 import platform
-import time
 
 import jax
 import jax.numpy as jnp
 
 import rewriter
 from rewriter import demo
-
-RESULTS = pathlib.Path(__file__).parent / "results"
+from tests.bench import record
 
 
 def attention(q, k, v):
@@ -113,13 +110,7 @@ def main() -> None:
     if given.write:
         about = f"{os.cpu_count()} cores, {platform.machine()}, jax {jax.__version__}"
         command = f"python3 -m tests.bench.ops --pairs {given.pairs} --write"
-        data = {
-            "command": command,
-            "date": time.strftime("%Y-%m-%d"),
-            "about": about,
-            "rows": rows,
-        }
-        (RESULTS / "ops.json").write_text(json.dumps(data, indent=1) + "\n")
+        record.write(record.named("ops"), command, about=about, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What rewriting costs: its time as a share of JAX's own trace and lower time.
 
-    python3 tests/bench/rewrite_cost.py [--layers 48] [--json PATH]
+    python3 -m tests.bench.rewrite_cost [--layers 48] [--json PATH]
 
 Measures an unrolled decoder of flax linen's modules, one written by hand (causal
 attention, RMS norms, SwiGLU), a program of that size without sites, and dispatch
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
+import platform
 import statistics
-import sys
 import time
 
 import jax
@@ -22,6 +23,7 @@ from flax import linen as nn
 import rewriter
 from rewriter.config import Config
 from rewriter.pipeline import rewrite
+from tests.bench import record
 
 CONFIG = Config(implementation={"gated_linear_unit": "memory_bounded"})
 """Every site replaced, those too that are too small to pay."""
@@ -174,7 +176,7 @@ def main() -> None:
     """Runs the three measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     params = weights(options.layers)
     x = jax.ShapeDtypeStruct((2, 1024, 256), jnp.float32)
@@ -193,17 +195,9 @@ def main() -> None:
         dispatch(),
     ]
     if options.json:
-        record = {
-            "command": f"python3 -m tests.bench.rewrite_cost --layers {options.layers}",
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "python": sys.version.split()[0],
-            "results": results,
-        }
-        with open(options.json, "w") as f:
-            json.dump(record, f, indent=1)
-            f.write("\n")
+        command = f"python3 -m tests.bench.rewrite_cost --layers {options.layers}"
+        python = platform.python_version()
+        record.write(options.json, command, python=python, results=results)
 
 
 if __name__ == "__main__":

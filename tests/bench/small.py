@@ -2,23 +2,21 @@
 
   python3 -m tests.bench.small [--pairs N] [--write]
 
-Prints how much faster the memory-bounded kernels are, forward and with gradients;
-``--write`` keeps the figures in ``results/small.json``.
+Prints how much faster the memory-bounded kernels are, forward and with gradients,
+and the temporary memory of both programs in bytes; ``--write`` keeps the figures in
+``results/small.json``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
-import time
 
 import jax
 import jax.numpy as jnp
 
 import rewriter
-
-RESULTS = pathlib.Path(__file__).parent / "results"
+from tests.bench import record
 
 
 def rms_norm(x, scale):
@@ -38,7 +36,10 @@ def gated_linear_unit(x, gate, up):
 
 
 def measured(rows: int, pairs: int) -> list[dict[str, object]]:
-    """Times faster for each op: rows of 256 numbers, of 512 by 2048 for the unit."""
+    """Times faster and temporary bytes for each op.
+
+    Rows are of 256 numbers, of 512 by 2048 for the unit.
+    """
     random = lambda *shape: jax.random.normal(jax.random.key(0), shape)
     cases = {
         rms_norm: (random(rows, 256), random(256)),
@@ -50,8 +51,16 @@ def measured(rows: int, pairs: int) -> list[dict[str, object]]:
         forced = {fn.__name__: "memory_bounded"}
         result = rewriter.benchmark(fn, pairs=pairs, implementation=forced)(*args)
         faster = {r.mode: round(r.speedup, 2) for r in result.rows}
-        out.append({"op": fn.__name__, "rows": rows, **faster})
-        print(json.dumps(out[-1]), flush=True)
+        memory = {
+            r.mode: {
+                "original": r.original.temp_bytes,
+                "rewritten": r.rewritten.temp_bytes,
+            }
+            for r in result.rows
+        }
+        row = {"op": fn.__name__, "rows": rows, **faster, "temp_bytes": memory}
+        out.append(row)
+        print(json.dumps(row), flush=True)
     return out
 
 
@@ -63,15 +72,8 @@ def main() -> None:
     given = parser.parse_args()
     results = [r for n in (32, 128, 512, 2048, 8192) for r in measured(n, given.pairs)]
     if given.write:
-        record = {
-            "command": f"python3 -m tests.bench.small --pairs {given.pairs} --write",
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "results": results,
-        }
-        text = json.dumps(record, indent=1) + "\n"
-        (RESULTS / "small.json").write_text(text)
+        command = f"python3 -m tests.bench.small --pairs {given.pairs} --write"
+        record.write(record.named("small"), command, results=results)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import rewriter
 from rewriter import demo
 from rewriter.registry import registry
 from rewriter.report import size
+from tests.bench import record
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def explained() -> str:
@@ -43,7 +43,7 @@ def supported() -> str:
 def measured() -> str:
     """One row per benchmark, with the machine and the command."""
     rows, notes = [], []
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(record.RESULTS.glob("*.json")):
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or not data.get("about"):
             continue
@@ -62,7 +62,7 @@ def measured() -> str:
 
 def decoder() -> str:
     """One row per pass of the decoder of a billion parameters on an H200."""
-    data = json.loads((RESULTS / "decoder_h200.json").read_text())
+    data = json.loads(record.named("decoder_h200").read_text())
     rows = []
     for row in data["results"]:
         b, t = row["batch_and_tokens"]
@@ -87,7 +87,7 @@ def _or_failed(timing: dict) -> str:
 
 def training() -> str:
     """What came of training GPT-2 twice."""
-    data = json.loads((RESULTS / "training.json").read_text())
+    data = json.loads(record.named("training").read_text())
     row = data["results"]
     before, after = row["loss"], row["loss_rewritten"]
     seconds = row["step_seconds"]
@@ -105,7 +105,7 @@ def training() -> str:
 
 def versions() -> str:
     """One row per supported pair of Python and JAX."""
-    pairs = json.loads((RESULTS / "versions.json").read_text())["tested"]
+    pairs = json.loads(record.named("versions").read_text())["tested"]
     return _table(("Python", "jax", "tested"), [tuple(p) for p in pairs])
 
 

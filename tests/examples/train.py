@@ -25,8 +25,8 @@ import numpy as np
 import optax
 
 import rewriter
+from tests.bench import record
 
-RESULTS = pathlib.Path(__file__).parents[1] / "bench" / "results" / "training.json"
 BYTES = 256
 """The vocabulary: every byte is a token."""
 
@@ -121,15 +121,11 @@ def main() -> None:
     result = compare(loss, weights, data)
     print(json.dumps(result, indent=1))
     if given.write:
-        record = {
-            "command": f"python3 -m tests.examples.train --steps {given.steps}"
-            f" --rows {given.rows} --tokens {given.tokens} --write",
-            "date": time.strftime("%Y-%m-%d"),
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "results": result,
-        }
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        command = (
+            f"python3 -m tests.examples.train --steps {given.steps}"
+            f" --rows {given.rows} --tokens {given.tokens} --write"
+        )
+        record.write(record.named("training"), command, results=result)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""Figures in, a JSON record out: what ran, when, and on what, and what came of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def header(command: str) -> dict[str, Any]:
+    """Returns what every record begins with: command, date, device kind, jax.
+
+    Args:
+        command: The command that measures the same again.
+    """
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def named(name: str) -> pathlib.Path:
+    """Returns where the record of a name is kept: ``results/<name>.json``."""
+    return RESULTS / f"{name}.json"
+
+
+def write(path: pathlib.Path, command: str, **figures: Any) -> None:
+    """Writes a record: all of it, or nothing.
+
+    Args:
+        path: The file; one that exists is replaced, a device is written to.
+        command: The command that measures the same again.
+        **figures: What follows the header, in this order.
+
+    Raises:
+        TypeError: For figures that JSON does not have; the file is as it was.
+    """
+    text = json.dumps({**header(command), **figures}, indent=1) + "\n"
+    path = path.resolve()  # a link stays one
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # /dev/null
+        path.write_text(text)
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
