@@ -1,5 +1,6 @@
 """rewriter: ordinary JAX code on the best kernels for its chip."""
 
+from rewriter import cache as cache
 from rewriter.bench import Benchmark as Benchmark
 from rewriter.bench import benchmark as benchmark
 from rewriter.config import Config as Config
@@ -7,6 +8,7 @@ from rewriter.config import config as config
 from rewriter.config import configure_logging as _configure_logging
 from rewriter.config import using as using
 from rewriter.errors import BundleMismatch as BundleMismatch
+from rewriter.errors import CacheWarning as CacheWarning
 from rewriter.errors import ConfigError as ConfigError
 from rewriter.errors import DeviceMismatch as DeviceMismatch
 from rewriter.errors import DuplicateName as DuplicateName
@@ -23,6 +25,7 @@ from rewriter.errors import VerificationFailed as VerificationFailed
 from rewriter.export import Artifact as Artifact
 from rewriter.export import export as export
 from rewriter.export import load as load
+from rewriter.kernel import Space as Space
 from rewriter.optimize import Optimized as Optimized
 from rewriter.optimize import explain as explain
 from rewriter.optimize import optimize as optimize
@@ -32,6 +35,8 @@ from rewriter.pattern import pattern as pattern
 from rewriter.pattern import register as register
 from rewriter.pattern import scalar as scalar
 from rewriter.report import Report as Report
+from rewriter.tune import tune as tune
+from rewriter.tuned import Tuned as Tuned
 from rewriter.verify import Verification as Verification
 from rewriter.verify import verify as verify
 

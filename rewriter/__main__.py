@@ -77,12 +77,65 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if not args.function:
+        return _bench_ops(args)
+    _none_of(args, OF_OPS, f"with {args.function}", "It is for ops: leave it out")
     fn, values = _target(args)
-    run = rewriter.benchmark(fn, mode=args.mode, pairs=args.pairs, **_options(args))
+    run = rewriter.benchmark(
+        fn, mode=args.mode, pairs=args.turns or 10, **_options(args)
+    )
     result = run(*values)
     _say(args)(result)
+    _write(args, result.json())
     _json(args, _loads(result))
     return 0
+
+
+OF_OPS = ("op", "shapes", "implementations", "peers", "plot")
+OF_FUNCTION = ("args", "patterns", "numerics", "target", "require")
+
+
+def _none_of(
+    args: argparse.Namespace, names: Sequence[str], where: str, then: str
+) -> None:
+    for name in names:
+        if getattr(args, name):
+            raise errors.ConfigError(f"--{name} {where}", next_step=then)
+
+
+def _bench_ops(args: argparse.Namespace) -> int:
+    from rewriter import bench_ops, device, roofline
+
+    _none_of(args, OF_FUNCTION, "without a function", "Name it: bench module:function")
+    if args.plot:
+        roofline.need_matplotlib()
+    on = device.attached()
+    shapes = args.shapes or ("small" if on.platform == "cpu" else "targets")
+    names = _listed(args.op) or list(registry().ops())
+    result = bench_ops.bench_ops(
+        [use for name in names for use in bench_ops.named_uses(name, shapes)],
+        implementations=_listed(args.implementations),
+        mode=args.mode,
+        turns=args.turns,
+        peers=args.peers,
+        say=_say(args),
+    )
+    if args.plot:
+        roofline.plot(result.points(), on, args.plot)
+        _say(args)(f"\nwrote {args.plot}")
+    _write(args, result.json())
+    _json(args, result.as_dict())
+    return 1 if any(r.reason.startswith("wrong") for r in result.rows) else 0
+
+
+def _listed(text: str | None) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text else []
+
+
+def _write(args: argparse.Namespace, text: str) -> None:
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -234,9 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--html", help="also write a page with a picture")
     verify = _on_function(commands, "verify", _verify, "compare with a float64 run")
     verify.add_argument("--grad", action="store_true", help="gradients as well")
-    bench = _on_function(commands, "bench", _bench, "time and temporary memory")
-    bench.add_argument("--mode", default="both", help="forward, gradient or both")
-    bench.add_argument("--pairs", type=int, default=10, help="runs of each program")
+    _bench_options(_on_function(commands, "bench", _bench, BENCH, optional=True))
     export = _on_function(commands, "export", _export, "write a StableHLO artifact")
     export.add_argument("--platforms", default="cpu,cuda,tpu")
     export.add_argument("--out", required=True, help="the file to write")
@@ -244,6 +295,26 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "kernels", _kernels, "the kernels there are")
     _command(commands, "env", _env, "versions, for a bug report")
     return parser
+
+
+BENCH = "time and temporary memory, of a function or, without one, of ops' kernels"
+
+
+def _bench_options(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "--mode",
+        default="both",
+        help="forward, vjp (gradients alone), forward_and_vjp, or both: the first and "
+        "the last",
+    )
+    bench.add_argument("--turns", "--pairs", type=int, help="samples of each program")
+    bench.add_argument("--out", help="a JSON file to write")
+    ops = bench.add_argument_group("without a function")
+    ops.add_argument("--op", help="such as attention,rms_norm; all by default")
+    ops.add_argument("--shapes", help="small, for a CPU, or targets, for a GPU")
+    ops.add_argument("--implementations", help="such as xla,memory_bounded")
+    ops.add_argument("--peers", action="store_true", help="tokamax and torch as well")
+    ops.add_argument("--plot", help="a roofline plot to write, .png or .svg")
 
 
 def _command(
@@ -257,10 +328,15 @@ def _command(
 
 
 def _on_function(
-    commands: Any, name: str, run: Callable[..., int], text: str
+    commands: Any,
+    name: str,
+    run: Callable[..., int],
+    text: str,
+    optional: bool = False,
 ) -> argparse.ArgumentParser:
     command = _command(commands, name, run, text)
-    command.add_argument("function", help="package.module:function")
+    number = "?" if optional else None
+    command.add_argument("function", nargs=number, help="package.module:function")
     command.add_argument("--args", help="package.module:arguments, or a maker of them")
     command.add_argument("--patterns", help="such as --patterns=-rms_norm")
     command.add_argument("--numerics", choices=CHOICES["numerics"])

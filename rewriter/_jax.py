@@ -333,3 +333,44 @@ def integer_division(eqn: Any) -> str:
 def lower_with_devices(primitive: Any) -> None:
     """Has JAX tell a primitive's lowering the devices, which it may else leave open."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+# ------------------------------------------------------------------ timing
+def _cupti() -> Any:
+    """JAX's own binding of CUPTI, loaded with Mosaic; None where there is none."""
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:
+        return None
+    found = getattr(mosaic_gpu, "_mosaic_gpu_ext", None)
+    return found if hasattr(found, "_cupti_init") else None
+
+
+def has_cupti() -> bool:
+    """Whether kernels can be timed by CUPTI; not while a profiler has taken it."""
+    cupti = _cupti()
+    if cupti is None:
+        return False
+    try:
+        cupti._cupti_init()
+        cupti._cupti_get_timings(False)
+    except Exception:  # of the kinds that a C++ extension makes
+        return False
+    return True
+
+
+def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Returns name and seconds of every GPU kernel of a call, which is waited for.
+
+    Raises:
+        RuntimeError: If CUPTI is taken, or saw no kernel.
+    """
+    cupti = _cupti()
+    cupti._cupti_init()
+    try:
+        jax.block_until_ready(run())
+    finally:
+        kernels = cupti._cupti_get_timings(False)
+    if not kernels:
+        raise RuntimeError("CUPTI saw no kernel")
+    return [(name, 1e-3 * milliseconds) for name, milliseconds in kernels]

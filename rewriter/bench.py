@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from rewriter import trace
+from rewriter import device, roofline, timing, trace
+from rewriter.cost import MODES as PASSES
+from rewriter.cost import Cost
 from rewriter.errors import ConfigError, caller
 from rewriter.optimize import optimize
 from rewriter.report import Report, size
-from rewriter.verify import with_gradient
 
-TURN_MS = 200.0
-MODES = {"forward": ("forward",), "gradient": ("gradient",),
-         "both": ("forward", "gradient")}  # fmt: skip
+MODES = {**{m: (m,) for m in PASSES}, "both": ("forward", "forward_and_vjp")}
+"""The passes that each mode of `benchmark` measures."""
+
+TIE = 0.02
+"""Times that differ by this share, or by three standard errors, are equal."""
+
+UNCOUNTED = ("scan", "while", "pallas_call", "ffi_call")
+"""Equations whose operations XLA's analysis counts once, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +41,37 @@ class Timing:
         temp_bytes: Temporary memory of the compiled program, or ``None`` where
             the backend does not say.
         compile_s: Seconds to trace, lower and compile.
+        minimum_ms: The shortest time.
+        error_ms: The standard error of the median.
+        method: ``"cupti"`` for the device's own time, ``"wall clock"``, or
+            ``"cuda events"``.
+        flops: Floating-point operations of the work, where known: of a whole
+            function, what XLA counts in the program as written.
+        bytes: Bytes that the work must move at least, where known: of a whole
+            function, its arguments and results.
+        share: The least time that the device needs for that work, over the time
+            taken; ``None`` where the device's figures are not known.
+        warning: Why the rates cannot be right, or ``""``.
     """
 
     median_ms: float
     spread: float
     temp_bytes: int | None
     compile_s: float
+    minimum_ms: float
+    error_ms: float
+    method: str
+    flops: float | None = None
+    bytes: float | None = None
+    share: float | None = None
+    warning: str = ""
+
+    @property
+    def cost(self) -> Cost | None:
+        """The work, where both operations and bytes are known."""
+        if self.flops is None or self.bytes is None:
+            return None
+        return Cost(self.flops, self.bytes)
 
 
 @dataclass(frozen=True)
@@ -52,6 +86,18 @@ class Comparison:
     def speedup(self) -> float:
         """Original time over rewritten time."""
         return self.original.median_ms / self.rewritten.median_ms
+
+    @property
+    def faster(self) -> bool:
+        """Whether the rewritten program is faster, or as fast.
+
+        It is not if it takes longer by more than 2 % and by more than three standard
+        errors of the difference of the medians.
+        """
+        before, after = self.original, self.rewritten
+        noise = 3 * math.hypot(before.error_ms, after.error_ms)
+        gap = after.median_ms - before.median_ms
+        return gap <= max(TIE * before.median_ms, noise)
 
 
 @dataclass(frozen=True)
@@ -72,18 +118,29 @@ class Benchmark:
     rows: tuple[Comparison, ...]
     report: Report
 
+    @property
+    def faster(self) -> bool:
+        """Whether the rewritten program is faster, or as fast, in every mode."""
+        return all(r.faster for r in self.rows)
+
     def json(self) -> str:
         """Returns the figures as JSON."""
-        rows = [{**asdict(r), "speedup": r.speedup} for r in self.rows]
+        rows = [
+            {**asdict(r), "speedup": r.speedup, "faster": r.faster} for r in self.rows
+        ]
         return json.dumps({"function": self.name, "device": self.device,
-                           "pairs": self.pairs, "rows": rows}, indent=1)  # fmt: skip
+                           "pairs": self.pairs, "faster": self.faster,
+                           "rows": rows}, indent=1)  # fmt: skip
 
     def __str__(self) -> str:
+        method = self.rows[0].original.method
         head = (
             f"rewriter.benchmark({self.name})   {self.device}, "
-            f"{self.pairs} interleaved pairs"
+            f"{self.pairs} interleaved pairs, {method}"
         )
-        return "\n".join([head, *(f" {_line(r)}" for r in self.rows)])
+        width = max(8, *(len(r.mode) for r in self.rows))
+        lines = [line for r in self.rows for line in _lines(r, width)]
+        return "\n".join([head, *(f" {line}" for line in lines)])
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -96,14 +153,19 @@ def benchmark(
 ) -> Callable[..., Benchmark]:
     """Returns a function that measures ``fn`` as written and rewritten.
 
-    Both programs are compiled first, then take turns of a few calls in a row, so
-    that a machine that slows down slows both. Donation is dropped: the inputs are
-    used again.
+    Both programs are compiled first, then take turns, so that a machine that slows
+    down slows both. On an NVIDIA GPU the time is the device's own. The inputs are the
+    arguments given, the same in each turn: what fits a cache may be found there.
+    Donation is dropped, since the inputs are used again.
 
     Args:
         fn: Any callable that ``optimize`` takes.
-        mode: ``forward``, ``gradient`` (value and gradient by every float
-            argument) or ``both``.
+        mode: ``forward``; ``vjp``, which returns nothing but the gradients, so that
+            the compiler may leave out what of the forward they do not need;
+            ``forward_and_vjp``, which returns result and gradients, as training
+            with a value does; or ``both``, the first and the last. Gradients are
+            those of all float arguments, for random cotangents of the result (1 if
+            it is a scalar).
         pairs: How many turns each program gets.
         **options: As in ``optimize``.
 
@@ -133,9 +195,7 @@ def benchmark(
         leaves, call = trace.split(plain, args, kwargs)
         report = optimize(call, **ours).report(*leaves)
         pair = [jax.jit(call), optimize(call, **ours)]
-        both = [jax.jit(with_gradient(f, leaves)) for f in pair]
-        forms = {"forward": pair, "gradient": both}
-        rows = [_compare(m, forms[m], leaves, pairs) for m in MODES[mode]]
+        rows = [_compare(m, pair, leaves, pairs) for m in MODES[mode]]
         name = trace.name_of(fn)
         return Benchmark(name, jax.devices()[0].device_kind, pairs, tuple(rows), report)
 
@@ -144,60 +204,196 @@ def benchmark(
 
 def temp_bytes(compiled: Any) -> int | None:
     """Returns the temporary memory of a compiled program, where it is known."""
+    return getattr(_memory(compiled), "temp_size_in_bytes", None)
+
+
+def timing_of(
+    samples: timing.Samples,
+    *,
+    temp: int | None,
+    compile_s: float,
+    cost: Cost | None,
+    on: device.Device,
+) -> Timing:
+    """Returns a program's figures.
+
+    Args:
+        samples: Its times.
+        temp: Bytes of temporary memory.
+        compile_s: Seconds to compile.
+        cost: The work it did, if known.
+        on: The device it ran on.
+    """
+    median = samples.median
+    distances = [abs(s - median) for s in samples.seconds]
+    spread = statistics.median(distances) / median if median else 0.0
+    rate = roofline.rate(cost, median, on) if cost and median else None
+    return Timing(
+        1e3 * median,
+        spread,
+        temp,
+        compile_s,
+        1e3 * samples.minimum,
+        1e3 * samples.error,
+        samples.method,
+        cost and cost.flops,
+        cost and cost.bytes,
+        rate and rate.share,
+        rate.warning if rate else "",
+    )
+
+
+def measure(
+    programs: Sequence[timing.Program], inputs: Sequence[Sequence[Any]], turns: int
+) -> list[timing.Samples]:
+    """Returns the times of programs by the device, or by the clock if it saw none.
+
+    A program that only returns its arguments has no kernels on a GPU.
+    """
     try:
-        analysis = compiled.memory_analysis()
-    except Exception:  # a backend without the analysis
-        return None
-    return getattr(analysis, "temp_size_in_bytes", None)
+        return timing.measure(programs, inputs, turns)
+    except RuntimeError:
+        if timing.method() == "wall clock":
+            raise
+        return timing.measure(programs, inputs, turns, by="wall clock")
+
+
+# ------------------------------------------------------------------ programs
+def with_vjp(
+    fn: Callable[..., Any], leaves: Sequence[Any], mode: str
+) -> Callable[..., Any]:
+    """Returns a function of cotangents and leaves to gradients, or both results.
+
+    Args:
+        fn: A function of the leaves.
+        leaves: Example leaves; the floating-point ones are differentiated.
+        mode: ``vjp`` for the gradients alone; ``forward_and_vjp`` for a pair of the
+            result and them.
+    """
+    moving = [i for i, x in enumerate(leaves) if _is_float(x)]
+
+    def run(cotangents: Sequence[Any], *leaves: Any) -> Any:
+        def floats(chosen: list[Any]) -> Any:
+            full = list(leaves)
+            for i, x in zip(moving, chosen, strict=True):
+                full[i] = x
+            out = fn(*full)
+            return [x for x in jax.tree.leaves(out) if _is_float(x)], out
+
+        some, back, out = jax.vjp(floats, [leaves[i] for i in moving], has_aux=True)
+        given = [
+            jnp.ones_like(x) if c is None else c
+            for x, c in zip(some, cotangents, strict=True)
+        ]
+        (gradients,) = back(given)
+        return gradients if mode == "vjp" else (out, gradients)
+
+    return trace.renamed(run, fn)
+
+
+def cotangents_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
+    """Returns normal cotangents of the float results; None stands for a scalar's 1."""
+    outs = jax.tree.leaves(jax.eval_shape(fn, *leaves))
+    outs = [x for x in outs if _is_float(x)]
+    keys = jax.random.split(jax.random.key(0), max(1, len(outs)))
+    return [
+        jax.random.normal(key, x.shape).astype(x.dtype) if x.shape else None
+        for key, x in zip(keys, outs, strict=False)
+    ]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def _compare(mode: str, pair: list[Any], leaves: list[Any], pairs: int) -> Comparison:
+    args: tuple[Any, ...] = tuple(leaves)
+    if mode != "forward":
+        args = (cotangents_of(pair[0], leaves), *leaves)
+        pair = [jax.jit(with_vjp(f, leaves, mode)) for f in pair]
     programs, seconds = [], []
     for jitted in pair:
         start = time.perf_counter()
-        programs.append(jitted.lower(*leaves).compile())
+        programs.append(jitted.lower(*args).compile())
         seconds.append(time.perf_counter() - start)
-    times: tuple[list[float], ...] = ([], [])
-    for _ in range(pairs):
-        for program, record in zip(programs, times, strict=True):
-            record.append(_turn(program, leaves))
+        jax.block_until_ready(programs[-1](*args))
+    cost = counted(pair[0], args, programs[0])
+    samples = measure(programs, [args], pairs)
+    on = device.attached()
     timings = [
-        _timing(t, temp_bytes(p), s)
-        for t, p, s in zip(times, programs, seconds, strict=True)
+        timing_of(s, temp=temp_bytes(p), compile_s=c, cost=cost, on=on)
+        for s, p, c in zip(samples, programs, seconds, strict=True)
     ]
     return Comparison(mode, *timings)
 
 
-def _turn(program: Any, leaves: list[Any]) -> float:
-    """Median milliseconds of calls in a row, as a loop makes them.
+def counted(jitted: Any, args: Sequence[Any], compiled: Any) -> Cost | None:
+    """Returns the `Cost` of a whole program as XLA sees it; None where it does not.
 
-    The first is left out: it meets the caches and idle cores that the other
-    program left behind.
+    Operations are XLA's count, in the program before or after its optimizations,
+    whichever is larger: after them a library's products may be missing. It counts
+    the body of a loop once, so a program with loops has no figure. Bytes are the
+    program's arguments and results.
+
+    Args:
+        jitted: The function.
+        args: Its arguments.
+        compiled: The compiled program.
     """
-    calls: list[float] = []
-    while len(calls) < 3 or (len(calls) < 12 and sum(calls) < TURN_MS):
-        start = time.perf_counter()
-        jax.block_until_ready(program(*leaves))
-        calls.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(calls[1:])
+    memory = _memory(compiled)
+    if memory is None or _uncounted(jax.make_jaxpr(jitted)(*args).jaxpr):
+        return None
+    flops = max(_flops(jitted.lower(*args)), _flops(compiled))
+    both = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return Cost(flops, float(both)) if flops > 0 else None
 
 
-def _timing(times_ms: list[float], temp: int | None, compile_s: float) -> Timing:
-    median = statistics.median(times_ms)
-    spread = statistics.median(abs(t - median) for t in times_ms) / median
-    return Timing(median, spread, temp, compile_s)
+def _flops(program: Any) -> float:
+    try:
+        analysis = program.cost_analysis()
+    except Exception:  # a backend without the analysis
+        return 0.0
+    if isinstance(analysis, (list, tuple)):  # one per computation
+        analysis = analysis[0] if analysis else {}
+    return float((analysis or {}).get("flops", 0.0))
 
 
-def _line(row: Comparison) -> str:
+def _memory(compiled: Any) -> Any:
+    try:
+        return compiled.memory_analysis()
+    except Exception:  # a backend without the analysis
+        return None
+
+
+def _uncounted(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name in UNCOUNTED
+        or any(_uncounted(getattr(j, "jaxpr", j)) for j in jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+# -------------------------------------------------------------------- words
+def _lines(row: Comparison, width: int) -> list[str]:
     before, after = row.original, row.rewritten
     text = (
-        f"{row.mode:<8}  original {_ms(before)}   rewritten {_ms(after)}   "
+        f"{row.mode:<{width}}  original {ms(before)}   rewritten {ms(after)}   "
         f"{row.speedup:.2f}×"
     )
-    if before.temp_bytes is None or after.temp_bytes is None:
-        return text
-    return f"{text}   temporary {size(before.temp_bytes)} → {size(after.temp_bytes)}"
+    if not row.faster:
+        text += " slower"
+    if before.temp_bytes is not None and after.temp_bytes is not None:
+        text += f"   temporary {size(before.temp_bytes)} → {size(after.temp_bytes)}"
+    lines = [text]
+    if before.share is not None and after.share is not None:
+        shares = f"{before.share:.0%} → {after.share:.0%}"
+        lines.append(f"{'':<{width}}  {shares} of what the device can do")
+    for name, one in (("original", before), ("rewritten", after)):
+        if one.warning:
+            lines.append(f"{'':<{width}}  {name}: {one.warning}")
+    return lines
 
 
-def _ms(timing: Timing) -> str:
+def ms(timing: Timing) -> str:
+    """Returns a time and its spread in words, such as ``"1.2 ms ±1.0%"``."""
     return f"{timing.median_ms:.3g} ms ±{timing.spread:.1%}"

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import jax
 
 from rewriter.errors import ConfigError, RewriterWarning, caller, known
 
 Requirement = str | tuple[tuple[str, int], ...]
+Names = tuple[str, ...]
+Forced = tuple[str, Names, Names]
+"""An op's name, and the kernels of its forward and backward pass, first wins."""
 
 CHOICES = {
     "tune": ("off", "cached", "quick", "full"),
@@ -34,15 +39,20 @@ class Config:
     Attributes:
         patterns: Comma-separated names; ``-name`` removes, only removals imply
             ``default``, ``none`` is the empty set.
-        tune: ``off`` (rules of thumb), ``cached``, ``quick`` or ``full``. There is
-            no autotuner yet: whatever it says, rules of thumb choose.
+        tune: How kernels are chosen. ``off``: by rules of thumb. ``cached``: by
+            what was measured before, here or for the package; nothing is timed.
+            ``quick``: what was not measured is, each kernel with the config that
+            its rule of thumb gives. ``full``: with every config worth it.
+        tuned: Measurements to use first, the last strongest: `Tuned` or paths.
         numerics: ``strict`` accepts exact rewrites only, ``default`` those
             within rounding of the program's own types, ``fast`` also those that
             change what attention gives for a row whose keys are all masked.
         strict: A failure inside the rewriter is an error, not a warning.
-        implementation: ``((op, kernel), ...)``: kernels to use where they can be.
+        implementation: ``((op, forward, backward), ...)``: the kernels to use,
+            as tuples of names, the first that can be had; an error if none can.
         verify: ``once`` compares each site with its reference while tracing.
-        target: The device kind to build for; ``None`` is the default device.
+        target: The device kind to build for, such as ``"h200"``; ``None`` is the
+            default device.
         require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
         using: Patterns put in force by ``with using(...)``.
         exporting: Whether the program is traced to be exported.
@@ -50,9 +60,10 @@ class Config:
 
     patterns: str = "default"
     tune: str = "cached"
+    tuned: tuple[object, ...] = ()
     numerics: str = "default"
     strict: bool = False
-    implementation: tuple[tuple[str, str], ...] = ()
+    implementation: tuple[Forced, ...] = ()
     verify: str = "off"
     target: str | None = None
     require: Requirement | None = None
@@ -124,7 +135,27 @@ def exporting() -> Iterator[None]:
         yield
 
 
-STAGES = ("trace", "graph", "match", "choose", "replace", "optimize")
+def enter(tuned: object) -> None:
+    """Puts measurements in force until `leave`; what was in force stays behind them."""
+    base = current()
+    context = _CONTEXT(replace(base, tuned=(*base.tuned, tuned)))
+    context.__enter__()
+    _entered().append(context)
+
+
+def leave(*raised: Any) -> None:
+    """Takes back the last `enter` of this thread."""
+    _entered().pop().__exit__(*raised)
+
+
+def _entered() -> list[Any]:
+    """The contexts that `enter` opened in this thread."""
+    if not hasattr(_THREAD, "entered"):
+        _THREAD.entered = []
+    return _THREAD.entered
+
+
+STAGES = ("trace", "graph", "match", "tune", "choose", "replace", "optimize")
 
 
 def configure_logging(text: str | None = None) -> None:
@@ -165,14 +196,19 @@ def _merged(base: Config, options: Mapping[str, object]) -> Config:
                 next_step=known(name, OPTIONS),
                 where=caller(),
             )
-    return replace(base, **{k: _normal(k, v) for k, v in options.items()})  # type: ignore[arg-type]
+    given = {k: _normal(k, v) for k, v in options.items()}
+    if "tuned" in given:
+        given["tuned"] = (*base.tuned, *given["tuned"])  # type: ignore[misc]
+    return replace(base, **given)  # type: ignore[arg-type]
 
 
 def _normal(name: str, value: object) -> object:
     if name in CHOICES:
         return _choice(name, value, CHOICES[name])
     if name == "implementation":
-        return _pairs(name, value, str)
+        return _implementations(value)
+    if name == "tuned":
+        return _several_tuned(value)
     if name == "require" and value is not None and not isinstance(value, str):
         return _pairs(name, value, int)
     if name == "strict":
@@ -190,6 +226,64 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> object:
     raise ConfigError(f"{name}={value!r}", next_step=f"Choose {text}", where=caller())
 
 
+IMPLEMENTATION = (
+    "a dict of op name to a kernel's name, a list of them, "
+    "or a dict of those for forward and backward"
+)
+
+
+def _implementations(value: object) -> tuple[Forced, ...]:
+    if isinstance(value, tuple) and all(_is_forced(v) for v in value):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"implementation={value!r}", wanted=IMPLEMENTATION, where=caller()
+        )
+    return tuple((str(op), *_passes(op, value[op])) for op in sorted(value))
+
+
+def _is_forced(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], tuple)
+
+
+def _passes(op: object, value: object) -> tuple[Names, Names]:
+    """The forward's names and the backward's; () where nothing is asked."""
+    if not isinstance(value, Mapping):
+        return _names(op, value), ()
+    if unknown := sorted(set(value) - {"forward", "backward"}):
+        raise ConfigError(
+            f"implementation[{op!r}] names {unknown[0]!r}",
+            next_step="Choose forward, backward",
+            where=caller(),
+        )
+    return tuple(  # type: ignore[return-value]
+        _names(op, value[p]) if p in value else () for p in ("forward", "backward")
+    )
+
+
+def _names(op: object, value: object) -> Names:
+    names = (value,) if isinstance(value, str) else value
+    listed = isinstance(names, (list, tuple)) and len(names) > 0
+    if listed and all(isinstance(n, str) for n in names):
+        return tuple(names)
+    raise ConfigError(
+        f"implementation[{op!r}]={value!r}", wanted=IMPLEMENTATION, where=caller()
+    )
+
+
+def _several_tuned(value: object) -> tuple[object, ...]:
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    parts = tuple(p for p in parts if p is not None)
+    for part in parts:
+        if not isinstance(part, (str, os.PathLike)) and not hasattr(part, "entries"):
+            raise ConfigError(
+                f"tuned={part!r}",
+                wanted="what rewriter.tune gives, or the path of its file",
+                where=caller(),
+            )
+    return tuple(os.fspath(p) if isinstance(p, os.PathLike) else p for p in parts)
+
+
 def _pairs(name: str, value: object, kind: type) -> tuple[tuple[str, object], ...]:
     try:
         pairs = tuple(sorted(dict(value).items()))  # type: ignore[call-overload]
@@ -197,8 +291,9 @@ def _pairs(name: str, value: object, kind: type) -> tuple[tuple[str, object], ..
         pairs = ((0, 0),)
     if all(isinstance(k, str) and isinstance(v, kind) for k, v in pairs):
         return pairs
-    wanted = "a dict of op name to " + ("kernel name" if kind is str else "count")
+    wanted = "a dict of op name to count"
     raise ConfigError(f"{name}={value!r}", wanted=wanted, where=caller())
 
 
 _CONTEXT = jax.make_user_context(None)
+_THREAD = threading.local()

@@ -86,6 +86,10 @@ class RewriterWarning(UserWarning):
     """Something was left as written; the text says what and why."""
 
 
+class CacheWarning(RewriterWarning):
+    """Tuned choices were not found, read or kept as asked; the text says which."""
+
+
 def sentence(got: str, wanted: str = "", next_step: str = "", where: str = "") -> str:
     """Returns ``where: got; expected wanted. next_step.`` without empty parts."""
     text = f"{where}: {got}" if where else got

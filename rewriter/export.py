@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ import jax
 import jax.export
 import jaxlib
 
-from rewriter import trace
+from rewriter import atomic, trace
 from rewriter.config import exporting
 from rewriter.errors import (
     DeviceMismatch,
@@ -69,8 +68,8 @@ class Artifact:
         path = os.fspath(path)
         text = json.dumps(self.manifest, indent=1, default=str)
         try:
-            _write(path, self.data)
-            _write(path + SUFFIX, text.encode())
+            atomic.write(path, self.data)
+            atomic.write(path + SUFFIX, text.encode())
         except OSError as error:
             raise ExportError(
                 f"cannot write {path}: {error.strerror}",
@@ -227,19 +226,6 @@ def _export_error(fn: Any, error: Exception) -> ExportError:
 
 
 # -------------------------------------------------------------------- files
-def _write(path: str, data: bytes) -> None:
-    """Writes a file in one step: readers see the old one or the new one."""
-    folder = os.path.dirname(path) or "."
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".rewriter-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
 def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:

@@ -6,12 +6,13 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.device import Device
 from rewriter.op import Op
 from rewriter.verdict import YES, Verdict, no
 
@@ -114,6 +115,58 @@ def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
     return no("platform", f"not measured to be faster than XLA on {platform}")
 
 
+def fits_anywhere(config: Any, spec: Spec, device: Device) -> Verdict:
+    """Returns yes: the `fits` of a space that has nothing to prune."""
+    del config, spec, device
+    return YES
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The configs that one pass of a kernel may run with.
+
+    Attributes:
+        config: A frozen dataclass of numbers and words, such as block sizes. The
+            pass gets one as ``config=``, or none and uses its rule of thumb.
+        default: ``default(spec, device)`` is that rule of thumb.
+        configs: ``configs(spec, device)`` gives what is worth measuring, the
+            likeliest first.
+        fits: Says, with reasons, whether a config can run: shared memory,
+            registers, divisibility.
+    """
+
+    config: type
+    default: Callable[[Spec, Device], Any] = field(repr=False)
+    configs: Callable[[Spec, Device], Iterable[Any]] = field(repr=False)
+    fits: Callable[[Any, Spec, Device], Verdict] = field(
+        default=fits_anywhere, repr=False
+    )
+
+
+def worth_measuring(
+    space: Space | None, spec: Spec, device: Device, most: int
+) -> tuple[tuple[Any, ...], tuple[tuple[Any, Verdict], ...]]:
+    """Returns the configs to measure, and those that were pruned with the reasons.
+
+    Args:
+        space: The space; without one there is one config, None.
+        spec: The use of the op.
+        device: Where it will run.
+        most: How many configs at most; the rule of thumb is the first.
+
+    Example:
+        >>> worth_measuring(None, Spec("f", (), (), ()), Device("cpu", "cpu"), 8)
+        ((None,), ())
+    """
+    if space is None:
+        return (None,), ()
+    default = space.default(spec, device)
+    proposed = dict.fromkeys((default, *space.configs(spec, device)))
+    verdicts = [(c, space.fits(c, spec, device)) for c in proposed]
+    good = [c for c, v in verdicts if v.ok]
+    return tuple(good[:most]), tuple((c, v) for c, v in verdicts if not v.ok)
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """One implementation of an op.
@@ -140,6 +193,8 @@ class Kernel:
         exportable: Whether what it lowers to may be part of an exported program.
         needs_devices: Whether its code has `custom_partitioning` in it, which JAX
             lowers only where it knows the devices.
+        space: The configs of `forward`, which then takes ``config=``.
+        backward_space: The configs of `backward`, which then takes ``config=``.
     """
 
     name: str
@@ -156,6 +211,8 @@ class Kernel:
     profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
     exportable: bool = True
     needs_devices: bool = False
+    space: Space | None = None
+    backward_space: Space | None = None
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
@@ -187,6 +244,8 @@ def from_function(
     version: int = 1,
     supports: Callable[[Spec], Verdict] = takes_all,
     backward: Callable[..., Mapping[str, jax.Array]] | None = None,
+    space: Space | None = None,
+    backward_space: Space | None = None,
 ) -> Kernel:
     """Returns a kernel from a plain function of the operands.
 
@@ -201,6 +260,8 @@ def from_function(
         version: The kernel's version.
         supports: What it takes; everything by default.
         backward: As `Kernel.backward`.
+        space: The configs to choose from, if the function takes ``config=``.
+        backward_space: The configs to choose from, if `backward` takes ``config=``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -230,5 +291,6 @@ def from_function(
 
     return Kernel(
         name or getattr(function, "__name__", "kernel"),
-        op.name, platforms, version, supports, forward, backward,
+        op.name, platforms, version, supports, forward, backward, space=space,
+        backward_space=backward_space,
     )  # fmt: skip

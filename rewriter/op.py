@@ -14,6 +14,8 @@ from rewriter import errors
 if TYPE_CHECKING:
     import jax
 
+    from rewriter.cost import CostOf
+
     Reference = Callable[..., jax.Array]
     Sample = Callable[..., dict[str, jax.Array]]
 
@@ -47,6 +49,10 @@ class Op:
         general: The reference in a form that every transformation takes, where
             `reference` calls something that lacks some. Derivatives and
             vmapped references use it.
+        cost: ``cost(shapes, dtypes, params, mode)`` gives the `Cost` of one use:
+            shapes and dtype names by operand, the parameters with their defaults,
+            and ``"forward"``, ``"vjp"`` or ``"forward_and_vjp"``. All sizes must
+            be numbers.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Op:
     defaults: Mapping[str, object] = field(default_factory=dict)
     parallel: str = ""
     general: Reference | None = field(default=None, repr=False)
+    cost: CostOf | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -109,7 +109,7 @@ def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
     """
     ours = {k: v for k, v in options.items() if k in OPTIONS}
     theirs = {k: v for k, v in options.items() if k not in OPTIONS}
-    ours, user_patterns = _with_patterns(ours, patterns)
+    ours, user_patterns = with_patterns(ours, patterns)
     if fn is None:
         return lambda fn: _optimized(fn, ours, theirs, user_patterns)
     return _optimized(fn, ours, theirs, user_patterns)
@@ -172,6 +172,11 @@ class Analysis:
         config = resolve(self.options)
         traced = trace.trace(self.inner, args, kwargs)
         return self._remembered(traced, config) or self._made(traced, config)
+
+    def forget(self) -> None:
+        """Forgets all that was found."""
+        with self.lock:
+            self.records.clear()
 
     def _key(self, traced: Traced, config: Config) -> Any:
         program = traced.call.params["jaxpr"] if traced.call else traced.outer
@@ -259,7 +264,14 @@ def _optimized(
     def jaxpr(*args: Any, **kwargs: Any) -> ClosedJaxpr:
         return _record(fast, analysis, args, kwargs).rewritten.closed_jaxpr
 
+    forget = fast.clear_cache
+
+    def clear_cache() -> None:
+        analysis.forget()
+        forget()
+
     fast.original, fast.report, fast.jaxpr = fn, report, jaxpr
+    fast.clear_cache = clear_cache  # the next call chooses kernels again
     fast.options = dict(ours)
     if patterns:
         fast.options["patterns"] = [*ours.get("patterns", "default").split(","),
@@ -384,7 +396,7 @@ def _device_kind() -> str:
     return str(jax.devices()[0].device_kind)
 
 
-def _with_patterns(
+def with_patterns(
     options: Mapping[str, Any], patterns: Any
 ) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """The options with ``patterns`` as text, and the pattern objects in it."""

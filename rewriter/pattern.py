@@ -125,6 +125,8 @@ class Pattern:
         version: int = 1,
         supports: Callable[[kernel.Spec], Verdict] = kernel.takes_all,
         backward: Callable[..., Any] | None = None,
+        space: kernel.Space | None = None,
+        backward_space: kernel.Space | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Adds a kernel: a function of the operands, and of the params it names.
 
@@ -134,6 +136,9 @@ class Pattern:
             supports: Says which shapes and dtypes it takes.
             backward: As `rewriter.kernel.Kernel.backward`; the gradient of the
                 pattern's function if absent.
+            space: The configs to choose from by measuring; the function then takes
+                ``config=``, one of them or None.
+            backward_space: The same for `backward`.
         """
         platforms = (platform,) if isinstance(platform, str) else tuple(platform)
         unknown = [p for p in platforms if p not in kernel.PLATFORMS]
@@ -152,6 +157,8 @@ class Pattern:
                 version=version,
                 supports=supports,
                 backward=backward,
+                space=space,
+                backward_space=backward_space,
             )
             self.kernels = (*self.kernels, made)
             return function
@@ -272,6 +279,7 @@ def pattern(
     dims: str = "",
     params: Mapping[str, Scalar] | None = None,
     name: str | None = None,
+    sample: Callable[..., Any] | None = None,
 ) -> Any:
     """Turns a function into a `Pattern`.
 
@@ -282,13 +290,18 @@ def pattern(
             ``"x: ... d, w: d -> ... d"``; ``...`` stands for any leading axes.
         params: The keyword-only arguments, each `scalar()`.
         name: The pattern's name; the function's by default.
+        sample: ``sample(key, operands, params)`` gives realistic arrays by name for
+            `jax.ShapeDtypeStruct` by name, on which kernels are measured; by default
+            normal numbers, which will not do for operands of integers.
 
     Raises:
         PatternError: If dims and function do not fit together; the message names
             the function's line.
     """
     if fn is None:
-        return lambda fn: pattern(fn, dims=dims, params=params, name=name)
+        return lambda fn: pattern(
+            fn, dims=dims, params=params, name=name, sample=sample
+        )
     label, where = name or fn.__name__, kernel.source_line(fn)
     operands, letters = _parsed(fn, label, dims, where)
     holes = dict(params or {})
@@ -308,7 +321,7 @@ def pattern(
         return fn(*(given[n] for n in operands), **{k: given[k] for k in holes})
 
     reference.__wrapped__ = fn  # type: ignore[attr-defined]
-    op = Op(label, operands, operands, letters, reference)
+    op = Op(label, operands, operands, letters, reference, sample)
     anchors = _checked(op, fn, holes, where)
     return Pattern(op, holes, anchors, where=where)
 

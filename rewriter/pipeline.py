@@ -12,19 +12,23 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from rewriter import site
+from rewriter import autotune, device, site
+from rewriter.autotune import Task
 from rewriter.backward_place import home_of, lies_at, residuals_place
+from rewriter.choose import AS_WRITTEN, Choice, choose
 from rewriter.config import Config
+from rewriter.device import Device
 from rewriter.gradients import Backward, search_gradients
 from rewriter.graph import Graph, Scope
-from rewriter.kernel import PLATFORMS
+from rewriter.implementation import XLA, build
+from rewriter.kernel import PLATFORMS, Kernel
 from rewriter.match import Match, search
-from rewriter.plan import XLA, Choice, Site, choose
+from rewriter.plan import Site
 from rewriter.region import Regions
-from rewriter.registry import REFERENCE
 from rewriter.remains import SAVED, WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, obstacle, replace
 from rewriter.sieve import possible
+from rewriter.tuned import BOTH, FORWARD
 from rewriter.verdict import Reason
 
 
@@ -47,6 +51,48 @@ def rewrite(
         if not patterns:
             return Rewritten(closed_jaxpr, seconds=clock.seconds)
         return _rewritten(closed_jaxpr, config, patterns, clock)
+
+
+def tasks(
+    closed_jaxpr: ClosedJaxpr,
+    config: Config,
+    user_patterns: Sequence[Any] = (),
+    gradients: bool = False,
+) -> list[Task]:
+    """Returns what can be measured for a program's sites, equal ones once.
+
+    Args:
+        closed_jaxpr: The program.
+        config: Patterns in force, numerics.
+        user_patterns: Patterns beyond those that the configuration names.
+        gradients: Whether to measure gradients also of sites that the program does
+            not differentiate.
+    """
+    from rewriter.patterns.sets import in_force
+
+    patterns = in_force(config.patterns, (*config.using, *user_patterns))
+    with _paused_collection():
+        patterns = possible(closed_jaxpr, patterns)
+        if not patterns:
+            return []
+        graph = Graph(closed_jaxpr)
+        matches = search(graph, patterns, config.numerics).matches
+        backward, _, _ = search_gradients(graph, matches)
+        return _tasks(matches, backward, gradients)
+
+
+def _tasks(
+    matches: Sequence[Match], backward: Mapping[int, Backward], gradients: bool = False
+) -> list[Task]:
+    found: dict[Task, None] = {}
+    for m in matches:
+        differentiated = id(m) in backward
+        passes = [] if differentiated else [FORWARD]
+        if differentiated or gradients:
+            passes.append(BOTH)
+        for which in passes:
+            found[Task(m.op, m.spec, tuple(m.pattern.kernels), which)] = None
+    return list(found)
 
 
 @contextlib.contextmanager
@@ -105,7 +151,7 @@ def _plan(
     sites: list[Site] = []
     splices: list[Splice] = []
     failures: list[Reason] = []
-    platform = _platform()
+    target = device.named(config.target) if config.target else device.attached()
     regions = Regions(graph)
     homes = {
         id(m): residuals_place(
@@ -127,8 +173,10 @@ def _plan(
         for m in matches
         if id(m) in backward and _made_again(graph, m, backward[id(m)], regions)
     }
-    choices = _choices(graph, matches, config, platform, backward, anyway, why_none)
-    elsewhere: dict[Any, tuple[tuple[str, str], ...]] = {}
+    if config.tune in ("quick", "full") and target == device.attached():
+        autotune.measure_missing(_tasks(matches, backward), config.tune)
+    choices = _choices(graph, matches, config, target, backward, anyway, why_none)
+    elsewhere: dict[Any, tuple[tuple[str, Kernel | None], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
         home = homes.get(id(match))
         for scope, position in _places(match):
@@ -138,13 +186,13 @@ def _plan(
             made = choice
             why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
             if why:
-                made = Choice(XLA, "heuristic", ((choice.kernel, why),))
+                made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
             index = len(sites) + 1
             if made.kernel != XLA:
                 label = f"rewriter/{match.op.name}#{index}"
-                key = id(match.reading), made.kernel
+                key = id(match.reading), made.implementation
                 if key not in elsewhere:
-                    elsewhere[key] = _by_platform(match, made, config, platform)
+                    elsewhere[key] = _by_platform(match, made, config, target)
                 call = _call(match, elsewhere[key])
                 splices.append(
                     Splice(match, scope, position, call, label, made.kernel, its)
@@ -160,26 +208,27 @@ def _choices(
     graph: Graph,
     matches: Sequence[Match],
     config: Config,
-    platform: str,
+    target: Device,
     backward: Mapping[int, Backward],
     anyway: Mapping[int, str],
     why_none: Mapping[int, str],
 ) -> list[Choice]:
     """A kernel for each match; XLA where the kernel's work would come on top."""
-    by_reading: dict[int, Choice] = {}
+    by_reading: dict[tuple[int, bool], Choice] = {}
     for match in matches:
-        if id(match.reading) not in by_reading:
-            by_reading[id(match.reading)] = choose(
-                match.spec, config, match.pattern.kernels, platform
+        key = id(match.reading), id(match) in backward
+        if key not in by_reading:
+            by_reading[key] = choose(
+                match.spec, config, match.pattern.kernels, target, key[1], match.where
             )
-    choices = [by_reading[id(m.reading)] for m in matches]
+    choices = [by_reading[id(m.reading), id(m) in backward] for m in matches]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
     reasons = {
         key: f"{WHY} (gradients: {why_none[key]})" if key in why_none else WHY
         for key in computed_anyway(graph, replaced, backward)
     } | dict(anyway)
     return [
-        Choice(XLA, c.origin, ((c.kernel, reasons[id(m)]), *c.not_chosen))
+        Choice(AS_WRITTEN, c.origin, ((c.kernel, reasons[id(m)]), *c.not_chosen))
         if id(m) in reasons and c.kernel != XLA and c.origin != "forced"
         else c
         for m, c in zip(matches, choices, strict=True)
@@ -214,29 +263,24 @@ def _unhindered(match: Match, regions: Regions) -> list[tuple[Scope, int]]:
     return [(s, p) for s, p in _places(match) if not obstacle(match, s, regions)]
 
 
-def _platform() -> str:
-    """The default device's platform, as kernels name it."""
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
-
-
 def _by_platform(
-    match: Match, choice: Choice, config: Config, platform: str
-) -> tuple[tuple[str, str], ...]:
+    match: Match, choice: Choice, config: Config, target: Device
+) -> tuple[tuple[str, Kernel | None], ...]:
     """A kernel per platform: an exported program may run on another one."""
-    pairs = [("default", choice.kernel)]
+    kernels = match.pattern.kernels
+    pairs = [("default", build(choice.implementation, match.op, kernels))]
     for other in PLATFORMS if choice.origin != "forced" else ():
-        if other != platform:
-            there = choose(match.spec, config, match.pattern.kernels, other).kernel
-            if there != choice.kernel:
-                pairs.append((other, REFERENCE if there == XLA else there))
+        if other != target.platform:
+            there = choose(match.spec, config, kernels, Device(other, other))
+            if there.implementation != choice.implementation:
+                pairs.append((other, build(there.implementation, match.op, kernels)))
     return tuple(pairs)
 
 
-def _call(match: Match, chosen: Sequence[tuple[str, str]]) -> Callable[..., jax.Array]:
+def _call(
+    match: Match, kernels: Sequence[tuple[str, Kernel | None]]
+) -> Callable[..., jax.Array]:
     names = set(match.op.operands)
-    by_name = {k.name: k for k in match.pattern.kernels}
-    kernels = tuple((platform, by_name.get(name, name)) for platform, name in chosen)
 
     def call(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in names}
@@ -267,6 +311,7 @@ def _site(
         not_chosen=choice.not_chosen,
         numerics=match.reading.notes,
         backward=backward,
+        config=choice.implementation.configs,
     )
 
 

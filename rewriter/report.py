@@ -17,6 +17,9 @@ from rewriter.verdict import Reason
 
 COUNTED = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
 
+MEASURED = ("tuned", "cached", "shipped", "nearest")
+"""Origins of choices made by measuring."""
+
 ASCII = str.maketrans({
     "✓": "+", "✗": "!", "×": "x", "→": ">", "−": "-", "·": ";", "≥": ">=",
     "Σ": "sum", "ᵀ": "^T", "…": "...", "∞": "inf", "±": "+-", "–": "-", "µ": "u",
@@ -220,7 +223,7 @@ def _head(group: Sequence[Site]) -> tuple[str, str, str, str]:
 
 
 def _kernel(site: Site) -> str:
-    if site.replaced:
+    if site.replaced or site.origin in MEASURED:
         return f"{site.kernel} [{site.origin}]"
     why = dict(site.not_chosen)
     reason = next(iter(why.values()), "as fast") if len(set(why.values())) < 2 else ""
@@ -260,10 +263,13 @@ def _details(site: Site) -> Iterator[str]:
     facts += _telling(site.params)
     if facts:
         yield "; ".join(facts)
+    if site.config:
+        yield f"config: {site.config}"
     if site.numerics:
         yield "numerics: " + "; ".join(site.numerics)
     others = [(k, r) for k, r in site.not_chosen if site.replaced or k != "xla"]
-    if others and (site.replaced or len(set(dict(site.not_chosen).values())) > 1):
+    several = len(set(dict(site.not_chosen).values())) > 1
+    if others and (site.replaced or site.origin in MEASURED or several):
         yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
 
 

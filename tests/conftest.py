@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
+
+# What a developer tuned on this machine decides nothing here.
+os.environ["REWRITER_CACHE_DIR"] = tempfile.mkdtemp(prefix="rewriter-tests-")
 
 # Tests compile thousands of tiny programs and run each once or twice. XLA:CPU without
 # optimization takes half the time to compile them (attention with its gradient,

@@ -10,15 +10,19 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
-    "errors", "verdict", "_jax", "config", "op", "kernel", "registry", "trace",
-    "graph", "template", "normal_form", "canonicalize", "emit", "region", "rows",
-    "reading", "finder", "sieve", "match", "pattern", "plan", "gradients",
-    "backward_place", "remains", "oracle", "implement", "site", "replace", "pipeline",
-    "draw", "report", "optimize", "verify", "bench", "export", "demo", "__init__",
-    "__main__",
+    "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "kernel",
+    "registry", "timing", "trace", "graph", "template", "normal_form", "canonicalize",
+    "emit", "region", "rows", "reading", "finder", "sieve", "match", "pattern",
+    "implementation", "tuned", "cache", "choose", "plan", "gradients",
+    "backward_place", "remains", "oracle", "implement", "site", "autotune", "replace",
+    "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline", "bench",
+    "bench_table", "bench_programs", "bench_peers", "bench_ops", "export", "demo",
+    "__init__", "__main__",
 ]  # fmt: skip
 
-KERNELS = {"op", "kernel", "verdict", "errors", "registry", "kernels"}
+KERNELS = {
+    "cost", "op", "device", "kernel", "verdict", "errors", "registry", "kernels",
+}  # fmt: skip
 NOT_FOR_PATTERNS = {"optimize", "pipeline", "replace", "site", "kernels", "_jax"}
 
 
@@ -52,7 +56,7 @@ MODULES = sorted((ROOT / "rewriter").glob("*.py"))
 def test_engine(path):
     assert path.stem in ORDER, f"add {path.name} to the list"
     allowed = set(ORDER[: ORDER.index(path.stem)])
-    if path.stem in ("registry", "pipeline"):
+    if path.stem in ("registry", "choose", "pipeline"):
         allowed |= {"patterns", "kernels"}  # found by name, loaded on first use
     public = {"__version__", "__init__"} if path.stem == "__main__" else set()
     assert imported(path) <= allowed | public

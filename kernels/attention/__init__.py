@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.attention import cudnn, xla
+from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.reference import reference, sample
 from rewriter.op import Op
 
@@ -29,6 +30,7 @@ OP = Op(
         "empty_rows": "nan", "out_dtype": None,
     },
     parallel="b",
+    cost=cost,
 )  # fmt: skip
 
 KERNELS = (
@@ -56,5 +58,7 @@ KERNELS = (
         backward=xla.backward,
         memory_bounded=True,
         profitable=xla.profitable,
+        space=Space(xla.Blocks, xla.default, xla.configs),
+        backward_space=Space(xla.Blocks, xla.default, xla.configs),
     ),
 )

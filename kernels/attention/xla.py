@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
+    from rewriter.device import Device
     from rewriter.kernel import Spec
 
 AXES = {
@@ -33,15 +34,46 @@ AXES = {
 }  # fmt: skip
 """Every array's axes. All but t and s of k, v, out and lse may have size 1."""
 
-ROWS = 512
-KEYS = 512
-"""Rows and columns of a tile, for one query head per key head."""
 
-TILE = 1 << 19
-"""Scores held at once: 2 MiB in f32, so that a tile stays in cache."""
+@dataclass(frozen=True)
+class Blocks:
+    """How scores are cut into tiles: the config of both passes.
 
-LINES = 1 << 19
-"""Entries of k held at once, the bound for a tile of few rows."""
+    Attributes:
+        rows: Rows of a tile, for one query head per key head.
+        keys: Columns of a tile.
+        tile: Scores held at once, those of several heads and batch entries included:
+            2 MiB in f32, so that a tile stays in a CPU's cache.
+        lines: Entries of k held at once, the bound for a tile of few rows.
+    """
+
+    rows: int = 512
+    keys: int = 512
+    tile: int = 1 << 19
+    lines: int = 1 << 19
+
+
+DEFAULT = Blocks()
+
+
+def configs(spec: Spec, device: Device) -> list[Blocks]:
+    """Returns blocks worth measuring: a GPU wants much larger ones than a cache."""
+    t, s = spec.shape("q")[1], spec.shape("k")[1]
+    if device.platform == "cpu":
+        sizes = [(256, 512), (512, 1024), (1024, 512), (1024, 1024)]
+        found = [Blocks(r, k, 1 << 19) for r, k in sizes]
+        found += [Blocks(512, 512, 1 << 21, 1 << 20)]
+    else:
+        sizes = [(1024, 1024), (2048, 2048), (4096, 4096), (512, 4096)]
+        found = [Blocks(r, k, 1 << n, 1 << n) for r, k in sizes for n in (24, 26, 28)]
+    return [b for b in found if b.rows < 2 * t or b.keys < 2 * s]
+
+
+def default(spec: Spec, device: Device) -> Blocks:
+    """Returns the blocks for a CPU's cache."""
+    del spec, device
+    return DEFAULT
+
 
 FAR = 1 << 30
 """Farther than any key; keeps position arithmetic inside int32."""
@@ -81,17 +113,19 @@ def _even(n: int, most: int) -> int:
     return min(n, (size + 7) // 8 * 8)
 
 
-def _sizes(q: Array, k: Array) -> _Sizes:
+def _sizes(q: Array, k: Array, blocks: Blocks) -> _Sizes:
     b, t, n, _ = q.shape
     s, heads = k.shape[1:3]
     group = n // heads
-    rows = _even(t, max(ROWS // 8, min(ROWS, 2 * ROWS // group)))
-    keys = _even(s, KEYS)
-    if t * group < ROWS // 2:
-        # Few rows, as in decoding: longer blocks, up to LINES keys of all heads.
+    most, lines = blocks.rows, blocks.lines
+    rows = _even(t, max(most // 8, min(most, 2 * most // group)))
+    keys = _even(s, blocks.keys)
+    if t * group < most // 2:
+        # Few rows, as in decoding: longer blocks, up to so many keys of all heads.
         width = heads * k.shape[3]
-        keys = _even(s, max(KEYS, min(LINES // width, ROWS * KEYS // (t * group))))
-    pairs = max(1, min(TILE // (rows * group), LINES // k.shape[3]) // keys)
+        longest = min(lines // width, most * blocks.keys // (t * group))
+        keys = _even(s, max(blocks.keys, longest))
+    pairs = max(1, min(blocks.tile // (rows * group), lines // k.shape[3]) // keys)
     some_heads = _divisor(heads, pairs)
     some_b = _divisor(b, pairs // heads) if some_heads == heads else 1
     return _Sizes(b, t, s, heads, group, rows, keys, some_b, some_heads)
@@ -163,6 +197,7 @@ def _problem(q: Array, k: Array, v: Array, given: dict[str, Any]) -> _Problem:
         "empty_rows": "nan", "out_dtype": None,
     }  # fmt: skip
     arrays = {"q": q, "k": k, "v": v}
+    sizes = _sizes(q, k, given.pop("config", None) or DEFAULT)
     for name, value in given.items():
         if name in params:
             params[name] = value
@@ -176,7 +211,7 @@ def _problem(q: Array, k: Array, v: Array, given: dict[str, Any]) -> _Problem:
     for x in arrays.values():
         first = x[(0,) * x.ndim]
         zero = zero + jnp.where(first == first, jnp.zeros((), wide), 0)
-    return _Problem(arrays=arrays, sizes=_sizes(q, k), zero=zero, wide=wide, **params)
+    return _Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
 
 
 class _Step:
@@ -505,7 +540,8 @@ def forward(
         v: [b, s, k, e].
         residuals: Whether to return ``(result, (lse,))``, lse [b, n, t] in
             float32 (float64 for float64 inputs), -inf for rows without keys.
-        **given: The other operands and parameters of `reference`.
+        **given: The other operands and parameters of `reference`, and `Blocks` as
+            ``config``.
     """
     p = _problem(q, k, v, given)
     z, wide = p.sizes, p.wide
@@ -620,7 +656,8 @@ def backward(
         out: [b, t, n, e], from `forward`.
         residuals: ``(lse,)``, from `forward`.
         cotangent: [b, t, n, e].
-        **given: The other operands and parameters of `reference`.
+        **given: The other operands and parameters of `reference`, and `Blocks` as
+            ``config``.
     """
     p = _problem(q, k, v, {**given, "out": out, "lse": residuals[0],
                            "cotangent": cotangent})  # fmt: skip

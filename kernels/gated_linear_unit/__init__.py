@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.gated_linear_unit import xla
+from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.reference import reference, sample
 from rewriter.op import Op
 
@@ -23,6 +24,7 @@ OP = Op(
         "out_dtype": None,
     },
     parallel="...",
+    cost=cost,
 )  # fmt: skip
 
 KERNELS = (
@@ -37,5 +39,7 @@ KERNELS = (
         memory_bounded=True,
         saves_out=False,
         profitable=xla.profitable,
+        space=Space(xla.Block, xla.default, xla.configs),
+        backward_space=Space(xla.Block, xla.default, xla.configs),
     ),
 )

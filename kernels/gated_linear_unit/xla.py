@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from rewriter.device import Device
 from rewriter.kernel import Spec
 from rewriter.kernels.gated_linear_unit.reference import (
     ACTIVATIONS,
@@ -24,8 +26,33 @@ from rewriter.kernels.gated_linear_unit.reference import (
 )
 from rewriter.verdict import YES, Verdict, all_of, no
 
-BLOCK = 512
-"""Rows per block: large enough that a contraction's set-up does not show."""
+
+@dataclass(frozen=True)
+class Block:
+    """The config of both passes.
+
+    Attributes:
+        rows: Rows per block: so many that a contraction's set-up does not show.
+    """
+
+    rows: int = 512
+
+
+DEFAULT = Block()
+
+
+def default(spec: Spec, device: Device) -> Block:
+    """Returns the block for a CPU."""
+    del spec, device
+    return DEFAULT
+
+
+def configs(spec: Spec, device: Device) -> list[Block]:
+    """Returns blocks worth measuring, of fewer rows than there are."""
+    del device
+    rows = math.prod(spec.shape("x")[:-1])
+    return [Block(n) for n in (256, 1024, 2048, 4096, 8192) if n < rows]
+
 
 PAYS_FROM = 1 << 26
 """Bytes of both branches from which holding them whole costs more than time."""
@@ -94,8 +121,10 @@ def forward(
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
+    config: Block | None = None,
 ) -> Any:
     """Returns the result; there are no residuals."""
+    size = (config or DEFAULT).rows
 
     def block(rows: jax.Array) -> jax.Array:
         gate = branch(rows, w_gate, b_gate, precision)
@@ -104,11 +133,11 @@ def forward(
         return y.astype(out_dtype or x.dtype)
 
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    whole = flat.shape[0] // BLOCK * BLOCK
-    if whole <= BLOCK:
+    whole = flat.shape[0] // size * size
+    if whole <= size:
         out = block(flat)
     else:
-        parts = flat[:whole].reshape(-1, BLOCK, x.shape[-1])
+        parts = flat[:whole].reshape(-1, size, x.shape[-1])
         out = jax.lax.map(block, parts).reshape(whole, -1)
         if whole < flat.shape[0]:
             out = jnp.concatenate([out, block(flat[whole:])])
@@ -133,6 +162,7 @@ def backward(
     up_shift: float = 0.0,
     precision: str | None = None,
     out_dtype: str | None = None,
+    config: Block | None = None,
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of every operand."""
     del out, residuals, out_dtype
@@ -164,9 +194,8 @@ def backward(
         return dx.astype(x.dtype), [*weights, *sums]
 
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    dx, sums = _over_blocks(
-        block, flat, cotangent.reshape(flat.shape[0], w_gate.shape[-1])
-    )
+    cotangent = cotangent.reshape(flat.shape[0], w_gate.shape[-1])
+    dx, sums = _over_blocks(block, flat, cotangent, (config or DEFAULT).rows)
     names = ["w_gate", "w_up", "b_gate", "b_up"]
     operands = [w_gate, w_up, b_gate, b_up]
     present = [(n, o) for n, o in zip(names, operands, strict=True) if o is not None]
@@ -178,17 +207,18 @@ def _over_blocks(
     block: Callable[..., tuple[jax.Array, list[jax.Array]]],
     rows: jax.Array,
     cotangent: jax.Array,
+    size: int,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Runs a function over blocks of rows, adding up its second results."""
-    whole = rows.shape[0] // BLOCK * BLOCK
-    if whole <= BLOCK:
+    whole = rows.shape[0] // size * size
+    if whole <= size:
         return block(rows, cotangent)
 
     def step(sums: list[jax.Array], part: Any) -> tuple[list[jax.Array], jax.Array]:
         dx, more = block(*part)
         return [a + b for a, b in zip(sums, more, strict=True)], dx
 
-    parts = tuple(a[:whole].reshape(-1, BLOCK, a.shape[-1]) for a in (rows, cotangent))
+    parts = tuple(a[:whole].reshape(-1, size, a.shape[-1]) for a in (rows, cotangent))
     zeros = jax.eval_shape(lambda *p: block(*p)[1], parts[0][0], parts[1][0])
     start = [jnp.zeros(z.shape, z.dtype) for z in zeros]
     sums, dx = jax.lax.scan(step, start, parts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.ragged_dot import xla
+from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.general import general
 from rewriter.kernels.ragged_dot.reference import reference, sample
 from rewriter.op import Op
@@ -17,6 +18,7 @@ OP = Op(
     sample=sample,
     defaults={"mode": "forward", "out_dtype": None, "precision": None},
     general=general,
+    cost=cost,
 )
 
 KERNELS = (
@@ -30,6 +32,8 @@ KERNELS = (
         backward=xla.backward,
         memory_bounded=True,
         profitable=xla.profitable,
+        space=Space(xla.Tile, xla.default, xla.configs),
+        backward_space=Space(xla.Tile, xla.default, xla.configs),
         saves_out=False,
     ),
 )

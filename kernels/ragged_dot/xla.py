@@ -9,6 +9,7 @@ at most m / rows + g tiles in all.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
+    from rewriter.device import Device
     from rewriter.kernel import Spec
 
 
@@ -89,6 +91,30 @@ def tile_rows(m: int, groups: int) -> int:
     return min(m, size)
 
 
+@dataclass(frozen=True)
+class Tile:
+    """The config of both passes.
+
+    Attributes:
+        rows: Rows multiplied at once; None for `tile_rows`.
+    """
+
+    rows: int | None = None
+
+
+def default(spec: Spec, device: Device) -> Tile:
+    """Returns the rule of thumb, which depends on rows per group."""
+    del spec, device
+    return Tile()
+
+
+def configs(spec: Spec, device: Device) -> list[Tile]:
+    """Returns tiles worth measuring; with few steps, where each costs a launch."""
+    m = spec.shape("lhs")[0]
+    sizes = (32, 64, 128, 256) if device.platform == "cpu" else (256, 512, 1024, 2048)
+    return [Tile(n) for n in sizes if n <= m]
+
+
 def forward(
     lhs: Array,
     rhs: Array,
@@ -98,6 +124,7 @@ def forward(
     out_dtype: str | None = None,
     precision: str | None = None,
     residuals: bool = False,
+    config: Tile | None = None,
 ) -> Any:
     """Returns the ragged dot, as `reference` does.
 
@@ -109,10 +136,13 @@ def forward(
         out_dtype: The result's dtype, that of the operands by default.
         precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
+        config: The tile.
     """
+    size = (config or Tile()).rows or tile_rows(lhs.shape[0], group_sizes.shape[0])
+    size = min(size, lhs.shape[0])
     dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
     run = _contracted if mode == "contracting" else _ragged
-    out = run(lhs, rhs, group_sizes, mode, dtype, precision)
+    out = run(lhs, rhs, group_sizes, mode, dtype, precision, size)
     return (out, ()) if residuals else out
 
 
@@ -127,6 +157,7 @@ def backward(
     mode: str = "forward",
     out_dtype: str | None = None,
     precision: str | None = None,
+    config: Tile | None = None,
 ) -> dict[str, Array]:
     """Returns the cotangents of lhs and rhs, each a ragged dot itself.
 
@@ -140,6 +171,7 @@ def backward(
         mode: As in `forward`.
         out_dtype: As in `forward`.
         precision: As in `forward`.
+        config: As in `forward`.
     """
     del out, residuals, out_dtype
     left, right = {
@@ -147,19 +179,23 @@ def backward(
         "transposed": ((cotangent, rhs, "forward"), (cotangent, lhs, "contracting")),
         "contracting": ((rhs, cotangent, "transposed"), (lhs, cotangent, "forward")),
     }[mode]
+    more: dict[str, Any] = {"precision": precision, "config": config}
     return {
-        name: forward(
-            a, b, group_sizes, mode=how, out_dtype=str(x.dtype), precision=precision
-        )
+        name: forward(a, b, group_sizes, mode=how, out_dtype=str(x.dtype), **more)
         for name, x, (a, b, how) in (("lhs", lhs, left), ("rhs", rhs, right))
     }
 
 
 def _ragged(
-    lhs: Array, rhs: Array, group_sizes: Array, mode: str, dtype: Any, precision: Any
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    mode: str,
+    dtype: Any,
+    precision: Any,
+    size: int,
 ) -> Array:
-    (m, _), groups = lhs.shape, rhs.shape[0]
-    n = rhs.shape[1 if mode == "transposed" else 2]
+    m, n = lhs.shape[0], rhs.shape[1 if mode == "transposed" else 2]
     form = "mk,nk->mn" if mode == "transposed" else "mk,kn->mn"
     wide = _wide(lhs, rhs)
 
@@ -177,13 +213,18 @@ def _ragged(
 
         return _over_tiles(start, end, m, size, one_tile, out)
 
-    size = tile_rows(m, groups)
     out = jnp.zeros((m, n), dtype) + _zero(lhs, rhs, group_sizes).astype(dtype)
     return _over_groups(group_sizes, m, one_group, out)
 
 
 def _contracted(
-    lhs: Array, rhs: Array, group_sizes: Array, mode: str, dtype: Any, precision: Any
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    mode: str,
+    dtype: Any,
+    precision: Any,
+    size: int,
 ) -> Array:
     del mode
     (m, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
@@ -212,7 +253,6 @@ def _contracted(
         total = _over_tiles(start, end, m, size, add, total)
         return lax.dynamic_update_index_in_dim(out, total.astype(dtype), group, 0)
 
-    size = tile_rows(m, groups)
     out = jnp.zeros((groups, k, n), dtype) + zero.astype(dtype)
     body = in_place if dtype == wide else summed
     return _over_groups(group_sizes, m, body, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, pays_on_cpu
 from rewriter.kernels.rms_norm import xla
+from rewriter.kernels.rms_norm.cost import cost
 from rewriter.kernels.rms_norm.reference import reference, sample
 from rewriter.op import Op
 
@@ -16,6 +17,7 @@ OP = Op(
     sample=sample,
     defaults={"eps": 0.0, "out_dtype": None},
     parallel="...",
+    cost=cost,
 )
 
 KERNELS = (

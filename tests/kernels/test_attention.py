@@ -26,9 +26,7 @@ TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "ROWS", 16)
-    monkeypatch.setattr(xla, "KEYS", 16)
-    monkeypatch.setattr(xla, "TILE", 2048)
+    monkeypatch.setattr(xla, "DEFAULT", xla.Blocks(rows=16, keys=16, tile=2048))
 
 
 def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:

@@ -57,9 +57,12 @@ def test_it_is_never_exported() -> None:
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN is there")
 def test_without_cudnn_the_reason_is_told() -> None:
     assert "cuDNN" in cudnn.supports(spec()).reasons[0].text
-    fast = rewriter.optimize(causal, implementation={"attention": "cudnn"})
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
-    (site,) = fast.report(x, x, x).sites
+    fast = rewriter.optimize(causal, implementation={"attention": "cudnn"})
+    with pytest.raises(rewriter.KernelError, match=r"cudnn: .*cuDNN"):
+        fast.report(x, x, x)
+    either = {"attention": ["cudnn", "xla"]}
+    (site,) = rewriter.explain(causal, implementation=either)(x, x, x).sites
     assert not site.replaced
     assert "cuDNN" in str(site.not_chosen)
 

@@ -69,7 +69,7 @@ def test_clamped_branches_agree_with_float64(transform: str) -> None:
 def test_blocks_of_rows_and_a_rest_agree_with_float64(
     transform: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xla, "BLOCK", 4)
+    monkeypatch.setattr(xla, "DEFAULT", xla.Block(rows=4))
     shapes = {**WEIGHTS, **BIASES, "x": (rows, 4)}
     transforms.check(transform, *_both(shapes, CLAMPED))
 

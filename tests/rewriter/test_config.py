@@ -36,8 +36,12 @@ def test_a_new_thread_starts_from_defaults():
 def test_values_become_hashable():
     found = resolve({"require": {"b": 2, "a": 1}, "implementation": {"x": "y"}})
     assert found.require == (("a", 1), ("b", 2))
-    assert found.implementation == (("x", "y"),)
+    assert found.implementation == (("x", ("y",), ()),)
     hash(found)
+    forms = {"a": ["x", "y"], "b": {"forward": "x", "backward": ["y"]}}
+    found = resolve({"implementation": forms})
+    assert found.implementation == (("a", ("x", "y"), ()), ("b", ("x",), ("y",)))
+    assert resolve({"implementation": found.implementation}) == found
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,10 @@ def test_values_become_hashable():
         ({"verify": True}, "Choose off, once"),
         ({"strict": "yes"}, "Choose True, False"),
         ({"require": {"attention": "two"}}, "a dict of op name to count"),
-        ({"implementation": "xla"}, "a dict of op name to kernel name"),
+        ({"implementation": "xla"}, "a dict of op name to a kernel's name"),
+        ({"implementation": {"attention": 3}}, "implementation['attention']=3"),
+        ({"implementation": {"attention": {"back": "xla"}}}, "forward, backward"),
+        ({"tuned": 3}, "tuned=3; expected what rewriter.tune gives, or the path"),
         ({"patterns": 3}, "expected a string"),
     ],
 )

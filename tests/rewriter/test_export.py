@@ -73,7 +73,12 @@ def test_symbolic_batch():
     params, x = inputs()
     (size,) = jax.export.symbolic_shape("b")
     spec = jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
-    run = rewriter.export(block, platforms=("cpu", "tpu"), implementation=FORCED)
+    platforms = ("cpu", "tpu")
+    run = rewriter.export(block, platforms=platforms, implementation=FORCED)
+    with pytest.raises(rewriter.KernelError, match="sizes must be known"):
+        run(specs(params), spec)
+    either = {op: [kernel, "xla"] for op, kernel in FORCED.items()}
+    run = rewriter.export(block, platforms=platforms, implementation=either)
     artifact = run(specs(params), spec)
     kernels = {s["op"]: s["kernel"] for s in artifact.manifest["sites"]}
     assert kernels == {"rms_norm": "memory_bounded", "attention": "xla"}

@@ -121,9 +121,9 @@ def test_error():
 
 def test_benchmark():
     result = rewriter.benchmark(block, pairs=2)(*inputs())
-    assert [r.mode for r in result.rows] == ["forward", "gradient"]
+    assert [r.mode for r in result.rows] == ["forward", "forward_and_vjp"]
     assert result.rows[0].original.temp_bytes >= 0
     assert "2 interleaved pairs" in str(result)
     assert json.loads(result.json())["rows"][0]["speedup"] > 0
-    with pytest.raises(rewriter.ConfigError, match="Choose forward, gradient, both"):
+    with pytest.raises(rewriter.ConfigError, match="Choose forward, vjp, forward_and"):
         rewriter.benchmark(block, mode="both ways")

@@ -9,14 +9,19 @@ import jax.numpy as jnp
 import pytest
 
 import rewriter
+from rewriter.choose import choose
 from rewriter.config import Config
+from rewriter.device import Device
 from rewriter.kernel import spec_of
-from rewriter.plan import choose
 from rewriter.registry import registry
 
 T = 1024
 QKV = jax.ShapeDtypeStruct((1, T, 4, 32), jnp.float32)
 HUGE = jax.ShapeDtypeStruct((4, 1 << 16, 8, 64), jnp.float32)
+
+
+def on(platform: str) -> Device:
+    return Device(platform, platform)
 
 
 def attention(q, k, v):
@@ -33,7 +38,7 @@ def attention(q, k, v):
 def test_attention_by_platform(x, platform: str, kernel: str) -> None:
     op = registry().op("attention")
     spec = spec_of(op, {"q": x, "k": x, "v": x}, {})
-    choice = choose(spec, Config(), registry().kernels("attention"), platform)
+    choice = choose(spec, Config(), registry().kernels("attention"), on(platform))
     assert choice.kernel == kernel
     if kernel == "xla":
         assert platform in dict(choice.not_chosen)["memory_bounded"]
@@ -83,10 +88,10 @@ def test_nothing_is_said_of_kernels_for_other_platforms() -> None:
     op = registry().op("attention")
     spec = spec_of(op, {"q": QKV, "k": QKV, "v": QKV}, {})
     kernels = registry().kernels("attention")
-    assert "cudnn" not in dict(choose(spec, Config(), kernels, "cpu").not_chosen)
-    assert "cudnn" in dict(choose(spec, Config(), kernels, "cuda").not_chosen)
+    assert "cudnn" not in dict(choose(spec, Config(), kernels, on("cpu")).not_chosen)
+    assert "cudnn" in dict(choose(spec, Config(), kernels, on("cuda")).not_chosen)
     alone = [k for k in kernels if k.name == "cudnn"]
-    why = dict(choose(spec, Config(), alone, "cpu").not_chosen)
+    why = dict(choose(spec, Config(), alone, on("cpu")).not_chosen)
     assert why["cudnn"] == "runs on cuda, not cpu"
 
 
@@ -95,10 +100,12 @@ def test_what_is_exported_has_only_kernels_that_may_be() -> None:
     spec = spec_of(op, {"q": QKV, "k": QKV, "v": QKV}, {})
     bounded = next(k for k in registry().kernels("attention") if k.name != "cudnn")
     kernels = [dataclasses.replace(bounded, exportable=False)]
-    for forced in ((), (("attention", bounded.name),)):
-        config = Config(implementation=forced)
-        assert choose(spec, config, kernels, "cpu").kernel == bounded.name
-        config = dataclasses.replace(config, exporting=True)
-        choice = choose(spec, config, kernels, "cpu")
-        assert choice.kernel == "xla"
-        assert "exported" in dict(choice.not_chosen)[bounded.name]
+    assert choose(spec, Config(), kernels, on("cpu")).kernel == bounded.name
+    choice = choose(spec, Config(exporting=True), kernels, on("cpu"))
+    assert choice.kernel == "xla"
+    assert "exported" in dict(choice.not_chosen)[bounded.name]
+    forced = (("attention", (bounded.name,), ()),)
+    config = Config(implementation=forced)
+    assert choose(spec, config, kernels, on("cpu")).kernel == bounded.name
+    with pytest.raises(rewriter.KernelError, match="exported"):
+        choose(spec, dataclasses.replace(config, exporting=True), kernels, on("cpu"))

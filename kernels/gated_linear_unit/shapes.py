@@ -1,0 +1,23 @@
+"""Uses of a gated linear unit that are measured, by the name of the set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _use(
+    m: int, k: int, f: int, dtype: str = "bfloat16"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    weights = dtype, (k, f)
+    return {"x": (dtype, (m, k)), "w_gate": weights, "w_up": weights}, {}
+
+
+SHAPES = {
+    "small": (_use(256, 128, 512, "float32"),),
+    "targets": (
+        _use(8192, 4096, 14336),
+        _use(16384, 2048, 8192),
+        _use(2048, 8192, 28672),
+        _use(16, 4096, 14336),
+    ),
+}

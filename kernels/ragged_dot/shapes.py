@@ -1,0 +1,23 @@
+"""Uses of a ragged dot that are measured, by the name of the set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _use(
+    m: int, k: int, n: int, g: int, dtype: str = "bfloat16"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    operands = {"lhs": (dtype, (m, k)), "rhs": (dtype, (g, k, n))}
+    return {**operands, "group_sizes": ("int32", (g,))}, {}
+
+
+SHAPES = {
+    "small": (_use(256, 64, 128, 8, "float32"),),
+    "targets": (
+        _use(8192, 4096, 4096, 16),
+        _use(32768, 2048, 1536, 128),
+        _use(8192, 4096, 14336, 8),
+        _use(256, 2048, 1536, 128),
+    ),
+}

@@ -1,0 +1,235 @@
+"""Tuned choices on disk: one JSON file per key, readable and safe to share.
+
+A file is ``<device>/<op>/<kernel>-<hash>.json`` below `path`. Writing is atomic and
+merges with what another process wrote meanwhile, so that the worst loss is a
+repeated measurement. A file that cannot be read is reported and never written over:
+it is set aside as ``<name>.damaged`` by the next tuning. In a folder that cannot be
+written choices are kept in memory, with one warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewriter import atomic
+from rewriter.errors import CacheWarning
+from rewriter.tuned import (
+    FORMAT,
+    Entry,
+    Key,
+    Measurement,
+    Tuned,
+    key_from,
+    key_json,
+    measurement_from,
+    measurement_json,
+    merge,
+)
+
+VARIABLE = "REWRITER_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class Info:
+    """What is in the cache.
+
+    Attributes:
+        path: The folder.
+        files: How many files it has.
+        nbytes: Their size in bytes.
+        counts: ((device, op), keys) pairs.
+        unreadable: Files that cannot be used, with the reason.
+    """
+
+    path: str
+    files: int
+    nbytes: int
+    counts: tuple[tuple[tuple[str, str], int], ...]
+    unreadable: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {self.files} files, {self.nbytes:,} bytes"]
+        lines += [f"  {d}  {op}: {n}" for (d, op), n in self.counts]
+        lines += [f"  cannot be used: {p}: {why}" for p, why in self.unreadable]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Process:
+    """What this process remembers: files read, what could not be written."""
+
+    memory: Tuned = field(default_factory=Tuned)
+    warned: set[str] = field(default_factory=set)
+    read: dict[str, tuple[Any, tuple[Entry, ...]]] = field(default_factory=dict)
+
+
+@functools.cache
+def _process() -> _Process:
+    return _Process()
+
+
+def path() -> str:
+    """Returns the cache's folder: ``REWRITER_CACHE_DIR``, else the user's own."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return given
+    import platformdirs
+
+    return os.path.join(platformdirs.user_cache_dir("jaxpr-rewriter"), "tuned")
+
+
+def entries(device: str, op: str) -> tuple[Entry, ...]:
+    """Returns everything measured for an op on a device kind.
+
+    A folder is read again only when a file in it was added, replaced or removed.
+    """
+    folder = os.path.join(path(), _slug(device), _slug(op))
+    process = _process()
+    mine = tuple(
+        (k, m) for k, m in process.memory.entries if (k.device, k.op) == (device, op)
+    )
+    try:
+        stamp = os.stat(folder).st_mtime_ns
+    except OSError:
+        return mine
+    if folder not in process.read or process.read[folder][0] != stamp:
+        found, problems = _read(_files(folder))
+        for name, why in problems:
+            _warn(f"{name} is left aside: {why}", name)
+        process.read[folder] = stamp, found.entries
+    return (Tuned(process.read[folder][1]) | Tuned(mine)).entries
+
+
+def add(key: Key, measurements: Iterable[Measurement]) -> None:
+    """Writes measurements, merged with what the files hold already."""
+    process = _process()
+    by_kernel: dict[str, list[Measurement]] = {}
+    for m in measurements:
+        by_kernel.setdefault(m.version.replace(", ", "+"), []).append(m)
+    for kernel, made in by_kernel.items():
+        try:
+            _add(_file(key, kernel, made[0].jax), key, made)
+        except OSError as problem:
+            process.memory |= Tuned(((key, tuple(made)),))
+            text = f"tuned choices stay in memory: {problem}. Set {VARIABLE}"
+            _warn(text, "unwritable")
+
+
+def info() -> Info:
+    """Returns where the cache is, how large, and what is in it."""
+    root = path()
+    names = list(_walk(root))
+    found, problems = _read(names)
+    counts: dict[tuple[str, str], int] = {}
+    for key, _ in found.entries:
+        counts[key.device, key.op] = counts.get((key.device, key.op), 0) + 1
+    size = sum(os.path.getsize(n) for n in names)
+    return Info(root, len(names), size, tuple(sorted(counts.items())), problems)
+
+
+def clear(op: str | None = None, device: str | None = None) -> int:
+    """Removes what is cached; returns the number of files.
+
+    Args:
+        op: Only of this op.
+        device: Only of this device kind.
+    """
+    process = _process()
+    process.memory = Tuned(tuple(
+        (k, m) for k, m in process.memory.entries
+        if (op or k.op, device or k.device) != (k.op, k.device)
+    ))  # fmt: skip
+    removed = 0
+    for name in list(_walk(path())):
+        parts = os.path.relpath(name, path()).split(os.sep)
+        wanted = (_slug(device) if device else parts[0], _slug(op) if op else parts[1])
+        if (parts[0], parts[1]) == wanted:
+            os.unlink(name)
+            removed += 1
+    return removed
+
+
+# ---------------------------------------------------------------------- files
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.+_-]+", "_", text)
+
+
+def _file(key: Key, kernel: str, version: str) -> str:
+    text = json.dumps([key_json(key), kernel, version], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    name = f"{_slug(kernel)}-{digest}.json"
+    return os.path.join(path(), _slug(key.device), _slug(key.op), name)
+
+
+def _files(folder: str) -> list[str]:
+    names = sorted(n for n in os.listdir(folder) if n.endswith(".json"))
+    return [os.path.join(folder, n) for n in names]
+
+
+def _walk(root: str) -> Iterator[str]:
+    """Files of the form ``device/op/name.json``; nothing else is the cache's."""
+    for device in _folders(root):
+        for op in _folders(device):
+            yield from _files(op)
+
+
+def _folders(root: str) -> list[str]:
+    try:
+        return sorted(e.path for e in os.scandir(root) if e.is_dir())
+    except OSError:
+        return []
+
+
+def _read(names: Sequence[str]) -> tuple[Tuned, tuple[tuple[str, str], ...]]:
+    merged: dict[Key, tuple[Measurement, ...]] = {}
+    problems: list[tuple[str, str]] = []
+    for name in names:
+        try:
+            key, made = _load(name)
+        except FileNotFoundError:  # another process took it away
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+            problems.append((name, f"{type(problem).__name__}: {problem}"))
+            continue
+        merged[key] = merge(merged.get(key, ()), made)
+    return Tuned(tuple(merged.items())), tuple(problems)
+
+
+def _load(name: str) -> tuple[Key, tuple[Measurement, ...]]:
+    with open(name, encoding="utf-8") as file:
+        data: Mapping[str, Any] = json.load(file)
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']}, expected {FORMAT}")
+    made = tuple(map(measurement_from, data["measurements"]))
+    return key_from(data["key"]), made
+
+
+def _add(name: str, key: Key, made: Sequence[Measurement]) -> None:
+    os.makedirs(os.path.dirname(name), exist_ok=True)
+    old: tuple[Measurement, ...] = ()
+    try:
+        other, found = _load(name)
+        old = found if other == key else ()
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError, AttributeError):
+        os.replace(name, f"{name}.damaged")
+        _warn(f"{name} could not be read and is kept as {name}.damaged", name)
+    kept = [measurement_json(m) for m in merge(old, made)]
+    data = {"format": FORMAT, "key": key_json(key), "measurements": kept}
+    atomic.write(name, json.dumps(data, indent=1).encode())
+
+
+def _warn(text: str, once: str) -> None:
+    warned = _process().warned
+    if once not in warned:
+        warned.add(once)
+        warnings.warn(text, CacheWarning, stacklevel=3)

@@ -1,0 +1,315 @@
+"""A site in, the kernels of its passes out: forced, measured, or by rule of thumb."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from rewriter import cache
+from rewriter.config import Config
+from rewriter.device import Device
+from rewriter.errors import KernelError, UnknownKernel, caller, known
+from rewriter.implementation import XLA, Implementation, takes
+from rewriter.kernel import Kernel, Spec
+from rewriter.registry import REFERENCE
+from rewriter.tuned import (
+    BOTH,
+    FORWARD,
+    Decision,
+    Entry,
+    Key,
+    Measurement,
+    Tuned,
+    decide,
+    key_of,
+    nearest,
+    version_of,
+)
+from rewriter.verdict import Verdict, no
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a site on one platform.
+
+    Attributes:
+        implementation: The kernels of both passes.
+        origin: ``"forced"``, ``"tuned"`` (given by the user), ``"cached"``,
+            ``"shipped"``, ``"nearest"`` or ``"heuristic"``.
+        not_chosen: (name, reason) for everything else.
+    """
+
+    implementation: Implementation
+    origin: str
+    not_chosen: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def kernel(self) -> str:
+        """The kernels' names; ``"xla"`` leaves the program as written."""
+        return self.implementation.name
+
+
+AS_WRITTEN = Implementation()
+
+
+def choose(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: bool = False,
+    where: str = "",
+) -> Choice:
+    """Returns what computes a site: forced, else measured, else the first that pays.
+
+    Args:
+        spec: The site's shapes, dtypes and parameters.
+        config: ``implementation`` forces kernels for an op; ``numerics="strict"``
+            leaves every site as written; ``tune`` and ``tuned`` say what was measured.
+        kernels: The op's kernels, best first.
+        device: Where it will run.
+        differentiated: Whether its gradient is computed in the same program.
+        where: The user's line, for errors.
+
+    Raises:
+        UnknownKernel: If a forced kernel does not exist.
+        KernelError: If none of the forced kernels takes the site.
+    """
+    forced = [f for f in config.implementation if f[0] == spec.op]
+    if forced:
+        return _forced(spec, forced[0][1:], kernels, config, where)
+    if config.numerics == "strict":
+        why = "numerics='strict', and every kernel sums in another order"
+        return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
+    return _measured(spec, config, kernels, device, differentiated) or _by_thumb(
+        spec, config, kernels, device
+    )
+
+
+def usable(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict:
+    """Returns whether a kernel may be chosen for a site on a platform."""
+    if config.exporting and not kernel.exportable:
+        return no("export", "JAX does not keep its call stable in exported programs")
+    if platform not in kernel.platforms:
+        return no("platform", f"runs on {', '.join(kernel.platforms)}, not {platform}")
+    return kernel.supports(spec)
+
+
+# --------------------------------------------------------------- rules of thumb
+def _by_thumb(
+    spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
+) -> Choice:
+    refused: list[tuple[str, str]] = []
+    here = device.platform
+    # Of kernels for other platforms nothing is said, unless there are no others.
+    for kernel in [k for k in kernels if here in k.platforms] or kernels:
+        verdict = usable(kernel, spec, here, config)
+        if verdict.ok:
+            verdict = kernel.profitable(spec, here)
+        if verdict.ok:
+            made = Implementation(kernel.name)
+            return Choice(made, "heuristic", tuple(refused))
+        refused.append((kernel.name, _reasons(verdict)))
+    return Choice(AS_WRITTEN, "heuristic", tuple(refused))
+
+
+def _reasons(verdict: Verdict) -> str:
+    return "; ".join(r.text for r in verdict.reasons)
+
+
+# ----------------------------------------------------------------------- forced
+def _forced(
+    spec: Spec,
+    asked: tuple[Sequence[str], Sequence[str]],
+    kernels: Sequence[Kernel],
+    config: Config,
+    where: str,
+) -> Choice:
+    forward, backward = asked
+    why: list[tuple[str, str]] = []
+    first = _first(forward, spec, kernels, config, why)
+    second = _first(backward, spec, kernels, config, why)
+    if first is None and not forward:
+        first = REFERENCE  # only the backward was asked for
+    if first is None or (backward and second is None):
+        names = ", ".join((*forward, *backward))
+        text = "; ".join(f"{name}: {reason}" for name, reason in why)
+        raise KernelError(
+            f"implementation={{{spec.op!r}: {names!r}}} cannot be had: {text}",
+            next_step=f"Add {XLA!r} as the last of a list to leave such sites as they "
+            "are",
+            where=where or caller(),
+        )
+    return Choice(Implementation(first, second or ""), "forced", tuple(why))
+
+
+def _first(
+    names: Sequence[str],
+    spec: Spec,
+    kernels: Sequence[Kernel],
+    config: Config,
+    why: list[tuple[str, str]],
+) -> str | None:
+    """The first name that can be had; the reasons against those before go to `why`."""
+    by_name = {k.name: k for k in kernels}
+    for name in names:
+        if name not in (XLA, REFERENCE, *by_name):
+            raise UnknownKernel(
+                f"{spec.op} has no kernel {name!r}",
+                next_step=known(name, [*by_name, REFERENCE, XLA]),
+                where=caller(),
+            )
+    for name in names:
+        if name in (XLA, REFERENCE):
+            return name
+        kernel = by_name[name]
+        verdict = usable(kernel, spec, kernel.platforms[0], config)
+        if verdict.ok:
+            return name
+        why.append((name, _reasons(verdict)))
+    return None
+
+
+# --------------------------------------------------------------------- measured
+def _measured(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: bool,
+) -> Choice | None:
+    """The winner of what was measured; None if nothing was that still holds."""
+    if config.tune == "off" and not config.tuned:
+        return None
+    if spec.symbolic or not kernels:
+        return None
+    by_name = {k.name: k for k in kernels if device.platform in k.platforms}
+    holds = functools.partial(_holds, spec, config, by_name, device)
+    sources = _sources(config, device, spec.op)
+    passes = BOTH if differentiated else FORWARD
+    found, origin = _look_up(sources, key_of(spec, passes, device.kind), holds)
+    decision = decide(found)
+    if decision is None:
+        return None
+    made = decision.best.implementation
+    if not differentiated:
+        gradient, _ = _look_up(sources, key_of(spec, BOTH, device.kind), holds)
+        made = _with_backward(made, gradient)
+    timed = {name for m in found for name in m.implementation.kernels}
+    refused = [
+        (k.name, _reasons(usable(k, spec, device.platform, config)) or "not measured")
+        for name, k in by_name.items()
+        if name not in timed
+    ]
+    return Choice(made, origin, (*_by_kernel(decision), *refused))
+
+
+def _by_kernel(decision: Decision) -> list[tuple[str, str]]:
+    """Why other kernels lost, each with its best config."""
+    names: dict[str, str] = {}
+    for name, why in decision.lost:
+        names.setdefault(name, why)
+    names.pop(decision.best.implementation.name, None)
+    return list(names.items())
+
+
+def _with_backward(
+    forward: Implementation, measured: Sequence[Measurement]
+) -> Implementation:
+    """The forward with the backward that was fastest with it, should one be wanted."""
+    same = [m for m in measured if _same_forward(m.implementation, forward)]
+    decision = decide(same)
+    if decision is None or decision.best.implementation.forward == XLA:
+        return forward
+    return decision.best.implementation
+
+
+def _same_forward(made: Implementation, forward: Implementation) -> bool:
+    if forward.forward == XLA:
+        return made.forward in (XLA, REFERENCE)
+    return (made.forward, made.config) == (forward.forward, forward.config)
+
+
+def _holds(
+    spec: Spec,
+    config: Config,
+    kernels: Mapping[str, Kernel],
+    device: Device,
+    m: Measurement,
+) -> bool:
+    """Whether a measurement is of kernels that are here, and take the site."""
+    made = m.implementation
+    if any(name not in kernels for name in made.kernels):
+        return False
+    if m.version != version_of(made, kernels):
+        return False
+    if not all(
+        usable(kernels[n], spec, device.platform, config).ok for n in made.kernels
+    ):
+        return False
+    return takes(made, spec, kernels).ok
+
+
+Source = tuple[str, Sequence[Entry]]
+
+
+def _sources(config: Config, device: Device, op: str) -> list[Source]:
+    """Where measurements may be found, the strongest first."""
+    found: list[Source] = [("tuned", _given(t).entries) for t in config.tuned[::-1]]
+    if config.tune == "off":
+        return found
+    if jax.process_count() == 1:  # all hosts must compile one program
+        mine = cache.entries(device.kind, op)
+        here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
+        found.append(("cached", [(k, ms) for k, ms in here if ms]))
+    return [*found, ("shipped", shipped(op).entries)]
+
+
+def _look_up(
+    sources: Sequence[Source], key: Key, holds: Callable[[Measurement], bool]
+) -> tuple[tuple[Measurement, ...], str]:
+    """The measurements of a key, else of the nearest shapes, and their origin."""
+    for origin, entries in sources:
+        found = tuple(filter(holds, dict(entries).get(key, ())))
+        if found:
+            return found, origin
+    for _, entries in sources:
+        found = tuple(filter(holds, nearest(entries, key)))
+        if found:
+            return found, "nearest"
+    return (), ""
+
+
+def _given(tuned: object) -> Tuned:
+    if isinstance(tuned, Tuned):
+        return tuned
+    path = str(tuned)
+    return _loaded(path, os.stat(path).st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(path: str, stamp: int) -> Tuned:
+    del stamp
+    return Tuned.load(path)
+
+
+@functools.cache
+def shipped(op: str) -> Tuned:
+    """Returns the measurements that come with the package, of all device kinds."""
+    try:
+        module = importlib.import_module(f"rewriter.kernels.{op}")
+    except ModuleNotFoundError:
+        return Tuned()
+    folder = os.path.join(os.path.dirname(str(module.__file__)), "tuned")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    made = Tuned()
+    for name in names:
+        if name.endswith(".json"):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                made |= Tuned.loads(file.read(), name)
+    return made

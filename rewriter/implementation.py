@@ -1,0 +1,187 @@
+"""Names and configs in, one kernel out: how both passes of a site are computed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rewriter.kernel import Kernel, Space, Spec
+from rewriter.op import Op
+from rewriter.registry import REFERENCE
+from rewriter.verdict import Verdict, all_of
+
+XLA = "xla"
+"""The name of the choice to leave the program as written."""
+
+Settings = tuple[tuple[str, Any], ...] | None
+"""A config as (field, value) pairs; None for the kernel's rule of thumb."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Which kernel computes each pass of a site, and with which config.
+
+    Attributes:
+        forward: A kernel's name, ``"reference"`` for the op's plain form, or
+            ``"xla"`` for the program as it was written, with its own gradient.
+        backward: The kernel of the backward pass; ``"reference"`` for
+            `jax.vjp` of the op's plain form; empty if the kernel is the forward's.
+        config: The forward's config.
+        backward_config: The backward's.
+
+    Example:
+        >>> Implementation("cudnn", "memory_bounded").name
+        'cudnn, backward memory_bounded'
+    """
+
+    forward: str = XLA
+    backward: str = ""
+    config: Settings = None
+    backward_config: Settings = None
+
+    @property
+    def name(self) -> str:
+        """The kernels' names in words."""
+        if not self.backward or self.backward == self.forward:
+            return self.forward
+        return f"{self.forward}, backward {self.backward}"
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of the kernels it takes, each once."""
+        names = dict.fromkeys((self.forward, self.backward or self.forward))
+        return tuple(n for n in names if n not in (XLA, REFERENCE))
+
+    @property
+    def configs(self) -> str:
+        """The configs in words; empty for rules of thumb."""
+        first, second = map(_settings_text, (self.config, self.backward_config))
+        if second and second != first:
+            second = f"backward {second}"
+        return "; ".join(dict.fromkeys(p for p in (first, second) if p))
+
+    @property
+    def text(self) -> str:
+        """The names and configs in words."""
+        return f"{self.name} ({self.configs})" if self.configs else self.name
+
+
+def _settings_text(settings: Settings) -> str:
+    return ", ".join(f"{k}={v}" for k, v in settings or ())
+
+
+def settings(config: Any) -> Settings:
+    """Returns a config, a frozen dataclass, as pairs; None for None."""
+    return None if config is None else tuple(asdict(config).items())
+
+
+def takes(
+    implementation: Implementation, spec: Spec, kernels: Mapping[str, Kernel]
+) -> Verdict:
+    """Returns whether its kernels take a use of the op."""
+    return all_of(*(kernels[name].supports(spec) for name in implementation.kernels))
+
+
+def build(
+    implementation: Implementation, op: Op, kernels: Sequence[Kernel]
+) -> Kernel | None:
+    """Returns one kernel that computes both passes; None for the reference alone.
+
+    Where the two passes come from different kernels, the backward pass first runs its
+    own kernel's forward for the residuals it reads. Equal arguments give the same
+    kernel, so that equal sites are compiled once.
+
+    Raises:
+        KeyError: If a kernel is not among those given.
+        TypeError: If a config has other fields than the kernel's.
+    """
+    by_name = {k.name: k for k in kernels}
+    forward = _named(by_name, implementation.forward)
+    backward = _named(by_name, implementation.backward or implementation.forward)
+    return _built(implementation, op, forward, backward)
+
+
+def _named(kernels: Mapping[str, Kernel], name: str) -> Kernel | None:
+    return None if name in (REFERENCE, XLA) else kernels[name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _built(
+    implementation: Implementation,
+    op: Op,
+    forward: Kernel | None,
+    backward: Kernel | None,
+) -> Kernel | None:
+    if forward is None and (backward is None or backward.backward is None):
+        return None
+    if forward is not None:
+        forward = _with_forward(forward, implementation.config)
+    if backward is not None:
+        backward = _with_backward(backward, implementation.backward_config)
+    if implementation.backward in ("", implementation.forward):
+        assert forward is not None
+        assert backward is not None
+        return replace(forward, backward=backward.backward)
+    if backward is None or backward.backward is None:
+        assert forward is not None
+        return replace(forward, backward=None, saves_out=False, backward_space=None)
+    return _mixed(op, forward, backward, implementation.name)
+
+
+def _with_forward(kernel: Kernel, given: Settings) -> Kernel:
+    config = _config(kernel.space, given)
+    if config is None:
+        return kernel
+    return replace(kernel, forward=functools.partial(kernel.forward, config=config))
+
+
+def _with_backward(kernel: Kernel, given: Settings) -> Kernel:
+    config = _config(kernel.backward_space, given)
+    if config is None or kernel.backward is None:
+        return kernel
+    return replace(kernel, backward=functools.partial(kernel.backward, config=config))
+
+
+def _config(space: Space | None, given: Settings) -> Any:
+    if given is None:
+        return None
+    if space is None:
+        raise TypeError("a config for a kernel without configs")
+    return space.config(**dict(given))
+
+
+def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
+    """The forward of one kernel with the backward of another, which runs its own."""
+    plain: Callable[..., Any] = op.reference if first is None else first.forward
+    both = [k for k in (first, second) if k is not None]
+
+    def forward(*, residuals: bool = False, **given: Any) -> Any:
+        out = plain(**given)
+        return (out, ()) if residuals else out
+
+    def backward(*, out: Any, residuals: Any, cotangent: Any, **given: Any) -> Any:
+        del out, residuals
+        made, saved = second.forward(**given, residuals=True)
+        assert second.backward is not None
+        return second.backward(
+            **given,
+            out=made if second.saves_out else None,
+            residuals=tuple(saved),
+            cotangent=cotangent,
+        )
+
+    return Kernel(
+        name=name,
+        op=op.name,
+        platforms=tuple(p for p in second.platforms if p in both[0].platforms),
+        version=max(k.version for k in both),
+        supports=lambda spec: all_of(*(k.supports(spec) for k in both)),
+        forward=forward,
+        backward=backward,
+        memory_bounded=all(k.memory_bounded for k in both),
+        saves_out=False,
+        exportable=all(k.exportable for k in both),
+        needs_devices=any(k.needs_devices for k in both),
+    )  # fmt: skip

@@ -1,0 +1,459 @@
+"""Measuring kernels: good, bad, hung and broken ones, also inside a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+from rewriter import autotune, cache, device, timing
+from rewriter.implementation import Implementation
+from rewriter.kernel import Space, Spec
+from rewriter.op import Op
+from rewriter.verdict import YES, no
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:rewriter.CacheWarning")
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REWRITER_CACHE_DIR", str(tmp_path / "cache"))
+    cache._process.cache_clear()
+    yield
+    cache._process.cache_clear()
+
+
+def slow_pattern() -> rewriter.Pattern:
+    """A sum of sines written as a long loop, that a kernel can do at once."""
+
+    @rewriter.pattern(dims="x: m k, w: k n -> m n")
+    def gated(x, w):
+        return jnp.sin(x @ w) * (x @ w)
+
+    return gated
+
+
+def program(x, w):
+    y = x @ w
+    return jnp.sin(y) * y
+
+
+X, W = jnp.ones((64, 32)) * 0.01, jnp.ones((32, 48)) * 0.1
+
+
+def measured(pattern, **options):
+    tuned = rewriter.tune(program, patterns=[pattern], **options)(X, W)
+    return {
+        m.implementation.text: m for _, found in tuned.entries for m in found
+    }  # fmt: skip
+
+
+def sleepy(seconds: float):
+    """A kernel that takes its time at every run."""
+
+    def wait(x: np.ndarray) -> np.ndarray:
+        time.sleep(seconds)
+        return x
+
+    def kernel(x, w):
+        y = x @ w
+        y = jnp.sin(y) * y
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+    return kernel
+
+
+def test_every_kind_of_failure_costs_one_candidate() -> None:
+    pattern = slow_pattern()
+
+    @pattern.kernel()
+    def good(x, w):
+        y = jnp.dot(x, w)
+        return y * jnp.sin(y)
+
+    @pattern.kernel()
+    def wrong(x, w):
+        return 1.001 * program(x, w)
+
+    @pattern.kernel()
+    def not_a_number(x, w):
+        return program(x, w) / jnp.zeros(())
+
+    @pattern.kernel()
+    def does_not_trace(x, w):
+        raise NotImplementedError("sm_90 only")
+
+    @pattern.kernel()
+    def does_not_run(x, w):
+        def fail(y: np.ndarray) -> np.ndarray:
+            raise RuntimeError("RESOURCE_EXHAUSTED: 80 GiB")
+
+        y = program(x, w)
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+    @pattern.kernel(supports=lambda spec: no("never", "takes nothing"))
+    def refuses(x, w):
+        raise AssertionError("must not be traced")
+
+    found = measured(pattern)
+    assert set(found) == {
+        "xla", "good", "wrong", "not_a_number", "does_not_trace", "does_not_run",
+    }  # fmt: skip
+    times = {name for name, m in found.items() if m.median_us is not None}
+    assert times == {"xla", "good"}
+    assert "differs from the reference by 1.0e-03" in found["wrong"].problem
+    assert "differs from the reference by inf" in found["not_a_number"].problem
+    assert found["does_not_trace"].problem == (
+        "does not compile: NotImplementedError: sm_90 only"
+    )
+    assert "does not run: out of memory: " in found["does_not_run"].problem
+    (site,) = rewriter.explain(program, patterns=[pattern])(X, W).sites
+    assert site.origin == "cached"
+    assert site.kernel in ("xla", "good")
+    assert "wrong: result differs" in dict(site.not_chosen)["wrong"]
+    assert dict(site.not_chosen)["refuses"] == "takes nothing"
+
+
+def test_a_compilation_that_hangs_is_left_behind(monkeypatch) -> None:
+    monkeypatch.setattr(autotune, "SITE_S", 4.0)
+    pattern = slow_pattern()
+
+    @pattern.kernel()
+    def hangs(x, w):
+        time.sleep(30)
+        return program(x, w)
+
+    start = time.monotonic()
+    found = measured(pattern)
+    assert time.monotonic() - start < 20
+    assert "took longer than its share" in found["hangs"].problem
+    assert found["xla"].median_us is not None
+
+
+def test_the_budget_bounds_the_time(caplog) -> None:
+    pattern = slow_pattern()
+    pattern.kernel()(sleepy(0.3))
+
+    def many(x, w):
+        return [program(x[:n], w) for n in range(1, 40)]
+
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, "rewriter.tune"):
+        tuned = rewriter.tune(many, patterns=[pattern], budget_s=4.0)(X, W)
+    assert time.monotonic() - start < 12
+    assert 0 < len(tuned) < 39
+    assert "sites were not measured within 4 s" in caplog.text
+
+
+def test_hopeless_candidates_run_a_few_times_only() -> None:
+    pattern = slow_pattern()
+    pattern.kernel()(sleepy(0.05))
+
+    @pattern.kernel()
+    def good(x, w):
+        return program(x, w)
+
+    found = measured(pattern)
+    assert found["kernel"].runs == 1
+    assert found["xla"].runs >= 3
+    assert found["good"].runs >= 3
+    assert found["good"].method == timing.method()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    seconds: float = 0.02
+    label: str = "a"
+
+
+def waiting(*configs: Wait, fits=None) -> Space:
+    checks = {} if fits is None else {"fits": fits}
+    return Space(Wait, lambda spec, on: Wait(), lambda spec, on: configs, **checks)
+
+
+def test_the_best_config_of_a_users_kernel_is_found_and_used() -> None:
+    pattern = slow_pattern()
+    traced: list[Wait | None] = []
+
+    def fits(config: Wait, spec: Spec, on: device.Device):
+        return no("large", "too large") if config.label == "large" else YES
+
+    space = waiting(Wait(0.05), Wait(0.0, "b"), Wait(0.0, "large"), fits=fits)
+
+    @pattern.kernel(space=space, platform="cpu")
+    def tunable(x, w, *, config: Wait | None = None):
+        traced.append(config)
+        return sleepy((config or Wait()).seconds)(x, w)
+
+    found = measured(pattern)
+    assert set(found) == {
+        "xla", "tunable (seconds=0.02, label=a)", "tunable (seconds=0.05, label=a)",
+        "tunable (seconds=0.0, label=b)",
+    }  # fmt: skip
+    assert "large" not in {c.label for c in traced if c}
+    del traced[:]
+    forced = {"gated": "tunable"}
+    rewriter.optimize(program, patterns=[pattern], implementation=forced)(X, W)
+    assert set(traced) == {None}  # forced without measuring: its own rule of thumb
+    key = rewriter.tune(program, patterns=[pattern])(X, W).entries[0][0]
+    best = Implementation("tunable", config=(("seconds", 0.0), ("label", "b")))
+    slow_xla = tuple(
+        dataclasses.replace(m, median_us=1e6)
+        for m in found.values()
+        if m.implementation.forward == "xla"
+    )
+    mine = tuple(m for m in found.values() if m.implementation == best)
+    tuned = rewriter.Tuned(((key, slow_xla + mine),))
+    del traced[:]
+    fast = rewriter.optimize(program, patterns=[pattern], tuned=tuned)
+    np.testing.assert_allclose(fast(X, W), program(X, W), rtol=1e-6)
+    assert set(traced) == {Wait(0.0, "b")}
+    (site,) = fast.report(X, W).sites
+    assert (site.kernel, site.config) == ("tunable", "seconds=0.0, label=b")
+
+
+def test_only_what_is_missing_is_measured() -> None:
+    pattern, count = slow_pattern(), [0]
+
+    @pattern.kernel()
+    def good(x, w):
+        count[0] += 1
+        return program(x, w)
+
+    first = rewriter.tune(program, patterns=[pattern])(X, W)
+    before = count[0]
+    assert rewriter.tune(program, patterns=[pattern])(X, W) == first
+    assert count[0] == before
+    runs = []
+
+    @pattern.kernel()
+    def newer(x, w):
+        runs.append(1)
+        return program(x, w)
+
+    second = rewriter.tune(program, patterns=[pattern])(X, W)
+    assert count[0] == before
+    assert runs
+    ((_, old),), ((_, new),) = first.entries, second.entries
+    assert set(old) < set(new)
+    assert rewriter.tune(program, patterns=[pattern], again=True)(X, W) != second
+
+
+def test_a_new_version_of_a_kernel_is_measured_again() -> None:
+    pattern = slow_pattern()
+    pattern.kernel(version=1)(program)
+    first = rewriter.tune(program, patterns=[pattern])(X, W)
+    newer = slow_pattern()
+    newer.kernel(version=2)(program)
+    second = rewriter.tune(program, patterns=[newer])(X, W)
+    versions = [{m.version for _, ms in t.entries for m in ms} for t in (first, second)]
+    assert versions == [{"xla", "program 1"}, {"xla", "program 2"}]
+
+
+def test_forward_and_backward_are_chosen_apart() -> None:
+    """The kernel's forward is hopeless, its backward is not."""
+
+    @rewriter.pattern(dims="x: m k, w: k n -> m n")
+    def gated(x, w):
+        y = x @ w
+        return jnp.sin(y) * y
+
+    def backward(*, x, w, out, residuals, cotangent):
+        y = x @ w
+        d = cotangent * (jnp.cos(y) * y + jnp.sin(y))
+        return {"x": d @ w.T, "w": x.T @ d}
+
+    @gated.kernel(backward=backward)
+    def slow_forward(x, w, residuals=False):
+        out = sleepy(0.03)(x, w)
+        return (out, ()) if residuals else out
+
+    def loss(x, w):
+        return jax.value_and_grad(lambda x: program(x, w).sum())(x)
+
+    tuned = rewriter.tune(loss, patterns=[gated])(X, W)
+    ((key, found),) = tuned.entries
+    assert key.passes == "forward_and_vjp"
+    names = {m.implementation.name for m in found}
+    assert names == {"xla", "slow_forward", "reference, backward slow_forward"}
+    assert all(m.median_us is not None for m in found)
+    # Make the mix the winner, whatever this machine says: it must be what runs.
+    won = tuple(
+        dataclasses.replace(m, median_us=1.0 if "backward" in m.implementation.name
+                            else 100.0, sigma_us=0.0)
+        for m in found
+    )  # fmt: skip
+    fast = rewriter.optimize(
+        loss, patterns=[gated], tuned=rewriter.Tuned(((key, won),))
+    )
+    (site,) = fast.report(X, W).sites
+    assert site.kernel == "reference, backward slow_forward"
+    start = time.perf_counter()
+    (value, grad), (want, exact) = fast(X, W), loss(X, W)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(grad, exact, rtol=1e-5)
+    assert time.perf_counter() > start
+    assert "cos" in str(fast.lower(X, W).as_text())
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_tuning_inside_of_an_outer_trace(level: str) -> None:
+    pattern = slow_pattern()
+
+    @pattern.kernel()
+    def good(x, w):
+        return program(x, w)
+
+    fast = rewriter.optimize(program, patterns=[pattern], tune=level)
+
+    @jax.jit
+    def outer(x, w):
+        def body(carry, _):
+            return carry + jax.grad(lambda x: fast(x, w).sum())(x).sum(), None
+
+        return jax.lax.scan(body, 0.0, None, 3)[0]
+
+    got = outer(X, W)
+    want = 3 * jax.grad(lambda x: program(x, W).sum())(X).sum()
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert cache.info().files == 2
+    assert "sleep" not in str(jax.make_jaxpr(outer)(X, W))
+    (site,) = rewriter.explain(program, patterns=[pattern])(X, W).sites
+    assert site.origin == "cached"
+
+
+def test_cached_never_times(monkeypatch) -> None:
+    def never(*args, **kwargs):
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(timing, "measure", never)
+    pattern = slow_pattern()
+    pattern.kernel()(sleepy(0.0))
+    for tune in ("off", "cached"):
+        fast = rewriter.optimize(program, patterns=[pattern], tune=tune)
+        fast(X, W)
+        assert fast.report(X, W).sites[0].origin == "heuristic"
+
+
+def test_clear_cache_picks_up_what_was_measured() -> None:
+    pattern = slow_pattern()
+
+    @pattern.kernel()
+    def good(x, w):
+        return program(x, w)
+
+    fast = rewriter.optimize(program, patterns=[pattern])
+    fast(X, W)
+    rewriter.tune(program, patterns=[pattern])(X, W)
+    assert fast.report(X, W).sites[0].origin == "heuristic"  # what was compiled
+    fast.clear_cache()
+    fast(X, W)
+    assert fast.report(X, W).sites[0].origin == "cached"
+    off = rewriter.optimize(program, patterns=[pattern], tune="off")
+    assert off.report(X, W).sites[0].origin == "heuristic"
+
+
+def test_integer_operands_need_a_sample() -> None:
+    def rows(*, table, ids):
+        return 2 * table[ids]
+
+    def sample(key, operands, params):
+        ids = jax.random.randint(key, operands["ids"].shape, 0, 7)
+        return {"table": jnp.ones(operands["table"].shape), "ids": ids}
+
+    spec = Spec(
+        "rows",
+        (("table", (7, 3)), ("ids", (4,))),
+        (("table", "float32"), ("ids", "int32")),
+        (),
+    )
+    op = Op("rows", ("table", "ids"), ("table", "ids"), {}, rows)
+    ((_, found),) = autotune.measure([autotune.Task(op, spec, (), "forward")]).entries
+    assert "operand ids is int32 and the op has no sample=" in found[0].problem
+    op = dataclasses.replace(op, sample=sample)
+    task = autotune.Task(op, spec, (), "forward")
+    ((_, found),) = autotune.measure([task], again=True).entries
+    assert found[0].median_us is not None
+
+
+@pytest.mark.parametrize("op", ["attention", "ragged_dot", "gated_linear_unit"])
+def test_samples_are_realistic(op: str) -> None:
+    from rewriter.registry import registry
+
+    f32, i32 = jnp.dtype("float32"), jnp.dtype("int32")
+    specs = {
+        "attention": {"q": ((2, 16, 2, 4), f32), "k": ((2, 16, 2, 4), f32),
+                      "v": ((2, 16, 2, 4), f32), "kv_lengths": ((2,), i32),
+                      "q_segments": ((2, 16), i32), "kv_segments": ((2, 16), i32)},
+        "ragged_dot": {"lhs": ((64, 4), f32), "rhs": ((8, 4, 4), f32),
+                       "group_sizes": ((8,), i32)},
+        "gated_linear_unit": {"x": ((8, 4), f32), "w_gate": ((4, 6), f32),
+                              "w_up": ((4, 6), f32)},
+    }[op]  # fmt: skip
+    the_op = registry().op(op)
+    spec = Spec(
+        op, tuple((n, s) for n, (s, _) in specs.items()),
+        tuple((n, str(d)) for n, (_, d) in specs.items()),
+        tuple(sorted(the_op.defaults.items())),
+    )  # fmt: skip
+    on = device.Device("a GPU", "cuda", cache=1 << 20)
+    task = autotune.Task(the_op, spec, (), "forward_and_vjp")
+    sets = autotune.inputs(task, on)
+    assert len(sets) == 8  # small: as many as there may be, all different
+    assert not np.array_equal(sets[0][0], sets[1][0])
+    given = dict(zip(spec.operands, sets[0][:-1], strict=True))
+    if op == "ragged_dot":
+        assert given["group_sizes"].sum() == 64
+        assert len(set(given["group_sizes"].tolist())) > 1
+    if op == "attention":
+        assert 1 <= given["kv_lengths"].min() <= given["kv_lengths"].max() <= 16
+        assert set(given["q_segments"].ravel().tolist()) == {0, 1, 2}
+    out = jnp.asarray(sets[0][-1])
+    assert abs(float(out.std()) - 1) < 0.5
+    assert len(autotune.inputs(task, device.Device("cpu", "cpu"))) == 1
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(rewriter.ConfigError, match=r"level='fast'. Choose quick, full"):
+        rewriter.tune(program, level="fast")
+    with pytest.raises(rewriter.ConfigError, match=r"budget_s=0; expected seconds"):
+        rewriter.tune(program, budget_s=0)
+    with pytest.raises(rewriter.ConfigError, match="unknown option 'budget'"):
+        rewriter.tune(program, budget=3)
+
+
+def test_forcing_passes_apart_and_in_order() -> None:
+    def attention(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    x = jax.random.normal(jax.random.key(0), (1, 32, 2, 8))
+
+    def kernel(implementation):
+        given = {"attention": implementation}
+        fast = rewriter.optimize(jax.grad(lambda q: attention(q, x, x).sum()),
+                                 implementation=given)  # fmt: skip
+        want = jax.grad(lambda q: attention(q, x, x).sum())(x)
+        np.testing.assert_allclose(fast(x), want, atol=1e-5)
+        (site,) = fast.report(x).sites
+        return site.kernel
+
+    assert kernel("memory_bounded") == "memory_bounded"
+    assert kernel(["cudnn", "memory_bounded"]) == "memory_bounded"
+    assert kernel(["cudnn", "xla"]) == "xla"
+    assert kernel({"backward": "memory_bounded"}) == (
+        "reference, backward memory_bounded"
+    )
+    assert kernel({"forward": "memory_bounded", "backward": "reference"}) == (
+        "memory_bounded, backward reference"
+    )
+    with pytest.raises(rewriter.KernelError, match=r"cannot be had: cudnn: .*'xla'"):
+        kernel("cudnn")
+    with pytest.raises(rewriter.UnknownKernel, match="Did you mean 'cudnn'"):
+        kernel(["cuddn", "xla"])
