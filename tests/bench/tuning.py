@@ -1,0 +1,198 @@
+"""Tuning, held to what it promises: seconds, regret, equal choices, equal outputs.
+
+``tune`` measures the shapes of ``kernels/<op>/shapes.py`` and writes a tuned file and
+how long each took. ``regret`` times the candidates of such a file again, in another
+process, and says by how much the chosen one is slower than the best. ``compare`` says
+where two tuned files choose differently. ``outputs`` prints a digest of what the
+chosen kernels compute, to be compared between processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rewriter import autotune, device, timing
+from rewriter.autotune import Task
+from rewriter.bench_ops import named_uses
+from rewriter.registry import registry
+from rewriter.tuned import BOTH, FORWARD, Key, Measurement, Tuned, decide
+from tests.bench import record
+
+COMMAND = "python3 -m tests.bench.tuning"
+NEAR = 1.5
+"""Candidates that take longer than so many times the best's are not timed again."""
+
+
+def tasks(ops: Sequence[str], shapes: str) -> list[Task]:
+    """Every use of some ops, forward and with gradients."""
+    return [
+        Task(registry().op(op), spec, registry().kernels(op), passes)
+        for op in ops
+        for spec in named_uses(op, shapes)
+        for passes in (FORWARD, BOTH)
+    ]
+
+
+def tune(given: argparse.Namespace) -> None:
+    """Measures every use; cold, unless the cache has it."""
+    made, rows = Tuned(), []
+    start = time.monotonic()
+    for task in tasks(given.ops.split(","), given.shapes):
+        if time.monotonic() - start > given.budget:
+            break
+        begin = time.perf_counter()
+        found = autotune.measure([task], given.level)
+        cold = time.perf_counter() - begin
+        begin = time.perf_counter()
+        autotune.measure([task], given.level)
+        cached = time.perf_counter() - begin
+        made |= found
+        print(found.table(), flush=True)
+        for key, measurements in found.entries:
+            decision = decide(measurements)
+            best = decision.best.implementation.text if decision else None
+            rows.append({"use": key.text, "candidates": len(measurements),
+                         "cold_s": round(cold, 2), "cached_s": round(cached, 4),
+                         "chosen": best})  # fmt: skip
+            print(json.dumps(rows[-1]), flush=True)
+    made.save(given.out)
+    if given.json:
+        record.write(given.json, f"{COMMAND} tune", results=rows)
+
+
+def task_of(key: Key) -> Task:
+    """The task that a key of the named shapes belongs to."""
+    on = device.attached()
+    for shapes in ("targets", "small"):
+        for task in tasks([key.op], shapes):
+            if task.key(on) == key:
+                return task
+    raise LookupError(key.text)
+
+
+def regret(given: argparse.Namespace) -> None:
+    """Times again what was near the best, and compares what was chosen with it."""
+    rows = []
+    for key, measurements in Tuned.load(given.tuned).entries:
+        decision = decide(measurements)
+        if decision is None:
+            continue
+        rows.append(again(task_of(key), measurements, decision.best))
+        print(json.dumps(rows[-1]), flush=True)
+    worst = max(r["regret"] for r in rows)
+    print(f"largest regret {worst:.1%} of {len(rows)}")
+    if given.json:
+        record.write(
+            given.json, f"{COMMAND} regret", largest_regret=worst, results=rows
+        )
+
+
+def again(
+    task: Task, measurements: Sequence[Measurement], chosen: Measurement
+) -> dict[str, Any]:
+    """A row: the chosen one's time now, and the best's."""
+    limit = NEAR * (chosen.median_us or 0.0)
+    near = [m for m in measurements if m.median_us and m.median_us <= limit]
+    sets = autotune.inputs(task, device.attached())
+    programs = []
+    for m in near:
+        run = jax.jit(autotune.function(task, m.implementation))
+        programs.append(run.lower(*sets[0]).compile())
+        jax.block_until_ready(programs[-1](*sets[0]))
+    samples = timing.measure(programs, sets, 30)
+    times = [1e6 * s.median for s in samples]
+    mine = times[near.index(chosen)]
+    best = min(range(len(near)), key=times.__getitem__)
+    noise = max(1.2533 * s.sigma / len(s.seconds) ** 0.5 for s in samples)
+    return {
+        "use": task.key(device.attached()).text,
+        "chosen": chosen.implementation.text,
+        "chosen_us": round(mine, 2),
+        "best": near[best].implementation.text,
+        "best_us": round(times[best], 2),
+        "regret": round(mine / times[best] - 1, 4),
+        "standard_error": round(1e6 * noise / times[best], 4),
+        "method": samples[0].method,
+        "input_sets": len(sets),
+    }
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Says where two tuned files choose differently, and by how much it matters."""
+    first, second = (Tuned.load(p) for p in given.tuned)
+    same, other, gaps = 0, [], []
+    for key, measurements in first.entries:
+        a, b = decide(measurements), decide(second.find(key))
+        if a is None or b is None:
+            continue
+        mine, theirs = a.best.implementation, b.best.implementation
+        if a.best.median_us and b.best.median_us:
+            gaps.append(abs(a.best.median_us / b.best.median_us - 1))
+        if mine == theirs:
+            same += 1
+            continue
+        times = {m.implementation: m.median_us or 0.0 for m in measurements}
+        lost = times.get(theirs, 0.0) / times[mine] - 1
+        other.append({"use": key.text, "first": mine.text, "second": theirs.text,
+                      "slower_by_first": round(lost, 4)})  # fmt: skip
+    figures = {"same": same, "different": other,
+               "median_gap_of_times": round(statistics.median(gaps), 4)}  # fmt: skip
+    print(json.dumps(figures, indent=1))
+    if given.json:
+        record.write(given.json, f"{COMMAND} compare", **figures)
+
+
+def outputs(given: argparse.Namespace) -> None:
+    """Prints a digest of the outputs of every chosen implementation."""
+    digest = hashlib.sha256()
+    for key, measurements in Tuned.load(given.tuned).entries:
+        decision = decide(measurements)
+        if decision is None or key.op not in given.ops.split(","):
+            continue
+        task = task_of(key)
+        args = autotune.inputs(task, device.attached())[0]
+        out = jax.jit(autotune.function(task, decision.best.implementation))(*args)
+        for leaf in jax.tree.leaves(out):
+            digest.update(np.asarray(leaf.astype("float32")).tobytes())
+    print(digest.hexdigest())
+
+
+def main() -> None:
+    """Runs one of the four."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    for run, positional in ((tune, ()), (regret, ("tuned",)), (outputs, ("tuned",))):
+        command = commands.add_parser(run.__name__)
+        command.set_defaults(run=run)
+        command.add_argument("--json", type=pathlib.Path)
+        command.add_argument("--ops", default=",".join(registry().ops()))
+        for name in positional:
+            command.add_argument(name)
+        if run is tune:
+            command.add_argument("--out", required=True)
+            command.add_argument("--shapes", default="targets")
+            command.add_argument("--level", default="full")
+            command.add_argument("--budget", type=float, default=3600.0)
+    two = commands.add_parser("compare")
+    two.set_defaults(run=compare)
+    two.add_argument("tuned", nargs=2)
+    two.add_argument("--json", type=pathlib.Path)
+    given = parser.parse_args()
+    given.run(given)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("REWRITER_CACHE_DIR", tempfile.mkdtemp())
+    main()
