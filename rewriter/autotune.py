@@ -12,6 +12,7 @@ All of it happens in a thread of its own, so that it may be asked for while JAX 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -20,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -28,7 +29,13 @@ import jax.numpy as jnp
 
 from rewriter import cache, device, oracle, site, timing
 from rewriter.device import Device
-from rewriter.implementation import XLA, Implementation, build, settings
+from rewriter.implementation import (
+    XLA,
+    Implementation,
+    build,
+    by_thumb,
+    settings,
+)
 from rewriter.kernel import Kernel, Spec, worth_measuring
 from rewriter.op import Op
 from rewriter.registry import REFERENCE
@@ -52,8 +59,11 @@ LEVELS = {"quick": 1, "full": 24}
 SITE_S = 15.0
 """Seconds that one site and pass may take, within the whole budget."""
 
-COMPILING = 0.6
-"""The share of a site's seconds after which a compilation counts as hung."""
+COMPILING = 0.5
+"""The share of a site's seconds after which no compilation begins."""
+
+HUNG_S = 60.0
+"""Seconds after which a compilation is not waited for any more."""
 
 STAGES = ((1, 3.0), (3, 1.3), (10, 1.1), (20, math.inf))
 """After so many turns, candidates that take so many times the best's are dropped."""
@@ -83,6 +93,50 @@ class Task:
         return key_of(self.spec, self.passes, on.kind)
 
 
+def side_by_side(
+    jobs: Sequence[Callable[[], Any]], start_by: float, end_by: float
+) -> list[Any]:
+    """Runs jobs in threads with this thread's settings; returns results in order.
+
+    In the place of a result is a text where there is none: the job failed, was not
+    begun in time, or did not end in time and was left behind.
+
+    Args:
+        jobs: Functions without arguments, the most wanted first.
+        start_by: The `time.monotonic` after which no job but the first begins.
+        end_by: The `time.monotonic` after which none is waited for.
+    """
+    results: dict[int, Any] = {}
+    waiting, lock = collections.deque(range(len(jobs))), threading.Lock()
+    ready = _settings()
+
+    def work() -> None:
+        while True:
+            with lock:
+                late = time.monotonic() > start_by
+                if not waiting or (late and waiting[0] != 0):
+                    return
+                i = waiting.popleft()
+                results[i] = HUNG
+            try:
+                with ready():
+                    results[i] = jobs[i]()
+            except BaseException as problem:
+                results[i] = f"does not compile: {_line(problem)}"
+
+    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), 8)
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end_by - time.monotonic()))
+    return [results.get(i, LATE) for i in range(len(jobs))]
+
+
+LATE = "was not compiled within the time for one site"
+HUNG = "hangs in compilation"
+
+
 # ------------------------------------------------------------------ candidates
 def candidates(
     task: Task, on: Device, level: str, known: Sequence[Measurement] = ()
@@ -108,13 +162,13 @@ def candidates(
             found += [Implementation(k.name, config=settings(c)) for c in configs]
         return tuple(found)
     for k in taking:
-        forward = _best_of(k.name, known) or Implementation(k.name)
+        forward = _best_of(k.name, known) or by_thumb(task.spec, on, k)
         configs, _ = worth_measuring(k.backward_space, task.spec, on, most)
         found += [
             Implementation(k.name, "", forward.config, settings(c)) for c in configs
         ]
     if level == "full":
-        found += _mixed(taking, known)
+        found += _mixed(task.spec, on, taking, known)
     return tuple(dict.fromkeys(found))
 
 
@@ -124,21 +178,16 @@ def _best_of(name: str, known: Sequence[Measurement]) -> Implementation | None:
 
 
 def _mixed(
-    taking: Sequence[Kernel], known: Sequence[Measurement]
+    spec: Spec, on: Device, taking: Sequence[Kernel], known: Sequence[Measurement]
 ) -> list[Implementation]:
     """The fastest forward with the backward of every other kernel."""
     decision = decide(known)
     best = decision.best.implementation if decision else Implementation()
     first = REFERENCE if best.forward == XLA else best.forward
     config = None if best.forward == XLA else best.config
-    mixed = [
-        Implementation(first, k.name, config)
-        for k in taking
-        if k.name != first and k.backward is not None
-    ]
-    if first != REFERENCE:
-        mixed.append(Implementation(first, REFERENCE, config))
-    return mixed
+    others = [k for k in taking if k.name != first and k.backward is not None]
+    made = [by_thumb(spec, on, None, k) for k in others]
+    return [replace(m, forward=first, config=config) for m in made]
 
 
 # --------------------------------------------------------------------- driving
@@ -170,8 +219,7 @@ def measure(
             if stop.is_set() or left <= 0:
                 made.skipped += len(ordered) - i
                 return
-            share = min(SITE_S, left)
-            _measure_task(task, on, level, share, made, progress, again)
+            _measure_task(task, on, level, until, made, progress, again)
 
     _apart(run, stop)
     if made.skipped:
@@ -249,7 +297,7 @@ def _measure_task(
     task: Task,
     on: Device,
     level: str,
-    seconds: float,
+    latest: float,
     made: _Made,
     progress: Callable[[str, int, int], None] | None,
     again: bool,
@@ -263,7 +311,8 @@ def _measure_task(
     missing = tuple(i for i in wanted if i not in had)
     if missing:
         say = functools.partial(progress or _silent, key.text)
-        new = _Race(task, on, time.monotonic() + seconds, say).run(missing)
+        until = min(time.monotonic() + SITE_S, latest)
+        new = _Race(task, on, until, latest, say).run(missing)
         cache.add(key, new)
         old = merge(old, new)
         _tell(key, old)
@@ -312,12 +361,14 @@ class _Race:
         task: The task.
         on: The device.
         until: The `time.monotonic` by which it should be done.
+        latest: The one at which the whole budget ends.
         say: Told how many candidates are done, of how many.
     """
 
     task: Task
     on: Device
     until: float
+    latest: float
     say: Callable[[int, int], None]
 
     def run(self, wanted: Sequence[Implementation]) -> list[Measurement]:
@@ -358,29 +409,28 @@ class _Race:
     def _compiled(
         self, wanted: Sequence[Implementation], args: Sequence[Any]
     ) -> dict[Implementation, Compiled | str]:
-        """Compiled programs, or why there is none; a hung one is left behind."""
-        results: dict[Implementation, Compiled | str] = {}
-        limit = time.monotonic() + COMPILING * max(0.0, self.until - time.monotonic())
-        gate = threading.Semaphore(max(1, min(16, os.cpu_count() or 1)))
-        ready = _settings()
+        """Compiled programs, or why there is none.
 
-        def body(made: Implementation) -> None:
-            try:
-                with gate, ready():
-                    run = jax.jit(function(self.task, made))
-                    results[made] = run.lower(*args).compile()
-            except BaseException as problem:
-                results[made] = f"does not compile: {_line(problem)}"
-
-        threads = [
-            threading.Thread(target=body, args=(i,), daemon=True) for i in wanted
+        What has begun is waited for, since XLA times products on the device while it
+        compiles and would disturb the timing of others; one that hangs is left behind.
+        """
+        jobs = [
+            functools.partial(self._compile, function(self.task, made), args)
+            for made in wanted
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, limit - time.monotonic()))
-        late = "compiling took longer than its share of the time"
-        return {i: results.get(i, late) for i in wanted}
+        left = max(0.0, self.until - time.monotonic())
+        now = time.monotonic()
+        begin = now + COMPILING * left
+        found = side_by_side(jobs, start_by=begin, end_by=self._hung())
+        return dict(zip(wanted, found, strict=True))
+
+    def _hung(self) -> float:
+        """When a compilation that begins now is left behind."""
+        now = time.monotonic()
+        return min(now + HUNG_S, max(self.latest, now + 1))
+
+    def _compile(self, run: Callable[..., Any], args: Sequence[Any]) -> Compiled:
+        return jax.jit(run).lower(*args).compile()
 
     # -------------------------------------------------------------- checking
     def _checked(
@@ -400,21 +450,28 @@ class _Race:
                 program = self._tried(program, args, want, made, limits, source)
             checked[made] = program
             if want is None and not isinstance(program, str):
-                # The reference does not fit: the first that runs is the measure.
                 want = list(jax.tree.leaves(program(*args)))
-                source = f"{made.name}, since the reference does not run"
+                source = "the reference" if made.forward == XLA else made.name
         return checked
 
     def _wanted(self, args: Sequence[Any]) -> tuple[list[Any] | None, str]:
-        """The reference's results at full precision; None where it cannot be run."""
-        wide = [_widened(a) for a in args]
-        try:
+        """The reference's results at full precision, where the operands' is more.
+
+        None in 16 bits, where the reference as XLA compiles it is exact enough, and
+        where it cannot be run: then the first candidate that runs is the measure.
+        """
+        if all(a.dtype.itemsize < 4 for a in args if _is_float(a)):
+            return None, ""
+
+        def run() -> list[Any]:
             with jax.default_matmul_precision("highest"):
-                run = jax.jit(function(self.task, Implementation(), exact=True))
-                out = jax.tree.leaves(run(*wide))
-            jax.block_until_ready(out)
-        except Exception as problem:
-            log.debug("%s: no exact reference: %s", self.task.spec.op, _line(problem))
+                reference = function(self.task, Implementation())
+                return list(jax.tree.leaves(jax.jit(reference)(*args)))
+
+        now = time.monotonic()
+        (out,) = side_by_side([run], start_by=now, end_by=self._hung())
+        if isinstance(out, str):
+            log.debug("%s: no exact reference: %s", self.task.spec.op, out)
             return None, ""
         return out, "the reference"
 
@@ -478,9 +535,7 @@ class _Race:
         return times, problems
 
 
-def function(
-    task: Task, made: Implementation, exact: bool = False
-) -> Callable[..., Any]:
+def function(task: Task, made: Implementation) -> Callable[..., Any]:
     """Returns what is timed: a function of the operands, and of the cotangent.
 
     It returns the result; with gradients the result and the gradients of all floating
@@ -489,14 +544,13 @@ def function(
     Args:
         task: The task.
         made: The kernels.
-        exact: The reference for operands in wide types.
     """
     names, params = task.spec.operands, dict(task.spec.params)
     kernel = build(made, task.op, task.kernels)
 
     def result(*operands: Any) -> Any:
         named = dict(zip(names, operands, strict=True))
-        if made.forward == XLA or exact:
+        if made.forward == XLA:
             return task.op.reference(**named, **params)
         return site.bind(task.op, named, params, (("default", kernel),))
 
@@ -596,9 +650,8 @@ def _too_large(program: Compiled) -> str:
     return f"out of memory: takes {need / 2**30:.1f} GiB of {free / 2**30:.1f} GiB"
 
 
-def _widened(x: Any) -> Any:
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return x.astype(jnp.float32) if narrow else x
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 @jax.jit

@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -14,7 +14,7 @@ from rewriter import cache
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.errors import KernelError, UnknownKernel, caller, known
-from rewriter.implementation import XLA, Implementation, takes
+from rewriter.implementation import XLA, Implementation, by_thumb, takes
 from rewriter.kernel import Kernel, Spec
 from rewriter.registry import REFERENCE
 from rewriter.tuned import (
@@ -82,7 +82,7 @@ def choose(
     """
     forced = [f for f in config.implementation if f[0] == spec.op]
     if forced:
-        return _forced(spec, forced[0][1:], kernels, config, where)
+        return _forced(spec, forced[0][1:], kernels, config, device, where)
     if config.numerics == "strict":
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
@@ -112,7 +112,7 @@ def _by_thumb(
         if verdict.ok:
             verdict = kernel.profitable(spec, here)
         if verdict.ok:
-            made = Implementation(kernel.name)
+            made = by_thumb(spec, device, kernel)
             return Choice(made, "heuristic", tuple(refused))
         refused.append((kernel.name, _reasons(verdict)))
     return Choice(AS_WRITTEN, "heuristic", tuple(refused))
@@ -128,6 +128,7 @@ def _forced(
     asked: tuple[Sequence[str], Sequence[str]],
     kernels: Sequence[Kernel],
     config: Config,
+    device: Device,
     where: str,
 ) -> Choice:
     forward, backward = asked
@@ -145,7 +146,13 @@ def _forced(
             "are",
             where=where or caller(),
         )
-    return Choice(Implementation(first, second or ""), "forced", tuple(why))
+    by_name = {k.name: k for k in kernels}
+    if XLA in (first, second):
+        return Choice(AS_WRITTEN, "forced", tuple(why))
+    made = by_thumb(spec, device, by_name.get(first), by_name.get(second or ""))
+    if second == REFERENCE:
+        made = replace(made, backward=REFERENCE, backward_config=None)
+    return Choice(made, "forced", tuple(why))
 
 
 def _first(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rewriter.device import Device
 from rewriter.kernel import Kernel, Space, Spec
 from rewriter.op import Op
 from rewriter.registry import REFERENCE
@@ -75,6 +76,32 @@ def _settings_text(settings: Settings) -> str:
 def settings(config: Any) -> Settings:
     """Returns a config, a frozen dataclass, as pairs; None for None."""
     return None if config is None else tuple(asdict(config).items())
+
+
+def by_thumb(
+    spec: Spec, device: Device, forward: Kernel | None, backward: Kernel | None = None
+) -> Implementation:
+    """Returns kernels with the configs of their rules of thumb.
+
+    Args:
+        spec: The use of the op; its sizes may be symbolic, and then there is no rule.
+        device: Where it will run.
+        forward: The forward's kernel; None for the reference.
+        backward: The backward's, if it is another one.
+    """
+    second = backward or forward
+    return Implementation(
+        REFERENCE if forward is None else forward.name,
+        "" if backward is None else backward.name,
+        None if forward is None else _thumb(forward.space, spec, device),
+        None if second is None else _thumb(second.backward_space, spec, device),
+    )
+
+
+def _thumb(space: Space | None, spec: Spec, device: Device) -> Settings:
+    if space is None or spec.symbolic:
+        return None
+    return settings(space.default(spec, device))
 
 
 def takes(

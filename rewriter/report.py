@@ -263,7 +263,7 @@ def _details(site: Site) -> Iterator[str]:
     facts += _telling(site.params)
     if facts:
         yield "; ".join(facts)
-    if site.config:
+    if site.config and site.origin in MEASURED:
         yield f"config: {site.config}"
     if site.numerics:
         yield "numerics: " + "; ".join(site.numerics)

@@ -41,17 +41,21 @@ class Block:
 DEFAULT = Block()
 
 
+LARGE = Block(4096)
+"""For GPUs."""
+
+
 def default(spec: Spec, device: Device) -> Block:
-    """Returns the block for a CPU."""
-    del spec, device
-    return DEFAULT
+    """Returns the block for a CPU, or a larger one for a GPU."""
+    del spec
+    return DEFAULT if device.platform == "cpu" else LARGE
 
 
 def configs(spec: Spec, device: Device) -> list[Block]:
     """Returns blocks worth measuring, of fewer rows than there are."""
-    del device
     rows = math.prod(spec.shape("x")[:-1])
-    return [Block(n) for n in (256, 1024, 2048, 4096, 8192) if n < rows]
+    sizes = (256, 1024, 2048) if device.platform == "cpu" else (1024, 2048, 8192)
+    return [Block(n) for n in sizes if n < rows]
 
 
 PAYS_FROM = 1 << 26

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.ragged_dot import xla
+from rewriter.kernels.ragged_dot import tiled, xla
 from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.general import general
 from rewriter.kernels.ragged_dot.reference import reference, sample
@@ -22,6 +22,20 @@ OP = Op(
 )
 
 KERNELS = (
+    Kernel(
+        name="tiled",
+        op="ragged_dot",
+        platforms=PLATFORMS,
+        version=1,
+        supports=tiled.supports,
+        forward=tiled.forward,
+        backward=tiled.backward,
+        memory_bounded=True,
+        profitable=tiled.profitable,
+        saves_out=False,
+        space=Space(tiled.Tiles, tiled.default, tiled.configs),
+        backward_space=Space(tiled.Tiles, tiled.default, tiled.configs),
+    ),
     Kernel(
         name="memory_bounded",
         op="ragged_dot",

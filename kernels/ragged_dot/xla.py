@@ -111,7 +111,7 @@ def default(spec: Spec, device: Device) -> Tile:
 def configs(spec: Spec, device: Device) -> list[Tile]:
     """Returns tiles worth measuring; with few steps, where each costs a launch."""
     m = spec.shape("lhs")[0]
-    sizes = (32, 64, 128, 256) if device.platform == "cpu" else (256, 512, 1024, 2048)
+    sizes = (32, 64, 128, 256) if device.platform == "cpu" else (512, 1024)
     return [Tile(n) for n in sizes if n <= m]
 
 
@@ -174,14 +174,27 @@ def backward(
         config: As in `forward`.
     """
     del out, residuals, out_dtype
+    given = {"precision": precision, "config": config}
+    return cotangents(forward, lhs, rhs, group_sizes, cotangent, mode, given)
+
+
+def cotangents(
+    product: Callable[..., Array],
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    cotangent: Array,
+    mode: str,
+    given: dict[str, Any],
+) -> dict[str, Array]:
+    """Returns the cotangents of lhs and rhs by two ragged dots in other modes."""
     left, right = {
         "forward": ((cotangent, rhs, "transposed"), (lhs, cotangent, "contracting")),
         "transposed": ((cotangent, rhs, "forward"), (cotangent, lhs, "contracting")),
         "contracting": ((rhs, cotangent, "transposed"), (lhs, cotangent, "forward")),
     }[mode]
-    more: dict[str, Any] = {"precision": precision, "config": config}
     return {
-        name: forward(a, b, group_sizes, mode=how, out_dtype=str(x.dtype), **more)
+        name: product(a, b, group_sizes, mode=how, out_dtype=str(x.dtype), **given)
         for name, x, (a, b, how) in (("lhs", lhs, left), ("rhs", rhs, right))
     }
 
@@ -213,7 +226,7 @@ def _ragged(
 
         return _over_tiles(start, end, m, size, one_tile, out)
 
-    out = jnp.zeros((m, n), dtype) + _zero(lhs, rhs, group_sizes).astype(dtype)
+    out = jnp.zeros((m, n), dtype) + zero(lhs, rhs, group_sizes).astype(dtype)
     return _over_groups(group_sizes, m, one_group, out)
 
 
@@ -229,7 +242,7 @@ def _contracted(
     del mode
     (m, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
     wide = _wide(lhs, rhs)
-    zero = _zero(lhs, rhs, group_sizes)
+    nothing = zero(lhs, rhs, group_sizes)
 
     def product(first: Any, valid: Array) -> Array:
         left = jnp.where(valid, lax.dynamic_slice_in_dim(lhs, first, size), 0)
@@ -248,12 +261,12 @@ def _contracted(
         return _over_tiles(start, end, m, size, one_tile, out)
 
     def summed(group: Any, start: Any, end: Any, out: Array) -> Array:
-        total = jnp.zeros((k, n), wide) + zero.astype(wide)
+        total = jnp.zeros((k, n), wide) + nothing.astype(wide)
         add = lambda first, valid, total: total + product(first, valid)
         total = _over_tiles(start, end, m, size, add, total)
         return lax.dynamic_update_index_in_dim(out, total.astype(dtype), group, 0)
 
-    out = jnp.zeros((groups, k, n), dtype) + zero.astype(dtype)
+    out = jnp.zeros((groups, k, n), dtype) + nothing.astype(dtype)
     body = in_place if dtype == wide else summed
     return _over_groups(group_sizes, m, body, out)
 
@@ -290,13 +303,13 @@ def _wide(*arrays: Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-def _zero(*arrays: Array) -> Array:
+def zero(*arrays: Array) -> Array:
     """Returns a zero that varies over the same mesh axes as the operands.
 
     Inside `jax.shard_map` a loop's first carry must vary as its last.
     """
-    zero = jnp.zeros((), jnp.float32)
+    total = jnp.zeros((), jnp.float32)
     for x in arrays:
         first = x[(0,) * x.ndim]
-        zero = zero + jnp.where(first == first, 0.0, 0.0)
-    return zero
+        total = total + jnp.where(first == first, 0.0, 0.0)
+    return total

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from rewriter.kernel import spec_of
-from rewriter.kernels.ragged_dot import KERNELS, OP
+from rewriter.kernels.ragged_dot import KERNELS, OP, tiled
 from rewriter.kernels.ragged_dot.reference import sample
 
 MODES = ("forward", "transposed", "contracting")
@@ -72,8 +72,12 @@ def make(case: str, mode: str, dtype: str = "float32", seed: int = 0) -> Any:
     return (*arrays, np.array(sizes, "int32"))
 
 
-def both(lhs: Any, rhs: Any, sizes: Any, up: Any, **params: Any) -> Any:
-    (kernel,) = KERNELS
+LOOP = next(k for k in KERNELS if k.name == "memory_bounded")
+TILED = next(k for k in KERNELS if k.name == "tiled")
+SMALL = tiled.Tiles(rows=8, entries=200)  # several tiles a group, several parts
+
+
+def both(lhs: Any, rhs: Any, sizes: Any, up: Any, kernel: Any = LOOP, **params: Any):
     arrays = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes}
     out, residuals = kernel.forward(**arrays, **params, residuals=True)
     assert kernel.backward is not None
@@ -83,10 +87,10 @@ def both(lhs: Any, rhs: Any, sizes: Any, up: Any, **params: Any) -> Any:
     return out, grads["lhs"], grads["rhs"]
 
 
-def run(lhs: Any, rhs: Any, sizes: Any, up: Any, mode: str) -> Any:
+def run(lhs: Any, rhs: Any, sizes: Any, up: Any, mode: str, **more: Any) -> Any:
     # Unoptimised code compiles in half the time; test_dtypes has the usual code.
     options = {"xla_backend_optimization_level": 0}
-    call = jax.jit(lambda *x: both(*x, mode=mode), compiler_options=options)
+    call = jax.jit(lambda *x: both(*x, mode=mode, **more), compiler_options=options)
     return call(lhs, rhs, sizes, up)
 
 
@@ -105,10 +109,15 @@ PAIRS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"kernel": TILED}, {"kernel": TILED, "config": SMALL}],
+    ids=["loop", "tiled", "small_tiles"],
+)
 @pytest.mark.parametrize(("case", "mode"), PAIRS)
-def test_value_and_gradients(case: str, mode: str) -> None:
+def test_value_and_gradients(case: str, mode: str, more: dict[str, Any]) -> None:
     lhs, rhs, up, sizes = make(case, mode)
-    out, *grads = run(lhs, rhs, sizes, up, mode)
+    out, *grads = run(lhs, rhs, sizes, up, mode, **more)
     close(out, exact(lhs, rhs, sizes, mode), "float32")
     for got, want in zip(grads, exact_grads(lhs, rhs, sizes, up, mode), strict=True):
         close(got, want, "float32")
@@ -116,10 +125,11 @@ def test_value_and_gradients(case: str, mode: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
-def test_dtypes(mode: str, dtype: str) -> None:
+@pytest.mark.parametrize("kernel", [LOOP, TILED], ids=["loop", "tiled"])
+def test_dtypes(mode: str, dtype: str, kernel: Any) -> None:
     with jax.enable_x64(dtype == "float64"):
         lhs, rhs, up, sizes = make("uneven", mode, dtype)
-        results = jax.jit(lambda *x: both(*x, mode=mode))(lhs, rhs, sizes, up)
+        results = jax.jit(lambda *x: both(*x, kernel, mode=mode))(lhs, rhs, sizes, up)
         want = (exact(lhs, rhs, sizes, mode), *exact_grads(lhs, rhs, sizes, up, mode))
         for got, x in zip(results, want, strict=True):
             assert got.dtype == dtype
@@ -127,9 +137,11 @@ def test_dtypes(mode: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_out_dtype(mode: str) -> None:
+@pytest.mark.parametrize("kernel", [LOOP, TILED], ids=["loop", "tiled"])
+def test_out_dtype(mode: str, kernel: Any) -> None:
     lhs, rhs, _, sizes = make("uneven", mode, "bfloat16")
-    out = KERNELS[0].forward(lhs, rhs, sizes, mode=mode, out_dtype="float32")
+    given = map(jnp.asarray, (lhs, rhs, sizes))
+    out = kernel.forward(*given, mode=mode, out_dtype="float32")
     assert out.dtype == jnp.float32
     close(out, exact(lhs, rhs, sizes, mode), "float32")
 
@@ -141,11 +153,15 @@ def test_adversarial_sizes(seed: int) -> None:
     share = r.dirichlet(np.full(g, [0.01, 0.1, 1.0, 10.0][seed % 4]))
     sizes = r.multinomial(m - 19 * (seed % 2), share).astype("int32")
     lhs, rhs = (r.standard_normal(x).astype("f") for x in ((m, 8), (g, 8, 8)))
-    got = JITTED(lhs, rhs, sizes)
-    close(got, exact(lhs, rhs, sizes, "forward"), "float32")
+    for kernel in JITTED:
+        got = kernel(lhs, rhs, sizes)
+        close(got, exact(lhs, rhs, sizes, "forward"), "float32")
 
 
-JITTED = jax.jit(lambda *x: KERNELS[0].forward(*x))
+JITTED = [
+    jax.jit(lambda *x: LOOP.forward(*x)),
+    jax.jit(lambda *x: TILED.forward(*x, config=tiled.Tiles(16, 1 << 9))),
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -154,7 +170,7 @@ def test_agrees_with_lax(case: str, mode: str) -> None:
     lhs, rhs, up, sizes = make(case, mode)
     call = lambda a, b: OP.reference(a, b, sizes, mode=mode)
     if mode == "contracting":  # lax has no gradient of it
-        got, want = KERNELS[0].forward(lhs, rhs, sizes, mode=mode), call(lhs, rhs)
+        got, want = LOOP.forward(lhs, rhs, sizes, mode=mode), call(lhs, rhs)
         close(got, np.asarray(want), "float32")
         return
     out, *grads = run(lhs, rhs, sizes, up, mode)
@@ -166,7 +182,8 @@ def test_agrees_with_lax(case: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nan_in_unused_rows(mode: str) -> None:
+@pytest.mark.parametrize("kernel", [LOOP, TILED], ids=["loop", "tiled"])
+def test_nan_in_unused_rows(mode: str, kernel: Any) -> None:
     lhs, rhs, up, sizes = make("rows left over", mode)
     used = sizes.sum()
     want = (exact(lhs, rhs, sizes, mode), *exact_grads(lhs, rhs, sizes, up, mode))
@@ -176,13 +193,15 @@ def test_nan_in_unused_rows(mode: str) -> None:
     else:
         up[used:] = np.nan
         rhs[1] = np.nan  # the empty group's matrix
-    for got, x in zip(run(lhs, rhs, sizes, up, mode), want, strict=True):
+    results = run(lhs, rhs, sizes, up, mode, kernel=kernel)
+    for got, x in zip(results, want, strict=True):
         close(got, x, "float32")
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernel", [LOOP, TILED], ids=["loop", "tiled"])
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, None, 0)])
-def test_vmap(mode: str, axes: tuple[int | None, ...]) -> None:
+def test_vmap(mode: str, axes: tuple[int | None, ...], kernel: Any) -> None:
     lhs, rhs, _, sizes = make("uneven", mode)
     stacked = [
         x if a is None else np.stack([x, y])
@@ -190,7 +209,7 @@ def test_vmap(mode: str, axes: tuple[int | None, ...]) -> None:
             axes, (lhs, rhs, sizes), (2 * lhs, -rhs, sizes[::-1]), strict=True
         )
     ]
-    call = lambda *x: KERNELS[0].forward(*x, mode=mode)
+    call = lambda *x: kernel.forward(*x, mode=mode)
     got = jax.jit(jax.vmap(call, axes))(*stacked)
     for i in range(2):
         mine = [x if a is None else x[i] for a, x in zip(axes, stacked, strict=True)]
@@ -220,7 +239,7 @@ def test_inside_shard_map(mode: str) -> None:
 
 
 def test_supports_says_why_not() -> None:
-    (kernel,) = KERNELS
+    kernel = LOOP
     array = lambda shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)
     fine = {"lhs": array((8, 4)), "rhs": array((2, 4, 3)), "group_sizes": array((2,))}
     assert kernel.supports(spec_of(OP, fine, {})).ok
@@ -241,7 +260,7 @@ def test_one_group_stays_as_written() -> None:
             "rhs": array((groups, 4, 3), jnp.float32),
             "group_sizes": array((groups,), jnp.int32),
         }
-        verdict = KERNELS[0].profitable(spec_of(OP, operands, {}), "cpu")
+        verdict = LOOP.profitable(spec_of(OP, operands, {}), "cpu")
         assert verdict.ok == (groups == 2)
 
 

@@ -13,6 +13,7 @@ from rewriter.registry import registry
 from tests.rewriter import transforms
 
 KERNELS = (("default", "memory_bounded"),)
+TILED = (("default", "tiled"),)
 PLAIN = {"q": (2, 4, 4, 3), "k": (2, 5, 2, 3), "v": (2, 5, 2, 6)}
 FULL = {
     **PLAIN, "bias": (1, 4, 4, 5), "mask": (2, 1, 1, 5), "kv_lengths": (2,),
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "causal": ("attention", PLAIN, {"window": (None, 0), "shift": 1}),
     "everything": ("attention", FULL, {"scale": 0.5, "empty_rows": "mean"}),
     "ragged": ("ragged_dot", ROWS, {}),
+    "ragged_tiled": ("ragged_dot", ROWS, {}),
     "ragged_transposed": (
         "ragged_dot", {**ROWS, "rhs": (3, 4, 3)}, {"mode": "transposed"},
     ),
@@ -53,7 +55,8 @@ def _both(case: str, dtype: str = "float32") -> tuple[Any, Any, list[jax.Array]]
         operands = op.sample(jax.random.key(4), specs, params)
 
     def bound(*args: jax.Array) -> jax.Array:
-        return site.bind(op, dict(zip(shapes, args, strict=True)), params, KERNELS)
+        operands = dict(zip(shapes, args, strict=True))
+        return site.bind(op, operands, params, TILED if "tiled" in case else KERNELS)
 
     def plain(*args: jax.Array) -> jax.Array:
         function = op.general or op.reference
@@ -69,7 +72,9 @@ def test_every_transform_agrees_with_float64(case: str, transform: str) -> None:
 
 
 @pytest.mark.parametrize("transform", FEW)
-@pytest.mark.parametrize("case", ["ragged_transposed", "ragged_contracting"])
+@pytest.mark.parametrize(
+    "case", ["ragged_transposed", "ragged_contracting", "ragged_tiled"]
+)
 def test_other_modes_agree_with_float64(case: str, transform: str) -> None:
     transforms.check(transform, *_both(case))
 
