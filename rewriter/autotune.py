@@ -168,7 +168,7 @@ def candidates(
             Implementation(k.name, "", forward.config, settings(c)) for c in configs
         ]
     if level == "full":
-        found += _mixed(task.spec, on, taking, known)
+        found += _mixed(task, on, taking, known)
     return tuple(dict.fromkeys(found))
 
 
@@ -178,16 +178,35 @@ def _best_of(name: str, known: Sequence[Measurement]) -> Implementation | None:
 
 
 def _mixed(
-    spec: Spec, on: Device, taking: Sequence[Kernel], known: Sequence[Measurement]
+    task: Task, on: Device, taking: Sequence[Kernel], known: Sequence[Measurement]
 ) -> list[Implementation]:
-    """The fastest forward with the backward of every other kernel."""
+    """The fastest forward with the backward of other kernels that need nothing of it.
+
+    A backward that reads residuals would run its own kernel's forward first, and so
+    can only lose to that kernel's own pair.
+    """
     decision = decide(known)
     best = decision.best.implementation if decision else Implementation()
     first = REFERENCE if best.forward == XLA else best.forward
     config = None if best.forward == XLA else best.config
-    others = [k for k in taking if k.name != first and k.backward is not None]
-    made = [by_thumb(spec, on, None, k) for k in others]
+    others = [k for k in taking if k.name != first and _stands_alone(task, k)]
+    made = [by_thumb(task.spec, on, None, k) for k in others]
     return [replace(m, forward=first, config=config) for m in made]
+
+
+def _stands_alone(task: Task, kernel: Kernel) -> bool:
+    """Whether a kernel's backward reads nothing that its forward saves."""
+    if kernel.backward is None or kernel.saves_out:
+        return False
+    spec = task.spec
+    specs = {
+        n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in spec.operands
+    }
+    run = functools.partial(kernel.forward, **dict(spec.params), residuals=True)
+    try:
+        return not jax.tree.leaves(jax.eval_shape(lambda x: run(**x), specs)[1])
+    except Exception:  # it will say so when it is compiled
+        return False
 
 
 # --------------------------------------------------------------------- driving

@@ -87,7 +87,7 @@ def choose(
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
     return _measured(spec, config, kernels, device, differentiated) or _by_thumb(
-        spec, config, kernels, device
+        spec, config, kernels, device, differentiated
     )
 
 
@@ -102,7 +102,11 @@ def usable(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict
 
 # --------------------------------------------------------------- rules of thumb
 def _by_thumb(
-    spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: bool,
 ) -> Choice:
     refused: list[tuple[str, str]] = []
     here = device.platform
@@ -110,7 +114,10 @@ def _by_thumb(
     for kernel in [k for k in kernels if here in k.platforms] or kernels:
         verdict = usable(kernel, spec, here, config)
         if verdict.ok:
-            verdict = kernel.profitable(spec, here)
+            pays = kernel.profitable
+            if differentiated:
+                pays = kernel.profitable_backward or pays
+            verdict = pays(spec, here)
         if verdict.ok:
             made = by_thumb(spec, device, kernel)
             return Choice(made, "heuristic", tuple(refused))

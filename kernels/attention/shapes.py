@@ -37,8 +37,11 @@ SHAPES = {
         _use(4, 4096, 32, 8, 128, causal=True),
         _use(2, 4096, 16, 16, 256, causal=True),
     ),
-    # What cuDNN is not given: float32, tables added or masking, lengths, a soft cap.
+    # Of a decoder of a billion parameters; and what cuDNN is not given: float32,
+    # tables added or masking, lengths, a soft cap.
     "others": (
+        _use(2, 4096, 16, 16, 128, causal=True),
+        _use(1, 8192, 16, 16, 128, causal=True),
         _use(4, 2048, 16, 16, 64, causal=True, dtype="float32"),
         _use(4, 2048, 16, 16, 64, causal=False, dtype="float32"),
         _use(

@@ -68,7 +68,7 @@ def configs(spec: Spec, device: Device) -> list[Blocks]:
         found = [Blocks(r, k, 1 << 19) for r, k in sizes]
         found += [Blocks(512, 512, 1 << 21, 1 << 20)]
     else:
-        found = [Blocks(r, r, 1 << 28, 1 << 28) for r in (1024, 2048, 4096)]
+        found = [Blocks(r, r, 1 << 28, 1 << 28) for r in (2048, 4096)]
     return [b for b in found if b.rows < 2 * t or b.keys < 2 * s]
 
 

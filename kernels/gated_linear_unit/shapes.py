@@ -20,4 +20,9 @@ SHAPES = {
         _use(2048, 8192, 28672),
         _use(16, 4096, 14336),
     ),
+    # Of a decoder of a billion parameters, and in float32.
+    "others": (
+        _use(8192, 2048, 5632),
+        _use(8192, 2048, 8192, "float32"),
+    ),
 }

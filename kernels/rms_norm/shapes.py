@@ -20,4 +20,6 @@ SHAPES = {
         _use(65536, 1024),
         _use(4096, 16384),
     ),
+    # Of a decoder of a billion parameters, and in float32.
+    "others": (_use(8192, 2048), _use(16384, 4096, "float32")),
 }

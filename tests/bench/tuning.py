@@ -4,7 +4,8 @@
 how long each took. ``regret`` times the candidates of such a file again, in another
 process, and says by how much the chosen one is slower than the best. ``compare`` says
 where two tuned files choose differently. ``outputs`` prints a digest of what the
-chosen kernels compute, to be compared between processes.
+chosen kernels compute, to be compared between processes. ``ship`` puts a tuned file
+into ``kernels/<op>/tuned/``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def tune(given: argparse.Namespace) -> None:
     """Measures every use; cold, unless the cache has it."""
     made, rows = Tuned(), []
     start = time.monotonic()
-    for task in tasks(given.ops.split(","), given.shapes):
+    ops, sets = given.ops.split(","), given.shapes.split(",")
+    for task in [t for name in sets for t in tasks(ops, name)]:
         if time.monotonic() - start > given.budget:
             break
         begin = time.perf_counter()
@@ -75,7 +77,7 @@ def tune(given: argparse.Namespace) -> None:
 def task_of(key: Key) -> Task:
     """The task that a key of the named shapes belongs to."""
     on = device.attached()
-    for shapes in ("targets", "small"):
+    for shapes in ("targets", "others", "small"):
         for task in tasks([key.op], shapes):
             if task.key(on) == key:
                 return task
@@ -169,11 +171,29 @@ def outputs(given: argparse.Namespace) -> None:
     print(digest.hexdigest())
 
 
+def ship(given: argparse.Namespace) -> None:
+    """Puts a tuned file into the package: by op, without what could not run."""
+    tuned = Tuned.load(given.tuned)
+    for op in sorted({key.op for key, _ in tuned.entries}):
+        entries = tuple(
+            (key, tuple(m for m in ms if m.median_us is not None))
+            for key, ms in tuned.entries
+            if key.op == op
+        )
+        slug = entries[0][0].device.lower().replace(" ", "_")
+        path = pathlib.Path(f"kernels/{op}/tuned/{slug}.json")
+        path.parent.mkdir(exist_ok=True)
+        Tuned(entries).save(path)
+        print(path, len(entries))
+
+
 def main() -> None:
-    """Runs one of the four."""
+    """Runs one of the five."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
-    for run, positional in ((tune, ()), (regret, ("tuned",)), (outputs, ("tuned",))):
+    one = ("tuned",)
+    runs = ((tune, ()), (regret, one), (outputs, one), (ship, one))
+    for run, positional in runs:
         command = commands.add_parser(run.__name__)
         command.set_defaults(run=run)
         command.add_argument("--json", type=pathlib.Path)
