@@ -251,6 +251,7 @@ def from_function(
     backward: Callable[..., Mapping[str, jax.Array]] | None = None,
     space: Space | None = None,
     backward_space: Space | None = None,
+    saves_out: bool = True,
 ) -> Kernel:
     """Returns a kernel from a plain function of the operands.
 
@@ -267,6 +268,7 @@ def from_function(
         backward: As `Kernel.backward`.
         space: The configs to choose from, if the function takes ``config=``.
         backward_space: The configs to choose from, if `backward` takes ``config=``.
+        saves_out: As `Kernel.saves_out`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -297,5 +299,5 @@ def from_function(
     return Kernel(
         name or getattr(function, "__name__", "kernel"),
         op.name, platforms, version, supports, forward, backward, space=space,
-        backward_space=backward_space,
+        backward_space=backward_space, saves_out=saves_out,
     )  # fmt: skip

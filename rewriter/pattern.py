@@ -127,6 +127,7 @@ class Pattern:
         backward: Callable[..., Any] | None = None,
         space: kernel.Space | None = None,
         backward_space: kernel.Space | None = None,
+        saves_out: bool = True,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Adds a kernel: a function of the operands, and of the params it names.
 
@@ -139,6 +140,8 @@ class Pattern:
             space: The configs to choose from by measuring; the function then takes
                 ``config=``, one of them or None.
             backward_space: The same for `backward`.
+            saves_out: Whether `backward` reads ``out``; otherwise it gets None, and
+                the result is not kept for it.
         """
         platforms = (platform,) if isinstance(platform, str) else tuple(platform)
         unknown = [p for p in platforms if p not in kernel.PLATFORMS]
@@ -159,6 +162,7 @@ class Pattern:
                 backward=backward,
                 space=space,
                 backward_space=backward_space,
+                saves_out=saves_out,
             )
             self.kernels = (*self.kernels, made)
             return function
