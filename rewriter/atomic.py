@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
+import secrets
 
 
 def write(path: str, data: bytes) -> None:
@@ -12,12 +13,13 @@ def write(path: str, data: bytes) -> None:
     Raises:
         OSError: If that fails; nothing is left behind.
     """
-    folder = os.path.dirname(path) or "."
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".rewriter-")
+    name = f".rewriter-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = os.path.join(os.path.dirname(path) or ".", name)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise

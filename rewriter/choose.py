@@ -235,17 +235,16 @@ def _by_kernel(decision: Decision) -> list[tuple[str, str]]:
 def _with_backward(
     forward: Implementation, measured: Sequence[Measurement]
 ) -> Implementation:
-    """The forward with the backward that was fastest with it, should one be wanted."""
+    """The forward with the backward that was fastest with it, should one be wanted.
+
+    A program left as written keeps its own gradient.
+    """
     same = [m for m in measured if _same_forward(m.implementation, forward)]
     decision = decide(same)
-    if decision is None or decision.best.implementation.forward == XLA:
-        return forward
-    return decision.best.implementation
+    return forward if decision is None else decision.best.implementation
 
 
 def _same_forward(made: Implementation, forward: Implementation) -> bool:
-    if forward.forward == XLA:
-        return made.forward in (XLA, REFERENCE)
     return (made.forward, made.config) == (forward.forward, forward.config)
 
 

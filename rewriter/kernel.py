@@ -31,12 +31,15 @@ class Spec:
         shapes: (operand, shape) for each operand present, in the op's order.
         dtypes: (operand, dtype name) for each operand present.
         params: (name, value) for each parameter, sorted by name.
+        tails: (operand, number of axes after its leading ones) for operands that
+            take any number of leading axes.
     """
 
     op: str
     shapes: tuple[tuple[str, tuple[Any, ...]], ...]
     dtypes: tuple[tuple[str, str], ...]
     params: tuple[tuple[str, Any], ...]
+    tails: tuple[tuple[str, int], ...] = ()
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -83,7 +86,12 @@ def spec_of(op: Op, operands: Mapping[str, Any], params: Mapping[str, Any]) -> S
         tuple((n, tuple(operands[n].shape)) for n in names),
         tuple((n, str(operands[n].dtype)) for n in names),
         tuple(sorted({**op.defaults, **params}.items())),
+        tuple((n, len(d[1:])) for n in names if (d := _letters(op, n))[:1] == ["..."]),
     )
+
+
+def _letters(op: Op, name: str) -> list[str]:
+    return op.dims.get(name, "").split()
 
 
 def takes_all(spec: Spec) -> Verdict:

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax, oracle, trace
 from rewriter.config import OPTIONS, Config, disabled, resolve
+from rewriter.device import attached, named
 from rewriter.errors import (
     RequirementNotMet,
     RewriterError,
@@ -210,7 +211,7 @@ def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> R
     report = Report(
         name=traced.name,
         versions=jax.__version__,
-        target=config.target or _device_kind(),
+        target=(named(config.target) if config.target else attached()).kind,
         patterns=config.patterns,
         sites=rewritten.sites,
         misses=rewritten.misses,
@@ -390,10 +391,6 @@ def _require(report: Report, config: Config) -> None:
             f"{report.name}: {', '.join(short)}\n{report.why_not()}",
             next_step="See report.why_not(op)",
         )
-
-
-def _device_kind() -> str:
-    return str(jax.devices()[0].device_kind)
 
 
 def with_patterns(

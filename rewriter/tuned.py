@@ -38,7 +38,9 @@ class Key:
     """What an implementation was measured on.
 
     Floating parameters (a scale, an epsilon) only count as present or absent: they do
-    not change the time. Everything else does: shapes, dtypes, windows.
+    not change the time. Everything else does: shapes, dtypes, windows. Leading axes,
+    where an operand may have any, are one; a result's dtype that is not given is that
+    of the first operand.
 
     Attributes:
         op: The op's name.
@@ -77,10 +79,20 @@ def key_of(spec: Spec, passes: str, device: str) -> Key:
         (('eps', 'float'),)
     """
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    params = tuple((n, _plain(v)) for n, v in spec.params)
-    return Key(
-        spec.op, passes, spec.shapes, spec.dtypes, params, device, precision or ""
+    params = tuple(
+        (n, spec.dtypes[0][1] if n == "out_dtype" and v is None else _plain(v))
+        for n, v in spec.params
     )
+    tails = dict(spec.tails)
+    shapes = tuple((n, _merged(s, tails.get(n))) for n, s in spec.shapes)
+    return Key(spec.op, passes, shapes, spec.dtypes, params, device, precision or "")
+
+
+def _merged(shape: tuple[Any, ...], tail: int | None) -> tuple[int, ...]:
+    if tail is None or len(shape) <= tail:
+        return shape
+    first = len(shape) - tail
+    return (math.prod(shape[:first]), *shape[first:])
 
 
 def _plain(value: Any) -> Any:

@@ -59,6 +59,9 @@ DEFAULT = Blocks()
 LARGE = Blocks(1024, 1024, 1 << 26, 1 << 26)
 """For GPUs, where a step costs a launch and no cache holds a tile."""
 
+LARGER = Blocks(2048, 2048, 1 << 28, 1 << 28)
+"""For GPUs, where no block can be left out."""
+
 
 def configs(spec: Spec, device: Device) -> list[Blocks]:
     """Returns blocks worth measuring, few: each takes seconds to compile."""
@@ -68,14 +71,15 @@ def configs(spec: Spec, device: Device) -> list[Blocks]:
         found = [Blocks(r, k, 1 << 19) for r, k in sizes]
         found += [Blocks(512, 512, 1 << 21, 1 << 20)]
     else:
-        found = [Blocks(r, r, 1 << 28, 1 << 28) for r in (2048, 4096)]
+        found = [LARGE, LARGER, Blocks(4096, 4096, 1 << 28, 1 << 28)]
     return [b for b in found if b.rows < 2 * t or b.keys < 2 * s]
 
 
 def default(spec: Spec, device: Device) -> Blocks:
     """Returns blocks for a CPU's cache, or for a GPU's many cores."""
-    del spec
-    return DEFAULT if device.platform == "cpu" else LARGE
+    if device.platform == "cpu":
+        return DEFAULT
+    return LARGER if spec.param("window") == (None, None) else LARGE
 
 
 FAR = 1 << 30
@@ -854,8 +858,10 @@ def supports(spec: Spec) -> Verdict:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns whether `forward` is likely to beat the program as written.
 
-    On a GPU it is not: on an H200 it takes five to ten times as long as XLA's
-    dense attention, and is chosen only where its scores would take 32 GiB.
+    On an H200 (``tests/bench/results/tuned_h200.json``) it takes 0.4 to 0.9 of XLA's
+    time where blocks can be left out or scores are capped or biased, in float32 also
+    without a mask; XLA is faster under a table of masks for each query. cuDNN, where
+    it may be used, takes a tenth.
 
     The measure is what the program holds in f32: its scores, and its turned
     copies of k and v. Measured on 2 cores of an AMD EPYC (Zen 4), f32, jax
@@ -881,11 +887,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     scores, lines = 4 * b * n * t * s, 4 * b * s * heads * (h + e)
     mib = 1 << 20
     if platform != "cpu":
-        if not spec.symbolic and scores >= 32 << 30:
-            return YES
-        if platform == "cuda":
-            return no("platform", "XLA's dense attention is faster on cuda")
-        return no("platform", f"not measured to be faster than XLA on {platform}")
+        return _pays_on_gpu(spec, platform, scores)
     if (scores >= 4 * mib and min(t, s) >= 256) or scores + lines >= 24 * mib:
         return YES
     text = (
@@ -893,3 +895,21 @@ def profitable(spec: Spec, platform: str) -> Verdict:
         f" {lines / mib:.1f} MiB are so small that XLA is as fast"
     )
     return no("small", text)
+
+
+def _pays_on_gpu(spec: Spec, platform: str, scores: int) -> Verdict:
+    if platform != "cuda":
+        return no("platform", f"not measured to be faster than XLA on {platform}")
+    if spec.symbolic or scores >= 32 << 30:
+        return no("symbolic", "sizes must be known") if spec.symbolic else YES
+    if scores < 128 << 20:
+        return no("small", f"scores of {scores >> 20} MiB, for which XLA is as fast")
+    if spec.has("mask") and spec.shape("mask")[2] > 1:
+        return no("mask", "under a table of masks XLA is faster on cuda")
+    wide = jnp.dtype(spec.dtype("q")).itemsize > 2
+    fewer = spec.param("window") != (None, None) or spec.has("kv_lengths")
+    if wide or fewer or spec.has("bias") or spec.has("mask"):
+        return YES
+    if spec.param("softcap") is not None:
+        return YES
+    return no("platform", "XLA's dense attention is faster on cuda")

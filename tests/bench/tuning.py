@@ -86,11 +86,15 @@ def task_of(key: Key) -> Task:
 
 def regret(given: argparse.Namespace) -> None:
     """Times again what was near the best, and compares what was chosen with it."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    start = time.monotonic()
     for key, measurements in Tuned.load(given.tuned).entries:
         decision = decide(measurements)
-        if decision is None:
+        if decision is None or key.op not in given.ops.split(","):
             continue
+        if time.monotonic() - start > given.budget:
+            print(f"stopped after {given.budget:.0f} s")
+            break
         rows.append(again(task_of(key), measurements, decision.best))
         print(json.dumps(rows[-1]), flush=True)
     worst = max(r["regret"] for r in rows)
@@ -171,14 +175,24 @@ def outputs(given: argparse.Namespace) -> None:
     print(digest.hexdigest())
 
 
+def worth_shipping(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """Those near the best, each kernel's best, and XLA's."""
+    timed = sorted((m for m in measurements if m.median_us), key=lambda m: m.median_us)
+    limit = NEAR * timed[0].median_us if timed else 0.0
+    kept: dict[str, Measurement] = {}
+    for m in timed:
+        name = m.implementation.name
+        if m.median_us <= limit or name not in kept:
+            kept[name if name not in kept else m.implementation.text] = m
+    return tuple(kept.values())
+
+
 def ship(given: argparse.Namespace) -> None:
     """Puts a tuned file into the package: by op, without what could not run."""
     tuned = Tuned.load(given.tuned)
     for op in sorted({key.op for key, _ in tuned.entries}):
         entries = tuple(
-            (key, tuple(m for m in ms if m.median_us is not None))
-            for key, ms in tuned.entries
-            if key.op == op
+            (key, worth_shipping(ms)) for key, ms in tuned.entries if key.op == op
         )
         slug = entries[0][0].device.lower().replace(" ", "_")
         path = pathlib.Path(f"kernels/{op}/tuned/{slug}.json")
@@ -198,13 +212,13 @@ def main() -> None:
         command.set_defaults(run=run)
         command.add_argument("--json", type=pathlib.Path)
         command.add_argument("--ops", default=",".join(registry().ops()))
+        command.add_argument("--budget", type=float, default=3600.0)
         for name in positional:
             command.add_argument(name)
         if run is tune:
             command.add_argument("--out", required=True)
             command.add_argument("--shapes", default="targets")
             command.add_argument("--level", default="full")
-            command.add_argument("--budget", type=float, default=3600.0)
     two = commands.add_parser("compare")
     two.set_defaults(run=compare)
     two.add_argument("tuned", nargs=2)

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import rewriter
+from rewriter import device
 from rewriter.choose import choose
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.kernel import spec_of
+from rewriter.kernels.attention import cudnn
 from rewriter.registry import registry
 
 T = 1024
@@ -41,7 +43,7 @@ def test_attention_by_platform(x, platform: str, kernel: str) -> None:
     choice = choose(spec, Config(), registry().kernels("attention"), on(platform))
     assert choice.kernel == kernel
     if kernel == "xla":
-        assert platform in dict(choice.not_chosen)["memory_bounded"]
+        assert "XLA" in dict(choice.not_chosen)["memory_bounded"]
 
 
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "gated_linear_unit"])
@@ -109,3 +111,90 @@ def test_what_is_exported_has_only_kernels_that_may_be() -> None:
     assert choose(spec, config, kernels, on("cpu")).kernel == bounded.name
     with pytest.raises(rewriter.KernelError, match="exported"):
         choose(spec, dataclasses.replace(config, exporting=True), kernels, on("cpu"))
+
+
+def glu(rows: int, dtype: str = "bfloat16"):
+    x = jax.ShapeDtypeStruct((rows, 4096), dtype)
+    w = jax.ShapeDtypeStruct((4096, 14336), dtype)
+    op = registry().op("gated_linear_unit")
+    return spec_of(op, {"x": x, "w_gate": w, "w_up": w}, {})
+
+
+def chosen(spec, differentiated: bool = False, **options):
+    kernels = registry().kernels(spec.op)
+    on_it = device.named("h200")
+    return choose(spec, Config(**options), kernels, on_it, differentiated)
+
+
+def test_shipped_measurements_choose_for_a_device_that_is_not_here() -> None:
+    forward, both = chosen(glu(8192)), chosen(glu(8192), True)
+    assert (forward.kernel, forward.origin) == ("xla", "shipped")
+    assert both.origin == "shipped"
+    assert both.kernel == "memory_bounded"
+    assert dict(both.not_chosen)["xla"].startswith("1.4")
+    assert dict(forward.not_chosen)["memory_bounded"].startswith("1.0")
+
+
+def test_near_shapes_choose_where_there_are_no_equal_ones() -> None:
+    near = chosen(glu(6000), True)
+    assert (near.kernel, near.origin) == ("memory_bounded", "nearest")
+    far = chosen(glu(8192, "float16"), True)
+    assert (far.kernel, far.origin) == ("memory_bounded", "heuristic")
+    off = chosen(glu(8192), True, tune="off")
+    assert (off.kernel, off.origin) == ("memory_bounded", "heuristic")
+
+
+def test_a_kernel_that_cannot_be_traced_here_is_passed_over() -> None:
+    """cuDNN won, but this machine has none: the best of the rest is built."""
+    x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+    op = registry().op("attention")
+    spec = spec_of(op, {"q": x, "k": x, "v": x}, {"scale": 0.1, "window": (None, 0)})
+    if cudnn.supports(spec).ok:
+        assert chosen(spec).kernel == "cudnn"
+        return
+    choice = chosen(spec)
+    assert (choice.kernel, choice.origin) == ("memory_bounded", "shipped")
+    assert "cuDNN" in dict(choice.not_chosen)["cudnn"]
+
+
+def test_a_target_decides_and_the_program_still_runs_here() -> None:
+    def ragged(lhs, rhs, sizes):
+        return jax.lax.ragged_dot(lhs, rhs, sizes)
+
+    m, k, n, g = 512, 64, 64, 64
+    specs = [
+        jax.ShapeDtypeStruct((32768, 2048), jnp.bfloat16),
+        jax.ShapeDtypeStruct((128, 2048, 1536), jnp.bfloat16),
+        jax.ShapeDtypeStruct((128,), jnp.int32),
+    ]
+    report = rewriter.explain(ragged, target="h200")(*specs)
+    (site,) = report.sites
+    assert (site.kernel, site.origin) == ("tiled", "shipped")
+    assert report.target == "NVIDIA H200"
+    (site,) = rewriter.explain(ragged, target="a100")(*specs).sites
+    assert (site.kernel, site.origin) == ("tiled", "heuristic")
+    (site,) = rewriter.explain(ragged, target="tpu_v5p")(*specs).sites
+    assert site.kernel == "xla"
+    with pytest.raises(rewriter.ConfigError, match=r"target='h20'. Did you mean"):
+        rewriter.explain(ragged, target="h20")(*specs)
+    lhs = jax.random.normal(jax.random.key(0), (m, k))
+    rhs = jax.random.normal(jax.random.key(1), (g, k, n))
+    sizes = jnp.full((g,), m // g, jnp.int32)
+    for target in ("h200", "tpu_v6e", "cpu"):
+        fast = rewriter.optimize(ragged, target=target)
+        assert jnp.allclose(fast(lhs, rhs, sizes), ragged(lhs, rhs, sizes), atol=1e-4)
+
+
+def test_ragged_dots_on_a_gpu_follow_the_estimate() -> None:
+    def kernel(m, k, n, g):
+        op = registry().op("ragged_dot")
+        operands = {
+            "lhs": jax.ShapeDtypeStruct((m, k), jnp.bfloat16),
+            "rhs": jax.ShapeDtypeStruct((g, k, n), jnp.bfloat16),
+            "group_sizes": jax.ShapeDtypeStruct((g,), jnp.int32),
+        }
+        return chosen(spec_of(op, operands, {}), tune="off").kernel
+
+    assert kernel(32768, 2048, 1536, 128) == "tiled"
+    assert kernel(8192, 4096, 4096, 16) == "memory_bounded"
+    assert kernel(256, 2048, 1536, 128) == "xla"

@@ -14,7 +14,8 @@ from rewriter import device, pipeline
 from rewriter.config import Config
 from rewriter.errors import BundleMismatch, CacheWarning
 from rewriter.implementation import Implementation
-from rewriter.kernel import Spec
+from rewriter.kernel import Spec, spec_of
+from rewriter.registry import registry
 from rewriter.tuned import Key, Measurement, Tuned, decide, key_of, nearest
 
 MIB = 1 << 20
@@ -79,6 +80,20 @@ def test_the_key_has_what_changes_the_time_and_nothing_else() -> None:
         assert found != key_of(SPEC, "forward", "cpu")
     with jax.default_matmul_precision("highest"):
         assert key_of(SPEC, "forward", "cpu").precision == "highest"
+
+
+def test_leading_axes_and_implied_dtypes_do_not_make_another_key() -> None:
+    op = registry().op("rms_norm")
+
+    def norm(*shape, **params):
+        given = {"x": jax.ShapeDtypeStruct(shape, "bfloat16"),
+                 "scale": jax.ShapeDtypeStruct(shape[-1:], "bfloat16")}  # fmt: skip
+        return key_of(spec_of(op, given, params), "forward", "cpu")
+
+    assert norm(2, 3, 4, 8) == norm(24, 8) == norm(6, 4, 8, out_dtype="bfloat16")
+    assert norm(24, 8) != norm(24, 8, out_dtype="float32")
+    assert norm(8).shapes[0] == ("x", (8,))
+    assert norm(24, 8) != norm(8, 24)
 
 
 def _with(params) -> Spec:
