@@ -474,18 +474,16 @@ class _Race:
         return checked
 
     def _wanted(self, args: Sequence[Any]) -> tuple[list[Any] | None, str]:
-        """The reference's results at full precision, where the operands' is more.
+        """The reference's results, at full precision for wide operands.
 
-        None in 16 bits, where the reference as XLA compiles it is exact enough, and
-        where it cannot be run: then the first candidate that runs is the measure.
+        None where it cannot be run: then the first that runs is the measure.
         """
-        if all(a.dtype.itemsize < 4 for a in args if _is_float(a)):
-            return None, ""
+        wide = any(a.dtype.itemsize >= 4 for a in args if _is_float(a))
 
         def run() -> list[Any]:
-            with jax.default_matmul_precision("highest"):
-                reference = function(self.task, Implementation())
-                return list(jax.tree.leaves(jax.jit(reference)(*args)))
+            with jax.default_matmul_precision("highest" if wide else None):
+                exact = reference(self.task)
+                return list(jax.tree.leaves(jax.jit(exact)(*args)))
 
         now = time.monotonic()
         (out,) = side_by_side([run], start_by=now, end_by=self._hung())
@@ -515,6 +513,7 @@ class _Race:
             return f"does not run: {_line(problem)}"
         if made.forward == XLA:
             limits.extend(2 * e for e in errors)
+            return program
         for n, (e, g) in enumerate(zip(errors, got, strict=True)):
             limit = max(oracle.allowed(g.dtype), limits[n] if limits else 0.0)
             if not e <= limit:
@@ -558,27 +557,61 @@ def function(task: Task, made: Implementation) -> Callable[..., Any]:
     """Returns what is timed: a function of the operands, and of the cotangent.
 
     It returns the result; with gradients the result and the gradients of all floating
-    operands, so that no part of the work can be left out.
+    operands, so that no part of the work can be left out. For ``"xla"`` it is the op
+    as programs usually write it.
 
     Args:
         task: The task.
         made: The kernels.
     """
     names, params = task.spec.operands, dict(task.spec.params)
-    kernel = build(made, task.op, task.kernels)
+    if made.forward == XLA:
+        return _plain(task, task.op.usual or task.op.reference)
+    kernels = (("default", build(made, task.op, task.kernels)),)
 
     def result(*operands: Any) -> Any:
         named = dict(zip(names, operands, strict=True))
-        if made.forward == XLA:
-            return task.op.reference(**named, **params)
-        return site.bind(task.op, named, params, (("default", kernel),))
+        return site.bind(task.op, named, params, kernels)
 
+    return _in_passes(task, result)
+
+
+def reference(task: Task) -> Callable[..., Any]:
+    """Returns the same of the op's reference."""
+    return _plain(task, task.op.reference)
+
+
+def _plain(task: Task, form: Callable[..., Any]) -> Callable[..., Any]:
+    names, params = task.spec.operands, dict(task.spec.params)
+
+    def calling(form: Callable[..., Any]) -> Callable[..., Any]:
+        named = lambda operands: dict(zip(names, operands, strict=True))
+        return _in_passes(task, lambda *operands: form(**named(operands), **params))
+
+    if task.passes == FORWARD or task.op.general is None:
+        return calling(form)
+    specs = [
+        jax.ShapeDtypeStruct(task.spec.shape(n), task.spec.dtype(n)) for n in names
+    ]
+    try:
+        out = jax.eval_shape(
+            lambda *x: form(**dict(zip(names, x, strict=True)), **params), *specs
+        )
+        jax.eval_shape(calling(form), *specs, out)
+    except Exception:  # what JAX says of a derivative it lacks has many kinds
+        return calling(task.op.general)
+    return calling(form)
+
+
+def _in_passes(task: Task, result: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, or one of the cotangent too that gives gradients too."""
     if task.passes == FORWARD:
         return result
     moving = [
-        i for i, name in enumerate(names)
+        i
+        for i, name in enumerate(task.spec.operands)
         if jnp.issubdtype(task.spec.dtype(name), jnp.inexact)
-    ]  # fmt: skip
+    ]
 
     def both(*args: Any) -> Any:
         operands, cotangent = list(args[:-1]), args[-1]

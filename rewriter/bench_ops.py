@@ -218,7 +218,7 @@ def _candidates(
     chosen = _chosen(names, op.name, among)
     found, refused = [], {}
     if XLA in chosen:
-        plain = by_reference(op, params, mode, _structs(spec))
+        plain = by_reference(op, params, mode, _structs(spec), usual=True)
         found.append(Candidate(XLA, plain))
     for kernel in among.kernels(op.name):
         if kernel.name not in chosen:

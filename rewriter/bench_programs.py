@@ -37,7 +37,11 @@ class Candidate:
 
 
 def by_reference(
-    op: Op, params: Mapping[str, Any], mode: str, operands: Mapping[str, Any]
+    op: Op,
+    params: Mapping[str, Any],
+    mode: str,
+    operands: Mapping[str, Any],
+    usual: bool = False,
 ) -> Callable[..., Any]:
     """Returns the op's plain form for a mode.
 
@@ -47,8 +51,10 @@ def by_reference(
         mode: What to return: the result, the gradients by name, or both.
         operands: Shapes and dtypes; where the reference has no derivative, the
             op's general form is used.
+        usual: The op as programs usually write it, and not its reference.
     """
-    plain = functools.partial(called, op.reference, params)
+    form = op.usual if usual and op.usual else op.reference
+    plain = functools.partial(called, form, params)
     if mode == "forward" or op.general is None:
         return differentiated(plain, mode)
     run = differentiated(plain, mode)

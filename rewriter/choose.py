@@ -87,7 +87,7 @@ def choose(
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
     return _measured(spec, config, kernels, device, differentiated) or _by_thumb(
-        spec, config, kernels, device, differentiated
+        spec, config, kernels, device
     )
 
 
@@ -102,11 +102,7 @@ def usable(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict
 
 # --------------------------------------------------------------- rules of thumb
 def _by_thumb(
-    spec: Spec,
-    config: Config,
-    kernels: Sequence[Kernel],
-    device: Device,
-    differentiated: bool,
+    spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
 ) -> Choice:
     refused: list[tuple[str, str]] = []
     here = device.platform
@@ -114,10 +110,7 @@ def _by_thumb(
     for kernel in [k for k in kernels if here in k.platforms] or kernels:
         verdict = usable(kernel, spec, here, config)
         if verdict.ok:
-            pays = kernel.profitable
-            if differentiated:
-                pays = kernel.profitable_backward or pays
-            verdict = pays(spec, here)
+            verdict = kernel.profitable(spec, here)
         if verdict.ok:
             made = by_thumb(spec, device, kernel)
             return Choice(made, "heuristic", tuple(refused))

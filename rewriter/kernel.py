@@ -198,8 +198,6 @@ class Kernel:
             and the result is not kept for it.
         profitable: Says, with reasons, whether it is likely to beat the program
             as written on a platform; asked when nothing was measured.
-        profitable_backward: The same for a site whose gradient is computed in the
-            same program; `profitable` by default.
         exportable: Whether what it lowers to may be part of an exported program.
         needs_devices: Whether its code has `custom_partitioning` in it, which JAX
             lowers only where it knows the devices.
@@ -219,9 +217,6 @@ class Kernel:
     memory_bounded: bool = False
     saves_out: bool = True
     profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
-    profitable_backward: Callable[[Spec, str], Verdict] | None = field(
-        default=None, repr=False
-    )
     exportable: bool = True
     needs_devices: bool = False
     space: Space | None = None

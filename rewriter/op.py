@@ -49,6 +49,9 @@ class Op:
         general: The reference in a form that every transformation takes, where
             `reference` calls something that lacks some. Derivatives and
             vmapped references use it.
+        usual: The op as programs usually write it, if that is faster than
+            `reference`, such as in the operands' own 16 bits: what a kernel has to
+            beat when it is measured.
         cost: ``cost(shapes, dtypes, params, mode)`` gives the `Cost` of one use:
             shapes and dtype names by operand, the parameters with their defaults,
             and ``"forward"``, ``"vjp"`` or ``"forward_and_vjp"``. All sizes must
@@ -64,6 +67,7 @@ class Op:
     defaults: Mapping[str, object] = field(default_factory=dict)
     parallel: str = ""
     general: Reference | None = field(default=None, repr=False)
+    usual: Reference | None = field(default=None, repr=False)
     cost: CostOf | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.attention import cudnn, xla
 from rewriter.kernels.attention.cost import cost
-from rewriter.kernels.attention.reference import reference, sample
+from rewriter.kernels.attention.reference import reference, sample, usual
 from rewriter.op import Op
 
 _TABLE = "b|1 n|1 t|1 s|1"
@@ -25,6 +25,7 @@ OP = Op(
     },
     reference=reference,
     sample=sample,
+    usual=usual,
     defaults={
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
         "empty_rows": "nan", "out_dtype": None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.cost import cost
-from rewriter.kernels.gated_linear_unit.reference import reference, sample
+from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
 from rewriter.op import Op
 
 OP = Op(
@@ -18,6 +18,7 @@ OP = Op(
     },
     reference=reference,
     sample=sample,
+    usual=usual,
     defaults={
         "activation": "silu", "beta": 1.0, "clip_gate": (None, None),
         "clip_up": (None, None), "up_shift": 0.0, "precision": None,
@@ -39,7 +40,6 @@ KERNELS = (
         memory_bounded=True,
         saves_out=False,
         profitable=xla.profitable,
-        profitable_backward=xla.profitable_backward,
         space=Space(xla.Block, xla.default, xla.configs),
         backward_space=Space(xla.Block, xla.default, xla.configs),
     ),

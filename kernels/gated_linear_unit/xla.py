@@ -90,17 +90,6 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("small", f"branches of {size >> 10} KiB are so small that XLA is as fast")
 
 
-def profitable_backward(spec: Spec, platform: str) -> Verdict:
-    """Returns whether forward and gradients together are likely to take less time.
-
-    On an H200 XLA takes 1.4 to 2 times as long in bfloat16
-    (``tests/bench/results/tuned_h200.json``).
-    """
-    if platform == "cuda" and jnp.dtype(spec.dtype("x")).itemsize == 2:
-        return YES
-    return profitable(spec, platform)
-
-
 def _floating(spec: Spec, name: str) -> Verdict:
     dtype = jnp.dtype(spec.dtype(name))
     if jnp.issubdtype(dtype, jnp.floating):
