@@ -41,6 +41,7 @@ from rewriter.op import Op
 from rewriter.registry import REFERENCE
 from rewriter.tuned import (
     FORWARD,
+    PROGRAM,
     Key,
     Measurement,
     Tuned,
@@ -52,6 +53,8 @@ from rewriter.tuned import (
 )
 
 log = logging.getLogger("rewriter.tune")
+
+Compiled = Any
 
 LEVELS = {"quick": 1, "full": 24}
 """How many configs of a kernel are measured at most."""
@@ -67,6 +70,9 @@ HUNG_S = 60.0
 
 STAGES = ((1, 3.0), (3, 1.3), (10, 1.1), (20, math.inf))
 """After so many turns, candidates that take so many times the best's are dropped."""
+
+WHOLE_TURNS = 12
+"""Turns of whole programs."""
 
 TURN_S = 0.05
 """Seconds of a turn by the wall clock."""
@@ -265,6 +271,54 @@ class _Made:
     skipped: int = 0
 
 
+def race_programs(
+    programs: Mapping[str, Any], leaves: Sequence[Any]
+) -> tuple[Measurement, ...]:
+    """Returns the times of whole programs on the same arguments, in turns.
+
+    Args:
+        programs: Jitted functions by the name of what was done to them.
+        leaves: Their arguments.
+    """
+    jobs = [lambda p=p: p.lower(*leaves).compile() for p in programs.values()]
+    forever = time.monotonic() + 1e6
+    made = dict(zip(programs, side_by_side(jobs, forever, forever), strict=True))
+    problems = {n: p for n, p in made.items() if isinstance(p, str)}
+    for name, program in made.items():
+        if name not in problems:
+            try:
+                jax.block_until_ready(program(*leaves))
+            except Exception as problem:
+                problems[name] = f"does not run: {_line(problem)}"
+    alive = [n for n in made if n not in problems]
+    times = timing.measure([made[n] for n in alive], [leaves], WHOLE_TURNS)
+    found = [
+        measurement(Implementation(n), PROGRAM, s, made[n])
+        for n, s in zip(alive, times, strict=True)
+    ]
+    failed = [
+        Measurement(Implementation(n), PROGRAM, jax.__version__, None, problem=p)
+        for n, p in problems.items()
+    ]
+    return (*found, *failed)
+
+
+def measurement(
+    made: Implementation, version: str, samples: timing.Samples, program: Compiled
+) -> Measurement:
+    """Returns the samples of a compiled program as a measurement."""
+    return Measurement(
+        made,
+        version,
+        jax.__version__,
+        median_us=round(1e6 * samples.median, 3),
+        sigma_us=round(1e6 * samples.sigma, 3),
+        runs=len(samples.seconds),
+        method=samples.method,
+        temp_bytes=temp_bytes(program),
+    )
+
+
 def _apart(run: Callable[[], None], stop: threading.Event) -> None:
     """Runs a function in a thread without JAX's tracing, and waits for it.
 
@@ -369,7 +423,6 @@ def _tell(key: Key, measured: Sequence[Measurement]) -> None:
 
 
 # ----------------------------------------------------------------- one task
-Compiled = Any
 
 
 @dataclass
@@ -413,16 +466,8 @@ class _Race:
     def _measured(
         self, made: Implementation, samples: timing.Samples, program: Compiled
     ) -> Measurement:
-        return Measurement(
-            made,
-            version_of(made, {k.name: k for k in self.task.kernels}),
-            jax.__version__,
-            median_us=round(1e6 * samples.median, 3),
-            sigma_us=round(1e6 * samples.sigma, 3),
-            runs=len(samples.seconds),
-            method=samples.method,
-            temp_bytes=temp_bytes(program),
-        )
+        version = version_of(made, {k.name: k for k in self.task.kernels})
+        return measurement(made, version, samples, program)
 
     # ------------------------------------------------------------- compiling
     def _compiled(

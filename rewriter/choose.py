@@ -20,6 +20,9 @@ from rewriter.registry import REFERENCE
 from rewriter.tuned import (
     BOTH,
     FORWARD,
+    PROGRAM,
+    REWRITTEN,
+    WITHOUT,
     Decision,
     Entry,
     Key,
@@ -28,6 +31,7 @@ from rewriter.tuned import (
     decide,
     key_of,
     nearest,
+    time_text,
     version_of,
 )
 from rewriter.verdict import Verdict, no
@@ -89,6 +93,35 @@ def choose(
     return _measured(spec, config, kernels, device, differentiated) or _by_thumb(
         spec, config, kernels, device
     )
+
+
+def left_out(
+    config: Config, device: Device, key: Key
+) -> tuple[tuple[str, ...] | None, str]:
+    """Returns the ops to leave as written in a whole program, and why.
+
+    Args:
+        config: Says where measurements are.
+        device: Where the program will run.
+        key: The program's.
+
+    Returns:
+        Names of ops; None for all of them; () if nothing was measured or everything
+        rewritten is best.
+    """
+    for _, entries in _sources(config, device, PROGRAM):
+        decision = decide(dict(entries).get(key, ()))
+        if decision is None:
+            continue
+        best, name = decision.best, decision.best.implementation.forward
+        others = dict(decision.lost)
+        why = f"end to end, with it {others.get(REWRITTEN, 'it is slower')}"
+        if name == XLA:
+            return None, why
+        if name.startswith(WITHOUT):
+            return (name.removeprefix(WITHOUT),), why
+        return (), f"end to end {time_text(best.median_us or 0.0)}"
+    return (), ""
 
 
 def usable(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict:

@@ -48,6 +48,8 @@ class Config:
             within rounding of the program's own types, ``fast`` also those that
             change what attention gives for a row whose keys are all masked.
         strict: A failure inside the rewriter is an error, not a warning.
+        end_to_end: Whether an op's sites are left as written where the whole program
+            was measured to be faster so.
         implementation: ``((op, forward, backward), ...)``: the kernels to use,
             as tuples of names, the first that can be had; an error if none can.
         verify: ``once`` compares each site with its reference while tracing.
@@ -63,6 +65,7 @@ class Config:
     tuned: tuple[object, ...] = ()
     numerics: str = "default"
     strict: bool = False
+    end_to_end: bool = True
     implementation: tuple[Forced, ...] = ()
     verify: str = "off"
     target: str | None = None
@@ -211,7 +214,7 @@ def _normal(name: str, value: object) -> object:
         return _several_tuned(value)
     if name == "require" and value is not None and not isinstance(value, str):
         return _pairs(name, value, int)
-    if name == "strict":
+    if name in ("strict", "end_to_end"):
         return _choice(name, value, (True, False))
     wanted = {"patterns": (str,)}.get(name, (str, type(None)))
     if not isinstance(value, wanted):
@@ -271,9 +274,14 @@ def _names(op: object, value: object) -> Names:
     )
 
 
+def as_list(value: object) -> list[object]:
+    """Returns one value, or several in a list or tuple, as a list; None is none."""
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    return [p for p in parts if p is not None]
+
+
 def _several_tuned(value: object) -> tuple[object, ...]:
-    parts = value if isinstance(value, (list, tuple)) else (value,)
-    parts = tuple(p for p in parts if p is not None)
+    parts = as_list(value)
     for part in parts:
         if not isinstance(part, (str, os.PathLike)) and not hasattr(part, "entries"):
             raise ConfigError(

@@ -220,6 +220,7 @@ def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> R
         seconds={"trace": traced.seconds, **seconds},
         before=traced.closed_jaxpr,
         after=rewritten.closed_jaxpr,
+        key=rewritten.key,
     )
     _log(report)
     _require(report, config)
@@ -331,8 +332,9 @@ def _rewritten(
         text = f"{traced.name}: left as written: {str(reason).splitlines()[0]}"
         warnings.warn(text, RewriterWarning, stacklevel=2)
     return Rewritten(
-        after.closed_jaxpr, after.sites, after.misses, failures, after.seconds
-    )
+        after.closed_jaxpr, after.sites, after.misses, failures, after.seconds,
+        after.key,
+    )  # fmt: skip
 
 
 def _changed(before: ClosedJaxpr, after: ClosedJaxpr) -> str:

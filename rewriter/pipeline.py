@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import autotune, device, site
 from rewriter.autotune import Task
 from rewriter.backward_place import home_of, lies_at, residuals_place
-from rewriter.choose import AS_WRITTEN, Choice, choose
+from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.gradients import Backward, search_gradients
@@ -28,7 +28,7 @@ from rewriter.region import Regions
 from rewriter.remains import SAVED, WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, obstacle, replace
 from rewriter.sieve import possible
-from rewriter.tuned import BOTH, FORWARD
+from rewriter.tuned import BOTH, FORWARD, Key, key_of, program_key
 from rewriter.verdict import Reason
 
 
@@ -116,7 +116,7 @@ def _rewritten(
     clock("match")
     backward, why, problems = search_gradients(graph, found.matches)
     clock("gradients")
-    sites, splices, failures = _plan(graph, found.matches, config, backward, why)
+    sites, splices, failures, key = _plan(graph, found.matches, config, backward, why)
     clock("choose")
     program = replace(graph, splices)
     graph.release()
@@ -127,6 +127,7 @@ def _rewritten(
         found.misses,
         (*found.failures, *problems, *failures),
         clock.seconds,
+        key,
     )
 
 
@@ -176,6 +177,8 @@ def _plan(
     if config.tune in ("quick", "full") and target == device.attached():
         autotune.measure_missing(_tasks(matches, backward), config.tune)
     choices = _choices(graph, matches, config, target, backward, anyway, why_none)
+    program = _program_key(graph, matches, choices, backward, target)
+    choices = _end_to_end(matches, choices, config, target, program)
     elsewhere: dict[Any, tuple[tuple[str, Kernel | None], ...]] = {}
     for match, choice in zip(matches, choices, strict=True):
         home = homes.get(id(match))
@@ -201,7 +204,47 @@ def _plan(
             copies = match.copies if scope is match.node.scope else 0
             for _ in range(copies):  # computed again here; the result is shared
                 sites.append(_site(len(sites) + 1, match, scope, made, its is not None))
-    return sites, splices, failures
+    return sites, splices, failures, program
+
+
+def _program_key(
+    graph: Graph,
+    matches: Sequence[Match],
+    choices: Sequence[Choice],
+    backward: Mapping[int, Backward],
+    target: Device,
+) -> Key | None:
+    """The key of the whole program with these choices; None if nothing is replaced."""
+    chosen = [c.implementation.text for c in choices]
+    if all(text == XLA for text in chosen) or any(m.spec.symbolic for m in matches):
+        return None
+    keys = [
+        key_of(m.spec, BOTH if id(m) in backward else FORWARD, target.kind)
+        for m in matches
+    ]
+    inputs = [v.aval for v in graph.top.jaxpr.invars]
+    return program_key(zip(keys, chosen, strict=True), inputs, target.kind)
+
+
+def _end_to_end(
+    matches: Sequence[Match],
+    choices: Sequence[Choice],
+    config: Config,
+    target: Device,
+    key: Key | None,
+) -> list[Choice]:
+    """The choices, but for ops without which the whole program was measured faster."""
+    if key is None or not config.end_to_end:
+        return list(choices)
+    ops, why = left_out(config, target, key)
+    return [
+        Choice(AS_WRITTEN, c.origin, ((c.kernel, why), *c.not_chosen))
+        if c.origin != "forced"
+        and c.kernel != XLA
+        and (ops is None or m.op.name in ops)
+        else c
+        for m, c in zip(matches, choices, strict=True)
+    ]
 
 
 def _choices(

@@ -21,6 +21,7 @@ from rewriter.graph import Graph, Scope
 from rewriter.match import Match, NearMiss, leaves_of
 from rewriter.plan import Site
 from rewriter.region import Regions
+from rewriter.tuned import Key
 from rewriter.verdict import Reason
 
 
@@ -34,6 +35,7 @@ class Rewritten:
         misses: Everything that almost was.
         failures: What went wrong inside the rewriter, if anything.
         seconds: Stage name to seconds.
+        key: Under which the whole program is measured; None if nothing was replaced.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -41,6 +43,7 @@ class Rewritten:
     misses: tuple[NearMiss, ...] = ()
     failures: tuple[Reason, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    key: Key | None = None
 
 
 @dataclass(frozen=True, eq=False)

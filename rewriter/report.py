@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter.match import NearMiss
 from rewriter.plan import Site
+from rewriter.tuned import Key
 from rewriter.verdict import Reason
 
 COUNTED = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
@@ -44,6 +45,7 @@ class Report:
         seconds: Stage name to seconds; ``"trace"`` is JAX's own tracing.
         before: The program as written.
         after: The program as rewritten.
+        key: Under which the whole program is measured; None if nothing was replaced.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -63,6 +65,7 @@ class Report:
     seconds: Mapping[str, float] = field(default_factory=dict)
     before: ClosedJaxpr | None = field(default=None, repr=False)
     after: ClosedJaxpr | None = field(default=None, repr=False)
+    key: Key | None = field(default=None, repr=False)
 
     def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
         """Returns how many sites of each op were recognised.

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rewriter import autotune, device, pipeline, trace
-from rewriter.config import resolve
+import jax
+
+from rewriter import autotune, cache, device, pipeline, trace
+from rewriter.config import as_list, resolve
 from rewriter.errors import ConfigError, caller
-from rewriter.optimize import with_patterns
-from rewriter.tuned import Tuned, decide
+from rewriter.implementation import XLA
+from rewriter.optimize import optimize, with_patterns
+from rewriter.tuned import REWRITTEN, WITHOUT, Tuned, decide
 
 Progress = Callable[[str, int, int], None]
 
@@ -25,6 +28,7 @@ def tune(
     budget_s: float = 600.0,
     grad: bool = False,
     again: bool = False,
+    end_to_end: bool = False,
     patterns: Any = None,
     **options: Any,
 ) -> Callable[..., Tuned]:
@@ -41,6 +45,9 @@ def tune(
         grad: Measure gradients too where the program has none, as for
             ``jax.grad(optimize(fn))``.
         again: Measure also what the cache has.
+        end_to_end: Then time the whole program, on the arguments given: as written,
+            with every choice, and without each op's. Where it is faster without, those
+            sites are left as written from then on. The arguments must be arrays.
         patterns: As in ``optimize``.
         **options: As in ``optimize``.
 
@@ -72,7 +79,7 @@ def tune(
     given = {**lifted, **options}
     ours = {k: v for k, v in given.items() if k not in trace.JIT_OPTIONS}
     theirs = {k: v for k, v in given.items() if k in trace.JIT_OPTIONS}
-    ours, user_patterns = with_patterns(ours, ours.pop("patterns", None))
+    ours, user_patterns = with_patterns(ours, ours.pop("patterns", "default"))
     config = resolve(ours)
     inner = trace.jitted(fn, trace.jit_options(fn, theirs))
 
@@ -82,10 +89,45 @@ def tune(
         found = pipeline.tasks(traced.closed_jaxpr, config, user_patterns, grad)
         with _progress() as progress:
             made = autotune.measure(found, level, budget_s, progress, again)
+        if end_to_end:
+            plain = trace.jitted(fn, trace.jit_options(fn, theirs))
+            leaves, call = trace.split(plain, args, kwargs)
+            mine = {**ours, "patterns": [*ours["patterns"].split(","), *user_patterns]}
+            made |= _whole(call, leaves, mine, made)
         _summary(made, len(found), time.monotonic() - start)
         return made
 
     return run
+
+
+def _whole(
+    call: Callable[..., Any], leaves: list[Any], options: dict[str, Any], made: Tuned
+) -> Tuned:
+    """The times of the whole program, as written, rewritten, and without each op."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise ConfigError(
+            "end_to_end=True with shapes as arguments",
+            wanted="arrays, on which the program can run",
+            where=caller(),
+        )
+    forced = dict(options.pop("implementation", {}))
+    tuned = [*as_list(options.pop("tuned", ())), made]
+    options = {**options, "tuned": tuned, "end_to_end": False}
+
+    def without(*ops: str) -> Any:
+        given = {**forced, **dict.fromkeys(ops, XLA)}
+        return optimize(call, **options, implementation=given)
+
+    report = without().report(*leaves)
+    if report.key is None:
+        return Tuned()
+    ops = sorted({s.op for s in report.sites if s.replaced})
+    programs = {XLA: jax.jit(call), REWRITTEN: without()}
+    if len(ops) > 1:
+        programs |= {f"{WITHOUT}{op}": without(op) for op in ops}
+    found = autotune.race_programs(programs, leaves)
+    cache.add(report.key, found)
+    return Tuned(((report.key, found),))
 
 
 def _shown() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,12 @@ from rewriter.kernel import Kernel, Spec
 FORMAT = 1
 FORWARD, BOTH = "forward", "forward_and_vjp"
 """The passes that are measured: the result alone, or the result and all gradients."""
+
+PROGRAM, WHOLE = "program", "whole"
+"""The op and pass under which whole programs are measured."""
+
+REWRITTEN, WITHOUT = "rewritten", "without "
+"""Implementations of whole programs: with every site's choice, or without an op's."""
 
 TIE = 0.02
 """A share of the time within which two implementations are as fast."""
@@ -63,6 +70,8 @@ class Key:
     @property
     def text(self) -> str:
         """The key in words."""
+        if self.op == PROGRAM:
+            return f"whole program {dict(self.params)['digest']}"
         dtypes = dict(self.dtypes)
         operands = " ".join(
             f"{n} {dtypes[n]}[{','.join(map(str, s))}]" for n, s in self.shapes
@@ -93,6 +102,24 @@ def _merged(shape: tuple[Any, ...], tail: int | None) -> tuple[int, ...]:
         return shape
     first = len(shape) - tail
     return (math.prod(shape[:first]), *shape[first:])
+
+
+def program_key(
+    sites: Iterable[tuple[Key, str]], inputs: Iterable[Any], device: str
+) -> Key:
+    """Returns the key of a whole program: its inputs, and its sites with the choices.
+
+    Args:
+        sites: (key, chosen implementation in words) for every site.
+        inputs: The program's input types.
+        device: The device kind.
+    """
+    texts = sorted(json.dumps([key_json(k), name]) for k, name in sites)
+    whole = json.dumps([texts, [str(i) for i in inputs]])
+    digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+    params = (("digest", digest),)
+    return Key(PROGRAM, WHOLE, (), (), params, device, precision or "")
 
 
 def _plain(value: Any) -> Any:

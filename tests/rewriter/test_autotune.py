@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter import autotune, cache, device, timing
+from rewriter import autotune, cache, device, pipeline, timing
+from rewriter.config import Config
 from rewriter.implementation import Implementation
 from rewriter.kernel import Space, Spec
 from rewriter.op import Op
+from rewriter.tuned import Measurement
 from rewriter.verdict import YES, no
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:rewriter.CacheWarning")
@@ -456,3 +458,51 @@ def test_forcing_passes_apart_and_in_order() -> None:
         kernel("cudnn")
     with pytest.raises(rewriter.UnknownKernel, match="Did you mean 'cudnn'"):
         kernel(["cuddn", "xla"])
+
+
+def two_ops(x, w, scale):
+    y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+    return program(y, w)
+
+
+def test_what_makes_the_whole_program_slower_is_left_as_written(monkeypatch) -> None:
+    pattern = slow_pattern()
+    pattern.kernel()(sleepy(0.02))
+    x, scale = jnp.ones((8192, 32)), jnp.ones(32)
+    args = (x, W, scale)
+    options = {"patterns": ["default", pattern], "implementation": {}}
+    task = next(
+        t
+        for t in pipeline.tasks(
+            jax.make_jaxpr(two_ops)(*args), Config(), [pattern], False
+        )
+        if t.op.name == "gated"
+    )
+    made = (("xla", "xla", 1e6), ("kernel", "kernel 1", 1.0))  # it seems a good choice
+    won = tuple(
+        Measurement(Implementation(n), v, jax.__version__, us) for n, v, us in made
+    )
+    tuned = rewriter.Tuned(((task.key(device.attached()), won),))
+    seemed = rewriter.explain(two_ops, **options, tuned=tuned)(*args)
+    assert {s.op: s.kernel for s in seemed.sites}["gated"] == "kernel"
+
+    monkeypatch.setattr(autotune, "measure", lambda *_: rewriter.Tuned())
+    found = rewriter.tune(
+        two_ops, **options, tuned=tuned, level="quick", end_to_end=True
+    )(*args)
+    whole = dict(found.entries)[seemed.key]
+    assert {m.implementation.forward for m in whole} >= {"xla", "rewritten"}
+    assert "whole program" in found.table()
+    for given in ({"tuned": [tuned, found]}, {"tuned": tuned}):  # given, then cached
+        report = rewriter.explain(two_ops, **options, **given)(*args)
+        (site,) = (s for s in report.sites if s.op == "gated")
+        assert site.kernel == "xla"
+        assert "end to end, with it" in dict(site.not_chosen)["kernel"]
+    deaf = rewriter.explain(two_ops, **options, tuned=tuned, end_to_end=False)(*args)
+    assert {s.op: s.kernel for s in deaf.sites}["gated"] == "kernel"
+    other = rewriter.explain(two_ops, **options, tuned=tuned)(x[:64], W, scale)
+    assert other.key != seemed.key  # another program: nothing is known of it
+
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
+    with pytest.raises(rewriter.ConfigError, match="end_to_end=True with shapes"):
+        rewriter.tune(two_ops, end_to_end=True)(*specs)
