@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -76,6 +77,38 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
+def _tune(args: argparse.Namespace) -> int:
+    fn, values = _target(args)
+    run = rewriter.tune(
+        fn,
+        level=args.level,
+        budget_s=args.budget,
+        grad=args.grad,
+        again=args.again,
+        end_to_end=args.end_to_end,
+        **_options(args),
+    )
+    tuned = run(*values)
+    _say(args)(tuned)
+    if args.out:
+        tuned.save(args.out)
+        _say(args)(f"\nwrote {args.out}; use it with optimize(fn, tuned={args.out!r})")
+    _json(args, json.loads(tuned.dumps()))
+    return 0
+
+
+def _cache(args: argparse.Namespace) -> int:
+    if args.action == "path":
+        found: Any = rewriter.cache.path()
+    elif args.action == "clear":
+        found = {"removed": rewriter.cache.clear(op=args.op, device=args.device)}
+    else:
+        found = rewriter.cache.info()
+    _say(args)(f"removed {found['removed']} files" if args.action == "clear" else found)
+    _json(args, asdict(found) if args.action == "info" else found)
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
     if not args.function:
         return _bench_ops(args)
@@ -92,7 +125,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 OF_OPS = ("op", "shapes", "implementations", "peers", "plot")
-OF_FUNCTION = ("args", "patterns", "numerics", "target", "require")
+OF_FUNCTION = ("args", "patterns", "numerics", "target", "require", "tuned")
 
 
 def _none_of(
@@ -257,7 +290,7 @@ def _named(text: str) -> Any:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("patterns", "numerics", "target")
+    names = ("patterns", "numerics", "target", "tuned")
     found = {n: getattr(args, n) for n in names if getattr(args, n)}
     if args.require:
         found["require"] = _requirement(args.require)
@@ -288,6 +321,17 @@ def _parser() -> argparse.ArgumentParser:
     verify = _on_function(commands, "verify", _verify, "compare with a float64 run")
     verify.add_argument("--grad", action="store_true", help="gradients as well")
     _bench_options(_on_function(commands, "bench", _bench, BENCH, optional=True))
+    tune = _on_function(commands, "tune", _tune, "measure the kernels of every site")
+    tune.add_argument("--level", default="full", help="full, or quick")
+    tune.add_argument("--budget", type=float, default=600.0, help="seconds")
+    tune.add_argument("--grad", action="store_true", help="gradients as well")
+    tune.add_argument("--again", action="store_true", help="also what is cached")
+    tune.add_argument("--end-to-end", action="store_true", help="the whole program too")
+    tune.add_argument("--out", help="also write the measurements to this file")
+    cache = _command(commands, "cache", _cache, "what was measured on this machine")
+    cache.add_argument("action", choices=("path", "info", "clear"))
+    cache.add_argument("--op", help="clear only this op's")
+    cache.add_argument("--device", help="clear only this device kind's")
     export = _on_function(commands, "export", _export, "write a StableHLO artifact")
     export.add_argument("--platforms", default="cpu,cuda,tpu")
     export.add_argument("--out", required=True, help="the file to write")
@@ -340,7 +384,8 @@ def _on_function(
     command.add_argument("--args", help="package.module:arguments, or a maker of them")
     command.add_argument("--patterns", help="such as --patterns=-rms_norm")
     command.add_argument("--numerics", choices=CHOICES["numerics"])
-    command.add_argument("--target", help="device kind to build for")
+    command.add_argument("--target", help="device kind to build for, such as h200")
+    command.add_argument("--tuned", help="a file of measurements to choose by")
     command.add_argument("--require", help="attention, all, or attention=24,...")
     return command
 

@@ -13,7 +13,7 @@ import jax
 from rewriter import cache
 from rewriter.config import Config
 from rewriter.device import Device
-from rewriter.errors import KernelError, UnknownKernel, caller, known
+from rewriter.errors import ConfigError, KernelError, UnknownKernel, caller, known
 from rewriter.implementation import XLA, Implementation, by_thumb, takes
 from rewriter.kernel import Kernel, Spec
 from rewriter.registry import REFERENCE
@@ -324,11 +324,29 @@ def _look_up(
     return (), ""
 
 
+def check_tuned(config: Config) -> None:
+    """Reads the files of measurements that a configuration names.
+
+    Raises:
+        ConfigError: If one cannot be read.
+        BundleMismatch: If one holds something else.
+    """
+    for given in config.tuned:
+        _given(given)
+
+
 def _given(tuned: object) -> Tuned:
     if isinstance(tuned, Tuned):
         return tuned
     path = str(tuned)
-    return _loaded(path, os.stat(path).st_mtime_ns)
+    try:
+        return _loaded(path, os.stat(path).st_mtime_ns)
+    except OSError as problem:
+        raise ConfigError(
+            f"tuned={path!r} cannot be read: {problem.strerror}",
+            wanted="a file that Tuned.save wrote",
+            where=caller(),
+        ) from problem
 
 
 @functools.lru_cache(maxsize=64)

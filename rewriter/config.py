@@ -58,6 +58,7 @@ class Config:
         require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
         using: Patterns put in force by ``with using(...)``.
         exporting: Whether the program is traced to be exported.
+        targets: ``((platform, device kind), ...)`` that it is exported for.
     """
 
     patterns: str = "default"
@@ -72,9 +73,11 @@ class Config:
     require: Requirement | None = None
     using: tuple[object, ...] = ()
     exporting: bool = False
+    targets: tuple[tuple[str, str], ...] = ()
 
 
-OPTIONS = tuple(f.name for f in fields(Config) if f.name not in ("using", "exporting"))
+NO_OPTIONS = ("using", "exporting", "targets")
+OPTIONS = tuple(f.name for f in fields(Config) if f.name not in NO_OPTIONS)
 
 
 def resolve(options: Mapping[str, object]) -> Config:
@@ -132,9 +135,14 @@ def using(*patterns: object) -> Iterator[Config]:
 
 
 @contextmanager
-def exporting() -> Iterator[None]:
-    """Uses only what may be part of an exported program inside the block."""
-    with _CONTEXT(replace(current(), exporting=True)):
+def exporting(targets: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Uses only what may be part of an exported program inside the block.
+
+    Args:
+        targets: Platform to device kind, where the program will run.
+    """
+    kinds = tuple(sorted((targets or {}).items()))
+    with _CONTEXT(replace(current(), exporting=True, targets=kinds)):
         yield
 
 

@@ -84,6 +84,19 @@ def named(name: str) -> Device:
     )
 
 
+def of(kind: str, platform: str) -> Device:
+    """Returns the device kind of a name; one without figures if it is not known.
+
+    Example:
+        >>> of("h200", "cuda").kind, of("NVIDIA Z80", "cuda").bandwidth
+        ('NVIDIA H200', 0.0)
+    """
+    try:
+        return named(kind)
+    except errors.ConfigError:
+        return Device(kind, platform)
+
+
 def attached() -> Device:
     """Returns the first device of the default backend; unknown kinds have no figures.
 

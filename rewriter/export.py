@@ -18,7 +18,7 @@ import jax
 import jax.export
 import jaxlib
 
-from rewriter import atomic, trace
+from rewriter import atomic, device, trace
 from rewriter.config import exporting
 from rewriter.errors import (
     DeviceMismatch,
@@ -125,8 +125,10 @@ def export(
         fn, lifted = trace.original_of(fn)
         fast = optimize(fn, **{**lifted, **options})
 
+    kinds = {p: device.of(k, p).kind for p, k in (targets or {}).items()}
+
     def run(*specs: Any, **named: Any) -> Artifact:
-        with exporting():
+        with exporting(kinds):
             report = fast.report(*specs, **named)
             try:
                 exported = jax.export.export(fast, platforms=list(platforms))(
@@ -137,7 +139,7 @@ def export(
                 raise
             except Exception as error:
                 raise _export_error(fn, error) from error
-        manifest = _manifest(exported, data, report, vjp_order, targets or {})
+        manifest = _manifest(exported, data, report, vjp_order, kinds)
         return Artifact(exported, data, manifest)
 
     return run

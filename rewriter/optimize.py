@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax, oracle, trace
+from rewriter.choose import check_tuned
 from rewriter.config import OPTIONS, Config, disabled, resolve
 from rewriter.device import attached, named
 from rewriter.errors import (
@@ -245,7 +246,9 @@ def _check_patterns(text: str) -> None:
 def _optimized(
     fn: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any], patterns: Any
 ) -> Any:
-    _check_patterns(resolve(ours).patterns)  # complain now, not when tracing
+    config = resolve(ours)  # complain now, not when tracing
+    _check_patterns(config.patterns)
+    check_tuned(config)
     options = trace.jit_options(fn, theirs)
     analysis = Analysis(fn, trace.jitted(fn, options), ours, patterns)
 

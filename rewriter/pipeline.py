@@ -152,7 +152,7 @@ def _plan(
     sites: list[Site] = []
     splices: list[Splice] = []
     failures: list[Reason] = []
-    target = device.named(config.target) if config.target else device.attached()
+    target = _target(config)
     regions = Regions(graph)
     homes = {
         id(m): residuals_place(
@@ -306,15 +306,25 @@ def _unhindered(match: Match, regions: Regions) -> list[tuple[Scope, int]]:
     return [(s, p) for s, p in _places(match) if not obstacle(match, s, regions)]
 
 
+def _target(config: Config) -> Device:
+    """The device to choose for: the one asked for, else the attached one."""
+    if config.target:
+        return device.named(config.target)
+    here = device.attached()
+    kind = dict(config.targets).get(here.platform)
+    return device.of(kind, here.platform) if kind else here
+
+
 def _by_platform(
     match: Match, choice: Choice, config: Config, target: Device
 ) -> tuple[tuple[str, Kernel | None], ...]:
     """A kernel per platform: an exported program may run on another one."""
-    kernels = match.pattern.kernels
+    kernels, kinds = match.pattern.kernels, dict(config.targets)
     pairs = [("default", build(choice.implementation, match.op, kernels))]
     for other in PLATFORMS if choice.origin != "forced" else ():
         if other != target.platform:
-            there = choose(match.spec, config, kernels, Device(other, other))
+            its = device.of(kinds.get(other, other), other)
+            there = choose(match.spec, config, kernels, its)
             if there.implementation != choice.implementation:
                 pairs.append((other, build(there.implementation, match.op, kernels)))
     return tuple(pairs)

@@ -23,20 +23,6 @@ OP = Op(
 
 KERNELS = (
     Kernel(
-        name="tiled",
-        op="ragged_dot",
-        platforms=PLATFORMS,
-        version=1,
-        supports=tiled.supports,
-        forward=tiled.forward,
-        backward=tiled.backward,
-        memory_bounded=True,
-        profitable=tiled.profitable,
-        saves_out=False,
-        space=Space(tiled.Tiles, tiled.default, tiled.configs),
-        backward_space=Space(tiled.Tiles, tiled.default, tiled.configs),
-    ),
-    Kernel(
         name="memory_bounded",
         op="ragged_dot",
         platforms=PLATFORMS,
@@ -49,5 +35,19 @@ KERNELS = (
         space=Space(xla.Tile, xla.default, xla.configs),
         backward_space=Space(xla.Tile, xla.default, xla.configs),
         saves_out=False,
+    ),
+    Kernel(
+        name="tiled",
+        op="ragged_dot",
+        platforms=PLATFORMS,
+        version=1,
+        supports=tiled.supports,
+        forward=tiled.forward,
+        backward=tiled.backward,
+        memory_bounded=True,
+        profitable=tiled.profitable,
+        saves_out=False,
+        space=Space(tiled.Tiles, tiled.default, tiled.configs),
+        backward_space=Space(tiled.Tiles, tiled.default, tiled.configs),
     ),
 )

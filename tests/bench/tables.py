@@ -16,8 +16,11 @@ import jax
 
 import rewriter
 from rewriter import demo
+from rewriter.choose import shipped
+from rewriter.implementation import XLA
 from rewriter.registry import registry
 from rewriter.report import size
+from rewriter.tuned import Key, decide
 from tests.bench import record
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -81,6 +84,47 @@ def decoder() -> str:
     return f"{_table(head, rows)}\n\nReproduce with {note}."
 
 
+def tuned() -> str:
+    """Shipped measurements of an H200 where a kernel beats XLA by far."""
+    rows = []
+    for op in registry().ops():
+        for key, found in shipped(op).entries:
+            decision = decide(found)
+            xla = next((m for m in found if m.implementation.forward == XLA), None)
+            if decision is None or xla is None or decision.best is xla:
+                continue
+            best = decision.best
+            gain = (xla.median_us or 0.0) / (best.median_us or 1.0)
+            rows.append((
+                _use(key), key.passes, f"{(xla.median_us or 0) / 1e3:.2f} ms",
+                f"{(best.median_us or 0) / 1e3:.2f} ms", best.implementation.name,
+                f"{gain:.1f}×", _mib(xla.temp_bytes), _mib(best.temp_bytes),
+            ))  # fmt: skip
+    head = ("use", "pass", "XLA", "chosen", "kernel", "gain", "memory", "after")
+    return _table(head, sorted(rows)) + (
+        "\n\nDevice time by CUPTI, median of 20 runs that take turns on three and more "
+        "sets of inputs; reproduce with `python3 -m tests.bench.tuning tune --shapes "
+        "targets,others --out tuned.json` (NVIDIA H200, jax 0.11.2)."
+    )
+
+
+def _use(key: Key) -> str:
+    first, params = key.shapes[0][1], dict(key.params)
+    dtype = {"bfloat16": "bf16", "float32": "f32"}[key.dtypes[0][1]]
+    if key.op == "ragged_dot":
+        g, k, n = dict(key.shapes)["rhs"]
+        return f"ragged dot {first[0]}×{k}×{n} by {g} experts, {dtype}"
+    heads = dict(key.shapes)["k"][2]
+    causal = "causal " if params["window"] == (None, 0) else ""
+    size = "×".join(map(str, first))
+    grouped = f", {heads} key heads" if heads != first[2] else ""
+    return f"{causal}attention {size}{grouped}, {dtype}"
+
+
+def _mib(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:,.0f} MiB"
+
+
 def _or_failed(timing: dict) -> str:
     return f"{timing['ms']:.0f} ms" if "ms" in timing else "out of memory"
 
@@ -126,6 +170,7 @@ def _table(head: tuple, rows: list) -> str:
 TABLES = {
     "explain": explained,
     "supported": supported,
+    "tuned": tuned,
     "measured": measured,
     "decoder": decoder,
     "training": training,

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import rewriter
 from rewriter.__main__ import main
 
 BLOCK = ["tests.rewriter.programs:block", "--args", "tests.rewriter.programs:inputs"]
@@ -82,3 +83,39 @@ def test_demo(tmp_path):
     assert "✓ ragged_dot" in done.stdout or "= attention" in done.stdout
     assert "temporary" in done.stdout
     assert (tmp_path / "here" / "demo.stablehlo.manifest.json").exists()
+
+
+def test_tune_and_cache(capsys, tmp_path, monkeypatch):
+    from rewriter import cache
+
+    monkeypatch.setenv("REWRITER_CACHE_DIR", str(tmp_path / "cache"))
+    cache._process.cache_clear()
+    out_file = tmp_path / "tuned.json"
+    code, out, _ = run(
+        capsys, "tune", *BLOCK, "--level", "quick", "--grad", "--out", str(out_file)
+    )
+    assert code == 0
+    assert "attention forward q float32" in out
+    assert "rms_norm forward_and_vjp x float32" in out
+    assert "✓ chosen" in out
+    tuned = rewriter.Tuned.load(out_file)
+    assert {k.op for k, _ in tuned.entries} == {"attention", "rms_norm"}
+    code, out, _ = run(capsys, "explain", *BLOCK, "--tuned", str(out_file), "--json")
+    assert {s["origin"] for s in json.loads(out)["sites"]} == {"tuned"}
+    code, out, _ = run(capsys, "explain", *BLOCK, "--json")
+    assert {s["origin"] for s in json.loads(out)["sites"]} == {"cached"}
+    code, out, _ = run(capsys, "cache", "info", "--json")
+    assert {tuple(k): n for k, n in json.loads(out)["counts"]} == {
+        ("cpu", "attention"): 2, ("cpu", "rms_norm"): 2,
+    }  # fmt: skip
+    assert run(capsys, "cache", "path")[1].strip() == str(tmp_path / "cache")
+    code, out, _ = run(capsys, "cache", "clear", "--op", "attention")
+    assert out.startswith("removed ")
+    assert dict(cache.info().counts) == {("cpu", "rms_norm"): 2}
+    code, _, err = run(capsys, "tune", *BLOCK, "--level", "slow")
+    assert code == 1
+    assert "Choose quick, full" in err
+    code, _, err = run(capsys, "explain", *BLOCK, "--tuned", str(tmp_path / "none"))
+    assert code == 1
+    assert "cannot be read: No such file" in err
+    cache._process.cache_clear()

@@ -135,3 +135,38 @@ def test_what_cannot_be_exported():
     assert caught.value.__cause__ is not None
     with pytest.raises(TraceError):
         rewriter.export(lambda x: x if x > 0 else -x)(1.0)
+
+
+def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None:
+    """Measurements of a device that is not here choose the kernel for it."""
+    from rewriter import choose, device, pipeline
+    from rewriter.config import Config
+    from rewriter.implementation import Implementation
+    from rewriter.tuned import Measurement, Tuned
+
+    def experts(lhs, rhs, sizes):
+        return jax.lax.ragged_dot(lhs, rhs, sizes)
+
+    args = (
+        jax.ShapeDtypeStruct((64, 8), jnp.float32),
+        jax.ShapeDtypeStruct((4, 8, 8), jnp.float32),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+    )
+    (task,) = pipeline.tasks(jax.make_jaxpr(experts)(*args), Config())
+    loop = Implementation("memory_bounded", config=(("rows", 16),))
+    times = (Measurement(Implementation(), "xla", "any", 9.0),
+             Measurement(loop, "memory_bounded 1", "any", 1.0))  # fmt: skip
+    made = Tuned(((task.key(device.named("h200")), times),))
+    monkeypatch.setattr(choose, "shipped", lambda op: made)
+
+    def loops(**options) -> bool:
+        artifact = rewriter.export(experts, platforms=("cuda",), **options)(*args)
+        return "stablehlo.while" in artifact.exported.mlir_module()
+
+    assert not loops()
+    assert loops(targets={"cuda": "h200"})
+    assert not loops(targets={"cuda": "NVIDIA Z80"})
+    artifact = rewriter.export(
+        experts, platforms=("cuda",), targets={"cuda": "h200"}
+    )(*args)  # fmt: skip
+    assert artifact.manifest["targets"] == {"cuda": "NVIDIA H200"}
