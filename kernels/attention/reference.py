@@ -101,6 +101,7 @@ def reference(
     softcap: float | None = None,
     empty_rows: str = "nan",
     out_dtype: str | None = None,
+    wide: Any = None,
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys each query sees.
 
@@ -128,47 +129,13 @@ def reference(
         empty_rows: What a row that sees no key gives: "nan", "mean" (of v
             over all s) or "zero".
         out_dtype: The result's dtype, q's by default.
+        wide: The dtype of scores and softmax; by default float32, or float64 for
+            float64 inputs.
 
     Returns:
-        [b, t, n, e]. The softmax is in float32, in float64 for float64 inputs.
+        [b, t, n, e].
     """
-    given = dict(locals())  # every argument above
-    return _attention(jnp.promote_types(jnp.result_type(q, k, v), jnp.float32), **given)
-
-
-def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:
-    """Returns what `reference` does, in the operands' own type throughout.
-
-    So many models write it in 16 bits, with less traffic and more rounding.
-    """
-    return _attention(jnp.result_type(q, k, v), q, k, v, **given)
-
-
-def _attention(
-    wide: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    q_segments: Array | None = None,
-    kv_segments: Array | None = None,
-    kv_lengths: Array | None = None,
-    offset: Array | None = None,
-    prefix: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    dropout: Array | None = None,
-    scale_factor: Array | None = None,
-    scale: float = 1.0,
-    window: tuple[int | None, int | None] = (None, None),
-    shift: int = 0,
-    softcap: float | None = None,
-    empty_rows: str = "nan",
-    out_dtype: str | None = None,
-) -> Array:
-    """`reference` with scores and softmax in a given type."""
+    wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     b, t, n, h = q.shape
     s, heads = k.shape[1], k.shape[2]
     group = n // heads
@@ -198,6 +165,14 @@ def _attention(
     weights = weights.reshape(b, heads, group, t, s)
     out = jnp.einsum("bkgts,bske->btkge", weights, v.astype(wide))
     return out.reshape(b, t, n, v.shape[-1]).astype(out_dtype or q.dtype)
+
+
+def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:
+    """Returns what `reference` does, in the operands' own type throughout.
+
+    So many models write it in 16 bits, with less traffic and more rounding.
+    """
+    return reference(q, k, v, **given, wide=jnp.result_type(q, k, v))
 
 
 def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
