@@ -14,7 +14,7 @@ from rewriter import cache
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.errors import ConfigError, KernelError, UnknownKernel, caller, known
-from rewriter.implementation import XLA, Implementation, by_thumb, takes
+from rewriter.implementation import XLA, Implementation, by_thumb
 from rewriter.kernel import Kernel, Spec
 from rewriter.registry import REFERENCE
 from rewriter.tuned import (
@@ -287,11 +287,9 @@ def _holds(
         return False
     if m.version != version_of(made, kernels):
         return False
-    if not all(
+    return all(
         usable(kernels[n], spec, device.platform, config).ok for n in made.kernels
-    ):
-        return False
-    return takes(made, spec, kernels).ok
+    )
 
 
 Source = tuple[str, Sequence[Entry]]

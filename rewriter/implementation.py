@@ -11,7 +11,7 @@ from rewriter.device import Device
 from rewriter.kernel import Kernel, Space, Spec
 from rewriter.op import Op
 from rewriter.registry import REFERENCE
-from rewriter.verdict import Verdict, all_of
+from rewriter.verdict import all_of
 
 XLA = "xla"
 """The name of the choice to leave the program as written."""
@@ -102,13 +102,6 @@ def _thumb(space: Space | None, spec: Spec, device: Device) -> Settings:
     if space is None or spec.symbolic:
         return None
     return settings(space.default(spec, device))
-
-
-def takes(
-    implementation: Implementation, spec: Spec, kernels: Mapping[str, Kernel]
-) -> Verdict:
-    """Returns whether its kernels take a use of the op."""
-    return all_of(*(kernels[name].supports(spec) for name in implementation.kernels))
 
 
 def build(

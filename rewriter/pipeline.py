@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import autotune, device, site
-from rewriter.autotune import Task
 from rewriter.backward_place import home_of, lies_at, residuals_place
 from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
 from rewriter.config import Config
@@ -24,6 +24,7 @@ from rewriter.implementation import XLA, build
 from rewriter.kernel import PLATFORMS, Kernel
 from rewriter.match import Match, search
 from rewriter.plan import Site
+from rewriter.programs import Task
 from rewriter.region import Regions
 from rewriter.remains import SAVED, WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, obstacle, replace
@@ -215,15 +216,20 @@ def _program_key(
     target: Device,
 ) -> Key | None:
     """The key of the whole program with these choices; None if nothing is replaced."""
-    chosen = [c.implementation.text for c in choices]
-    if all(text == XLA for text in chosen) or any(m.spec.symbolic for m in matches):
+    if all(c.implementation.forward == XLA for c in choices):
         return None
-    keys = [
-        key_of(m.spec, BOTH if id(m) in backward else FORWARD, target.kind)
-        for m in matches
+    counts: Counter[Any] = Counter()
+    for m, c in zip(matches, choices, strict=True):
+        if m.spec.symbolic:
+            return None
+        passes = BOTH if id(m) in backward else FORWARD
+        counts[m.spec, passes, c.implementation] += 1
+    sites = [
+        (key_of(spec, passes, target.kind), f"{made.text} x{count}")
+        for (spec, passes, made), count in counts.items()
     ]
     inputs = [v.aval for v in graph.top.jaxpr.invars]
-    return program_key(zip(keys, chosen, strict=True), inputs, target.kind)
+    return program_key(sites, inputs, target.kind)
 
 
 def _end_to_end(

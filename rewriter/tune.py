@@ -15,6 +15,7 @@ from rewriter.config import as_list, resolve
 from rewriter.errors import ConfigError, caller
 from rewriter.implementation import XLA
 from rewriter.optimize import optimize, with_patterns
+from rewriter.race import race_programs
 from rewriter.tuned import REWRITTEN, WITHOUT, Tuned, decide
 
 Progress = Callable[[str, int, int], None]
@@ -125,7 +126,7 @@ def _whole(
     programs = {XLA: jax.jit(call), REWRITTEN: without()}
     if len(ops) > 1:
         programs |= {f"{WITHOUT}{op}": without(op) for op in ops}
-    found = autotune.race_programs(programs, leaves)
+    found = race_programs(programs, leaves)
     cache.add(report.key, found)
     return Tuned(((report.key, found),))
 

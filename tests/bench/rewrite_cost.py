@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import rewriter
-from rewriter.config import Config
+from rewriter.config import resolve
 from rewriter.pipeline import rewrite
 from tests.bench import record
 
-CONFIG = Config(implementation={"gated_linear_unit": "memory_bounded"})
+CONFIG = resolve({"implementation": {"gated_linear_unit": "memory_bounded"}})
 """Every site replaced, those too that are too small to pay."""
 
 

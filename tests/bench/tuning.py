@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rewriter import autotune, device, timing
-from rewriter.autotune import Task
+from rewriter import autotune, device, programs, timing
 from rewriter.bench_ops import named_uses
+from rewriter.programs import Task
 from rewriter.registry import registry
 from rewriter.tuned import BOTH, FORWARD, Key, Measurement, Tuned, decide
 from tests.bench import record
@@ -111,13 +111,13 @@ def again(
     """A row: the chosen one's time now, and the best's."""
     limit = NEAR * (chosen.median_us or 0.0)
     near = [m for m in measurements if m.median_us and m.median_us <= limit]
-    sets = autotune.inputs(task, device.attached())
-    programs = []
+    sets = programs.inputs(task, device.attached())
+    compiled = []
     for m in near:
-        run = jax.jit(autotune.function(task, m.implementation))
-        programs.append(run.lower(*sets[0]).compile())
-        jax.block_until_ready(programs[-1](*sets[0]))
-    samples = timing.measure(programs, sets, 30)
+        run = jax.jit(programs.function(task, m.implementation))
+        compiled.append(run.lower(*sets[0]).compile())
+        jax.block_until_ready(compiled[-1](*sets[0]))
+    samples = timing.measure(compiled, sets, 30)
     times = [1e6 * s.median for s in samples]
     mine = times[near.index(chosen)]
     best = min(range(len(near)), key=times.__getitem__)
@@ -168,8 +168,8 @@ def outputs(given: argparse.Namespace) -> None:
         if decision is None or key.op not in given.ops.split(","):
             continue
         task = task_of(key)
-        args = autotune.inputs(task, device.attached())[0]
-        out = jax.jit(autotune.function(task, decision.best.implementation))(*args)
+        args = programs.inputs(task, device.attached())[0]
+        out = jax.jit(programs.function(task, decision.best.implementation))(*args)
         for leaf in jax.tree.leaves(out):
             digest.update(np.asarray(leaf.astype("float32")).tobytes())
     print(digest.hexdigest())

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter import autotune, cache, device, pipeline, timing
+from rewriter import (
+    autotune,
+    cache,
+    device,
+    pipeline,
+    programs,
+    race,
+    threads,
+    timing,
+)
 from rewriter.config import Config
 from rewriter.implementation import Implementation
 from rewriter.kernel import Space, Spec
@@ -123,7 +132,7 @@ def test_every_kind_of_failure_costs_one_candidate() -> None:
 
 
 def test_a_compilation_that_hangs_is_left_behind(monkeypatch) -> None:
-    monkeypatch.setattr(autotune, "HUNG_S", 3.0)
+    monkeypatch.setattr(race, "HUNG_S", 3.0)
     pattern = slow_pattern()
 
     @pattern.kernel()
@@ -134,7 +143,7 @@ def test_a_compilation_that_hangs_is_left_behind(monkeypatch) -> None:
     start = time.monotonic()
     found = measured(pattern)
     assert time.monotonic() - start < 20
-    assert found["hangs"].problem == autotune.HUNG
+    assert found["hangs"].problem == threads.HUNG
     assert found["xla"].median_us is not None
 
 
@@ -375,10 +384,10 @@ def test_integer_operands_need_a_sample() -> None:
         (),
     )
     op = Op("rows", ("table", "ids"), ("table", "ids"), {}, rows)
-    ((_, found),) = autotune.measure([autotune.Task(op, spec, (), "forward")]).entries
+    ((_, found),) = autotune.measure([programs.Task(op, spec, (), "forward")]).entries
     assert "operand ids is int32 and the op has no sample=" in found[0].problem
     op = dataclasses.replace(op, sample=sample)
-    task = autotune.Task(op, spec, (), "forward")
+    task = programs.Task(op, spec, (), "forward")
     ((_, found),) = autotune.measure([task], again=True).entries
     assert found[0].median_us is not None
 
@@ -404,8 +413,8 @@ def test_samples_are_realistic(op: str) -> None:
         tuple(sorted(the_op.defaults.items())),
     )  # fmt: skip
     on = device.Device("a GPU", "cuda", cache=1 << 20)
-    task = autotune.Task(the_op, spec, (), "forward_and_vjp")
-    sets = autotune.inputs(task, on)
+    task = programs.Task(the_op, spec, (), "forward_and_vjp")
+    sets = programs.inputs(task, on)
     assert len(sets) == 8  # small: as many as there may be, all different
     assert not np.array_equal(sets[0][0], sets[1][0])
     given = dict(zip(spec.operands, sets[0][:-1], strict=True))
@@ -417,7 +426,7 @@ def test_samples_are_realistic(op: str) -> None:
         assert set(given["q_segments"].ravel().tolist()) == {0, 1, 2}
     out = jnp.asarray(sets[0][-1])
     assert abs(float(out.std()) - 1) < 0.5
-    assert len(autotune.inputs(task, device.Device("cpu", "cpu"))) == 1
+    assert len(programs.inputs(task, device.Device("cpu", "cpu"))) == 1
 
 
 def test_bad_arguments() -> None:

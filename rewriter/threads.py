@@ -1,0 +1,83 @@
+"""Jobs in, results out: threads with the settings of the one that asks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+LATE = "was not compiled within the time for one site"
+HUNG = "hangs in compilation"
+
+
+def side_by_side(
+    jobs: Sequence[Callable[[], Any]], start_by: float, end_by: float
+) -> list[Any]:
+    """Runs jobs in threads with this thread's settings; returns results in order.
+
+    In the place of a result is a text where there is none: the job failed, was not
+    begun in time, or did not end in time and was left behind.
+
+    Args:
+        jobs: Functions without arguments, the most wanted first.
+        start_by: The `time.monotonic` after which no job but the first begins.
+        end_by: The `time.monotonic` after which none is waited for.
+    """
+    results: dict[int, Any] = {}
+    waiting, lock = collections.deque(range(len(jobs))), threading.Lock()
+    ready = settings()
+
+    def work() -> None:
+        while True:
+            with lock:
+                late = time.monotonic() > start_by
+                if not waiting or (late and waiting[0] != 0):
+                    return
+                i = waiting.popleft()
+                results[i] = HUNG
+            try:
+                with ready():
+                    results[i] = jobs[i]()
+            except BaseException as problem:
+                results[i] = f"does not compile: {first_line(problem)}"
+
+    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), 8)
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end_by - time.monotonic()))
+    return [results.get(i, LATE) for i in range(len(jobs))]
+
+
+def settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns this thread's settings that change what is compiled, for another one."""
+    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore
+    where = jax.config.jax_default_device  # pyright: ignore
+
+    @contextlib.contextmanager
+    def ready() -> Iterator[None]:
+        with (
+            jax.enable_x64(x64),
+            jax.default_matmul_precision(precision),
+            jax.default_device(where),
+        ):
+            yield
+
+    return ready
+
+
+def first_line(problem: BaseException) -> str:
+    """Returns the first line of an error, with its kind."""
+    text = str(problem).strip().splitlines()
+    kind = type(problem).__name__
+    if "RESOURCE_EXHAUSTED" in str(problem):
+        kind = "out of memory"
+    return f"{kind}: {text[0][:200]}" if text else kind
