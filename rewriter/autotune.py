@@ -128,6 +128,8 @@ def measure(
 ) -> Tuned:
     """Returns the measurements of tasks, those of the cache included, and caches them.
 
+    Interrupted, it returns what was measured so far.
+
     Args:
         tasks: What to measure; forward passes are measured before gradients.
         level: ``"quick"`` or ``"full"``.
@@ -135,35 +137,52 @@ def measure(
         progress: Told what is measured now, how many candidates are done, of how many.
         again: Measure also what the cache has.
     """
+    made = _Made()
+    _measure(tasks, level, budget_s, made, progress, again)
+    return made.tuned
+
+
+def _measure(
+    tasks: Sequence[Task],
+    level: str,
+    budget_s: float,
+    made: _Made,
+    progress: Callable[[str, int, int], None] | None = None,
+    again: bool = False,
+) -> None:
     on = device.attached()
     until = time.monotonic() + budget_s
-    made = _Made()
-    stop = threading.Event()
 
     def run() -> None:
         ordered = sorted(tasks, key=lambda t: t.passes != FORWARD)
         for i, task in enumerate(ordered):
             left = until - time.monotonic()
-            if stop.is_set() or left <= 0:
+            if made.interrupted or left <= 0:
                 made.skipped += len(ordered) - i
                 return
             _measure_task(task, on, level, until, made, progress, again)
 
-    _apart(run, stop)
-    if made.skipped:
+    _apart(run, made)
+    if made.skipped and not made.interrupted:
         log.warning("%d sites were not measured within %.0f s", made.skipped, budget_s)
-    return made.tuned
 
 
 def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
     """Measures what the cache lacks, for `optimize` while it traces.
 
     With several processes nothing is timed: all of them must compile one program.
+
+    Raises:
+        KeyboardInterrupt: If interrupted; what was measured is in the cache.
     """
     if jax.process_count() > 1:
         log.warning("nothing is timed with several processes; share a Tuned instead")
         return Tuned()
-    return measure(tasks, level, budget_s=SITE_S * len(tasks))
+    made = _Made()
+    _measure(tasks, level, SITE_S * len(tasks), made)
+    if made.interrupted:
+        raise KeyboardInterrupt
+    return made.tuned
 
 
 @dataclass
@@ -172,14 +191,16 @@ class _Made:
 
     tuned: Tuned = field(default_factory=Tuned)
     skipped: int = 0
+    interrupted: bool = False
 
 
-def _apart(run: Callable[[], None], stop: threading.Event) -> None:
+def _apart(run: Callable[[], None], made: _Made) -> None:
     """Runs a function in a thread without JAX's tracing, and waits for it.
 
     An interrupt lets it finish the site it is at, and keeps what was measured.
     """
     problems: list[BaseException] = []
+    done = threading.Event()  # an interrupted join would take the thread for dead
     ready = this_threads_settings()
 
     def body() -> None:
@@ -188,16 +209,17 @@ def _apart(run: Callable[[], None], stop: threading.Event) -> None:
                 run()
         except BaseException as problem:
             problems.append(problem)
+        finally:
+            done.set()
 
-    thread = threading.Thread(target=body, name="rewriter-tune", daemon=True)
-    thread.start()
-    while thread.is_alive():
+    threading.Thread(target=body, name="rewriter-tune", daemon=True).start()
+    while not done.is_set():
         try:
-            thread.join(0.1)
+            done.wait(0.1)
         except KeyboardInterrupt:
-            stop.set()
+            made.interrupted = True
             log.warning("interrupted; what was measured is kept")
-            thread.join(2 * SITE_S)
+            done.wait(2 * SITE_S)
             break
     if problems:
         raise problems[0]

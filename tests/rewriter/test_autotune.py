@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import dataclasses
 import logging
 import time
@@ -515,3 +516,28 @@ def test_what_makes_the_whole_program_slower_is_left_as_written(monkeypatch) -> 
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
     with pytest.raises(rewriter.ConfigError, match="end_to_end=True with shapes"):
         rewriter.tune(two_ops, end_to_end=True)(*specs)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_interrupt_keeps_what_was_measured(inside: bool) -> None:
+    pattern, traced = slow_pattern(), []
+
+    @pattern.kernel()
+    def interrupts(x, w):
+        if not traced:
+            _thread.interrupt_main()
+        traced.append(1)
+        return program(x, w)
+
+    def many(x, w):
+        return [program(x[:n], w) for n in (3, 5, 7, 9)]
+
+    if inside:
+        fast = rewriter.optimize(many, patterns=[pattern], tune="quick")
+        with pytest.raises(KeyboardInterrupt):
+            fast(X, W)
+        assert cache.info().files == 2
+    else:
+        tuned = rewriter.tune(many, patterns=[pattern], level="quick")(X, W)
+        ((_, found),) = tuned.entries
+        assert all(m.median_us is not None for m in found)
