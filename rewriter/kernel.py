@@ -141,6 +141,25 @@ class Space:
             likeliest first.
         fits: Says, with reasons, whether a config can run: shared memory,
             registers, divisibility.
+
+    What a forward saves for its backward must not depend on the config.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Rows:
+        ...     rows: int = 128
+        >>> space = Space(
+        ...     Rows,
+        ...     default=lambda spec, device: Rows(),
+        ...     configs=lambda spec, device: [Rows(64), Rows(256), Rows(512)],
+        ...     fits=lambda config, spec, device: YES
+        ...     if spec.shape("x")[0] % config.rows == 0
+        ...     else no("rows", f"{config.rows} does not divide the rows"),
+        ... )
+        >>> spec = Spec("f", (("x", (512, 8)),), (("x", "float32"),), ())
+        >>> found, pruned = worth_measuring(space, spec, Device("cpu", "cpu"), 8)
+        >>> [config.rows for config in found]
+        [128, 64, 256, 512]
     """
 
     config: type
