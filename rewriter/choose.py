@@ -66,7 +66,7 @@ def choose(
     config: Config,
     kernels: Sequence[Kernel],
     device: Device,
-    differentiated: bool = False,
+    differentiated: int = 0,
     where: str = "",
 ) -> Choice:
     """Returns what computes a site: forced, else measured, else the first that pays.
@@ -77,7 +77,8 @@ def choose(
             leaves every site as written; ``tune`` and ``tuned`` say what was measured.
         kernels: The op's kernels, best first.
         device: Where it will run.
-        differentiated: Whether its gradient is computed in the same program.
+        differentiated: How often its gradient is computed in the same program, in
+            all layers together; 0 if it is not.
         where: The user's line, for errors.
 
     Raises:
@@ -90,9 +91,8 @@ def choose(
     if config.numerics == "strict":
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
-    return _measured(spec, config, kernels, device, differentiated) or _by_thumb(
-        spec, config, kernels, device
-    )
+    measured = _measured(spec, config, kernels, device, differentiated > 0)
+    return measured or _by_thumb(spec, config, kernels, device, differentiated)
 
 
 def left_out(
@@ -135,7 +135,11 @@ def usable(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict
 
 # --------------------------------------------------------------- rules of thumb
 def _by_thumb(
-    spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: int,
 ) -> Choice:
     refused: list[tuple[str, str]] = []
     here = device.platform
@@ -143,12 +147,18 @@ def _by_thumb(
     for kernel in [k for k in kernels if here in k.platforms] or kernels:
         verdict = usable(kernel, spec, here, config)
         if verdict.ok:
-            verdict = kernel.profitable(spec, here)
+            verdict = _pays(kernel, spec, here, differentiated)
         if verdict.ok:
             made = by_thumb(spec, device, kernel)
             return Choice(made, "heuristic", tuple(refused))
         refused.append((kernel.name, _reasons(verdict)))
     return Choice(AS_WRITTEN, "heuristic", tuple(refused))
+
+
+def _pays(kernel: Kernel, spec: Spec, platform: str, differentiated: int) -> Verdict:
+    if differentiated and kernel.profitable_backward is not None:
+        return kernel.profitable_backward(spec, platform, differentiated)
+    return kernel.profitable(spec, platform)
 
 
 def _reasons(verdict: Verdict) -> str:

@@ -217,6 +217,10 @@ class Kernel:
             and the result is not kept for it.
         profitable: Says, with reasons, whether it is likely to beat the program
             as written on a platform; asked when nothing was measured.
+        profitable_backward: ``profitable_backward(spec, platform, count)`` says the
+            same for a site whose gradient is computed in the same program, where
+            what is saved for it is kept ``count`` times, once a layer;
+            `profitable` by default.
         exportable: Whether what it lowers to may be part of an exported program.
         needs_devices: Whether its code has `custom_partitioning` in it, which JAX
             lowers only where it knows the devices.
@@ -236,6 +240,9 @@ class Kernel:
     memory_bounded: bool = False
     saves_out: bool = True
     profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
+    profitable_backward: Callable[[Spec, str, int], Verdict] | None = field(
+        default=None, repr=False
+    )
     exportable: bool = True
     needs_devices: bool = False
     space: Space | None = None

@@ -263,14 +263,18 @@ def _choices(
     why_none: Mapping[int, str],
 ) -> list[Choice]:
     """A kernel for each match; XLA where the kernel's work would come on top."""
-    by_reading: dict[tuple[int, bool], Choice] = {}
-    for match in matches:
-        key = id(match.reading), id(match) in backward
+    kept: Counter[Any] = Counter()  # how often a gradient's residuals are kept
+    for m in matches:
+        if id(m) in backward:
+            kept[m.spec] += m.node.scope.repeats
+    by_reading: dict[tuple[int, int], Choice] = {}
+    keys = [(id(m.reading), kept[m.spec] if id(m) in backward else 0) for m in matches]
+    for key, match in zip(keys, matches, strict=True):
         if key not in by_reading:
             by_reading[key] = choose(
                 match.spec, config, match.pattern.kernels, target, key[1], match.where
             )
-    choices = [by_reading[id(m.reading), id(m) in backward] for m in matches]
+    choices = [by_reading[key] for key in keys]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
     reasons = {
         key: f"{WHY} (gradients: {why_none[key]})" if key in why_none else WHY

@@ -40,6 +40,7 @@ KERNELS = (
         memory_bounded=True,
         saves_out=False,
         profitable=xla.profitable,
+        profitable_backward=xla.profitable_backward,
         space=Space(xla.Block, xla.default, xla.configs),
         backward_space=Space(xla.Block, xla.default, xla.configs),
     ),

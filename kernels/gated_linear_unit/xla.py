@@ -61,6 +61,9 @@ def configs(spec: Spec, device: Device) -> list[Block]:
 PAYS_FROM = 1 << 26
 """Bytes of both branches from which holding them whole costs more than time."""
 
+PAYS_KEPT_FROM = 1 << 25
+"""Bytes of the branches of all layers from which keeping them for gradients does."""
+
 
 def supports(spec: Spec) -> Verdict:
     """Takes real floating operands, weights [k, f] and a known activation."""
@@ -74,18 +77,30 @@ def supports(spec: Spec) -> Verdict:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns yes on a CPU where both branches together take 64 MiB or more.
 
-    There it takes about XLA's time in an eighth of its memory and less; in smaller
-    ones computing the branches again costs more than reading them from memory
+    There it takes about XLA's time in a quarter of its memory and less; in smaller
+    ones walking over blocks costs more than reading the branches from memory
     (``tests/bench/results/small.json``). On other platforms nothing shows that it beats
     XLA.
     """
+    return _pays(spec, platform, 1, PAYS_FROM)
+
+
+def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
+    """Returns the same where the branches of so many layers are kept for gradients.
+
+    A third of XLA's memory and less at 0.9 of its speed and more, measured as above.
+    """
+    return _pays(spec, platform, count, PAYS_KEPT_FROM)
+
+
+def _pays(spec: Spec, platform: str, count: int, least: int) -> Verdict:
     if platform != "cpu":
         return no("platform", f"not measured to be faster than XLA on {platform}")
     if spec.symbolic:
         return YES
     rows, f = math.prod(spec.shape("x")[:-1]), spec.shape("w_gate")[-1]
-    size = 2 * rows * f * jnp.dtype(spec.dtype("x")).itemsize
-    if size >= PAYS_FROM:
+    size = 2 * rows * f * jnp.dtype(spec.dtype("x")).itemsize * count
+    if size >= least:
         return YES
     return no("small", f"branches of {size >> 10} KiB are so small that XLA is as fast")
 

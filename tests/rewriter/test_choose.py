@@ -122,14 +122,14 @@ def ragged(m: int, g: int = 128, dtype: str = "bfloat16"):
     return spec_of(registry().op("ragged_dot"), operands, {})
 
 
-def chosen(spec, differentiated: bool = False, **options):
+def chosen(spec, differentiated: int = 0, **options):
     kernels = registry().kernels(spec.op)
     on_it = device.named("h200")
     return choose(spec, Config(**options), kernels, on_it, differentiated)
 
 
 def test_shipped_measurements_choose_for_a_device_that_is_not_here() -> None:
-    forward, both = chosen(ragged(32768)), chosen(ragged(32768), True)
+    forward, both = chosen(ragged(32768)), chosen(ragged(32768), 1)
     for choice in (forward, both):
         assert (choice.kernel, choice.origin) == ("tiled", "shipped")
         assert float(dict(choice.not_chosen)["xla"].split()[0]) > 10
@@ -212,3 +212,29 @@ def test_the_usual_spelling_computes_the_same(name: str, dtype: str) -> None:
     assert got.dtype == want.dtype
     limit = oracle.allowed(dtype)
     assert oracle.error(got, want) <= limit
+
+
+def test_branches_that_are_kept_for_every_layer_count_together() -> None:
+    """One layer's are small; those of all steps of a scan are not."""
+    x = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+
+    def weights(n: int):
+        shapes = (64, 1024), (64, 1024), (1024, 64)
+        return [jax.ShapeDtypeStruct((n, *s), jnp.float32) for s in shapes]
+
+    def layer(x, weights):
+        gate, up, down = weights
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return x + (jax.nn.silu(y @ gate) * (y @ up)) @ down, None
+
+    def loss(weights, x):
+        return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    def kernel(fn, n: int) -> str:
+        report = rewriter.explain(fn, patterns="gated_linear_unit")(weights(n), x)
+        (site,) = report.sites
+        return site.kernel
+
+    assert kernel(jax.grad(loss), 2) == "xla"
+    assert kernel(jax.grad(loss), 8) == "memory_bounded"
+    assert kernel(loss, 8) == "xla"
