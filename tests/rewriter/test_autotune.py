@@ -525,8 +525,9 @@ def test_an_interrupt_keeps_what_was_measured(inside: bool) -> None:
     @pattern.kernel()
     def interrupts(x, w):
         if not traced:
+            traced.append(1)
             _thread.interrupt_main()
-        traced.append(1)
+            time.sleep(1)  # until the main thread has seen it
         return program(x, w)
 
     def many(x, w):
