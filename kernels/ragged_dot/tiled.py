@@ -9,6 +9,7 @@ so that the copies of the matrices stay within bounds.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,36 +91,8 @@ def forward(
     return (out, ()) if residuals else out
 
 
-def backward(
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    *,
-    out: None = None,
-    residuals: tuple[Array, ...] = (),
-    cotangent: Array,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    config: Tiles | None = None,
-) -> dict[str, Array]:
-    """Returns the cotangents of lhs and rhs, each a ragged dot itself.
-
-    Args:
-        lhs: [m, k].
-        rhs: As in `forward`.
-        group_sizes: int [g].
-        out: Not needed.
-        residuals: Empty.
-        cotangent: As the result of `forward`.
-        mode: As in `forward`.
-        out_dtype: As in `forward`.
-        precision: As in `forward`.
-        config: As in `forward`.
-    """
-    del out, residuals, out_dtype
-    given = {"precision": precision, "config": config}
-    return xla.cotangents(forward, lhs, rhs, group_sizes, cotangent, mode, given)
+backward = functools.partial(xla.backward, product=forward)
+"""The cotangents of lhs and rhs, each a ragged dot itself."""
 
 
 class _Layout:

@@ -150,7 +150,8 @@ def backward(
     mode: str = "forward",
     out_dtype: str | None = None,
     precision: str | None = None,
-    config: Tile | None = None,
+    config: Any = None,
+    product: Callable[..., Array] = forward,
 ) -> dict[str, Array]:
     """Returns the cotangents of lhs and rhs, each a ragged dot itself.
 
@@ -165,27 +166,15 @@ def backward(
         out_dtype: As in `forward`.
         precision: As in `forward`.
         config: As in `forward`.
+        product: A `forward` that computes them.
     """
     del out, residuals, out_dtype
-    given = {"precision": precision, "config": config}
-    return cotangents(forward, lhs, rhs, group_sizes, cotangent, mode, given)
-
-
-def cotangents(
-    product: Callable[..., Array],
-    lhs: Array,
-    rhs: Array,
-    group_sizes: Array,
-    cotangent: Array,
-    mode: str,
-    given: dict[str, Any],
-) -> dict[str, Array]:
-    """Returns the cotangents of lhs and rhs by two ragged dots in other modes."""
     left, right = {
         "forward": ((cotangent, rhs, "transposed"), (lhs, cotangent, "contracting")),
         "transposed": ((cotangent, rhs, "forward"), (cotangent, lhs, "contracting")),
         "contracting": ((rhs, cotangent, "transposed"), (lhs, cotangent, "forward")),
     }[mode]
+    given = {"precision": precision, "config": config}
     return {
         name: product(a, b, group_sizes, mode=how, out_dtype=str(x.dtype), **given)
         for name, x, (a, b, how) in (("lhs", lhs, left), ("rhs", rhs, right))
