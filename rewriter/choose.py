@@ -14,7 +14,7 @@ from rewriter import cache
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.errors import ConfigError, KernelError, UnknownKernel, caller, known
-from rewriter.implementation import XLA, Implementation, by_thumb
+from rewriter.implementation import XLA, Implementation, by_thumb, configured
 from rewriter.kernel import Kernel, Spec
 from rewriter.registry import REFERENCE
 from rewriter.tuned import (
@@ -295,7 +295,7 @@ def _holds(
     made = m.implementation
     if any(name not in kernels for name in made.kernels):
         return False
-    if m.version != version_of(made, kernels):
+    if m.version != version_of(made, kernels) or not configured(made, kernels):
         return False
     return all(
         usable(kernels[n], spec, device.platform, config).ok for n in made.kernels

@@ -104,6 +104,18 @@ def _thumb(space: Space | None, spec: Spec, device: Device) -> Settings:
     return settings(space.default(spec, device))
 
 
+def configured(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
+    """Returns whether its kernels take its configs: a file may hold others."""
+    first = kernels.get(made.forward)
+    second = kernels.get(made.backward or made.forward)
+    try:
+        _config(first.space if first else None, made.config)
+        _config(second.backward_space if second else None, made.backward_config)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def build(
     implementation: Implementation, op: Op, kernels: Sequence[Kernel]
 ) -> Kernel | None:

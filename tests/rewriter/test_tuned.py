@@ -221,3 +221,8 @@ def test_choices_from_a_file(tmp_path) -> None:
     assert dict(site.not_chosen)["xla"].startswith("9.00 times as long")
     assert "stablehlo.while" in fast.lower(x, x, x).as_text()  # over blocks of 16
     assert jnp.allclose(fast(x, x, x), attention(x, x, x), atol=1e-5)
+
+    unknown = took("memory_bounded", 1.0, columns=3)  # no field of its config
+    Tuned(((used, (took("xla", 9.0), unknown)),)).save(path)
+    fast = rewriter.optimize(attention, tuned=str(path), tune="off", strict=True)
+    assert {s.kernel for s in fast.report(x, x, x).sites} == {"xla"}
