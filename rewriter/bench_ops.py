@@ -33,6 +33,7 @@ from rewriter.bench_programs import (
 )
 from rewriter.bench_table import OpsBenchmark, Row, block, heading
 from rewriter.cost import Cost
+from rewriter.implementation import build, by_thumb
 from rewriter.kernel import Kernel, Spec, spec_of
 from rewriter.op import Op
 from rewriter.registry import Registry, registry
@@ -226,7 +227,9 @@ def _candidates(
         if why := _refusal(kernel, spec, platform):
             refused[kernel.name] = f"refused: {why}"
         else:
-            found.append(Candidate(kernel.name, by_kernel(kernel, op, params, mode)))
+            thumb = by_thumb(spec, device.attached(), kernel)
+            made = build(thumb, op, [kernel]) or kernel
+            found.append(Candidate(kernel.name, by_kernel(made, op, params, mode)))
     return found, refused
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter import oracle
+from rewriter import oracle, site
 from rewriter.kernel import Kernel
 from rewriter.op import Op
 
@@ -108,31 +108,9 @@ def _floats(operands: Mapping[str, Any]) -> list[str]:
 def by_kernel(
     kernel: Kernel, op: Op, params: Mapping[str, Any], mode: str
 ) -> Callable[..., Any]:
-    """Returns a kernel for a mode; gradients it has none for are the reference's."""
-    if mode == "forward":
-        return functools.partial(called, kernel.forward, params)
-    general = functools.partial(called, op.general or op.reference, params)
-
-    def run(operands: Mapping[str, Any], cotangent: Any) -> Any:
-        wanted = _floats(operands)
-        given: Mapping[str, Any] = {}
-        if kernel.backward is None:
-            out = kernel.forward(**operands, **params)
-        else:
-            out, saved = kernel.forward(**operands, **params, residuals=True)
-            given = kernel.backward(
-                **operands,
-                out=out if kernel.saves_out else None,
-                residuals=saved,
-                cotangent=cotangent,
-                **params,
-            )
-        absent = [n for n in wanted if given.get(n) is None]
-        rest = _vjp(general, operands, cotangent, absent)[1] if absent else {}
-        gradients = {n: rest[n] if n in rest else given[n] for n in wanted}
-        return gradients if mode == "vjp" else (out, gradients)
-
-    return run
+    """Returns a kernel for a mode, as it stands in a rewritten program."""
+    kernels = (("default", kernel),)
+    return differentiated(lambda given: site.bind(op, given, params, kernels), mode)
 
 
 # ------------------------------------------------------------------ checking

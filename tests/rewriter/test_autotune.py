@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import dataclasses
 import logging
+import sys
 import time
 
 import jax
@@ -542,3 +543,19 @@ def test_an_interrupt_keeps_what_was_measured(inside: bool) -> None:
         tuned = rewriter.tune(many, patterns=[pattern], level="quick")(X, W)
         ((_, found),) = tuned.entries
         assert all(m.median_us is not None for m in found)
+
+
+def test_a_terminal_sees_a_bar_and_one_line(monkeypatch, capsys) -> None:
+    module = sys.modules["rewriter.tune"]
+    pattern = slow_pattern()
+    pattern.kernel()(program)
+    rewriter.tune(program, patterns=[pattern], level="quick")(X, W)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(module, "_shown", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run = rewriter.tune(program, patterns=[pattern], level="quick", again=True)
+    run(X, W)
+    err = capsys.readouterr().err
+    assert "tuning gated forward x float32[64,32]" in err
+    assert "tuned 1 of 1 sites and passes" in err
+    assert 'tuned.save("tuned.json")' in err
