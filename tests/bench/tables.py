@@ -114,11 +114,15 @@ def _use(key: Key) -> str:
     if key.op == "ragged_dot":
         g, k, n = dict(key.shapes)["rhs"]
         return f"ragged dot {first[0]}×{k}×{n} by {g} experts, {dtype}"
+    if key.op == "gated_linear_unit":
+        width = dict(key.shapes)["w_gate"][-1]
+        return f"gated linear unit {first[0]}×{first[1]}×{width}, {dtype}"
     heads = dict(key.shapes)["k"][2]
     causal = "causal " if params["window"] == (None, 0) else ""
     size = "×".join(map(str, first))
     grouped = f", {heads} key heads" if heads != first[2] else ""
-    return f"{causal}attention {size}{grouped}, {dtype}"
+    capped = ", soft cap" if params["softcap"] is not None else ""
+    return f"{causal}attention {size}{grouped}{capped}, {dtype}"
 
 
 def _mib(size: int | None) -> str:

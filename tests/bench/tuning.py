@@ -161,18 +161,30 @@ def compare(given: argparse.Namespace) -> None:
 
 
 def outputs(given: argparse.Namespace) -> None:
-    """Prints a digest of the outputs of every chosen implementation."""
-    digest = hashlib.sha256()
+    """Prints a digest of what every chosen implementation computes, and one of all."""
+    whole, rows = hashlib.sha256(), []
+    start = time.monotonic()
     for key, measurements in Tuned.load(given.tuned).entries:
         decision = decide(measurements)
         if decision is None or key.op not in given.ops.split(","):
             continue
+        if time.monotonic() - start > given.budget:
+            print(f"stopped after {given.budget:.0f} s")
+            break
         task = task_of(key)
         args = programs.inputs(task, device.attached())[0]
-        out = jax.jit(programs.function(task, decision.best.implementation))(*args)
+        chosen = decision.best.implementation
+        out = jax.jit(programs.function(task, chosen))(*args)
+        digest = hashlib.sha256()
         for leaf in jax.tree.leaves(out):
-            digest.update(np.asarray(leaf.astype("float32")).tobytes())
-    print(digest.hexdigest())
+            digest.update(np.asarray(leaf).tobytes())
+        whole.update(digest.digest())
+        rows.append(
+            {"use": key.text, "chosen": chosen.text, "digest": digest.hexdigest()[:16]}
+        )
+    print(len(rows), whole.hexdigest())
+    if given.json:
+        record.write(given.json, f"{COMMAND} outputs", results=rows)
 
 
 def worth_shipping(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:

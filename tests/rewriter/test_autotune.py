@@ -5,8 +5,10 @@ from __future__ import annotations
 import _thread
 import dataclasses
 import logging
+import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -519,6 +521,15 @@ def test_what_makes_the_whole_program_slower_is_left_as_written(monkeypatch) -> 
         rewriter.tune(two_ops, end_to_end=True)(*specs)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises, also in a process that a shell started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_interrupt_keeps_what_was_measured(inside: bool) -> None:
     pattern, traced = slow_pattern(), []
