@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # What a developer tuned on this machine decides nothing here.
 os.environ["REWRITER_CACHE_DIR"] = tempfile.mkdtemp(prefix="rewriter-tests-")
@@ -15,3 +18,14 @@ FAST_COMPILE = "--xla_backend_optimization_level=0"
 
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE}"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What one test measures decides nothing in the next."""
+    from rewriter import cache
+
+    monkeypatch.setenv("REWRITER_CACHE_DIR", str(tmp_path / "cache"))
+    cache._process.cache_clear()
+    yield
+    cache._process.cache_clear()

@@ -36,14 +36,6 @@ from rewriter.verdict import YES, no
 pytestmark = pytest.mark.filterwarnings("ignore:.*:rewriter.CacheWarning")
 
 
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("REWRITER_CACHE_DIR", str(tmp_path / "cache"))
-    cache._process.cache_clear()
-    yield
-    cache._process.cache_clear()
-
-
 def slow_pattern() -> rewriter.Pattern:
     """A sum of sines written as a long loop, that a kernel can do at once."""
 
