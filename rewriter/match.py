@@ -138,14 +138,15 @@ class Found:
 
 
 def search(
-    graph: Graph, patterns: Sequence[Pattern], numerics: str = "default"
+    regions: Regions, patterns: Sequence[Pattern], numerics: str = "default"
 ) -> Found:
-    """Returns all verified matches of the patterns, and near misses.
+    """Returns all verified matches of the patterns in a graph, and near misses.
 
     An exception inside a pattern becomes a failure with the user's line; the
     other sites are not affected.
     """
-    find = Finder(graph, Algebra(), Regions(graph), numerics == "fast")
+    graph = regions.graph
+    find = Finder(graph, Algebra(), regions, numerics == "fast")
     by_anchor: dict[str, list[Pattern]] = {}
     for pattern in patterns:
         for name in pattern.anchors:

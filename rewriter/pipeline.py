@@ -77,7 +77,7 @@ def tasks(
         if not patterns:
             return []
         graph = Graph(closed_jaxpr)
-        matches = search(graph, patterns, config.numerics).matches
+        matches = search(Regions(graph), patterns, config.numerics).matches
         backward, _, _ = search_gradients(graph, matches)
         return _tasks(matches, backward, gradients)
 
@@ -113,13 +113,14 @@ def _rewritten(
 ) -> Rewritten:
     graph = Graph(closed_jaxpr)
     clock("graph")
-    found = search(graph, patterns, config.numerics)
+    regions = Regions(graph)
+    found = search(regions, patterns, config.numerics)
     clock("match")
     backward, why, problems = search_gradients(graph, found.matches)
     clock("gradients")
-    sites, splices, failures, key = _plan(graph, found.matches, config, backward, why)
+    sites, splices, failures, key = _plan(regions, found.matches, config, backward, why)
     clock("choose")
-    program = replace(graph, splices)
+    program = replace(regions, splices)
     graph.release()
     clock("replace")
     return Rewritten(
@@ -144,7 +145,7 @@ class _Clock:
 
 
 def _plan(
-    graph: Graph,
+    regions: Regions,
     matches: Sequence[Match],
     config: Config,
     backward: Mapping[int, Backward],
@@ -154,7 +155,7 @@ def _plan(
     splices: list[Splice] = []
     failures: list[Reason] = []
     target = _target(config)
-    regions = Regions(graph)
+    graph = regions.graph
     homes = {
         id(m): residuals_place(
             backward[id(m)],
@@ -228,7 +229,10 @@ def _program_key(
         (key_of(spec, passes, target.kind), f"{made.text} x{count}")
         for (spec, passes, made), count in counts.items()
     ]
-    inputs = [v.aval for v in graph.top.jaxpr.invars]
+    texts: dict[Any, str] = {}  # a text costs more than all else that is done here
+    inputs = []
+    for v in graph.top.jaxpr.invars:
+        inputs.append(texts.get(v.aval) or texts.setdefault(v.aval, str(v.aval)))
     return program_key(sites, inputs, target.kind)
 
 

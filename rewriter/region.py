@@ -33,7 +33,7 @@ class Regions:
     """Walks over a graph, with what can be had at each place."""
 
     def __init__(self, graph: Graph):
-        self.g = graph
+        self.graph = graph
         self._places: dict[int, Place] = {}
 
     # ------------------------------------------------------------- places
@@ -71,9 +71,9 @@ class Regions:
         return known
 
     def _ask(self, place: Place, value: int) -> bool:
-        if value in place.defined or self.g.scalar(value) is not None:
+        if value in place.defined or self.graph.scalar(value) is not None:
             return True
-        node = self.g.node_of(value)
+        node = self.graph.node_of(value)
         if node is None or not is_local(node):
             return False
         return all(self._can_be_had(place, i) for i in node.ins)
@@ -84,7 +84,7 @@ class Regions:
         found: dict[int, Node] = {}
         seen, queue = {value}, [value]
         while queue and len(seen) < WALK_LIMIT:
-            node = self.g.node_of(queue.pop(0))
+            node = self.graph.node_of(queue.pop(0))
             if node is None:
                 continue
             if node.prim in stop and not (
@@ -93,7 +93,7 @@ class Regions:
                 found.setdefault(id(node), node)
             elif is_local(node):
                 for i in node.ins:
-                    if i not in seen and i not in self.g.constants:
+                    if i not in seen and i not in self.graph.constants:
                         seen.add(i)
                         queue.append(i)
         return list(found.values())
@@ -107,7 +107,7 @@ class Regions:
         Values are numbered in the order of the program, so that the walk goes
         through the latest one known; when only that is left, it is a dominator.
         """
-        seen = set(values) - self.g.constants.keys()
+        seen = set(values) - self.graph.constants.keys()
         heap = [-v for v in seen]
         heapq.heapify(heap)
         contractions: set[int] = set()
@@ -116,13 +116,13 @@ class Regions:
             if not heap:
                 limit -= 1
                 yield value, frozenset(contractions)
-            node = self.g.node_of(value)
+            node = self.graph.node_of(value)
             if node is None or not through(node):
                 return
             if node.prim == "dot_general":
                 contractions.add(value)
             for i in node.ins:
-                if i not in seen and i not in self.g.constants:
+                if i not in seen and i not in self.graph.constants:
                     seen.add(i)
                     heapq.heappush(heap, -i)
 
@@ -134,7 +134,7 @@ class Regions:
         done = set()
         while queue and len(seen) < limit:
             current = queue.pop(0)
-            for node in self.g.users(current):
+            for node in self.graph.users(current):
                 if node.prim in stop and not (
                     node.prim == "dot_general" and is_local(node)
                 ):
@@ -152,7 +152,7 @@ class Regions:
         """Values below a value through equations of some primitives, nearest first."""
         seen, queue, out = {value}, [value], []
         while queue and len(out) < limit:
-            for node in self.g.users(queue.pop(0)):
+            for node in self.graph.users(queue.pop(0)):
                 if node.prim in prims:
                     for result in node.outs:
                         if result not in seen:
@@ -168,7 +168,7 @@ class Regions:
             current = queue.pop(0)
             if current in on:
                 return True
-            node = self.g.node_of(current)
+            node = self.graph.node_of(current)
             for i in node.ins if node is not None else ():
                 if i not in seen:
                     seen.add(i)
@@ -182,7 +182,7 @@ class Regions:
             current = queue.pop(0)
             if current == on:
                 return True
-            node = self.g.node_of(current)
+            node = self.graph.node_of(current)
             if node is not None and (is_local(node) or node.prim == "dot_general"):
                 for i in node.ins:
                     if i not in seen:

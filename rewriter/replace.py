@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from rewriter import _jax
 from rewriter.backward_place import first_defined, home_of, lies_at, route
 from rewriter.gradients import Backward, gradient_function
-from rewriter.graph import Graph, Scope
+from rewriter.graph import Scope
 from rewriter.match import Match, NearMiss, leaves_of
 from rewriter.plan import Site
 from rewriter.region import Regions
@@ -69,12 +69,13 @@ class Splice:
     backward: Backward | None = None
 
 
-def replace(graph: Graph, splices: Sequence[Splice]) -> ClosedJaxpr:
+def replace(regions: Regions, splices: Sequence[Splice]) -> ClosedJaxpr:
     """Returns the program with the splices made."""
+    top = regions.graph.top
     if not splices:
-        return graph.top.jaxpr
-    work = _Work(graph, splices)
-    program = work.body(graph.top)
+        return top.jaxpr
+    work = _Work(regions, splices)
+    program = work.body(top)
     return _jax.pruned(program) if work.carried else program
 
 
@@ -126,9 +127,9 @@ class _Frame:
 class _Work:
     """Rewrites bodies, outermost first."""
 
-    def __init__(self, graph: Graph, splices: Sequence[Splice]):
-        self.graph = graph
-        self.regions = Regions(graph)
+    def __init__(self, regions: Regions, splices: Sequence[Splice]):
+        self.graph = regions.graph
+        self.regions = regions
         self.saved_in: dict[int, list[Splice]] = {}
         self.read_in: dict[int, list[Splice]] = {}
         self.carried: dict[tuple[int, int], list[Any]] = {}
