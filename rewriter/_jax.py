@@ -31,6 +31,24 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, core.Literal)
 
 
+def same_literal(a: Any, b: Any) -> bool:
+    """Whether two literals are the same number, to the bit, of the same type."""
+    if a is b or (a.val is b.val and a.aval == b.aval):
+        return True
+    if a.aval != b.aval:
+        return False
+    return np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
+
+
+def reading(eqn: Any, env: Any) -> Any:
+    """The equation with its operands as an environment has them."""
+    for atom in eqn.invars:
+        if atom.__class__ is Var and atom in env:
+            changed = [a if is_literal(a) else env.get(a, a) for a in eqn.invars]
+            return eqn.replace(invars=changed)
+    return eqn
+
+
 def is_drop(var: Any) -> bool:
     """Whether a variable is the placeholder of an unused result."""
     return isinstance(var, core.DropVar)

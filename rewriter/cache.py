@@ -81,6 +81,11 @@ def path() -> str:
     given = os.environ.get(VARIABLE)
     if given:
         return given
+    return _users_own()
+
+
+@functools.cache
+def _users_own() -> str:
     import platformdirs
 
     return os.path.join(platformdirs.user_cache_dir("jaxpr-rewriter"), "tuned")

@@ -81,6 +81,7 @@ class Match:
         pattern: The pattern that read it.
         reading: The op's operands and parameters, as forms over leaves.
         spec: The shapes and dtypes the op will see.
+        anchor: The equation at which it was found.
         node: The equation whose result the op computes.
         where: The user's line.
         value: The result here; the reading may be of an equal region elsewhere.
@@ -93,6 +94,7 @@ class Match:
     pattern: Pattern
     reading: Reading
     spec: Spec
+    anchor: Node
     node: Node
     where: str
     value: int
@@ -242,7 +244,7 @@ def _match(find, pattern, anchor, reading, spec, value, leaves, inner) -> Match:
             sum(scope is node.scope for scope, _, _ in n.copies) for n in (anchor, node)
         )
     return Match(
-        pattern, reading, spec, node, where, value, place, leaves, inner, copies
+        pattern, reading, spec, anchor, node, where, value, place, leaves, inner, copies
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from rewriter.backward_place import home_of, lies_at, residuals_place
 from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
 from rewriter.config import Config
 from rewriter.device import Device
+from rewriter.fold import Cut, Folded, fold
 from rewriter.gradients import Backward, search_gradients
 from rewriter.graph import Graph, Scope
 from rewriter.implementation import XLA, build
@@ -30,7 +34,9 @@ from rewriter.remains import SAVED, WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, obstacle, replace
 from rewriter.sieve import possible
 from rewriter.tuned import BOTH, FORWARD, Key, key_of, program_key
-from rewriter.verdict import Reason
+from rewriter.unfold import Labels, Unlike, unfold
+
+log = logging.getLogger("rewriter.pipeline")
 
 
 def rewrite(
@@ -111,26 +117,55 @@ def _paused_collection() -> Iterator[None]:
 def _rewritten(
     closed_jaxpr: ClosedJaxpr, config: Config, patterns: Sequence[Any], clock: _Clock
 ) -> Rewritten:
-    graph = Graph(closed_jaxpr)
+    folded = fold(closed_jaxpr)
+    if folded is not None:
+        clock("fold")
+        try:
+            return _whole(closed_jaxpr, config, patterns, clock, folded)
+        except Unlike as why:
+            log.debug("layers are looked at one by one: %s", why)
+    return _whole(closed_jaxpr, config, patterns, clock)
+
+
+def _whole(
+    closed_jaxpr: ClosedJaxpr,
+    config: Config,
+    patterns: Sequence[Any],
+    clock: _Clock,
+    folded: Folded | None = None,
+) -> Rewritten:
+    """The program rewritten; by way of a shorter one, if it was folded."""
+    graph = Graph(closed_jaxpr if folded is None else folded.short)
     clock("graph")
     regions = Regions(graph)
     found = search(regions, patterns, config.numerics)
     clock("match")
     backward, why, problems = search_gradients(graph, found.matches)
     clock("gradients")
-    sites, splices, failures, key = _plan(regions, found.matches, config, backward, why)
+    plan = _plan(regions, found.matches, config, backward, why, folded)
     clock("choose")
-    program = replace(regions, splices)
+    program, origins = replace(regions, plan.splices)
     graph.release()
     clock("replace")
+    if folded is not None:
+        program = _unfolded(folded, program, origins, plan.labels)
+        clock("unfold")
     return Rewritten(
         program,
-        tuple(sites),
+        tuple(plan.sites),
         found.misses,
-        (*found.failures, *problems, *failures),
+        (*found.failures, *problems),
         clock.seconds,
-        key,
+        plan.key,
     )
+
+
+def _unfolded(folded: Folded, program: Any, origins: Any, labels: Labels) -> Any:
+    if program is folded.short:
+        return folded.whole
+    if origins is None:
+        raise Unlike("residuals are handed from body to body")
+    return unfold(folded, program, origins, labels)
 
 
 class _Clock:
@@ -144,16 +179,43 @@ class _Clock:
         self.last = now
 
 
+@dataclass(eq=False)
+class _Plan:
+    """What becomes of the sites, in order.
+
+    Attributes:
+        sites: What is said of them; those of turns that were left out, too.
+        splices: The replacements.
+        labels: By cut and turn, the labels of its sites; empty for those left alone.
+        key: Under which the whole program is measured.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    splices: list[Splice] = field(default_factory=list)
+    labels: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    key: Key | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """A match at one of its places, with what was chosen for it there."""
+
+    match: Match
+    scope: Scope
+    position: int
+    choice: Choice
+    backward: Backward | None
+    copies: int
+
+
 def _plan(
     regions: Regions,
     matches: Sequence[Match],
     config: Config,
     backward: Mapping[int, Backward],
     why_none: Mapping[int, str],
-):
-    sites: list[Site] = []
-    splices: list[Splice] = []
-    failures: list[Reason] = []
+    folded: Folded | None,
+) -> _Plan:
     target = _target(config)
     graph = regions.graph
     homes = {
@@ -178,43 +240,126 @@ def _plan(
     }
     if config.tune in ("quick", "full") and target == device.attached():
         autotune.measure_missing(_tasks(matches, backward), config.tune)
-    choices = _choices(graph, matches, config, target, backward, anyway, why_none)
-    program = _program_key(graph, matches, choices, backward, target)
-    choices = _end_to_end(matches, choices, config, target, program)
+    times = {
+        id(m): folded.times(_top(m.node.scope, m.node.position)) if folded else 1
+        for m in matches
+    }
+    choices = _choices(
+        graph, matches, config, target, backward, anyway, why_none, times
+    )
+    inputs = [v.aval for v in (folded.whole if folded else graph.top.jaxpr).invars]
+    key = _program_key(inputs, matches, choices, backward, target, times)
+    choices = _end_to_end(matches, choices, config, target, key)
+    placed = [
+        p
+        for match, choice in zip(matches, choices, strict=True)
+        for p in _at_its_places(match, choice, regions, backward, homes.get(id(match)))
+    ]
+    return _planned(placed, config, target, folded, key)
+
+
+def _at_its_places(
+    match: Match,
+    choice: Choice,
+    regions: Regions,
+    backward: Mapping[int, Backward],
+    home: Any,
+) -> Iterator[_Placed]:
+    """A match at all its places; as written where a replacement cannot stand."""
+    for scope, position in _places(match):
+        its = None
+        if home is not None and home[0] == (scope, position):
+            its, position = backward[id(match)], home[1]
+        made = choice
+        why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
+        if why:
+            made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
+        copies = match.copies if scope is match.node.scope else 0
+        yield _Placed(match, scope, position, made, its, copies)
+
+
+def _planned(
+    placed: Sequence[_Placed],
+    config: Config,
+    target: Device,
+    folded: Folded | None,
+    key: Key | None,
+) -> _Plan:
+    """Sites in the order of the program, numbered, and the splices."""
+    plan = _Plan(key=key)
     elsewhere: dict[Any, tuple[tuple[str, Kernel | None], ...]] = {}
-    for match, choice in zip(matches, choices, strict=True):
-        home = homes.get(id(match))
-        for scope, position in _places(match):
-            its = None
-            if home is not None and home[0] == (scope, position):
-                its, position = backward[id(match)], home[1]
-            made = choice
-            why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
-            if why:
-                made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
-            index = len(sites) + 1
-            if made.kernel != XLA:
-                label = f"rewriter/{match.op.name}#{index}"
-                key = id(match.reading), made.implementation
-                if key not in elsewhere:
-                    elsewhere[key] = _by_platform(match, made, config, target)
-                call = _call(match, elsewhere[key])
-                splices.append(
-                    Splice(match, scope, position, call, label, made.kernel, its)
+    said = [_site(p) for p in placed]
+    waiting = list(enumerate(folded.cuts)) if folded else []
+    for p, site_said in zip(placed, said, strict=True):
+        position = _top(p.scope, p.position)
+        at = folded.kept[position] if folded else 0
+        while waiting and at >= waiting[0][1].end:
+            _left_out(plan, placed, said, folded, *waiting.pop(0))
+        label = _noted(plan, p, site_said)
+        if folded and (turn := folded.turn(position)):
+            plan.labels.setdefault(turn, []).append(label)
+        if label:
+            same = id(p.match.reading), p.choice.implementation
+            if same not in elsewhere:
+                elsewhere[same] = _by_platform(p.match, p.choice, config, target)
+            call = _call(p.match, elsewhere[same])
+            plan.splices.append(
+                Splice(
+                    p.match, p.scope, p.position, call, label, p.choice.kernel,
+                    p.backward,
                 )
-            sites.append(_site(index, match, scope, made, its is not None))
-            copies = match.copies if scope is match.node.scope else 0
-            for _ in range(copies):  # computed again here; the result is shared
-                sites.append(_site(len(sites) + 1, match, scope, made, its is not None))
-    return sites, splices, failures, program
+            )  # fmt: skip
+    for index, cut in waiting:
+        _left_out(plan, placed, said, folded, index, cut)
+    return plan
+
+
+def _noted(plan: _Plan, p: _Placed, said: Site) -> str:
+    """Adds a site, and those computed again there; the label of its replacement."""
+    first = len(plan.sites) + 1
+    for index in range(first, first + 1 + p.copies):
+        plan.sites.append(dataclasses.replace(said, index=index))
+    return f"rewriter/{said.op}#{first}" if said.replaced else ""
+
+
+def _left_out(
+    plan: _Plan,
+    placed: Sequence[_Placed],
+    said: Sequence[Site],
+    folded: Folded,
+    index: int,
+    cut: Cut,
+) -> None:
+    """Adds the sites of the turns that are left out of a run."""
+    like = index, cut.like
+    model = [
+        (p, s, _top(p.match.anchor.scope, p.match.anchor.position))
+        for p, s in zip(placed, said, strict=True)
+        if folded.turn(_top(p.scope, p.position)) == like
+    ]
+    for turn in cut.out:
+        labels = plan.labels[index, turn] = []
+        for p, s, anchor in model:
+            where = folded.where(anchor, turn - cut.like, index, s.where)
+            if where != s.where:
+                s = dataclasses.replace(s, where=where)
+            labels.append(_noted(plan, p, s))
+
+
+def _top(scope: Scope, position: int) -> int:
+    """The position at the top of an equation, or of what holds it."""
+    while scope.parent is not None:
+        scope, position = scope.parent, scope.call
+    return position
 
 
 def _program_key(
-    graph: Graph,
+    inputs: Sequence[Any],
     matches: Sequence[Match],
     choices: Sequence[Choice],
     backward: Mapping[int, Backward],
     target: Device,
+    times: Mapping[int, int],
 ) -> Key | None:
     """The key of the whole program with these choices; None if nothing is replaced."""
     if all(c.implementation.forward == XLA for c in choices):
@@ -224,16 +369,14 @@ def _program_key(
         if m.spec.symbolic:
             return None
         passes = BOTH if id(m) in backward else FORWARD
-        counts[m.spec, passes, c.implementation] += 1
+        counts[m.spec, passes, c.implementation] += times[id(m)]
     sites = [
         (key_of(spec, passes, target.kind), f"{made.text} x{count}")
         for (spec, passes, made), count in counts.items()
     ]
     texts: dict[Any, str] = {}  # a text costs more than all else that is done here
-    inputs = []
-    for v in graph.top.jaxpr.invars:
-        inputs.append(texts.get(v.aval) or texts.setdefault(v.aval, str(v.aval)))
-    return program_key(sites, inputs, target.kind)
+    names = [texts.get(a) or texts.setdefault(a, str(a)) for a in inputs]
+    return program_key(sites, names, target.kind)
 
 
 def _end_to_end(
@@ -265,12 +408,13 @@ def _choices(
     backward: Mapping[int, Backward],
     anyway: Mapping[int, str],
     why_none: Mapping[int, str],
+    times: Mapping[int, int],
 ) -> list[Choice]:
     """A kernel for each match; XLA where the kernel's work would come on top."""
     kept: Counter[Any] = Counter()  # how often a gradient's residuals are kept
     for m in matches:
         if id(m) in backward:
-            kept[m.spec] += m.node.scope.repeats
+            kept[m.spec] += m.node.scope.repeats * times[id(m)]
     by_reading: dict[tuple[int, int], Choice] = {}
     keys = [(id(m.reading), kept[m.spec] if id(m) in backward else 0) for m in matches]
     for key, match in zip(keys, matches, strict=True):
@@ -357,12 +501,12 @@ def _call(
     return call
 
 
-def _site(
-    index: int, match: Match, scope: Scope, choice: Choice, backward: bool
-) -> Site:
+def _site(p: _Placed) -> Site:
+    """What is said of a match at a place, without its number."""
+    match, choice, scope = p.match, p.choice, p.scope
     spec = match.spec
     return Site(
-        index=index,
+        index=0,
         op=match.op.name,
         where=match.where,
         repeats=scope.repeats,
@@ -377,7 +521,7 @@ def _site(
         replaced=choice.kernel != XLA,
         not_chosen=choice.not_chosen,
         numerics=match.reading.notes,
-        backward=backward,
+        backward=p.backward is not None,
         config=choice.implementation.configs,
     )
 

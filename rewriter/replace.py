@@ -7,6 +7,7 @@ more is dropped. Untouched equations and bodies stay the same objects.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,14 +70,41 @@ class Splice:
     backward: Backward | None = None
 
 
-def replace(regions: Regions, splices: Sequence[Splice]) -> ClosedJaxpr:
-    """Returns the program with the splices made."""
+@dataclass(frozen=True, eq=False)
+class Origins:
+    """Where the equations of a program with splices come from.
+
+    Attributes:
+        position: By the id of an equation, the position of the one it stands for or
+            behind in the program before.
+        label: By the id of an equation of a splice, the splice's label.
+        instead: What is read in place of variables of the program before.
+    """
+
+    position: Mapping[int, int]
+    label: Mapping[int, str]
+    instead: Mapping[Any, Any]
+
+
+def replace(
+    regions: Regions, splices: Sequence[Splice]
+) -> tuple[ClosedJaxpr, Origins | None]:
+    """Returns the program with the splices made, and where its equations come from.
+
+    That is not known if splices hand residuals from body to body.
+    """
     top = regions.graph.top
     if not splices:
-        return top.jaxpr
+        return top.jaxpr, None
     work = _Work(regions, splices)
     program = work.body(top)
-    return _jax.pruned(program) if work.carried else program
+    if work.carried:
+        return _jax.pruned(program), None
+    frame, position = work.frames[id(top)], {}
+    for at, (lo, hi) in enumerate(itertools.pairwise([0, *frame.ends])):
+        for eqn in frame.eqns[lo:hi]:
+            position[id(eqn)] = at
+    return program, Origins(position, frame.labels, work.envs[id(top)])
 
 
 def live(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
@@ -108,20 +136,13 @@ def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
     return ""
 
 
-def _renamed(eqn: Any, env: Mapping[Any, Any]) -> Any:
-    """The equation with its operands as an environment has them."""
-    for atom in eqn.invars:
-        if atom.__class__ is _jax.Var and atom in env:
-            changed = [a if _jax.is_literal(a) else env.get(a, a) for a in eqn.invars]
-            return eqn.replace(invars=changed)
-    return eqn
-
-
 class _Frame:
     """Equations of one new body, and what its variables became."""
 
     def __init__(self) -> None:
         self.eqns: list[Any] = []
+        self.ends: list[int] = []  # how many there are behind each one of the body
+        self.labels: dict[int, str] = {}
 
 
 class _Work:
@@ -138,6 +159,7 @@ class _Work:
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
         self.fragments: dict[Any, Any] = {}
+        self.frames: dict[int, _Frame] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
         self.backward_at: dict[int, dict[int, list[Any]]] = {}
@@ -212,7 +234,7 @@ class _Work:
         """The new jaxpr of a body."""
         if id(scope) not in self.touched and not self._any_dissolved(scope):
             return scope.jaxpr
-        frame = _Frame()
+        frame = self.frames[id(scope)] = _Frame()
         more: list[Any] = []
         for splice in self.read_in.get(id(scope), ()):
             _, avals, _ = self.residuals[id(splice)]
@@ -243,12 +265,13 @@ class _Work:
         splices = self.at.get(id(scope), {})
         gradients = self.backward_at.get(id(scope), {})
         numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
+        ends = frame.ends if scope is self.graph.top else []
         for position, eqn in enumerate(scope.jaxpr.eqns):
             children = scope.children.get(position)
             if children or inlined:
                 self._with_children(children or [], eqn, frame, env, read, inlined)
             else:
-                eqns.append(_renamed(eqn, env))
+                eqns.append(_jax.reading(eqn, env))
             for splice in splices.get(position, ()):
                 done[splice.match.value] = self._splice(splice, eqn, frame)
             if position in gradients:
@@ -257,6 +280,7 @@ class _Work:
                 for var in eqn.outvars:
                     if var.__class__ is variable and numbers[var] in done:
                         env[var] = done[numbers[var]]
+            ends.append(len(eqns))
         return [read(v) for v in scope.jaxpr.outvars]
 
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
@@ -308,7 +332,7 @@ class _Work:
         fragment = _jax.trace_flat(code, [a.aval for a in atoms])
         if fragment.constvars:
             raise ValueError("a loop holds constants")
-        outs = self._inserted(fragment, atoms, eqn.source_info, frame)
+        outs = self._inserted(fragment, atoms, eqn, frame)
         env.update(zip(eqn.outvars, outs, strict=False))
         outs = outs[len(eqn.outvars) :]
         for splice in self.saved_in.get(id(child), ()):
@@ -358,8 +382,7 @@ class _Work:
         fragment, names, tree = self._fragment(splice)
         here = dict(splice.match.leaves)
         atoms = [self._atom_of(splice, here[v]) for v in names]
-        source = _jax.scoped(eqn.source_info, splice.label)
-        out, *residuals = self._inserted(fragment, atoms, source, frame)
+        out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
             self.residuals[id(splice)] = residuals, avals, tree
@@ -396,8 +419,8 @@ class _Work:
         if fragment.constvars:
             raise ValueError("the gradients hold constants")
         residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
-        source = _jax.scoped(eqn.source_info, splice.label)
-        atoms = self._inserted(fragment, [*residuals, cotangent], source, frame)
+        given = [*residuals, cotangent]
+        atoms = self._inserted(fragment, given, eqn, frame, splice.label)
         return dict(zip((backward.grads[v] for v in values), atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
@@ -407,9 +430,10 @@ class _Work:
         return self.envs[id(scope)].get(var, var)
 
     def _inserted(
-        self, fragment: Any, atoms: list[Any], source: Any, frame: _Frame
+        self, fragment: Any, atoms: list[Any], eqn: Any, frame: _Frame, label: str = ""
     ) -> list[Any]:
         """Appends a fragment's equations; returns the atoms of its results."""
+        source = _jax.scoped(eqn.source_info, label)
         local = dict(zip(fragment.invars, atoms, strict=True))
         for inner in fragment.eqns:
             outs = [
@@ -417,9 +441,9 @@ class _Work:
             ]
             ins = [a if _jax.is_literal(a) else local[a] for a in inner.invars]
             local.update(zip(inner.outvars, outs, strict=True))
-            frame.eqns.append(
-                inner.replace(invars=ins, outvars=outs, source_info=source)
-            )
+            made = inner.replace(invars=ins, outvars=outs, source_info=source)
+            frame.eqns.append(made)
+            frame.labels[id(made)] = label
         return [v if _jax.is_literal(v) else local[v] for v in fragment.outvars]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:

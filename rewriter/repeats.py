@@ -1,0 +1,348 @@
+"""Where a program repeats itself: layers written one after the other.
+
+A `Run` is a stretch of equations that is the same stretch several times over: equal
+primitives and parameters, and operands that are wired alike. Each time, an equation
+reads what the same place of the stretch made this time or the time before, what all
+read, or something of its own, such as a layer's weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rewriter import _jax
+
+LEAST = 8
+"""How many times a stretch must come to be worth looking at."""
+SHORTEST = 12
+"""How many equations it must have."""
+DEEP = 6
+"""How far outside a run it is looked whether what its turns read is made alike."""
+
+
+class Numbered:
+    """A jaxpr's variables as numbers: inputs below zero, results in order.
+
+    Attributes:
+        eqns: The equations.
+        inputs: The inputs: number -1 is the first.
+        results: The variables with numbers from zero on.
+        number: Variable to number.
+        first: Of each equation, the number of its first result.
+        maker: Of each result's number, the position of its equation.
+        constants: How many of the inputs are constants.
+        codes: Of each equation a number, equal where primitives and shapes are.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.eqns = jaxpr.eqns
+        self.inputs = [*jaxpr.constvars, *jaxpr.invars]
+        self.constants = len(jaxpr.constvars)
+        self.results: list[Any] = []
+        self.first: list[int] = []
+        results, first, kinds = self.results, self.first, {}
+        codes = []
+        for eqn in self.eqns:
+            first.append(len(results))
+            outs = eqn.outvars
+            results += outs
+            kind = eqn.primitive, outs[0].aval.shape if outs else None
+            code = kinds.get(kind) or kinds.setdefault(kind, 1 + len(kinds))
+            codes.append(-len(codes) if eqn.effects else code)
+        self.codes = np.array(codes, np.int64)
+        ends = np.append(first, len(results))
+        self.maker = np.repeat(np.arange(len(first)), np.diff(ends)).tolist()
+        self.number = dict(zip(results, range(len(results)), strict=True))
+        self.number.update((v, -1 - k) for k, v in enumerate(self.inputs))
+
+    def variable(self, number: int) -> Any:
+        """The variable of a number."""
+        return self.results[number] if number >= 0 else self.inputs[-1 - number]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A stretch of equations that comes several times; each time is a turn.
+
+    Attributes:
+        start: Position of the first equation.
+        period: Equations of one turn.
+        count: How many turns there are.
+        first: The number of the first result.
+        outs: Results of one turn.
+        reads: By turn, the numbers of what its equations read, in order.
+        reader: Of each column of ``reads``, which equation of a turn it belongs to.
+        own: Columns of ``reads`` that are different things in every turn, and
+            neither made by this one nor by the one before.
+        shared: Numbers that every turn reads.
+        others: For each such column, the run and the place in its turns that makes
+            what it reads; None for inputs and what is computed from inputs alike.
+    """
+
+    start: int
+    period: int
+    count: int
+    first: int
+    outs: int
+    reads: np.ndarray
+    reader: np.ndarray
+    own: tuple[int, ...] = ()
+    shared: frozenset[int] = frozenset()
+    others: tuple[tuple[int, int] | None, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position behind the last equation."""
+        return self.start + self.period * self.count
+
+    def turn_of(self, number: int) -> int:
+        """The turn that makes a result; below zero or too large for others."""
+        return (number - self.first) // self.outs
+
+
+def runs(program: Numbered) -> list[Run]:
+    """The runs of a program, in order; what they read of each other is checked."""
+    found: list[Run] = []
+    for start, period, count in sorted(_stretches(program.codes)):
+        run = _run(program, start, period, count)
+        run = run and _wired(program, run, found)
+        if run is None:
+            continue
+        read = {o[0] for o in run.others if o is not None}
+        if len(read) == 1 and not _in_step(run, found[min(read)]):
+            index = min(read)
+            pair = _brought_into_step(program, found[index], run, found[:index])
+            if pair is None:
+                continue
+            found[index], run = pair
+        found.append(run)
+    return found
+
+
+def turns_read(run: Run, other: Run) -> np.ndarray:
+    """By turn and column, which turn of another run a run reads there."""
+    columns = [c for c, o in zip(run.own, run.others, strict=True) if o is not None]
+    return (run.reads[:, columns] - other.first) // other.outs
+
+
+def _in_step(run: Run, other: Run) -> bool:
+    """Whether every turn of a run reads one turn of the other."""
+    turns = turns_read(run, other)[1:-1]
+    return bool((turns == turns[:, :1]).all())
+
+
+def _brought_into_step(
+    program: Numbered, first: Run, second: Run, before: Sequence[Run]
+) -> tuple[Run, Run] | None:
+    """Two runs with turns that begin elsewhere, so that each reads one of the other.
+
+    Of several ways, the one in which turns hand the fewest values to the next.
+    """
+    columns = [
+        c for c, o in zip(second.own, second.others, strict=True) if o is not None
+    ]
+    turns = turns_read(second, first)[1]
+    where = second.reads[1, columns] - first.first - turns * first.outs
+    makers = np.array(program.maker[first.first : first.first + first.outs])
+    made = makers[where] - first.start
+    read = second.reader[columns]
+    ways = []
+    for lead in sorted({0, *(made + 1).tolist()} - {first.period}):
+        for late in sorted({0, *(read + 1).tolist()} - {second.period}):
+            shifted = turns - (made < lead) - (read < late)
+            if (shifted == shifted[0]).all():
+                ways.append((
+                    _rotated(program, first, lead), _rotated(program, second, late)
+                ))  # fmt: skip
+    for one, two in sorted(ways, key=lambda w: _handed(w[0]) + _handed(w[1])):
+        wired = _wired(program, one, before)
+        after = wired and _wired(program, two, [*before, wired])
+        if wired and after:
+            return wired, after
+    return None
+
+
+def _handed(run: Run) -> int:
+    """How many values a turn reads of the one before."""
+    row = run.reads[2]
+    return len(set(row[(row - run.first) // run.outs == 1].tolist()))
+
+
+def _rotated(program: Numbered, run: Run, by: int) -> Run:
+    """The run with turns that begin some equations later."""
+    if not by:
+        return run
+    columns = int((run.reader < by).sum())
+    count, slots = run.count - 1, run.reads.shape[1]
+    flat = run.reads.reshape(-1)[columns : columns + count * slots]
+    start = run.start + by
+    reader = (np.roll(run.reader, -columns) - by) % run.period
+    return Run(
+        start, run.period, count, program.first[start], run.outs,
+        flat.reshape(count, slots), reader,
+    )  # fmt: skip
+
+
+def _stretches(codes: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """(start, period, count) of stretches whose codes repeat, the largest first."""
+    pending = [(0, len(codes))]
+    while pending:
+        lo, hi = pending.pop()
+        best = _largest(codes[lo:hi])
+        if best is None:
+            continue
+        start, period, count = best
+        yield lo + start, period, count
+        pending += [(lo, lo + start), (lo + start + period * count, hi)]
+
+
+def _largest(codes: np.ndarray) -> tuple[int, int, int] | None:
+    if len(codes) < LEAST * SHORTEST:
+        return None
+    order = np.argsort(codes, kind="stable")
+    gaps = (order[1:] - order[:-1])[codes[order[1:]] == codes[order[:-1]]]
+    periods, often = np.unique(gaps[gaps >= SHORTEST], return_counts=True)
+    best, covered = None, 0
+    for period in sorted(periods[np.argsort(-often)][:8].tolist()):
+        differ = np.flatnonzero(codes[:-period] != codes[period:])
+        edges = np.concatenate([[-1], differ, [len(codes) - period]])
+        longest = int(np.argmax(np.diff(edges)))
+        start, length = int(edges[longest]) + 1, int(np.diff(edges)[longest]) - 1
+        count = length // period + 1
+        if count >= LEAST and count * period > 1.02 * covered:
+            best, covered = (start, period, count), count * period
+    return best
+
+
+def _run(program: Numbered, start: int, period: int, count: int) -> Run | None:
+    """The longest part of a stretch in which the equations are equal, as a run."""
+    eqns, number, variable = program.eqns, program.number, _jax.Var
+    best: tuple[int, list[list[int]]] = (start, [])
+    rows: list[list[int]] = []
+    for at in range(start, start + period * count, period):
+        row = [
+            number[a]
+            for eqn in eqns[at : at + period]
+            for a in eqn.invars
+            if a.__class__ is variable
+        ]
+        if rows and not all(
+            map(_equal, eqns[at - period : at], eqns[at : at + period])
+        ):
+            rows = []
+        if not rows:
+            begin = at
+        rows.append(row)
+        if len(rows) > len(best[1]):
+            best = begin, rows
+    begin, rows = best
+    if len(rows) < LEAST:
+        return None
+    first = program.first[begin]
+    outs = program.first[begin + period] - first
+    widths = [
+        sum(a.__class__ is variable for a in e.invars)
+        for e in eqns[begin : begin + period]
+    ]
+    reader = np.repeat(np.arange(period), widths)
+    reads = np.array(rows, np.int64)
+    return Run(begin, period, len(rows), first, outs, reads, reader)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two equations are equal but for the variables they read and make."""
+    variable = _jax.Var
+    if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+        return False
+    for x, y in zip(a.invars, b.invars):  # noqa: B905 (a hot loop)
+        if (x.__class__ is not variable or y.__class__ is not variable) and (
+            x.__class__ is not y.__class__ or not _jax.same_literal(x, y)
+        ):
+            return False
+    return same_params(a.params, b.params)
+
+
+def same_params(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether parameters are known to be equal."""
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError):  # arrays, of which nobody asks equality
+        return False
+
+
+def _wired(program: Numbered, run: Run, before: Sequence[Run]) -> Run | None:
+    """The run with its columns told apart; None if its turns are not wired alike.
+
+    The first turn and the last one may be wired otherwise: what they stand next to
+    is not a turn.
+    """
+    middle = run.reads[1:-1]
+    steps = np.diff(middle, axis=0)
+    moving = (steps == run.outs).all(0)
+    still = (steps == 0).all(0)
+    turns = (middle - run.first) // run.outs
+    behind = np.arange(1, run.count - 1)[:, None] - turns
+    near = ((behind == 0) | (behind == 1)).all(0) & (middle >= run.first).all(0)
+    if (moving & ~near).any():
+        return None  # read from two turns before
+    within = run.first + run.outs
+    shared = {int(n) for n in middle[0, still]}
+    if any(n >= within for n in shared):
+        return None
+    own = tuple(np.flatnonzero(~moving & ~still).tolist())
+    others = []
+    for column in own:
+        found = _other(program, run.reads[1:-1, column], before)
+        if found is False:
+            return None
+        others.append(found)
+    carried = np.flatnonzero(moving & (behind == 1).all(0))
+    for column in carried.tolist():  # types are the same again by induction
+        types = [program.variable(n).aval for n in run.reads[1:3, column].tolist()]
+        if types[0] != types[1]:
+            return None
+    return dataclasses.replace(
+        run, own=own, shared=frozenset(shared), others=tuple(others)
+    )
+
+
+def _other(
+    program: Numbered, numbers: np.ndarray, before: Sequence[Run]
+) -> tuple[int, int] | bool | None:
+    """What makes the values of a column; False if they are not made alike."""
+    for k, run in enumerate(before):
+        end = run.first + run.outs * run.count
+        if (numbers >= run.first).all() and (numbers < end).all():
+            places = (numbers - run.first) % run.outs
+            return (k, int(places[0])) if (places == places[0]).all() else False
+    return None if _alike(program, numbers.tolist(), DEEP) else False
+
+
+def _alike(program: Numbered, numbers: Sequence[int], depth: int) -> bool:
+    """Whether values are inputs, or made of inputs by equal equations."""
+    if all(n == numbers[0] for n in numbers):
+        return True
+    like = program.variable(numbers[0]).aval
+    if any(program.variable(n).aval != like for n in numbers):
+        return False
+    if all(n < 0 for n in numbers):  # a constant's numbers may have been looked at
+        return all(-1 - n >= program.constants for n in numbers)
+    if depth == 0 or any(n < 0 for n in numbers):
+        return False
+    makers = [program.maker[n] for n in numbers]
+    eqns = [program.eqns[m] for m in makers]
+    if len({n - program.first[m] for n, m in zip(numbers, makers, strict=True)}) > 1:
+        return False
+    if any(e.effects or not _equal(eqns[0], e) for e in eqns):
+        return False
+    operands = zip(*(e.invars for e in eqns), strict=True)
+    return all(
+        _alike(program, [program.number[a] for a in atoms], depth - 1)
+        for atoms in operands
+        if atoms[0].__class__ is _jax.Var
+    )
