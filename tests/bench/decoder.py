@@ -4,27 +4,22 @@
 
 Sixteen layers of width 2048 under `lax.scan`: 16 heads of 128, softmax attention by
 einsum under `where(tril)`, SwiGLU of 5632, 32000 tokens, bfloat16. Forward, gradient
-of a whole step (`rewriter.optimize(jax.grad(loss))`), and the same with every layer
-in `jax.checkpoint`. Times are wall-clock medians; memory is XLA's temporary memory.
+of a whole step (`rewriter.optimize(jax.value_and_grad(loss))`), and the same with
+every layer in `jax.checkpoint`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-import rewriter
-from tests.bench import record
+from tests.bench import passes, record
 
 LAYERS, WIDTH, HEADS, HIDDEN, TOKENS = 16, 2048, 16, 5632, 32000
+BATCHES = ((2, 4096), (1, 8192))
 Weights = dict[str, Any]
 
 
@@ -76,9 +71,7 @@ def loss_of(
         x = weights["embed"][ids[:, :-1]]
         x, _ = jax.lax.scan(lambda x, p: (one(p, x), None), x, weights["layers"])
         logits = norm(x, weights["last"]) @ weights["embed"].T
-        chosen = jnp.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
-        total = jax.nn.logsumexp(logits.astype(jnp.float32), -1)
-        return jnp.mean(total - chosen.astype(jnp.float32))
+        return passes.cross_entropy(logits, ids)
 
     return loss
 
@@ -102,75 +95,21 @@ def weights_of(layers: int, d: int, hidden: int, tokens: int) -> Weights:
     }
 
 
-def measured(fn: Callable[..., Any], args: tuple, repeats: int) -> dict[str, Any]:
-    """Milliseconds and temporary bytes of a jitted function, or why it did not run."""
-    try:
-        compiled = fn.lower(*args).compile()
-        memory = compiled.memory_analysis().temp_size_in_bytes
-        times = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(*args))
-            times.append(1e3 * (time.perf_counter() - start))
-    except jax.errors.JaxRuntimeError as problem:
-        return {"failed": str(problem).splitlines()[0][:100]}
-    return {"ms": round(statistics.median(times[1:]), 2), "bytes": memory}
-
-
-def compare(
-    what: str,
-    fn: Callable[..., Any],
-    manual: Callable[..., Any],
-    args: tuple,
-    repeats: int,
-) -> dict[str, Any]:
-    """One row: as written, rewritten, and with cuDNN called by hand, if it is there."""
-    fast = rewriter.optimize(fn)
-    sites = fast.report(*args).sites
-    row = {
-        "what": what,
-        "batch_and_tokens": list(args[1].shape),
-        "sites": [f"{s.op} {s.kernel}" + " +backward" * s.backward for s in sites],
-        "written": measured(jax.jit(fn), args, repeats),
-        "rewritten": measured(fast, args, repeats),
-    }
-    if jax.default_backend() == "gpu":
-        row["by_hand"] = measured(jax.jit(manual), args, repeats)
-    if "ms" in row["written"] and "ms" in row["rewritten"]:
-        row["faster"] = round(row["written"]["ms"] / row["rewritten"]["ms"], 2)
-        row["less_memory"] = round(
-            row["written"]["bytes"] / row["rewritten"]["bytes"], 2
-        )
-    print(json.dumps(row), flush=True)
-    return row
-
-
 def main() -> None:
     """Measures every row."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="to try it on a CPU")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=pathlib.Path)
-    given = parser.parse_args()
-    size, heads, batches = (
-        (LAYERS, WIDTH, HIDDEN, TOKENS),
-        HEADS,
-        ((2, 4096), (1, 8192)),
-    )
+    given = passes.arguments(__doc__)
+    size, heads, batches = (LAYERS, WIDTH, HIDDEN, TOKENS), HEADS, BATCHES
     if given.small:
         size, heads, batches = (2, 128, 256, 512), 2, ((1, 256),)
     weights = weights_of(*size)
+    cases = passes.cases(
+        lambda checkpointed: loss_of(heads, checkpointed),
+        lambda checkpointed: loss_of(heads, checkpointed, by_hand),
+    )
     rows = []
     for b, t in batches:
         ids = jax.random.randint(jax.random.key(1), (b, t + 1), 0, size[-1])
-        for what, checkpointed, of in (
-            ("forward", False, lambda loss: loss),
-            ("gradient", False, jax.grad),
-            ("gradient, layers checkpointed", True, jax.grad),
-        ):
-            fn = of(loss_of(heads, checkpointed))
-            manual = of(loss_of(heads, checkpointed, by_hand))
-            rows.append(compare(what, fn, manual, (weights, ids), given.repeats))
+        rows += passes.compare(cases, (weights, ids), given.repeats)
     if given.json:
         command = f"python3 -m tests.bench.decoder --repeats {given.repeats}"
         record.write(given.json, command + " --small" * given.small, results=rows)
