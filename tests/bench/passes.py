@@ -1,7 +1,7 @@
 """A model's passes in, rows of figures out: as written, rewritten, and by hand.
 
-Programs are compiled side by side before the first is timed. Before that its results
-are compared with the original's. Times are wall-clock medians, memory is XLA's
+Programs are compiled side by side before the first is timed; there is no row for one
+with other results than the original's. Times are wall-clock medians, memory is XLA's
 temporary memory; on a GPU the device's time is split by what its kernels do.
 """
 
@@ -31,7 +31,7 @@ LOSS, NORM = 2e-3, 2e-2
 """Largest relative differences of the loss, and of all gradients' norm, in bfloat16."""
 
 KINDS = {
-    "attention": ("sdpa", "fmha", "flash"),
+    "attention": ("sdpa", "fmha", "flash", "cudnn6fusion"),
     "products": ("gemm", "nvjet", "cutlass", "cublas", "dot"),
 }
 """What a GPU kernel does, by what its name holds; the rest is ``"other"``."""

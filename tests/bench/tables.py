@@ -65,7 +65,16 @@ def measured() -> str:
 
 def decoder() -> str:
     """One row per pass of the decoder of a billion parameters on an H200."""
-    data = json.loads(record.named("decoder_h200").read_text())
+    return _passes(json.loads(record.named("decoder_h200").read_text()))
+
+
+def public_decoder() -> str:
+    """One row per pass of a public library's decoder of that size."""
+    return _passes(json.loads(record.named("public_decoder_h200").read_text()))
+
+
+def _passes(data: dict) -> str:
+    by_hand = "by_hand" in data["results"][0]
     rows = []
     for row in data["results"]:
         b, t = row["batch_and_tokens"]
@@ -73,15 +82,23 @@ def decoder() -> str:
         gain = f"{row['faster']:.1f}×" if "faster" in row else "runs"
         rows.append((
             f"{b} × {t - 1}", row["what"], _or_failed(old), _or_failed(new),
-            _or_failed(row["by_hand"]), gain,
+            *([_or_failed(row["by_hand"])] if by_hand else []), gain,
             size(old["bytes"]) if "bytes" in old else "", size(new["bytes"]),
         ))  # fmt: skip
     head = (
-        "batch", "pass", "original", "rewritten", "cuDNN by hand", "gain",
-        "memory before", "after",
+        "batch", "pass", "original", "rewritten",
+        *(["cuDNN by hand"] if by_hand else []), "gain", "memory before", "after",
     )  # fmt: skip
-    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
-    return f"{_table(head, rows)}\n\nReproduce with {note}."
+    versions = ", ".join(
+        f"{name} {data[name]}"
+        for name in ("jax", "flax", "transformers")
+        if name in data
+    )
+    note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
+    sites = data["results"][1]["sites"].items()
+    found = ", ".join(f"{count} × {what}" for what, count in sites)
+    told = f"Sites in the gradient: {found}. Reproduce with {note}."
+    return f"{_table(head, rows)}\n\n{told}"
 
 
 def tuned() -> str:
@@ -177,6 +194,7 @@ TABLES = {
     "tuned": tuned,
     "measured": measured,
     "decoder": decoder,
+    "public_decoder": public_decoder,
     "training": training,
     "versions": versions,
 }
