@@ -9,7 +9,7 @@ read, or something of its own, such as a layer's weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,38 +220,69 @@ def _largest(codes: np.ndarray) -> tuple[int, int, int] | None:
 
 
 def _run(program: Numbered, start: int, period: int, count: int) -> Run | None:
-    """The longest part of a stretch in which the equations are equal, as a run."""
-    eqns, number, variable = program.eqns, program.number, _jax.Var
-    best: tuple[int, list[list[int]]] = (start, [])
-    rows: list[list[int]] = []
-    for at in range(start, start + period * count, period):
-        row = [
-            number[a]
-            for eqn in eqns[at : at + period]
-            for a in eqn.invars
-            if a.__class__ is variable
-        ]
-        if rows and not all(
-            map(_equal, eqns[at - period : at], eqns[at : at + period])
-        ):
-            rows = []
-        if not rows:
-            begin = at
-        rows.append(row)
-        if len(rows) > len(best[1]):
-            best = begin, rows
-    begin, rows = best
-    if len(rows) < LEAST:
+    """The part of a stretch whose turns have the middle one's equations, as a run."""
+    eqns, middle = program.eqns, count // 2
+    good = [True] * count
+    columns: list[list[int]] = []
+    reader: list[int] = []
+    for k in range(start, start + period):
+        turns = eqns[k : k + period * count : period]
+        found = _columns(program.number, turns, turns[middle], good)
+        columns += found
+        reader += [k - start] * len(found)
+    low = middle - _length(good[middle::-1]) + 1
+    high = middle + _length(good[middle:])
+    if high - low < LEAST:
         return None
+    begin = start + low * period
     first = program.first[begin]
     outs = program.first[begin + period] - first
-    widths = [
-        sum(a.__class__ is variable for a in e.invars)
-        for e in eqns[begin : begin + period]
-    ]
-    reader = np.repeat(np.arange(period), widths)
-    reads = np.array(rows, np.int64)
-    return Run(begin, period, len(rows), first, outs, reads, reader)
+    reads = np.array(columns, np.int64).T[low:high]
+    return Run(begin, period, high - low, first, outs, reads, np.array(reader))
+
+
+def _length(good: Sequence[bool]) -> int:
+    """How many are good before one is not."""
+    return good.index(False) if False in good else len(good)
+
+
+def _columns(
+    number: Mapping[Any, int], turns: Sequence[Any], like: Any, good: list[bool]
+) -> list[list[int]]:
+    """What one equation of each turn reads, by operand; notes those unlike the one."""
+    params, operands = like.params, like.invars
+    lists = []
+    for turn, eqn in enumerate(turns):
+        atoms = eqn.invars
+        if eqn.params is not params and not same_params(eqn.params, params):
+            good[turn] = False
+        if len(atoms) != len(operands):
+            good[turn], atoms = False, operands
+        lists.append(atoms)
+    columns = []
+    for atom, atoms in zip(operands, zip(*lists, strict=True), strict=True):
+        if atom.__class__ is _jax.Var:
+            try:
+                column = list(map(number.get, atoms))
+            except TypeError:  # literals have no hash
+                column = [_number(number, a) for a in atoms]
+            if None in column:
+                good[:] = [g and n is not None for g, n in zip(good, column)]  # noqa: B905
+                column = [0 if n is None else n for n in column]
+            columns.append(column)
+        else:
+            for turn, other in enumerate(atoms):
+                if other is not atom and not _same_literal(other, atom):
+                    good[turn] = False
+    return columns
+
+
+def _number(number: Mapping[Any, int], atom: Any) -> int | None:
+    return number.get(atom) if atom.__class__ is _jax.Var else None
+
+
+def _same_literal(a: Any, b: Any) -> bool:
+    return a.__class__ is b.__class__ and _jax.same_literal(a, b)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -261,7 +292,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     for x, y in zip(a.invars, b.invars):  # noqa: B905 (a hot loop)
         if (x.__class__ is not variable or y.__class__ is not variable) and (
-            x.__class__ is not y.__class__ or not _jax.same_literal(x, y)
+            not _same_literal(x, y)
         ):
             return False
     return same_params(a.params, b.params)
