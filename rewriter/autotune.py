@@ -18,24 +18,17 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from rewriter import cache, device
+from rewriter.decision import decide
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation, by_thumb, settings
 from rewriter.kernel import Kernel, worth_measuring
+from rewriter.key import FORWARD, Key, key_of
+from rewriter.measurement import Measurement, merge, time_text, version_of
 from rewriter.programs import Task
 from rewriter.race import Race
 from rewriter.registry import REFERENCE
 from rewriter.threads import settings as this_threads_settings
-from rewriter.tuned import (
-    FORWARD,
-    Key,
-    Measurement,
-    Tuned,
-    decide,
-    key_of,
-    merge,
-    time_text,
-    version_of,
-)
+from rewriter.tuned import Tuned
 
 log = logging.getLogger("rewriter.tune")
 

@@ -21,18 +21,16 @@ from typing import Any
 
 from rewriter import atomic
 from rewriter.errors import CacheWarning
-from rewriter.tuned import (
+from rewriter.key import Key
+from rewriter.measurement import Entry, Measurement, merge
+from rewriter.stored import (
     FORMAT,
-    Entry,
-    Key,
-    Measurement,
-    Tuned,
     key_from,
     key_json,
     measurement_from,
     measurement_json,
-    merge,
 )
+from rewriter.tuned import Tuned
 
 VARIABLE = "REWRITER_CACHE_DIR"
 

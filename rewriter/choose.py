@@ -12,29 +12,17 @@ import jax
 
 from rewriter import cache
 from rewriter.config import Config
+from rewriter.decision import Decision, decide
 from rewriter.device import Device
 from rewriter.errors import ConfigError, KernelError, UnknownKernel, caller, known
 from rewriter.implementation import XLA, Implementation, by_thumb, configured
 from rewriter.kernel import Kernel, Spec
+from rewriter.key import BOTH, FORWARD, PROGRAM, Key, key_of, nearest
+from rewriter.measurement import Entry, Measurement, time_text, version_of
 from rewriter.registry import REFERENCE
-from rewriter.tuned import (
-    BOTH,
-    FORWARD,
-    PROGRAM,
-    REWRITTEN,
-    WITHOUT,
-    Decision,
-    Entry,
-    Key,
-    Measurement,
-    Tuned,
-    decide,
-    key_of,
-    nearest,
-    time_text,
-    version_of,
-)
+from rewriter.tuned import Tuned
 from rewriter.verdict import Verdict, no
+from rewriter.whole import REWRITTEN, WITHOUT
 
 
 @dataclass(frozen=True)

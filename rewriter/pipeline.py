@@ -26,6 +26,7 @@ from rewriter.gradients import Backward, search_gradients
 from rewriter.graph import Graph, Scope
 from rewriter.implementation import XLA, build
 from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.key import BOTH, FORWARD, Key, key_of
 from rewriter.match import Match, search
 from rewriter.plan import Site
 from rewriter.programs import Task
@@ -33,8 +34,8 @@ from rewriter.region import Regions
 from rewriter.remains import SAVED, WHY, computed_anyway
 from rewriter.replace import Rewritten, Splice, obstacle, replace
 from rewriter.sieve import possible
-from rewriter.tuned import BOTH, FORWARD, Key, key_of, program_key
 from rewriter.unfold import Labels, Unlike, unfold
+from rewriter.whole import program_key
 
 log = logging.getLogger("rewriter.pipeline")
 

@@ -14,8 +14,8 @@ from rewriter import site
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation, build
 from rewriter.kernel import Kernel, Spec
+from rewriter.key import FORWARD, Key, key_of
 from rewriter.op import Op
-from rewriter.tuned import FORWARD, Key, key_of
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from rewriter import oracle, timing
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation
+from rewriter.key import PROGRAM
+from rewriter.measurement import Measurement, version_of
 from rewriter.programs import Task, function, inputs, reference
 from rewriter.threads import first_line, side_by_side
-from rewriter.tuned import PROGRAM, Measurement, version_of
 
 log = logging.getLogger("rewriter.tune")
 

@@ -19,10 +19,10 @@ from rewriter import _jax
 from rewriter.backward_place import first_defined, home_of, lies_at, route
 from rewriter.gradients import Backward, gradient_function
 from rewriter.graph import Scope
+from rewriter.key import Key
 from rewriter.match import Match, NearMiss, leaves_of
 from rewriter.plan import Site
 from rewriter.region import Regions
-from rewriter.tuned import Key
 from rewriter.verdict import Reason
 
 

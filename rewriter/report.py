@@ -11,9 +11,9 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
+from rewriter.key import Key
 from rewriter.match import NearMiss
 from rewriter.plan import Site
-from rewriter.tuned import Key
 from rewriter.verdict import Reason
 
 COUNTED = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")

@@ -12,11 +12,13 @@ import jax
 
 from rewriter import autotune, cache, device, pipeline, trace
 from rewriter.config import as_list, resolve
+from rewriter.decision import decide
 from rewriter.errors import ConfigError, caller
 from rewriter.implementation import XLA
 from rewriter.optimize import optimize, with_patterns
 from rewriter.race import race_programs
-from rewriter.tuned import REWRITTEN, WITHOUT, Tuned, decide
+from rewriter.tuned import Tuned
+from rewriter.whole import REWRITTEN, WITHOUT
 
 Progress = Callable[[str, int, int], None]
 

@@ -26,9 +26,12 @@ import numpy as np
 
 from rewriter import autotune, device, programs, timing
 from rewriter.bench_ops import named_uses
+from rewriter.decision import decide
+from rewriter.key import BOTH, FORWARD, Key
+from rewriter.measurement import Measurement
 from rewriter.programs import Task
 from rewriter.registry import registry
-from rewriter.tuned import BOTH, FORWARD, Key, Measurement, Tuned, decide
+from rewriter.tuned import Tuned
 from tests.bench import record
 
 COMMAND = "python3 -m tests.bench.tuning"

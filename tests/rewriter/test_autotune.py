@@ -29,8 +29,8 @@ from rewriter import (
 from rewriter.config import Config
 from rewriter.implementation import Implementation
 from rewriter.kernel import Space, Spec
+from rewriter.measurement import Measurement
 from rewriter.op import Op
-from rewriter.tuned import Measurement
 from rewriter.verdict import YES, no
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:rewriter.CacheWarning")

@@ -142,7 +142,8 @@ def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None
     from rewriter import choose, device, pipeline
     from rewriter.config import Config
     from rewriter.implementation import Implementation
-    from rewriter.tuned import Measurement, Tuned
+    from rewriter.measurement import Measurement
+    from rewriter.tuned import Tuned
 
     def experts(lhs, rhs, sizes):
         return jax.lax.ragged_dot(lhs, rhs, sizes)

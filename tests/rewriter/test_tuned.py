@@ -12,11 +12,14 @@ import pytest
 import rewriter
 from rewriter import device, pipeline
 from rewriter.config import Config
+from rewriter.decision import decide
 from rewriter.errors import BundleMismatch, CacheWarning
 from rewriter.implementation import Implementation
 from rewriter.kernel import Spec, spec_of
+from rewriter.key import Key, key_of, nearest
+from rewriter.measurement import Measurement
 from rewriter.registry import registry
-from rewriter.tuned import Key, Measurement, Tuned, decide, key_of, nearest
+from rewriter.tuned import Tuned
 
 MIB = 1 << 20
 SPEC = Spec(

@@ -1,0 +1,70 @@
+"""How long an implementation took, or why nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rewriter.implementation import XLA, Implementation
+from rewriter.kernel import Kernel
+from rewriter.key import Key
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One implementation's time, or why it has none.
+
+    Attributes:
+        implementation: The kernels and configs.
+        version: The kernels' names and versions, such as ``"cudnn 1"``.
+        jax: The JAX version.
+        median_us: Median device time of a run in microseconds; None if it failed.
+        sigma_us: The spread of one run.
+        runs: How many were taken.
+        method: ``"cupti"`` or ``"wall clock"``.
+        temp_bytes: Temporary memory of the compiled program, if known.
+        problem: Why there is no time.
+    """
+
+    implementation: Implementation
+    version: str
+    jax: str
+    median_us: float | None
+    sigma_us: float = 0.0
+    runs: int = 0
+    method: str = ""
+    temp_bytes: int | None = None
+    problem: str = ""
+
+    @property
+    def error_us(self) -> float:
+        """The standard error of the median, in microseconds."""
+        return 1.2533 * self.sigma_us / max(1, self.runs) ** 0.5
+
+
+Entry = tuple[Key, tuple[Measurement, ...]]
+
+
+def version_of(implementation: Implementation, kernels: Mapping[str, Kernel]) -> str:
+    """Returns names and versions of an implementation's kernels, as one word each."""
+    names = implementation.kernels
+    return ", ".join(f"{n} {kernels[n].version}" for n in names) or XLA
+
+
+def merge(
+    old: Iterable[Measurement], new: Iterable[Measurement]
+) -> tuple[Measurement, ...]:
+    """Returns both; of the same implementation, version and JAX, the new one's."""
+    by = {(m.implementation, m.version, m.jax): m for m in old}
+    by |= {(m.implementation, m.version, m.jax): m for m in new}
+    return tuple(by.values())
+
+
+def time_text(us: float) -> str:
+    """Returns microseconds in words.
+
+    Example:
+        >>> time_text(412.13), time_text(5879.0)
+        ('412 µs', '5.88 ms')
+    """
+    return f"{us:.3g} µs" if us < 1000 else f"{us / 1000:.3g} ms"
