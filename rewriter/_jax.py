@@ -354,6 +354,10 @@ def lower_with_devices(primitive: Any) -> None:
 
 
 # ------------------------------------------------------------------ timing
+class NothingSeen(RuntimeError):
+    """A profiler saw nothing of a program."""
+
+
 def _cupti() -> Any:
     """JAX's own binding of CUPTI, loaded with Mosaic; None where there is none."""
     try:
@@ -381,7 +385,8 @@ def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
     """Returns name and seconds of every GPU kernel of a call, which is waited for.
 
     Raises:
-        RuntimeError: If CUPTI is taken, or saw no kernel.
+        NothingSeen: If CUPTI saw no kernel.
+        RuntimeError: If it is taken.
     """
     cupti = _cupti()
     cupti._cupti_init()
@@ -390,5 +395,5 @@ def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
     finally:
         kernels = cupti._cupti_get_timings(False)
     if not kernels:
-        raise RuntimeError("CUPTI saw no kernel")
+        raise NothingSeen("CUPTI saw no kernel")
     return [(name, 1e-3 * milliseconds) for name, milliseconds in kernels]

@@ -21,6 +21,7 @@ from rewriter import cache, device
 from rewriter.decision import decide
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation, by_thumb, settings
+from rewriter.inputs import distributions
 from rewriter.kernel import Kernel, worth_measuring
 from rewriter.key import FORWARD, Key, key_of
 from rewriter.measurement import Measurement, merge, time_text, version_of
@@ -230,8 +231,10 @@ def _measure_task(
     key, forward = task.key(on), key_of(task.spec, FORWARD, on.kind)
     kernels = {k.name: k for k in task.kernels}
     mine = Tuned(cache.entries(on.kind, task.spec.op)) | made.tuned
-    wanted = candidates(task, on, level, _current(mine.find(forward), kernels))
-    old = () if again else _current(mine.find(key), kernels)
+    drawn = tuple(filter(None, distributions(task)))
+    known = _current(mine.find(forward), kernels, drawn)
+    wanted = candidates(task, on, level, known)
+    old = () if again else _current(mine.find(key), kernels, drawn)
     had = {m.implementation for m in old}
     missing = tuple(i for i in wanted if i not in had)
     if missing:
@@ -247,14 +250,15 @@ def _measure_task(
 
 
 def _current(
-    found: Sequence[Measurement], kernels: Mapping[str, Kernel]
+    found: Sequence[Measurement], kernels: Mapping[str, Kernel], drawn: tuple[str, ...]
 ) -> tuple[Measurement, ...]:
-    """Those of kernels as they are now, under this JAX."""
+    """Those of kernels as they are now, under this JAX, on inputs drawn like these."""
     return tuple(
         m for m in found
         if m.jax == jax.__version__
         and all(n in kernels for n in m.implementation.kernels)
         and m.version == version_of(m.implementation, kernels)
+        and (m.median_us is None or tuple(n for n, _ in m.by_inputs) == drawn)
     )  # fmt: skip
 
 

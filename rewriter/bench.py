@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
-from rewriter import device, roofline, timing, trace
+from rewriter import candidate, device, roofline, timing, trace
 from rewriter.cost import MODES as PASSES
 from rewriter.cost import Cost
 from rewriter.errors import ConfigError, caller
@@ -202,11 +202,6 @@ def benchmark(
     return run
 
 
-def temp_bytes(compiled: Any) -> int | None:
-    """Returns the temporary memory of a compiled program, where it is known."""
-    return getattr(_memory(compiled), "temp_size_in_bytes", None)
-
-
 def timing_of(
     samples: timing.Samples,
     *,
@@ -241,21 +236,6 @@ def timing_of(
         rate and rate.share,
         rate.warning if rate else "",
     )
-
-
-def measure(
-    programs: Sequence[timing.Program], inputs: Sequence[Sequence[Any]], turns: int
-) -> list[timing.Samples]:
-    """Returns the times of programs by the device, or by the clock if it saw none.
-
-    A program that only returns its arguments has no kernels on a GPU.
-    """
-    try:
-        return timing.measure(programs, inputs, turns)
-    except RuntimeError:
-        if timing.method() == "wall clock":
-            raise
-        return timing.measure(programs, inputs, turns, by="wall clock")
 
 
 # ------------------------------------------------------------------ programs
@@ -318,10 +298,10 @@ def _compare(mode: str, pair: list[Any], leaves: list[Any], pairs: int) -> Compa
         seconds.append(time.perf_counter() - start)
         jax.block_until_ready(programs[-1](*args))
     cost = counted(pair[0], args, programs[0])
-    samples = measure(programs, [args], pairs)
+    samples = timing.measure(programs, [args], pairs)
     on = device.attached()
     timings = [
-        timing_of(s, temp=temp_bytes(p), compile_s=c, cost=cost, on=on)
+        timing_of(s, temp=candidate.temp_bytes(p), compile_s=c, cost=cost, on=on)
         for s, p, c in zip(samples, programs, seconds, strict=True)
     ]
     return Comparison(mode, *timings)
@@ -340,7 +320,7 @@ def counted(jitted: Any, args: Sequence[Any], compiled: Any) -> Cost | None:
         args: Its arguments.
         compiled: The compiled program.
     """
-    memory = _memory(compiled)
+    memory = candidate.memory(compiled)
     if memory is None or _uncounted(jax.make_jaxpr(jitted)(*args).jaxpr):
         return None
     flops = max(_flops(jitted.lower(*args)), _flops(compiled))
@@ -356,13 +336,6 @@ def _flops(program: Any) -> float:
     if isinstance(analysis, (list, tuple)):  # one per computation
         analysis = analysis[0] if analysis else {}
     return float((analysis or {}).get("flops", 0.0))
-
-
-def _memory(compiled: Any) -> Any:
-    try:
-        return compiled.memory_analysis()
-    except Exception:  # a backend without the analysis
-        return None
 
 
 def _uncounted(jaxpr: Jaxpr) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,32 +12,27 @@ import jax
 import jax.numpy as jnp
 
 from rewriter import bench_peers, device, errors
-from rewriter.bench import MODES, measure, temp_bytes, timing_of
-from rewriter.bench_programs import (
-    XLA,
-    Args,
+from rewriter.bench import MODES, timing_of
+from rewriter.bench_table import OpsBenchmark, Row, block, heading
+from rewriter.candidate import (
     Candidate,
     Compiled,
-    by_kernel,
-    by_reference,
-    called,
     checked,
     compile_one,
-    differentiated,
-    said,
-    truth_of,
+    precise,
+    temp_bytes,
     worst,
     wrong,
 )
-from rewriter.bench_table import OpsBenchmark, Row, block, heading
 from rewriter.cost import Cost
-from rewriter.implementation import build, by_thumb
+from rewriter.implementation import XLA, Implementation, by_thumb
+from rewriter.inputs import Args, Inputs, inputs
 from rewriter.kernel import Kernel, Spec, spec_of
 from rewriter.op import Op
+from rewriter.programs import Task, function, in_passes, reference
+from rewriter.race import time_apart
 from rewriter.registry import Registry, registry
-
-SETS_ON_DEVICE = (3, 16)
-"""The least and the most sets of inputs that take turns, but on a CPU."""
+from rewriter.threads import first_line
 
 
 # ----------------------------------------------------------------- the uses
@@ -90,12 +83,6 @@ def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _chosen(names: Sequence[str], op: str, among: Registry) -> list[str]:
-    """Names that are asked for and the op has; all if none is asked for."""
-    own = [XLA, *(k.name for k in among.kernels(op))]
-    return [n for n in own if not names or n in names]
-
-
 def check_names(names: Sequence[str], ops: Sequence[str], among: Registry) -> None:
     """Returns if each name is ``"xla"`` or a kernel of one of the ops.
 
@@ -117,45 +104,8 @@ def _refusal(kernel: Kernel, spec: Spec, platform: str) -> str:
     try:
         verdict = kernel.supports(spec)
     except Exception as problem:
-        return said(problem)
+        return first_line(problem)
     return "; ".join(reason.text for reason in verdict.reasons)
-
-
-# -------------------------------------------------------------------- inputs
-def input_sets(nbytes: int, on: device.Device) -> int:
-    """Returns how many sets of inputs take turns.
-
-    One on a CPU. Elsewhere at least three, and so many that they take twice the
-    cache, so that no set is found in it; sixteen at most.
-
-    Example:
-        >>> h200 = device.named("h200")
-        >>> [input_sets(n, h200) for n in (1 << 30, 20 << 20, 1 << 10)]
-        [3, 6, 16]
-    """
-    if on.platform == "cpu":
-        return 1
-    least, most = SETS_ON_DEVICE
-    return max(least, min(most, math.ceil(2 * on.cache / max(1, nbytes))))
-
-
-def _inputs(op: Op, spec: Spec, mode: str, on: device.Device) -> list[Args]:
-    if op.sample is None:
-        raise errors.ConfigError(f"{op.name} has no sample inputs")
-    structs = _structs(spec)
-    params = dict(spec.params)
-    out = jax.eval_shape(functools.partial(called, op.reference, params), structs)
-    sets = []
-    for i in range(input_sets(sum(map(spec.nbytes, spec.operands)), on)):
-        first, second = jax.random.split(jax.random.key(i))
-        operands = dict(op.sample(first, structs, params))
-        cotangent = jax.random.normal(second, out.shape).astype(out.dtype)
-        sets.append((operands,) if mode == "forward" else (operands, cotangent))
-    return jax.block_until_ready(sets)
-
-
-def _structs(spec: Spec) -> dict[str, jax.ShapeDtypeStruct]:
-    return {n: jax.ShapeDtypeStruct(s, spec.dtype(n)) for n, s in spec.shapes}
 
 
 def _integers(operands: Mapping[str, Any]) -> dict[str, tuple[int, int, int, int]]:
@@ -169,67 +119,62 @@ def _integers(operands: Mapping[str, Any]) -> dict[str, tuple[int, int, int, int
 
 # -------------------------------------------------------------------- timing
 def bench_use(
-    spec: Spec,
-    mode: str,
+    task: Task,
     *,
     implementations: Sequence[str] = (),
     turns: int = 20,
     peers: bool = False,
-    among: Registry | None = None,
-) -> tuple[list[Row], list[Args]]:
+) -> tuple[list[Row], tuple[Inputs, ...]]:
     """Returns a row for each implementation of one use, and the inputs it was given.
 
     Each is compared with the op's reference on every set of inputs before it is
     timed; what is wrong, refuses or fails has no time but a reason.
 
     Args:
-        spec: The use.
-        mode: ``forward``, ``vjp`` or ``forward_and_vjp``.
+        task: The op, the use, the kernels and the passes.
         implementations: ``"xla"`` and kernels' names; all by default.
         turns: Samples of each.
         peers: Whether other libraries are measured as well.
-        among: Where ops and kernels are; the process's registry by default.
     """
-    among = among or registry()
-    op, on = among.op(spec.op), device.attached()
-    inputs = _inputs(op, spec, mode, on)
-    reference = by_reference(op, dict(spec.params), mode, _structs(spec))
-    candidates, refused = _candidates(spec, mode, implementations, among, on.platform)
+    spec, on = task.spec, device.attached()
+    drawn = inputs(task, on)
+    first = drawn[0].sets[0]
+    exact = reference(task)
+    candidates, refused = _candidates(task, implementations, on)
     if peers:
         others, missing = bench_peers.candidates(spec, on.platform)
-        candidates += [Candidate(n, differentiated(f, mode)) for n, f in others]
+        candidates += [Candidate(n, in_passes(f, task.passes)) for n, f in others]
         refused.update(missing)
-    wanted = jax.eval_shape(reference, *inputs[0])
-    truth = truth_of(reference, inputs[0])
-    compiled = [compile_one(c, inputs[0], wanted) for c in candidates]
-    cost = _cost(op, spec, mode)
-    rows = _timed(checked(compiled, truth, inputs), inputs, turns, cost, on)
+    wanted = jax.eval_shape(exact, *first)
+    with precise(first):
+        truth = compile_one(Candidate("the reference", exact), first)
+    compiled = [compile_one(c, first, wanted) for c in candidates]
+    cost = _cost(task.op, spec, task.passes)
+    good = checked(compiled, truth, [args for d in drawn for args in d.sets])
+    rows = _timed(good, drawn, turns, cost, on)
     if peers and bench_peers.torch_takes(spec) and "torch" not in refused:
-        rows.append(_torch(spec, mode, inputs, turns, truth, cost, on))
+        rows.append(_torch(task, drawn[0].sets, turns, truth, cost, on))
     rows += [Row(name, reason=why) for name, why in refused.items()]
-    text = use_text(spec, op)
-    return [replace(r, op=op.name, use=text, mode=mode) for r in rows], inputs
+    text = use_text(spec, task.op)
+    rows = [replace(r, op=task.op.name, use=text, mode=task.passes) for r in rows]
+    return rows, drawn
 
 
 def _candidates(
-    spec: Spec, mode: str, names: Sequence[str], among: Registry, platform: str
+    task: Task, names: Sequence[str], on: device.Device
 ) -> tuple[list[Candidate], dict[str, str]]:
     """What is to be measured, and why the rest is not."""
-    op, params = among.op(spec.op), dict(spec.params)
-    chosen = _chosen(names, op.name, among)
     found, refused = [], {}
-    if XLA in chosen:
-        plain = by_reference(op, params, mode, _structs(spec), usual=True)
-        found.append(Candidate(XLA, plain))
-    for kernel in among.kernels(op.name):
-        if kernel.name not in chosen:
+    if not names or XLA in names:
+        found.append(Candidate(XLA, function(task, Implementation())))
+    for kernel in task.kernels:
+        if names and kernel.name not in names:
             continue
-        if why := _refusal(kernel, spec, platform):
+        if why := _refusal(kernel, task.spec, on.platform):
             refused[kernel.name] = f"refused: {why}"
         else:
-            thumb = by_thumb(spec, device.attached(), kernel)
-            made = build(thumb, op, [kernel]) or kernel
-            found.append(Candidate(kernel.name, by_kernel(made, op, params, mode)))
+            made = by_thumb(task.spec, on, kernel)
+            found.append(Candidate(kernel.name, function(task, made)))
     return found, refused
 
 
@@ -241,46 +186,34 @@ def _cost(op: Op, spec: Spec, mode: str) -> Cost | None:
 
 def _timed(
     compiled: Sequence[Compiled],
-    inputs: Sequence[Args],
+    drawn: Sequence[Inputs],
     turns: int,
     cost: Cost | None,
     on: device.Device,
 ) -> list[Row]:
-    samples = _samples([c for c in compiled if not c.reason], inputs, turns)
+    found = time_apart([c for c in compiled if not c.reason], drawn, turns)
     rows = []
     for c in compiled:
         row = Row(c.name, error=c.error, reason=c.reason, note=c.note)
-        found = samples.get(c.name)
-        if isinstance(found, str):
-            row = replace(row, reason=found)
-        elif found is not None:
+        times = found.get(c.name)
+        if isinstance(times, str):
+            row = replace(row, reason=times)
+        elif times is not None:
+            samples = times.as_one
             temp = temp_bytes(c.program)
-            made = timing_of(found, temp=temp, compile_s=c.seconds, cost=cost, on=on)
-            row = replace(row, timing=made)
+            made = timing_of(samples, temp=temp, compile_s=c.seconds, cost=cost, on=on)
+            row = replace(row, timing=made, note=_join(c.note, times.text))
         rows.append(row)
     return rows
 
 
-def _samples(
-    good: Sequence[Compiled], inputs: Sequence[Args], turns: int
-) -> dict[str, Any]:
-    """Times by name; those of one that fails are the reason in words."""
-    if not good:
-        return {}
-    try:
-        found = measure([c.program for c in good], inputs, turns)
-        return dict(zip((c.name for c in good), found, strict=True))
-    except Exception as problem:
-        if len(good) == 1:
-            return {good[0].name: said(problem)}
-    alone = [_samples([c], inputs, turns) for c in good]
-    return {name: found for one in alone for name, found in one.items()}
+def _join(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def _torch(
-    spec: Spec,
-    mode: str,
-    inputs: Sequence[Args],
+    task: Task,
+    sets: Sequence[Args],
     turns: int,
     truth: Compiled,
     cost: Cost | None,
@@ -289,10 +222,10 @@ def _torch(
     """PyTorch's row, timed by its own events."""
     row = Row("torch", note="by CUDA events: gaps below 15 % say nothing")
     try:
-        samples, out = bench_peers.torch_samples(spec, mode, inputs, turns)
-        error, allowed, where = worst(out, truth.program(*inputs[0]))
+        samples, out = bench_peers.torch_samples(task.spec, task.passes, sets, turns)
+        error, allowed, where = worst(out, truth.program(*sets[0]))
     except Exception as problem:  # PyTorch's own, or too little memory for both
-        return replace(row, reason=said(problem))
+        return replace(row, reason=first_line(problem))
     if error > allowed:
         return replace(row, error=error, reason=wrong(error, allowed, where))
     made = timing_of(samples, temp=None, compile_s=0.0, cost=cost, on=on)
@@ -341,14 +274,17 @@ def bench_ops(
     for spec in uses:
         own: list[Row] = []
         for one in MODES[mode]:
-            found, inputs = bench_use(
-                spec, one, implementations=implementations, turns=turns,
-                peers=peers, among=among,
-            )  # fmt: skip
+            task = Task(among.op(spec.op), spec, among.kernels(spec.op), one)
+            found, drawn = bench_use(
+                task, implementations=implementations, turns=turns, peers=peers
+            )
             own += found
-            text = use_text(spec, among.op(spec.op))
-            sets[text], integers[text] = len(inputs), _integers(inputs[0][0])
-            del inputs
+            text = use_text(spec, task.op)
+            sets[text] = sum(len(d.sets) for d in drawn)
+            for d in drawn:
+                which = f"{text}  {d.drawn}" if d.drawn else text
+                integers[which] = _integers(d.sets[0][0])
+            del drawn
         rows += own
         say(block(own, sets[text]))
     return OpsBenchmark(on.kind, turns, tuple(rows), sets, integers, _versions())

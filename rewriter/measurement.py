@@ -24,6 +24,8 @@ class Measurement:
         method: ``"cupti"`` or ``"wall clock"``.
         temp_bytes: Temporary memory of the compiled program, if known.
         problem: Why there is no time.
+        by_inputs: (distribution of the inputs, median in microseconds) pairs where
+            there were several; `median_us` is their mean.
     """
 
     implementation: Implementation
@@ -35,6 +37,7 @@ class Measurement:
     method: str = ""
     temp_bytes: int | None = None
     problem: str = ""
+    by_inputs: tuple[tuple[str, float], ...] = ()
 
     @property
     def error_us(self) -> float:
@@ -58,6 +61,17 @@ def merge(
     by = {(m.implementation, m.version, m.jax): m for m in old}
     by |= {(m.implementation, m.version, m.jax): m for m in new}
     return tuple(by.values())
+
+
+def by_inputs_text(medians: Iterable[tuple[str, float]]) -> str:
+    """Returns times by distribution in words; empty where there is none.
+
+    Example:
+        >>> by_inputs_text([("uniform", 10.0), ("one_hot", 20.0)])
+        'mean of uniform 10 µs, one_hot 20 µs'
+    """
+    parts = ", ".join(f"{name} {time_text(us)}" for name, us in medians)
+    return f"mean of {parts}" if parts else ""
 
 
 def time_text(us: float) -> str:

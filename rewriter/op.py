@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rewriter import errors
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from rewriter.cost import CostOf
 
     Reference = Callable[..., jax.Array]
-    Sample = Callable[..., dict[str, jax.Array]]
+
+Sample = Callable[..., Any]
+"""``sample(key, operands, params)`` gives arrays by operand name."""
 
 OUT = "out"
 """The name under which `Op.dims` holds the axes of the result."""
@@ -56,6 +58,9 @@ class Op:
             shapes and dtype names by operand, the parameters with their defaults,
             and ``"forward"``, ``"vjp"`` or ``"forward_and_vjp"``. All sizes must
             be numbers.
+        distributions: ``distributions(operands)`` gives several samples by
+            name, where times depend on values such as lengths and group sizes: all
+            are measured, and the mean counts.
     """
 
     name: str
@@ -69,6 +74,9 @@ class Op:
     general: Reference | None = field(default=None, repr=False)
     usual: Reference | None = field(default=None, repr=False)
     cost: CostOf | None = field(default=None, repr=False)
+    distributions: Callable[..., Mapping[str, Sample]] | None = field(
+        default=None, repr=False
+    )
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

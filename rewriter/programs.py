@@ -1,8 +1,7 @@
-"""A use of an op in, the programs and inputs to be measured out."""
+"""A use of an op in, the functions out that compute it: what is measured."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation, build
 from rewriter.kernel import Kernel, Spec
 from rewriter.key import FORWARD, Key, key_of
-from rewriter.op import Op
+from rewriter.op import Op, Sample
 
 
 @dataclass(frozen=True)
@@ -26,40 +25,45 @@ class Task:
         op: The op.
         spec: Shapes, dtypes and parameters.
         kernels: The op's kernels, best first.
-        passes: ``"forward"`` or ``"forward_and_vjp"``.
+        passes: ``"forward"``, ``"vjp"`` (the gradients alone) or
+            ``"forward_and_vjp"``.
+        samples: How operands are drawn, by name, if not as the op says.
     """
 
     op: Op
     spec: Spec
     kernels: tuple[Kernel, ...]
     passes: str
+    samples: tuple[tuple[str, Sample], ...] = ()
 
     def key(self, on: Device) -> Key:
         """Returns the key of its measurements."""
         return key_of(self.spec, self.passes, on.kind)
 
+    @property
+    def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes by operand name."""
+        spec = self.spec
+        return {n: jax.ShapeDtypeStruct(s, spec.dtype(n)) for n, s in spec.shapes}
+
 
 def function(task: Task, made: Implementation) -> Callable[..., Any]:
-    """Returns what is timed: a function of the operands, and of the cotangent.
+    """Returns what is timed: a function of operands by name, and of the cotangent.
 
-    It returns the result; with gradients the result and the gradients of all floating
-    operands, so that no part of the work can be left out. For ``"xla"`` it is the op
-    as programs usually write it.
+    It returns the result; with gradients those of all floating operands by name, or a
+    pair of both, so that no part of the work can be left out. For ``"xla"`` it is the
+    op as programs usually write it.
 
     Args:
         task: The task.
         made: The kernels.
     """
-    names, params = task.spec.operands, dict(task.spec.params)
+    params = dict(task.spec.params)
     if made.forward == XLA:
         return _plain(task, task.op.usual or task.op.reference)
     kernels = (("default", build(made, task.op, task.kernels)),)
-
-    def result(*operands: Any) -> Any:
-        named = dict(zip(names, operands, strict=True))
-        return site.bind(task.op, named, params, kernels)
-
-    return _in_passes(task, result)
+    run = lambda operands: site.bind(task.op, operands, params, kernels)
+    return in_passes(run, task.passes)
 
 
 def reference(task: Task) -> Callable[..., Any]:
@@ -68,100 +72,38 @@ def reference(task: Task) -> Callable[..., Any]:
 
 
 def _plain(task: Task, form: Callable[..., Any]) -> Callable[..., Any]:
-    names, params = task.spec.operands, dict(task.spec.params)
-
-    def calling(form: Callable[..., Any]) -> Callable[..., Any]:
-        named = lambda operands: dict(zip(names, operands, strict=True))
-        return _in_passes(task, lambda *operands: form(**named(operands), **params))
-
+    """A plain form; the op's general one where that has no derivative."""
+    params = dict(task.spec.params)
+    of = lambda form: lambda operands: form(**operands, **params)
+    run = in_passes(of(form), task.passes)
     if task.passes == FORWARD or task.op.general is None:
-        return calling(form)
-    specs = [
-        jax.ShapeDtypeStruct(task.spec.shape(n), task.spec.dtype(n)) for n in names
-    ]
+        return run
     try:
-        out = jax.eval_shape(
-            lambda *x: form(**dict(zip(names, x, strict=True)), **params), *specs
-        )
-        jax.eval_shape(calling(form), *specs, out)
+        jax.eval_shape(run, task.structs, jax.eval_shape(of(form), task.structs))
     except Exception:  # what JAX says of a derivative it lacks has many kinds
-        return calling(task.op.general)
-    return calling(form)
+        return in_passes(of(task.op.general), task.passes)
+    return run
 
 
-def _in_passes(task: Task, result: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, or one of the cotangent too that gives gradients too."""
-    if task.passes == FORWARD:
-        return result
-    moving = [
-        i
-        for i, name in enumerate(task.spec.operands)
-        if jnp.issubdtype(task.spec.dtype(name), jnp.inexact)
-    ]
+def in_passes(result: Callable[..., Any], passes: str) -> Callable[..., Any]:
+    """Returns a function of operands by name in the form that passes need.
 
-    def both(*args: Any) -> Any:
-        operands, cotangent = list(args[:-1]), args[-1]
-
-        def of(*chosen: Any) -> Any:
-            full = list(operands)
-            for i, value in zip(moving, chosen, strict=True):
-                full[i] = value
-            return result(*full)
-
-        out, back = jax.vjp(of, *(operands[i] for i in moving))
-        return out, back(cotangent.astype(out.dtype))
-
-    return both
-
-
-def inputs(task: Task, on: Device) -> list[list[Any]]:
-    """Returns sets of realistic operands, and a normal cotangent for gradients.
-
-    They come from the op's `sample`, which states how lengths, masks and group sizes
-    are drawn. On a GPU there are as many sets as exceed its cache twice, from three to
-    eight, so that none is found there by the next run; elsewhere there is one.
-
-    Raises:
-        ValueError: If the op has integer operands and no `sample`.
+    Args:
+        result: Gives the result.
+        passes: What to return: the result, the gradients by name, or both. For
+            gradients the cotangent is a second argument.
     """
-    spec = task.spec
-    specs = {
-        n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in spec.operands
-    }
-    sample = task.op.sample or _normal
-    params = dict(spec.params)
-    out = jax.eval_shape(lambda **x: task.op.reference(**x, **params), **specs)
+    if passes == FORWARD:
+        return result
 
-    def one(key: Any) -> list[Any]:
-        made = sample(key, specs, params)
-        values = [made[n] for n in spec.operands]
-        if task.passes == FORWARD:
-            return values
-        own = jax.random.fold_in(key, 1)
-        return [*values, jax.random.normal(own, out.shape).astype(out.dtype)]
+    def run(operands: Mapping[str, Any], cotangent: Any) -> Any:
+        moving = {n: x for n, x in operands.items() if _is_float(x)}
+        out, back = jax.vjp(lambda some: result({**operands, **some}), moving)
+        (gradients,) = back(cotangent.astype(out.dtype))
+        return gradients if passes == "vjp" else (out, gradients)
 
-    make = jax.jit(one)
-    first = make(jax.random.key(0))
-    count = 1
-    if on.platform == "cuda":
-        size = max(1, sum(x.nbytes for x in first))
-        count = max(3, min(8, math.ceil(2 * (on.cache or 64 << 20) / size)))
-        if count * size > (on.memory or 16 << 30) / 8:
-            count = 3
-    return [first, *(make(jax.random.key(i)) for i in range(1, count))]
+    return run
 
 
-def _normal(key: Any, operands: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Normal operands, for ops without a `sample` of their own."""
-    del params
-    for name, x in operands.items():
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise ValueError(
-                f"operand {name} is {x.dtype} and the op has no sample=: what its "
-                "values look like is not known"
-            )
-    keys = jax.random.split(key, len(operands))
-    return {
-        n: jax.random.normal(k, x.shape).astype(x.dtype)
-        for k, (n, x) in zip(keys, operands.items(), strict=True)
-    }
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

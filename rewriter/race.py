@@ -1,35 +1,33 @@
 """Candidates in, measurements out: compiled, checked and timed against each other.
 
-Candidates are compiled side by side in threads, then run one by one: each must first
-give the reference's numbers on the inputs it is timed on. Those that are far behind
-after a few runs are dropped. One that fails, hangs in compilation or gives other
-numbers is a measurement with a problem instead of a time; the others go on.
+Candidates are compiled side by side in threads, then checked one by one, then timed in
+turns. Those that are far behind after a few turns are dropped. One that fails, hangs in
+compilation or gives other numbers is a measurement with a problem instead of a time;
+the others go on.
+
+Where the operands are drawn from several distributions, each is timed apart and the
+mean of the medians counts.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from rewriter import oracle, timing
+from rewriter import candidate, timing
+from rewriter.candidate import Candidate, Compiled, temp_bytes
 from rewriter.device import Device
-from rewriter.implementation import XLA, Implementation
+from rewriter.implementation import Implementation
+from rewriter.inputs import Inputs, inputs
 from rewriter.key import PROGRAM
-from rewriter.measurement import Measurement, version_of
-from rewriter.programs import Task, function, inputs, reference
+from rewriter.measurement import Measurement, by_inputs_text, version_of
+from rewriter.programs import Task, function, reference
 from rewriter.threads import first_line, side_by_side
-
-log = logging.getLogger("rewriter.tune")
-
-Compiled = Any
 
 COMPILING = 0.5
 """The share of a site's seconds after which no compilation begins."""
@@ -68,160 +66,207 @@ class Race:
     def run(self, wanted: Sequence[Implementation]) -> list[Measurement]:
         """Returns one measurement for each candidate."""
         try:
-            sets = inputs(self.task, self.on)
+            drawn = inputs(self.task, self.on)
+            compiled = self._compiled(wanted, drawn[0].sets[0])
+            truth = self._truth(drawn[0].sets[0])
         except Exception as problem:
-            return [
-                self._failed(i, f"no inputs: {first_line(problem)}") for i in wanted
-            ]
-        programs = self._compiled(wanted, sets[0])
-        checked = self._checked(wanted, programs, sets[0])
-        times, problems = self._timed(wanted, checked, sets)
+            reason = f"no inputs: {first_line(problem)}"
+            return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
+        firsts = [d.sets[0] for d in drawn]
+        done = candidate.checked(
+            compiled, truth, firsts, lambda n: self.say(n, len(wanted))
+        )
+        times, done = self._timed(done, drawn)
         return [
-            self._failed(i, problems[i])
-            if i in problems
-            else self._measured(i, times[i], checked[i])
-            for i in wanted
+            self._measured(i, c, times.get(c.name))
+            for i, c in zip(wanted, done, strict=True)
         ]
 
-    def _failed(self, made: Implementation, problem: str) -> Measurement:
-        version = version_of(made, {k.name: k for k in self.task.kernels})
-        return Measurement(made, version, jax.__version__, None, problem=problem)
-
     def _measured(
-        self, made: Implementation, samples: timing.Samples, program: Compiled
+        self, made: Implementation, c: Compiled, times: Times | None = None
     ) -> Measurement:
         version = version_of(made, {k.name: k for k in self.task.kernels})
-        return measurement(made, version, samples, program)
+        if times is None or c.reason:
+            reason = c.reason or "was not timed"
+            return Measurement(made, version, jax.__version__, None, problem=reason)
+        return measurement(made, version, times, c.program)
 
     # ------------------------------------------------------------- compiling
     def _compiled(
         self, wanted: Sequence[Implementation], args: Sequence[Any]
-    ) -> dict[Implementation, Compiled | str]:
+    ) -> list[Compiled]:
         """Compiled programs, or why there is none.
 
         What has begun is waited for, since XLA times products on the device while it
         compiles and would disturb the timing of others; one that hangs is left behind.
         """
-        jobs = [
-            functools.partial(self._compile, function(self.task, made), args)
-            for made in wanted
+        candidates = [
+            Candidate(i.text, lambda *x, i=i: function(self.task, i)(*x))
+            for i in wanted
         ]
-        left = max(0.0, self.until - time.monotonic())
+        shapes = jax.eval_shape(reference(self.task), *args)
         now = time.monotonic()
-        begin = now + COMPILING * left
-        found = side_by_side(jobs, start_by=begin, end_by=self._hung())
-        return dict(zip(wanted, found, strict=True))
+        begin = now + COMPILING * max(0.0, self.until - now)
+        return candidate.compile_all(
+            candidates, tuple(args), shapes, begin, self._hung()
+        )
+
+    def _truth(self, args: Sequence[Any]) -> Compiled:
+        """The reference at full precision, compiled."""
+        one = Candidate("the reference", reference(self.task))
+        with candidate.precise(tuple(args)):
+            (found,) = candidate.compile_all(
+                [one], tuple(args), None, time.monotonic(), self._hung()
+            )
+        return found
 
     def _hung(self) -> float:
         """When a compilation that begins now is left behind."""
         now = time.monotonic()
         return min(now + HUNG_S, max(self.latest, now + 1))
 
-    def _compile(self, run: Callable[..., Any], args: Sequence[Any]) -> Compiled:
-        return jax.jit(run).lower(*args).compile()
-
-    # -------------------------------------------------------------- checking
-    def _checked(
-        self,
-        wanted: Sequence[Implementation],
-        programs: Mapping[Implementation, Compiled | str],
-        args: Sequence[Any],
-    ) -> dict[Implementation, Compiled | str]:
-        """The programs whose numbers are right, or what is wrong with the others."""
-        want, source = self._wanted(args)
-        limits: list[float] = []
-        checked: dict[Implementation, Compiled | str] = {}
-        for i, made in enumerate(wanted):
-            self.say(i, len(wanted))
-            program = programs[made]
-            if not isinstance(program, str):
-                program = self._tried(program, args, want, made, limits, source)
-            checked[made] = program
-            if want is None and not isinstance(program, str):
-                want = list(jax.tree.leaves(program(*args)))
-                source = "the reference" if made.forward == XLA else made.name
-        return checked
-
-    def _wanted(self, args: Sequence[Any]) -> tuple[list[Any] | None, str]:
-        """The reference's results, at full precision for wide operands.
-
-        None where it cannot be run: then the first that runs is the measure.
-        """
-        wide = any(a.dtype.itemsize >= 4 for a in args if _is_float(a))
-
-        def run() -> list[Any]:
-            with jax.default_matmul_precision("highest" if wide else None):
-                exact = reference(self.task)
-                return list(jax.tree.leaves(jax.jit(exact)(*args)))
-
-        now = time.monotonic()
-        (out,) = side_by_side([run], start_by=now, end_by=self._hung())
-        if isinstance(out, str):
-            log.debug("%s: no exact reference: %s", self.task.spec.op, out)
-            return None, ""
-        return out, "the reference"
-
-    def _tried(
-        self,
-        program: Compiled,
-        args: Sequence[Any],
-        want: list[Any] | None,
-        made: Implementation,
-        limits: list[float],
-        source: str,
-    ) -> Compiled | str:
-        if problem := _too_large(program):
-            return problem
-        try:
-            got = jax.tree.leaves(program(*args))
-            jax.block_until_ready(got)
-            if want is None:
-                return program
-            errors = [float(_error(g, w)) for g, w in zip(got, want, strict=True)]
-        except Exception as problem:
-            return f"does not run: {first_line(problem)}"
-        if made.forward == XLA:
-            limits.extend(2 * e for e in errors)
-            return program
-        for n, (e, g) in enumerate(zip(errors, got, strict=True)):
-            limit = max(oracle.allowed(g.dtype), limits[n] if limits else 0.0)
-            if not e <= limit:
-                which = "result" if n == 0 else f"gradient {n}"
-                return f"wrong: {which} differs from {source} by {e:.1e}"
-        return program
-
     # ---------------------------------------------------------------- timing
     def _timed(
-        self,
-        wanted: Sequence[Implementation],
-        checked: Mapping[Implementation, Compiled | str],
-        sets: Sequence[Sequence[Any]],
-    ) -> tuple[dict[Implementation, timing.Samples], dict[Implementation, str]]:
-        problems = {i: p for i, p in checked.items() if isinstance(p, str)}
-        alive = [i for i in wanted if i not in problems]
-        times: dict[Implementation, timing.Samples] = {}
+        self, compiled: Sequence[Compiled], drawn: Sequence[Inputs]
+    ) -> tuple[dict[str, Times], list[Compiled]]:
+        alive = [c for c in compiled if not c.reason]
+        times: dict[str, Times] = {}
+        failed: dict[str, str] = {}
         done = 0
         for turns, factor in STAGES:
             if not alive or (done and time.monotonic() > self.until):
                 break
-            programs = [checked[i] for i in alive]
-            try:
-                found = timing.measure(
-                    programs, sets, turns - done, until=self.until, turn_s=TURN_S
-                )
-            except Exception as problem:
-                text = f"does not run: {first_line(problem)}"
-                late = {i: text for i in alive if i not in times}
-                return times, problems | late
-            for i, samples in zip(alive, found, strict=True):
-                times[i] = times[i] + samples if i in times else samples
-            best = min(times[i].median for i in alive)
-            alive = [i for i in alive if times[i].median <= factor * best]
+            found = time_apart(
+                alive, drawn, turns - done, until=self.until, turn_s=TURN_S
+            )
+            for c in alive:
+                more = found[c.name]
+                if isinstance(more, str):
+                    failed[c.name] = more
+                else:
+                    times[c.name] = times[c.name] + more if c.name in times else more
+            alive = [c for c in alive if c.name not in failed]
+            best = min((times[c.name].median for c in alive), default=0.0)
+            alive = [c for c in alive if times[c.name].median <= factor * best]
             done = turns
-            self.say(len(wanted) - len(alive), len(wanted))
-        return times, problems
+            self.say(len(compiled) - len(alive), len(compiled))
+        return times, [
+            replace(c, reason=c.reason or failed.get(c.name, "")) for c in compiled
+        ]
 
 
+# ----------------------------------------------------------------------- times
+@dataclass(frozen=True)
+class Times:
+    """One program's times by distribution of its inputs.
+
+    Attributes:
+        by_inputs: Distribution to samples.
+    """
+
+    by_inputs: Mapping[str, timing.Samples]
+
+    @property
+    def median(self) -> float:
+        """The mean over distributions of the median, in seconds."""
+        return _mean([s.median for s in self.by_inputs.values()])
+
+    @property
+    def sigma(self) -> float:
+        """The spread of one sample, in seconds."""
+        return _mean([s.sigma**2 for s in self.by_inputs.values()]) ** 0.5
+
+    @property
+    def runs(self) -> int:
+        """How many samples there are."""
+        return sum(len(s.seconds) for s in self.by_inputs.values())
+
+    @property
+    def method(self) -> str:
+        """How they were taken."""
+        return next(iter(self.by_inputs.values())).method
+
+    @property
+    def as_one(self) -> timing.Samples:
+        """Samples whose every turn is the mean over distributions."""
+        turns = zip(*(s.seconds for s in self.by_inputs.values()), strict=False)
+        first = next(iter(self.by_inputs.values()))
+        return timing.Samples(tuple(map(_mean, turns)), first.method, first.kernels)
+
+    @property
+    def text(self) -> str:
+        """The medians by distribution in words; empty if there is only one."""
+        return by_inputs_text(
+            [(n, 1e6 * s.median) for n, s in self.by_inputs.items() if n]
+        )
+
+    def __add__(self, other: Times) -> Times:
+        """Returns the samples of both."""
+        mine = self.by_inputs
+        return Times({n: mine[n] + s for n, s in other.by_inputs.items()})
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def time_apart(
+    compiled: Sequence[Compiled], drawn: Sequence[Inputs], turns: int, **options: Any
+) -> dict[str, Times | str]:
+    """Returns the times of programs that take turns, by name.
+
+    In the place of the times of one that fails is why; the others are timed without
+    it.
+
+    Args:
+        compiled: Checked programs.
+        drawn: Sets of inputs by distribution.
+        turns: Samples of each program for each distribution.
+        **options: As in `timing.measure`.
+    """
+    if not compiled:
+        return {}
+    try:
+        found = [
+            timing.measure([c.program for c in compiled], d.sets, turns, **options)
+            for d in drawn
+        ]
+    except Exception as problem:
+        if len(compiled) == 1:
+            return {compiled[0].name: f"does not run: {first_line(problem)}"}
+        alone = [time_apart([c], drawn, turns, **options) for c in compiled]
+        return {name: times for one in alone for name, times in one.items()}
+    names = [d.drawn for d in drawn]
+    return {
+        c.name: Times(dict(zip(names, samples, strict=True)))
+        for c, samples in zip(compiled, zip(*found, strict=True), strict=True)
+    }
+
+
+def measurement(
+    made: Implementation, version: str, times: Times, program: Any
+) -> Measurement:
+    """Returns the times of a compiled program as a measurement."""
+    return Measurement(
+        made,
+        version,
+        jax.__version__,
+        median_us=_us(times.median),
+        sigma_us=_us(times.sigma),
+        runs=times.runs,
+        method=times.method,
+        temp_bytes=temp_bytes(program),
+        by_inputs=tuple(
+            (name, _us(s.median)) for name, s in times.by_inputs.items() if name
+        ),
+    )
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
+
+
+# -------------------------------------------------------------- whole programs
 def race_programs(
     programs: Mapping[str, Any], leaves: Sequence[Any]
 ) -> tuple[Measurement, ...]:
@@ -231,78 +276,29 @@ def race_programs(
         programs: Jitted functions by the name of what was done to them.
         leaves: Their arguments.
     """
-    jobs = [lambda p=p: p.lower(*leaves).compile() for p in programs.values()]
     forever = time.monotonic() + 1e6
-    made = dict(zip(programs, side_by_side(jobs, forever, forever), strict=True))
-    problems = {n: p for n, p in made.items() if isinstance(p, str)}
-    for name, program in made.items():
-        if name not in problems:
-            try:
-                jax.block_until_ready(program(*leaves))
-            except Exception as problem:
-                problems[name] = f"does not run: {first_line(problem)}"
-    alive = [n for n in made if n not in problems]
-    times = timing.measure([made[n] for n in alive], [leaves], WHOLE_TURNS)
-    found = [
-        measurement(Implementation(n), PROGRAM, s, made[n])
-        for n, s in zip(alive, times, strict=True)
+    jobs = [lambda p=p: p.lower(*leaves).compile() for p in programs.values()]
+    made = side_by_side(jobs, forever, forever)
+    compiled = [
+        Compiled(n, reason=p) if isinstance(p, str) else _tried(Compiled(n, p), leaves)
+        for n, p in zip(programs, made, strict=True)
     ]
-    failed = [
-        Measurement(Implementation(n), PROGRAM, jax.__version__, None, problem=p)
-        for n, p in problems.items()
-    ]
-    return (*found, *failed)
+    sets = [Inputs("", (tuple(leaves),))]
+    times = time_apart([c for c in compiled if not c.reason], sets, WHOLE_TURNS)
+    found = []
+    for c in compiled:
+        made, its = Implementation(c.name), times.get(c.name, c.reason)
+        if isinstance(its, str):
+            failed = Measurement(made, PROGRAM, jax.__version__, None, problem=its)
+            found.append(failed)
+        else:
+            found.append(measurement(made, PROGRAM, its, c.program))
+    return tuple(found)
 
 
-def measurement(
-    made: Implementation, version: str, samples: timing.Samples, program: Compiled
-) -> Measurement:
-    """Returns the samples of a compiled program as a measurement."""
-    return Measurement(
-        made,
-        version,
-        jax.__version__,
-        median_us=round(1e6 * samples.median, 3),
-        sigma_us=round(1e6 * samples.sigma, 3),
-        runs=len(samples.seconds),
-        method=samples.method,
-        temp_bytes=temp_bytes(program),
-    )
-
-
-def temp_bytes(program: Compiled) -> int | None:
-    """Returns a compiled program's temporary memory, where the backend says."""
+def _tried(c: Compiled, leaves: Sequence[Any]) -> Compiled:
     try:
-        return int(program.memory_analysis().temp_size_in_bytes)
-    except Exception:  # a backend without the analysis
-        return None
-
-
-def _too_large(program: Compiled) -> str:
-    """Why a program will not fit into what is left of the device's memory, or ''."""
-    need = temp_bytes(program)
-    stats = jax.devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    if need is None or not limit:
-        return ""
-    free = limit - stats.get("bytes_in_use", 0)
-    if need <= free:
-        return ""
-    return f"out of memory: takes {need / 2**30:.1f} GiB of {free / 2**30:.1f} GiB"
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-@jax.jit
-def _error(got: Any, want: Any) -> Any:
-    """The norm of the difference over that of ``want``, where ``want`` is finite."""
-    wide = jnp.promote_types(jnp.result_type(got, want), jnp.float32)
-    got, want = got.astype(wide), want.astype(wide)
-    fine = jnp.isfinite(want)
-    gap = jnp.where(fine, got - want, 0)
-    norm = lambda x: jnp.sqrt(jnp.sum(jnp.square(jnp.abs(x))))
-    size = norm(jnp.where(fine, want, 0))
-    error = norm(gap) / jnp.where(size > 0, size, 1)
-    return jnp.where(jnp.all(jnp.isfinite(gap)), error, jnp.inf)
+        jax.block_until_ready(c.program(*leaves))
+    except Exception as problem:
+        return replace(c, reason=f"does not run: {first_line(problem)}")
+    return c

@@ -46,7 +46,8 @@ def measurement_json(m: Measurement) -> dict[str, Any]:
         for name, value in asdict(m.implementation).items()
         if value not in (None, "")
     }
-    return {k: v for k, v in made.items() if v not in (None, "")}
+    made["by_inputs"] = dict(m.by_inputs)
+    return {k: v for k, v in made.items() if v not in (None, "", {})}
 
 
 def measurement_from(data: Mapping[str, Any]) -> Measurement:
@@ -57,4 +58,5 @@ def measurement_from(data: Mapping[str, Any]) -> Measurement:
         if name in parts:
             parts[name] = tuple((k, _frozen(v)) for k, v in parts[name].items())
     given.setdefault("median_us", None)
+    given["by_inputs"] = tuple(given.get("by_inputs", {}).items())
     return Measurement(Implementation(**parts), **given)

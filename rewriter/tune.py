@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,9 +14,10 @@ import jax
 from rewriter import autotune, cache, device, pipeline, trace
 from rewriter.config import as_list, resolve
 from rewriter.decision import decide
-from rewriter.errors import ConfigError, caller
+from rewriter.errors import ConfigError, caller, known
 from rewriter.implementation import XLA
 from rewriter.optimize import optimize, with_patterns
+from rewriter.programs import Task
 from rewriter.race import race_programs
 from rewriter.tuned import Tuned
 from rewriter.whole import REWRITTEN, WITHOUT
@@ -32,14 +34,21 @@ def tune(
     grad: bool = False,
     again: bool = False,
     end_to_end: bool = False,
+    sample: Mapping[str, Any] | None = None,
     patterns: Any = None,
     **options: Any,
 ) -> Callable[..., Tuned]:
     """Returns a function that measures the kernels of every site on this device.
 
-    Equal sites are measured once, on inputs that the op's `sample` makes. A site whose
-    gradient is in the program is measured with it. What is measured is kept in the
-    cache (see `rewriter.cache`), where `optimize` finds it.
+    Equal sites are measured once, on inputs that the op draws: normal numbers, and
+    where times depend on values, several distributions, each measured, of which the
+    mean of the medians decides and which the table names. Group sizes of ragged dots
+    are drawn uniform (each row chooses a group evenly), Dirichlet-skewed
+    (concentration 0.5) and one-hot (all rows in one group); lengths of keys from 1 to
+    s, and all s. Windows are parameters, each measured as it is.
+
+    A site whose gradient is in the program is measured with it. What is measured is
+    kept in the cache (see `rewriter.cache`), where `optimize` finds it.
 
     Args:
         fn: Any callable that ``optimize`` takes, or an optimized function.
@@ -51,6 +60,10 @@ def tune(
         end_to_end: Then time the whole program, on the arguments given: as written,
             with every choice, and without each op's. Where it is faster without, those
             sites are left as written from then on. The arguments must be arrays.
+        sample: Op to how its operands are drawn instead: a function ``sample(key,
+            operands, params)`` that gives arrays by name for shapes by name, or
+            several such functions by the name they get in the table. Such
+            measurements take the place of the usual ones in the cache.
         patterns: As in ``optimize``.
         **options: As in ``optimize``.
 
@@ -58,7 +71,8 @@ def tune(
         A function of the same arguments (arrays or ``ShapeDtypeStruct``) to `Tuned`.
 
     Raises:
-        ConfigError: For a level that does not exist, or no time.
+        ConfigError: For a level that does not exist, no time, or samples of an op
+            that the program does not have.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -90,6 +104,7 @@ def tune(
         start = time.monotonic()
         traced = trace.trace(inner, args, kwargs)
         found = pipeline.tasks(traced.closed_jaxpr, config, user_patterns, grad)
+        found = _sampled(found, sample or {})
         with _progress() as progress:
             made = autotune.measure(found, level, budget_s, progress, again)
         if end_to_end:
@@ -101,6 +116,23 @@ def tune(
         return made
 
     return run
+
+
+def _sampled(tasks: Sequence[Task], sample: Mapping[str, Any]) -> list[Task]:
+    """The tasks with the user's own inputs."""
+    ops = list(dict.fromkeys(t.op.name for t in tasks))
+    for name in sample:
+        if name not in ops:
+            raise ConfigError(
+                f"sample={{{name!r}: ...}}, and the program has no such site",
+                next_step=known(name, ops),
+                where=caller(),
+            )
+    own = {n: s if isinstance(s, Mapping) else {"sample": s} for n, s in sample.items()}
+    return [
+        replace(t, samples=tuple(own[t.op.name].items())) if t.op.name in own else t
+        for t in tasks
+    ]
 
 
 def _whole(

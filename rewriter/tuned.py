@@ -16,7 +16,13 @@ from rewriter import atomic, config
 from rewriter.decision import by_time, decide, why_not
 from rewriter.errors import BundleMismatch, CacheWarning, caller
 from rewriter.key import Key, nearest
-from rewriter.measurement import Entry, Measurement, merge, time_text
+from rewriter.measurement import (
+    Entry,
+    Measurement,
+    by_inputs_text,
+    merge,
+    time_text,
+)
 from rewriter.stored import (
     FORMAT,
     key_from,
@@ -180,6 +186,8 @@ def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
         best = decision.best if decision else m
         why = "✓ chosen" if m is best else why_not(m, best)
         yield f"{name}  {times}{memory}  {why}"
+        if m.by_inputs:
+            yield f"  {'':<{width}}  {by_inputs_text(m.by_inputs)}"
 
 
 def _mismatch(tuned: Tuned) -> str:

@@ -11,14 +11,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
     "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "kernel",
-    "registry", "timing", "trace", "repeats", "fold", "graph", "template", "normal_form", "canonicalize",
+    "registry", "timing", "trace", "graph", "template", "normal_form", "canonicalize",
     "emit", "region", "rows", "reading", "finder", "sieve", "match", "pattern",
     "implementation", "key", "measurement", "decision", "stored", "whole", "tuned",
     "cache", "choose", "plan", "gradients",
     "backward_place", "remains", "oracle", "implement", "site", "threads",
-    "programs", "race", "autotune", "replace", "unfold",
+    "programs", "inputs", "candidate", "race", "autotune", "replace",
     "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline", "bench",
-    "bench_table", "bench_programs", "bench_peers", "bench_ops", "export", "demo",
+    "bench_table", "bench_peers", "bench_ops", "export", "demo",
     "__init__", "__main__",
 ]  # fmt: skip
 

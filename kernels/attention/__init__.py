@@ -5,7 +5,12 @@ from __future__ import annotations
 from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.attention import cudnn, xla
 from rewriter.kernels.attention.cost import cost
-from rewriter.kernels.attention.reference import reference, sample, usual
+from rewriter.kernels.attention.reference import (
+    distributions,
+    reference,
+    sample,
+    usual,
+)
 from rewriter.op import Op
 
 _TABLE = "b|1 n|1 t|1 s|1"
@@ -32,6 +37,7 @@ OP = Op(
     },
     parallel="b",
     cost=cost,
+    distributions=distributions,
 )  # fmt: skip
 
 KERNELS = (

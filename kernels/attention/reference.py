@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from jax import Array
 
@@ -195,6 +195,10 @@ def sample(
 ) -> dict[str, Array]:
     """Returns realistic operands: normal q, k, v, most keys visible.
 
+    Of a boolean mask four in five are true. Lengths and prefixes are chosen evenly
+    from 1 to s, segments are three of the same length, an offset puts the last query
+    at the last key, and one in ten weights is dropped.
+
     Args:
         key: A PRNG key.
         operands: Shapes and dtypes by operand name.
@@ -223,3 +227,23 @@ def sample(
             value = jax.random.normal(sub, x.shape)
         result[name] = value.astype(x.dtype)
     return result
+
+
+def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Returns how operands may be drawn, by name, if there are lengths of keys.
+
+    - ``lengths 1 to s``: each sequence has a length chosen evenly at random.
+    - ``lengths s``: every sequence has all keys.
+
+    Windows are parameters, each measured as it is.
+    """
+    if "kv_lengths" not in operands:
+        return {"": sample}
+    return {"lengths 1 to s": sample, "lengths s": _full}
+
+
+def _full(
+    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    lengths = jnp.full_like(operands["kv_lengths"], operands["k"].shape[1])
+    return {**sample(key, operands, params), "kv_lengths": lengths}

@@ -6,7 +6,7 @@ from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.ragged_dot import tiled, xla
 from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.general import general
-from rewriter.kernels.ragged_dot.reference import reference, sample
+from rewriter.kernels.ragged_dot.reference import distributions, reference, sample
 from rewriter.op import Op
 
 OP = Op(
@@ -19,6 +19,7 @@ OP = Op(
     defaults={"mode": "forward", "out_dtype": None, "precision": None},
     general=general,
     cost=cost,
+    distributions=distributions,
 )
 
 KERNELS = (

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from jax import Array
 
@@ -63,10 +63,27 @@ def reference(
     )
 
 
+def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Returns how group sizes may be drawn, by name; they sum to the rows.
+
+    - ``uniform``: each row chooses a group evenly at random.
+    - ``dirichlet``: each row chooses with probabilities that are themselves drawn
+      from a symmetric Dirichlet distribution of concentration `SKEW`: some groups
+      get several times their share, many next to nothing.
+    - ``one_hot``: all rows are in one group, chosen at random.
+    """
+    del operands
+    return {"uniform": sample, "dirichlet": skewed, "one_hot": one_hot}
+
+
+SKEW = 0.5
+"""The concentration: of 16 groups the largest gets about a fifth of the rows."""
+
+
 def sample(
     key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Array]:
-    """Returns normal matrices and uneven group sizes that sum to the rows.
+    """Returns normal matrices, and group sizes of rows that choose evenly.
 
     Args:
         key: A PRNG key.
@@ -74,12 +91,37 @@ def sample(
         params: The op's parameters; unused.
     """
     del params
-    left, right, sizes = jax.random.split(key, 3)
-    (m, _), (g,) = operands["lhs"].shape, operands["group_sizes"].shape
-    of_row = jax.random.randint(sizes, (m,), 0, g)
-    counts = jnp.zeros(g, operands["group_sizes"].dtype).at[of_row].add(1)
-    result = {"group_sizes": counts}
-    for name, sub in (("lhs", left), ("rhs", right)):
+    sizes, rest = jax.random.split(key)
+    m, g = operands["lhs"].shape[0], operands["group_sizes"].shape[0]
+    return _drawn(rest, operands, jax.random.randint(sizes, (m,), 0, g))
+
+
+def skewed(
+    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Returns the same with group sizes that are Dirichlet-skewed."""
+    del params
+    sizes, rows, rest = jax.random.split(key, 3)
+    m, g = operands["lhs"].shape[0], operands["group_sizes"].shape[0]
+    logits = jax.random.loggamma(sizes, SKEW, (g,))
+    return _drawn(rest, operands, jax.random.categorical(rows, logits, shape=(m,)))
+
+
+def one_hot(
+    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Returns the same with all rows in one group."""
+    del params
+    sizes, rest = jax.random.split(key)
+    m, g = operands["lhs"].shape[0], operands["group_sizes"].shape[0]
+    chosen = jax.random.randint(sizes, (), 0, g)
+    return _drawn(rest, operands, jnp.broadcast_to(chosen, (m,)))
+
+
+def _drawn(key: Array, operands: Mapping[str, Any], of_row: Array) -> dict[str, Array]:
+    sizes = operands["group_sizes"]
+    made = {"group_sizes": jnp.zeros(sizes.shape, sizes.dtype).at[of_row].add(1)}
+    for name, sub in zip(("lhs", "rhs"), jax.random.split(key), strict=True):
         x = operands[name]
-        result[name] = jax.random.normal(sub, x.shape).astype(x.dtype)
-    return result
+        made[name] = jax.random.normal(sub, x.shape).astype(x.dtype)
+    return made

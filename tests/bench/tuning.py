@@ -24,12 +24,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from rewriter import autotune, device, programs, timing
+from rewriter import autotune, device
 from rewriter.bench_ops import named_uses
+from rewriter.candidate import Candidate, compile_one
 from rewriter.decision import decide
+from rewriter.inputs import inputs
 from rewriter.key import BOTH, FORWARD, Key
 from rewriter.measurement import Measurement
-from rewriter.programs import Task
+from rewriter.programs import Task, function
+from rewriter.race import time_apart
 from rewriter.registry import registry
 from rewriter.tuned import Tuned
 from tests.bench import record
@@ -114,17 +117,20 @@ def again(
     """A row: the chosen one's time now, and the best's."""
     limit = NEAR * (chosen.median_us or 0.0)
     near = [m for m in measurements if m.median_us and m.median_us <= limit]
-    sets = programs.inputs(task, device.attached())
-    compiled = []
-    for m in near:
-        run = jax.jit(programs.function(task, m.implementation))
-        compiled.append(run.lower(*sets[0]).compile())
-        jax.block_until_ready(compiled[-1](*sets[0]))
-    samples = timing.measure(compiled, sets, 30)
+    drawn = inputs(task, device.attached())
+    first = drawn[0].sets[0]
+    candidates = [
+        Candidate(m.implementation.text, function(task, m.implementation)) for m in near
+    ]
+    compiled = [compile_one(c, first) for c in candidates]
+    for c in compiled:
+        jax.block_until_ready(c.program(*first))
+    found = time_apart(compiled, drawn, 30)
+    samples = [found[c.name].as_one for c in compiled]
     times = [1e6 * s.median for s in samples]
     mine = times[near.index(chosen)]
     best = min(range(len(near)), key=times.__getitem__)
-    noise = max(1.2533 * s.sigma / len(s.seconds) ** 0.5 for s in samples)
+    noise = max(s.error for s in samples)
     return {
         "use": task.key(device.attached()).text,
         "chosen": chosen.implementation.text,
@@ -134,7 +140,7 @@ def again(
         "regret": round(mine / times[best] - 1, 4),
         "standard_error": round(1e6 * noise / times[best], 4),
         "method": samples[0].method,
-        "input_sets": len(sets),
+        "input_sets": sum(len(d.sets) for d in drawn),
     }
 
 
@@ -175,12 +181,12 @@ def outputs(given: argparse.Namespace) -> None:
             print(f"stopped after {given.budget:.0f} s")
             break
         task = task_of(key)
-        args = programs.inputs(task, device.attached())[0]
         chosen = decision.best.implementation
-        out = jax.jit(programs.function(task, chosen))(*args)
+        run = jax.jit(function(task, chosen))
         digest = hashlib.sha256()
-        for leaf in jax.tree.leaves(out):
-            digest.update(np.asarray(leaf).tobytes())
+        for drawn in inputs(task, device.attached()):
+            for leaf in jax.tree.leaves(run(*drawn.sets[0])):
+                digest.update(np.asarray(leaf).tobytes())
         whole.update(digest.digest())
         rows.append(
             {"use": key.text, "chosen": chosen.text, "digest": digest.hexdigest()[:16]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import dataclasses
 import logging
+import math
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from rewriter import (
     autotune,
     cache,
     device,
+    inputs,
     pipeline,
     programs,
     race,
@@ -114,8 +116,8 @@ def test_every_kind_of_failure_costs_one_candidate() -> None:
     }  # fmt: skip
     times = {name for name, m in found.items() if m.median_us is not None}
     assert times == {"xla", "good"}
-    assert "differs from the reference by 1.0e-03" in found["wrong"].problem
-    assert "differs from the reference by inf" in found["not_a_number"].problem
+    assert "wrong: error 1e-03 in the result" in found["wrong"].problem
+    assert "wrong: error inf in the result" in found["not_a_number"].problem
     assert found["does_not_trace"].problem == (
         "does not compile: NotImplementedError: sm_90 only"
     )
@@ -123,7 +125,7 @@ def test_every_kind_of_failure_costs_one_candidate() -> None:
     (site,) = rewriter.explain(program, patterns=[pattern])(X, W).sites
     assert site.origin == "cached"
     assert site.kernel in ("xla", "good")
-    assert "wrong: result differs" in dict(site.not_chosen)["wrong"]
+    assert "wrong: error 1e-03" in dict(site.not_chosen)["wrong"]
     assert dict(site.not_chosen)["refuses"] == "takes nothing"
 
 
@@ -410,19 +412,127 @@ def test_samples_are_realistic(op: str) -> None:
     )  # fmt: skip
     on = device.Device("a GPU", "cuda", cache=1 << 20)
     task = programs.Task(the_op, spec, (), "forward_and_vjp")
-    sets = programs.inputs(task, on)
-    assert len(sets) == 8  # small: as many as there may be, all different
-    assert not np.array_equal(sets[0][0], sets[1][0])
-    given = dict(zip(spec.operands, sets[0][:-1], strict=True))
+    drawn = inputs.inputs(task, on)
+    assert {len(d.sets) for d in drawn} == {math.ceil(16 / len(drawn))}
+    (given, out), (other, _) = drawn[0].sets[:2]  # small: many, all different
+    first = spec.operands[0]
+    assert not np.array_equal(given[first], other[first])
     if op == "ragged_dot":
         assert given["group_sizes"].sum() == 64
         assert len(set(given["group_sizes"].tolist())) > 1
     if op == "attention":
         assert 1 <= given["kv_lengths"].min() <= given["kv_lengths"].max() <= 16
         assert set(given["q_segments"].ravel().tolist()) == {0, 1, 2}
-    out = jnp.asarray(sets[0][-1])
     assert abs(float(out.std()) - 1) < 0.5
-    assert len(programs.inputs(task, device.Device("cpu", "cpu"))) == 1
+    here = inputs.inputs(task, device.Device("cpu", "cpu"))
+    assert {len(d.sets) for d in here} == {1}
+
+
+def group_sizes(samples: dict[str, rewriter.Pattern], m: int, g: int):
+    structs = {"lhs": jax.ShapeDtypeStruct((m, 4), jnp.float32),
+               "rhs": jax.ShapeDtypeStruct((g, 4, 4), jnp.float32),
+               "group_sizes": jax.ShapeDtypeStruct((g,), jnp.int32)}  # fmt: skip
+    keys = jax.random.split(jax.random.key(0), 20)
+    return {
+        name: np.stack([sample(k, structs, {})["group_sizes"] for k in keys])
+        for name, sample in samples.items()
+    }
+
+
+def test_group_sizes_are_drawn_as_stated() -> None:
+    from rewriter.registry import registry
+
+    m, g = 4096, 16
+    found = group_sizes(registry().op("ragged_dot").distributions({}), m, g)
+    assert list(found) == ["uniform", "dirichlet", "one_hot"]
+    assert all((sizes.sum(-1) == m).all() for sizes in found.values())
+    largest = {name: sizes.max(-1).mean() / m for name, sizes in found.items()}
+    assert 1 / g < largest["uniform"] < 1.4 / g
+    assert 0.15 < largest["dirichlet"] < 0.35
+    assert largest["one_hot"] == 1.0
+    assert len({int(s.argmax()) for s in found["one_hot"]}) > 5  # not always the same
+
+
+def by_value(x, n):
+    """Takes longer the larger its operand is."""
+
+    def wait(n: np.ndarray) -> np.ndarray:
+        time.sleep(0.002 * int(n[0]))
+        return n
+
+    n = jax.pure_callback(wait, jax.ShapeDtypeStruct(n.shape, n.dtype), n)
+    return x + n.astype(x.dtype)
+
+
+def counted(value: int):
+    return lambda key, operands, params: {
+        "x": jnp.ones(operands["x"].shape),
+        "n": jnp.full(operands["n"].shape, value, "int32"),
+    }
+
+
+def of_values(**options) -> programs.Task:
+    op = Op("by_value", ("x", "n"), ("x", "n"), {}, by_value, **options)
+    spec = Spec(
+        "by_value", (("x", (4,)), ("n", (1,))),
+        (("x", "float32"), ("n", "int32")), (),
+    )  # fmt: skip
+    return programs.Task(op, spec, (), "forward")
+
+
+def test_the_mean_over_distributions_counts_and_is_shown() -> None:
+    both = lambda operands: {"few": counted(1), "many": counted(5)}
+    tuned = autotune.measure([of_values(distributions=both)])
+    ((_, (found,)),) = tuned.entries
+    times = dict(found.by_inputs)
+    assert list(times) == ["few", "many"]
+    assert times["few"] < times["many"]  # one sleeps five times as long
+    mean = (times["few"] + times["many"]) / 2
+    assert found.median_us == pytest.approx(mean, abs=0.01)
+    assert found.runs == 40
+    assert "mean of few " in tuned.table()
+    assert ", many " in tuned.table()
+    again = rewriter.Tuned.loads(tuned.dumps())
+    assert again == tuned
+
+
+def test_a_users_own_samples_take_the_place_of_the_ops() -> None:
+    task = of_values(sample=counted(1))
+    first = autotune.measure([task])
+    assert first.entries[0][1][0].by_inputs == ()
+    mine = dataclasses.replace(task, samples=(("mine", counted(3)),))
+    second = autotune.measure([mine])
+    ((name, us),) = second.entries[0][1][0].by_inputs
+    assert name == "mine"
+    assert us > 3 * 2000  # 6 ms of sleep
+    assert autotune.measure([mine]) == second  # and is kept
+    ((key, cached),) = cache.entries(device.attached().kind, "by_value")
+    assert (key, cached) == second.entries[0]
+
+
+def test_samples_of_a_program() -> None:
+    drawn = []
+
+    def even(key, operands, params):
+        m, g = operands["lhs"].shape[0], operands["group_sizes"].shape[0]
+        drawn.append((m, g))
+        made = {n: jnp.ones(operands[n].shape) for n in ("lhs", "rhs")}
+        return {**made, "group_sizes": jnp.full((g,), m // g, jnp.int32)}
+
+    def experts(lhs, rhs, sizes):
+        return jax.lax.ragged_dot(lhs, rhs, sizes)
+
+    args = jnp.ones((32, 4)), jnp.ones((4, 4, 8)), jnp.full((4,), 8, jnp.int32)
+    tuned = rewriter.tune(experts, level="quick", sample={"ragged_dot": even})(*args)
+    assert drawn == [(32, 4)]
+    assert {n for _, ms in tuned.entries for m in ms for n, _ in m.by_inputs} == {
+        "sample"
+    }
+    usual = rewriter.tune(experts, level="quick")(*args)
+    names = [n for n, _ in usual.entries[0][1][0].by_inputs]
+    assert names == ["uniform", "dirichlet", "one_hot"]
+    with pytest.raises(rewriter.ConfigError, match="Did you mean 'ragged_dot'"):
+        rewriter.tune(experts, sample={"raged_dot": even})(*args)
 
 
 def test_bad_arguments() -> None:

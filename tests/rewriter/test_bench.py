@@ -15,11 +15,23 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter import bench, bench_ops, bench_peers, bench_programs, device, roofline
+from rewriter import (
+    bench,
+    bench_ops,
+    bench_peers,
+    candidate,
+    device,
+    inputs,
+    programs,
+    race,
+    roofline,
+    timing,
+)
 from rewriter.__main__ import main
 from rewriter.cost import MODES, Cost
 from rewriter.kernel import Kernel, Spec, from_function, spec_of
 from rewriter.op import Op
+from rewriter.programs import Task
 from rewriter.registry import Registry, registry
 from rewriter.verdict import YES, no
 
@@ -137,7 +149,7 @@ def test_norms_pass_over_the_rows():
 def test_dense_products_agree_with_xla(op, shapes, mode):
     found = registry().op(op)
     structs = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
-    run = bench_programs.by_reference(found, {}, mode, structs)
+    run = programs.reference(Task(found, spec_of(found, structs, {}), (), mode))
     out = jax.eval_shape(lambda **x: found.reference(**x), **structs)
     args = (structs,) if mode == "forward" else (structs, out)
     analysis = jax.jit(run).lower(*args).cost_analysis()
@@ -254,18 +266,18 @@ def test_loops_are_not_counted_once():
     assert row.original.share is None
 
 
-def timing(median, error=0.0):
+def time(median, error=0.0):
     return bench.Timing(median, 0.0, None, 0.0, median, error, "wall clock")
 
 
 @pytest.mark.parametrize(
     ("before", "after", "faster"),
     [
-        (timing(1.0), timing(0.5), True),
-        (timing(1.0), timing(1.019), True),
-        (timing(1.0), timing(1.03), False),
-        (timing(1.0, 0.03), timing(1.1, 0.04), True),  # three errors are 0.15
-        (timing(1.0, 0.03), timing(1.2, 0.04), False),
+        (time(1.0), time(0.5), True),
+        (time(1.0), time(1.019), True),
+        (time(1.0), time(1.03), False),
+        (time(1.0, 0.03), time(1.1, 0.04), True),  # three errors are 0.15
+        (time(1.0, 0.03), time(1.2, 0.04), False),
     ],
 )
 def test_faster_or_as_fast(before, after, faster):
@@ -273,7 +285,7 @@ def test_faster_or_as_fast(before, after, faster):
     assert row.faster is faster
     result = rewriter.benchmark(dense, mode="forward", pairs=1)(*ARGS)
     assert replace(result, rows=(row,)).faster is faster
-    good = bench.Comparison("vjp", timing(1.0), timing(1.0))
+    good = bench.Comparison("vjp", time(1.0), time(1.0))
     assert replace(result, rows=(good, row)).faster is faster
     assert ("slower" in str(replace(result, rows=(row,)))) is not faster
 
@@ -356,7 +368,9 @@ def test_faulty_kernels_have_a_reason_and_no_time():
     assert rows["wrong"].reason.startswith("wrong: error 3e-01 in the result")
     assert rows["wrong"].error == pytest.approx(0.3, rel=1e-3)
     assert rows["nan"].reason.startswith("wrong: error inf")
-    assert rows["raising"].reason == "RuntimeError: no such instruction"
+    assert rows["raising"].reason == (
+        "does not compile: RuntimeError: no such instruction"
+    )
     assert "returned float32[3]; expected float32[64]" in rows["short"].reason
     assert rows["picky"].reason == "refused: wants 65 numbers"
     assert rows["elsewhere"].reason == "refused: runs on tpu, not on cpu"
@@ -389,41 +403,43 @@ def test_names_of_implementations():
 
 
 def compiled(name, factor):
-    return bench_programs.Compiled(name, lambda operands: factor * operands["x"])
+    return candidate.Compiled(name, lambda operands: factor * operands["x"])
 
 
 def test_a_reference_that_does_not_run_is_replaced_by_what_does():
     def out_of_memory(operands):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    truth = bench_programs.Compiled("the reference", out_of_memory)
+    truth = candidate.Compiled("the reference", out_of_memory)
     args = ({"x": jnp.ones(4)},)
     programs = [
         replace(truth, name="xla"), compiled("a", 2.0), compiled("b", 2.0),
         compiled("c", 3.0),
     ]  # fmt: skip
-    xla, a, b, c = bench_programs.checked(programs, truth, [args, args])
-    assert xla.reason == "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    xla, a, b, c = candidate.checked(programs, truth, [args, args])
+    assert xla.reason == (
+        "does not run: out of memory: RESOURCE_EXHAUSTED: out of memory"
+    )
     assert a.reason == b.reason == ""
     assert a.note.endswith("not checked")
     assert b.note.endswith("compared with a")
     assert c.reason.startswith("wrong: error 5e-01")
-    (none,) = bench_programs.checked(programs[:1], truth, [args])
+    (none,) = candidate.checked(programs[:1], truth, [args])
     assert "RESOURCE_EXHAUSTED" in none.reason
 
 
 def test_every_set_of_inputs_is_checked():
-    late = bench_programs.Compiled(
+    late = candidate.Compiled(
         "late", lambda operands: jnp.where(operands["x"] > 1, 3, 2) * operands["x"]
     )
     sets = [({"x": jnp.full(4, x)},) for x in (1.0, 2.0)]
     truth = compiled("the reference", 2.0)
-    assert bench_programs.checked([late], truth, sets[:1])[0].reason == ""
-    assert bench_programs.checked([late], truth, sets)[0].reason.startswith("wrong")
+    assert candidate.checked([late], truth, sets[:1])[0].reason == ""
+    assert candidate.checked([late], truth, sets)[0].reason.startswith("wrong")
 
 
 def test_one_that_fails_when_timed_does_not_take_the_others_along(monkeypatch):
-    measured = bench_ops.measure
+    measured = timing.measure
 
     def fragile(programs, inputs, turns):
         if any(p.bad for p in programs):
@@ -437,20 +453,19 @@ def test_one_that_fails_when_timed_does_not_take_the_others_along(monkeypatch):
         def __call__(self, x):
             return x
 
-    monkeypatch.setattr(bench_ops, "measure", fragile)
-    good, bad = (
-        bench_programs.Compiled(str(bad), Program(bad)) for bad in (False, True)
-    )
-    found = bench_ops._samples([good, bad], [(jnp.ones(2),)], 1)
-    assert found["True"] == "RuntimeError: out of memory"
-    assert len(found["False"].seconds) == 1
+    monkeypatch.setattr(timing, "measure", fragile)
+    good, bad = (candidate.Compiled(str(bad), Program(bad)) for bad in (False, True))
+    drawn = [inputs.Inputs("", ((jnp.ones(2),),))]
+    found = race.time_apart([good, bad], drawn, 1)
+    assert found["True"] == "does not run: RuntimeError: out of memory"
+    assert found["False"].runs == 1
 
 
 def test_inputs_in_turn():
-    assert bench_ops.input_sets(1 << 10, device.named("cpu")) == 1
-    assert bench_ops.input_sets(1 << 30, H200) == 3
+    assert inputs.input_sets(1 << 10, device.named("cpu")) == 1
+    assert inputs.input_sets(1 << 30, H200) == 3
     for nbytes in (1 << 22, 1 << 25):
-        sets = bench_ops.input_sets(nbytes, H200)
+        sets = inputs.input_sets(nbytes, H200)
         assert sets >= 3
         assert sets * nbytes >= 2 * H200.cache or sets == 16
 
