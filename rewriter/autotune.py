@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -24,7 +24,7 @@ from rewriter.implementation import XLA, Implementation, by_thumb, settings
 from rewriter.inputs import distributions
 from rewriter.kernel import Kernel, worth_measuring
 from rewriter.key import FORWARD, Key, key_of
-from rewriter.measurement import Measurement, merge, time_text, version_of
+from rewriter.measurement import Measurement, merge, time_text
 from rewriter.programs import Task
 from rewriter.race import Race
 from rewriter.registry import REFERENCE
@@ -229,12 +229,11 @@ def _measure_task(
     again: bool,
 ) -> None:
     key, forward = task.key(on), key_of(task.spec, FORWARD, on.kind)
-    kernels = {k.name: k for k in task.kernels}
     mine = Tuned(cache.entries(on.kind, task.spec.op)) | made.tuned
     drawn = tuple(filter(None, distributions(task)))
-    known = _current(mine.find(forward), kernels, drawn)
+    known = _current(mine.find(forward), task, drawn)
     wanted = candidates(task, on, level, known)
-    old = () if again else _current(mine.find(key), kernels, drawn)
+    old = () if again else _current(mine.find(key), task, drawn)
     had = {m.implementation for m in old}
     missing = tuple(i for i in wanted if i not in had)
     if missing:
@@ -250,14 +249,18 @@ def _measure_task(
 
 
 def _current(
-    found: Sequence[Measurement], kernels: Mapping[str, Kernel], drawn: tuple[str, ...]
+    found: Sequence[Measurement], task: Task, drawn: tuple[str, ...]
 ) -> tuple[Measurement, ...]:
-    """Those of kernels as they are now, under this JAX, on inputs drawn like these."""
+    """Those of kernels as they are now, under this JAX, on inputs drawn like these.
+
+    Of XLA those of the task's own equations.
+    """
+    kernels = {k.name for k in task.kernels}
     return tuple(
         m for m in found
         if m.jax == jax.__version__
         and all(n in kernels for n in m.implementation.kernels)
-        and m.version == version_of(m.implementation, kernels)
+        and m.version == task.version_of(m.implementation)
         and (m.median_us is None or tuple(n for n, _ in m.by_inputs) == drawn)
     )  # fmt: skip
 

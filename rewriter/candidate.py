@@ -47,6 +47,7 @@ class Compiled:
         error: Its largest relative error so far.
         reason: Why it is not to be timed, or ``""``.
         note: What else to know.
+        of_leaves: Whether it takes the leaves of a region and not an op's operands.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Compiled:
     error: float | None = None
     reason: str = ""
     note: str = ""
+    of_leaves: bool = False
 
 
 # ------------------------------------------------------------------ compiling
@@ -80,26 +82,20 @@ def compile_one(candidate: Candidate, args: Args, wanted: Any = None) -> Compile
 
 
 def compile_all(
-    candidates: Sequence[Candidate],
-    args: Args,
-    wanted: Any,
-    start_by: float,
-    end_by: float,
+    jobs: Sequence[tuple[Candidate, Args, Any]], start_by: float, end_by: float
 ) -> list[Compiled]:
     """Returns what `compile_one` does, of several side by side in threads.
 
     Args:
-        candidates: What to compile, the most wanted first.
-        args: One set of inputs.
-        wanted: Shapes and dtypes that they have to return.
+        jobs: What to compile, the most wanted first, as arguments of `compile_one`.
         start_by: The `time.monotonic` after which no compilation but the first begins.
         end_by: The `time.monotonic` after which none is waited for.
     """
-    jobs = [functools.partial(compile_one, c, args, wanted) for c in candidates]
-    found = side_by_side(jobs, start_by, end_by)
+    runs = [functools.partial(compile_one, *job) for job in jobs]
+    found = side_by_side(runs, start_by, end_by)
     return [
         f if isinstance(f, Compiled) else Compiled(c.name, reason=f)
-        for c, f in zip(candidates, found, strict=True)
+        for (c, *_), f in zip(jobs, found, strict=True)
     ]
 
 
@@ -129,6 +125,7 @@ def checked(
     truth: Compiled,
     inputs: Sequence[Args],
     say: Callable[[int], None] = lambda done: None,
+    written: float = 0.0,
 ) -> list[Compiled]:
     """Returns every candidate with its largest error; never raises.
 
@@ -141,6 +138,7 @@ def checked(
         truth: The reference at full precision.
         inputs: The sets of inputs to compare on.
         say: Is told how many are done on the first set.
+        written: The error of the program as written, if it is not among them.
     """
     candidates = list(candidates)
     for number, args in enumerate(inputs):
@@ -151,8 +149,8 @@ def checked(
         for c in candidates:
             if number == 0:
                 say(len(done))
-            written = next((d.error for d in done if d.name == XLA), None)
-            done.append(_check_one(c, args, wanted, source, problem, written or 0.0))
+            own = next((d.error for d in done if d.name == XLA), None) or written
+            done.append(_check_one(c, args, wanted, source, problem, own))
         candidates = done
         del wanted
     return candidates

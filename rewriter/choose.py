@@ -18,7 +18,14 @@ from rewriter.errors import ConfigError, KernelError, UnknownKernel, caller, kno
 from rewriter.implementation import XLA, Implementation, by_thumb, configured
 from rewriter.kernel import Kernel, Spec
 from rewriter.key import BOTH, FORWARD, PROGRAM, Key, key_of, nearest
-from rewriter.measurement import Entry, Measurement, time_text, version_of
+from rewriter.measurement import (
+    Entry,
+    Measurement,
+    of_spelling,
+    spellings,
+    time_text,
+    version_of,
+)
 from rewriter.registry import REFERENCE
 from rewriter.tuned import Tuned
 from rewriter.verdict import Verdict, no
@@ -56,6 +63,7 @@ def choose(
     device: Device,
     differentiated: int = 0,
     where: str = "",
+    spelling: Callable[[], str] = str,
 ) -> Choice:
     """Returns what computes a site: forced, else measured, else the first that pays.
 
@@ -68,6 +76,7 @@ def choose(
         differentiated: How often its gradient is computed in the same program, in
             all layers together; 0 if it is not.
         where: The user's line, for errors.
+        spelling: Gives the digest of the user's own equations, to find XLA's time.
 
     Raises:
         UnknownKernel: If a forced kernel does not exist.
@@ -79,7 +88,7 @@ def choose(
     if config.numerics == "strict":
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
-    measured = _measured(spec, config, kernels, device, differentiated > 0)
+    measured = _measured(spec, config, kernels, device, differentiated > 0, spelling)
     return measured or _by_thumb(spec, config, kernels, device, differentiated)
 
 
@@ -220,6 +229,7 @@ def _measured(
     kernels: Sequence[Kernel],
     device: Device,
     differentiated: bool,
+    spelling: Callable[[], str],
 ) -> Choice | None:
     """The winner of what was measured; None if nothing was that still holds."""
     if config.tune == "off" and not config.tuned:
@@ -231,12 +241,15 @@ def _measured(
     sources = _sources(config, device, spec.op)
     passes = BOTH if differentiated else FORWARD
     found, origin = _look_up(sources, key_of(spec, passes, device.kind), holds)
+    if any(spellings(found)):
+        found = of_spelling(found, spelling())
     decision = decide(found)
     if decision is None:
         return None
     made = decision.best.implementation
     if not differentiated:
         gradient, _ = _look_up(sources, key_of(spec, BOTH, device.kind), holds)
+        gradient = of_spelling(gradient, spelling()) if gradient else ()
         made = _with_backward(made, gradient)
     timed = {name for m in found for name in m.implementation.kernels}
     refused = [
@@ -283,7 +296,9 @@ def _holds(
     made = m.implementation
     if any(name not in kernels for name in made.kernels):
         return False
-    if m.version != version_of(made, kernels) or not configured(made, kernels):
+    if m.version != version_of(made, kernels, m.spelling):
+        return False
+    if not configured(made, kernels):
         return False
     return all(
         usable(kernels[n], spec, device.platform, config).ok for n in made.kernels

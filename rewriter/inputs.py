@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from rewriter.as_written import leaves_like
 from rewriter.device import Device
 from rewriter.key import FORWARD
 from rewriter.op import Sample
@@ -33,10 +34,13 @@ class Inputs:
     Attributes:
         drawn: The distribution's name; ``""`` where times do not depend on it.
         sets: The sets.
+        leaves: Each set as the leaves of the user's own equations, where XLA's
+            candidate are those.
     """
 
     drawn: str
     sets: tuple[Args, ...]
+    leaves: tuple[Args, ...] = ()
 
 
 def inputs(task: Task, on: Device) -> tuple[Inputs, ...]:
@@ -74,6 +78,34 @@ def inputs(task: Task, on: Device) -> tuple[Inputs, ...]:
         sets = [make(jax.random.key(i)) for i in range(count)]
         made.append(Inputs(name, tuple(jax.block_until_ready(sets))))
     return tuple(made)
+
+
+def with_leaves(task: Task, drawn: Sequence[Inputs]) -> tuple[Inputs, ...]:
+    """Returns the same inputs, also as leaves of the user's own equations.
+
+    Raises:
+        NotTaken: If nothing says what they look like.
+    """
+    written = task.written
+    assert written is not None
+    out = jax.eval_shape(
+        lambda x: task.op.reference(**x, **dict(task.spec.params)), task.structs
+    )
+
+    def of(args: Args, key: Any) -> Args:
+        leaves = leaves_like(written, args[0], out)
+        if task.passes == FORWARD:
+            return (leaves,)
+        shape, dtype = written.result.shape, written.result.dtype
+        return leaves, jax.random.normal(key, shape).astype(dtype)
+
+    return tuple(
+        replace(
+            d,
+            leaves=tuple(of(x, jax.random.key(i)) for i, x in enumerate(d.sets)),
+        )
+        for d in drawn
+    )
 
 
 def distributions(task: Task) -> dict[str, Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,9 @@ class Measurement:
 
     Attributes:
         implementation: The kernels and configs.
-        version: The kernels' names and versions, such as ``"cudnn 1"``.
+        version: The kernels' names and versions, such as ``"cudnn 1"``; ``"xla"`` for
+            the op as it is usually written, ``"xla 9418af0a675a"`` for equations of
+            a user's program with that digest.
         jax: The JAX version.
         median_us: Median device time of a run in microseconds; None if it failed.
         sigma_us: The spread of one run.
@@ -26,6 +29,7 @@ class Measurement:
         problem: Why there is no time.
         by_inputs: (distribution of the inputs, median in microseconds) pairs where
             there were several; `median_us` is their mean.
+        note: What else to know.
     """
 
     implementation: Implementation
@@ -38,6 +42,13 @@ class Measurement:
     temp_bytes: int | None = None
     problem: str = ""
     by_inputs: tuple[tuple[str, float], ...] = ()
+    note: str = ""
+
+    @property
+    def spelling(self) -> str:
+        """For XLA, the digest of the equations measured; ``""`` for the usual ones."""
+        first, _, digest = self.version.partition(" ")
+        return digest if first == XLA else ""
 
     @property
     def error_us(self) -> float:
@@ -48,10 +59,44 @@ class Measurement:
 Entry = tuple[Key, tuple[Measurement, ...]]
 
 
-def version_of(implementation: Implementation, kernels: Mapping[str, Kernel]) -> str:
-    """Returns names and versions of an implementation's kernels, as one word each."""
+def version_of(
+    implementation: Implementation, kernels: Mapping[str, Kernel], spelling: str = ""
+) -> str:
+    """Returns names and versions of an implementation's kernels, in words.
+
+    Args:
+        implementation: The implementation.
+        kernels: Kernels by name.
+        spelling: For XLA the digest of the equations that stand for it; empty for
+            the op as it is usually written.
+    """
     names = implementation.kernels
-    return ", ".join(f"{n} {kernels[n].version}" for n in names) or XLA
+    plain = f"{XLA} {spelling}" if spelling else XLA
+    return ", ".join(f"{n} {kernels[n].version}" for n in names) or plain
+
+
+def spellings(measurements: Iterable[Measurement]) -> tuple[str, ...]:
+    """Returns the digests of what XLA was measured on; ``""`` for the usual."""
+    found = (m.spelling for m in measurements if m.implementation.forward == XLA)
+    return tuple(dict.fromkeys(found))
+
+
+def of_spelling(
+    measurements: Iterable[Measurement], spelling: str
+) -> tuple[Measurement, ...]:
+    """Returns those of kernels, and of XLA the one that stands for a spelling.
+
+    That is its own; else the op as it is usually written; else the fastest of other
+    spellings, so that a kernel has to beat all that is known.
+    """
+    found = tuple(measurements)
+    plain = [m for m in found if m.implementation.forward == XLA]
+    if len(plain) < 2:
+        return found
+    by = {m.spelling: m for m in plain}
+    fastest = min(plain, key=lambda m: m.median_us or math.inf)
+    own = by.get(spelling) or by.get("") or fastest
+    return tuple(m for m in found if m is own or m not in plain)
 
 
 def merge(

@@ -17,6 +17,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import autotune, device, site
+from rewriter.as_written import NotTaken, as_written, spelling_of
 from rewriter.backward_place import home_of, lies_at, residuals_place
 from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
 from rewriter.config import Config
@@ -86,20 +87,30 @@ def tasks(
         graph = Graph(closed_jaxpr)
         matches = search(Regions(graph), patterns, config.numerics).matches
         backward, _, _ = search_gradients(graph, matches)
-        return _tasks(matches, backward, gradients)
+        return _tasks(graph, matches, backward, gradients)
 
 
 def _tasks(
-    matches: Sequence[Match], backward: Mapping[int, Backward], gradients: bool = False
+    graph: Graph,
+    matches: Sequence[Match],
+    backward: Mapping[int, Backward],
+    gradients: bool = False,
 ) -> list[Task]:
     found: dict[Task, None] = {}
     for m in matches:
+        written, why = None, ""
+        try:
+            written = as_written(graph, m, backward.get(id(m)))
+        except NotTaken as problem:
+            why = str(problem)
         differentiated = id(m) in backward
         passes = [] if differentiated else [FORWARD]
         if differentiated or gradients:
             passes.append(BOTH)
         for which in passes:
-            found[Task(m.op, m.spec, tuple(m.pattern.kernels), which)] = None
+            kernels = tuple(m.pattern.kernels)
+            task = Task(m.op, m.spec, kernels, which, (), written, why)
+            found.setdefault(task)
     return list(found)
 
 
@@ -240,7 +251,7 @@ def _plan(
         if id(m) in backward and _made_again(graph, m, backward[id(m)], regions)
     }
     if config.tune in ("quick", "full") and target == device.attached():
-        autotune.measure_missing(_tasks(matches, backward), config.tune)
+        autotune.measure_missing(_tasks(graph, matches, backward), config.tune)
     times = {
         id(m): folded.times(_top(m.node.scope, m.node.position)) if folded else 1
         for m in matches
@@ -420,9 +431,11 @@ def _choices(
     keys = [(id(m.reading), kept[m.spec] if id(m) in backward else 0) for m in matches]
     for key, match in zip(keys, matches, strict=True):
         if key not in by_reading:
+            own = backward.get(id(match))
             by_reading[key] = choose(
-                match.spec, config, match.pattern.kernels, target, key[1], match.where
-            )
+                match.spec, config, match.pattern.kernels, target, key[1], match.where,
+                functools.partial(spelling_of, graph, match, own),
+            )  # fmt: skip
     choices = [by_reading[key] for key in keys]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
     reasons = {

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rewriter import site
+from rewriter.as_written import Written
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation, build
 from rewriter.kernel import Kernel, Spec
-from rewriter.key import FORWARD, Key, key_of
+from rewriter.key import BOTH, FORWARD, Key, key_of
+from rewriter.measurement import version_of
 from rewriter.op import Op, Sample
 
 
@@ -28,6 +30,8 @@ class Task:
         passes: ``"forward"``, ``"vjp"`` (the gradients alone) or
             ``"forward_and_vjp"``.
         samples: How operands are drawn, by name, if not as the op says.
+        written: The user's own equations, which are then XLA's candidate.
+        unwritten: Why there are none, if they were looked for.
     """
 
     op: Op
@@ -35,10 +39,21 @@ class Task:
     kernels: tuple[Kernel, ...]
     passes: str
     samples: tuple[tuple[str, Sample], ...] = ()
+    written: Written | None = None
+    unwritten: str = field(default="", compare=False)
 
     def key(self, on: Device) -> Key:
         """Returns the key of its measurements."""
         return key_of(self.spec, self.passes, on.kind)
+
+    @property
+    def spelling(self) -> str:
+        """The digest of the user's own equations; ``""`` if there are none."""
+        return self.written.spelling if self.written else ""
+
+    def version_of(self, made: Implementation) -> str:
+        """Returns the version under which an implementation is measured."""
+        return version_of(made, {k.name: k for k in self.kernels}, self.spelling)
 
     @property
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -71,15 +86,39 @@ def reference(task: Task) -> Callable[..., Any]:
     return _plain(task, task.op.reference)
 
 
+def own_equations(task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the user's own equations as a function of leaves, and the reference's.
+
+    Both take leaves by name, and the cotangent of the region's result.
+    """
+    written = task.written
+    assert written is not None
+    run = in_passes(written.forward, task.passes)
+    if task.passes == BOTH and written.both is not None:
+        run = written.both
+    of = lambda form: written.replaced(form)
+    exact = _differentiable(task, of, task.op.reference, dict(written.leaves))
+    return run, exact
+
+
 def _plain(task: Task, form: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain form; the op's general one where that has no derivative."""
     params = dict(task.spec.params)
     of = lambda form: lambda operands: form(**operands, **params)
+    return _differentiable(task, of, form, task.structs)
+
+
+def _differentiable(
+    task: Task,
+    of: Callable[..., Any],
+    form: Callable[..., Any],
+    structs: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """A plain form in passes; the op's general one where that has no derivative."""
     run = in_passes(of(form), task.passes)
     if task.passes == FORWARD or task.op.general is None:
         return run
     try:
-        jax.eval_shape(run, task.structs, jax.eval_shape(of(form), task.structs))
+        jax.eval_shape(run, structs, jax.eval_shape(of(form), structs))
     except Exception:  # what JAX says of a derivative it lacks has many kinds
         return in_passes(of(task.op.general), task.passes)
     return run

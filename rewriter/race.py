@@ -5,6 +5,9 @@ turns. Those that are far behind after a few turns are dropped. One that fails, 
 compilation or gives other numbers is a measurement with a problem instead of a time;
 the others go on.
 
+XLA's candidate are the user's own equations where a task has them, on leaves whose
+operands are like those of the others; else, with a note, the op as usually written.
+
 Where the operands are drawn from several distributions, each is timed apart and the
 mean of the medians counts.
 """
@@ -20,13 +23,14 @@ from typing import Any
 import jax
 
 from rewriter import candidate, timing
+from rewriter.as_written import NotTaken
 from rewriter.candidate import Candidate, Compiled, temp_bytes
 from rewriter.device import Device
-from rewriter.implementation import Implementation
-from rewriter.inputs import Inputs, inputs
+from rewriter.implementation import XLA, Implementation
+from rewriter.inputs import Args, Inputs, inputs, with_leaves
 from rewriter.key import PROGRAM
-from rewriter.measurement import Measurement, by_inputs_text, version_of
-from rewriter.programs import Task, function, reference
+from rewriter.measurement import Measurement, by_inputs_text
+from rewriter.programs import Task, function, own_equations, reference
 from rewriter.threads import first_line, side_by_side
 
 COMPILING = 0.5
@@ -37,6 +41,11 @@ HUNG_S = 60.0
 
 STAGES = ((1, 3.0), (3, 1.3), (10, 1.1), (20, math.inf))
 """After so many turns, candidates that take so many times the best's are dropped."""
+
+OTHER = 0.25
+"""Relative error from which equations on their own do not compute the same."""
+
+NO_REFERENCE = "the op as usually written, since the reference did not run"
 
 WHOLE_TURNS = 12
 """Turns of whole programs."""
@@ -67,15 +76,12 @@ class Race:
         """Returns one measurement for each candidate."""
         try:
             drawn = inputs(self.task, self.on)
-            compiled = self._compiled(wanted, drawn[0].sets[0])
-            truth = self._truth(drawn[0].sets[0])
+            drawn, note = self._leaves(wanted, drawn)
+            compiled = self._compiled(wanted, drawn, note)
+            done = self._checked(compiled, drawn)
         except Exception as problem:
             reason = f"no inputs: {first_line(problem)}"
             return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
-        firsts = [d.sets[0] for d in drawn]
-        done = candidate.checked(
-            compiled, truth, firsts, lambda n: self.say(n, len(wanted))
-        )
         times, done = self._timed(done, drawn)
         return [
             self._measured(i, c, times.get(c.name))
@@ -85,40 +91,96 @@ class Race:
     def _measured(
         self, made: Implementation, c: Compiled, times: Times | None = None
     ) -> Measurement:
-        version = version_of(made, {k.name: k for k in self.task.kernels})
+        version = self.task.version_of(made)
         if times is None or c.reason:
             reason = c.reason or "was not timed"
             return Measurement(made, version, jax.__version__, None, problem=reason)
-        return measurement(made, version, times, c.program)
+        return measurement(made, version, times, c)
+
+    # ---------------------------------------------------------- as it is written
+    def _leaves(
+        self, wanted: Sequence[Implementation], drawn: tuple[Inputs, ...]
+    ) -> tuple[tuple[Inputs, ...], str]:
+        """The inputs with leaves for the user's own equations, or why without."""
+        if not any(i.forward == XLA for i in wanted):
+            return drawn, ""
+        if self.task.written is None:
+            return drawn, _instead(self.task.unwritten)
+        try:
+            return with_leaves(self.task, drawn), ""
+        except Exception as problem:  # also what the device or a sample may raise
+            why = str(problem) if isinstance(problem, NotTaken) else first_line(problem)
+            return drawn, _instead(why)
+
+    def _own(self, c: Compiled, drawn: Sequence[Inputs]) -> Compiled:
+        """The user's own equations, checked; else the op as usually written."""
+        firsts = [d.leaves[0] for d in drawn]
+        _, exact = own_equations(self.task)
+        own = c
+        if not c.reason:
+            truth = self._truth(exact, firsts[0])
+            (own,) = candidate.checked([c], truth, firsts)
+        if not own.reason and own.error is not None and own.error < OTHER:
+            return replace(own, of_leaves=True)
+        why = own.reason or own.note
+        if own.error is not None and own.error >= OTHER:
+            why = f"differ by {own.error:.0e} on their own"
+        (usual,) = self._compiled([Implementation()], drawn, _instead(why))
+        return usual
 
     # ------------------------------------------------------------- compiling
     def _compiled(
-        self, wanted: Sequence[Implementation], args: Sequence[Any]
+        self, wanted: Sequence[Implementation], drawn: Sequence[Inputs], note: str
     ) -> list[Compiled]:
         """Compiled programs, or why there is none.
 
         What has begun is waited for, since XLA times products on the device while it
         compiles and would disturb the timing of others; one that hangs is left behind.
         """
-        candidates = [
-            Candidate(i.text, lambda *x, i=i: function(self.task, i)(*x))
-            for i in wanted
-        ]
+        args = drawn[0].sets[0]
         shapes = jax.eval_shape(reference(self.task), *args)
+        jobs: list[tuple[Candidate, Args, Any]] = []
+        for i in wanted:
+            if i.forward == XLA and drawn[0].leaves and not note:
+                own, exact = own_equations(self.task)
+                leaves = drawn[0].leaves[0]
+                out = jax.eval_shape(exact, *leaves)
+                jobs.append((Candidate(XLA, own), leaves, out))
+            else:
+                run = lambda *x, i=i: function(self.task, i)(*x)
+                jobs.append((Candidate(i.text, run), args, shapes))
         now = time.monotonic()
         begin = now + COMPILING * max(0.0, self.until - now)
-        return candidate.compile_all(
-            candidates, tuple(args), shapes, begin, self._hung()
-        )
+        found = candidate.compile_all(jobs, begin, self._hung())
+        return [replace(c, note=note if c.name == XLA else "") for c in found]
 
-    def _truth(self, args: Sequence[Any]) -> Compiled:
-        """The reference at full precision, compiled."""
-        one = Candidate("the reference", reference(self.task))
-        with candidate.precise(tuple(args)):
+    def _truth(self, exact: Callable[..., Any], args: Args) -> Compiled:
+        """A reference at full precision, compiled."""
+        one = Candidate("the reference", exact)
+        with candidate.precise(args):
             (found,) = candidate.compile_all(
-                [one], tuple(args), None, time.monotonic(), self._hung()
+                [(one, args, None)], time.monotonic(), self._hung()
             )
         return found
+
+    def _checked(
+        self, compiled: list[Compiled], drawn: Sequence[Inputs]
+    ) -> list[Compiled]:
+        """The candidates whose numbers are right, or what is wrong with the others."""
+        firsts = [d.sets[0] for d in drawn]
+        say = lambda n: self.say(n, len(compiled))
+        own = None
+        if drawn[0].leaves and compiled[0].name == XLA:
+            compiled = [self._own(compiled[0], drawn), *compiled[1:]]
+            own = compiled[0] if compiled[0].of_leaves else None
+        truth = self._truth(reference(self.task), firsts[0])
+        if own is None:
+            return candidate.checked(compiled, truth, firsts, say)
+        rest = candidate.checked(compiled[1:], truth, firsts, say, own.error or 0.0)
+        if any(c.note for c in rest):  # the reference did not run: compare with XLA
+            (usual,) = self._compiled([Implementation()], drawn, NO_REFERENCE)
+            return candidate.checked([usual, *compiled[1:]], truth, firsts, say)
+        return [own, *rest]
 
     def _hung(self) -> float:
         """When a compilation that begins now is left behind."""
@@ -153,6 +215,11 @@ class Race:
         return times, [
             replace(c, reason=c.reason or failed.get(c.name, "")) for c in compiled
         ]
+
+
+def _instead(why: str) -> str:
+    """The note of a measurement of the op as usually written."""
+    return f"the op as usually written, since its own equations {why}" if why else ""
 
 
 # ----------------------------------------------------------------------- times
@@ -227,10 +294,7 @@ def time_apart(
     if not compiled:
         return {}
     try:
-        found = [
-            timing.measure([c.program for c in compiled], d.sets, turns, **options)
-            for d in drawn
-        ]
+        found = [timing.measure(*_given(compiled, d), turns, **options) for d in drawn]
     except Exception as problem:
         if len(compiled) == 1:
             return {compiled[0].name: f"does not run: {first_line(problem)}"}
@@ -243,8 +307,22 @@ def time_apart(
     }
 
 
+def _given(
+    compiled: Sequence[Compiled], drawn: Inputs
+) -> tuple[list[Callable[..., Any]], Sequence[Args]]:
+    """Programs and the inputs they all take: operands, and leaves where there are."""
+    if not any(c.of_leaves for c in compiled):
+        return [c.program for c in compiled], drawn.sets
+
+    def taking(c: Compiled) -> Callable[..., Any]:
+        return lambda sets, leaves: c.program(*(leaves if c.of_leaves else sets))
+
+    pairs = list(zip(drawn.sets, drawn.leaves, strict=True))
+    return [taking(c) for c in compiled], pairs
+
+
 def measurement(
-    made: Implementation, version: str, times: Times, program: Any
+    made: Implementation, version: str, times: Times, c: Compiled
 ) -> Measurement:
     """Returns the times of a compiled program as a measurement."""
     return Measurement(
@@ -255,7 +333,8 @@ def measurement(
         sigma_us=_us(times.sigma),
         runs=times.runs,
         method=times.method,
-        temp_bytes=temp_bytes(program),
+        temp_bytes=temp_bytes(c.program),
+        note=c.note,
         by_inputs=tuple(
             (name, _us(s.median)) for name, s in times.by_inputs.items() if name
         ),
@@ -292,7 +371,7 @@ def race_programs(
             failed = Measurement(made, PROGRAM, jax.__version__, None, problem=its)
             found.append(failed)
         else:
-            found.append(measurement(made, PROGRAM, its, c.program))
+            found.append(measurement(made, PROGRAM, its, c))
     return tuple(found)
 
 

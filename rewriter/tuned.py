@@ -15,12 +15,15 @@ import jax
 from rewriter import atomic, config
 from rewriter.decision import by_time, decide, why_not
 from rewriter.errors import BundleMismatch, CacheWarning, caller
+from rewriter.implementation import XLA
 from rewriter.key import Key, nearest
 from rewriter.measurement import (
     Entry,
     Measurement,
     by_inputs_text,
     merge,
+    of_spelling,
+    spellings,
     time_text,
 )
 from rewriter.stored import (
@@ -158,7 +161,9 @@ class Tuned:
         """Returns every candidate of every site: time, spread, memory, why it lost."""
         lines: list[str] = []
         for key, measurements in self.entries:
-            lines += [key.text, *_rows(measurements), ""]
+            for spelling in spellings(measurements) or ("",):
+                found = of_spelling(measurements, spelling)
+                lines += [key.text, *_rows(found), ""]
         return "\n".join(lines[:-1]) if lines else "nothing was measured"
 
     def __str__(self) -> str:
@@ -175,9 +180,9 @@ class Tuned:
 
 def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
     decision = decide(measurements)
-    width = max(len(m.implementation.text) for m in measurements)
+    width = max(len(_name(m)) for m in measurements)
     for m in sorted(measurements, key=by_time):
-        name = f"  {m.implementation.text:<{width}}"
+        name = f"  {_name(m):<{width}}"
         if m.median_us is None:
             yield f"{name}  ✗ {m.problem}"
             continue
@@ -186,8 +191,16 @@ def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
         best = decision.best if decision else m
         why = "✓ chosen" if m is best else why_not(m, best)
         yield f"{name}  {times}{memory}  {why}"
-        if m.by_inputs:
-            yield f"  {'':<{width}}  {by_inputs_text(m.by_inputs)}"
+        for more in filter(None, (by_inputs_text(m.by_inputs), m.note)):
+            yield f"  {'':<{width}}  {more}"
+
+
+def _name(m: Measurement) -> str:
+    """The implementation in words; of XLA, what it was given."""
+    if m.version.split()[0] != XLA:
+        return m.implementation.text
+    own = m.spelling and not m.note
+    return f"{XLA} (as written: {m.spelling})" if own else f"{XLA} (as usually written)"
 
 
 def _mismatch(tuned: Tuned) -> str:

@@ -15,7 +15,7 @@ ORDER = [
     "emit", "region", "rows", "reading", "finder", "sieve", "match", "pattern",
     "implementation", "key", "measurement", "decision", "stored", "whole", "tuned",
     "cache", "choose", "plan", "gradients",
-    "backward_place", "remains", "oracle", "implement", "site", "threads",
+    "backward_place", "as_written", "remains", "oracle", "implement", "site", "threads",
     "programs", "inputs", "candidate", "race", "autotune", "replace",
     "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline", "bench",
     "bench_table", "bench_peers", "bench_ops", "export", "demo",

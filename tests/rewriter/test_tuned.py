@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 
 import jax
@@ -229,3 +232,56 @@ def test_choices_from_a_file(tmp_path) -> None:
     Tuned(((used, (took("xla", 9.0), unknown)),)).save(path)
     fast = rewriter.optimize(attention, tuned=str(path), tune="off", strict=True)
     assert {s.kernel for s in fast.report(x, x, x).sites} == {"xla"}
+
+
+CHOSEN = """
+import hashlib, sys
+import jax, jax.numpy as jnp, numpy as np
+import rewriter
+
+def attention(q, k, v):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5
+    keep = jnp.tril(jnp.ones((64, 64), bool))
+    weights = jax.nn.softmax(jnp.where(keep, scores, -jnp.inf))
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+def loss(q, k, v):
+    return jnp.sum(attention(q, k, v) ** 2)
+
+def outputs(path):
+    x = [jax.random.normal(jax.random.key(i), (1, 64, 2, 8)) for i in range(3)]
+    digest, kernels = hashlib.sha256(), []
+    for fn in (attention, jax.value_and_grad(loss, (0, 1, 2))):
+        fast = rewriter.optimize(fn, tuned=path, tune="off")
+        kernels += [f"{s.kernel} {s.config} {s.origin}" for s in fast.report(*x).sites]
+        for leaf in jax.tree.leaves(fast(*x)):
+            digest.update(np.asarray(leaf).tobytes())
+    return "; ".join(kernels) + " " + digest.hexdigest()
+"""
+
+
+def test_a_bundle_gives_the_same_bits_in_another_process(tmp_path) -> None:
+    """What was tuned here chooses alike there, and computes the very same numbers."""
+    space: dict = {}
+    exec(CHOSEN, space)
+    x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
+    found = Tuned()
+    for fn in (space["attention"], jax.value_and_grad(space["loss"], (0, 1, 2))):
+        found |= rewriter.tune(fn, level="quick")(x, x, x)
+    assert {k.passes for k, _ in found.entries} == {"forward", "forward_and_vjp"}
+    # Make the kernel win, whatever this machine says: XLA alone would prove little.
+    won = tuple(
+        (k, tuple(dataclasses.replace(m, median_us=1e6) if "xla" in m.version
+                  else m for m in ms))
+        for k, ms in found.entries
+    )  # fmt: skip
+    path = str(tmp_path / "t.json")
+    Tuned(won).save(path)
+    mine = space["outputs"](path)
+    assert mine.count("memory_bounded") == 2
+    assert mine.count("tuned") == 2
+    code = f"{CHOSEN}\nprint(outputs({path!r}))"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "REWRITER_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=env, check=True,
+                         capture_output=True, text=True)  # fmt: skip
+    assert run.stdout.strip() == mine
