@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from rewriter import cache, device
+from rewriter import isolate as isolation
 from rewriter.decision import decide
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation, by_thumb, settings
@@ -32,6 +33,8 @@ from rewriter.threads import settings as this_threads_settings
 from rewriter.tuned import Tuned
 
 log = logging.getLogger("rewriter.tune")
+
+Failed = tuple[Measurement, ...]
 
 LEVELS = {"quick": 1, "full": 24}
 """How many configs of a kernel are measured at most."""
@@ -119,6 +122,7 @@ def measure(
     budget_s: float = 600.0,
     progress: Callable[[str, int, int], None] | None = None,
     again: bool = False,
+    isolate: bool = False,
 ) -> Tuned:
     """Returns the measurements of tasks, those of the cache included, and caches them.
 
@@ -130,9 +134,10 @@ def measure(
         budget_s: Seconds of wall time; what does not fit is not measured.
         progress: Told what is measured now, how many candidates are done, of how many.
         again: Measure also what the cache has.
+        isolate: Run each kernel first in a child process.
     """
     made = _Made()
-    _measure(tasks, level, budget_s, made, progress, again)
+    _measure(tasks, level, budget_s, made, progress, again, isolate)
     return made.tuned
 
 
@@ -143,6 +148,7 @@ def _measure(
     made: _Made,
     progress: Callable[[str, int, int], None] | None = None,
     again: bool = False,
+    isolate: bool = False,
 ) -> None:
     on = device.attached()
     until = time.monotonic() + budget_s
@@ -154,7 +160,7 @@ def _measure(
             if made.interrupted or left <= 0:
                 made.skipped += len(ordered) - i
                 return
-            _measure_task(task, on, level, until, made, progress, again)
+            _measure_task(task, on, level, until, made, progress, again, isolate)
 
     _apart(run, made)
     if made.skipped and not made.interrupted:
@@ -227,6 +233,7 @@ def _measure_task(
     made: _Made,
     progress: Callable[[str, int, int], None] | None,
     again: bool,
+    isolate: bool,
 ) -> None:
     key, forward = task.key(on), key_of(task.spec, FORWARD, on.kind)
     mine = Tuned(cache.entries(on.kind, task.spec.op)) | made.tuned
@@ -236,6 +243,11 @@ def _measure_task(
     old = () if again else _current(mine.find(key), task, drawn)
     had = {m.implementation for m in old}
     missing = tuple(i for i in wanted if i not in had)
+    left_out: tuple[Measurement, ...] = ()
+    if isolate and missing:
+        missing, crashed, left_out = _isolated(task, missing)
+        cache.add(key, crashed)
+        old = merge(old, crashed)
     if missing:
         say = functools.partial(progress or _silent, key.text)
         until = min(time.monotonic() + SITE_S, latest)
@@ -243,9 +255,29 @@ def _measure_task(
         cache.add(key, new)
         old = merge(old, new)
         _tell(key, old)
-    by = {m.implementation: m for m in old}
+    by = {m.implementation: m for m in (*old, *left_out)}
     kept = tuple(by[i] for i in wanted if i in by)
     made.tuned |= Tuned(((key, kept),))
+
+
+def _isolated(
+    task: Task, missing: Sequence[Implementation]
+) -> tuple[
+    tuple[Implementation, ...], tuple[Measurement, ...], tuple[Measurement, ...]
+]:
+    """What runs in a child process too; what does not; what could not be tried."""
+    kernels = [i for i in missing if i.kernels]
+    problems, untried = isolation.first_runs(task, kernels) if kernels else ({}, "")
+
+    def without(made: Implementation, why: str) -> Measurement:
+        version = task.version_of(made)
+        return Measurement(made, version, jax.__version__, None, problem=why)
+
+    crashed = tuple(without(i, why) for i, why in problems.items())
+    rest = [i for i in kernels if i not in problems] if untried else []
+    left_out = tuple(without(i, untried) for i in rest)
+    gone = {*problems, *rest}
+    return tuple(i for i in missing if i not in gone), crashed, left_out
 
 
 def _current(

@@ -43,7 +43,7 @@ class Inputs:
     leaves: tuple[Args, ...] = ()
 
 
-def inputs(task: Task, on: Device) -> tuple[Inputs, ...]:
+def inputs(task: Task, on: Device, once: bool = False) -> tuple[Inputs, ...]:
     """Returns realistic operands of each distribution, and normal cotangents.
 
     The distributions are the task's own, else the op's: where times depend on the
@@ -53,6 +53,7 @@ def inputs(task: Task, on: Device) -> tuple[Inputs, ...]:
     Args:
         task: The task.
         on: The device.
+        once: One set of each distribution is enough.
 
     Raises:
         ValueError: If the op has integer operands and no `sample`.
@@ -70,7 +71,9 @@ def inputs(task: Task, on: Device) -> tuple[Inputs, ...]:
         return operands, cotangent
 
     count = input_sets(sum(map(task.spec.nbytes, task.spec.operands)), on)
-    if count > 1:
+    if once or on.platform == "cpu":
+        count = 1
+    else:
         count = max(2, math.ceil(count / len(samples)))
     made = []
     for name, sample in samples.items():

@@ -35,6 +35,7 @@ def tune(
     again: bool = False,
     end_to_end: bool = False,
     sample: Mapping[str, Any] | None = None,
+    isolate: bool = False,
     patterns: Any = None,
     **options: Any,
 ) -> Callable[..., Tuned]:
@@ -64,6 +65,10 @@ def tune(
             operands, params)`` that gives arrays by name for shapes by name, or
             several such functions by the name they get in the table. Such
             measurements take the place of the usual ones in the cache.
+        isolate: Compile and run each kernel once in a child process before it is run
+            in this one, so that one that crashes or hangs costs only itself. Patterns
+            of your own must be at the top level of a module, and a GPU's memory must
+            have room for a second process (``XLA_PYTHON_CLIENT_MEM_FRACTION``).
         patterns: As in ``optimize``.
         **options: As in ``optimize``.
 
@@ -106,7 +111,7 @@ def tune(
         found = pipeline.tasks(traced.closed_jaxpr, config, user_patterns, grad)
         found = _sampled(found, sample or {})
         with _progress() as progress:
-            made = autotune.measure(found, level, budget_s, progress, again)
+            made = autotune.measure(found, level, budget_s, progress, again, isolate)
         if end_to_end:
             plain = trace.jitted(fn, trace.jit_options(fn, theirs))
             leaves, call = trace.split(plain, args, kwargs)

@@ -16,7 +16,7 @@ ORDER = [
     "implementation", "key", "measurement", "decision", "stored", "whole", "tuned",
     "cache", "choose", "plan", "gradients",
     "backward_place", "as_written", "remains", "oracle", "implement", "site", "threads",
-    "programs", "inputs", "candidate", "race", "autotune", "replace",
+    "programs", "inputs", "candidate", "race", "isolate", "autotune", "replace",
     "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline", "bench",
     "bench_table", "bench_peers", "bench_ops", "export", "demo",
     "__init__", "__main__",
