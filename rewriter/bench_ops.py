@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter import bench_peers, device, errors
+from rewriter import bench_peers, conditions, device, errors
 from rewriter.bench import MODES, timing_of
 from rewriter.bench_table import OpsBenchmark, Row, block, heading
 from rewriter.candidate import (
@@ -293,8 +293,11 @@ def bench_ops(
 def _versions() -> dict[str, str]:
     import jaxlib
 
+    at = conditions.now()
     return {
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "driver": at.driver,
+        "sm_clock_mhz": "" if at.clock_mhz is None else str(at.clock_mhz),
     }

@@ -49,7 +49,8 @@ class OpsBenchmark:
         sets: How many sets of inputs took turns, by use.
         integers: Least, median, largest and sum of each integer operand, by use and
             operand: group sizes, for example.
-        versions: Of what the figures depend on, and XLA's flags.
+        versions: Of what the figures depend on, XLA's flags, and a GPU's driver and
+            clock in MHz right after timing, where `nvidia-smi` says them.
     """
 
     device: str

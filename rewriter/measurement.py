@@ -24,12 +24,14 @@ class Measurement:
         median_us: Median device time of a run in microseconds; None if it failed.
         sigma_us: The spread of one run.
         runs: How many were taken.
-        method: ``"cupti"`` or ``"wall clock"``.
+        method: ``"cupti"``, ``"profiler"`` or ``"wall clock"``.
         temp_bytes: Temporary memory of the compiled program, if known.
         problem: Why there is no time.
         by_inputs: (distribution of the inputs, median in microseconds) pairs where
             there were several; `median_us` is their mean.
         note: What else to know.
+        clock_mhz: The clock of a GPU's multiprocessors right after timing, if known.
+        driver: The GPU's driver, if known.
     """
 
     implementation: Implementation
@@ -43,6 +45,8 @@ class Measurement:
     problem: str = ""
     by_inputs: tuple[tuple[str, float], ...] = ()
     note: str = ""
+    clock_mhz: int | None = None
+    driver: str = ""
 
     @property
     def spelling(self) -> str:

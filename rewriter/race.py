@@ -22,9 +22,10 @@ from typing import Any
 
 import jax
 
-from rewriter import candidate, timing
+from rewriter import candidate, conditions, timing
 from rewriter.as_written import NotTaken
 from rewriter.candidate import Candidate, Compiled, temp_bytes
+from rewriter.conditions import Conditions
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation
 from rewriter.inputs import Args, Inputs, inputs, with_leaves
@@ -83,19 +84,24 @@ class Race:
             reason = f"no inputs: {first_line(problem)}"
             return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
         times, done = self._timed(done, drawn)
+        at = conditions.now()
         return [
-            self._measured(i, c, times.get(c.name))
+            self._measured(i, c, times.get(c.name), at)
             for i, c in zip(wanted, done, strict=True)
         ]
 
     def _measured(
-        self, made: Implementation, c: Compiled, times: Times | None = None
+        self,
+        made: Implementation,
+        c: Compiled,
+        times: Times | None = None,
+        at: Conditions | None = None,
     ) -> Measurement:
         version = self.task.version_of(made)
         if times is None or c.reason:
             reason = c.reason or "was not timed"
             return Measurement(made, version, jax.__version__, None, problem=reason)
-        return measurement(made, version, times, c)
+        return measurement(made, version, times, c, at or Conditions())
 
     # ---------------------------------------------------------- as it is written
     def _leaves(
@@ -322,7 +328,7 @@ def _given(
 
 
 def measurement(
-    made: Implementation, version: str, times: Times, c: Compiled
+    made: Implementation, version: str, times: Times, c: Compiled, at: Conditions
 ) -> Measurement:
     """Returns the times of a compiled program as a measurement."""
     return Measurement(
@@ -335,6 +341,8 @@ def measurement(
         method=times.method,
         temp_bytes=temp_bytes(c.program),
         note=c.note,
+        clock_mhz=at.clock_mhz,
+        driver=at.driver,
         by_inputs=tuple(
             (name, _us(s.median)) for name, s in times.by_inputs.items() if name
         ),
@@ -364,6 +372,7 @@ def race_programs(
     ]
     sets = [Inputs("", (tuple(leaves),))]
     times = time_apart([c for c in compiled if not c.reason], sets, WHOLE_TURNS)
+    at = conditions.now()
     found = []
     for c in compiled:
         made, its = Implementation(c.name), times.get(c.name, c.reason)
@@ -371,7 +380,7 @@ def race_programs(
             failed = Measurement(made, PROGRAM, jax.__version__, None, problem=its)
             found.append(failed)
         else:
-            found.append(measurement(made, PROGRAM, its, c))
+            found.append(measurement(made, PROGRAM, its, c, at))
     return tuple(found)
 
 

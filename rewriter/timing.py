@@ -5,13 +5,19 @@ a machine that slows down slows all of them; each run takes the next of several 
 of inputs, so that none finds its own in a cache; compiling and the first run do not
 count; every result is returned by the program and waited for.
 
-On NVIDIA GPUs the time is CUPTI's, summed over all kernels of a run. Where CUPTI is
-taken by another profiler, and on other devices, it is the wall clock's: on a GPU
-over as many runs in a row as hide what launching them costs.
+On NVIDIA GPUs the time is CUPTI's, summed over all kernels of a run; on TPUs the
+profiler's, summed over the programs that ran (`rewriter.profile`, not run on a TPU
+yet). Where the profiler is taken or sees nothing, and on other devices, it is the wall
+clock's. JAX offers neither CUDA's events nor the replay of a captured graph, so that on
+a GPU the wall clock is that of `IN_A_ROW` - 1 runs in a row, waited for together: they
+are launched ahead of the device, and only where a run takes less than its launch (some
+10 µs) does the time show that launch. Such times say ``"wall clock"`` and are compared
+with others of their kind alone, as all candidates of a site are timed in one way.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +26,7 @@ from typing import Any
 
 import jax
 
-from rewriter import _jax
+from rewriter import _jax, profile
 
 Program = Callable[..., Any]
 
@@ -40,8 +46,8 @@ class Samples:
 
     Attributes:
         seconds: One per turn.
-        method: ``"cupti"`` or ``"wall clock"``.
-        kernels: Names of the GPU kernels of one run, where known.
+        method: ``"cupti"``, ``"profiler"`` or ``"wall clock"``.
+        kernels: Names of the GPU kernels, or TPU programs, of one run, where known.
 
     Example:
         >>> times = Samples((1.0, 1.1, 1.2, 9.0), "wall clock")
@@ -87,8 +93,10 @@ def method() -> str:
         >>> method() if jax.default_backend() == "cpu" else "wall clock"
         'wall clock'
     """
-    on_gpu = jax.default_backend() == "gpu" and _jax.has_cupti()
-    return "cupti" if on_gpu else WALL
+    backend = jax.default_backend()
+    if backend == "tpu":
+        return "profiler"
+    return "cupti" if backend == "gpu" and _jax.has_cupti() else WALL
 
 
 def measure(
@@ -106,9 +114,9 @@ def measure(
         programs: Compiled functions of one set of inputs. Each has run before.
         inputs: Sets of inputs, used one after the other by all programs.
         turns: Samples of each program.
-        by: ``"cupti"`` or ``"wall clock"``; by default what the device allows, and
-            the wall clock where it saw nothing, as of a program that only returns
-            its arguments.
+        by: ``"cupti"``, ``"profiler"`` or ``"wall clock"``; by default what the
+            device allows, and the wall clock where it saw nothing, as of a program
+            that only returns its arguments.
         until: A `time.monotonic` after which no turn begins; every program has had
             one turn at least.
         turn_s: The longest turn by the wall clock, once it had two runs.
@@ -144,6 +152,9 @@ def _in_turns(
         for i in order if turn % 2 == 0 else reversed(order):
             if by == "cupti":
                 seconds, names[i] = _by_cupti(programs[i], rotated[0])
+            elif by == "profiler":
+                run = functools.partial(programs[i], *rotated[0])
+                seconds, names[i] = profile.seconds(run)
             else:
                 seconds = _by_wall_clock(programs[i], rotated, turn_s)
             times[i].append(seconds)

@@ -11,7 +11,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
     "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "kernel",
-    "registry", "timing", "trace", "graph", "template", "normal_form", "canonicalize",
+    "registry", "profile", "timing", "conditions", "trace", "graph", "template",
+    "normal_form", "canonicalize",
     "emit", "region", "rows", "reading", "finder", "sieve", "match", "pattern",
     "implementation", "key", "measurement", "decision", "stored", "whole", "tuned",
     "cache", "choose", "plan", "gradients",

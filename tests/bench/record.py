@@ -10,20 +10,25 @@ from typing import Any
 
 import jax
 
+from rewriter import conditions
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def header(command: str) -> dict[str, Any]:
-    """Returns what every record begins with: command, date, device kind, jax.
+    """Returns what every record begins with: command, date, device kind, jax, clock.
 
     Args:
         command: The command that measures the same again.
     """
+    at = conditions.now()
     return {
         "command": command,
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        "sm_clock_mhz": at.clock_mhz,
+        "driver": at.driver,
     }
 
 

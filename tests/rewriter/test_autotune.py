@@ -20,6 +20,7 @@ import rewriter
 from rewriter import (
     autotune,
     cache,
+    conditions,
     device,
     inputs,
     pipeline,
@@ -481,6 +482,14 @@ def of_values(**options) -> programs.Task:
         (("x", "float32"), ("n", "int32")), (),
     )  # fmt: skip
     return programs.Task(op, spec, (), "forward")
+
+
+def test_clock_and_driver_are_kept(monkeypatch) -> None:
+    at = conditions.Conditions(1755, "570.86.15")
+    monkeypatch.setattr(conditions, "now", lambda: at)
+    tuned = autotune.measure([of_values(sample=counted(1))])
+    ((_, (found,)),) = rewriter.Tuned.loads(tuned.dumps()).entries
+    assert (found.clock_mhz, found.driver) == (1755, "570.86.15")
 
 
 def test_the_mean_over_distributions_counts_and_is_shown() -> None:

@@ -7,7 +7,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from rewriter import _jax, timing
+from rewriter import _jax, conditions, profile, timing
 
 
 class Counting:
@@ -95,3 +95,66 @@ def test_samples():
     both = found + timing.Samples((0.5,), "wall clock")
     assert both.minimum == 0.5
     assert len(both.seconds) == 6
+
+
+PROFILE = """
+planes { name: "/host:CPU" lines { name: "python"
+  events { metadata_id: 1 duration_ps: 9000000000 } }
+  event_metadata { key: 1 value { id: 1 name: "main" } } }
+planes { name: "/device:TPU:0"
+  lines { name: "Steps" events { metadata_id: 1 duration_ps: 8000000000 } }
+  lines { name: "XLA Modules"
+    events { metadata_id: 1 duration_ps: 3000000000 }
+    events { metadata_id: 2 offset_ps: 4000000000 duration_ps: 1000000000 } }
+  lines { name: "XLA Ops"
+    events { metadata_id: 3 duration_ps: 2500000000 } }
+  event_metadata { key: 1 value { id: 1 name: "jit_a(123)" } }
+  event_metadata { key: 2 value { id: 2 name: "jit_b(456)" } }
+  event_metadata { key: 3 value { id: 3 name: "fusion.1" } } }
+planes { name: "/device:TPU:1"
+  lines { name: "XLA Modules" events { metadata_id: 1 duration_ps: 3500000000 } }
+  event_metadata { key: 1 value { id: 1 name: "jit_a(123)" } } }
+"""
+
+
+def test_a_tpus_time_is_read_from_its_profile():
+    """By hand after the profiler's form: nobody ran it on a TPU yet."""
+    from jax.profiler import ProfileData
+
+    read = lambda text: profile.of_profile(ProfileData.from_text_proto(text))
+    seconds, names = read(PROFILE)
+    assert seconds == pytest.approx(4e-3)  # of the core that worked longer
+    assert names == ("jit_a(123)", "jit_b(456)")
+    seconds, names = read(PROFILE.replace("XLA Modules", "Something Else"))
+    assert seconds == pytest.approx(2.5e-3)  # of operations, without programs
+    assert names == ("fusion.1",)
+    with pytest.raises(_jax.NothingSeen, match="no plane of a TPU"):
+        read(PROFILE.replace("/device:TPU:", "/device:GPU:"))
+
+
+def test_what_the_profiler_does_not_see_the_clock_measures(monkeypatch):
+    monkeypatch.setattr(timing, "method", lambda: "profiler")
+    log = []
+    program = Counting("a", log)
+    (found,) = timing.measure([program], [(jnp.int32(0),)], 2, turn_s=0)
+    assert found.method == "wall clock"  # this profile has no TPU
+    seen = lambda run: (run(), (2.0, ("jit_a",)))[1]
+    monkeypatch.setattr(profile, "seconds", seen)
+    (found,) = timing.measure([program], [(jnp.int32(0),)], 2)
+    assert (found.seconds, found.method) == ((2.0, 2.0), "profiler")
+    assert found.kernels == ("jit_a",)
+
+
+def test_clock_and_driver(monkeypatch, tmp_path):
+    assert (
+        conditions.parsed("") == conditions.parsed("error\n") == conditions.Conditions()
+    )
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text('#!/bin/sh\necho "$1" >&2\necho "1755, 570.86.15"\necho "0, 1"\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(conditions, "_program", lambda: str(fake))
+    assert conditions.now() == conditions.Conditions(1755, "570.86.15")
+    monkeypatch.setattr(conditions, "_program", lambda: None)
+    assert conditions.now() == conditions.Conditions()
+    monkeypatch.setattr(conditions, "_program", lambda: str(tmp_path))  # not a program
+    assert conditions.now() == conditions.Conditions()
