@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,8 @@ class Choice:
     Attributes:
         implementation: The kernels of both passes.
         origin: ``"forced"``, ``"tuned"`` (given by the user), ``"cached"``,
-            ``"shipped"``, ``"nearest"`` or ``"heuristic"``.
+            ``"shipped"``, ``"nearest"``, ``"estimated"`` (by a model of the device)
+            or ``"heuristic"``.
         not_chosen: (name, reason) for everything else.
     """
 
@@ -65,7 +67,7 @@ def choose(
     where: str = "",
     spelling: Callable[[], str] = str,
 ) -> Choice:
-    """Returns what computes a site: forced, else measured, else the first that pays.
+    """Returns what computes a site: forced, measured, estimated, or by its rule.
 
     Args:
         spec: The site's shapes, dtypes and parameters.
@@ -89,7 +91,11 @@ def choose(
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
     measured = _measured(spec, config, kernels, device, differentiated > 0, spelling)
-    return measured or _by_thumb(spec, config, kernels, device, differentiated)
+    return (
+        measured
+        or _estimated(spec, config, kernels, device, differentiated)
+        or _by_thumb(spec, config, kernels, device, differentiated)
+    )
 
 
 def left_out(
@@ -128,6 +134,67 @@ def usable(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict
     if platform not in kernel.platforms:
         return no("platform", f"runs on {', '.join(kernel.platforms)}, not {platform}")
     return kernel.supports(spec)
+
+
+# --------------------------------------------------------------------- estimated
+MARGIN = {"cuda": 0.8}
+"""How much of XLA's estimated time a kernel may take, by platform."""
+
+FAR = 0.5
+"""The same where the models were not compared with measurements."""
+
+
+def _estimated(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: int,
+) -> Choice | None:
+    """The fastest by the kernels' models of a known device; None if there are none.
+
+    A kernel without a model that stands before them is chosen as its own rule says.
+    """
+    here = [k for k in kernels if device.platform in k.platforms]
+    modelled = any(k.estimate is not None for k in here)
+    if not (device.flops and device.bandwidth and modelled) or spec.symbolic:
+        return None
+    refused: list[tuple[str, str]] = []
+    times: dict[str, float] = {}
+    xla = 0.0
+    for kernel in here:
+        verdict = usable(kernel, spec, device.platform, config)
+        if verdict.ok and kernel.estimate is None:
+            verdict = _pays(kernel, spec, device.platform, differentiated)
+            if verdict.ok and not times:
+                made = by_thumb(spec, device, kernel)
+                return Choice(made, "heuristic", tuple(refused))
+        if verdict.ok and kernel.estimate is not None:
+            found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
+            times[kernel.name], xla = found[kernel.name], found[XLA]
+        elif not verdict.ok:
+            refused.append((kernel.name, _reasons(verdict)))
+    best = min(times, key=times.__getitem__, default="")
+    limit = MARGIN.get(device.platform, FAR) * xla
+    wins = bool(best) and times[best] < limit
+    made = AS_WRITTEN
+    if wins:
+        made = by_thumb(spec, device, next(k for k in here if k.name == best))
+    against = times[best] if wins else xla
+    slower = {**times, XLA: xla} if wins else times
+    refused += [
+        (name, _by_model(us, against)) for name, us in slower.items() if name != best
+        or not wins
+    ]  # fmt: skip
+    return Choice(made, "estimated", tuple(refused))
+
+
+def _by_model(mine: float, best: float) -> str:
+    """Why an implementation is not chosen by its estimate."""
+    if math.isinf(mine):
+        return "estimated not to fit into memory"
+    mine, best = 1e6 * mine, 1e6 * best
+    return f"estimated to take {time_text(mine)}, and the choice {time_text(best)}"
 
 
 # --------------------------------------------------------------- rules of thumb

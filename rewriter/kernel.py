@@ -221,6 +221,9 @@ class Kernel:
             same for a site whose gradient is computed in the same program, where
             what is saved for it is kept ``count`` times, once a layer;
             `profitable` by default.
+        estimate: ``estimate(spec, device, passes)`` gives the seconds that a model of
+            it takes, and of other implementations, by name, ``"xla"`` among them; it
+            is asked instead of `profitable` where the device's figures are known.
         exportable: Whether what it lowers to may be part of an exported program.
         needs_devices: Whether its code has `custom_partitioning` in it, which JAX
             lowers only where it knows the devices.
@@ -241,6 +244,9 @@ class Kernel:
     saves_out: bool = True
     profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
     profitable_backward: Callable[[Spec, str, int], Verdict] | None = field(
+        default=None, repr=False
+    )
+    estimate: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
         default=None, repr=False
     )
     exportable: bool = True

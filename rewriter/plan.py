@@ -20,7 +20,7 @@ class Site:
         params: The parameters read off the program.
         kernel: What computes it, both passes; ``"xla"`` means left as written.
         origin: Where the choice comes from: ``"forced"``, ``"tuned"``, ``"cached"``,
-            ``"shipped"``, ``"nearest"`` or ``"heuristic"``.
+            ``"shipped"``, ``"nearest"``, ``"estimated"`` or ``"heuristic"``.
         replaced: Whether the program changed.
         not_chosen: ``(kernel, reason)`` for every other kernel.
         numerics: What differs in rounding, one sentence each.

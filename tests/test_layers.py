@@ -11,20 +11,19 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
     "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "kernel",
-    "registry", "profile", "timing", "conditions", "trace", "graph", "template",
-    "normal_form", "canonicalize",
-    "emit", "region", "rows", "reading", "finder", "sieve", "match", "pattern",
-    "implementation", "key", "measurement", "decision", "stored", "whole", "tuned",
-    "cache", "choose", "plan", "gradients",
+    "estimate", "registry", "profile", "timing", "conditions", "trace", "graph",
+    "template", "normal_form", "canonicalize", "emit", "region", "rows", "reading",
+    "finder", "sieve", "match", "pattern", "implementation", "key", "measurement",
+    "decision", "stored", "whole", "tuned", "cache", "choose", "plan", "gradients",
     "backward_place", "as_written", "remains", "oracle", "implement", "site", "threads",
     "programs", "inputs", "candidate", "race", "isolate", "autotune", "replace",
     "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline", "bench",
-    "bench_table", "bench_peers", "bench_ops", "export", "demo",
-    "__init__", "__main__",
+    "bench_table", "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {
-    "cost", "op", "device", "kernel", "verdict", "errors", "registry", "kernels",
+    "cost", "op", "device", "kernel", "verdict", "errors", "estimate", "registry",
+    "kernels",
 }  # fmt: skip
 NOT_FOR_PATTERNS = {"optimize", "pipeline", "replace", "site", "kernels", "_jax"}
 

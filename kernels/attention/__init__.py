@@ -5,6 +5,7 @@ from __future__ import annotations
 from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.attention import cudnn, xla
 from rewriter.kernels.attention.cost import cost
+from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.reference import (
     distributions,
     reference,
@@ -52,6 +53,7 @@ KERNELS = (
         memory_bounded=True,
         saves_out=False,
         profitable=cudnn.profitable,
+        estimate=estimate,
         exportable=False,
         needs_devices=True,
     ),
@@ -65,6 +67,7 @@ KERNELS = (
         backward=xla.backward,
         memory_bounded=True,
         profitable=xla.profitable,
+        estimate=estimate,
         space=Space(xla.Blocks, xla.default, xla.configs),
         backward_space=Space(xla.Blocks, xla.default, xla.configs),
     ),

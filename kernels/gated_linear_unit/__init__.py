@@ -5,6 +5,7 @@ from __future__ import annotations
 from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.cost import cost
+from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
 from rewriter.op import Op
 
@@ -40,6 +41,7 @@ KERNELS = (
         memory_bounded=True,
         saves_out=False,
         profitable=xla.profitable,
+        estimate=estimate,
         profitable_backward=xla.profitable_backward,
         space=Space(xla.Block, xla.default, xla.configs),
         backward_space=Space(xla.Block, xla.default, xla.configs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.ragged_dot import tiled, xla
 from rewriter.kernels.ragged_dot.cost import cost
+from rewriter.kernels.ragged_dot.estimate import estimate
 from rewriter.kernels.ragged_dot.general import general
 from rewriter.kernels.ragged_dot.reference import distributions, reference, sample
 from rewriter.op import Op
@@ -33,6 +34,7 @@ KERNELS = (
         backward=xla.backward,
         memory_bounded=True,
         profitable=xla.profitable,
+        estimate=estimate,
         space=Space(xla.Tile, xla.default, xla.configs),
         backward_space=Space(xla.Tile, xla.default, xla.configs),
         saves_out=False,
@@ -47,6 +49,7 @@ KERNELS = (
         backward=tiled.backward,
         memory_bounded=True,
         profitable=tiled.profitable,
+        estimate=estimate,
         saves_out=False,
         space=Space(tiled.Tiles, tiled.default, tiled.configs),
         backward_space=Space(tiled.Tiles, tiled.default, tiled.configs),

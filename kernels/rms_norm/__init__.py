@@ -5,6 +5,7 @@ from __future__ import annotations
 from rewriter.kernel import PLATFORMS, Kernel, pays_on_cpu
 from rewriter.kernels.rms_norm import xla
 from rewriter.kernels.rms_norm.cost import cost
+from rewriter.kernels.rms_norm.estimate import estimate
 from rewriter.kernels.rms_norm.reference import reference, sample
 from rewriter.op import Op
 
@@ -32,5 +33,6 @@ KERNELS = (
         memory_bounded=True,
         saves_out=False,
         profitable=pays_on_cpu,
+        estimate=estimate,
     ),
 )

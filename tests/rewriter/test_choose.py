@@ -10,12 +10,13 @@ import pytest
 
 import rewriter
 from rewriter import device, oracle
-from rewriter.choose import choose
+from rewriter.choose import choose, shipped
 from rewriter.config import Config
 from rewriter.device import Device
-from rewriter.kernel import spec_of
+from rewriter.kernel import Spec, spec_of
 from rewriter.kernels.attention import cudnn
 from rewriter.registry import registry
+from rewriter.verdict import YES, no
 
 T = 1024
 QKV = jax.ShapeDtypeStruct((1, T, 4, 32), jnp.float32)
@@ -142,9 +143,9 @@ def test_near_shapes_choose_where_there_are_no_equal_ones() -> None:
     near = chosen(ragged(20000))
     assert (near.kernel, near.origin) == ("tiled", "nearest")
     far = chosen(ragged(32768, dtype="float16"))
-    assert (far.kernel, far.origin) == ("tiled", "heuristic")
+    assert (far.kernel, far.origin) == ("tiled", "estimated")
     off = chosen(ragged(32768), tune="off")
-    assert (off.kernel, off.origin) == ("tiled", "heuristic")
+    assert (off.kernel, off.origin) == ("tiled", "estimated")
 
 
 def test_a_kernel_that_cannot_be_traced_here_is_passed_over() -> None:
@@ -175,9 +176,12 @@ def test_a_target_decides_and_the_program_still_runs_here() -> None:
     assert (site.kernel, site.origin) == ("tiled", "shipped")
     assert report.target == "NVIDIA H200"
     (site,) = rewriter.explain(experts, target="a100")(*specs).sites
-    assert (site.kernel, site.origin) == ("tiled", "heuristic")
-    (site,) = rewriter.explain(experts, target="tpu_v5p")(*specs).sites
-    assert site.kernel == "xla"
+    assert (site.kernel, site.origin) == ("memory_bounded", "estimated")
+    report = rewriter.explain(experts, target="tpu_v5p")(*specs)
+    assert "[estimated]" in str(rewriter.explain(experts, target="a100")(*specs))
+    (site,) = report.sites
+    assert (site.kernel, site.origin) == ("xla", "estimated")
+    assert "estimated to take" in dict(site.not_chosen)["tiled"]
     with pytest.raises(rewriter.ConfigError, match=r"target='h20'. Did you mean"):
         rewriter.explain(experts, target="h20")(*specs)
     lhs = jax.random.normal(jax.random.key(0), (m, k))
@@ -238,3 +242,90 @@ def test_branches_that_are_kept_for_every_layer_count_together() -> None:
     assert kernel(jax.grad(loss), 2) == "xla"
     assert kernel(jax.grad(loss), 8) == "memory_bounded"
     assert kernel(loss, 8) == "xla"
+
+
+SHAPES = {
+    "attention": {"q": (4, 2048, 16, 64), "k": (4, 2048, 16, 64),
+                  "v": (4, 2048, 16, 64)},
+    "gated_linear_unit": {"x": (8192, 4096), "w_gate": (4096, 14336),
+                          "w_up": (4096, 14336)},
+    "rms_norm": {"x": (16384, 4096), "scale": (4096,)},
+    "layer_norm": {"x": (16384, 4096), "scale": (4096,), "bias": (4096,)},
+    "ragged_dot": {"lhs": (8192, 4096), "rhs": (16, 4096, 4096)},
+}  # fmt: skip
+
+
+def use(op: str, dtype: str = "bfloat16", **params):
+    given = {n: jax.ShapeDtypeStruct(s, dtype) for n, s in SHAPES[op].items()}
+    if op == "ragged_dot":
+        given["group_sizes"] = jax.ShapeDtypeStruct((16,), jnp.int32)
+    return spec_of(registry().op(op), given, params)
+
+
+@pytest.mark.parametrize("differentiated", [0, 1])
+@pytest.mark.parametrize("target", ["tpu_v5p", "h100", "a100", "b200"])
+@pytest.mark.parametrize("op", SHAPES)
+def test_every_op_is_estimated_for_devices_without_measurements(
+    op: str, target: str, differentiated: int
+) -> None:
+    on_it = device.named(target)
+    kernels = registry().kernels(op)
+    choice = choose(use(op), Config(), kernels, on_it, differentiated)
+    assert choice.origin == "estimated"
+    passes = "forward_and_vjp" if differentiated else "forward"
+    found = kernels[0].estimate(use(op), on_it, passes)
+    least = (
+        registry()
+        .op(op)
+        .cost(dict(use(op).shapes), dict(use(op).dtypes), dict(use(op).params), passes)
+    )
+    roof = max(least.flops / on_it.flops, least.bytes / on_it.bandwidth)
+    for kernel in kernels:
+        assert roof < found[kernel.name] < 50 * roof  # never faster than the device
+    assert roof < found["xla"] < 500 * roof
+    wins = "xla" if op != "ragged_dot" or target == "tpu_v5p" else "memory_bounded"
+    assert choice.kernel == wins
+
+
+def test_what_does_not_fit_is_estimated_to_be_endless() -> None:
+    x = jax.ShapeDtypeStruct((1, 1 << 18, 16, 128), jnp.bfloat16)
+    spec = spec_of(registry().op("attention"), {"q": x, "k": x, "v": x}, {})
+    choice = choose(
+        spec, Config(), registry().kernels("attention"), device.named("tpu_v5p")
+    )
+    assert choice.kernel == "memory_bounded"
+    assert dict(choice.not_chosen)["xla"] == "estimated not to fit into memory"
+
+
+def test_estimates_agree_with_what_was_measured_on_an_h200() -> None:
+    """Of kernels within a factor of two and a half, over a range of a thousand."""
+    on_it, ratios = device.named("h200"), []
+    for op in SHAPES:
+        kernels = {k.name: k for k in registry().kernels(op)}
+        for key, measured in shipped(op).entries:
+            spec = Spec(op, key.shapes, key.dtypes, key.params)
+            for m in measured:
+                name = m.implementation.name
+                if name in kernels and m.median_us:
+                    model = kernels[name].estimate(spec, on_it, key.passes)
+                    ratios.append(1e6 * model[name] / m.median_us)
+    assert len(ratios) > 40
+    assert all(0.4 < r < 2.5 for r in ratios), sorted(ratios)
+
+
+def test_a_users_kernel_without_a_model_is_chosen_by_its_own_rule() -> None:
+    (plain,) = registry().kernels("rms_norm")
+    mine = dataclasses.replace(
+        plain, name="mine", estimate=None, profitable=lambda spec, platform: YES
+    )
+    target = device.named("a100")
+    choice = choose(use("rms_norm"), Config(), [mine, plain], target)
+    assert (choice.kernel, choice.origin) == ("mine", "heuristic")
+    never = dataclasses.replace(
+        mine, profitable=lambda spec, platform: no("never", "never pays")
+    )
+    choice = choose(use("rms_norm"), Config(), [never, plain], target)
+    assert (choice.kernel, choice.origin) == ("xla", "estimated")
+    assert dict(choice.not_chosen)["mine"] == "never pays"
+    unknown = device.Device("NVIDIA Z80", "cuda")
+    assert choose(use("rms_norm"), Config(), [plain], unknown).origin == "heuristic"

@@ -1,0 +1,77 @@
+"""How long attention takes by XLA, over blocks, and by cuDNN: a model of each.
+
+XLA writes and reads the scores several times, all of them, whatever the mask. The loop
+over blocks does so in float32 within a few blocks, and leaves out most hidden ones.
+cuDNN multiplies what is seen. The constants are those of an H200; what XLA takes on
+TPUs agrees with published rates of v5p, v6e and TPU7x within a factor of two.
+
+b, t, n, h                          model and measured; ms
+4 4096 16 128 full bf16   forward   cudnn  0.9  0.8   memory_bounded 7.4  6.7
+4 4096 16 128 causal bf16 forward   cudnn  0.5  0.5   memory_bounded 5.1  5.2
+4 2048 16 64 causal f32   forward   xla    1.9  1.7   memory_bounded 1.2  1.4
+4 2048 16 64 causal f32   both      xla    5.3  4.9   memory_bounded 3.5  3.8
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.device import Device
+from rewriter.estimate import item, seconds
+from rewriter.kernel import Spec
+from rewriter.kernels.attention.cost import cost
+
+PASSES, MASKED = 4.5, 2.0
+"""How often XLA reads or writes the scores, in the operands' type; how often more
+under a mask, window or bias."""
+
+CAPPED = 1.8
+"""How much longer with a soft cap."""
+
+BLOCKED = 6.5
+"""How often the loop over blocks reads or writes scores, in float32."""
+
+HIDDEN = 0.35
+"""The share of the time of a block that is left to a hidden one."""
+
+BOTH = 2.8
+"""How much longer XLA and the loop take with gradients."""
+
+DENSE, FUSED, FUSED_BOTH = 0.6, 0.75, 0.62
+"""Shares of the peak: XLA's products, cuDNN's forward, cuDNN's with gradients."""
+
+FULL_WIDTH = 128
+"""Narrower heads have smaller shares in cuDNN, as the root of their width."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"cudnn"``."""
+    (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
+    size, scores = item(spec, "q"), b * n * t * s
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    seen = cost(shapes, dtypes, params, passes)
+    forward = cost(shapes, dtypes, params)
+    whole = 2.0 * scores * (h + spec.shape("v")[3])
+    share = min(1.0, forward.flops / whole) if whole else 1.0
+    longer = BOTH if passes != "forward" else 1.0
+    capped = CAPPED if params.get("softcap") is not None else 1.0
+    moved = forward.bytes
+    plain = set(spec.operands) == {"q", "k", "v"} and share > 0.99
+    often = PASSES if plain else PASSES + MASKED
+    xla = seconds(
+        device, longer * whole, longer * (capped * often * size * scores + moved),
+        compute=DENSE, item=size, launches=4 * longer, temporary=2.0 * size * scores,
+    )  # fmt: skip
+    blocks = BLOCKED * 4 * scores * (HIDDEN + (1 - HIDDEN) * share)
+    loop = seconds(
+        device, longer * whole * share, longer * (capped * blocks + moved),
+        compute=DENSE, item=size, launches=longer * 4 * max(1.0, t / 2048),
+    )  # fmt: skip
+    fused = FUSED if passes == "forward" else FUSED_BOTH
+    cudnn = seconds(
+        device, seen.flops, 0.0, compute=fused * min(1.0, math.sqrt(h / FULL_WIDTH)),
+        launches=3 if passes == "forward" else 8,
+    )  # fmt: skip
+    cudnn = max(cudnn, seconds(device, 0.0, seen.bytes))
+    return {"xla": xla, "memory_bounded": loop, "cudnn": cudnn}

@@ -1,0 +1,26 @@
+"""How long the norm takes by XLA and by the kernel: the bytes that it moves.
+
+Both are fused by XLA and were as fast on an H200 (``tests/bench/results/
+tuned_h200.json``): 0.7 to 0.9 of the bandwidth forward. With gradients XLA took from
+0.8 to 1.2 of the kernel's time, in no order by shape, so that they count as equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rewriter.device import Device
+from rewriter.estimate import seconds
+from rewriter.kernel import Spec
+from rewriter.kernels.layer_norm.cost import cost
+
+REACHED = {"forward": 0.85, "vjp": 0.3, "forward_and_vjp": 0.3}
+"""Shares of the bandwidth."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"xla"`` and ``"memory_bounded"``."""
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    work = cost(shapes, dtypes, params, passes)
+    each = seconds(device, 0.0, work.bytes, memory=REACHED[passes])
+    return {"xla": each, "memory_bounded": each}
