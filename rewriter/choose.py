@@ -192,7 +192,7 @@ def _estimated(
 def _by_model(mine: float, best: float) -> str:
     """Why an implementation is not chosen by its estimate."""
     if math.isinf(mine):
-        return "estimated not to fit into memory"
+        return "no estimate: it does not fit into memory, or was not tried"
     mine, best = 1e6 * mine, 1e6 * best
     return f"estimated to take {time_text(mine)}, and the choice {time_text(best)}"
 

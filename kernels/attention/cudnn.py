@@ -1,28 +1,48 @@
 """Attention by cuDNN, through `jax.nn.dot_product_attention`.
 
-cuDNN is fast on recent NVIDIA GPUs, for 16-bit operands and the masks it knows by
-name. JAX does not promise that its call stays what it is, so that it cannot be part
-of an exported program; and it can only be traced where cuDNN is installed.
+cuDNN is fast on recent NVIDIA GPUs, for 16-bit operands, the masks it knows by name,
+lengths of keys, and tables that are added or hide. Tables are given in whole rows, with
+large numbers for infinities; queries that see no key are put right afterwards.
+
+JAX does not promise that its call stays what it is, so that it cannot be part of an
+exported program; and it can only be traced where cuDNN is installed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rewriter.kernel import Spec
+from rewriter.kernels.attention.reference import visible
 from rewriter.verdict import YES, Verdict, all_of, no
 
 PLAIN = frozenset({"q", "k", "v"})
+TABLES = frozenset({"bias", "mask"})
+TAKEN = PLAIN | TABLES | {"kv_lengths"}
+
+TRIED = PLAIN
+"""Operands with which its numbers were compared on a GPU (``tests/kernels/
+test_cudnn.py``). With others it is chosen only where it was measured, and so compared,
+or asked for."""
+
 TYPES = ("bfloat16", "float16")
+
+LARGE = {"float16": -(2.0**15)}
+"""What is added to hidden scores, as cuDNN makes NaN of infinities; `LARGEST` else."""
+
+LARGEST = -(2.0**41)
 
 
 def supports(spec: Spec) -> Verdict:
-    """Takes 16-bit q, k, v, causal or not, with a window behind; asks cuDNN last."""
+    """Takes 16-bit q, k, v, tables and lengths, causal or with a window behind.
+
+    Asks cuDNN last.
+    """
     verdict = all_of(_operands(spec), _types(spec), _masks(spec))
     return _asked(spec) if verdict.ok else verdict
 
@@ -34,6 +54,9 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     fast as XLA from there on, as fast or slower for 24 MiB and less.
     """
     del platform  # a GPU is all it supports
+    if untried(spec):
+        more = ", ".join(sorted(set(spec.operands) - TRIED))
+        return no("untried", f"not compared with {more} on a GPU: measure it with tune")
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
     scores = 4 * b * n * t * s
     if min(t, s) >= FEW and scores >= SMALL:
@@ -46,8 +69,13 @@ FEW = 128
 SMALL = 48 << 20
 
 
+def untried(spec: Spec) -> bool:
+    """Returns whether its numbers were not compared on a GPU with such operands."""
+    return not set(spec.operands) <= TRIED
+
+
 def _operands(spec: Spec) -> Verdict:
-    more = sorted(set(spec.operands) - PLAIN)
+    more = sorted(set(spec.operands) - TAKEN)
     if more:
         return no("operands", f"cuDNN is not given {', '.join(more)}")
     if spec.symbolic:
@@ -56,7 +84,9 @@ def _operands(spec: Spec) -> Verdict:
 
 
 def _types(spec: Spec) -> Verdict:
-    kinds = {str(jnp.dtype(spec.dtype(name))) for name in PLAIN}
+    kinds = {
+        str(jnp.dtype(spec.dtype(n))) for n in spec.operands if n in PLAIN | {"bias"}
+    }  # a wider bias would be rounded
     out = spec.param("out_dtype")
     kinds |= {str(jnp.dtype(out))} if out else set()
     if spec.shape("q")[3] != spec.shape("v")[3]:
@@ -68,6 +98,8 @@ def _types(spec: Spec) -> Verdict:
 
 def _masks(spec: Spec) -> Verdict:
     left, right = spec.param("window", (None, None))
+    if left is not None and spec.has("kv_lengths"):
+        return no("window", "lengths and a window leave queries without keys")
     if spec.param("softcap") is not None:
         return no("softcap", "cuDNN has no soft cap")
     if (left, right) == (None, None):
@@ -83,44 +115,104 @@ def _masks(spec: Spec) -> Verdict:
 def _asked(spec: Spec) -> Verdict:
     """What JAX says when it traces the call with its gradients."""
     arrays = {
-        n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in sorted(PLAIN)
+        n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in spec.operands
     }
-    params = {n: spec.param(n) for n in ("scale", "window")}
+    params = {n: spec.param(n) for n in ("scale", "window", "empty_rows")}
     b, t, n, _ = spec.shape("q")
     out = jax.ShapeDtypeStruct((b, t, n, spec.shape("v")[3]), spec.dtype("q"))
-
-    def both(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
-        return jax.vjp(_call(**params), q, k, v)[1](cotangent)
-
     try:
-        jax.eval_shape(both, arrays["q"], arrays["k"], arrays["v"], out)
+        jax.eval_shape(lambda x, c: _vjp(x, **params)[1](c), arrays, out)
     except Exception as problem:  # of many kinds, each with a reason in its text
         return no("cudnn", str(problem).splitlines()[0])
     return YES
 
 
-def _call(
-    scale: float, window: tuple[int | None, int | None]
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+def _vjp(operands: Mapping[str, jax.Array], **params: Any) -> tuple[jax.Array, Any]:
+    """The result, and a function to the cotangents of the floating operands."""
+    moving = {n: x for n, x in operands.items() if n in PLAIN | {"bias"}}
+    return jax.vjp(lambda some: _attention({**operands, **some}, **params), moving)
+
+
+def _attention(
+    operands: Mapping[str, jax.Array],
+    *,
+    scale: float,
+    window: tuple[int | None, int | None],
+    empty_rows: str = "nan",
+) -> jax.Array:
+    q, k, v = (operands[n] for n in "qkv")
+    (b, t), s = q.shape[:2], k.shape[1]
     left, right = window
+    more: dict[str, Any] = {}
+    lengths = operands.get("kv_lengths")
+    tables = {n: operands[n] for n in operands if n in TABLES}
+    odd = t % 2 or s % 2
+    if lengths is not None or (odd and (tables or right is None or s < t)):
+        full = jnp.full((b,), s, jnp.int32)  # hides what is added to make them even
+        keys = full if lengths is None else jnp.clip(lengths, 1, s).astype(jnp.int32)
+        more["query_seq_lengths"] = jnp.full((b,), t, jnp.int32)
+        more["key_value_seq_lengths"] = jnp.broadcast_to(keys, (b,))
+    more |= _tables(tables, t, s, q.dtype)
+    out = _call(
+        _even(q), _even(k), _even(v),
+        scale=scale,
+        is_causal=right is not None,
+        local_window_size=None if left is None else (left, 0),
+        **more,
+    )  # fmt: skip
+    out = out[:, :t]
+    if lengths is None and not tables:
+        return out
+    seen = _seen(operands, window)
+    return jnp.where(seen, out, _empty(v, q.shape[2], empty_rows).astype(out.dtype))
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        (b, t), s = q.shape[:2], k.shape[1]
-        more = {}
-        if (t % 2 or s % 2) and (right is None or s < t):  # hides what is added
-            more["query_seq_lengths"] = jnp.full((b,), t, jnp.int32)
-            more["key_value_seq_lengths"] = jnp.full((b,), s, jnp.int32)
-        out = jax.nn.dot_product_attention(
-            _even(q), _even(k), _even(v),
-            scale=scale,
-            is_causal=right is not None,
-            local_window_size=None if left is None else (left, 0),
-            implementation="cudnn",
-            **more,
-        )  # fmt: skip
-        return out[:, :t]
 
-    return attention
+def _call(q: jax.Array, k: jax.Array, v: jax.Array, **more: Any) -> jax.Array:
+    """CuDNN itself, by JAX."""
+    return jax.nn.dot_product_attention(q, k, v, **more, implementation="cudnn")
+
+
+def _tables(
+    tables: Mapping[str, jax.Array], t: int, s: int, dtype: Any
+) -> dict[str, jax.Array]:
+    """A bias that holds the mask, or a mask alone, whose gradient nobody wants."""
+    least = jnp.asarray(LARGE.get(str(dtype), LARGEST), dtype)
+    whole = lambda x: jnp.broadcast_to(x, (*x.shape[:2], t, s))
+    pad = ((0, 0), (0, 0), (0, t % 2), (0, s % 2))
+    if "bias" not in tables:
+        made = {n: jnp.pad(whole(x), pad, constant_values=True)
+                for n, x in tables.items()}  # fmt: skip
+        return made
+    bias = jnp.maximum(tables["bias"], least)
+    if "mask" in tables:
+        bias = jnp.where(tables["mask"], bias, least)
+    return {"bias": jnp.pad(whole(bias), pad)}
+
+
+def _seen(
+    operands: Mapping[str, jax.Array], window: tuple[int | None, int | None]
+) -> jax.Array:
+    """Which queries see a key, bool [b|1, t, n|1, 1]."""
+    t, s = operands["q"].shape[1], operands["k"].shape[1]
+    mask = operands.get("mask")
+    if "bias" in operands:
+        finite = operands["bias"] > -jnp.inf
+        mask = finite if mask is None else mask & finite
+    keep = visible(
+        t, s, mask=mask, kv_lengths=operands.get("kv_lengths"), window=window
+    )
+    assert keep is not None
+    keep = jnp.broadcast_to(keep, (*keep.shape[:2], t, s))
+    return keep.any(-1, keepdims=True).transpose(0, 2, 1, 3)
+
+
+def _empty(v: jax.Array, heads: int, empty_rows: str) -> jax.Array:
+    """What a query without keys gives, [b|1, 1, n|1, e|1]."""
+    if empty_rows != "mean":
+        value = jnp.nan if empty_rows == "nan" else 0.0
+        return jnp.full((1, 1, 1, 1), value)
+    mean = v.astype(jnp.float32).mean(1, keepdims=True)
+    return jnp.repeat(mean, heads // v.shape[2], axis=2)
 
 
 def _even(x: jax.Array) -> jax.Array:
@@ -130,9 +222,6 @@ def _even(x: jax.Array) -> jax.Array:
 
 def forward(
     *,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
     scale: float = 1.0,
     window: tuple[int | None, int | None] = (None, None),
     shift: int = 0,
@@ -140,30 +229,33 @@ def forward(
     empty_rows: str = "nan",
     out_dtype: str | None = None,
     residuals: bool = False,
+    **operands: jax.Array,
 ) -> Any:
     """Returns the result [b, t, n, e]; with residuals, what cuDNN's backward reads."""
-    del shift, softcap, empty_rows, out_dtype
-    attention = _call(scale, window)
+    del shift, softcap, out_dtype
+    params = {"scale": scale, "window": window, "empty_rows": empty_rows}
     if not residuals:
-        return attention(q, k, v)
-    out, back = jax.vjp(attention, q, k, v)
+        return _attention(operands, **params)
+    out, back = _vjp(operands, **params)
     return out, tuple(jax.tree.leaves(back))
 
 
 def backward(
     *,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
     out: None,
     residuals: tuple[jax.Array, ...],
     cotangent: jax.Array,
     scale: float = 1.0,
     window: tuple[int | None, int | None] = (None, None),
-    **others: Any,
+    shift: int = 0,
+    softcap: float | None = None,
+    empty_rows: str = "nan",
+    out_dtype: str | None = None,
+    **operands: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Returns the cotangents of q, k and v."""
-    del out, others
-    made = jax.eval_shape(lambda *x: jax.vjp(_call(scale, window), *x)[1], q, k, v)
+    """Returns the cotangents of q, k, v and of a bias."""
+    del out, shift, softcap, out_dtype
+    params = {"scale": scale, "window": window, "empty_rows": empty_rows}
+    made = jax.eval_shape(lambda x: _vjp(x, **params)[1], operands)
     back = jax.tree.unflatten(jax.tree.structure(made), residuals)
-    return dict(zip("qkv", back(cotangent), strict=True))
+    return back(cotangent)[0]

@@ -21,6 +21,7 @@ from rewriter.device import Device
 from rewriter.estimate import item, seconds
 from rewriter.kernel import Spec
 from rewriter.kernels.attention.cost import cost
+from rewriter.kernels.attention.cudnn import untried
 
 PASSES, MASKED = 4.5, 2.0
 """How often XLA reads or writes the scores, in the operands' type; how often more
@@ -74,4 +75,6 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         launches=3 if passes == "forward" else 8,
     )  # fmt: skip
     cudnn = max(cudnn, seconds(device, 0.0, seen.bytes))
+    if untried(spec):
+        cudnn = math.inf
     return {"xla": xla, "memory_bounded": loop, "cudnn": cudnn}

@@ -67,6 +67,157 @@ def test_without_cudnn_the_reason_is_told() -> None:
     assert "cuDNN" in str(site.not_chosen)
 
 
+def by_xla(q, k, v, **more):
+    """What JAX's own XLA implementation makes of what cuDNN would be given."""
+    (b, t, n, h), s = q.shape, k.shape[1]
+    assert k.shape == v.shape == (b, s, k.shape[2], h)
+    assert t % 2 == s % 2 == 0  # or cuDNN has no gradients
+    assert n % k.shape[2] == 0
+    for name in ("bias", "mask"):
+        if (x := more.get(name)) is not None:
+            assert x.shape[2:] == (t, s)  # cuDNN broadcasts the first two axes alone
+            assert x.shape[0] in (1, b)
+            assert x.shape[1] in (1, n)
+            assert x.dtype == (bool if name == "mask" else q.dtype)
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        if (x := more.get(name)) is not None:
+            assert (x.shape, x.dtype) == ((b,), jnp.int32)
+    return jax.nn.dot_product_attention(q, k, v, **more, implementation="xla")
+
+
+def table(name: str, b: int, t: int, s: int, n: int, dtype: Any = jnp.float32):
+    """Operands beyond q, k and v, with queries that see no key where there may be."""
+    key = jax.random.key(7)
+    keep = jax.random.bernoulli(key, 0.7, (b, 1, t, s)).at[0, 0, 1].set(False)
+    bias = jax.random.normal(key, (1, n, t, s)).astype(dtype)
+    return {
+        "lengths": {"kv_lengths": jnp.array([s, 1, 0, s + 9][:b], jnp.int32)},
+        "one_length": {"kv_lengths": jnp.array([s // 2], jnp.int32)},
+        "bias": {"bias": bias},
+        "bias_per_batch": {"bias": jnp.broadcast_to(bias[:, :1], (b, 1, t, s)) + 1},
+        "row_bias": {"bias": bias[:, :, :1]},
+        "infinite_bias": {"bias": jnp.where(keep, bias, -jnp.inf)},
+        "mask": {"mask": keep},
+        "padding": {"mask": keep[:, :, 2:3]},
+        "bias_and_mask": {"bias": bias, "mask": keep},
+        "bias_and_lengths": {"bias": bias, "kv_lengths": jnp.full((b,), 5, jnp.int32)},
+    }[name]
+
+
+TABLES = (
+    "lengths", "one_length", "bias", "bias_per_batch", "row_bias", "infinite_bias",
+    "mask", "padding", "bias_and_mask", "bias_and_lengths",
+)  # fmt: skip
+
+
+def compared(operands, cotangent, params, limit: float) -> None:
+    """Our forward and backward against the reference in float64, seen rows alone."""
+    given = dict(operands)
+
+    def ours(given, cotangent):
+        out, kept = cudnn.forward(**given, residuals=True, **params)
+        alone = cudnn.forward(**given, **params)
+        grads = cudnn.backward(
+            **given, out=None, residuals=kept, cotangent=cotangent, **params
+        )
+        return out, alone, grads
+
+    out, alone, grads = jax.jit(ours)(given, cotangent)
+    floats = {n for n, x in given.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    assert set(grads) == floats
+    seen = np.broadcast_to(
+        np.asarray(cudnn._seen(given, params["window"]))
+        if set(given) - {"q", "k", "v"} else True, out.shape,
+    )  # fmt: skip
+    with jax.enable_x64(True):
+        wide = {
+            n: np.asarray(x, np.float64) if n in floats else np.asarray(x)
+            for n, x in given.items()
+        }
+        exact = jnp.asarray(reference(**wide, **params))
+
+        # Where rows are empty the reference's gradient is of a finite stand-in.
+        stays = params.get("empty_rows") == "mean"
+        finite = params if stays else {**params, "empty_rows": "zero"}
+        run = lambda some: reference(**{**wide, **some}, **finite)
+        _, pull = jax.vjp(run, {n: wide[n] for n in floats})
+        wide_cotangent = np.asarray(cotangent, np.float64)
+        (want,) = pull(jnp.where(seen | stays, wide_cotangent, 0))
+    for got in (out, alone):
+        got, exact = np.asarray(got, np.float64), np.asarray(exact)
+        assert (np.isnan(got) == np.isnan(exact)).all()
+        fine = ~np.isnan(exact)
+        gap = np.linalg.norm(np.where(fine, got - exact, 0))
+        assert gap <= limit * np.linalg.norm(np.where(fine, exact, 0))
+    for name in floats:
+        got = np.asarray(grads[name], np.float64)
+        assert np.isfinite(got).all(), name
+        gap = np.linalg.norm(got - np.asarray(want[name]))
+        assert gap <= limit * max(np.linalg.norm(want[name]), 1e-3), name
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0)], ids=str)
+@pytest.mark.parametrize("empty_rows", ["nan", "zero", "mean"])
+@pytest.mark.parametrize("name", TABLES)
+def test_what_cudnn_is_given_computes_the_op(
+    name: str, empty_rows: str, window: tuple, monkeypatch
+) -> None:
+    """On any device: the same call by XLA, as cuDNN's rules are asserted by hand."""
+    monkeypatch.setattr(cudnn, "_call", by_xla)
+    b, t, s, n, h = 4, 9, 12, 4, 8
+    if "lengths" in name and window[0] is not None:
+        pytest.skip("refused: lengths and a window")
+    more = table(name, b, t, s, n)
+    sizes = {"q": (b, t, n, h), "k": (b, s, 2, h), "v": (b, s, 2, h)}
+    q, k, v, g = (
+        jax.random.normal(jax.random.key(i), size)
+        for i, size in enumerate((*sizes.values(), sizes["q"]))
+    )
+    params = {"scale": 0.3, "window": window, "empty_rows": empty_rows}
+    compared({"q": q, "k": k, "v": v, **more}, g, params, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "params", "why"),
+    [
+        ({"bias": ((1, 4, 256, 256), jnp.float32)}, {}, "16-bit"),
+        ({"kv_lengths": ((2,), jnp.int32)}, {"window": (8, 0)}, "without keys"),
+        ({"offset": ((2,), jnp.int32)}, {}, "not given offset"),
+    ],
+)
+def test_tables_and_lengths_it_is_not_given(more, params, why) -> None:
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    given = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in more.items()}
+    op = registry().op("attention")
+    verdict = cudnn.supports(spec_of(op, {"q": x, "k": x, "v": x, **given}, params))
+    assert not verdict.ok
+    assert why in verdict.reasons[0].text
+
+
+def test_what_was_not_tried_on_a_gpu_is_chosen_only_if_measured(monkeypatch) -> None:
+    """A mask: neither the rule of thumb nor the estimate takes cuDNN for it."""
+    from rewriter import device
+    from rewriter.choose import choose
+    from rewriter.config import Config
+    from rewriter.verdict import YES
+
+    monkeypatch.setattr(cudnn, "_asked", lambda spec: YES)
+    x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct((4, 1, 4096, 4096), bool)
+    op, kernels = registry().op("attention"), registry().kernels("attention")
+    plain = spec_of(op, {"q": x, "k": x, "v": x}, {})
+    masked = spec_of(op, {"q": x, "k": x, "v": x, "mask": mask}, {})
+    for on in (device.named("a100"), device.Device("NVIDIA Z80", "cuda")):
+        assert choose(plain, Config(), kernels, on).kernel == "cudnn"
+        choice = choose(masked, Config(), kernels, on)
+        assert choice.kernel != "cudnn"
+        assert "tried" in dict(choice.not_chosen)["cudnn"] or (
+            "measure it with tune" in dict(choice.not_chosen)["cudnn"]
+        )
+    forced = Config(implementation=(("attention", ("cudnn",), ()),))
+    assert choose(masked, forced, kernels, device.named("a100")).kernel == "cudnn"
+
+
 SHAPES = {  # b, t, s, n, heads of k, h
     "square": (2, 256, 256, 4, 4, 64),
     "odd": (1, 333, 333, 3, 3, 128),
@@ -149,3 +300,33 @@ def test_an_ordinary_program_runs_on_it() -> None:
         ):
             a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
             assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
+
+
+EMPTY = ("nan", "zero", "mean")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs cuDNN")
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (100, 0)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", ["odd", "grouped", "more_queries"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_and_lengths_against_float64(
+    name: str, shape: str, dtype: str, window: tuple
+) -> None:
+    b, t, s, n, heads, h = SHAPES[shape]
+    b = 4
+    sizes = ((b, t, n, h), (b, s, heads, h), (b, s, heads, h), (b, t, n, h))
+    q, k, v, g = (
+        jax.random.normal(jax.random.key(i), size).astype(dtype)
+        for i, size in enumerate(sizes)
+    )
+    operands = {"q": q, "k": k, "v": v, **table(name, b, t, s, n, dtype)}
+    for empty_rows in EMPTY:
+        params = {"scale": h**-0.5, "window": window, "empty_rows": empty_rows}
+        given = spec_of(registry().op("attention"), operands, params)
+        verdict = cudnn.supports(given)
+        if not verdict.ok:
+            assert "without keys" in verdict.reasons[0].text
+            return
+        compared(operands, g, params, {"bfloat16": 2e-2, "float16": 3e-3}[dtype])
