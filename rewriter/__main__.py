@@ -86,6 +86,7 @@ def _tune(args: argparse.Namespace) -> int:
         grad=args.grad,
         again=args.again,
         end_to_end=args.end_to_end,
+        isolate=args.isolate,
         **_options(args),
     )
     tuned = run(*values)
@@ -327,6 +328,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--grad", action="store_true", help="gradients as well")
     tune.add_argument("--again", action="store_true", help="also what is cached")
     tune.add_argument("--end-to-end", action="store_true", help="the whole program too")
+    tune.add_argument(
+        "--isolate", action="store_true", help="try kernels in a child process first"
+    )
     tune.add_argument("--out", help="also write the measurements to this file")
     cache = _command(commands, "cache", _cache, "what was measured on this machine")
     cache.add_argument("action", choices=("path", "info", "clear"))
