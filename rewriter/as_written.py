@@ -1,19 +1,14 @@
-"""A match in, its region out as a program of its own, with leaves to run it on.
+"""A match in, its region out as a program of its own: what the user wrote.
 
 XLA's candidate for a site is what the user wrote, since spellings of one op differ in
 time. The region's equations are taken out as they are, calls of `jax.custom_jvp` whole;
 where the program computes the gradients of all leaves itself, those equations too, else
 the gradients are `jax.vjp` of the region.
-
-The leaves it is run on come from the operands that an op's `sample` makes: floats by
-the transpose of the region's layout, others by trying the operands themselves. Operands
-computed from the leaves must then be like the sample's, else the region is not run.
 """
 
 from __future__ import annotations
 
 import enum
-import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,9 +26,6 @@ from rewriter.match import Match, leaves_of
 
 LARGEST = 2000
 """Equations of a region at most."""
-
-ALIKE = 64.0
-"""How much larger or smaller than the sample's operands those of leaves may be."""
 
 WORDS = frozenset({
     "axes", "axis", "dimension", "dimensions", "dimension_numbers", "permutation",
@@ -271,115 +263,6 @@ def _word(value: Any, numbers: bool) -> Any:
     text = str(value)
     named = numbers and "0x" not in text
     return text if named else type(value).__name__
-
-
-# --------------------------------------------------------------------- leaves
-def leaves_like(
-    written: Written, operands: Mapping[str, Any], out: Any
-) -> dict[str, Any]:
-    """Returns leaves of a region whose operands are like given ones.
-
-    Args:
-        written: The region.
-        operands: What an op's `sample` made.
-        out: Shape and dtype of the op's result.
-
-    Raises:
-        NotTaken: If there are none, with the leaf or operand that stands in the way.
-    """
-    run = functools.partial(_operands, written, out)
-    leaves = {n: jnp.zeros(s.shape, s.dtype) for n, s in written.leaves}
-    floats = {n: s for n, s in written.leaves if _is_float(s)}
-    for name, struct in written.leaves:
-        if name not in floats:
-            leaves[name] = _of_whole(written, run, leaves, name, struct, operands)
-    leaves |= _of_floats(run, leaves, floats, operands)
-    found = run(leaves)
-    for name, made in found.items():
-        if problem := _unlike(made, operands[name]):
-            raise NotTaken(f"would be run on an unusual {name}: {problem}")
-    return leaves
-
-
-def _operands(written: Written, out: Any, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The op's operands for some leaves."""
-    seen: dict[str, Any] = {}
-
-    def call(**given: Any) -> Any:
-        seen.update(given)
-        return jnp.zeros(out.shape, out.dtype)
-
-    written.replaced(call)(leaves)
-    return {n: x for n, x in seen.items() if isinstance(x, jax.Array)}
-
-
-def _of_whole(
-    written: Written,
-    run: Callable[..., dict[str, Any]],
-    leaves: Mapping[str, Any],
-    name: str,
-    struct: jax.ShapeDtypeStruct,
-    operands: Mapping[str, Any],
-) -> Any:
-    """A leaf of integers or booleans that gives one of the operands exactly."""
-    for other, sample in operands.items():
-        if sample.size != struct.size or _is_float(sample):
-            continue
-        reshaped = sample.reshape(struct.shape)
-        tries = [reshaped.astype(struct.dtype)]
-        if struct.dtype == bool:
-            tries.append(~tries[0])
-        for value in tries:
-            made = run({**leaves, name: value}).get(other)
-            if made is not None and not _unlike(made, sample):
-                return value
-    what = f"{struct.dtype}[{','.join(map(str, struct.shape))}]"
-    raise NotTaken(f"read {what}, and nothing says what that looks like")
-
-
-def _of_floats(
-    run: Callable[..., dict[str, Any]],
-    leaves: Mapping[str, Any],
-    floats: Mapping[str, Any],
-    operands: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Leaves by the transpose of the layout; normal where no operand reads them."""
-    keys = jax.random.split(jax.random.key(0), max(1, len(floats)))
-    normal = {
-        n: jax.random.normal(k, s.shape).astype(s.dtype)
-        for k, (n, s) in zip(keys, floats.items(), strict=False)
-    }
-
-    def layout(some: Mapping[str, Any]) -> dict[str, Any]:
-        return {n: x for n, x in run({**leaves, **some}).items() if _is_float(x)}
-
-    made, back = jax.vjp(layout, normal)
-    wanted = {n: operands[n].astype(x.dtype) for n, x in made.items()}
-    (sums,) = back(wanted)
-    ones = {n: jnp.ones_like(x) for n, x in normal.items()}
-    (weights,) = back(jax.jvp(layout, (normal,), (ones,))[1])
-    read = {n: w != 0 for n, w in weights.items()}
-    return {
-        n: jnp.where(read[n], sums[n] / jnp.where(read[n], weights[n], 1), x)
-        for n, x in normal.items()
-    }
-
-
-def _unlike(made: Any, sample: Any) -> str:
-    """What is different about an operand, or ``""``."""
-    if not _is_float(sample):
-        same = made.shape == sample.shape and bool(jnp.all(made == sample))
-        return "" if same else "other values"
-    sizes = [
-        float(jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)))))
-        for x in (made, sample)
-    ]
-    if not sizes[0] or not np.isfinite(sizes[0]):
-        return f"its size is {sizes[0]:g}"
-    ratio = sizes[0] / (sizes[1] or 1.0)
-    if not 1 / ALIKE <= ratio <= ALIKE:
-        return f"{ratio:.1e} times as large as usual"
-    return ""
 
 
 def _is_float(x: Any) -> bool:

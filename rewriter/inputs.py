@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.as_written import leaves_like
 from rewriter.device import Device
 from rewriter.key import FORWARD
+from rewriter.leaves import leaves_like
 from rewriter.op import Sample
 from rewriter.programs import Task
 
@@ -95,8 +95,10 @@ def with_leaves(task: Task, drawn: Sequence[Inputs]) -> tuple[Inputs, ...]:
         lambda x: task.op.reference(**x, **dict(task.spec.params)), task.structs
     )
 
+    make = leaves_like(written, out)
+
     def of(args: Args, key: Any) -> Args:
-        leaves = leaves_like(written, args[0], out)
+        leaves = make(args[0])
         if task.passes == FORWARD:
             return (leaves,)
         shape, dtype = written.result.shape, written.result.dtype

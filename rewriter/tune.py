@@ -16,6 +16,7 @@ from rewriter.config import as_list, resolve
 from rewriter.decision import decide
 from rewriter.errors import ConfigError, caller, known
 from rewriter.implementation import XLA
+from rewriter.measurement import of_spelling, spellings
 from rewriter.optimize import optimize, with_patterns
 from rewriter.programs import Task
 from rewriter.race import race_programs
@@ -198,8 +199,10 @@ def _summary(made: Tuned, wanted: int, seconds: float) -> None:
     if not _shown() or not wanted:
         return
     kernels = sum(
-        (d := decide(ms)) is not None and d.best.implementation.name != "xla"
+        (d := decide(of_spelling(ms, spelling))) is not None
+        and d.best.implementation.name != XLA
         for _, ms in made.entries
+        for spelling in spellings(ms)[:1]
     )
     print(
         f"tuned {len(made)} of {wanted} sites and passes in {seconds:.0f} s on "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 
 import rewriter
 from rewriter import device, pipeline
+from rewriter.choose import shipped
 from rewriter.config import Config
 from rewriter.decision import decide
 from rewriter.errors import BundleMismatch, CacheWarning
@@ -232,6 +234,22 @@ def test_choices_from_a_file(tmp_path) -> None:
     Tuned(((used, (took("xla", 9.0), unknown)),)).save(path)
     fast = rewriter.optimize(attention, tuned=str(path), tune="off", strict=True)
     assert {s.kernel for s in fast.report(x, x, x).sites} == {"xla"}
+
+
+RESULTS = pathlib.Path(__file__).parents[1] / "bench" / "results"
+
+
+def test_files_of_earlier_versions_are_read() -> None:
+    """What was measured before there were distributions, digests, clocks."""
+    old = Tuned.loads((RESULTS / "tuned_h200.json").read_text())
+    assert len(old) > 60
+    assert Tuned.loads(old.dumps()) == old
+    for op in registry().ops():
+        for found, measured in shipped(op).entries:
+            assert found.op == op
+            assert decide(measured) is not None
+            assert {m.spelling for m in measured} == {""}
+    assert "xla (as usually written)" in old.table()
 
 
 CHOSEN = """
