@@ -11,15 +11,15 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
     "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "kernel",
-    "estimate", "registry", "profile", "timing", "conditions", "trace", "graph",
-    "template", "normal_form", "canonicalize", "emit", "region", "rows", "reading",
-    "finder", "sieve", "match", "pattern", "implementation", "key", "measurement",
-    "decision", "stored", "whole", "tuned", "cache", "choose", "plan", "gradients",
-    "backward_place", "as_written", "leaves", "remains", "oracle", "implement", "site",
-    "threads", "programs", "inputs", "candidate", "race", "isolate", "autotune",
-    "replace", "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline",
-    "bench", "bench_table", "bench_peers", "bench_ops", "export", "demo", "__init__",
-    "__main__",
+    "estimate", "registry", "profile", "timing", "conditions", "trace", "repeats",
+    "fold", "graph", "template", "normal_form", "canonicalize", "emit", "region",
+    "rows", "reading", "finder", "sieve", "match", "pattern", "implementation", "key",
+    "measurement", "decision", "stored", "whole", "tuned", "cache", "choose", "plan",
+    "gradients", "backward_place", "as_written", "leaves", "remains", "oracle",
+    "implement", "site", "threads", "programs", "inputs", "candidate", "race",
+    "isolate", "autotune", "replace", "unfold", "pipeline", "draw", "report",
+    "optimize", "tune", "verify", "roofline", "bench", "bench_table", "bench_peers",
+    "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {
