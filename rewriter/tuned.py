@@ -179,6 +179,9 @@ class Tuned:
 
 
 def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
+    if not measurements:
+        yield "  nothing could be timed"
+        return
     decision = decide(measurements)
     width = max(len(_name(m)) for m in measurements)
     for m in sorted(measurements, key=by_time):

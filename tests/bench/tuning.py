@@ -213,7 +213,9 @@ def ship(given: argparse.Namespace) -> None:
     tuned = Tuned.load(given.tuned)
     for op in sorted({key.op for key, _ in tuned.entries}):
         entries = tuple(
-            (key, worth_shipping(ms)) for key, ms in tuned.entries if key.op == op
+            (key, worth_shipping(ms))
+            for key, ms in tuned.entries
+            if key.op == op and any(m.median_us for m in ms)
         )
         slug = entries[0][0].device.lower().replace(" ", "_")
         path = pathlib.Path(f"kernels/{op}/tuned/{slug}.json")
