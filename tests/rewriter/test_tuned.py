@@ -248,7 +248,7 @@ def test_files_of_earlier_versions_are_read() -> None:
         for found, measured in shipped(op).entries:
             assert found.op == op
             assert decide(measured) is not None or not measured
-            assert {m.spelling for m in measured} == {""}
+            assert not any(m.spelling for m in measured)
         assert op in shipped(op).table()
     assert "xla (as usually written)" in old.table()
     assert "nothing could be timed" in Tuned(((key(), ()),)).table()
