@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ class Finder:
     def layout_leaves(self, ev: RegionEvaluator, *values: int) -> set[int]:
         """Leaves under values when only layout and scale are looked through."""
         probe = RegionEvaluator(self.graph, self.algebra, usable=ev.usable)
+        probe.loops = ev.loops
         for value in values:
             try:
                 probe.poly(value, probe.indices(value), LAYOUT)
@@ -149,7 +151,7 @@ class Finder:
         self,
         ev: RegionEvaluator,
         scores: frozenset[int],
-        product: Node,
+        products: Sequence[Node],
         value: int,
         keep: int,
         factor: tuple[frozenset[int], float],
@@ -157,7 +159,7 @@ class Finder:
         """What a row without keys gives; see `rewriter.rows`."""
         from rewriter.rows import empty_row
 
-        return empty_row(ev, keep, scores, product, value, factor)
+        return empty_row(ev, keep, scores, products, value, factor)
 
     def where(self, node: Node) -> str:
         """The user's line of an equation."""

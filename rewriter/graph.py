@@ -133,7 +133,8 @@ class Graph:
         scope.env[var] = value
         scope.first_var.setdefault(value, (position, var))
 
-    def _read(self, scope: Scope, atom: Any) -> int:
+    def read(self, scope: Scope, atom: Any) -> int:
+        """The value of a variable or literal in a scope."""
         if _jax.is_literal(atom):
             return self.literal(atom.val, atom.aval)
         return scope.env[atom]
@@ -150,7 +151,7 @@ class Graph:
         signatures = self._signatures_of(jaxpr.eqns)
         for position, eqn in enumerate(jaxpr.eqns):
             ins = [
-                env[a] if a.__class__ is variable else self._read(scope, a)
+                env[a] if a.__class__ is variable else self.read(scope, a)
                 for a in eqn.invars
             ]
             signature = signatures[position]
@@ -163,7 +164,7 @@ class Graph:
                     env[var] = value
                     if value not in first_var:
                         first_var[value] = (position, var)
-        return [self._read(scope, a) for a in jaxpr.outvars]
+        return [self.read(scope, a) for a in jaxpr.outvars]
 
     def _signatures_of(self, eqns: Sequence[Any]) -> list[int]:
         """A number per equation, equal for equal primitive and parameters.
@@ -295,7 +296,7 @@ class Graph:
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
-            self.per_step[value, length, backwards] = self._read(child, var)
+            self.per_step[value, length, backwards] = self.read(child, var)
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def empty_row(
     ev: Evaluator,
     keep: int,
     scores: frozenset[int],
-    product: Node,
+    products: Sequence[Node],
     value: int,
     factor: tuple[frozenset[int], float] = (frozenset(), 1.0),
 ) -> str:
@@ -42,7 +43,7 @@ def empty_row(
         ev: The evaluator that made the region's form.
         keep: Which keys are kept, as a boolean function.
         scores: Results of the contractions of queries with keys.
-        product: The contraction of the weights with the values.
+        products: The contractions of the weights with the values.
         value: The region's result.
         factor: What the weights are multiplied by, as by dropout: arrays that are
             taken to be one, and a number.
@@ -58,7 +59,7 @@ def empty_row(
         if (table | never) >> row & 1:
             continue
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
-        run = _Row(ev, truth, scores, product, ones)
+        run = _Row(ev, truth, scores, products, ones)
         out = run(value)
         seen.add((_verdict(out, number), tuple(run.peaks)))
     if len(seen) != 1:
@@ -130,9 +131,9 @@ def _verdict(out: Abstract, factor: float) -> str:
 class _Row:
     """Abstract evaluation of one row."""
 
-    def __init__(self, ev, truth, scores, product, ones):
+    def __init__(self, ev, truth, scores, products, ones):
         self.ev, self.g, self.truth, self.ones = ev, ev.g, truth, ones
-        self.scores, self.product = scores, product
+        self.scores, self.products = scores, products
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
         self.flags: dict[int, list[int]] = {}
@@ -164,7 +165,7 @@ class _Row:
                 return ("c", known)
         if node is None:
             return UNKNOWN
-        if node is self.product:
+        if node in self.products:
             return self._product(node)
         with np.errstate(all="ignore"):
             return self._step(node, value)

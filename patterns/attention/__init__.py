@@ -15,9 +15,10 @@ from collections.abc import Iterator, Set
 
 from rewriter.finder import Finder
 from rewriter.graph import Node
-from rewriter.match import ReaderPattern
+from rewriter.match import ReaderPattern, leaves_of
 from rewriter.normal_form import OverBudget
 from rewriter.patterns.attention.assembly import NAME, Assembly
+from rewriter.patterns.attention.blocks import Blocks, blocks, results
 from rewriter.patterns.attention.softmax import exponents, softmax_parts
 from rewriter.reading import Reading, Refused, split_digits
 from rewriter.sieve import Step
@@ -50,9 +51,34 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         if pv in scores or pv.outs[0] in sums or find.done(NAME, pv.outs[0]):
             continue
         before = len(find.found)
+        whole = results(find, pv)
+        if any(find.done(NAME, v) for v in whole):
+            return  # a block of a result that is found
+        yield from _in_blocks(find, pv, whole)
+        if len(find.found) > before:
+            return
         yield from _around(find, anchor, scores, pv, side, sums)
         if len(find.found) > before:
             return  # weights that several products read are one attention
+
+
+def _in_blocks(find: Finder, pv: Node, whole: list[int]) -> Iterator[Reading]:
+    """Readings of results that several products add up to."""
+    for value in whole:
+        key = ("blocks", value)
+        if key in find.cache:
+            continue
+        find.cache[key] = True
+        found = blocks(find, value)
+        if found is None or (pv.outs[0] not in {n.outs[0] for n, _ in found.products}):
+            continue
+        try:
+            yield read(find, value, found, "full")
+        except (Refused, OverBudget, RecursionError) as e:
+            print("BLOCKS", value, repr(e), getattr(e, "difference", "")[:500])
+            continue
+        if find.done(NAME, value):
+            return
 
 
 def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
@@ -70,7 +96,8 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
         for k, candidate in enumerate([value, *later]):
             for how in ("full", "soft", "whole"):
                 try:
-                    yield read(find, candidate, chosen, pv, side, how, sums)
+                    parts = Blocks(tuple(chosen), ((pv, side),))
+                    yield read(find, candidate, parts, how, sums)
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
                         miss = refusal.with_traceback(None)
@@ -93,9 +120,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
 def read(
     find: Finder,
     value: int,
-    scores: list[Node],
-    pv: Node,
-    side: int,
+    parts: Blocks,
     how: str,
     sums: Set[int] = frozenset(),
 ) -> Reading:
@@ -104,9 +129,7 @@ def read(
     Args:
         find: The search.
         value: The candidate.
-        scores: Contractions of queries with keys.
-        pv: The contraction of weights with values.
-        side: Which operand of it the weights are.
+        parts: The contractions it is computed from.
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
             ``"whole"`` takes a bias as it is, however it was computed.
         sums: Contractions of the weights with ones.
@@ -115,15 +138,22 @@ def read(
         Refused: If the form is not that of attention.
         OverBudget: If the form grows too large.
     """
+    scores = frozenset(n.outs[0] for n in parts.scores)
+    products = frozenset(n.outs[0] for n, _ in parts.products)
 
     def from_scores(v: int) -> bool:
-        return any(find.regions.depends(v, n.outs[0], 120) for n in scores)
+        return bool(parts.scans) or any(
+            find.regions.depends(v, score, 120) for score in scores
+        )
 
     ev = find.evaluator(
         value,
-        inside=frozenset([*(n.outs[0] for n in scores), pv.outs[0], *sums]),
+        inside=scores | products | parts.scans | sums,
         full_sides=frozenset(
-            [(pv.outs[0], side), *((n, k) for n in sums for k in (0, 1))]
+            [
+                *((n.outs[0], k) for n, k in parts.products),
+                *((n, k) for n in sums for k in (0, 1)),
+            ]
         ),
         soft_fills=how == "soft",
         in_pieces=from_scores,
@@ -135,16 +165,20 @@ def read(
     form = ev.poly(value, args)
     whole = args
     form, args = split_digits(alg, form, args)
+    if len(parts.products) > 1:
+        form = alg.merged(form)
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
-    values = find.layout_leaves(ev, pv.ins[1 - side])
-    parts = softmax_parts(alg, form, values)
-    left = find.layout_leaves(ev, *(n.ins[0] for n in scores))
-    right = find.layout_leaves(ev, *(n.ins[1] for n in scores))
-    qk, bias = exponents(alg, parts, left | right)
-    of_scores = frozenset(n.outs[0] for n in scores)
-    return Assembly(
-        find, ev, value, args, form, parts, qk, bias, pv, of_scores
+    values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
+    found = softmax_parts(alg, form, values)
+    left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
+    right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
+    qk, bias = exponents(alg, found, left | right)
+    reading = Assembly(
+        find, ev, value, args, form, found, qk, bias, parts.products, scores
     ).reading()
+    if any(ev.varies(leaf) for leaf in leaves_of(reading)):
+        raise Refused("loop", "a value of one step of a loop is read", score=0.4)
+    return reading
 
 
 STEPS = (Step(DOT), Step(ANCHORS), Step(DOT))

@@ -24,10 +24,10 @@ NAME = "attention"
 class Assembly(Masks, Rows):
     """Names the axes, classifies the masks and writes the operands."""
 
-    def __init__(self, find, ev, value, args, form, parts, qk, bias, pv, scores):
+    def __init__(self, find, ev, value, args, form, parts, qk, bias, products, scores):
         self.find, self.ev, self.alg = find, ev, find.algebra
         self.value, self.args, self.form = value, args, form
-        self.parts, self.qk, self.bias, self.pv = parts, qk, bias, pv
+        self.parts, self.qk, self.bias, self.products = parts, qk, bias, products
         self.scores = scores
         self.operands: dict[str, Operand] = {}
         self.params: dict[str, Any] = {}

@@ -25,7 +25,7 @@ class Rows:
             else self.find.empty_rows(
                 self.ev,
                 self.scores,
-                self.pv,
+                [n for n, _ in self.products],
                 self.value,
                 self.alg.both(self.parts.keep, self.parts.row_mask),
                 self._dropped(),

@@ -17,6 +17,7 @@ from rewriter.canonicalize.constants import (
 )
 from rewriter.canonicalize.dtypes import is_lossless, kind_of, takes_integers
 from rewriter.canonicalize.layout import Layout
+from rewriter.canonicalize.loops import LoopForms, Loops
 from rewriter.canonicalize.primitives import (
     FULL,
     KNOWN_CONSTANTS,
@@ -40,14 +41,15 @@ from rewriter.normal_form import (
 )
 
 
-class Evaluator(Layout):
+class Evaluator(Layout, LoopForms):
     """Normal forms of graph values relative to leaves.
 
     Args:
         graph: The matching view.
         algebra: Where atoms are interned.
         names: Values that are leaves, with the name each one gets.
-        inside: Results of contractions that are expanded; others are leaves.
+        inside: Results of contractions and scans that are expanded; others are
+            leaves.
         usable: Whether a value can be had where the replacement will stand; an
             equation with an operand that cannot is a leaf. None: all can.
         soft_fills: Keep additive constants above -1e5 as a bias, not as a mask.
@@ -89,6 +91,7 @@ class Evaluator(Layout):
         self.visits = 0
         self.private = False
         self.outer: frozenset[int] = frozenset()
+        self.loops = Loops()
 
     # ------------------------------------------------------------- entry
     def indices(self, value: int) -> tuple[Index, ...]:
@@ -154,7 +157,7 @@ class Evaluator(Layout):
         if value not in self.names:
             self.names[value] = ("own", value) if self.private else value
         self.leaf_values.add(value)
-        return self.alg.atom("leaf", self.names[value], args)
+        return self.alg.atom("leaf", self.names[value], (*args, *self.varies(value)))
 
     def _expandable(self, value: int, mode: str) -> Node | None:
         if value in self.names and value not in self.g.constants:
@@ -172,7 +175,7 @@ class Evaluator(Layout):
                     and self._plain(node)
                 )
             )
-        elif prim in STRUCTURAL:
+        elif prim in STRUCTURAL or prim == "scan":
             ok = self.expand_all or value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
@@ -192,7 +195,7 @@ class Evaluator(Layout):
 
     def _had(self, value: int) -> bool:
         """Whether a value can be had, or is expanded into values that can."""
-        if self.usable(value):
+        if self.usable(value) or self.varies(value):
             return True
         if value not in self._expanded_values:
             node = self.g.node_of(value)
@@ -274,6 +277,9 @@ class Evaluator(Layout):
             number = self.number(value)
             if number is not None:
                 return self._number_poly(number, self.g.dtype(value))
+        if value in self.loops.steps or value in self.loops.carries:
+            known = self.before_step(value, args, mode)
+            return self.alg.of_atom(self.leaf(value, args)) if known is None else known
         node = self._expandable(value, mode)
         if node is None:
             array = self.g.constants.get(value)
@@ -290,6 +296,8 @@ class Evaluator(Layout):
         if moved is not None:
             source, at = moved
             return {} if source is None else self.poly(source, at, mode)
+        if prim == "scan":
+            return self.scanned(node, value, args, mode)
         if prim in ("convert_element_type", "stop_gradient"):
             return self._cast(node, value, args, mode)
         rule = RULES.get(prim)
@@ -377,6 +385,9 @@ class Evaluator(Layout):
             if found is not None:
                 return found
             return self.alg.literal(self.leaf(value, args))
+        if value in self.loops.steps:
+            whole, step = self.loops.steps[value]
+            return self.flag(whole, (step, *args), mode)
         node = self._expandable(value, mode)
         if node is None:
             return self.alg.literal(self.leaf(value, args))

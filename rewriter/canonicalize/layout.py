@@ -112,17 +112,21 @@ class Layout:
         return node.ins[lo], (*args[:axis], *args[axis + 1 :])
 
     def _static_slice(self, node: Node, args: tuple[Index, ...]):
-        """A dynamic slice whose starts are numbers."""
+        """A dynamic slice whose starts are numbers, or multiples of a loop's step."""
         sizes = self.g.shape(node.ins[0])
-        starts = [self.number(i) for i in node.ins[1:]]
-        if any(x is None for x in starts):
-            return None
         at = []
-        for a, n, m, x in zip(
-            args, sizes, node.params["slice_sizes"], starts, strict=True
+        for a, n, m, value in zip(
+            args, sizes, node.params["slice_sizes"], node.ins[1:], strict=True
         ):
-            start = min(max(int(x) + (n if x < 0 else 0), 0), n - m)
-            at.append(None if n == 1 else self.alg.affine(a, 1, start))
+            x = self.number(value)
+            if x is not None:
+                start = min(max(int(x) + (n if x < 0 else 0), 0), n - m)
+                at.append(None if n == 1 else self.alg.affine(a, 1, start))
+            elif self.varies(value):
+                start = self.poly(value, ())
+                at.append(self.alg.stepped(start, a, m, n))
+            else:
+                return None
         return node.ins[0], tuple(at)
 
     def _piece(self, node: Node, args: tuple[Index, ...]):

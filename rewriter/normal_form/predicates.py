@@ -8,6 +8,7 @@ from rewriter.normal_form.forms import (
     FALSE,
     TRUE,
     Index,
+    OverBudget,
     Poly,
 )
 
@@ -28,6 +29,30 @@ class Predicates:
         if a[0] == "cat":
             return self.add(self.scale(self.iota(a[1]), float(a[3])), self.iota(a[2]))
         return self.of_atom(self.atom("iota", a))
+
+    def stepped(self, start: Poly, a: Index, size: int, whole: int) -> Index:
+        """Start + a, for a position a of a slice that steps through an axis.
+
+        Args:
+            start: A number plus a multiple of one index, of at least the slice's size.
+            a: The position in the slice.
+            size: The slice's size.
+            whole: The axis' size.
+
+        Raises:
+            OverBudget: If the start is another form, or the slice may be moved to
+                stay inside.
+        """
+        lo, hi = self.bounds(start)
+        first, steps = self.split_constant(start)
+        if lo < 0 or hi > whole - size or len(steps) > 1:
+            raise OverBudget("a slice that starts anywhere")
+        for (flag, mono), c in steps.items():
+            index = self.defs[mono[0][0]][1] if len(mono) == 1 else None
+            if flag != TRUE or not isinstance(index, int) or c < size or c != int(c):
+                raise OverBudget("a slice that starts anywhere")
+            a = self.cat(index, a, int(c))
+        return self.affine(a, 1, int(first))
 
     def bounds(self, p: Poly) -> tuple[float, float]:
         """Least and greatest value of a polynomial of iotas; infinite if unknown."""

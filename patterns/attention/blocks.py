@@ -1,0 +1,130 @@
+"""Attention over blocks of keys: results that several products or steps add up to.
+
+Looks like products of weights and values that are added, or made by the steps of a
+           loop, and then divided by the sum of all weights, as in an online softmax.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rewriter.finder import Finder
+from rewriter.graph import Node
+
+LIMIT = 600
+CANDIDATES = 4
+ADDED = frozenset({"add", "reduce_sum"})
+NORMALISED = frozenset({"div", "mul"})
+DOWN = ADDED | NORMALISED | {
+    "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims",
+    "convert_element_type", "name", "copy", "sharding_constraint", "slice",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a result is computed from.
+
+    Attributes:
+        scores: Contractions of queries with keys.
+        products: Contractions of weights with values, and which operand they weigh by.
+        scans: Results of loops on the way.
+    """
+
+    scores: tuple[Node, ...]
+    products: tuple[tuple[Node, int], ...]
+    scans: frozenset[int] = frozenset()
+
+
+def results(find: Finder, product: Node) -> list[int]:
+    """Values below a product that sums of several were divided for, likely first."""
+    exits = _exits(find)
+    seen = {product.outs[0]: frozenset[str]()}
+    queue = [product.outs[0]]
+    found: list[tuple[bool, int]] = []
+    while queue and len(seen) < 120:
+        value = queue.pop(0)
+        before = seen[value]
+        below = []
+        for out in exits.get(value, ()):
+            below.append((out, before | ADDED))
+            if "add" in before and before & NORMALISED:
+                found.append((True, out))
+        for node in find.graph.users(value):
+            if node.prim not in DOWN:
+                continue
+            after = before | {node.prim}
+            below.append((node.outs[0], after))
+            if before & ADDED and node.prim in NORMALISED:
+                found.append((node.prim == "div", node.outs[0]))
+            elif node.prim in ADDED and before & NORMALISED:
+                found.append((False, node.outs[0]))
+        for out, after in below:
+            if out not in seen:
+                seen[out] = after
+                queue.append(out)
+    return [v for _, v in sorted(found, reverse=True)][:CANDIDATES]
+
+
+def _exits(find: Finder) -> dict[int, list[int]]:
+    """Results of the bodies of scans, to what they become outside."""
+    if "exits" not in find.cache:
+        found: dict[int, list[int]] = {}
+        for node in find.graph.nodes:
+            for inner, out in _results(find, node) if node.prim == "scan" else ():
+                found.setdefault(inner, []).append(out)
+        find.cache["exits"] = found
+    return find.cache["exits"]
+
+
+def _results(find: Finder, scan: Node) -> list[tuple[int, int]]:
+    """Results of a scan's body, each with the scan's own."""
+    (scope,) = scan.scope.children[scan.position]
+    inner = [find.graph.read(scope, v) for v in scope.jaxpr.outvars]
+    return list(zip(inner, scan.outs, strict=True))
+
+
+def blocks(find: Finder, value: int) -> Blocks | None:
+    """The contractions that a value is computed from, if they are of blocks."""
+    dots, scans = _above(find, value)
+    over = {
+        id(node): [{id(n) for n in _above(find, i)[0]} for i in node.ins]
+        for node in dots
+    }
+    weighed = {
+        id(node): [k for k, above in enumerate(over[id(node)]) if above]
+        for node in dots
+    }
+    products = tuple((n, weighed[id(n)][0]) for n in dots if len(weighed[id(n)]) == 1)
+    scores = tuple(n for n in dots if not weighed[id(n)])
+    if not scores or len(scores) + len(products) < len(dots) or not products:
+        return None
+    if len(products) == 1 and not scans:
+        return None
+    return Blocks(scores, products, frozenset(scans))
+
+
+def _above(find: Finder, value: int) -> tuple[list[Node], set[int]]:
+    """(contractions, results of scans) on the way to a value."""
+    g = find.graph
+    dots: dict[int, Node] = {}
+    scans: set[int] = set()
+    seen, queue = {value}, [value]
+    while queue and len(seen) < LIMIT:
+        current = queue.pop()
+        node = g.node_of(current)
+        if node is None:
+            continue
+        above: list[int] = []
+        if node.prim == "scan":
+            scans.add(current)
+            above = [i for i, out in _results(find, node) if out == current]
+        elif find.local(node):
+            above = list(node.ins)
+        elif node.prim == "dot_general":
+            dots[id(node)] = node
+        for i in above:
+            if i not in seen and i not in g.constants:
+                seen.add(i)
+                queue.append(i)
+    return list(dots.values()), scans

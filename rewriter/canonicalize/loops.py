@@ -1,0 +1,227 @@
+"""Results of a scan as forms: what its steps stack, and what they add up.
+
+A stacked result at a step is the body's result there. A carry that each step
+multiplies by g(before) / g(after) and adds a term to,
+
+    c' = c g(before) / g(after) + r,
+
+where g is a product of carries and of their exponentials, is after the last step
+
+    c = (c0 g(first) + Σ over steps of r g(after)) / g(last),
+
+by induction over the steps. So an online softmax, whose g is the exponential of
+the largest score so far, is a softmax over the keys of all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewriter import _jax
+from rewriter.canonicalize.dtypes import kind_of
+from rewriter.canonicalize.primitives import FULL, NeedSplit
+from rewriter.graph import Node
+from rewriter.normal_form import TRUE, Index, Monomial, OverBudget, Poly
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan and the values of its body.
+
+    Attributes:
+        node: The scan.
+        index: The step, counted along stacked arrays; None if there is only one.
+        first: The carries before the first step, outside.
+        before: The carries before a step, inside.
+        after: The results of a step, inside: carries, then what is stacked.
+        reverse: Whether the last step along the arrays comes first.
+    """
+
+    node: Node
+    index: Index
+    first: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    reverse: bool
+
+
+@dataclass(eq=False)
+class Loops:
+    """The loops that an evaluator has entered.
+
+    Attributes:
+        entered: A scan's first result to its loop.
+        steps: A value that a body reads step by step, to (the whole, the step).
+        carries: A carry before a step, to (its loop, which one it is).
+        varying: A value to the steps that it depends on.
+    """
+
+    entered: dict[int, Loop] = field(default_factory=dict)
+    steps: dict[int, tuple[int, Index]] = field(default_factory=dict)
+    carries: dict[int, tuple[Loop, int]] = field(default_factory=dict)
+    varying: dict[int, tuple[Index, ...]] = field(default_factory=dict)
+
+
+class LoopForms:
+    """Forms of values in the bodies of scans, and of their results."""
+
+    def enter(self, node: Node) -> Loop:
+        """The loop of a scan; from now on its body's values have forms.
+
+        Raises:
+            OverBudget: If another loop's body shares values with it.
+        """
+        loops = self.loops
+        known = loops.entered.get(node.outs[0])
+        if known is not None:
+            return known
+        body, n_consts, n_carry, length = _jax.scan_parts(node.eqn)
+        (scope,) = node.scope.children[node.position]
+        inputs = [scope.env[v] for v in body.invars[n_consts:]]
+        if any(v in loops.steps or self.g.node_of(v) is not None for v in inputs):
+            raise OverBudget("a loop reads what another one wrote, step by step")
+        loop = Loop(
+            node,
+            self.alg.new_index(length),
+            node.ins[n_consts : n_consts + n_carry],
+            tuple(inputs[:n_carry]),
+            tuple(self.g.read(scope, v) for v in body.outvars),
+            bool(node.params["reverse"]),
+        )
+        loops.entered[node.outs[0]] = loop
+        for k, value in enumerate(loop.before):
+            loops.carries[value] = loop, k
+        wholes = node.ins[n_consts + n_carry :]
+        for value, whole in zip(inputs[n_carry:], wholes, strict=True):
+            loops.steps[value] = whole, loop.index
+        loops.varying.clear()
+        for value in loop.after[:n_carry]:  # carries are named, not taken apart
+            inside = value not in loops.carries and self.varies(value)
+            if inside and kind_of(self.g.dtype(value)) == "f":
+                self.names.setdefault(value, value)
+        return loop
+
+    def varies(self, value: int) -> tuple[Index, ...]:
+        """The steps of entered loops that a value depends on."""
+        loops = self.loops
+        if not loops.entered:
+            return ()
+        known = loops.varying.get(value)
+        if known is None:
+            if value in loops.carries:
+                known = (loops.carries[value][0].index,)
+            elif value in loops.steps:
+                known = (loops.steps[value][1],)
+            elif value < min((*loops.carries, *loops.steps)):
+                known = ()
+            else:
+                node = self.g.node_of(value)
+                ins = node.ins if node is not None else ()
+                known = tuple({i: None for v in ins for i in self.varies(v)})
+            loops.varying[value] = known
+        return known
+
+    def scanned(self, node: Node, value: int, args: Any, mode: str) -> Poly:
+        """The form of one result of a scan."""
+        loop, k = self.enter(node), node.outs.index(value)
+        try:
+            if k < len(loop.first):
+                return self._carried(loop, k, args)
+            inner = self.poly(loop.after[k], args[1:], mode)
+        except NeedSplit as need:
+            if need.index == loop.index:
+                raise OverBudget("a loop over pieces") from None
+            raise
+        return self.alg.subst(inner, {loop.index: args[0]})
+
+    def before_step(self, value: int, args: Any, mode: str) -> Poly | None:
+        """The form of what a body gets at each step; None if it has none."""
+        if value in self.loops.steps:
+            whole, step = self.loops.steps[value]
+            return self.poly(whole, (step, *args), mode)
+        loop, k = self.loops.carries[value]
+        if loop.after[k] == value:  # passed on as it is
+            return self.poly(loop.first[k], args, mode)
+        if not self.g.shape(value) and kind_of(self.g.dtype(value)) == "i":
+            return self._counter(loop, k)
+        return None
+
+    def _counter(self, loop: Loop, k: int) -> Poly | None:
+        """A carry to which each step adds the same number."""
+        if loop.reverse:
+            return None
+        alg, before = self.alg, loop.before[k]
+        own = alg.of_atom(self.leaf(before, ()))
+        held, self.memo = self.memo, {}
+        del self.loops.carries[before]
+        try:
+            step = alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
+        finally:
+            self.memo = held
+            self.loops.carries[before] = loop, k
+        if step is None:
+            return None
+        first = self.poly(loop.first[k], ())
+        return alg.add(first, alg.scale(alg.iota(loop.index), step))
+
+    def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
+        """A carry after the last step; see the module text."""
+        alg, after = self.alg, loop.after[k]
+        if after == loop.before[k]:
+            return self.poly(loop.first[k], args)
+        own = self.leaf(loop.before[k], args)
+        name = self.names.pop(after, None)
+        try:
+            form = self._poly(after, args, FULL)
+        finally:
+            if name is not None:
+                self.names[after] = name
+        kept: list[Monomial] = []
+        rest: Poly = {}
+        for (flag, mono), c in form.items():
+            if dict(mono).get(own) == 1 and flag == TRUE and c == 1:
+                kept.append(tuple(f for f in mono if f[0] != own))
+            else:
+                rest[flag, mono] = c
+        if len(kept) != 1 or self.poly(loop.first[k], args):
+            raise OverBudget("a carry that is not a sum over the steps")
+        n = len(loop.before)
+        gauge = self._gauge(kept[0], dict(zip(loop.before, loop.after, strict=False)))
+        terms = alg.mul(rest, {(TRUE, gauge): 1.0})
+        inside = {*loop.before, *loop.after[:n]}
+        if any(alg.defs[a][1] in inside for a in alg.poly_leaves(terms)):
+            raise OverBudget("a step adds what depends on other carries")
+        last = dict(zip(loop.after, loop.node.outs[:n], strict=False))
+        below = [(self._renamed(a, last, outside=True), -e) for a, e in gauge]
+        total = alg.sum_over(terms, [loop.index])
+        return alg.mul(total, {(TRUE, alg.monomial(below)): 1.0})
+
+    def _gauge(self, kept: Monomial, names: Mapping[int, int]) -> Monomial:
+        """g(after), where a carry is multiplied by g(before) / g(after)."""
+        before, after = [], []
+        for a, e in kept:
+            leaves = {self.alg.defs[x][1] for x in self.alg.leaves(a)}
+            if leaves and leaves <= names.keys():
+                before.append((self._renamed(a, names), e))
+            else:
+                after.append((a, -e))
+        gauge = self.alg.monomial(before)
+        if gauge != self.alg.monomial(after):
+            raise OverBudget("a carry multiplied by something else at each step")
+        return gauge
+
+    def _renamed(
+        self, atom: int, names: Mapping[int, int], outside: bool = False
+    ) -> int:
+        """A leaf, or the exponential of some, under other names."""
+        alg, d = self.alg, self.alg.defs[atom]
+        if d[0] == "leaf" and d[1] in names:
+            if outside:  # where there are no steps
+                return self.leaf(names[d[1]], d[2][:-1])
+            return alg.atom("leaf", names[d[1]], d[2])
+        if d[0] == "exp":
+            inner = ((self._renamed(a, names, outside), e) for a, e in d[1])
+            return alg.atom("exp", alg.monomial(inner))
+        raise OverBudget("a carry scaled by something else")
