@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 
 from rewriter import _jax
 from rewriter.canonicalize import LAYOUT, Evaluator, is_local, is_lossless
-from rewriter.graph import Graph, Node
+from rewriter.graph import Graph, Node, Scope
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.reading import Refused
 from rewriter.region import Place, Regions
@@ -72,6 +74,27 @@ class Finder:
     def local(self, node: Node) -> bool:
         """Whether an equation can be inside a region."""
         return is_local(node)
+
+    def least(self, value: int) -> float:
+        """What a whole number is at least, as the step of a loop around; or -inf."""
+        node = self.graph.node_of(value)
+        entered = (s for s in self.loops if value in s.env.values())
+        scope = node.scope if node is not None else next(entered, None)
+        ev = Evaluator(self.graph, self.algebra)
+        try:
+            while scope is not None and scope.parent is not None:
+                if scope.kind == "scan":
+                    ev.enter(self.loops[scope])
+                scope = scope.parent
+            return self.algebra.bounds(ev.poly(value, ()))[0]
+        except OverBudget:
+            return -math.inf
+
+    @functools.cached_property
+    def loops(self) -> dict[Scope, Node]:
+        """The bodies of scans, and the scans."""
+        scans = [n for n in self.graph.nodes if n.prim == "scan"]
+        return {n.scope.children[n.position][0]: n for n in scans}
 
     def uncast(self, value: int) -> int:
         """The value under lossless casts of floats."""

@@ -432,6 +432,9 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
     used: set[int] = set()
     for match in matches:
         used |= match.inner
+    for node in map(find.graph.node_of, tuple(used)):
+        if node is not None and node.prim == "scan":  # a loop that is replaced
+            used |= _body_values(node)
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:
             continue
@@ -444,6 +447,18 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
             refusal.score,
             refusal.suggestion,
         )
+
+
+def _body_values(scan: Node) -> set[int]:
+    """Values in the body of a scan, calls in it included."""
+    out: set[int] = set()
+    scopes = list(scan.scope.children[scan.position])
+    while scopes:
+        scope = scopes.pop()
+        out.update(scope.env.values())
+        for children in scope.children.values():
+            scopes += children
+    return out
 
 
 def _region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:

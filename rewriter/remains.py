@@ -146,6 +146,8 @@ def _reaches(
     """Whether a contraction of the region is read from outside the regions."""
     parts = region.values - region.results
     stack = [v for v in parts if _heavy(graph.node_of(v))]
+    loops = {n.outs: n for v in parts if (n := graph.node_of(v)) and n.prim == "scan"}
+    stack += [out for node in loops.values() for out in node.outs]
     seen = set(stack)
     while stack:
         value = stack.pop()

@@ -21,6 +21,7 @@ from rewriter.normal_form import FALSE, TRUE, Algebra
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
 CONDITIONS = 7  # of a mask; every combination of them is tried
+STEPS = 256  # of a loop that is gone through
 LARGE = 32.0  # scores are taken to be below
 ABSORBS = 5e8  # an addend that swallows scores below LARGE in float32
 
@@ -61,7 +62,7 @@ def empty_row(
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones)
         out = run(value)
-        seen.add((_verdict(out, number), tuple(run.peaks)))
+        seen.add((_verdict(out, number * run.mean()), tuple(run.peaks)))
     if len(seen) != 1:
         return UNKNOWN
     return next(iter(seen))[0]
@@ -114,7 +115,10 @@ def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
         name = found.group()
         return "t" if name[0] == "i" and int(name[1:]) in outer else "s"
 
-    return re.sub(r"\b[ij]\d+", role, alg.show_atom(atom))
+    text, parts = re.sub(r"\b[ij]\d+", role, alg.show_atom(atom)), 1
+    while parts:  # a position of blocks of keys is a position of keys
+        text, parts = re.subn(r"\(s\*\d+\+s\)", "s", text)
+    return text
 
 
 def _verdict(out: Abstract, factor: float) -> str:
@@ -136,10 +140,16 @@ class _Row:
         self.scores, self.products = scores, products
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
+        self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
         for (v, _, _), b in ev.memo.items():
             if self.g.dtype(v) == bool:
                 self.flags.setdefault(v, []).append(b)
+
+    def mean(self) -> float:
+        """The mean of the values, which are one number in each block of keys."""
+        total = sum(n for n, _ in self.blocks)
+        return sum(n * x for n, x in self.blocks) / total if total else 1.0
 
     def __call__(self, value: int) -> Abstract:
         if value not in self.memo:
@@ -164,7 +174,10 @@ class _Row:
             if known is not None:
                 return ("c", known)
         if node is None:
-            return UNKNOWN
+            whole, _ = self.ev.loops.steps.get(value, (None, None))
+            return UNKNOWN if whole is None else self(whole)
+        if node.prim == "scan":
+            return self._scan(node, value)
         if node in self.products:
             return self._product(node)
         with np.errstate(all="ignore"):
@@ -203,7 +216,24 @@ class _Row:
             return UNKNOWN
         (lc, _), _ = node.params["dimension_numbers"]
         n = math.prod(self.g.shape(node.ins[0])[int(d)] for d in lc)
-        return ("c", float(known[0][1]) * n)
+        x = 1 + len(self.blocks) % 7 / 5
+        self.blocks.append((n, x))
+        return ("c", float(known[0][1]) * n * x)
+
+    def _scan(self, node: Node, value: int) -> Abstract:
+        """A loop over blocks of keys, step by step; the row is masked in each."""
+        loop = self.ev.loops.entered.get(node.outs[0])
+        length = node.params["length"]
+        if loop is None or length > STEPS:
+            return UNKNOWN
+        carried = [self(v) for v in loop.first]
+        for _ in range(length):
+            self.memo = {v: x for v, x in self.memo.items() if not self.ev.varies(v)}
+            self.memo.update(zip(loop.before, carried, strict=True))
+            carried = [self(v) for v in loop.after[: len(carried)]]
+        for out, x in zip(node.outs, carried, strict=False):
+            self.memo[out] = x
+        return self.memo.get(value, UNKNOWN)
 
     def _step(self, node: Node, value: int) -> Abstract:
         prim = node.prim

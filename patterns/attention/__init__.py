@@ -54,7 +54,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         whole = results(find, pv)
         if any(find.done(NAME, v) for v in whole):
             return  # a block of a result that is found
-        yield from _in_blocks(find, pv, whole)
+        yield from _in_blocks(find, anchor, pv, whole)
         if len(find.found) > before:
             return
         yield from _around(find, anchor, scores, pv, side, sums)
@@ -62,7 +62,9 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             return  # weights that several products read are one attention
 
 
-def _in_blocks(find: Finder, pv: Node, whole: list[int]) -> Iterator[Reading]:
+def _in_blocks(
+    find: Finder, anchor: Node, pv: Node, whole: list[int]
+) -> Iterator[Reading]:
     """Readings of results that several products add up to."""
     for value in whole:
         key = ("blocks", value)
@@ -74,8 +76,10 @@ def _in_blocks(find: Finder, pv: Node, whole: list[int]) -> Iterator[Reading]:
             continue
         try:
             yield read(find, value, found, "full")
-        except (Refused, OverBudget, RecursionError) as e:
-            print("BLOCKS", value, repr(e), getattr(e, "difference", "")[:500])
+        except Refused as refusal:
+            if refusal.score > 0.5:
+                find.missed(NAME, anchor, refusal)
+        except (OverBudget, RecursionError):
             continue
         if find.done(NAME, value):
             return

@@ -48,12 +48,14 @@ def results(find: Finder, product: Node) -> list[int]:
         below = []
         for out in exits.get(value, ()):
             below.append((out, before | ADDED))
-            if "add" in before and before & NORMALISED:
+            if "add" in before and before & NORMALISED and "result" not in before:
                 found.append((True, out))
         for node in find.graph.users(value):
             if node.prim not in DOWN:
                 continue
             after = before | {node.prim}
+            if before & ADDED and node.prim == "div":
+                after |= {"result"}
             below.append((node.outs[0], after))
             if before & ADDED and node.prim in NORMALISED:
                 found.append((node.prim == "div", node.outs[0]))
@@ -70,8 +72,8 @@ def _exits(find: Finder) -> dict[int, list[int]]:
     """Results of the bodies of scans, to what they become outside."""
     if "exits" not in find.cache:
         found: dict[int, list[int]] = {}
-        for node in find.graph.nodes:
-            for inner, out in _results(find, node) if node.prim == "scan" else ():
+        for node in find.loops.values():
+            for inner, out in _results(find, node):
                 found.setdefault(inner, []).append(out)
         find.cache["exits"] = found
     return find.cache["exits"]
@@ -99,8 +101,6 @@ def blocks(find: Finder, value: int) -> Blocks | None:
     scores = tuple(n for n in dots if not weighed[id(n)])
     if not scores or len(scores) + len(products) < len(dots) or not products:
         return None
-    if len(products) == 1 and not scans:
-        return None
     return Blocks(scores, products, frozenset(scans))
 
 
@@ -117,7 +117,7 @@ def _above(find: Finder, value: int) -> tuple[list[Node], set[int]]:
             continue
         above: list[int] = []
         if node.prim == "scan":
-            scans.add(current)
+            scans.update(node.outs)
             above = [i for i, out in _results(find, node) if out == current]
         elif find.local(node):
             above = list(node.ins)

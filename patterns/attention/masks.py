@@ -154,6 +154,7 @@ class Masks:
         bounds = [*self.right, *self.left]
         offsets = sorted({alg.freeze(other) for _, other, _ in bounds}, key=len)
         offset = alg.thaw(offsets[0]) if offsets else {}
+        self.offset = alg.freeze(offset)
         for _, other, part in bounds:  # one offset is an operand, others a mask
             if alg.freeze(other) != offsets[0]:
                 self.general = alg.both(self.general, part)

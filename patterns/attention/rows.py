@@ -111,8 +111,20 @@ class Rows:
                 return True
         if self._each_sees_itself():
             return True
+        if left is None and "offset" in masks and self._offset_is_positive():
+            masks -= {"offset"}  # a later query sees the first key all the more
         if masks - {"prefix"} or (left or 0) + (right or 0) < 0:
             return False
         first_sees = right is None or shift + right >= 0
         last_sees = left is None or t + shift <= s + left
         return first_sees and last_sees
+
+    def _offset_is_positive(self) -> bool:
+        """Whether what the queries' positions begin at is not below zero."""
+        least = 0.0
+        for (flag, mono), c in self.alg.thaw(self.offset).items():
+            leaf = self.alg.defs[mono[0][0]] if len(mono) == 1 else ("",)
+            if flag != TRUE or leaf[0] != "leaf" or leaf[2] or mono[0][1] != 1 or c < 0:
+                return False
+            least = min(least, self.find.least(leaf[1]))
+        return least >= 0

@@ -168,35 +168,69 @@ class LoopForms:
 
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
         """A carry after the last step; see the module text."""
-        alg, after = self.alg, loop.after[k]
-        if after == loop.before[k]:
+        if loop.after[k] == loop.before[k]:
             return self.poly(loop.first[k], args)
-        own = self.leaf(loop.before[k], args)
+        own = self.alg.of_atom(self.leaf(loop.before[k], args))
+        return self._summed_steps(loop, own, self._opened(loop, k, args), k, args)
+
+    def _opened(self, loop: Loop, k: int, args: Any) -> Poly:
+        """The form of a carry after a step, which is a name in other forms."""
+        after = loop.after[k]
         name = self.names.pop(after, None)
         try:
-            form = self._poly(after, args, FULL)
+            return self._poly(after, args, FULL)
         finally:
             if name is not None:
                 self.names[after] = name
+
+    def _summed_steps(
+        self, loop: Loop, own: Poly, form: Poly, k: int, args: Any
+    ) -> Poly:
+        """What `own`, zero at first, is after the last step, if each makes it `form`."""
+        alg, n = self.alg, len(loop.before)
+        (((_, ((atom, _),)), _),) = own.items()
         kept: list[Monomial] = []
         rest: Poly = {}
         for (flag, mono), c in form.items():
-            if dict(mono).get(own) == 1 and flag == TRUE and c == 1:
-                kept.append(tuple(f for f in mono if f[0] != own))
+            if dict(mono).get(atom) == 1 and flag == TRUE and c == 1:
+                kept.append(tuple(f for f in mono if f[0] != atom))
             else:
                 rest[flag, mono] = c
-        if len(kept) != 1 or self.poly(loop.first[k], args):
+        first = self.poly(loop.first[k], args)
+        first = alg.exp(first) if alg.kind(atom) == "exp" else first
+        if len(kept) != 1 or first:
             raise OverBudget("a carry that is not a sum over the steps")
-        n = len(loop.before)
         gauge = self._gauge(kept[0], dict(zip(loop.before, loop.after, strict=False)))
         terms = alg.mul(rest, {(TRUE, gauge): 1.0})
         inside = {*loop.before, *loop.after[:n]}
         if any(alg.defs[a][1] in inside for a in alg.poly_leaves(terms)):
             raise OverBudget("a step adds what depends on other carries")
-        last = dict(zip(loop.after, loop.node.outs[:n], strict=False))
-        below = [(self._renamed(a, last, outside=True), -e) for a, e in gauge]
         total = alg.sum_over(terms, [loop.index])
-        return alg.mul(total, {(TRUE, alg.monomial(below)): 1.0})
+        for a, e in gauge:
+            total = alg.mul(total, alg.power(self._last(loop, a), -e))
+        return total
+
+    def _last(self, loop: Loop, atom: int) -> Poly:
+        """A carry after a step, or the exponential of some: after the last one."""
+        alg, d = self.alg, self.alg.defs[atom]
+        results = dict(zip(loop.after, loop.node.outs[: len(loop.before)], strict=False))
+        if d[0] == "leaf":
+            return self.poly(results[d[1]], d[2][:-1])
+        leaf = alg.defs[d[1][0][0]]
+        if len(d[1]) == 1 and d[1][0][1] == 1 and leaf[0] == "leaf":
+            k, args = loop.after.index(leaf[1]), leaf[2][:-1]
+            before = self.leaf(loop.before[k], args)
+            own = alg.of_atom(alg.atom("exp", ((before, 1),)))
+            try:  # the logarithm of a sum, carried
+                form = alg.exp(self._opened(loop, k, args))
+                return self._summed_steps(loop, own, form, k, args)
+            except OverBudget:
+                pass
+        last = (
+            (self.leaf(results[alg.defs[a][1]], alg.defs[a][2][:-1]), e)
+            for a, e in d[1]
+        )
+        return alg.of_atom(alg.atom("exp", alg.monomial(last)))
 
     def _gauge(self, kept: Monomial, names: Mapping[int, int]) -> Monomial:
         """g(after), where a carry is multiplied by g(before) / g(after)."""
@@ -212,16 +246,12 @@ class LoopForms:
             raise OverBudget("a carry multiplied by something else at each step")
         return gauge
 
-    def _renamed(
-        self, atom: int, names: Mapping[int, int], outside: bool = False
-    ) -> int:
+    def _renamed(self, atom: int, names: Mapping[int, int]) -> int:
         """A leaf, or the exponential of some, under other names."""
         alg, d = self.alg, self.alg.defs[atom]
         if d[0] == "leaf" and d[1] in names:
-            if outside:  # where there are no steps
-                return self.leaf(names[d[1]], d[2][:-1])
             return alg.atom("leaf", names[d[1]], d[2])
         if d[0] == "exp":
-            inner = ((self._renamed(a, names, outside), e) for a, e in d[1])
+            inner = ((self._renamed(a, names), e) for a, e in d[1])
             return alg.atom("exp", alg.monomial(inner))
         raise OverBudget("a carry scaled by something else")
