@@ -213,7 +213,9 @@ class LoopForms:
     def _last(self, loop: Loop, atom: int) -> Poly:
         """A carry after a step, or the exponential of some: after the last one."""
         alg, d = self.alg, self.alg.defs[atom]
-        results = dict(zip(loop.after, loop.node.outs[: len(loop.before)], strict=False))
+        results = dict(
+            zip(loop.after, loop.node.outs[: len(loop.before)], strict=False)
+        )
         if d[0] == "leaf":
             return self.poly(results[d[1]], d[2][:-1])
         leaf = alg.defs[d[1][0][0]]

@@ -206,7 +206,10 @@ class Sums:
         for (one, c), (other, d) in itertools.permutations(p.items(), 2):
             if one[0] != other[0] or c != d or len(one[1]) != len(other[1]):
                 continue
-            (*first, ), (*second, ) = set(one[1]) - set(other[1]), set(other[1]) - set(one[1])
+            (*first,), (*second,) = (
+                set(one[1]) - set(other[1]),
+                set(other[1]) - set(one[1]),
+            )
             if len(first) != 1 or first[0][1] != 1 or second[0][1] != 1:
                 continue
             (a, _), (b, _) = first[0], second[0]
