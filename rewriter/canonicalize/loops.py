@@ -186,7 +186,7 @@ class LoopForms:
     def _summed_steps(
         self, loop: Loop, own: Poly, form: Poly, k: int, args: Any
     ) -> Poly:
-        """What `own`, zero at first, is after the last step, if each makes it `form`."""
+        """What `own` is after the last step: zero at first, `form` after each."""
         alg, n = self.alg, len(loop.before)
         (((_, ((atom, _),)), _),) = own.items()
         kept: list[Monomial] = []

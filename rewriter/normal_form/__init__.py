@@ -39,6 +39,7 @@ from rewriter.normal_form.functions import Functions
 from rewriter.normal_form.indices import Indices
 from rewriter.normal_form.polynomial import Polynomials
 from rewriter.normal_form.predicates import Predicates
+from rewriter.normal_form.ranges import Ranges
 from rewriter.normal_form.substitution import Substitution
 from rewriter.normal_form.sums import Sums
 from rewriter.normal_form.text import Text
@@ -55,6 +56,7 @@ class Algebra(
     Polynomials,
     Functions,
     Sums,
+    Ranges,
     Substitution,
     Predicates,
     Text,

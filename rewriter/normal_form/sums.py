@@ -42,7 +42,7 @@ class Sums:
                     bound | frozenset(inner_bound),
                 )
         flag, mono, bound = self._digits(flag, mono, bound)
-        flag, mono, bound = self._whole(flag, mono, bound)
+        flag, mono, bound = self.joined(flag, mono, bound)
         used = self.term_ids(flag, mono)
         for j in bound - used:
             c *= self.sizes[j]
@@ -121,35 +121,6 @@ class Sums:
             return self._digits(flag, mono, bound)
         return flag, mono, bound
 
-    def _whole(self, flag: int, mono: Monomial, bound: frozenset[int]):
-        """Joins two bound indices that are read as one position i * n + j only."""
-        pairs: dict[tuple[int, int], None] = {}
-        for a in (*(a for a, _ in mono), *self.bools[flag][0]):
-            if len(self._free[a] & bound) > 1:
-                for arg in self._index_arguments(a):
-                    self._find_pairs(arg, bound, pairs)
-        for i, j in pairs:
-            n = self.sizes[j]
-            whole = self.new_index(self.sizes[i] * n)
-            to = {i: None, j: whole}
-            flags, monos = self.subst_bool(flag, to), self.subst_mono(mono, to)
-            joined = self._expanded(flags, monos, 1.0)
-            apart = self.subst(joined, {whole: self.cat(i, j, n)})
-            if len(joined) == 1 and apart == {(flag, mono): 1.0}:
-                (((flag, mono), c),) = joined.items()
-                if c == 1.0:
-                    return self._whole(flag, mono, bound - {i, j} | {whole})
-        return flag, mono, bound
-
-    def _find_pairs(
-        self, a: Index, bound: frozenset[int], found: dict[tuple[int, int], None]
-    ) -> None:
-        while isinstance(a, tuple) and a[0] != "k":
-            if a[0] == "cat" and isinstance(a[1], int) and isinstance(a[2], int):
-                if {a[1], a[2]} <= bound and self.sizes[a[2]] == a[3]:
-                    found.setdefault((a[1], a[2]))
-            a = a[1]
-
     def _find_digits(
         self, atom: int, bound: frozenset[int], found: dict[int, set[int]]
     ) -> None:
@@ -184,76 +155,6 @@ class Sums:
                 )
             self._digit_args[atom] = known
         return known
-
-    def merged(self, p: Poly) -> Poly:
-        """The form with sums over adjacent ranges of one body as one sum."""
-        out: Poly = {}
-        for (flag, mono), c in p.items():
-            term: Poly = {(flag, ()): c}
-            for a, e in mono:
-                factor = self.of_atom(a, e)
-                if self.kind(a) == "pow":
-                    factor = self.power(self.merged(self.thaw(self.defs[a][1])), e)
-                term = self.mul(term, factor)
-            out = self.add(out, term)
-        found = self._merged_pair(out)
-        while found is not None:
-            out, found = found, self._merged_pair(found)
-        return out
-
-    def _merged_pair(self, p: Poly) -> Poly | None:
-        """The form with two of its terms as one; None if no two go together."""
-        for (one, c), (other, d) in itertools.permutations(p.items(), 2):
-            if one[0] != other[0] or c != d or len(one[1]) != len(other[1]):
-                continue
-            (*first,), (*second,) = (
-                set(one[1]) - set(other[1]),
-                set(other[1]) - set(one[1]),
-            )
-            if len(first) != 1 or first[0][1] != 1 or second[0][1] != 1:
-                continue
-            (a, _), (b, _) = first[0], second[0]
-            joined = self._adjacent(a, b)
-            if joined is not None:
-                rest = {t: x for t, x in p.items() if t not in (one, other)}
-                outer = tuple(f for f in one[1] if f[0] != a)
-                return self.add(rest, self.mul(joined, {(one[0], outer): c}))
-        return None
-
-    def _adjacent(self, a: int, b: int) -> Poly | None:
-        """Two sums as one of a body f over a range that the first one begins.
-
-        f is the body of either, read beyond its own range: it must give the other's.
-        """
-        if self.kind(a) != "sum" or self.kind(b) != "sum":
-            return None
-        for this, other, ahead in ((a, b, True), (b, a, False)):
-            bound, flag, mono = self.open_sum(this)
-            their = [self.sizes[i] for i in self.defs[other][1]]
-            for j in bound:
-                rest = [i for i in bound if i != j]
-                sizes = sorted(their)
-                for i in rest:
-                    if self.sizes[i] in sizes:
-                        sizes.remove(self.sizes[i])
-                if len(sizes) != 1 or len(their) != len(bound):
-                    continue
-                mine, more = self.sizes[j], sizes[0]
-
-                def at(index: Index, flag=flag, mono=mono, j=j, rest=rest) -> Poly:
-                    to = {j: index}
-                    flags = self.subst_bool(flag, to)
-                    body = self._expanded(flags, self.subst_mono(mono, to), 1.0)
-                    ids = [i for i in (*rest, whole) if i is not None]
-                    return self.sum_over(body, ids)
-
-                whole = self.new_index(more)
-                shift = mine if ahead else -more
-                if at(self.affine(whole, 1, shift)) != self.of_atom(other):
-                    continue
-                whole = self.new_index(mine + more)
-                return at(whole if ahead else self.affine(whole, 1, -more))
-        return None
 
     def children(self, atom: int) -> Iterable[int]:
         """Atoms directly inside an atom."""
