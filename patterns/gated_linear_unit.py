@@ -175,7 +175,8 @@ def read(
         )
     w_up = alg.subst_mono(w_up, to)
     bias, clip = _gate_details(alg, act_poly, gate)
-    name, beta = _activation(alg, act_poly, gate, bias, clip)
+    g = _gate_form(alg, gate, bias, clip)
+    name, beta = _activation(alg, act_poly, gate, g)
     return _assembled(
         find,
         ev,
@@ -401,6 +402,9 @@ def _factors(alg: Algebra, atom: int, args: Any, shared: set[Any]):
 
 def _gate_details(alg: Algebra, act: Poly, gate: int):
     """(bias, clip bounds) of the gate branch."""
+    both = _clipped_gate(alg, act, gate)
+    if both is not None:
+        return both
     for atom in _every(alg, act):
         if alg.kind(atom) == "relu":
             body = alg.thaw(alg.defs[atom][1])
@@ -408,9 +412,6 @@ def _gate_details(alg: Algebra, act: Poly, gate: int):
             if c and _has(rest, gate):  # relu(g + b - h): capped at h
                 bias = {t: v for t, v in rest.items() if t != (TRUE, ((gate, 1),))}
                 return bias, (None, -c)
-    for atom in _every(alg, act):
-        if alg.kind(atom) == "pow":
-            continue
     bias: Poly = {}
     exps = [
         a
@@ -431,6 +432,37 @@ def _gate_details(alg: Algebra, act: Poly, gate: int):
                         }
                         return rest, (None, None)
     return _linear_bias(alg, act, gate, bias), (None, None)
+
+
+def _clipped_gate(alg: Algebra, act: Poly, gate: int):
+    """(bias, clip bounds) of a gate min(max(g + b, lo), hi); None if it is not that.
+
+    Its form is lo + relu(g + b - lo) - relu(relu(g + b - lo) + lo - hi).
+    """
+    relus = [a for a in _every(alg, act) if alg.kind(a) == "relu"]
+    bodies = {a: alg.split_constant(alg.thaw(alg.defs[a][1])) for a in relus}
+    for c, outer in bodies.values():
+        (inner, *more) = [a for a in relus if (TRUE, ((a, 1),)) in outer] or [None]
+        if inner is None or more or len(outer) != 1 or not _has(bodies[inner][1], gate):
+            continue
+        k = outer[TRUE, ((inner, 1),)]
+        below, body = bodies[inner]
+        bias = {t: x for t, x in body.items() if t != (TRUE, ((gate, 1),))}
+        if k == 1 and body[TRUE, ((gate, 1),)] == 1:
+            return bias, (-below, -below - c)
+    return None
+
+
+def _gate_form(alg: Algebra, gate: int, bias: Poly, clip: Any) -> Poly:
+    """What the activation is of."""
+    low, high = clip
+    g = alg.add(alg.of_atom(gate), bias)
+    if low is not None:
+        bound = alg.const(low)
+        g = alg.add(bound, alg.relu(alg.add(g, bound, -1.0)))
+    if high is not None:
+        g = alg.add(g, alg.relu(alg.add(g, alg.const(high), -1.0)), -1.0)
+    return g
 
 
 def _linear_bias(alg, act, gate, bias):
@@ -464,11 +496,8 @@ def _every(alg: Algebra, p: Poly) -> list[int]:
     return list(out)
 
 
-def _activation(alg, act: Poly, gate: int, bias: Poly, clip) -> tuple[str, float]:
+def _activation(alg: Algebra, act: Poly, gate: int, g: Poly) -> tuple[str, float]:
     """The activation whose form is that of the gate branch."""
-    g = alg.add(alg.of_atom(gate), bias)
-    if clip[1] is not None:
-        g = alg.add(g, alg.relu(alg.add(g, alg.const(-clip[1]))), -1.0)
 
     def gelu_tanh() -> Poly:
         cube = alg.scale(alg.mul(g, alg.mul(g, g)), 0.044715)

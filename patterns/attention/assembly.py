@@ -120,7 +120,7 @@ class Assembly(Masks, Rows):
         self.b = tuple(i for i in shared if i in lead)
         self.k = tuple(i for i in shared if i not in lead)
         self.n = self.k + groups
-        self.s = self.parts.s
+        self.s = self._digits_in_order(self.parts.s)
         alone = [i for i in shared if (i in k) != (i in v) and i in q]
         if alone and math.prod(alg.sizes[i] for i in self.t) == 1:
             raise Refused(
@@ -129,6 +129,17 @@ class Assembly(Masks, Rows):
                 "repeated for every query",
                 score=0.5,
             )
+
+    def _digits_in_order(self, s: Group) -> Group:
+        """The keys' indices, those first that move the position in a mask most."""
+        alg = self.alg
+        factors = dict.fromkeys(s, 0.0)
+        for a in alg.bools[self.parts.keep][0] if len(s) > 1 else ():
+            for (_, mono), c in alg.defs[a][1] if alg.kind(a) == "ge" else ():
+                i = alg.defs[mono[0][0]][1] if len(mono) == 1 else None
+                if i in factors and alg.kind(mono[0][0]) == "iota":
+                    factors[i] = abs(c)
+        return tuple(sorted(s, key=factors.__getitem__, reverse=True))
 
     def _is_inner(self, i: int) -> bool:
         """Whether an axis comes after the queries' in their array, as heads do."""

@@ -6,6 +6,7 @@ import itertools
 
 from rewriter.normal_form import FALSE, TRUE, Algebra, Poly
 from rewriter.reading import (
+    Group,
     Operand,
     Refused,
     flag_operand,
@@ -70,27 +71,29 @@ class Masks:
         p = alg.thaw(d[1])
         if not true:
             p = alg.add(alg.scale(p, -1.0), alg.const(-1))
-        if len(self.t) > 1 or len(self.s) != 1:
-            return None
-        t = alg.atom("iota", self.t[0]) if self.t else -1
-        s = alg.atom("iota", self.s[0])
-        alpha = beta = c = 0.0
-        other: Poly = {}
-        for (flag, mono), x in p.items():
-            if flag == TRUE and mono == ((t, 1),):
-                alpha = x
-            elif flag == TRUE and mono == ((s, 1),):
-                beta = x
-            elif flag == TRUE and not mono:
-                c = x
-            else:
-                other[flag, mono] = x
+        alpha, p = self._along(p, self.t)
+        beta, p = self._along(p, self.s)
+        c, other = alg.split_constant(p)
         ids = alg.ids(other)
         if ids & set(self.s) or ids & set(self.t) or abs(beta) != 1:
             return None
         if not all(float(x).is_integer() for x in (alpha, c, *other.values())):
             return None
         return int(alpha), int(beta), int(c), other
+
+    def _along(self, p: Poly, axis: Group) -> tuple[float, Poly]:
+        """(factor of the position along an axis, the rest) of a form.
+
+        The position's digits are the axis' indices, the most significant first.
+        """
+        digits = [(TRUE, ((self.alg.atom("iota", i), 1),)) for i in axis]
+        factor = p.get(digits[-1], 0.0) if digits else 0.0
+        rest, weight = dict(p), factor
+        for i, digit in zip(reversed(axis), reversed(digits), strict=True):
+            if rest.pop(digit, 0.0) != weight:
+                return 0.0, p
+            weight *= self.alg.sizes[i]
+        return factor, rest
 
     def _segment(self, atom: int, true: bool) -> bool:
         """Reads an equality of a number of the query and one of the key."""

@@ -1205,6 +1205,8 @@ def _(q, k, v, ids):
 
 
 PADDING = [dict(operands="q k v bias", scale=SCALE, empty_rows="nan")]
+FLOATS = [dict(operands="q k v bias", scale=SCALE, empty_rows=None)]
+"""An array of floats may hold other numbers than 0 and 1: it is no mask."""
 
 
 @documented(
@@ -1246,7 +1248,7 @@ def _(q, k, v, ids):
     dict(valid=booleans("bs", dtype=np.float32)),
     "q k v mask",
     "mean",
-    also=PADDING,
+    also=FLOATS,
     bind=lambda q, k, v, m: dict(q=q, k=k, v=v, mask=(m > 0)[:, None, None]),
 )
 def _(q, k, v, valid):
@@ -1476,7 +1478,7 @@ filled(
     "mean",
     lambda s, m: s + (1.0 - m) * -1e9,
     np.float32,
-    also=PADDING,
+    also=FLOATS,
 )
 filled(
     "additive_moderate",

@@ -1615,7 +1615,7 @@ def _(q, k, v):
     dict(**QKV, mask=booleans("bs", dtype=np.float32), pair="nts"),
     operands="q k v bias mask",
     masked_rows="mean",
-    also=[dict(operands="q k v bias", scale=SCALE, empty_rows="nan")],
+    also=[dict(operands="q k v bias", scale=SCALE, empty_rows=None)],
     bind=lambda q, k, v, m, x: dict(
         q=q, k=k, v=v, bias=x[None], mask=(m > 0)[:, None, None]
     ),
