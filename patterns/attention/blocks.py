@@ -48,7 +48,7 @@ def results(find: Finder, product: Node) -> list[int]:
         below = []
         for out in exits.get(value, ()):
             below.append((out, before | ADDED))
-            if "add" in before and before & NORMALISED and "result" not in before:
+            if "add" in before and "result" not in before:
                 found.append((True, out))
         for node in find.graph.users(value):
             if node.prim not in DOWN:
@@ -89,13 +89,14 @@ def _results(find: Finder, scan: Node) -> list[tuple[int, int]]:
 def blocks(find: Finder, value: int) -> Blocks | None:
     """The contractions that a value is computed from, if they are of blocks."""
     dots, scans = _above(find, value)
-    over = {
-        id(node): [{id(n) for n in _above(find, i)[0]} for i in node.ins]
-        for node in dots
-    }
+    here = {id(n) for n in dots}
     weighed = {
-        id(node): [k for k, above in enumerate(over[id(node)]) if above]
-        for node in dots
+        id(n): [
+            k
+            for k, i in enumerate(n.ins)
+            if any(id(m) in here for m in _above(find, i)[0])
+        ]
+        for n in dots
     }
     products = tuple((n, weighed[id(n)][0]) for n in dots if len(weighed[id(n)]) == 1)
     scores = tuple(n for n in dots if not weighed[id(n)])

@@ -16,7 +16,7 @@ from rewriter.canonicalize.constants import (
     banded_constant,
 )
 from rewriter.canonicalize.dtypes import is_lossless, kind_of, takes_integers
-from rewriter.canonicalize.layout import Layout
+from rewriter.canonicalize.layout import Layout, is_slice
 from rewriter.canonicalize.loops import LoopForms, Loops
 from rewriter.canonicalize.primitives import (
     FULL,
@@ -166,7 +166,9 @@ class Evaluator(Layout, LoopForms):
         if node is None:
             return None
         prim = node.prim
-        if mode == LAYOUT:
+        if prim == "gather":
+            ok = is_slice(node) and bool(self.varies(node.ins[1]))
+        elif mode == LAYOUT:
             ok = (
                 prim in LAYOUT_PRIMITIVES
                 or prim in TRANSPARENT

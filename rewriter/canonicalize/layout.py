@@ -72,6 +72,8 @@ class Layout:
             )
         if prim == "dynamic_slice":
             return self._static_slice(node, args)
+        if prim == "gather":
+            return self._gathered_slice(node, args)
         if prim == "rev":
             dims = {int(d) for d in params["dimensions"]}
             sizes = self.g.shape(node.ins[0])
@@ -127,6 +129,15 @@ class Layout:
                 at.append(self.alg.stepped(start, a, m, n))
             else:
                 return None
+        return node.ins[0], tuple(at)
+
+    def _gathered_slice(self, node: Node, args: tuple[Index, ...]):
+        """A dynamic slice at a loop's step, as `jax.vmap` writes it."""
+        numbers, at = node.params["dimension_numbers"], list(args)
+        sizes, taken = self.g.shape(node.ins[0]), node.params["slice_sizes"]
+        for k, d in enumerate(numbers.start_index_map):
+            start = self.poly(node.ins[1], (self.alg.affine(None, 1, k),))
+            at[d] = self.alg.stepped(start, at[d], int(taken[d]), sizes[d])
         return node.ins[0], tuple(at)
 
     def _piece(self, node: Node, args: tuple[Index, ...]):
@@ -189,6 +200,15 @@ class Layout:
         for _ in range(3):
             out = tuple(self.alg.subst_index(a, to) for a in out)
         return out
+
+
+def is_slice(node: Node) -> bool:
+    """Whether a gather takes one slice with all axes of its operand."""
+    numbers = node.params["dimension_numbers"]
+    rank = len(node.params["slice_sizes"])
+    return tuple(numbers.offset_dims) == tuple(range(rank)) and not (
+        numbers.collapsed_slice_dims or numbers.operand_batching_dims
+    )
 
 
 def reshape_args(

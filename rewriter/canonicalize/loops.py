@@ -170,8 +170,16 @@ class LoopForms:
         """A carry after the last step; see the module text."""
         if loop.after[k] == loop.before[k]:
             return self.poly(loop.first[k], args)
-        own = self.alg.of_atom(self.leaf(loop.before[k], args))
-        return self._summed_steps(loop, own, self._opened(loop, k, args), k, args)
+        form = self._opened(loop, k, args)
+        own = self.leaf(loop.before[k], args)
+        if any(self.alg.kind(a) == "log" for _, mono in form for a, _ in mono):
+            return self.alg.log(self._exponential(loop, form, own, k, args))
+        return self._summed_steps(loop, self.alg.of_atom(own), form, k, args)
+
+    def _exponential(self, loop: Loop, form: Poly, own: int, k: int, args: Any) -> Poly:
+        """The exponential of a carry, as of a logarithm of a sum, after all steps."""
+        before = self.alg.of_atom(self.alg.atom("exp", ((own, 1),)))
+        return self._summed_steps(loop, before, self.alg.exp(form), k, args)
 
     def _opened(self, loop: Loop, k: int, args: Any) -> Poly:
         """The form of a carry after a step, which is a name in other forms."""
@@ -221,11 +229,10 @@ class LoopForms:
         leaf = alg.defs[d[1][0][0]]
         if len(d[1]) == 1 and d[1][0][1] == 1 and leaf[0] == "leaf":
             k, args = loop.after.index(leaf[1]), leaf[2][:-1]
-            before = self.leaf(loop.before[k], args)
-            own = alg.of_atom(alg.atom("exp", ((before, 1),)))
-            try:  # the logarithm of a sum, carried
-                form = alg.exp(self._opened(loop, k, args))
-                return self._summed_steps(loop, own, form, k, args)
+            own = self.leaf(loop.before[k], args)
+            try:
+                form = self._opened(loop, k, args)
+                return self._exponential(loop, form, own, k, args)
             except OverBudget:
                 pass
         last = (

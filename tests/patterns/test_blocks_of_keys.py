@@ -330,6 +330,24 @@ def test_loop_is_gone() -> None:
     assert "reduce_max" not in program
 
 
+@pytest.mark.parametrize("fn", [scanned, looped, unrolled], ids=lambda f: f.__name__)
+def test_found_in_a_model(fn: Callable[..., Any]) -> None:
+    """Queries, keys and values are products too, and so is what becomes of it."""
+    x, w = normal(B, S, N * H, seed=4), normal(4, N * H, N * H, seed=5)
+
+    def model(x, w):
+        q, k, v = (
+            (x @ w[i]).reshape(B, S, N, H).transpose(0, 2, 1, 3) for i in range(3)
+        )
+        out = fn(q[:, :, :T], k, v).transpose(0, 2, 1, 3)
+        return x[:, :T] + out.reshape(B, T, N * H) @ w[3]
+
+    report = rewriter.explain(model)(x, w)
+    assert report.counts()["attention"] == 1
+    new = forced(model)(x, w)
+    np.testing.assert_allclose(new, model(x, w), atol=2e-5)
+
+
 REFUSED: dict[str, Callable[..., Any]] = {
     "sum_not_rescaled": lambda q, k, v: scanned(q, k, v, rescaled=False),
     "sum_begins_at_one": lambda q, k, v: scanned(
