@@ -22,6 +22,7 @@ SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
 CONDITIONS = 7  # of a mask; every combination of them is tried
 STEPS = 256  # of a loop that is gone through
+GOLDEN = 0.618033988749895  # values of blocks are unlike in every sum of some
 LARGE = 32.0  # scores are taken to be below
 ABSORBS = 5e8  # an addend that swallows scores below LARGE in float32
 
@@ -62,7 +63,7 @@ def empty_row(
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones)
         out = run(value)
-        seen.add((_verdict(out, number * run.mean()), tuple(run.peaks)))
+        seen.add((run.verdict(out, number), tuple(run.peaks)))
     if len(seen) != 1:
         return UNKNOWN
     return next(iter(seen))[0]
@@ -121,17 +122,6 @@ def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
     return text
 
 
-def _verdict(out: Abstract, factor: float) -> str:
-    if not isinstance(out, tuple):
-        return UNKNOWN
-    c = float(out[1]) / factor
-    if math.isnan(c):
-        return "nan"
-    if c == 0:
-        return "zero"
-    return "mean" if abs(c - 1) < 1e-2 else UNKNOWN
-
-
 class _Row:
     """Abstract evaluation of one row."""
 
@@ -146,10 +136,19 @@ class _Row:
             if self.g.dtype(v) == bool:
                 self.flags.setdefault(v, []).append(b)
 
-    def mean(self) -> float:
-        """The mean of the values, which are one number in each block of keys."""
-        total = sum(n for n, _ in self.blocks)
-        return sum(n * x for n, x in self.blocks) / total if total else 1.0
+    def verdict(self, out: Abstract, factor: float) -> str:
+        """What a result is, times a factor; values are one number in each block."""
+        if not isinstance(out, tuple):
+            return UNKNOWN
+        total = sum(n for n, _ in self.blocks) or 1
+        mean = sum(n * x for n, x in self.blocks) / total or 1.0
+        c = float(out[1]) / factor / mean
+        if math.isnan(c):
+            return "nan"
+        if c == 0:
+            return "zero"
+        near = 1e-2 if len(self.blocks) < 2 else 1e-6
+        return "mean" if abs(c - 1) < near else UNKNOWN
 
     def __call__(self, value: int) -> Abstract:
         if value not in self.memo:
@@ -216,7 +215,7 @@ class _Row:
             return UNKNOWN
         (lc, _), _ = node.params["dimension_numbers"]
         n = math.prod(self.g.shape(node.ins[0])[int(d)] for d in lc)
-        x = 1 + len(self.blocks) % 7 / 5
+        x = 1 + len(self.blocks) * GOLDEN % 1
         self.blocks.append((n, x))
         return ("c", float(known[0][1]) * n * x)
 

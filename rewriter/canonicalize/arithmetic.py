@@ -12,6 +12,7 @@ from rewriter.canonicalize.choice import choose, ramp
 from rewriter.canonicalize.dtypes import kind_of
 from rewriter.canonicalize.evaluator import RULES, Evaluator, rule
 from rewriter.canonicalize.infinities import may_be_infinite
+from rewriter.canonicalize.weights import at_least_one
 from rewriter.graph import Node
 from rewriter.normal_form import (
     FALSE,
@@ -224,6 +225,11 @@ def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
             return ev.poly(values[other], at, mode)
     a, b = ev.operands(node, args, mode)
     sign = 1 if node.prim == "max" else -1
+    for bound, p in ((a, b), (b, a)) if sign == 1 else ():
+        low = alg.as_constant(bound)
+        if low is not None and 0 < low <= 1 and at_least_one(ev, p):
+            ev.notes.add(f"a sum of weights is not below {low:.4g}")
+            return p
     for bound, p in ((a, b), (b, a)):
         if not ev.expand_all and _is_fill(alg, bound):
             # The difference of both would absorb the other one.

@@ -262,6 +262,89 @@ def scanned_with_padding(q, k, v):
     return divided(lax.scan(body, begin(LOWEST), xs)[0])
 
 
+def steps(q, k, v, score, lowest=LOWEST, guard=lambda m: m, exp=jnp.exp):
+    """An online softmax with what is done to each block's scores."""
+
+    def body(carry, x):
+        (m, total, acc), (i, kb, vb) = carry, x
+        s = score(dots(q, kb), i * BLOCK + jnp.arange(BLOCK))
+        new = jnp.maximum(m, s.max(-1))
+        p, alpha = exp(s - guard(new)[..., None]), exp(m - guard(new))
+        more = jnp.einsum("bnts,bnsh->bnth", p, vb)
+        return (new, total * alpha + p.sum(-1), acc * alpha[..., None] + more), None
+
+    xs = jnp.arange(S // BLOCK), blocks(k), blocks(v)
+    return divided(lax.scan(body, begin(lowest), xs)[0])
+
+
+NEAR = CAUSAL & (np.arange(T)[:, None] - np.arange(S) < 5)
+SEGMENTS = jnp.arange(S) // 5
+
+
+@case(NEAR, window=(4, 0))
+def window_at_each_step(q, k, v):
+    t = jnp.arange(T)[:, None]
+    seen = lambda s: (t >= s) & (t - s < 5)
+    return steps(q, k, v, lambda x, s: jnp.where(seen(s), x, LOWEST))
+
+
+SAME = np.asarray(SEGMENTS[:T, None] == SEGMENTS)
+
+
+@case(SAME & CAUSAL, window=(None, 0), empty_rows="mean")
+def segments_at_each_step(q, k, v):
+    def score(x, s):
+        mine = lax.dynamic_slice_in_dim(SEGMENTS, s[0], BLOCK)
+        seen = (SEGMENTS[:T, None] == mine) & (jnp.arange(T)[:, None] >= s)
+        return jnp.where(seen, x, LOWEST)
+
+    return steps(q, k, v, score)
+
+
+@case()
+def powers_of_two(q, k, v):
+    scaled = lambda x, _: x * np.log2(np.e)
+    return steps(q, k, v, scaled, -jnp.inf, exp=jnp.exp2)
+
+
+@case(CAUSAL, window=(None, 0))
+def infinite_maximum_guarded(q, k, v):
+    guard = lambda m: jnp.where(jnp.isneginf(m), 0.0, m)
+    seen = lambda s: jnp.arange(T)[:, None] >= s
+    score = lambda x, s: jnp.where(seen(s), x, -jnp.inf)
+    return steps(q, k, v, score, -jnp.inf, guard)
+
+
+@case()
+def one_head_mapped(q, k, v):
+    """Under `jax.vmap` a slice of the keys at a step is a gather."""
+
+    def head(q, k, v):
+        def body(i, carry):
+            m, total, acc = carry
+            kb, vb = (lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK) for x in (k, v))
+            s = q @ kb.T * SCALE
+            new = jnp.maximum(m, s.max(1))
+            p, alpha = jnp.exp(s - new[:, None]), jnp.exp(m - new)
+            return new, total * alpha + p.sum(1), acc * alpha[:, None] + p @ vb
+
+        first = jnp.full(T, -jnp.inf), jnp.zeros(T), jnp.zeros((T, H))
+        _, total, acc = lax.fori_loop(0, S // BLOCK, body, first)
+        return acc / total[:, None]
+
+    return jax.vmap(jax.vmap(head))(q, k, v)
+
+
+@case()
+def keys_split_and_merged(q, k, v):
+    """Flash decoding: parts of the keys side by side, merged by their sums."""
+    kb, vb = (x.reshape(B, N, -1, BLOCK, H) for x in (k, v))
+    s = jnp.einsum("bnth,bncsh->bntcs", q, kb) * SCALE
+    out = jnp.einsum("bntcs,bncsh->bntch", jax.nn.softmax(s), vb)
+    weights = jax.nn.softmax(jax.nn.logsumexp(s, -1), -1)
+    return (out * weights[..., None]).sum(3)
+
+
 @case()
 def queries_in_a_map(q, k, v):
     def queries(qb):

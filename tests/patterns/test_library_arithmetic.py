@@ -193,6 +193,36 @@ def scores_kept_below_a_large_number(q, k, v):
     return attend(jnp.clip(dots(q, k), -1e8, 1e8), v)
 
 
+def divided_by_at_least(least, q, k, v, mask=None, after=None, peak=None):
+    s = dots(q, k) if mask is None else jnp.where(mask, dots(q, k), -jnp.inf)
+    e = jnp.exp(s - (s if peak is None else peak(s)).max(-1, keepdims=True))
+    e = e if after is None else e * after
+    total = jnp.maximum(e.sum(-1, keepdims=True), least)
+    return jnp.einsum("bnts,bsnh->btnh", e / total, v)
+
+
+@case([*heads(3), PADDING], attention=1)
+def total_of_weights_kept_above_a_small_number(q, k, v, pad):
+    """The largest weight is one, so the total is not below."""
+    return divided_by_at_least(1e-9, q, k, v, pad[:, None, None])
+
+
+@case(heads(3), attention=0)
+def total_of_weights_kept_above_two(q, k, v):
+    return divided_by_at_least(2.0, q, k, v)
+
+
+@case([*heads(3), PADDING], attention=0)
+def total_of_weights_masked_afterwards_kept_above_a_number(q, k, v, pad):
+    """The largest weight may be masked, and those left may be small."""
+    return divided_by_at_least(1e-3, 9 * q, k, v, after=pad[:, None, None])
+
+
+@case(heads(3), attention=0)
+def total_of_weights_less_another_maximum_kept_above_a_number(q, k, v):
+    return divided_by_at_least(0.5, q, k, v, peak=lambda s: s + 3)
+
+
 @case([*heads(3), PADDING], attention=0)
 def mean_of_masked_scores_subtracted(q, k, v, pad):
     """Over the reals it cancels; in floats it absorbs the scores."""
