@@ -171,6 +171,8 @@ def read(
     form, args = split_digits(alg, form, args)
     if len(parts.products) > 1:
         form = alg.merged(form)
+    if len(parts.products) > 1 or parts.scans:
+        ev.notes.add("sums over blocks of keys are taken at once")
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
     values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
     found = softmax_parts(alg, form, values)

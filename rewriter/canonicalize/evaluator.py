@@ -177,8 +177,10 @@ class Evaluator(Layout, LoopForms):
                     and self._plain(node)
                 )
             )
-        elif prim in STRUCTURAL or prim == "scan":
+        elif prim in STRUCTURAL:
             ok = self.expand_all or value in self.inside
+        elif prim == "scan":
+            ok = value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
         else:

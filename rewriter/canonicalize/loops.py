@@ -179,7 +179,9 @@ class LoopForms:
     def _exponential(self, loop: Loop, form: Poly, own: int, k: int, args: Any) -> Poly:
         """The exponential of a carry, as of a logarithm of a sum, after all steps."""
         before = self.alg.of_atom(self.alg.atom("exp", ((own, 1),)))
-        return self._summed_steps(loop, before, self.alg.exp(form), k, args)
+        return self._summed_steps(
+            loop, before, self.alg.exp(form, self.fills.add), k, args
+        )
 
     def _opened(self, loop: Loop, k: int, args: Any) -> Poly:
         """The form of a carry after a step, which is a name in other forms."""
@@ -205,7 +207,7 @@ class LoopForms:
             else:
                 rest[flag, mono] = c
         first = self.poly(loop.first[k], args)
-        first = alg.exp(first) if alg.kind(atom) == "exp" else first
+        first = alg.exp(first, self.fills.add) if alg.kind(atom) == "exp" else first
         if len(kept) != 1 or first:
             raise OverBudget("a carry that is not a sum over the steps")
         gauge = self._gauge(kept[0], dict(zip(loop.before, loop.after, strict=False)))
