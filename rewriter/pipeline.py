@@ -497,6 +497,8 @@ def _by_platform(
         if other != target.platform:
             its = device.of(kinds.get(other, other), other)
             there = choose(match.spec, config, kernels, its)
+            if match.reading.in_blocks and there.kernel == XLA:
+                continue  # as written it needs less memory than the op's reference
             if there.implementation != choice.implementation:
                 pairs.append((other, build(there.implementation, match.op, kernels)))
     return tuple(pairs)

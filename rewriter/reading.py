@@ -94,6 +94,7 @@ class Reading:
         evaluator: For a form in pieces (None), what evaluates the region.
         times: What the op's result is multiplied by, if anything.
         plus: What is added to it after that, if anything.
+        in_blocks: Whether the program computes it block by block, in little memory.
     """
 
     op: str
@@ -112,6 +113,7 @@ class Reading:
     evaluator: Any = None
     times: Poly | None = None
     plus: Poly | None = None
+    in_blocks: bool = False
 
     def build(
         self,

@@ -171,7 +171,8 @@ def read(
     form, args = split_digits(alg, form, args)
     if len(parts.products) > 1:
         form = alg.merged(form)
-    if len(parts.products) > 1 or parts.scans:
+    in_blocks = len(parts.products) > 1 or bool(parts.scans)
+    if in_blocks:
         ev.notes.add("sums over blocks of keys are taken at once")
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
     values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
@@ -184,6 +185,7 @@ def read(
     ).reading()
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):
         raise Refused("loop", "a value of one step of a loop is read", score=0.4)
+    reading.in_blocks = in_blocks
     return reading
 
 

@@ -504,6 +504,38 @@ def test_left_where_the_loop_stays(returned: bool) -> None:
     assert returned == any("read elsewhere" in why for _, why in site.not_chosen)
 
 
+def test_other_platforms_do_not_hold_the_scores() -> None:
+    """What is left to XLA elsewhere would be the softmax at once."""
+    x = jax.ShapeDtypeStruct((2, 4, 1024, 64), jnp.float32)
+
+    def online(q, k, v):
+        def body(carry, x):
+            return step(carry, dots(q, x[0]), x[1]), None
+
+        row = q.shape[:-1]
+        first = jnp.full(row, -jnp.inf), jnp.zeros(row), jnp.zeros(q.shape)
+        xs = blocks(k, size=256), blocks(v, size=256)
+        return divided(lax.scan(body, first, xs)[0])
+
+    def kernels(fn):
+        program = jax.make_jaxpr(rewriter.optimize(fn, target="cpu"))(x, x, x)
+        (use,) = (e.params["use"] for e in equations(program) if "use" in e.params)
+        return {platform for platform, kernel in use.kernels if kernel is None}
+
+    assert "cuda" in kernels(at_once)
+    assert not kernels(online)
+
+
+def equations(program: Any) -> list[Any]:
+    """Equations at any depth."""
+    found = []
+    for e in program.eqns:
+        found.append(e)
+        for body in jax.tree.leaves(e.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            found += equations(body) if hasattr(body, "eqns") else []
+    return found
+
+
 @pytest.mark.parametrize("fn", [scanned, looped, unrolled], ids=lambda f: f.__name__)
 def test_differentiated_before(fn: Callable[..., Any]) -> None:
     """Where the gradients are in the program, it gives the same numbers."""
