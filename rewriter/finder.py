@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from rewriter.graph import Graph, Node, Scope
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.reading import Refused
 from rewriter.region import Place, Regions
+from rewriter.stacked import layers
 from rewriter.template import neighbourhood
 
 
@@ -41,24 +42,41 @@ class Finder:
     cache: dict[Any, Any] = field(default_factory=dict)
     _barren: set[Any] = field(default_factory=set)
     _asked: dict[Any, Any] = field(default_factory=dict)
+    _names: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._numbers = Evaluator(self.graph, self.algebra)
+        self._layers = tuple(layers(self.graph))
 
-    def evaluator(self, value: int, **options: Any) -> RegionEvaluator:
+    def evaluator(
+        self, value: int, *, names: Mapping[int, Any] | None = None, **options: Any
+    ) -> RegionEvaluator:
         """An evaluator whose leaves can be had where a value is computed."""
         node = self.graph.node_of(value)
         place = self.regions.place(node.scope)
         self.algebra.work = 0
         ev = RegionEvaluator(
-            self.graph, self.algebra, usable=self.regions.usable(place), **options
+            self.graph,
+            self.algebra,
+            usable=self.regions.usable(place),
+            names={**self._leaves_at(place), **(names or {})},
+            **options,
         )
         ev.place = place
         return ev
 
+    def _leaves_at(self, place: Place) -> dict[int, int]:
+        """Values that are leaves wherever they are met: single layers of a stack."""
+        key = id(place.scope)
+        if key not in self._names:
+            here = (v for v in self._layers if v in place.defined)
+            self._names[key] = {v: v for v in here}
+        return self._names[key]
+
     def layout_leaves(self, ev: RegionEvaluator, *values: int) -> set[int]:
         """Leaves under values when only layout and scale are looked through."""
-        probe = RegionEvaluator(self.graph, self.algebra, usable=ev.usable)
+        names = self._leaves_at(ev.place)
+        probe = RegionEvaluator(self.graph, self.algebra, usable=ev.usable, names=names)
         probe.loops = ev.loops
         for value in values:
             try:
