@@ -39,7 +39,7 @@ def residuals_place(
         home, path = home_of(scope)
         if not (lies_at(backward, graph, home) and _free(scope, home)):
             continue
-        found = [first_defined(graph, v, home) for v in backward.grads.values()]
+        found = [first_defined(graph, v, home) for v in backward.results]
         first, where, at = min(found, key=lambda f: f[0])  # type: ignore
         if (*path, position) < first:
             return (scope, position), position
@@ -102,7 +102,7 @@ def _before(scope: Scope, position: int, body: Scope) -> bool:
 
 def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
     """Whether gradients are computed in a body, in calls that can be dissolved."""
-    values = (backward.cotangent, *backward.grads.values())
+    values = (backward.cotangent, *backward.results)
     found = [first_defined(graph, v, home) for v in values]
     return all(f is not None and _free(f[1], home) for f in found)
 

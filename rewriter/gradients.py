@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter import _jax
+from rewriter.addends import read_as_a_sum, returned, sums, widest
 from rewriter.canonicalize import (
     LAYOUT_PRIMITIVES,
     TRANSPARENT,
@@ -57,11 +59,24 @@ class Backward:
         cotangent: The value that is the cotangent of the match's result.
         grads: Leaf (a value of the program) to the value that is its gradient.
         inner: Values between the leaves, the cotangent and the gradients.
+        zeros: Leaf to what becomes zero with its gradient, where that exists only as
+            terms of a sum; the term among `grads` becomes all of it.
     """
 
     cotangent: int
     grads: Mapping[int, int]
     inner: frozenset[int]
+    zeros: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All values that become zero."""
+        return tuple(itertools.chain.from_iterable(self.zeros.values()))
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """All values that are replaced."""
+        return (*self.grads.values(), *self.others)
 
 
 @dataclass(eq=False)
@@ -73,7 +88,10 @@ class Memory:
         proved: By the id of a reading, gradients that were found.
         failed: How many regions of a reading had none.
         unproved: Why gradients of a reading could not be told from others.
+        returned: What bodies return.
     """
+
+    returned: set[int]
 
     expected: dict[int, Any] = field(default_factory=dict)
     proved: dict[int, list[_Known]] = field(default_factory=dict)
@@ -85,10 +103,10 @@ def search_gradients(
     graph: Graph, matches: Sequence[Match]
 ) -> tuple[dict[int, Backward], dict[int, str], list[Reason]]:
     """By the id of a match, its gradients; why there are none; and what went wrong."""
-    memory = Memory()
+    memory = Memory(returned(graph))
     found: dict[int, Backward] = {}
     failures: list[Reason] = []
-    for match in matches:
+    for match in reversed(matches):  # the last one lacks no gradient of its input
         try:
             backward = find_backward(graph, match, memory)
         except Exception as error:
@@ -115,8 +133,8 @@ def _each_once(found: Mapping[int, Backward]) -> dict[int, Backward]:
     taken: set[int] = set()
     kept: dict[int, Backward] = {}
     for key, backward in sorted(found.items(), key=lambda f: -len(f[1].grads)):
-        if taken.isdisjoint(backward.grads.values()):
-            taken.update(backward.grads.values())
+        if taken.isdisjoint(backward.results):
+            taken.update(backward.results)
             kept[key] = backward
     return kept
 
@@ -126,15 +144,12 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
     candidates = list(_cotangents(graph, match))
     if not candidates:
         return None
-    proved = memory.proved.get(id(match.reading), ())
-    for look in (_at_its_place, _anywhere_below):
-        for known in proved:
-            found = _again(graph, known, match, candidates, look)
-            if found is not None:
-                return found
+    best = _proved_before(graph, match, memory, candidates)
+    if best is not None and not _read_beside(graph, match, best):
+        return best
     if memory.failed[id(match.reading)] >= ATTEMPTS:
-        return None
-    best: Backward | None = None
+        return best
+    before = best
     for cotangent in candidates[:6]:
         try:
             found = _verified(graph, match, cotangent, memory)
@@ -147,12 +162,35 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
             continue
         if found and (best is None or len(found.grads) > len(best.grads)):
             best = found
-    if best is None:
+    if best is before:
         memory.failed[id(match.reading)] += 1
-    else:
-        known = _known(graph, match, best)
-        memory.proved.setdefault(id(match.reading), []).append(known)
+    elif best is not None:
+        proved = memory.proved.setdefault(id(match.reading), [])
+        proved.append(_known(graph, match, best))
+        proved.sort(key=lambda known: -len(known.parts))
     return best
+
+
+def _proved_before(
+    graph: Graph, match: Match, memory: Memory, candidates: list[int]
+) -> Backward | None:
+    """The gradients of a match, if they are those of one proved before, again."""
+    proved = memory.proved.get(id(match.reading), ())
+    for known in proved:
+        for look in (_at_its_place, _anywhere_below):
+            found = _again(graph, known, match, candidates, look, memory.returned)
+            if found is not None:
+                return found
+    return None
+
+
+def _read_beside(graph: Graph, match: Match, backward: Backward) -> bool:
+    """Whether more is computed from a region's values: perhaps another gradient."""
+    if len(backward.grads) == sum(_is_float(graph.dtype(v)) for _, v in match.leaves):
+        return False
+    inside = match.inner | backward.inner
+    parts = inside.difference((match.value, *backward.results))
+    return any(inside.isdisjoint(node.outs) for v in parts for node in graph.users(v))
 
 
 # ------------------------------------------------------------------ candidates
@@ -222,39 +260,75 @@ def _verified(
     graph: Graph, match: Match, cotangent: int, memory: Memory
 ) -> Backward | None:
     """The gradients below one candidate for the cotangent."""
-    leaves = frozenset(v for _, v in match.leaves)
-    stops = leaves | {cotangent}
+    stops = frozenset([*(v for _, v in match.leaves), cotangent])
+    below = _below(graph, cotangent)
+    cones = _cones(graph, match, below, stops)
+    if not cones:
+        return None
+    wanted, outs = _expected(graph, match, memory)(cotangent)
+    parts = frozenset().union(*cones.values(), match.inner)
+    forms = _Forms(_evaluator(graph, match, stops, parts), wanted, outs)
+    grads: dict[int, int] = {}
+    for value in cones:
+        leaf = forms.leaf_of((value,), grads)
+        if leaf is not None:
+            grads[leaf] = value
+    zeros: dict[int, tuple[int, ...]] = {}
+    taken = set(grads.values())
+    for terms in sums(graph, below, cones, memory.returned):
+        leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
+        if leaf is not None:
+            grads[leaf] = widest(graph, terms)
+            zeros[leaf] = tuple(v for v in terms if v != grads[leaf])
+            taken.update(terms)
+    if not grads:
+        return None
+    found = (*grads.values(), *itertools.chain.from_iterable(zeros.values()))
+    inner = frozenset().union(*(cones[v] for v in found))
+    return Backward(cotangent, grads, inner - match.inner, zeros)
+
+
+def _cones(
+    graph: Graph, match: Match, below: Sequence[int], stops: frozenset[int]
+) -> dict[int, set[int]]:
+    """By the values that have a leaf's shape and are made of the stops, their cones."""
+    shapes = {graph.shape(v) for _, v in match.leaves}
     cones: dict[int, set[int]] = {}
-    for value in _below(graph, cotangent):
-        if value != cotangent and any(
-            graph.shape(value) == graph.shape(v) for v in leaves
-        ):
+    for value in below:
+        if value not in stops and graph.shape(value) in shapes:
             cone = _cone(graph, value, stops)
             if cone is not None:
                 cones[value] = cone
-    if not cones:
-        return None
-    alg = match.reading.algebra
-    wanted, outs = _expected(graph, match, memory)(cotangent)
-    parts = frozenset().union(*cones.values(), match.inner)
-    ev = _evaluator(graph, match, stops, parts)
-    args: dict[Any, tuple[Any, ...]] = {}
-    grads: dict[int, int] = {}
-    for value in cones:
-        shape = graph.shape(value)
-        key = shape, _digits(graph, value)
-        at = args.setdefault(key, _arguments(ev, *key))
-        like = [v for v in outs if v not in grads and graph.shape(v) == shape]
-        alg.work = 0
+    return cones
+
+
+class _Forms:
+    """Forms of the program's values, to be compared with those of gradients.
+
+    Args:
+        ev: Evaluates the program's values.
+        wanted: Evaluates the gradients.
+        outs: Leaf to its gradient.
+    """
+
+    def __init__(self, ev: Evaluator, wanted: Evaluator, outs: Mapping[int, int]):
+        self.ev, self.wanted, self.outs = ev, wanted, outs
+        self.args: dict[Any, tuple[Any, ...]] = {}
+
+    def leaf_of(self, values: tuple[int, ...], known: Mapping[int, int]) -> int | None:
+        """The leaf, of those not known, whose gradient is the sum of some values."""
+        ev = self.ev
+        shape = ev.g.shape(values[0])
+        key = shape, _digits(ev.g, values[0])
+        at = self.args.setdefault(key, _arguments(ev, *key))
+        ev.alg.work = 0
         with contextlib.suppress(OverBudget):
-            for leaf in like:
-                if _equal(ev, value, wanted, outs[leaf], at):
-                    grads[leaf] = value
-                    break
-    if not grads:
+            for leaf, out in self.outs.items():
+                if leaf in known or ev.g.shape(leaf) != shape:
+                    continue
+                if _equal(ev, values, self.wanted, out, at):
+                    return leaf
         return None
-    inner = frozenset().union(*(cones[v] for v in grads.values()))
-    return Backward(cotangent, grads, inner - match.inner)
 
 
 def _digits(graph: Graph, value: int) -> tuple[int, ...]:
@@ -286,15 +360,19 @@ def _arguments(
 
 
 def _equal(
-    ev: Evaluator, value: int, wanted: Evaluator, out: int, at: tuple[Any, ...]
+    ev: Evaluator,
+    values: tuple[int, ...],
+    wanted: Evaluator,
+    out: int,
+    at: tuple[Any, ...],
 ) -> bool:
-    """Whether two values have one form; piece by piece, where they are joined.
+    """Whether a sum has a value's form; piece by piece, where values are joined.
 
     Of forms that are zero nothing is learnt.
     """
     alg = ev.alg
     try:
-        form = ev.poly(value, at)
+        form = functools.reduce(alg.add, (ev.poly(v, at) for v in values))
         return bool(form) and not alg.add(form, wanted.poly(out, at), -1.0)
     except NeedSplit as need:
         edges = [0, *need.cuts, alg.sizes[need.index]]
@@ -305,7 +383,7 @@ def _equal(
         return all(
             _equal(
                 ev,
-                value,
+                values,
                 wanted,
                 out,
                 tuple(alg.subst_index(a, {need.index: part}) for a in at),
@@ -397,7 +475,7 @@ class _Known:
         match: What they are the gradients of.
         backward: The gradients.
         parts: Of each: its leaf, and its equations and the way to them from the
-            cotangent.
+            cotangent; of what becomes zero with a gradient too.
     """
 
     match: Match
@@ -408,7 +486,9 @@ class _Known:
 def _known(graph: Graph, match: Match, backward: Backward) -> _Known:
     stops = frozenset([*(v for _, v in match.leaves), backward.cotangent])
     parts = []
-    for leaf, value in backward.grads.items():
+    found = list(backward.grads.items())
+    found += [(leaf, v) for leaf, others in backward.zeros.items() for v in others]
+    for leaf, value in found:
         inside = _cone(graph, value, stops) or ()
         reached = {i for v in inside for i in graph.node_of(v).ins if i in stops}
         path = way(graph, (backward.cotangent,), value) or ()
@@ -423,6 +503,7 @@ def _again(
     match: Match,
     candidates: list[int],
     look: Callable[[Graph, Template, int], Iterator[int]],
+    returned: set[int],
 ) -> Backward | None:
     """The gradients of a match like one whose gradients are proved."""
     mine = dict(match.leaves)
@@ -430,15 +511,21 @@ def _again(
     for cotangent in candidates:
         to[known.backward.cotangent] = cotangent
         grads: dict[int, int] = {}
+        zeros: dict[int, tuple[int, ...]] = {}
         inner: frozenset[int] = frozenset()
         for leaf, part in known.parts:
             found = _like(graph, part, to, look(graph, part, cotangent))
             if found is None:
                 break
-            grads[to[leaf]] = found[0]
+            if to[leaf] in grads:
+                zeros[to[leaf]] = (*zeros.get(to[leaf], ()), found[0])
+            else:
+                grads[to[leaf]] = found[0]
             inner |= found[1]
         else:
-            return Backward(cotangent, grads, inner - match.inner)
+            sums = [(grads[leaf], *others) for leaf, others in zeros.items()]
+            if all(read_as_a_sum(graph, parts, returned, inner) for parts in sums):
+                return Backward(cotangent, grads, inner - match.inner, zeros)
     return None
 
 

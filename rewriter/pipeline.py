@@ -241,9 +241,7 @@ def _plan(
         if id(m) in backward
     }
     backward = {k: b for k, b in backward.items() if homes[k] is not None}
-    covered = frozenset().union(
-        *(b.inner | {*b.grads.values()} for b in backward.values())
-    )
+    covered = frozenset().union(*(b.inner | {*b.results} for b in backward.values()))
     matches = [m for m in matches if m.value not in covered]
     anyway = {
         id(m): SAVED

@@ -103,7 +103,7 @@ def _region(match: Match, backward: Backward | None) -> _Region:
         return _Region(match.inner, frozenset({match.value}), leaves)
     return _Region(
         match.inner | backward.inner,
-        frozenset({match.value, *backward.grads.values()}),
+        frozenset({match.value, *backward.results}),
         leaves | {backward.cotangent},
     )
 

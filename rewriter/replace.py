@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
@@ -185,7 +186,7 @@ class _Work:
             self._plan_carried(splice, first, bodies)
             home = bodies[-1]
         self.gradients_home[id(splice)] = home
-        found = {v: first_defined(self.graph, v, home) for v in backward.grads.values()}
+        found = {v: first_defined(self.graph, v, home) for v in backward.results}
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
         start = splice.scope if home is first else home
         scopes = {id(start): start}
@@ -399,18 +400,21 @@ class _Work:
         _, avals, tree = self.residuals[id(splice)]
         backward, graph = splice.backward, self.graph
         values = _in_order(splice)
-        dtypes = [graph.dtype(backward.grads[v]) for v in values]
+        dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
+        zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
 
         def code(*given: jax.Array) -> list[jax.Array]:
             *saved, cotangent = given
             function = jax.tree.unflatten(tree, saved)
             grads = function(cotangent)
-            return [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
+            found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
+            return [*found, *(jnp.zeros(*like) for like in zeros)]
 
         places = tuple(
             list(dict(splice.match.leaves).values()).index(v) for v in values
         )
-        key = ("backward", id(splice.match.reading), splice.key, tree, places)
+        like = tree, places, dtypes, zeros
+        key = ("backward", id(splice.match.reading), splice.key, *like)
         if key not in self.fragments:
             result = graph.avals[backward.cotangent]
             self.fragments[key] = _jax.trace_flat(code, [*avals, result])
@@ -421,7 +425,8 @@ class _Work:
         residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
         atoms = self._inserted(fragment, given, eqn, frame, splice.label)
-        return dict(zip((backward.grads[v] for v in values), atoms, strict=True))
+        results = (*(backward.grads[v] for v in values), *backward.others)
+        return dict(zip(results, atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """What carries a cotangent where gradients are computed."""

@@ -1,0 +1,172 @@
+"""Terms of a sum in, whether they are read as that sum alone.
+
+A gradient need not be one value: where a value is read twice, by an op and beside
+it, its cotangents are added up one by one, ``((ct + a) + b)``, and ``a + b``, the
+op's gradient, is nowhere. The first term can then become the whole gradient and the
+others zero, if nothing sees the terms but their sum.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+
+import numpy as np
+
+from rewriter import _jax
+from rewriter.canonicalize import TRANSPARENT, kind_of
+from rewriter.graph import Graph, Node, Scope
+
+SUMS = frozenset({"add_any", "add"})
+MOST = 16
+"""Of how many terms sums are looked at."""
+
+
+def terms(graph: Graph, total: int, among: Collection[int]) -> list[int]:
+    """The values of which a value is the sum.
+
+    Args:
+        graph: The program.
+        total: The sum.
+        among: Sums that are taken apart; others are terms.
+    """
+    found: list[int] = []
+    stack = [total]
+    while stack and len(found) + len(stack) <= MOST:
+        value = stack.pop()
+        node = graph.node_of(_uncast(graph, value))
+        if node is not None and node.prim in SUMS and node.outs[0] in among:
+            stack += node.ins
+        else:
+            found.append(value)
+    return [] if stack else found
+
+
+def sums(
+    graph: Graph,
+    below: Sequence[int],
+    cones: Mapping[int, Set[int]],
+    returned: Set[int],
+) -> Iterator[tuple[int, ...]]:
+    """Terms that are nowhere added up alone, and read as a sum with others only.
+
+    Args:
+        graph: The program.
+        below: Where sums are looked for.
+        cones: Values that can be terms, with what they are computed through.
+        returned: What bodies return.
+    """
+    every, past = frozenset(below), frozenset(v for v in below if v not in cones)
+    for value in below:
+        node = graph.node_of(value)
+        if node is None or node.prim not in SUMS:
+            continue
+        for among in (past, every):
+            parts = tuple(v for v in terms(graph, value, among) if v in cones)
+            inside = frozenset().union(*(cones[v] for v in parts))
+            if len(parts) > 1 and read_as_a_sum(graph, parts, returned, inside):
+                yield parts
+
+
+def read_as_a_sum(
+    graph: Graph,
+    parts: Collection[int],
+    returned: Set[int],
+    inside: Set[int] = frozenset(),
+) -> bool:
+    """Whether terms are added up, each once, before anything else reads them.
+
+    Args:
+        graph: The program.
+        parts: The terms.
+        returned: What bodies return: that is read too.
+        inside: What may read a term to compute another one.
+    """
+    heap = list(parts)
+    heapq.heapify(heap)
+    held = set(heap)
+    if len(held) != len(heap):
+        return False
+    while len(held) > 1:
+        value = heapq.heappop(heap)
+        held.remove(value)
+        readers = graph.users(value)
+        node = graph.node_of(value)
+        if value in parts:
+            ends = frozenset(parts) - {value}
+            readers = [
+                n for n in readers if not _leads_to(graph, n, ends, inside, returned)
+            ]
+        if len(readers) != 1 or value in returned or node is None or node.copies:
+            return False
+        (reader,) = readers
+        if reader.prim in SUMS:
+            if reader.ins[0] == reader.ins[1]:
+                return False
+        elif not _is_cast(graph, reader):
+            return False
+        (out,) = reader.outs
+        if out not in held:
+            held.add(out)
+            heapq.heappush(heap, out)
+    return True
+
+
+def _leads_to(
+    graph: Graph, node: Node, ends: Set[int], inside: Set[int], returned: Set[int]
+) -> bool:
+    """Whether what an equation makes is read for some values alone."""
+    seen: set[int] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        for out in current.outs:
+            if out in ends or out in seen:
+                continue
+            if out not in inside or out in returned:
+                return False
+            seen.add(out)
+            stack += graph.users(out)
+    return True
+
+
+def returned(graph: Graph) -> set[int]:
+    """Values that bodies return, but for those of calls that are looked through."""
+    return {
+        scope.env[var]
+        for scope in _scopes(graph)
+        if scope.kind not in ("call", "remat")
+        for var in scope.jaxpr.outvars
+        if not _jax.is_literal(var)
+    }
+
+
+def _scopes(graph: Graph) -> Iterator[Scope]:
+    stack = [graph.top]
+    while stack:
+        scope = stack.pop()
+        yield scope
+        for children in scope.children.values():
+            stack += children
+
+
+def _is_cast(graph: Graph, node: Node) -> bool:
+    """Whether an equation hands a float on as it is, but for rounding."""
+    if node.prim in TRANSPARENT:
+        return len(node.outs) == 1
+    return node.prim == "convert_element_type" and all(
+        kind_of(graph.dtype(v)) == "f" for v in (*node.ins, *node.outs)
+    )
+
+
+def _uncast(graph: Graph, value: int) -> int:
+    node = graph.node_of(value)
+    while node is not None and _is_cast(graph, node):
+        value = node.ins[0]
+        node = graph.node_of(value)
+    return value
+
+
+def widest(graph: Graph, values: Collection[int]) -> int:
+    """The first of the values whose dtype holds the most."""
+    return max(values, key=lambda v: (np.dtype(graph.dtype(v)).itemsize, -v))
