@@ -98,6 +98,11 @@ def call_body_name(eqn: Any) -> str:
     raise KeyError(eqn.primitive.name)
 
 
+def is_recomputation(eqn: Any) -> bool:
+    """Whether a checkpoint's equation runs its body again, for gradients."""
+    return bool(eqn.params.get("differentiated"))
+
+
 def scan_parts(eqn: Any) -> tuple[Any, int, int, int]:
     """(body, number of constants, number of carries, length) of a scan."""
     params = eqn.params

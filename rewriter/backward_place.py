@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rewriter import _jax
 from rewriter.gradients import Backward
 from rewriter.graph import Graph, Scope
 
@@ -50,6 +51,17 @@ def residuals_place(
         if bodies and _before(scope, position, bodies[0]):
             return (scope, position), position
     return None
+
+
+def runs_again(scope: Scope) -> bool:
+    """Whether a body, or one around it, is a checkpoint's recomputation."""
+    while scope.parent is not None:
+        if scope.kind == "remat":
+            eqn = scope.parent.jaxpr.eqns[scope.call]
+            if _jax.is_recomputation(eqn):
+                return True
+        scope = scope.parent
+    return False
 
 
 def _known_at(scope: Scope, position: int, values: Sequence[int]) -> bool:

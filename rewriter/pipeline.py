@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import autotune, device, site
 from rewriter.as_written import NotTaken, as_written, spelling_of
-from rewriter.backward_place import home_of, lies_at, residuals_place
+from rewriter.backward_place import home_of, lies_at, residuals_place, runs_again
 from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
 from rewriter.config import Config
 from rewriter.device import Device
@@ -200,12 +200,16 @@ class _Plan:
         splices: The replacements.
         labels: By cut and turn, the labels of its sites; empty for those left alone.
         key: Under which the whole program is measured.
+        forward: By the id of a match, the numbers of its sites.
+        noted: How often a match at a place was noted.
     """
 
     sites: list[Site] = field(default_factory=list)
     splices: list[Splice] = field(default_factory=list)
     labels: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     key: Key | None = None
+    forward: dict[int, list[int]] = field(default_factory=dict)
+    noted: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,11 +329,34 @@ def _planned(
 
 
 def _noted(plan: _Plan, p: _Placed, said: Site) -> str:
-    """Adds a site, and those computed again there; the label of its replacement."""
+    """Adds a site, and those computed again there; the label of its replacement.
+
+    What a checkpoint runs again for the gradients is part of the forward's site.
+    """
+    forward = plan.forward.setdefault(id(p.match), [])
+    again = runs_again(p.scope)
+    turn = plan.noted[id(p)]
+    plan.noted[id(p)] += 1
+    if again and turn < len(forward):
+        first = forward[turn]
+        row = plan.sites[first - 1]
+        if (row.kernel, row.not_chosen) == (said.kernel, said.not_chosen):
+            plan.sites[first - 1] = _again(row, said)
+            return f"rewriter/{said.op}#{first}" if said.replaced else ""
     first = len(plan.sites) + 1
+    if not again:
+        forward.append(first)
     for index in range(first, first + 1 + p.copies):
         plan.sites.append(dataclasses.replace(said, index=index))
     return f"rewriter/{said.op}#{first}" if said.replaced else ""
+
+
+def _again(row: Site, said: Site) -> Site:
+    """A forward's site that says where a checkpoint runs it again."""
+    places = dict.fromkeys(filter(None, (row.again, said.scope)))
+    return dataclasses.replace(
+        row, backward=row.backward or said.backward, again=", ".join(places)
+    )
 
 
 def _left_out(

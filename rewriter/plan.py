@@ -27,6 +27,8 @@ class Site:
         saved_bytes: Bytes no longer stored, where known.
         backward: Whether its gradient was found in the same program.
         config: The kernels' configs in words, where they were measured.
+        again: Where a checkpoint runs its forward again for the gradients, such as
+            ``"scan/remat"``; empty if it runs once.
     """
 
     index: int
@@ -44,3 +46,4 @@ class Site:
     saved_bytes: int | None = None
     backward: bool = False
     config: str = ""
+    again: str = ""

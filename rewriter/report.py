@@ -206,7 +206,8 @@ def _seconds(seconds: Mapping[str, float]) -> str:
 def _grouped(sites: Sequence[Site]) -> list[list[Site]]:
     groups: dict[Any, list[Site]] = {}
     for s in sites:
-        key = (s.op, s.where, s.kernel, s.origin, s.scope, s.shapes, s.not_chosen)
+        key = (s.op, s.where, s.kernel, s.origin, s.scope, s.shapes, s.not_chosen,
+               s.backward, s.again)  # fmt: skip
         groups.setdefault(key, []).append(s)
     return list(groups.values())
 
@@ -261,6 +262,8 @@ def _site_lines(
 
 def _details(site: Site) -> Iterator[str]:
     facts = ["forward and backward"] * site.backward
+    if site.again:
+        facts.append(f"the forward runs again in {site.again}")
     if site.saved_bytes:
         facts.append(f"−{size(site.saved_bytes)} of intermediate values")
     facts += _telling(site.params)

@@ -126,6 +126,50 @@ def test_page_and_picture(tmp_path):
     assert "<svg" in report._repr_html_()
 
 
+def unit(p, x):
+    return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+
+UNIT = {"gate": jnp.ones((8, 16)), "up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_a_checkpointed_site_is_one_row(loop):
+    layer = jax.checkpoint(lambda p, x: x + unit(p, x))
+
+    def loss(p, x):
+        if loop:
+            x, _ = jax.lax.scan(lambda x, _: (layer(p, x), None), x, None, length=3)
+        else:
+            x = layer(p, layer(p, layer(p, x)))
+        return (x**2).sum()
+
+    step, args = jax.grad(loss), (UNIT, jnp.ones((4, 8)))
+    report = rewriter.explain(step, implementation=FORCED)(*args)
+    assert report.counts()["gated_linear_unit"] == 3
+    assert report.counts(backward=True)["gated_linear_unit"] == 3
+    inside = "scan/remat" if loop else "remat"
+    assert {(s.backward, s.again) for s in report.sites} == {(True, inside)}
+    (row,) = [t for t in str(report).splitlines() if "gated_linear_unit" in t]
+    assert "×3 in scan" in row if loop else "×3  " in row
+    assert f"forward and backward; the forward runs again in {inside}" in str(report)
+    assert "0 of 3 candidates rewritten, 3 kept" in str(report)
+
+
+def test_a_checkpoint_that_is_not_differentiated_runs_once():
+    report = rewriter.explain(jax.checkpoint(unit))(UNIT, jnp.ones((4, 8)))
+    (site,) = report.sites
+    assert (site.scope, site.again, site.backward) == ("remat", "", False)
+
+
+def test_equal_sites_that_are_no_recomputation_count_twice():
+    def twice(p, x):
+        return jax.lax.cond(x[0, 0] > 0, unit, lambda p, x: unit(p, x) + 1, p, x)
+
+    report = rewriter.explain(twice)(UNIT, jnp.ones((4, 8)))
+    assert report.counts()["gated_linear_unit"] == 2
+
+
 def test_where_is_the_users_line():
     report = rewriter.explain(block)(*inputs())
     assert {s.where.split(":")[0] for s in report.sites} == {"programs.py"}
