@@ -56,16 +56,31 @@ def sums(
         cones: Values that can be terms, with what they are computed through.
         returned: What bodies return.
     """
-    every, past = frozenset(below), frozenset(v for v in below if v not in cones)
+    mixed = _mixed(graph, below, cones)
     for value in below:
         node = graph.node_of(value)
-        if node is None or node.prim not in SUMS:
+        if value not in mixed or node is None or node.prim not in SUMS:
             continue
-        for among in (past, every):
-            parts = tuple(v for v in terms(graph, value, among) if v in cones)
-            inside = frozenset().union(*(cones[v] for v in parts))
-            if len(parts) > 1 and read_as_a_sum(graph, parts, returned, inside):
-                yield parts
+        parts = tuple(v for v in terms(graph, value, mixed) if v in cones)
+        inside = frozenset().union(*(cones[v] for v in parts))
+        if len(parts) > 1 and read_as_a_sum(graph, parts, returned, inside):
+            yield parts
+
+
+def _mixed(
+    graph: Graph, below: Sequence[int], cones: Mapping[int, Set[int]]
+) -> Set[int]:
+    """Values without cones, and sums with them, such as with the cotangent itself."""
+    mixed: set[int] = set()
+    for value in below:
+        node = graph.node_of(_uncast(graph, value))
+        if value not in cones or (
+            node is not None
+            and node.prim in SUMS
+            and any(i not in cones or i in mixed for i in node.ins)
+        ):
+            mixed.add(value)
+    return mixed
 
 
 def read_as_a_sum(

@@ -145,8 +145,11 @@ def first_defined(
     What a body is given comes before all its equations, at position -1.
     """
     node = graph.node_of(value)
+    given = home.first_var.get(value)
+    if given is not None and given[0] < 0:
+        return (-1,), home, -1
     if node is None:
-        return ((-1,), home, -1) if value in home.first_var else None
+        return None
     places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
     found = []
     for scope, position in places:

@@ -162,10 +162,10 @@ class Emitter:
                 x = jax.lax.slice_in_dim(x, c + (size - 1) * m, c + 1, -m, k)
                 x = jnp.flip(x, k)
             return x, [*labels[:k], a[1], *labels[k + 1 :]]
-        if a[0] == "aff" and a[2] == 1:
+        if a[0] == "aff" and a[2] > 0:
             lo, hi = self.alg.index_range(a)
             if self.alg.index_range(a[1])[0] == 0:
-                x = jax.lax.slice_in_dim(x, lo, hi + 1, axis=k)
+                x = jax.lax.slice_in_dim(x, lo, hi + 1, a[2], k)
                 return x, [*labels[:k], a[1], *labels[k + 1 :]]
         if a[0] == "cat" and x.shape[k] % a[3] == 0:
             shape = (*x.shape[:k], x.shape[k] // a[3], a[3], *x.shape[k + 1 :])

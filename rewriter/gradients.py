@@ -28,6 +28,7 @@ from rewriter.canonicalize import (
     Evaluator,
     NeedSplit,
     is_local,
+    pieces,
 )
 from rewriter.graph import Graph
 from rewriter.match import Match, leaves_of, traced_forms
@@ -375,11 +376,6 @@ def _equal(
         form = functools.reduce(alg.add, (ev.poly(v, at) for v in values))
         return bool(form) and not alg.add(form, wanted.poly(out, at), -1.0)
     except NeedSplit as need:
-        edges = [0, *need.cuts, alg.sizes[need.index]]
-        parts = [
-            alg.affine(alg.new_index(hi - lo), 1, lo)
-            for lo, hi in itertools.pairwise(edges)
-        ]
         return all(
             _equal(
                 ev,
@@ -388,7 +384,7 @@ def _equal(
                 out,
                 tuple(alg.subst_index(a, {need.index: part}) for a in at),
             )
-            for part in parts
+            for _, part in pieces(alg, need)
         )
 
 
@@ -401,7 +397,7 @@ def _evaluator(
         for v in parts
         if (node := graph.node_of(v)) is not None and node.prim in CONTRACTIONS
     )
-    return Evaluator(
+    ev = Evaluator(
         graph,
         match.reading.algebra,
         names={v: v for v in stops},
@@ -410,6 +406,8 @@ def _evaluator(
         filled_rows=True,
         **match.reading.check_options,
     )
+    ev.strided = True
+    return ev
 
 
 def _expected(
@@ -442,6 +440,7 @@ def _expected(
     def at(cotangent: int) -> tuple[Evaluator, dict[int, int]]:
         values = [*(here[v] for v in names), cotangent]
         ev, outs = traced_forms(inner, reading, values)
+        ev.strided = True
         by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)
         return ev, dict(by_leaf)
 

@@ -12,6 +12,7 @@ from rewriter.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.canonicalize.contraction import ragged_axes
 from rewriter.canonicalize.dtypes import is_lossless, kind_of
 from rewriter.canonicalize.evaluator import Evaluator
+from rewriter.canonicalize.layout import pieces
 from rewriter.canonicalize.primitives import (
     FULL,
     LAYOUT,
@@ -29,5 +30,5 @@ RULES = (arithmetic, contraction, predicates)
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
     "TRANSPARENT", "Evaluator", "NeedSplit", "is_local", "is_lossless",
-    "kind_of", "ragged_axes", "sigmoid", "tanh",
+    "kind_of", "pieces", "ragged_axes", "sigmoid", "tanh",
 ]  # fmt: skip

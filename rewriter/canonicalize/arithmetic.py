@@ -304,6 +304,16 @@ def _concatenate(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     return ev.poly(source, at, mode)
 
 
+def _every(ev: Evaluator, a: Index, n: int) -> Index | bool:
+    """A / n, or False if n does not divide it, which is the same for all positions."""
+    if a is None or (isinstance(a, tuple) and a[0] == "k"):
+        number = a[1] if a else 0
+        return ev.alg.affine(None, 1, number // n) if number % n == 0 else False
+    if isinstance(a, tuple) and a[0] == "aff" and a[2] % n == 0:
+        return ev.alg.affine(a[1], a[2] // n, a[3] // n) if a[3] % n == 0 else False
+    raise ev._interleaved(a, n)
+
+
 @rule("pad")
 def _pad(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     config = node.params["padding_config"]
@@ -312,15 +322,17 @@ def _pad(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         size = ev.g.shape(node.ins[0])[d]
         if (lo, hi, interior) == (0, 0, 0):
             continue
+        moved = ev.alg.affine(at[d], 1, -int(lo))
         if interior:
-            return ev.alg.of_atom(ev.leaf(node.outs[0], args))
-        first, last = ev.alg.index_range(at[d])
-        if last < lo or first >= lo + size:
+            moved = _every(ev, moved, int(interior) + 1)
+            if moved is False:  # between the elements
+                return ev.poly(node.ins[1], (), mode)
+        first, last = ev.alg.index_range(moved)
+        if last < 0 or first >= size:
             return ev.poly(node.ins[1], (), mode)
-        if first < lo or last >= lo + size:
-            cuts = [c for c in (lo, lo + size) if first < c <= last]
-            raise ev._split(at[d], cuts)
-        at[d] = ev.alg.affine(at[d], 1, -int(lo))
+        if first < 0 or last >= size:
+            raise ev._split(moved, [c for c in (0, size) if first < c <= last])
+        at[d] = moved
         if size == 1:
             at[d] = None
     return ev.poly(node.ins[0], tuple(at), mode)

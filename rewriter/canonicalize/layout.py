@@ -22,7 +22,14 @@ from rewriter.normal_form import (
 
 
 class Layout:
-    """Moves index arguments through layout equations."""
+    """Moves index arguments through layout equations.
+
+    Attributes:
+        strided: Whether to take interleaved pieces apart, as gradients of strided
+            slices are; else what is made of them is taken as it is.
+    """
+
+    strided = False
 
     def moved(
         self, node: Node, value: int, args: tuple[Index, ...]
@@ -156,15 +163,22 @@ class Layout:
             cuts.append(start)
         raise self._split(args[axis], cuts[:-1])
 
+    def _interleaved(self, a: Index, n: int) -> Exception:
+        """That an index is needed with every n-th position apart."""
+        if isinstance(a, tuple) and a[0] == "aff" and a[2] == 1:
+            a = a[1]
+        if self.strided and isinstance(a, int) and self.alg.sizes[a] % n == 0:
+            return NeedSplit(a, (), n)
+        return OverBudget("pieces are interleaved")
+
     def _split(self, a: Index, cuts: list[int]) -> Exception:
         if isinstance(a, int):
             return NeedSplit(a, tuple(cuts))
-        if (
-            isinstance(a, tuple)
-            and a[0] == "aff"
-            and isinstance(a[1], int)
-            and a[2] == 1
-        ):
+        moved = isinstance(a, tuple) and a[0] == "aff" and a[2] == 1
+        digit = a[1] if moved else a
+        if isinstance(digit, tuple) and digit[0] == "mod":
+            return self._interleaved(digit[1], digit[2])
+        if moved and isinstance(a[1], int):
             inner = [c - a[3] for c in cuts if 0 < c - a[3] < self.alg.sizes[a[1]]]
             return NeedSplit(a[1], tuple(inner))
         return OverBudget("pieces of a concatenation are mixed")
@@ -182,11 +196,8 @@ class Layout:
 
     def _summed_pieces(self, make, bound: list[int], need: NeedSplit) -> Poly:
         alg, j = self.alg, need.index
-        edges = [0, *need.cuts, alg.sizes[j]]
         out: Poly = {}
-        for lo, hi in itertools.pairwise(edges):
-            piece = alg.new_index(hi - lo)
-            at = alg.affine(piece, 1, lo)
+        for piece, at in pieces(alg, need):
             rest = [i for i in bound if i != j] + ([piece] if piece else [])
             part = self.summed(lambda to, at=at: make({j: at, **to}), rest)
             out = alg.add(out, part)
@@ -209,6 +220,17 @@ def is_slice(node: Node) -> bool:
     return tuple(numbers.offset_dims) == tuple(range(rank)) and not (
         numbers.collapsed_slice_dims or numbers.operand_batching_dims
     )
+
+
+def pieces(alg: Algebra, need: NeedSplit) -> list[tuple[Index, Index]]:
+    """New indices over the pieces of an index, and what it is in terms of them."""
+    if need.stride > 1:
+        size = alg.sizes[need.index] // need.stride
+        new = [alg.new_index(size) for _ in range(need.stride)]
+        return [(i, alg.affine(i, need.stride, k)) for k, i in enumerate(new)]
+    edges = [0, *need.cuts, alg.sizes[need.index]]
+    parts = [(alg.new_index(hi - lo), lo) for lo, hi in itertools.pairwise(edges)]
+    return [(i, alg.affine(i, 1, lo)) for i, lo in parts]
 
 
 def reshape_args(

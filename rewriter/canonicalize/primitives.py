@@ -54,8 +54,14 @@ KNOWN_CONSTANTS = (
 
 
 class NeedSplit(OverBudget):
-    """An index runs over several pieces of a concatenation."""
+    """An index runs over several pieces of a concatenation.
 
-    def __init__(self, index: int, cuts: tuple[int, ...]):
+    Attributes:
+        index: The index.
+        cuts: Where pieces begin, but for the first.
+        stride: Instead of cuts: pieces are every so many positions.
+    """
+
+    def __init__(self, index: int, cuts: tuple[int, ...], stride: int = 1):
         super().__init__("a value is made of pieces")
-        self.index, self.cuts = index, cuts
+        self.index, self.cuts, self.stride = index, cuts, stride

@@ -55,6 +55,8 @@ class Indices:
             return b
         if b is None:
             return self.affine(a, n, 0)
+        if isinstance(b, tuple) and b[0] == "k":
+            return self.affine(a, n, b[1])
         if a[0] == "k" if isinstance(a, tuple) else False:
             return self.affine(b, 1, a[1] * n)
         if isinstance(a, tuple) and isinstance(b, tuple):

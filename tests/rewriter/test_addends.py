@@ -105,6 +105,35 @@ def test_no_unit_is_left_for_what_reads_its_products(layer, around, argnums) -> 
     assert {s.kernel for s in report.sites} == {"memory_bounded"}
 
 
+def scaled(norm: Callable) -> Callable:
+    return lambda x, s: norm(x) * s
+
+
+def skipped(norm: Callable) -> Callable:
+    """What goes past the norm is the norm's own cotangent."""
+
+    def fn(x, s):
+        return jax.lax.scan(lambda c, _: (c + norm(c) * s, None), x, None, length=3)[0]
+
+    return fn
+
+
+@pytest.mark.parametrize("loss", [jnp.sum, lambda y: jnp.sin(y).sum()])
+@pytest.mark.parametrize(
+    "around", [scaled, skipped, lambda f: jax.checkpoint(scaled(f))]
+)
+@pytest.mark.parametrize(("norm", "op"), [(rms, RMS), (centred, LAYER)])
+def test_norms_under_any_cotangent(norm, op: str, around, loss) -> None:
+    """The same number everywhere, given to a checkpoint, added to the gradient."""
+    step = jax.grad(lambda x, s: loss(around(norm)(x, s)), argnums=(0, 1))
+    scale = normal(D, seed=5)
+    counts = rewriter.explain(step)(X, scale).counts(repeats=False, backward=True)
+    assert counts[op] == 1
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    assert "rsqrt" not in str(fast.jaxpr(X, scale))
+    same_in_float64(fast, step, X, scale)
+
+
 @pytest.mark.parametrize("frozen", [[0], [2], [0, 2], [1, 2]])
 def test_some_layers_are_frozen(frozen: list[int]) -> None:
     """What is known of one layer's gradients does not hide those of another."""
