@@ -122,21 +122,27 @@ def search_gradients(
         for m in matches
         if id(m) not in found and id(m.reading) in memory.unproved
     }
-    return _each_once(found), why, failures
+    return _each_once(found, matches), why, failures
 
 
-def _each_once(found: Mapping[int, Backward]) -> dict[int, Backward]:
-    """Those that share no gradient with one that has more of them.
+def _each_once(
+    found: Mapping[int, Backward], matches: Sequence[Match]
+) -> dict[int, Backward]:
+    """Those that share no gradient with one that has more of them, or comes first.
 
     The same op of a value and of its copy, as one that was offloaded, have the same
-    gradient of a bias.
+    gradient of a bias. The forward of a ragged dot is the gradient of its gradient.
     """
     taken: set[int] = set()
+    forwards: set[int] = set()
     kept: dict[int, Backward] = {}
-    for key, backward in sorted(found.items(), key=lambda f: -len(f[1].grads)):
-        if taken.isdisjoint(backward.results):
-            taken.update(backward.results)
-            kept[key] = backward
+    those = [m for m in matches if id(m) in found]
+    for match in sorted(those, key=lambda m: -len(found[id(m)].grads)):
+        results = found[id(match)].results
+        if match.value not in taken and (taken | forwards).isdisjoint(results):
+            taken.update(results)
+            forwards.add(match.value)
+            kept[id(match)] = found[id(match)]
     return kept
 
 

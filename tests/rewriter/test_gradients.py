@@ -211,6 +211,37 @@ def test_every_gradient_of_an_op(op: str) -> None:
     equal(fast(*args), step(*args))
 
 
+def by_groups(x, w):
+    return jax.lax.ragged_dot(x, w, jnp.array([3, 5], jnp.int32))
+
+
+@pytest.mark.parametrize("argument", [0, 1, None])
+def test_ragged_gradients_of_a_cotangent_that_is_given(argument: int | None) -> None:
+    """Forward and gradients are ragged dots of each other's operands."""
+    args = [normal(8, 8), normal(2, 8, 4)]
+
+    def step(x, w, ct):
+        fn, given = {
+            0: (lambda x: by_groups(x, w), (x,)),
+            1: (lambda w: by_groups(x, w), (w,)),
+            None: (by_groups, (x, w)),
+        }[argument]
+        y, back = jax.vjp(fn, *given)
+        return y, back(ct)
+
+    args.append(normal(8, 4, seed=2))
+    report = rewriter.explain(step)(*args)
+    assert report.counts()["ragged_dot"] == 1
+    assert report.counts(backward=True)["ragged_dot"] == 1
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    text = str(fast.jaxpr(*args))
+    assert text.count("rewriter_site_backward[") == 1
+    equal(fast(*args), step(*args))
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) for a in args]
+        equal(fast(*wide), step(*wide), tolerance=1e-12)
+
+
 @pytest.mark.parametrize("argument", [0, 1, 2])
 def test_some_gradients_only(argument: int) -> None:
     step = jax.grad(dot_product_attention, argnums=argument)
