@@ -28,6 +28,7 @@ from rewriter.canonicalize import (
     Evaluator,
     NeedSplit,
     is_local,
+    is_lossless,
     pieces,
 )
 from rewriter.graph import Graph
@@ -57,7 +58,9 @@ class Backward:
     """Gradients found for a match.
 
     Attributes:
-        cotangent: The value that is the cotangent of the match's result.
+        cotangent: The value that is the cotangent of the match's result; its dtype
+            may be a wider one, where the program casts the result and adds up the
+            cotangents of the casts.
         grads: Leaf (a value of the program) to the value that is its gradient.
         inner: Values between the leaves, the cotangent and the gradients.
         zeros: Leaf to what becomes zero with its gradient, where that exists only as
@@ -149,6 +152,8 @@ def _each_once(
 def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None:
     """The gradients of a match in its program, or None if there are none."""
     candidates = list(_cotangents(graph, match))
+    dtype = graph.dtype(match.value)
+    candidates.sort(key=lambda v: graph.dtype(v) != dtype)
     if not candidates:
         return None
     best = _proved_before(graph, match, memory, candidates)
@@ -217,7 +222,8 @@ def _cotangents(graph: Graph, match: Match) -> Iterator[int]:
                 for x in _under_layout(graph, i):
                     if x in region or x in given or graph.shape(x) != shape:
                         continue
-                    if graph.dtype(x) == dtype:
+                    # Casts of one result add up their cotangents before its dtype.
+                    if graph.dtype(x) == dtype or _is_wider(graph.dtype(x), dtype):
                         given.add(x)
                         yield x
 
@@ -465,6 +471,11 @@ def gradient_function(
         return code(*full)
 
     return jax.vjp(of, *(arrays[k] for k in moving))
+
+
+def _is_wider(dtype: Any, other: Any) -> bool:
+    """Whether one float dtype holds every value of another one."""
+    return _is_float(dtype) and _is_float(other) and is_lossless(other, dtype)
 
 
 def _is_float(dtype: Any) -> bool:

@@ -401,22 +401,23 @@ class _Work:
         backward, graph = splice.backward, self.graph
         values = _in_order(splice)
         dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
+        dtype = graph.dtype(splice.match.value)
         zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
 
         def code(*given: jax.Array) -> list[jax.Array]:
             *saved, cotangent = given
             function = jax.tree.unflatten(tree, saved)
-            grads = function(cotangent)
+            grads = function(cotangent.astype(dtype))
             found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
             return [*found, *(jnp.zeros(*like) for like in zeros)]
 
         places = tuple(
             list(dict(splice.match.leaves).values()).index(v) for v in values
         )
-        like = tree, places, dtypes, zeros
+        result = graph.avals[backward.cotangent]
+        like = tree, places, dtypes, zeros, result.dtype
         key = ("backward", id(splice.match.reading), splice.key, *like)
         if key not in self.fragments:
-            result = graph.avals[backward.cotangent]
             self.fragments[key] = _jax.trace_flat(code, [*avals, result])
         cotangent = self._cotangent(splice, backward.cotangent)
         fragment = self.fragments[key]
