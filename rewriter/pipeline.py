@@ -200,16 +200,16 @@ class _Plan:
         splices: The replacements.
         labels: By cut and turn, the labels of its sites; empty for those left alone.
         key: Under which the whole program is measured.
-        forward: By the id of a match, the numbers of its sites.
-        noted: How often a match at a place was noted.
+        forward: By the id of a match, the number of its site.
+        left_out: Numbers of sites of turns that were left out.
     """
 
     sites: list[Site] = field(default_factory=list)
     splices: list[Splice] = field(default_factory=list)
     labels: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     key: Key | None = None
-    forward: dict[int, list[int]] = field(default_factory=dict)
-    noted: Counter[int] = field(default_factory=Counter)
+    forward: dict[int, int] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +306,8 @@ def _planned(
     waiting = list(enumerate(folded.cuts)) if folded else []
     for p, site_said in zip(placed, said, strict=True):
         position = _top(p.scope, p.position)
-        at = folded.kept[position] if folded else 0
+        first = _top(p.match.node.scope, p.match.node.position)  # of its places
+        at = folded.kept[first] if folded else 0
         while waiting and at >= waiting[0][1].end:
             _left_out(plan, placed, said, folded, *waiting.pop(0))
         label = _noted(plan, p, site_said)
@@ -328,27 +329,33 @@ def _planned(
     return plan
 
 
-def _noted(plan: _Plan, p: _Placed, said: Site) -> str:
+def _noted(plan: _Plan, p: _Placed, said: Site, kept: bool = True) -> str:
     """Adds a site, and those computed again there; the label of its replacement.
 
-    What a checkpoint runs again for the gradients is part of the forward's site.
+    What a checkpoint runs again for the gradients is part of the forward's site,
+    also where the turn with the forward was left out.
     """
-    forward = plan.forward.setdefault(id(p.match), [])
-    again = runs_again(p.scope)
-    turn = plan.noted[id(p)]
-    plan.noted[id(p)] += 1
-    if again and turn < len(forward):
-        first = forward[turn]
-        row = plan.sites[first - 1]
-        if (row.kernel, row.not_chosen) == (said.kernel, said.not_chosen):
-            plan.sites[first - 1] = _again(row, said)
-            return f"rewriter/{said.op}#{first}" if said.replaced else ""
-    first = len(plan.sites) + 1
-    if not again:
-        forward.append(first)
+    first, own = len(plan.sites) + 1, plan.forward.get(id(p.match)) if kept else None
+    if runs_again(p.scope):
+        free = (n for n in plan.left_out if not plan.sites[n - 1].again)
+        for number in free if own is None else (own,):
+            row = plan.sites[number - 1]
+            if _same(row, said):
+                plan.sites[number - 1] = _again(row, said)
+                return f"rewriter/{said.op}#{number}" if said.replaced else ""
+    elif kept:
+        plan.forward.setdefault(id(p.match), first)
+    else:
+        plan.left_out.append(first)
     for index in range(first, first + 1 + p.copies):
         plan.sites.append(dataclasses.replace(said, index=index))
     return f"rewriter/{said.op}#{first}" if said.replaced else ""
+
+
+def _same(row: Site, said: Site) -> bool:
+    """Whether two sites are of one op, and one kernel was chosen for them."""
+    names = ("op", "shapes", "params", "kernel", "not_chosen")
+    return all(getattr(row, n) == getattr(said, n) for n in names)
 
 
 def _again(row: Site, said: Site) -> Site:
@@ -380,7 +387,7 @@ def _left_out(
             where = folded.where(anchor, turn - cut.like, index, s.where)
             if where != s.where:
                 s = dataclasses.replace(s, where=where)
-            labels.append(_noted(plan, p, s))
+            labels.append(_noted(plan, p, s, kept=False))
 
 
 def _top(scope: Scope, position: int) -> int:

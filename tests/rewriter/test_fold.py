@@ -248,3 +248,24 @@ def test_constants_of_layers_are_not_taken_for_each_other() -> None:
     closed = jax.make_jaxpr(constant_masks)(weights(), X)
     found = runs(Numbered(closed))
     assert all(r.count < LAYERS // 2 for r in found)
+
+
+def beside(p, x):
+    """A unit without a norm: its input's gradient is only terms of a sum."""
+    return x + unit(p, x + attention(p, norm(x, 1.0)))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_gradients_that_are_terms_of_a_sum(around) -> None:
+    def loss(ps, x):
+        for p in ps:
+            x = around(beside)(p, x)
+        return jnp.mean(x**2)
+
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    _, short, whole = written_out_twice(step, weights(), X)
+    assert "unfold" in short.seconds
+    assert str(short.closed_jaxpr) == str(whole.closed_jaxpr)
+    assert short.sites == whole.sites
+    assert sum(s.backward for s in short.sites) == len(short.sites) == 3 * LAYERS
+    assert all(bool(s.again) == (around is jax.checkpoint) for s in short.sites)
