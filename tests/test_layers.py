@@ -13,13 +13,13 @@ ORDER = [
     "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "kernel",
     "estimate", "registry", "profile", "timing", "conditions", "trace", "repeats",
     "fold", "graph", "template", "normal_form", "canonicalize", "emit", "region",
-    "rows", "reading", "stacked", "finder", "sieve", "match", "pattern", "implementation", "key",
-    "measurement", "decision", "stored", "whole", "tuned", "cache", "choose", "plan",
-    "addends", "gradients", "backward_place", "as_written", "leaves", "remains", "oracle",
-    "implement", "site", "threads", "programs", "inputs", "candidate", "race",
-    "isolate", "autotune", "replace", "unfold", "pipeline", "draw", "report",
-    "optimize", "tune", "verify", "roofline", "bench", "bench_table", "bench_peers",
-    "bench_ops", "export", "demo", "__init__", "__main__",
+    "rows", "reading", "stacked", "finder", "sieve", "match", "pattern",
+    "implementation", "key", "measurement", "decision", "stored", "whole", "tuned",
+    "cache", "choose", "plan", "addends", "gradients", "backward_place", "as_written",
+    "leaves", "remains", "oracle", "implement", "site", "threads", "programs", "inputs",
+    "candidate", "race", "isolate", "autotune", "replace", "unfold", "pipeline", "draw",
+    "report", "optimize", "tune", "verify", "roofline", "bench", "bench_table",
+    "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {
