@@ -18,7 +18,12 @@ from rewriter.graph import Node
 from rewriter.match import ReaderPattern, leaves_of
 from rewriter.normal_form import OverBudget
 from rewriter.patterns.attention.assembly import NAME, Assembly
-from rewriter.patterns.attention.blocks import Blocks, blocks, results
+from rewriter.patterns.attention.blocks import (
+    Blocks,
+    blocks,
+    results,
+    weighs_once,
+)
 from rewriter.patterns.attention.softmax import exponents, softmax_parts
 from rewriter.reading import Reading, Refused, split_digits
 from rewriter.sieve import Step
@@ -30,6 +35,10 @@ AFTER = frozenset({
     "expand_dims", "convert_element_type", "name", "copy", "sharding_constraint",
     "neg",
 })  # fmt: skip
+
+
+ATTEMPTS = 6
+"""Results of blocks that are read in vain in one program; reading one is slow."""
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -68,12 +77,16 @@ def _in_blocks(
     """Readings of results that several products add up to."""
     for value in whole:
         key = ("blocks", value)
-        if key in find.cache:
+        if key in find.cache or find.cache.get("failed blocks", 0) >= ATTEMPTS:
             continue
         find.cache[key] = True
         found = blocks(find, value)
         if found is None or (pv.outs[0] not in {n.outs[0] for n, _ in found.products}):
             continue
+        if not found.scans and not weighs_once(find, anchor.outs[0]):
+            continue  # differentiated: it would be left as written, after a long search
+        failed = find.cache.get("failed blocks", 0)
+        find.cache["failed blocks"] = failed + 1
         try:
             yield read(find, value, found, "full")
         except Refused as refusal:
@@ -82,6 +95,7 @@ def _in_blocks(
         except (OverBudget, RecursionError):
             continue
         if find.done(NAME, value):
+            find.cache["failed blocks"] = failed
             return
 
 

@@ -20,6 +20,8 @@ DOWN = ADDED | NORMALISED | {
     "convert_element_type", "name", "copy", "sharding_constraint", "slice",
 }  # fmt: skip
 
+MOVED = frozenset({"transpose", "reshape", "broadcast_in_dim", "convert_element_type"})
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -66,6 +68,13 @@ def results(find: Finder, product: Node) -> list[int]:
                 seen[out] = after
                 queue.append(out)
     return [v for _, v in sorted(found, reverse=True)][:CANDIDATES]
+
+
+def weighs_once(find: Finder, weights: int) -> bool:
+    """Whether weights are read by one contraction; their gradients read them too."""
+    same = [weights, *find.regions.chain(weights, MOVED)]
+    users = (node for v in same for node in find.graph.users(v))
+    return len({id(n) for n in users if n.prim == "dot_general"}) <= 1
 
 
 def _exits(find: Finder) -> dict[int, list[int]]:
