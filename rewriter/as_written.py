@@ -133,6 +133,10 @@ def _gradients(
     moving = [v for v in values if jnp.issubdtype(graph.dtype(v), jnp.inexact)]
     if backward is None or set(moving) != set(backward.grads):
         return None
+    if backward.zeros:  # no value of the program is the whole gradient
+        return None
+    if graph.dtype(backward.cotangent) != graph.dtype(match.value):
+        return None
     grads = [backward.grads[v] for v in moving]
     if any(_struct(graph, g) != _struct(graph, v) for v, g in backward.grads.items()):
         return None
