@@ -59,7 +59,7 @@ def candidates(
     most = LEVELS[level]
     taking = [
         k for k in task.kernels
-        if on.platform in k.platforms and k.supports(task.spec).ok
+        if on.platform in k.platforms and k.runs_on(on).ok and k.supports(task.spec).ok
     ]  # fmt: skip
     found = [Implementation()]
     if task.passes == FORWARD:

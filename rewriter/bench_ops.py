@@ -97,12 +97,13 @@ def check_names(names: Sequence[str], ops: Sequence[str], among: Registry) -> No
             )
 
 
-def _refusal(kernel: Kernel, spec: Spec, platform: str) -> str:
+def _refusal(kernel: Kernel, spec: Spec, on: device.Device) -> str:
     """Why a kernel is not measured, or ``""``."""
-    if platform not in kernel.platforms:
-        return f"runs on {', '.join(kernel.platforms)}, not on {platform}"
+    if on.platform not in kernel.platforms:
+        return f"runs on {', '.join(kernel.platforms)}, not on {on.platform}"
     try:
-        verdict = kernel.supports(spec)
+        verdict = kernel.runs_on(on)
+        verdict = kernel.supports(spec) if verdict.ok else verdict
     except Exception as problem:
         return first_line(problem)
     return "; ".join(reason.text for reason in verdict.reasons)
@@ -170,7 +171,7 @@ def _candidates(
     for kernel in task.kernels:
         if names and kernel.name not in names:
             continue
-        if why := _refusal(kernel, task.spec, on.platform):
+        if why := _refusal(kernel, task.spec, on):
             refused[kernel.name] = f"refused: {why}"
         else:
             made = by_thumb(task.spec, on, kernel)

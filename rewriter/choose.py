@@ -127,13 +127,15 @@ def left_out(
     return (), ""
 
 
-def usable(kernel: Kernel, spec: Spec, platform: str, config: Config) -> Verdict:
-    """Returns whether a kernel may be chosen for a site on a platform."""
+def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdict:
+    """Returns whether a kernel may be chosen for a site on a device."""
     if config.exporting and not kernel.exportable:
         return no("export", "JAX does not keep its call stable in exported programs")
-    if platform not in kernel.platforms:
-        return no("platform", f"runs on {', '.join(kernel.platforms)}, not {platform}")
-    return kernel.supports(spec)
+    if device.platform not in kernel.platforms:
+        names = ", ".join(kernel.platforms)
+        return no("platform", f"runs on {names}, not {device.platform}")
+    verdict = kernel.runs_on(device)
+    return kernel.supports(spec) if verdict.ok else verdict
 
 
 # --------------------------------------------------------------------- estimated
@@ -209,7 +211,7 @@ def _by_thumb(
     here = device.platform
     # Of kernels for other platforms nothing is said, unless there are no others.
     for kernel in [k for k in kernels if here in k.platforms] or kernels:
-        verdict = usable(kernel, spec, here, config)
+        verdict = usable(kernel, spec, device, config)
         if verdict.ok:
             verdict = _pays(kernel, spec, here, differentiated)
         if verdict.ok:
@@ -240,8 +242,8 @@ def _forced(
 ) -> Choice:
     forward, backward = asked
     why: list[tuple[str, str]] = []
-    first = _first(forward, spec, kernels, config, why)
-    second = _first(backward, spec, kernels, config, why)
+    first = _first(forward, spec, kernels, config, device, why)
+    second = _first(backward, spec, kernels, config, device, why)
     if first is None and not forward:
         first = REFERENCE  # only the backward was asked for
     if first is None or (backward and second is None):
@@ -267,6 +269,7 @@ def _first(
     spec: Spec,
     kernels: Sequence[Kernel],
     config: Config,
+    device: Device,
     why: list[tuple[str, str]],
 ) -> str | None:
     """The first name that can be had; the reasons against those before go to `why`."""
@@ -282,7 +285,10 @@ def _first(
         if name in (XLA, REFERENCE):
             return name
         kernel = by_name[name]
-        verdict = usable(kernel, spec, kernel.platforms[0], config)
+        # One for another platform is lowered only there, on a device not known yet.
+        elsewhere = Device("", kernel.platforms[0])
+        on = device if device.platform in kernel.platforms else elsewhere
+        verdict = usable(kernel, spec, on, config)
         if verdict.ok:
             return name
         why.append((name, _reasons(verdict)))
@@ -320,7 +326,7 @@ def _measured(
         made = _with_backward(made, gradient)
     timed = {name for m in found for name in m.implementation.kernels}
     refused = [
-        (k.name, _reasons(usable(k, spec, device.platform, config)) or "not measured")
+        (k.name, _reasons(usable(k, spec, device, config)) or "not measured")
         for name, k in by_name.items()
         if name not in timed
     ]
@@ -367,9 +373,7 @@ def _holds(
         return False
     if not configured(made, kernels):
         return False
-    return all(
-        usable(kernels[n], spec, device.platform, config).ok for n in made.kernels
-    )
+    return all(usable(kernels[n], spec, device, config).ok for n in made.kernels)
 
 
 Source = tuple[str, Sequence[Entry]]

@@ -210,6 +210,7 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
         platforms=tuple(p for p in second.platforms if p in both[0].platforms),
         version=max(k.version for k in both),
         supports=lambda spec: all_of(*(k.supports(spec) for k in both)),
+        runs_on=lambda device: all_of(*(k.runs_on(device) for k in both)),
         forward=forward,
         backward=backward,
         memory_bounded=all(k.memory_bounded for k in both),

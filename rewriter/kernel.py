@@ -100,6 +100,12 @@ def takes_all(spec: Spec) -> Verdict:
     return YES
 
 
+def runs_anywhere(device: Device) -> Verdict:
+    """Returns yes: the `runs_on` of a kernel for every device of its platforms."""
+    del device
+    return YES
+
+
 def always_pays(spec: Spec, platform: str) -> Verdict:
     """Returns yes: the `profitable` of a kernel that is chosen wherever it runs."""
     del spec, platform
@@ -229,6 +235,8 @@ class Kernel:
             lowers only where it knows the devices.
         space: The configs of `forward`, which then takes ``config=``.
         backward_space: The configs of `backward`, which then takes ``config=``.
+        runs_on: Says, with reasons, whether it runs on a device of its platforms.
+            Where a program is exported for a platform, the device's kind is not known.
     """
 
     name: str
@@ -253,6 +261,7 @@ class Kernel:
     needs_devices: bool = False
     space: Space | None = None
     backward_space: Space | None = None
+    runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"

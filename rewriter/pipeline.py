@@ -524,8 +524,11 @@ def _by_platform(
 ) -> tuple[tuple[str, Kernel | None], ...]:
     """A kernel per platform: an exported program may run on another one."""
     kernels, kinds = match.pattern.kernels, dict(config.targets)
-    pairs = [("default", build(choice.implementation, match.op, kernels))]
-    for other in PLATFORMS if choice.origin != "forced" else ():
+    made = build(choice.implementation, match.op, kernels)
+    if choice.origin == "forced":
+        return _where_it_runs(made, target)
+    pairs = [("default", made)]
+    for other in PLATFORMS:
         if other != target.platform:
             its = device.of(kinds.get(other, other), other)
             there = choose(match.spec, config, kernels, its)
@@ -534,6 +537,18 @@ def _by_platform(
             if there.implementation != choice.implementation:
                 pairs.append((other, build(there.implementation, match.op, kernels)))
     return tuple(pairs)
+
+
+def _where_it_runs(
+    forced: Kernel | None, target: Device
+) -> tuple[tuple[str, Kernel | None], ...]:
+    """A forced kernel on its platforms, the op's plain form on others."""
+    if forced is None or set(forced.platforms) >= set(PLATFORMS):
+        return (("default", forced),)
+    if target.platform not in forced.platforms:
+        return (("default", None), *((p, forced) for p in forced.platforms))
+    others = [p for p in PLATFORMS if p not in forced.platforms]
+    return (("default", forced), *((p, None) for p in others))
 
 
 def _call(

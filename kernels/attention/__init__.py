@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.attention import cudnn, xla
+from rewriter.kernels.attention import cudnn, hopper, xla
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.reference import (
@@ -56,6 +56,20 @@ KERNELS = (
         estimate=estimate,
         exportable=False,
         needs_devices=True,
+    ),
+    Kernel(
+        name="hopper",
+        op="attention",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper.supports,
+        runs_on=hopper.runs_on,
+        forward=hopper.forward,
+        backward=hopper.backward,
+        memory_bounded=True,
+        profitable=hopper.profitable,
+        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+        backward_space=Space(xla.Blocks, xla.default, xla.configs),
     ),
     Kernel(
         name="memory_bounded",

@@ -1,0 +1,115 @@
+"""Attention on NVIDIA Hopper GPUs, in Pallas Mosaic GPU: what it takes, and the kernel.
+
+Pallas takes half a second to import, so that the kernels themselves are imported where
+they are first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.attention import xla
+from rewriter.kernels.attention.hopper.config import Tiles as Tiles
+from rewriter.kernels.attention.hopper.config import configs as configs
+from rewriter.kernels.attention.hopper.config import default as default
+from rewriter.kernels.attention.hopper.config import fits as fits
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.device import Device
+    from rewriter.kernel import Spec
+
+OPERANDS = frozenset({"q", "k", "v", "kv_lengths", "offset"})
+TYPES = ("bfloat16", "float16")
+WIDEST = 256
+"""Columns of a tensor core's product, and so the widest head."""
+
+NAMES = ("H100", "H200", "H800", "H20")
+"""What names of Hopper GPUs contain, GH200 among them."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether it takes a use: 16 bits, widths of multiples of 16 up to 256."""
+    if spec.symbolic:
+        return no("symbolic", "the Hopper kernel wants sizes that are numbers")
+    verdict = all_of(_operands(spec), _types(spec), _sizes(spec), _numbers(spec))
+    return _importable() if verdict.ok else verdict
+
+
+def runs_on(device: Device) -> Verdict:
+    """Returns whether a device is a Hopper GPU, or one that is not known yet."""
+    if device.kind in ("", device.platform) or any(n in device.kind for n in NAMES):
+        return YES
+    return no("device", f"{device.kind} is no Hopper GPU (compute capability 9.0)")
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: it is taken where it was measured to be fastest, or is asked for."""
+    del spec, platform
+    return no("measure", "chosen only where it was measured to be faster than cuDNN")
+
+
+def _operands(spec: Spec) -> Verdict:
+    more = sorted(set(spec.operands) - OPERANDS)
+    if more:
+        return no("operands", f"the Hopper kernel does not take {', '.join(more)}")
+    return YES
+
+
+def _types(spec: Spec) -> Verdict:
+    kinds = {str(jnp.dtype(spec.dtype(name))) for name in "qkv"}
+    out = spec.param("out_dtype")
+    kinds |= {str(jnp.dtype(out))} if out else set()
+    if len(kinds) == 1 and kinds <= set(TYPES):
+        return YES
+    text = f"the Hopper kernel takes one 16-bit float, not {', '.join(sorted(kinds))}"
+    return no("dtype", text)
+
+
+def _sizes(spec: Spec) -> Verdict:
+    found = [
+        no("empty", f"{name} has shape {shape}, and an axis of size 0")
+        for name, shape in spec.shapes
+        if 0 in shape
+    ]
+    for name, width in (("q", spec.shape("q")[3]), ("v", spec.shape("v")[3])):
+        if width % 16 or width > WIDEST:
+            text = f"heads of {name} are {width} wide, not 16, 32, ... {WIDEST}"
+            found.append(no("width", text))
+    return all_of(YES, *found)
+
+
+def _numbers(spec: Spec) -> Verdict:
+    found = [YES]
+    if spec.param("scale", 1.0) <= 0:
+        found.append(no("scale", f"scale is {spec.param('scale')}, not positive"))
+    if (spec.param("softcap") or 1.0) <= 0:
+        found.append(no("softcap", f"softcap is {spec.param('softcap')}, not positive"))
+    return all_of(*found)
+
+
+@functools.cache
+def _importable() -> Verdict:
+    try:
+        from rewriter.kernels.attention.hopper import forward_kernel
+    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
+        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
+    del forward_kernel
+    return YES
+
+
+def forward(**given: Any) -> Any:
+    """Returns attention; see `rewriter.kernels.attention.hopper.forward_kernel`."""
+    from rewriter.kernels.attention.hopper import forward_kernel
+
+    return forward_kernel.forward(**given)
+
+
+def backward(**given: Any) -> dict[str, Array]:
+    """Returns the cotangents of q, k and v from the result and its log-sum-exp."""
+    return xla.backward(**given)

@@ -1,0 +1,176 @@
+"""A tile of query rows in, the blocks of keys that it reads out: whole or in part.
+
+Everything here is arithmetic on integers: plain ones in tests, scalars of a kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+FAR = 1 << 30
+"""Farther than any key; keeps position arithmetic inside int32."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query may see, as far as it is known while tracing.
+
+    Attributes:
+        t: Number of queries.
+        s: Number of keys.
+        left: A query at position p sees keys from ``p - left`` on; None for all.
+        right: It sees keys up to ``p + right``; None for all.
+        shift: Query row i is at position ``i + shift``, plus an offset given at run
+            time.
+        lengths: Whether only keys before a length given at run time are seen.
+        offsets: Whether an offset is given at run time.
+        mean: Whether a row that sees no key gives the mean of all values.
+    """
+
+    t: int
+    s: int
+    left: int | None = None
+    right: int | None = None
+    shift: int = 0
+    lengths: bool = False
+    offsets: bool = False
+    mean: bool = False
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be keys that some query does not see."""
+        return self.left is not None or self.right is not None or self.lengths
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there may be rows that see no key."""
+        if self.lengths or self.offsets:
+            return self.hides
+        first, last = self.shift, self.t - 1 + self.shift
+        before = self.right is not None and first + self.right < 0
+        after = self.left is not None and last - self.left >= self.s
+        return before or after or self.crossed
+
+    @property
+    def crossed(self) -> bool:
+        """Whether the window ends before it begins, for every row."""
+        return (
+            self.left is not None
+            and self.right is not None
+            and self.left + self.right < 0
+        )
+
+    @property
+    def averages(self) -> bool:
+        """Whether rows must be averaged over all keys, seen or not."""
+        return self.mean and self.may_be_empty
+
+
+@dataclass(frozen=True)
+class Range:
+    """Blocks of keys of one tile, in order: part, whole, part.
+
+    Attributes:
+        start: The first block that is read.
+        whole: The first block that every row sees all of.
+        part: The first block after those.
+        end: One past the last block that is read; at least one block is.
+        limit: Keys from here on are seen by no row.
+    """
+
+    start: Any
+    whole: Any
+    part: Any
+    end: Any
+    limit: Any
+
+    @property
+    def count(self) -> Any:
+        """How many blocks are read."""
+        return self.end - self.start
+
+
+def blocks_of(
+    mask: Mask,
+    first_row: Any,
+    rows: int,
+    keys: int,
+    offset: Any = 0,
+    length: Any = None,
+) -> Range:
+    """Returns which blocks of `keys` keys a tile of `rows` rows reads.
+
+    Args:
+        mask: What is known while tracing.
+        first_row: The tile's first row, below ``mask.t``.
+        rows: Rows of a tile.
+        keys: Keys of a block.
+        offset: What is added to the rows' positions, the static shift included.
+        length: Keys before it are seen; None for all.
+
+    Example:
+        >>> blocks_of(Mask(256, 256, right=0), 128, 128, 64)
+        Range(start=0, whole=0, part=2, end=4, limit=256)
+    """
+    count = -(-mask.s // keys)
+    limit = mask.s if length is None else _clip(length, 0, mask.s)
+    first = first_row + offset
+    last = _least(first_row + rows, mask.t) - 1 + offset
+    low, whole_low, high, whole_high = 0, 0, limit, limit
+    if mask.left is not None:
+        left = min(mask.left, FAR)
+        low, whole_low = _clip(first - left, 0, mask.s), _clip(last - left, 0, mask.s)
+    if mask.right is not None:
+        right = min(mask.right, FAR)
+        high = _least(_clip(last + right + 1, 0, mask.s), limit)
+        whole_high = _least(_clip(first + right + 1, 0, mask.s), limit)
+    start = _least(_div(low, keys), count - 1)
+    end = _most(_div(high + (keys - 1), keys), start + 1)
+    whole = _clip(_div(whole_low + (keys - 1), keys), start, end)
+    part = _clip(_div(whole_high, keys), whole, end)
+    if mask.averages:
+        some = _any_empty(mask, first, last, limit)
+        start, whole = _pick(some, 0, start), _pick(some, 0, whole)
+        part, end = _pick(some, 0, part), _pick(some, count, end)
+    return Range(start, whole, part, end, limit)
+
+
+def _any_empty(mask: Mask, first: Any, last: Any, limit: Any) -> Any:
+    """Whether some row from position `first` to `last` sees no key."""
+    some = limit <= 0
+    if mask.right is not None:
+        some = some | (first + min(mask.right, FAR) < 0)
+    if mask.left is not None:
+        some = some | (last - min(mask.left, FAR) >= limit)
+    return some | mask.crossed
+
+
+def _static(*values: Any) -> bool:
+    return all(isinstance(v, int) for v in values)
+
+
+def _least(x: Any, y: Any) -> Any:
+    return min(x, y) if _static(x, y) else jnp.minimum(x, y)
+
+
+def _most(x: Any, y: Any) -> Any:
+    return max(x, y) if _static(x, y) else jnp.maximum(x, y)
+
+
+def _clip(x: Any, low: Any, high: Any) -> Any:
+    return _most(_least(x, high), low)
+
+
+def _pick(condition: Any, x: Any, y: Any) -> Any:
+    if isinstance(condition, bool):
+        return x if condition else y
+    return jnp.where(condition, x, y)
+
+
+def _div(x: Any, y: int) -> Any:
+    """Returns x // y for x that is not negative."""
+    return x // y if _static(x) else lax.div(x, jnp.int32(y))

@@ -1,0 +1,157 @@
+"""What the Hopper kernel may be tuned by, and what fits into an SM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.device import Device
+    from rewriter.kernel import Spec
+
+SHARED_MEMORY = 227 << 10
+"""Bytes of shared memory that a block of threads may have on Hopper."""
+
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+"""By number of computing warpgroups: registers per lane for them and for the one that
+copies. All lanes of an SM together have 512 x 128."""
+
+PROCESSORS = 132
+"""Streaming multiprocessors of an H100 SXM, H200 and GH200."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The config of the forward.
+
+    Attributes:
+        block_kv: Keys of a block.
+        stages: Blocks of k and of v that shared memory holds.
+        warpgroups: Warpgroups that compute, 64 query rows each.
+        programs: Blocks of threads that stay and take one tile of rows after the
+            other; 0 starts one for every tile.
+        turns: Whether warpgroups take turns at the tensor cores, so that one
+            computes exponentials while the other multiplies.
+    """
+
+    block_kv: int = 128
+    stages: int = 2
+    warpgroups: int = 2
+    programs: int = PROCESSORS
+    turns: bool = True
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.warpgroups
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the rule of thumb, by the widths of heads and by what is hidden.
+
+    Measured on an H200, bfloat16, jax 0.11.2, TF/s
+    (``tests/bench/results/hopper_attention_h200.json``).
+    """
+    del device
+    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    hides = spec.param("window") != (None, None) or spec.has("kv_lengths")
+    if max(h, e) <= 64:
+        return Tiles(128, 4, 3)
+    if max(h, e) > 192:
+        return Tiles(80 if e % 16 == 0 else 64, 2, 2, turns=False)
+    if h > 128 or e > 128:
+        return Tiles(64, 2, 2, turns=False)
+    if not hides and spec.shape("k")[1] >= LONG:
+        return Tiles(160, 2, 2, turns=False)
+    return Tiles(128, 2, 2, turns=hides)
+
+
+LONG = 2048
+"""Keys from which blocks of 160 are faster than blocks of 128, if none is hidden."""
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns configs worth measuring, the likeliest first."""
+    del device
+    width = max(spec.shape("q")[3], spec.shape("v")[3])
+    if width <= 64:
+        return [
+            Tiles(128, 4, 3), Tiles(128, 4, 3, turns=False), Tiles(96, 4, 3),
+            Tiles(128, 4, 2), Tiles(64, 6, 3), Tiles(128, 4, 3, programs=0),
+        ]  # fmt: skip
+    if width <= 128:
+        return [
+            Tiles(128, 2, 2), Tiles(160, 2, 2, turns=False), Tiles(160, 2, 2),
+            Tiles(128, 2, 2, turns=False), Tiles(144, 2, 2, turns=False),
+            Tiles(96, 3, 2, turns=False), Tiles(128, 2, 2, programs=0),
+        ]  # fmt: skip
+    return [
+        Tiles(80, 2, 2, turns=False), Tiles(64, 2, 2, turns=False), Tiles(80, 2, 2),
+        Tiles(128, 2, 2, turns=False), Tiles(64, 2, 2, programs=0, turns=False),
+    ]  # fmt: skip
+
+
+def shared_memory(config: Tiles, h: int, e: int, apart: bool) -> int:
+    """Returns bytes of shared memory for heads of width h and values of width e.
+
+    Args:
+        config: The config.
+        h: Width of q and k.
+        e: Width of v.
+        apart: Whether the result has memory of its own, and not that of q.
+    """
+    q, out = config.rows * h, config.rows * e
+    blocks = config.stages * config.block_kv * (h + e)
+    tiles = 2 * (blocks + (q + out if apart else max(q, out)))
+    return tiles + 4 * config.rows + BARRIERS
+
+
+BARRIERS = 1 << 10
+"""Bytes for barriers and alignment, at most."""
+
+
+def apart(config: Tiles, h: int, e: int) -> bool:
+    """Returns whether shared memory holds the result beside the next tile's q."""
+    return config.programs > 0 and shared_memory(config, h, e, True) <= SHARED_MEMORY
+
+
+def registers(config: Tiles, e: int) -> int:
+    """Returns registers per lane for scores, weights and result.
+
+    An accumulator of 64 rows has ``columns / 2`` registers of float32 per lane, weights
+    in 16 bits half of that.
+    """
+    return config.block_kv // 2 + config.block_kv // 4 + e // 2
+
+
+def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: shared memory, registers, block sizes."""
+    del device
+    return fits_widths(config, spec.shape("q")[3], spec.shape("v")[3])
+
+
+def fits_widths(config: Tiles, h: int, e: int) -> Verdict:
+    """Returns the same for heads of width h and values of width e."""
+    found = [YES]
+    if config.warpgroups not in REGISTERS:
+        found.append(no("warpgroups", f"{config.warpgroups} warpgroups, not 2 or 3"))
+        return all_of(*found)
+    size = shared_memory(config, h, e, False)
+    if size > SHARED_MEMORY:
+        text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+        found.append(no("shared_memory", text))
+    most = REGISTERS[config.warpgroups][0] - OTHERS
+    if (used := registers(config, e)) > most:
+        found.append(no("registers", f"{used} registers for tiles, of {most}"))
+    if config.block_kv % 16 or not 16 <= config.block_kv <= 256:
+        found.append(no("block_kv", f"{config.block_kv} is no multiple of 16 to 256"))
+    if config.stages < 2:
+        found.append(no("stages", f"{config.stages} stages, fewer than 2"))
+    return all_of(*found)
+
+
+OTHERS = 32
+"""Registers per lane for all but the tiles: maxima, sums, addresses. With fewer left,
+ptxas spills some (12.9: blocks of 160 keys and 3 warpgroups for heads of 64)."""

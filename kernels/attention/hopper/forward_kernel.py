@@ -1,0 +1,485 @@
+"""Attention on Hopper's tensor cores: warpgroups that multiply, one that copies.
+
+A block of threads takes tiles of query rows, 64 for each computing warpgroup, one
+after the other. Its last warpgroup only copies: q of a tile, then blocks of k and v,
+as shared memory becomes free. The others keep a running softmax in registers, with
+exponentials to the base of two. Two things hide the exponentials: while a warpgroup
+weighs block j, its tensor cores multiply the weights of block j - 1 with v; and the
+warpgroups take turns, so that one multiplies while another weighs. Source: Shah et al.,
+"FlashAttention-3" (arXiv 2407.08608), sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.blocks import FAR, Mask, blocks_of
+from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, apart
+from rewriter.kernels.attention.hopper.order import Order
+
+if TYPE_CHECKING:
+    from jax import Array
+
+LOG2E = math.log2(math.e)
+EDGE = 8
+"""Rows that tiles in shared memory are copied by: t and s are padded to multiples."""
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """All that is known while tracing."""
+
+    b: int
+    n: int
+    heads: int
+    h: int
+    e: int
+    mask: Mask
+    scale: float
+    softcap: float | None
+    config: Tiles
+    saves: bool
+
+    @property
+    def group(self) -> int:
+        return self.n // self.heads
+
+    @property
+    def apart(self) -> bool:
+        return apart(self.config, self.h, self.e)
+
+    @functools.cached_property
+    def order(self) -> Order:
+        both = 2 * self.mask.s * (self.h + self.e) // self.group
+        rows = self.config.rows
+        return Order(
+            pairs=self.b * self.n,
+            bytes_of_pair=max(1, both),
+            programs=self.config.programs,
+            work=tuple(
+                blocks_of(
+                    self.mask, i * rows, rows, self.config.block_kv, self.mask.shift
+                ).count
+                for i in range(-(-self.mask.t // rows))
+            ),
+        )
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    kv_lengths: Array | None = None,
+    offset: Array | None = None,
+    scale: float = 1.0,
+    window: tuple[int | None, int | None] = (None, None),
+    shift: int = 0,
+    softcap: float | None = None,
+    empty_rows: str = "nan",
+    out_dtype: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns attention, as `reference` does, for what `supports` takes.
+
+    Args:
+        q: [b, t, n, h], bfloat16 or float16.
+        k: [b, s, k, h].
+        v: [b, s, k, e].
+        kv_lengths: int [b|1].
+        offset: int [b|1].
+        scale: Multiplies the scores; positive.
+        window: As in `reference`.
+        shift: As in `reference`.
+        softcap: As in `reference`.
+        empty_rows: As in `reference`.
+        out_dtype: q's.
+        residuals: Whether to return ``(result, (lse,))``, lse float32 [b, n, t], -inf
+            for rows without keys.
+        config: The tiles.
+    """
+    del out_dtype
+    b, t, n, h = q.shape
+    s, heads, e = k.shape[1], k.shape[2], v.shape[3]
+    left, right = window
+    mask = Mask(
+        t, s, left, right, shift, kv_lengths is not None, offset is not None,
+        empty_rows == "mean",
+    )  # fmt: skip
+    p = _Problem(b, n, heads, h, e, mask, scale, softcap, config or Tiles(), residuals)
+    numbers = [
+        jnp.broadcast_to(x.astype(jnp.int32), (b,))
+        for x in (kv_lengths, offset)
+        if x is not None
+    ]
+    zero = empty_rows == "zero" and mask.may_be_empty
+    made = _call(p, zero, *(_even(x) for x in (q, k, v)), *numbers)
+    out = made[0][:, :t]
+    return (out, (made[1][:, :, :t],)) if residuals else out
+
+
+def _even(x: Array) -> Array:
+    """Adds rows up to a multiple of `EDGE`."""
+    more = -x.shape[1] % EDGE
+    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
+
+
+def _call(
+    p: _Problem, zero: bool, q: Array, k: Array, v: Array, *numbers: Array
+) -> Any:
+    config, wgs, stages = p.config, p.config.warpgroups, p.config.stages
+    width, deep = pallas.swizzle(p.h), pallas.swizzle(p.e, config.block_kv)
+    flat = pallas.swizzle(p.e)
+    out = [jax.ShapeDtypeStruct((p.b, q.shape[1], p.n, p.e), q.dtype)]
+    q_tiles = pallas.tiles((wgs, 64, p.h), q.dtype, width)
+    o_tiles = pallas.tiles((wgs, 64, p.e), q.dtype, flat)
+    scratch = {
+        "k_tiles": pallas.tiles((stages, config.block_kv, p.h), q.dtype, width),
+        "v_tiles": pallas.tiles((stages, config.block_kv, p.e), q.dtype, deep),
+        "q_ready": pallas.barriers(wgs),
+        "q_free": pallas.barriers(wgs),
+        **{
+            name: pallas.barriers(stages, arrivals)
+            for name, arrivals in (
+                ("k_ready", 1), ("v_ready", 1), ("k_free", wgs), ("v_free", wgs)
+            )
+        },
+    }  # fmt: skip
+    if p.apart:
+        scratch |= {"q_tiles": q_tiles, "o_tiles": o_tiles}
+    else:
+        scratch |= {"shared": plgpu.RefUnion(q_tiles, o_tiles)}
+    if p.saves:
+        rows = len(p.order.work) * config.rows
+        out.append(jax.ShapeDtypeStruct((p.b, p.n, rows), jnp.float32))
+        scratch |= {"lse_rows": plgpu.SMEM((wgs, 64), jnp.float32)}
+
+    def body(*references: Any, **named: Any) -> None:
+        _Block(p, zero, references, named).run()
+
+    programs = p.order.blocks
+    if p.order.table is not None:
+        numbers = (jnp.asarray(p.order.table), *numbers)
+    return pallas.kernel(body, "attention", out, scratch, programs, wgs + 1)(
+        q, k, v, *numbers
+    )
+
+
+class _Block:
+    """What one block of threads does."""
+
+    def __init__(self, p: _Problem, zero: bool, references: Any, named: Any):
+        self.p, self.zero = p, zero
+        given = list(references)
+        self.q, self.k, self.v = given[:3]
+        given = given[3:]
+        self.table = given.pop(0) if p.order.table is not None else None
+        self.lengths = given.pop(0) if p.mask.lengths else None
+        self.offsets = given.pop(0) if p.mask.offsets else None
+        self.out = given.pop(0)
+        self.lse = given.pop(0) if p.saves else None
+        if "shared" in named:
+            named["q_tiles"], named["o_tiles"] = named.pop("shared")
+        self.named = named
+        self.warpgroup = lax.axis_index(pallas.WARPGROUP)
+
+    def run(self) -> None:
+        most, least = REGISTERS[self.p.config.warpgroups]
+        computes = self.warpgroup < self.p.config.warpgroups
+
+        @pl.when(computes)
+        def _() -> None:
+            plgpu.set_max_registers(most, action="increase")
+            self.compute()
+
+        @pl.when(jnp.logical_not(computes))
+        def _() -> None:
+            plgpu.set_max_registers(least, action="decrease")
+            self.copy()
+
+    def over_tiles(self, body: Any, steps: Any) -> None:
+        """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""
+        program, order = lax.axis_index(pallas.PROGRAM), self.p.order
+        if self.p.config.programs == 0:
+            body(_Tile(self, order.place(program)), steps)
+            return
+        if self.table is None:
+            turn = lambda i, steps: body(
+                _Tile(self, order.place(i * order.blocks + program)), steps
+            )
+            lax.fori_loop(0, order.count(program), turn, steps)
+            return
+
+        def listed(i: Any, carry: Any) -> Any:
+            index, steps = carry
+            after = pallas.scalar(self.table, program, i + 2)  # while this one runs
+            return after, body(_Tile(self, order.place(index)), steps)
+
+        count, first = (pallas.scalar(self.table, program, i) for i in (0, 1))
+        lax.fori_loop(0, count, listed, (first, steps))
+
+    # ------------------------------------------------------------------ copying
+    def copy(self) -> None:
+        """Fills shared memory as it becomes free."""
+        p, x = self.p, self.named
+
+        def one(tile: _Tile, step: Any) -> Any:
+            for w in range(p.config.warpgroups):
+                plgpu.barrier_wait(x["q_free"].at[w])
+                rows = pl.ds(tile.first + 64 * w, 64)
+                plgpu.copy_gmem_to_smem(
+                    self.q.at[tile.b, rows, tile.n],
+                    x["q_tiles"].at[w], x["q_ready"].at[w],
+                )  # fmt: skip
+
+            def block(i: Any, step: Any) -> Any:
+                slot = lax.rem(step, jnp.int32(p.config.stages))
+                first = (tile.range.end - 1 - i) * p.config.block_kv
+                keys = pl.ds(first, p.config.block_kv)
+                for name, source in (("k", self.k), ("v", self.v)):
+                    plgpu.barrier_wait(x[f"{name}_free"].at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        source.at[tile.b, keys, tile.head],
+                        x[f"{name}_tiles"].at[slot], x[f"{name}_ready"].at[slot],
+                    )  # fmt: skip
+                return step + 1
+
+            return lax.fori_loop(0, tile.range.count, block, step)
+
+        self.over_tiles(one, jnp.int32(0))
+
+    # ---------------------------------------------------------------- computing
+    def compute(self) -> None:
+        """Computes this warpgroup's rows of every tile."""
+        config, x = self.p.config, self.named
+        plgpu.barrier_arrive(x["q_free"].at[self.warpgroup])
+        for name in ("k_free", "v_free"):
+            for slot in range(config.stages):
+                plgpu.barrier_arrive(x[name].at[slot])
+        if config.turns:
+            last = self.warpgroup == config.warpgroups - 1
+            pl.when(last)(lambda: pallas.pass_turn(config.warpgroups))
+        self.over_tiles(lambda tile, step: tile.compute(step), jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+        if config.turns:
+            pl.when(self.warpgroup == 0)(
+                lambda: pallas.wait_for_turn(config.warpgroups)
+            )
+
+
+class _Tile:
+    """One tile of rows: where it is, and what a warpgroup computes of it."""
+
+    def __init__(self, block: _Block, place: tuple[Any, Any]):
+        p = block.p
+        row, pair = place
+        self.block, self.p, self.x = block, p, block.named
+        self.first = row * p.config.rows
+        self.b, self.n = lax.div(pair, jnp.int32(p.n)), lax.rem(pair, jnp.int32(p.n))
+        self.head = lax.div(self.n, jnp.int32(p.group))
+        self.offset: Any = p.mask.shift
+        if block.offsets is not None:
+            self.offset = self.offset + pallas.scalar(block.offsets, self.b)
+        length = None
+        if block.lengths is not None:
+            length = pallas.scalar(block.lengths, self.b)
+        self.range = blocks_of(
+            p.mask, self.first, p.config.rows, p.config.block_kv, self.offset, length
+        )
+        self.mine = self.first + 64 * block.warpgroup
+        self.shape = (64, p.config.block_kv)
+
+    def slot(self, i: Any, step: Any) -> Any:
+        """Where the i-th block is; `step` blocks were read before this tile."""
+        return lax.rem(step + i, jnp.int32(self.p.config.stages))
+
+    def compute(self, step: Any) -> Any:
+        """Computes and stores 64 rows; returns the blocks read so far.
+
+        The last block comes first: under a causal mask it is the one that is seen in
+        part, so that those after it need no comparisons.
+        """
+        r, x, mine = self.range, self.x, self.block.warpgroup
+        plgpu.barrier_wait(x["q_ready"].at[mine])
+        carry = self.begin(step)
+        loops = [(r.end - r.part, r.end - r.whole, False)]
+        if self.hides:
+            loops = [(1, r.end - r.part, True), *loops]
+        if self.p.mask.left is not None:
+            loops += [(r.end - r.whole, r.count, True)]
+        for start, end, part in loops:
+            begin = jnp.maximum(start, 1)
+            body = lambda i, c, part=part: self.step(i, step, c, part)
+            carry = lax.fori_loop(begin, jnp.maximum(end, begin), body, carry)
+        if self.p.apart:
+            plgpu.barrier_arrive(x["q_free"].at[mine])
+        self.store(*self.finish(step, carry))
+        if not self.p.apart:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(x["q_free"].at[mine])
+        return step + r.count
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be blocks that are seen in part."""
+        return self.p.mask.hides or self.p.mask.s % self.p.config.block_kv > 0
+
+    def multiply_keys(self, scores: Any, slot: Any) -> None:
+        q = self.x["q_tiles"].at[self.block.warpgroup]
+        plgpu.wgmma(scores, q, self.x["k_tiles"].at[slot].transpose((1, 0)))
+
+    def begin(self, step: Any) -> Any:
+        """Returns (result, maxima, sums, weights) after the scores of one block."""
+        slot = self.slot(0, step)
+        plgpu.barrier_wait(self.x["k_ready"].at[slot])
+
+        def product(scores: Any) -> Any:
+            self.multiply_keys(scores, slot)
+            return scores[...]
+
+        found = pl.run_scoped(product, plgpu.ACC(self.shape, jnp.float32))
+        plgpu.barrier_arrive(self.x["k_free"].at[slot])
+        top, total = pallas.zeros((64,), -jnp.inf), pallas.zeros((64,))
+        found = self.seen(found, 0, True)
+        weights, top, total, _ = self.weigh(found, top, total)
+        out = pallas.zeros((64, self.p.e))
+        return out, top, total, weights.astype(self.block.q.dtype)
+
+    def step(self, i: Any, step: Any, carry: Any, part: bool) -> Any:
+        """The scores of the i-th block beside the product of the one before and v."""
+        out, top, total, weights = carry
+        config, x = self.p.config, self.x
+        slot, before = self.slot(i, step), self.slot(i - 1, step)
+
+        def products(scores: Any, result: Any) -> Any:
+            result[...] = out
+            plgpu.barrier_wait(x["k_ready"].at[slot])
+            if config.turns:
+                pallas.wait_for_turn(config.warpgroups)
+            self.multiply_keys(scores, slot)
+            plgpu.barrier_wait(x["v_ready"].at[before])
+            plgpu.wgmma(result, weights, x["v_tiles"].at[before])
+            if config.turns:
+                pallas.pass_turn(config.warpgroups)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = lax.optimization_barrier(found)
+            plgpu.barrier_arrive(x["k_free"].at[slot])
+            found = self.seen(found, i, part)
+            found = self.weigh(found, top, total)
+            # Holds the exponentials before the wait for the product with v.
+            new, higher, sums, fade = lax.optimization_barrier(found)
+            made = lax.optimization_barrier(result[...])
+            plgpu.barrier_arrive(x["v_free"].at[before])
+            made = made * pallas.along(fade, made.shape)
+            return made, higher, sums, new.astype(self.block.q.dtype)
+
+        return pl.run_scoped(
+            products,
+            plgpu.ACC(self.shape, jnp.float32),
+            plgpu.ACC((64, self.p.e), jnp.float32),
+        )
+
+    def finish(self, step: Any, carry: Any) -> Any:
+        """Returns (result, maxima, sums) with the last block's weights times v."""
+        out, top, total, weights = carry
+        slot = self.slot(self.range.count - 1, step)
+        plgpu.barrier_wait(self.x["v_ready"].at[slot])
+
+        def product(result: Any) -> Any:
+            result[...] = out
+            plgpu.wgmma(result, weights, self.x["v_tiles"].at[slot])
+            return result[...]
+
+        out = pl.run_scoped(product, plgpu.ACC(out.shape, jnp.float32))
+        plgpu.barrier_arrive(self.x["v_free"].at[slot])
+        return out, top, total
+
+    # ------------------------------------------------------------------ softmax
+    def seen(self, scores: Array, i: Any, part: bool) -> Array:
+        """Returns the scores of the i-th block, -inf for keys that are not seen.
+
+        Those that are bent are multiplied with the scale and log2(e), others not yet.
+        """
+        p, mask = self.p, self.p.mask
+        if p.softcap is not None:
+            scores = _capped(scores * (p.scale / p.softcap)) * (p.softcap * LOG2E)
+        if not (part and self.hides):
+            return scores
+        key = (self.range.end - 1 - i) * p.config.block_kv
+        first, last = self.keys_of_rows()
+        first = None if first is None else first - key
+        if not mask.averages:
+            return pallas.hide(scores, first, last - key)
+        empty = self.empty()
+        last = jnp.where(empty, -1, last - key)
+        fill = jnp.where(empty, 0.0, -jnp.inf)
+        return pallas.hide(scores, first, last, fill, pallas.rows(mask.s - 1 - key))
+
+    def keys_of_rows(self) -> tuple[Array | None, Array]:
+        """Returns the first (None for 0) and last key that each row sees: [64]."""
+        mask = self.p.mask
+        at = pallas.row_positions(64) + (self.mine + self.offset)
+        first, last = None, pallas.rows(self.range.limit - 1)
+        if mask.right is not None:
+            last = jnp.minimum(at + min(mask.right, FAR), last)
+        if mask.left is not None:
+            first = at - min(mask.left, FAR)
+        return first, last
+
+    def empty(self) -> Array:
+        """Returns which rows see no key, bool [64]."""
+        first, last = self.keys_of_rows()
+        none = last < 0
+        return none if first is None else none | (first > last)
+
+    def weigh(self, scores: Array, top: Array, total: Array) -> tuple[Array, ...]:
+        """Returns weights, new maxima, new sums, and what to fade by."""
+        c = self.p.scale * LOG2E if self.p.softcap is None else 1.0
+        higher = jnp.maximum(top, scores.max(axis=1))
+        least = jnp.where(higher == -jnp.inf, 0.0, higher) * c
+        weights = jnp.exp2(scores * c - pallas.along(least, self.shape))
+        fade = jnp.exp2(top * c - least)
+        return weights, higher, total * fade + weights.sum(axis=1), fade
+
+    # ------------------------------------------------------------------ storing
+    def store(self, out: Array, top: Array, total: Array) -> None:
+        """Writes the rows, and their log-sum-exp if it is asked for."""
+        p, x, mine = self.p, self.x, self.block.warpgroup
+        inverse = 1.0 / total
+        if self.block.zero:
+            inverse = jnp.where(total == 0.0, 0.0, inverse)
+        out = out * pallas.along(inverse, out.shape)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        x["o_tiles"].at[mine][...] = out.astype(self.block.out.dtype)
+        if p.saves:
+            c = p.scale if p.softcap is None else 1 / LOG2E
+            lse = top * c + jnp.log(total)
+            if p.mask.averages:
+                lse = jnp.where(self.empty(), -jnp.inf, lse)
+            x["lse_rows"].at[mine][...] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            x["o_tiles"].at[mine],
+            self.block.out.at[self.b, pl.ds(self.mine, 64), self.n],
+        )
+        if p.saves:
+            plgpu.copy_smem_to_gmem(
+                x["lse_rows"].at[mine],
+                self.block.lse.at[self.b, self.n, pl.ds(self.mine, 64)],
+            )
+
+
+def _capped(x: Array) -> Array:
+    """Returns tanh(x), as exact for small x as for large ones."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))

@@ -1,0 +1,221 @@
+"""What the kernels need of Pallas Mosaic GPU, alike in every supported version of jax.
+
+One function per need, one comment per difference between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+if TYPE_CHECKING:
+    from jax import Array
+
+WARPGROUP = "warpgroup"
+"""The name of the axis along which a block's warpgroups differ."""
+
+PROGRAM = "program"
+"""The name of the axis along which blocks differ."""
+
+TILE = plgpu.Layout.WGMMA
+"""How an array of 64 rows lies in a warpgroup's registers."""
+
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+"""How a value for each of 64 rows does."""
+
+
+def kernel(
+    body: Callable[..., None],
+    name: str,
+    out: Sequence[jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    programs: int,
+    warpgroups: int,
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs `body` on a GPU.
+
+    Args:
+        body: Takes references to the arrays, to the results, and `scratch` by name.
+        name: The kernel's name, as profilers show it.
+        out: Shapes and dtypes of the results.
+        scratch: What each block allocates, by name.
+        programs: Number of blocks.
+        warpgroups: Warpgroups of a block.
+    """
+
+    def run(*references: Any, **named: Any) -> None:
+        with jax.named_scope(name):
+            body(*references, **named)
+
+    return plgpu.kernel(
+        run,
+        out_type=tuple(out),
+        scratch_types=dict(scratch),
+        grid=(programs,),
+        grid_names=(PROGRAM,),
+        num_threads=warpgroups,
+        thread_name=WARPGROUP,
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            # The default of 0.10; that of 0.11 and 0.12 finds layouts by itself.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+
+
+def swizzle(*sizes: int) -> int:
+    """Returns the widest swizzle, in bytes, whose 16-bit elements divide the sizes.
+
+    Raises:
+        ValueError: If one is no multiple of 16.
+
+    Example:
+        >>> swizzle(128), swizzle(96), swizzle(128, 80)
+        (128, 64, 32)
+    """
+    for width in (128, 64, 32):
+        if all(size % (width // 2) == 0 for size in sizes):
+            return width
+    raise ValueError(f"{sizes} are not multiples of 16")
+
+
+def tiles(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
+    """Returns shared memory for arrays that tensor cores read, `width` bytes swizzled.
+
+    Args:
+        shape: [..., rows, columns].
+        dtype: A 16-bit float.
+        width: 128, 64 or 32.
+    """
+    tiling = plgpu.TilingTransform((8, width // 2))
+    transforms = (tiling, plgpu.SwizzleTransform(width))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def barriers(count: int, arrivals: int = 1) -> Any:
+    """Returns `count` barriers, complete after so many arrivals, indexed by [i]."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def zeros(shape: tuple[int, ...], value: float = 0.0) -> Array:
+    """Returns float32 [64, n] or [64] of one value, in registers."""
+    layout = TILE if len(shape) == 2 else ROWS
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def along(x: Array, shape: tuple[int, ...]) -> Array:
+    """Returns [64] repeated in every column: [64, n]."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def rows(value: Any) -> Array:
+    """Returns int32 [64] of one value, in registers."""
+    return plgpu.layout_cast(jnp.full((64,), value, jnp.int32), ROWS)
+
+
+def row_positions(count: int) -> Array:
+    """Returns int32 [64]: the index of each row."""
+    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=ROWS)
+
+
+def hide(
+    scores: Array,
+    first: Array | None,
+    last: Array,
+    fill: Array | None = None,
+    end: Array | None = None,
+) -> Array:
+    """Returns scores with -inf outside of the columns from `first` to `last`.
+
+    Eight columns at a time: indices of all columns would take half of the registers
+    that the scores take, and compilers keep them.
+
+    Args:
+        scores: float32 [64, n].
+        first: int32 [64], None for 0.
+        last: int32 [64].
+        fill: float32 [64] instead of -inf, for columns up to `end`.
+        end: int32 [64].
+    """
+    given = [x for x in (first, last, fill, end) if x is not None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, *([ROWS] * len(given))),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=TILE),
+    )
+    def emit(context: Any, scores: Any, *given: Any) -> Any:
+        del context
+        wide = [x.broadcast_in_dim((64, 8), (0,), scores.layout) for x in given]
+        low = None if first is None else wide.pop(0)
+        high, *filling = wide
+        number = ir.IntegerType.get_signless(32)
+        column = mgpu.FragmentedArray.broadcasted_iota(
+            number, (64, 8), 1, scores.layout, is_signed=True
+        )
+        nothing = mgpu.FragmentedArray.splat(
+            mgpu.c(float("-inf"), ir.F32Type.get()), (64, 8), scores.layout
+        )
+        parts = []
+        for start in range(0, scores.shape[1], 8):
+            keep = column <= high - start
+            if low is not None:
+                keep = keep & (column >= low - start)
+            other = nothing
+            if filling:
+                other = (column <= filling[1] - start).select(filling[0], nothing)
+            parts.append(keep.select(scores[:, start : start + 8], other).registers)
+        return mgpu.FragmentedArray(
+            _registers=np.concatenate(parts, axis=1),
+            _layout=scores.layout,
+            _is_signed=None,
+        )
+
+    return emit(scores, *given)
+
+
+FIRST_NAMED = 8
+"""The first of PTX's 16 named barriers that is used here; Mosaic takes low ones."""
+
+
+def _named_barrier(command: str, after: int, warpgroups: int) -> None:
+    """Emits ``bar.<command>`` on the barrier of this warpgroup, or of one after it."""
+    text = (
+        "{ .reg .u32 w; mov.u32 w, %tid.x; shr.u32 w, w, 7; "
+        f"add.u32 w, w, {after}; rem.u32 w, w, {warpgroups}; "
+        f"add.u32 w, w, {FIRST_NAMED}; bar.{command} w, 256; }}"
+    )
+
+    @plgpu.inline_mgpu()
+    def emit(context: Any) -> None:
+        del context
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
+
+    emit()
+
+
+def wait_for_turn(warpgroups: int) -> None:
+    """Waits until the warpgroup before this one has passed the turn on."""
+    _named_barrier("sync", 0, warpgroups)
+
+
+def pass_turn(warpgroups: int) -> None:
+    """Lets the next warpgroup have its turn."""
+    _named_barrier("arrive", 1, warpgroups)
+
+
+def scalar(reference: Any, *index: Any) -> Array:
+    """Returns one number of an array in global memory."""
+    return reference[index]

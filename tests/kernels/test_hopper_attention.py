@@ -1,0 +1,459 @@
+"""Attention on Hopper: what it takes, how it cuts, and its numbers on such a GPU."""
+
+# ruff: noqa: E501  (one case per line reads best)
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+from rewriter import device
+from rewriter.kernel import Spec, spec_of, worth_measuring
+from rewriter.kernels.attention import hopper
+from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
+from rewriter.kernels.attention.hopper.config import fits_widths, shared_memory
+from rewriter.kernels.attention.hopper.order import Order
+from rewriter.kernels.attention.reference import reference, visible
+from rewriter.registry import registry
+
+H200 = device.named("h200")
+CAUSAL, NONE = (None, 0), (None, None)
+
+
+def spec(
+    dtype: Any = jnp.bfloat16,
+    shape: tuple[int, ...] = (2, 256, 4, 64),
+    more: tuple[str, ...] = (),
+    values: int = 0,
+    **params: Any,
+) -> Spec:
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    v = jax.ShapeDtypeStruct((*shape[:3], values or shape[3]), dtype)
+    operands = {"q": x, "k": x, "v": v}
+    operands |= {n: jax.ShapeDtypeStruct((4,), jnp.float32) for n in more}
+    return spec_of(registry().op("attention"), operands, params)
+
+
+# ---------------------------------------------------------------- what it takes
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (spec(jnp.float32), "16-bit float, not float32"),
+        (spec(out_dtype="float32"), "bfloat16, float32"),
+        (spec(more=("alibi",)), "does not take alibi"),
+        (spec(more=("mask", "bias")), "does not take bias, mask"),
+        (spec(shape=(2, 256, 4, 72)), "heads of q are 72 wide"),
+        (spec(shape=(2, 256, 4, 320)), "heads of q are 320 wide"),
+        (spec(values=40), "heads of v are 40 wide"),
+        (spec(shape=(2, 0, 4, 64)), "an axis of size 0"),
+        (spec(scale=-1.0), "scale is -1.0, not positive"),
+        (spec(softcap=-3.0), "softcap is -3.0"),
+    ],
+)
+def test_what_it_refuses(given: Spec, why: str) -> None:
+    verdict = hopper.supports(given)
+    assert not verdict.ok
+    assert any(why in reason.text for reason in verdict.reasons), verdict
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        spec(),
+        spec(jnp.float16),
+        spec(more=("kv_lengths", "offset")),
+        spec(shape=(1, 1, 3, 80)),
+        spec(shape=(1, 7, 3, 192), values=128),
+        spec(softcap=30.0, window=(100, 3), shift=-5, empty_rows="mean"),
+    ],
+)
+def test_what_it_takes(given: Spec) -> None:
+    assert hopper.supports(given).ok, hopper.supports(given)
+    found, pruned = worth_measuring(
+        registry().kernel("attention", "hopper").space, given, H200, 24
+    )
+    assert found[0] == hopper.default(given, H200), pruned
+    assert all(hopper.fits(c, given, H200).ok for c in found)
+
+
+def test_it_runs_on_hopper_gpus_alone() -> None:
+    for name in ("h100", "h200"):
+        assert hopper.runs_on(device.named(name)).ok
+    assert hopper.runs_on(device.Device("cuda", "cuda")).ok  # not known yet
+    for name in ("a100", "b200", "l40s"):
+        verdict = hopper.runs_on(device.named(name))
+        assert "no Hopper GPU" in verdict.reasons[0].text
+
+
+def test_configs_that_cannot_run_are_pruned() -> None:
+    many = hopper.Tiles(160, 3, 2)
+    verdict = fits_widths(many, 128, 128)
+    assert not verdict.ok
+    assert "KiB of shared memory of 227 KiB" in verdict.reasons[0].text
+    assert shared_memory(many, 128, 128, False) > 227 << 10
+    assert "registers" in fits_widths(hopper.Tiles(192, 2, 3), 64, 64).reasons[0].text
+    assert "warpgroups" in fits_widths(hopper.Tiles(64, 2, 4), 64, 64).reasons[0].text
+    assert "multiple of 16" in fits_widths(hopper.Tiles(72), 64, 64).reasons[0].text
+    assert "stages" in fits_widths(hopper.Tiles(64, 1), 64, 64).reasons[0].text
+
+
+# ------------------------------------------------------------------ how it cuts
+def masks() -> list[tuple[Mask, int, int | None]]:
+    found = []
+    sizes = [(128, 128), (1, 300), (300, 1), (257, 130), (100, 333)]
+    windows = [
+        NONE,
+        CAUSAL,
+        (0, 0),
+        (50, 0),
+        (70, 33),
+        (None, -40),
+        (5, -9),
+        (40, None),
+    ]
+    for (t, s), window, shift, mean in itertools.product(
+        sizes, windows, (0, 60, -200), (False, True)
+    ):
+        found.append((Mask(t, s, *window, shift, mean=mean), 0, None))
+        found.append(
+            (Mask(t, s, *window, shift, True, True, mean), 17 - s // 2, s // 3)
+        )
+        found.append((Mask(t, s, *window, shift, True, True, mean), 3, 0))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(128, 64), (192, 80), (64, 256)])
+def test_blocks_against_a_table_of_what_is_seen(rows: int, keys: int) -> None:
+    """Whole blocks are seen whole; what is left out is seen by no row."""
+    for mask, offset, length in masks():
+        seen = visible(
+            mask.t, mask.s, window=(mask.left, mask.right), shift=mask.shift,
+            offset=np.array([offset]),
+            kv_lengths=None if length is None else np.array([length]),
+        )  # fmt: skip
+        table = np.ones((mask.t, mask.s), bool) if seen is None else np.asarray(seen)
+        table = np.broadcast_to(table, (1, 1, mask.t, mask.s))[0, 0]
+        empty = ~table.any(1)
+        assert mask.may_be_empty or not empty.any()
+        if mask.averages:
+            table = table | empty[:, None]  # they read all keys
+        for first in range(0, mask.t, rows):
+            r = blocks_of(mask, first, rows, keys, offset + mask.shift, length)
+            tile = table[first : first + rows]
+            assert 0 <= r.start <= r.whole <= r.part <= r.end <= -(-mask.s // keys)
+            assert r.count >= 1
+            assert not tile[:, : r.start * keys].any()
+            assert not tile[:, r.end * keys :].any()
+            inside = tile[:, r.whole * keys : r.part * keys]
+            assert inside.all()
+            assert inside.shape[1] == (r.part - r.whole) * keys
+
+
+def test_blocks_that_are_seen_whole_need_no_comparisons() -> None:
+    """Of 32 blocks of a causal tile's keys only the last is compared."""
+    r = blocks_of(Mask(4096, 4096, None, 0), 4096 - 128, 128, 128)
+    assert (r.start, r.whole, r.part, r.end) == (0, 0, 31, 32)
+    r = blocks_of(Mask(4096, 4096, 255, 0), 2048, 128, 128)
+    assert (r.start, r.whole, r.part, r.end) == (14, 15, 16, 17)
+
+
+def test_every_tile_is_taken_once_and_work_is_even() -> None:
+    for pairs, rows, programs, nbytes in [(64, 32, 132, 1), (7, 5, 4, 9 << 20)]:
+        work = tuple(range(1, rows + 1))
+        order = Order(pairs, nbytes, programs, work)
+        places = [order.place(i) for i in range(order.tiles)]
+        assert len(set(places)) == rows * pairs
+        assert [r for r, _ in places[: order.section]] == [rows - 1] * order.section
+        table = order.table
+        assert table is not None
+        assert table.shape[0] == order.blocks
+        taken = [list(row[1 : 1 + row[0]]) for row in table]
+        assert sorted(itertools.chain(*taken)) == list(range(order.tiles))
+        ends = [sum(work[places[i][0]] + 1 for i in row) for row in taken]
+        assert max(ends) - min(ends) <= rows + 1
+        traced = jax.jit(order.place)(jnp.int32(order.tiles - 1))
+        assert tuple(map(int, traced)) == places[-1]
+
+
+def test_tiles_alike_are_taken_in_turns() -> None:
+    order = Order(3, 1, 4, (2, 2, 2))
+    assert order.table is None
+    assert sum(int(order.count(p)) for p in range(order.blocks)) == 9
+
+
+# --------------------------------------------------------- in programs, anywhere
+def attention(q, k, v):
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.125
+    s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+
+def loss(q, k, v):
+    return attention(q, k, v).astype(jnp.float32).sum()
+
+
+def scanned(q, k, v):
+    return jax.lax.scan(lambda x, _: (attention(x, k, v), None), q, length=2)[0]
+
+
+PROGRAMS = {
+    "plain": attention,
+    "jit": jax.jit(attention),
+    "vmap": lambda q, k, v: jax.vmap(attention)(q[None], k[None], v[None]),
+    "scan": scanned,
+    "gradient": jax.grad(loss, (0, 1, 2)),
+}
+FORCED = {"attention": "hopper"}
+X = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_exported_without_a_gpu(name: str) -> None:
+    """JAX keeps the call of such kernels stable in exported programs."""
+    fast = rewriter.optimize(PROGRAMS[name], implementation=FORCED)
+    (site,) = fast.report(X, X, X).sites
+    assert site.kernel == "hopper"
+    artifact = rewriter.export(fast, platforms=("cpu", "cuda"))(X, X, X)
+    assert artifact.manifest["custom_calls"] == ["mosaic_gpu_v2"]
+
+
+def test_it_is_chosen_only_where_it_was_measured() -> None:
+    for target in ("h200", "h100"):
+        (site,) = rewriter.explain(attention, target=target, tune="off")(X, X, X).sites
+        assert site.kernel != "hopper"
+        assert "measured" in dict(site.not_chosen)["hopper"]
+
+
+def test_other_gpus_are_told_why() -> None:
+    with pytest.raises(rewriter.KernelError, match="A100-SXM4-80GB is no Hopper GPU"):
+        rewriter.explain(attention, target="a100", implementation=FORCED)(X, X, X)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="it runs there")
+def test_where_it_cannot_run_the_plain_form_does() -> None:
+    q, k, v = (jax.random.normal(jax.random.key(i), X.shape, X.dtype) for i in range(3))
+    fast = rewriter.optimize(attention, implementation=FORCED)
+    got = np.asarray(fast(q, k, v), np.float32)
+    want = np.asarray(attention(q, k, v), np.float32)
+    assert np.linalg.norm(got - want) <= 1e-2 * np.linalg.norm(want)
+
+
+LOWERED = {
+    "odd": ((2, 257, 300, 4, 2, 64, 64), {"window": (100, 0)}, (128, 4, 3)),
+    "average": (
+        (2, 257, 300, 4, 2, 128, 128),
+        {"window": CAUSAL, "empty_rows": "mean", "lengths": True},
+        (160, 2, 2),
+    ),
+    "soft cap": ((1, 64, 64, 2, 2, 64, 64), {"softcap": 30.0}, (128, 4, 3, 0)),
+    "wide": ((1, 257, 300, 4, 2, 256, 256), {"window": CAUSAL}, (80, 2, 2)),
+    "other values": ((1, 300, 300, 2, 2, 192, 128), {}, (64, 2, 2)),
+    "width of 80": ((1, 300, 300, 2, 2, 80, 80), {}, (96, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_it_is_lowered_without_a_gpu(name: str) -> None:
+    (b, t, s, n, heads, h, e), params, config = LOWERED[name]
+    params = dict(params)
+    sizes = {"q": (b, t, n, h), "k": (b, s, heads, h), "v": (b, s, heads, e)}
+    given = {i: jax.ShapeDtypeStruct(x, jnp.bfloat16) for i, x in sizes.items()}
+    if params.pop("lengths", False):
+        given["kv_lengths"] = jax.ShapeDtypeStruct((b,), jnp.int32)
+
+    def run(given: Any) -> Any:
+        config_ = hopper.Tiles(*config)
+        return hopper.forward(**given, residuals=True, config=config_, **params)
+
+    exported = jax.export.export(jax.jit(run), platforms=["cuda"])(given)
+    assert [x.shape for x in exported.out_avals] == [(b, t, n, e), (b, n, t)]
+
+
+# ---------------------------------------------------------------- on a Hopper GPU
+Case = tuple[tuple[int, ...], dict[str, Any], tuple[int, ...] | None]
+CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; params, operands; config
+    "one tile": ((1, 128, 128, 1, 1, 128, 128), {}, None),
+    "many": ((2, 512, 512, 4, 4, 128, 128), {}, None),
+    "long": ((1, 2500, 2500, 2, 2, 128, 128), {}, None),
+    "odd": ((1, 333, 301, 3, 3, 128, 128), {}, None),
+    "causal": ((2, 512, 512, 4, 4, 128, 128), {"window": CAUSAL}, None),
+    "causal odd": ((1, 333, 333, 3, 3, 128, 128), {"window": CAUSAL}, None),
+    "causal long": ((2, 4096, 4096, 8, 8, 128, 128), {"window": CAUSAL}, None),
+    "grouped": ((2, 257, 257, 8, 2, 64, 64), {"window": CAUSAL}, None),
+    "one key head": ((2, 200, 500, 8, 1, 64, 64), {}, (128, 4, 2)),
+    "blocks of 192": ((2, 300, 700, 4, 4, 64, 64), {}, (192, 3, 2)),
+    "no turns": ((2, 300, 700, 4, 4, 64, 64), {}, (128, 4, 3, 132, False)),
+    "a block a tile": ((2, 700, 700, 4, 4, 128, 128), {"window": CAUSAL}, (128, 2, 2, 0)),
+    "few programs": ((2, 900, 900, 4, 4, 64, 64), {"window": CAUSAL}, (64, 6, 3, 5)),
+    "q shares memory": ((2, 900, 900, 2, 2, 128, 128), {}, (128, 3, 2)),
+    "one row": ((3, 1, 200, 2, 2, 64, 64), {}, None),
+    "one key": ((3, 200, 1, 2, 2, 64, 64), {}, None),
+    "window": ((2, 500, 500, 2, 2, 128, 128), {"window": (100, 0)}, None),
+    "two sides": ((2, 500, 400, 2, 2, 128, 128), {"window": (60, 33)}, None),
+    "only left": ((1, 300, 300, 2, 2, 64, 64), {"window": (40, None)}, None),
+    "itself": ((2, 300, 300, 2, 2, 64, 64), {"window": (0, 0)}, None),
+    "bottom right": ((1, 130, 400, 2, 2, 128, 128), {"window": CAUSAL, "shift": 270}, None),
+    "rows without keys, nan": (
+        (1, 400, 130, 2, 2, 128, 128), {"window": CAUSAL, "shift": -270}, None,
+    ),
+    "rows without keys, zero": (
+        (1, 400, 130, 2, 2, 128, 128),
+        {"window": CAUSAL, "shift": -270, "empty_rows": "zero"}, None,
+    ),
+    "rows without keys, mean": (
+        (1, 400, 130, 2, 2, 128, 128),
+        {"window": CAUSAL, "shift": -270, "empty_rows": "mean"}, None,
+    ),
+    "lengths": (
+        (4, 256, 300, 2, 2, 128, 128),
+        {"empty_rows": "mean", "kv_lengths": (0, 1, 130, 300)}, None,
+    ),
+    "lengths, causal": (
+        (4, 256, 300, 2, 2, 128, 128),
+        {"window": CAUSAL, "kv_lengths": (0, 1, 130, 300)}, None,
+    ),
+    "offsets": (
+        (3, 100, 300, 2, 2, 128, 128), {"window": CAUSAL, "offset": (0, 200, 57)}, None,
+    ),
+    "all at once": (
+        (3, 300, 300, 4, 2, 64, 64),
+        {"window": (70, 5), "empty_rows": "mean", "offset": (-100, 0, 260),
+         "kv_lengths": (300, 200, 300), "softcap": 4.0}, None,
+    ),
+    "soft cap": ((2, 256, 256, 2, 2, 128, 128), {"softcap": 5.0, "times": 3}, None),
+    "large scores": ((2, 256, 256, 2, 2, 128, 128), {"window": CAUSAL, "times": 30}, None),
+    "width of 256": ((1, 300, 300, 2, 2, 256, 256), {"window": CAUSAL}, None),
+    "width of 96": ((1, 300, 300, 2, 2, 96, 96), {}, None),
+    "width of 80": ((1, 300, 300, 2, 2, 80, 80), {}, (96, 2, 2)),
+    "width of 16": ((1, 300, 300, 2, 2, 16, 16), {}, None),
+    "other values": ((1, 300, 300, 2, 2, 192, 128), {"window": CAUSAL}, None),
+}  # fmt: skip
+LIMITS = {"bfloat16": 4e-3, "float16": 6e-4}
+"""Of the relative error: half a unit in the last place, of weights and result."""
+
+ON_HOPPER = jax.default_backend() == "gpu" and hopper.runs_on(device.attached()).ok
+needs_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs an NVIDIA Hopper GPU")
+
+
+def operands(
+    shape: tuple[int, ...], dtype: str, times: float = 1
+) -> tuple[jax.Array, ...]:
+    b, t, s, n, heads, h, e = shape
+    sizes = ((b, t, n, h), (b, s, heads, h), (b, s, heads, e), (b, t, n, e))
+    made = (jax.random.normal(jax.random.key(i), x) for i, x in enumerate(sizes))
+    scaled = (x * times if i == 0 else x for i, x in enumerate(made))
+    return tuple(x.astype(dtype) for x in scaled)
+
+
+def split(params: dict[str, Any], h: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    numbers = {
+        x: jnp.asarray(params[x], jnp.int32)
+        for x in ("kv_lengths", "offset")
+        if x in params
+    }
+    rest = {x: v for x, v in params.items() if x not in (*numbers, "times")}
+    return numbers, {"scale": h**-0.5, **rest}
+
+
+def exact(q: Any, k: Any, v: Any, **given: Any) -> np.ndarray:
+    with jax.enable_x64(True):
+        wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v)]
+        return np.asarray(reference(*wide, **given))
+
+
+def error(got: Any, want: np.ndarray) -> float:
+    got = np.asarray(got, np.float64)
+    assert (np.isnan(got) == np.isnan(want)).all()
+    got, want = (np.nan_to_num(x, nan=0.0) for x in (got, want))
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_against_float64(name: str, dtype: str) -> None:
+    shape, given, config = CASES[name]
+    q, k, v, _ = operands(shape, dtype, given.get("times", 1))
+    numbers, params = split(given, shape[5])
+    more = {} if config is None else {"config": hopper.Tiles(*config)}
+    if config is None:
+        named = {"q": q, "k": k, "v": v, **numbers}
+        its = spec_of(registry().op("attention"), named, params)
+        assert hopper.supports(its).ok
+        more = {"config": hopper.default(its, H200)}
+
+    @jax.jit
+    def run(q, k, v, numbers):
+        call = lambda **x: hopper.forward(q=q, k=k, v=v, **numbers, **params, **x)
+        return call(residuals=True, **more), call(**more)
+
+    ((out, (lse,)), alone) = run(q, k, v, numbers)
+    want = exact(q, k, v, **numbers, **params)
+    assert out.dtype == q.dtype
+    assert error(out, want) <= LIMITS[dtype]
+    for _ in range(3):  # a race would show as a change
+        again = run(q, k, v, numbers)[1]
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(alone))
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(alone))
+    ones = exact(q, k, jnp.ones_like(v), **numbers, **{**params, "empty_rows": "zero"})
+    empty = ones[..., 0].transpose(0, 2, 1) == 0
+    np.testing.assert_array_equal(np.asarray(lse) == -np.inf, empty)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    "at", [("k", 290, np.nan), ("q", 29, np.inf), ("v", 5, np.nan)]
+)
+def test_what_is_not_finite_stays_so(at: tuple[str, int, float]) -> None:
+    """Rows that see it are NaN as in the reference, rows that do not are not."""
+    named = dict(
+        zip("qkv", operands((1, 300, 300, 2, 2, 128, 128), "bfloat16")[:3], strict=True)
+    )
+    name, row, value = at
+    named[name] = named[name].at[0, row, 0, 0].set(value)
+    params = {"window": CAUSAL, "scale": 0.1}
+    got = jax.jit(lambda x: hopper.forward(**x, **params))(named)
+    want = exact(**named, **params)
+    if name == "v":  # 0 · NaN counts where a key is hidden, which is not read here
+        assert np.isnan(np.asarray(got, np.float32))[0, 5:, 0, 0].all()
+        return
+    assert error(got, want) <= LIMITS["bfloat16"]
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_the_log_sum_exp_against_float64() -> None:
+    shape = (2, 300, 200, 4, 2, 64, 64)
+    q, k, v, _ = operands(shape, "bfloat16")
+    params = {"window": CAUSAL, "scale": 0.3, "softcap": 5.0}
+    _, (lse,) = jax.jit(
+        lambda q, k, v: hopper.forward(q=q, k=k, v=v, residuals=True, **params)
+    )(q, k, v)
+    wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k)]
+    scores = np.einsum("btnh,bsnh->bnts", wide[0], np.repeat(wide[1], 2, 2)) * 0.3
+    scores = 5 * np.tanh(scores / 5)
+    scores = np.where(np.tril(np.ones((300, 200), bool)), scores, -np.inf)
+    want = np.logaddexp.reduce(scores, -1)
+    np.testing.assert_allclose(np.asarray(lse), want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_on_it(name: str) -> None:
+    given = operands((2, 384, 384, 4, 4, 64, 64), "bfloat16")[:3]
+    fast = rewriter.optimize(PROGRAMS[name], implementation=FORCED)
+    assert "mosaic_gpu" in fast.lower(*given).as_text()
+    with jax.enable_x64(True):
+        wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in given]
+        want = jax.tree.leaves(PROGRAMS[name](*wide))
+    for got, right in zip(jax.tree.leaves(fast(*given)), want, strict=True):
+        assert error(got, np.asarray(right)) <= 1e-2
