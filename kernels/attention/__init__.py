@@ -69,7 +69,12 @@ KERNELS = (
         memory_bounded=True,
         profitable=hopper.profitable,
         space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        backward_space=Space(xla.Blocks, xla.default, xla.configs),
+        backward_space=Space(
+            hopper.BackwardTiles,
+            hopper.backward_default,
+            hopper.backward_configs,
+            hopper.fits_backward,
+        ),
     ),
     Kernel(
         name="memory_bounded",

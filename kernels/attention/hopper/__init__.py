@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
+from rewriter.kernels.attention.hopper.config import BackwardTiles as BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles as Tiles
+from rewriter.kernels.attention.hopper.config import (
+    backward_configs as backward_configs,
+)
+from rewriter.kernels.attention.hopper.config import (
+    backward_default as backward_default,
+)
 from rewriter.kernels.attention.hopper.config import configs as configs
 from rewriter.kernels.attention.hopper.config import default as default
 from rewriter.kernels.attention.hopper.config import fits as fits
+from rewriter.kernels.attention.hopper.config import fits_backward as fits_backward
+from rewriter.kernels.attention.hopper.config import fits_backward_widths
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -111,5 +120,14 @@ def forward(**given: Any) -> Any:
 
 
 def backward(**given: Any) -> dict[str, Array]:
-    """Returns the cotangents of q, k and v from the result and its log-sum-exp."""
-    return xla.backward(**given)
+    """Returns the cotangents of q, k and v from the result and its log-sum-exp.
+
+    Wide heads and soft caps are left to `rewriter.kernels.attention.xla`.
+    """
+    config = given.pop("config", None) or BackwardTiles()
+    widths = given["q"].shape[3], given["v"].shape[3]
+    if given.get("softcap") is not None or not fits_backward_widths(config, *widths).ok:
+        return xla.backward(**given)
+    from rewriter.kernels.attention.hopper import backward_kernel
+
+    return backward_kernel.backward(**given, config=config)

@@ -48,6 +48,25 @@ class Tiles:
         return 64 * self.warpgroups
 
 
+@dataclass(frozen=True)
+class BackwardTiles:
+    """The config of the backward.
+
+    Attributes:
+        queries: Queries of a block that a tile of keys meets, for dk and dv.
+        keys: Keys of a block that a tile of queries meets, for dq.
+        stages: Blocks that shared memory holds.
+        warpgroups: Warpgroups that compute, 64 rows of a tile each.
+        programs: As in `Tiles`.
+    """
+
+    queries: int = 64
+    keys: int = 64
+    stages: int = 2
+    warpgroups: int = 2
+    programs: int = PROCESSORS
+
+
 def default(spec: Spec, device: Device) -> Tiles:
     """Returns the rule of thumb, by the widths of heads and by what is hidden.
 
@@ -155,3 +174,56 @@ def fits_widths(config: Tiles, h: int, e: int) -> Verdict:
 OTHERS = 32
 """Registers per lane for all but the tiles: maxima, sums, addresses. With fewer left,
 ptxas spills some (12.9: blocks of 160 keys and 3 warpgroups for heads of 64)."""
+
+
+def backward_default(spec: Spec, device: Device) -> BackwardTiles:
+    """Returns the rule of thumb, by the heads' width."""
+    del device
+    width = max(spec.shape("q")[3], spec.shape("v")[3])
+    return BackwardTiles(64, 128, 3 if width <= 64 else 2)
+
+
+def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
+    """Returns configs worth measuring, the likeliest first."""
+    del device
+    if max(spec.shape("q")[3], spec.shape("v")[3]) <= 64:
+        return [
+            BackwardTiles(64, 128, 3), BackwardTiles(64, 64, 3, 3),
+            BackwardTiles(128, 128, 2), BackwardTiles(64, 64, 3),
+        ]  # fmt: skip
+    return [BackwardTiles(64, 128, 2), BackwardTiles(64, 64, 3)]
+
+
+def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config of the backward can run."""
+    del device
+    if spec.param("softcap") is not None:
+        return no("softcap", "the Hopper kernel has no gradients of soft caps")
+    return fits_backward_widths(config, spec.shape("q")[3], spec.shape("v")[3])
+
+
+def fits_backward_widths(config: BackwardTiles, h: int, e: int) -> Verdict:
+    """Returns the same for heads of width h and values of width e."""
+    found = [YES]
+    if config.warpgroups not in REGISTERS:
+        text = f"{config.warpgroups} warpgroups, not 2 or 3"
+        return no("warpgroups", text)
+    for name, block in (("queries", config.queries), ("keys", config.keys)):
+        if block % 64 or not 64 <= block <= 256:
+            found.append(no(name, f"{block} is no multiple of 64 to 256"))
+        size = 2 * (h + e) * (64 * config.warpgroups + config.stages * block)
+        size += 8 * (config.stages * block + 64 * config.warpgroups) + BARRIERS
+        if size > SHARED_MEMORY:
+            text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+            found.append(no("shared_memory", text))
+    # Two accumulators of scores with the weights of one in 16 bits, beside results.
+    most = REGISTERS[config.warpgroups][0] - 16
+    used = max(
+        config.queries + config.queries // 4 + (h + e) // 2,
+        config.keys + config.keys // 4 + h // 2,
+    )
+    if used > most:
+        found.append(no("registers", f"{used} registers for tiles, of {most}"))
+    if config.stages < 2:
+        found.append(no("stages", f"{config.stages} stages, fewer than 2"))
+    return all_of(*found)

@@ -124,12 +124,12 @@ def forward(
         if x is not None
     ]
     zero = empty_rows == "zero" and mask.may_be_empty
-    made = _call(p, zero, *(_even(x) for x in (q, k, v)), *numbers)
+    made = _call(p, zero, *(even(x) for x in (q, k, v)), *numbers)
     out = made[0][:, :t]
     return (out, (made[1][:, :, :t],)) if residuals else out
 
 
-def _even(x: Array) -> Array:
+def even(x: Array) -> Array:
     """Adds rows up to a multiple of `EDGE`."""
     more = -x.shape[1] % EDGE
     return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
@@ -210,24 +210,9 @@ class _Block:
 
     def over_tiles(self, body: Any, steps: Any) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""
-        program, order = lax.axis_index(pallas.PROGRAM), self.p.order
-        if self.p.config.programs == 0:
-            body(_Tile(self, order.place(program)), steps)
-            return
-        if self.table is None:
-            turn = lambda i, steps: body(
-                _Tile(self, order.place(i * order.blocks + program)), steps
-            )
-            lax.fori_loop(0, order.count(program), turn, steps)
-            return
-
-        def listed(i: Any, carry: Any) -> Any:
-            index, steps = carry
-            after = pallas.scalar(self.table, program, i + 2)  # while this one runs
-            return after, body(_Tile(self, order.place(index)), steps)
-
-        count, first = (pallas.scalar(self.table, program, i) for i in (0, 1))
-        lax.fori_loop(0, count, listed, (first, steps))
+        order = self.p.order
+        of = lambda index, steps: body(_Tile(self, order.place(index)), steps)
+        pallas.over_tiles(order, self.table, of, steps)
 
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:

@@ -5,6 +5,7 @@ One function per need, one comment per difference between versions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from jaxlib.mlir.dialects import llvm
 
 if TYPE_CHECKING:
     from jax import Array
+
+    from rewriter.kernels.attention.hopper.order import Order
 
 WARPGROUP = "warpgroup"
 """The name of the axis along which a block's warpgroups differ."""
@@ -113,6 +116,22 @@ def zeros(shape: tuple[int, ...], value: float = 0.0) -> Array:
     """Returns float32 [64, n] or [64] of one value, in registers."""
     layout = TILE if len(shape) == 2 else ROWS
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+"""How a value for each column of an array of 64 rows lies in registers."""
+
+
+def loaded(reference: Any, layout: Any) -> Array:
+    """Returns [n] of shared memory in registers: for rows or for columns."""
+    if "idx" in inspect.signature(plgpu.load).parameters:
+        return plgpu.load(reference, (), layout=layout)  # 0.10 wants it, 0.12 has none
+    return plgpu.load(reference, layout=layout)
+
+
+def across(x: Array, shape: tuple[int, ...]) -> Array:
+    """Returns [n] repeated in every row: [64, n]."""
+    return lax.broadcast_in_dim(x, shape, [1])
 
 
 def along(x: Array, shape: tuple[int, ...]) -> Array:
@@ -214,6 +233,34 @@ def wait_for_turn(warpgroups: int) -> None:
 def pass_turn(warpgroups: int) -> None:
     """Lets the next warpgroup have its turn."""
     _named_barrier("arrive", 1, warpgroups)
+
+
+def over_tiles(
+    order: Order, table: Any, body: Callable[[Any, Any], Any], steps: Any
+) -> None:
+    """Runs ``steps = body(index, steps)`` for the tiles that this block takes.
+
+    Args:
+        order: The tiles.
+        table: A reference to ``order.table``, None if there is none.
+        body: Takes an index of the line of tiles.
+        steps: What it takes from one tile to the next.
+    """
+    program = lax.axis_index(PROGRAM)
+    if order.programs == 0:
+        body(program, steps)
+    elif table is None:
+        turn = lambda i, steps: body(i * order.blocks + program, steps)
+        lax.fori_loop(0, order.count(program), turn, steps)
+    else:
+        count, first = scalar(table, program, 0), scalar(table, program, 1)
+
+        def listed(i: Any, carry: Any) -> Any:
+            index, steps = carry
+            after = scalar(table, program, i + 2)  # read while this one is computed
+            return after, body(index, steps)
+
+        lax.fori_loop(0, count, listed, (first, steps))
 
 
 def scalar(reference: Any, *index: Any) -> Array:
