@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper.blocks import FAR, Mask, blocks_of
-from rewriter.kernels.attention.hopper.config import REGISTERS, BackwardTiles
+from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
+from rewriter.kernels.attention.hopper.config import CHANGES, REGISTERS, BackwardTiles
 from rewriter.kernels.attention.hopper.forward_kernel import even
 from rewriter.kernels.attention.hopper.order import Order
 
@@ -152,8 +152,13 @@ def backward(
     )  # fmt: skip
     arrays = [even(x) for x in (q, k, v, up)]
     numbers = {"lengths": lengths, "offsets": offsets}
-    dk, dv = _call(_OfKeys, of_keys, arrays, rows, numbers)
-    (dq,) = _call(_OfQueries, of_queries, arrays, rows, numbers)
+    if config.fused:
+        total = jax.new_ref(jnp.zeros(arrays[0].shape, jnp.float32))
+        dk, dv = _call(_Fused, of_keys, arrays, rows, numbers, total)
+        dq = (total[...] * scale).astype(q.dtype)
+    else:
+        dk, dv = _call(_OfKeys, of_keys, arrays, rows, numbers)
+        (dq,) = _call(_OfQueries, of_queries, arrays, rows, numbers)
     dv = dv[:, :s]
     if of_queries.mask.may_be_empty:
         dv = _with_empty_rows(dv, empty, cotangent, empty_rows)
@@ -186,14 +191,17 @@ def _call(
     arrays: Sequence[Array],
     rows: tuple[Array, Array],
     numbers: dict[str, Array | None],
+    total: Any = None,
 ) -> Any:
-    """Runs one of the two kernels: its results."""
+    """Runs one of the kernels: its results. `total` is memory for dq to be added to."""
     q = arrays[0]
     named = dict(zip("qkvg", arrays, strict=True))
     named |= {"lse": rows[0], "delta": rows[1]}
     named |= {x: a for x, a in numbers.items() if a is not None}
     if p.order.table is not None:
         named["table"] = jnp.asarray(p.order.table)
+    if total is not None:
+        named["dq"] = total
     out = [jax.ShapeDtypeStruct(named[x].shape, q.dtype) for x in kind.results]
     scratch = kind.scratch(p, q.dtype)
 
@@ -285,8 +293,9 @@ class _Kernel:
     def compute_tile(self, tile: _Tile, step: Any) -> Any:
         p, r, mine = self.p, tile.range, self.warpgroup
         plgpu.barrier_wait(self.memory["ready"].at[mine])
+        tile.start = step
         loops = [(r.whole, r.part, False)]
-        if p.mask.hides or p.mask.s % p.block:
+        if p.mask.hides or p.mask.s % p.block or tile.length is not None:
             loops += [(r.part, r.end, True)]
         if p.mask.left is not None:
             loops = [(r.start, r.whole, True), *loops]
@@ -367,7 +376,15 @@ class _Kernel:
         last = pallas.rows(tile.range.limit - 1 - start)
         if mask.right is not None:
             last = jnp.minimum(at + min(mask.right, FAR), last)
+        if tile.length is not None and not mask.lengths:
+            row = pallas.row_positions(64) + tile.mine
+            last = jnp.where(row < pallas.rows(tile.length), last, -1)
         return pallas.hide(scores, first, last)
+
+
+def _without_rows(r: Range, some: Any) -> Range:
+    """Returns blocks that are seen in part from the first whole one on, if `some`."""
+    return replace(r, part=jnp.where(some, r.whole, r.part))
 
 
 class _Tile:
@@ -388,7 +405,11 @@ class _Tile:
             self.length = pallas.scalar(kernel.given["lengths"], self.b)
         limit = self.length if p.mask.lengths else None
         self.range = blocks_of(p.mask, self.first, p.rows, p.block, self.offset, limit)
+        if self.length is not None and not p.mask.lengths:  # rows may be past it
+            self.range = _without_rows(self.range, self.first + p.rows > self.length)
         self.mine = self.first + 64 * kernel.warpgroup
+        self.start: Any = 0
+        """Blocks that were read before this tile."""
 
 
 class _OfKeys(_Kernel):
@@ -426,6 +447,12 @@ class _OfKeys(_Kernel):
         return pallas.zeros((64, self.p.h)), pallas.zeros((64, self.p.e))
 
     def step(self, tile: _Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        return self.changed(tile, j, step, carry, part)[0]
+
+    def changed(
+        self, tile: _Tile, j: Any, step: Any, carry: Any, part: bool
+    ) -> tuple[Any, Array]:
+        """Returns new (dk, dv), and dSᵀ in 16 bits: [64, block]."""
         p, x, mine = self.p, self.memory, self.warpgroup
         slot = lax.rem(step, jnp.int32(p.stages))
         shape, dtype = (64, p.block), self.given["q"].dtype
@@ -447,10 +474,11 @@ class _OfKeys(_Kernel):
             plgpu.wgmma(dv, weights.astype(dtype), x["g"].at[slot])
             delta = pallas.loaded(x["delta"].at[slot], pallas.COLUMNS)
             change = weights * (change - pallas.across(delta, shape))
-            plgpu.wgmma(dk, change.astype(dtype), x["q"].at[slot])
+            change = change.astype(dtype)
+            plgpu.wgmma(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
             plgpu.barrier_arrive(x["free"].at[slot])
-            return made
+            return made, change
 
         return pl.run_scoped(
             products,
@@ -463,16 +491,80 @@ class _OfKeys(_Kernel):
     def store(self, tile: _Tile, carry: Any) -> None:
         dk, dv = carry
         dk = dk * self.p.scale
-        if tile.length is not None:  # what keys past it got is of no meaning
-            inside = pallas.row_positions(64) + tile.mine < pallas.rows(tile.length)
-            inside = jnp.where(inside, 1.0, 0.0)
-            dk, dv = (
-                jnp.where(pallas.along(inside, x.shape) > 0, x, 0.0) for x in (dk, dv)
-            )
         self.put(dk, "k", "dk", tile)
         self.put(dv, "v", "dv", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+
+
+class _Fused(_OfKeys):
+    """dk and dv of tiles of keys, and what they add to dq.
+
+    The warpgroups leave their dSᵀ of a block in shared memory, in one of two places in
+    turn. The warpgroup of that number multiplies it with all keys of the tile and adds
+    the product to dq in global memory.
+    """
+
+    name = "attention_backward"
+
+    @classmethod
+    def scratch(cls, p: _Problem, dtype: Any) -> dict[str, Any]:
+        shape = (CHANGES, p.warpgroups, 64, p.block)
+        return super().scratch(p, dtype) | {
+            "changes": pallas.tiles(shape, dtype, pallas.swizzle(p.block)),
+            "changes_ready": pallas.barriers(CHANGES, p.warpgroups),
+            "changes_free": pallas.barriers(CHANGES),
+            "added": pallas.barriers(1, p.warpgroups),
+            "sums": pallas.wide_tiles((CHANGES, p.block, p.h)),
+        }
+
+    def compute(self) -> None:
+        plgpu.barrier_arrive(self.memory["changes_free"].at[self.warpgroup])
+        super().compute()
+
+    def step(self, tile: _Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        x, mine = self.memory, self.warpgroup
+        made, change = self.changed(tile, j, step, carry, part)
+        place = lax.rem(step, jnp.int32(CHANGES))
+        plgpu.barrier_wait(x["changes_free"].at[place])
+        x["changes"].at[place, mine][...] = change
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(x["changes_ready"].at[place])
+
+        @pl.when(place == mine)
+        def _() -> None:
+            self.add(tile, j, lax.div(step - tile.start, tile.range.count), place)
+
+        return made
+
+    def add(self, tile: _Tile, j: Any, i: Any, place: Any) -> None:
+        """Adds a block's dS k to dq of the i-th query head."""
+        p, x = self.p, self.memory
+        plgpu.barrier_wait(x["changes_ready"].at[place])
+
+        def product(total: Any) -> Any:
+            for w in range(p.warpgroups):
+                change = x["changes"].at[place, w].transpose((1, 0))
+                plgpu.wgmma(total, change, x["k"].at[w])
+            return total[...]
+
+        total = pl.run_scoped(product, plgpu.ACC((p.block, p.h), jnp.float32))
+        plgpu.barrier_arrive(x["changes_free"].at[place])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        x["sums"].at[place][...] = total
+        plgpu.commit_smem()
+        rows, head = pl.ds(j * p.block, p.block), tile.head * p.group + i
+        plgpu.copy_smem_to_gmem(
+            x["sums"].at[place],
+            self.given["dq"].at[tile.b, rows, head],
+            reduction_op="add",
+        )
+
+    def store(self, tile: _Tile, carry: Any) -> None:
+        """Stores dk and dv where k and v were, once all have multiplied with k."""
+        plgpu.barrier_arrive(self.memory["added"].at[0])
+        plgpu.barrier_wait(self.memory["added"].at[0])
+        super().store(tile, carry)
 
 
 class _OfQueries(_Kernel):

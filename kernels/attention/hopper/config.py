@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import jax
+
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ class BackwardTiles:
         stages: Blocks that shared memory holds.
         warpgroups: Warpgroups that compute, 64 rows of a tile each.
         programs: As in `Tiles`.
+        fused: Whether one kernel computes all, which saves two products of seven, and
+            adds up dq in memory: in an order that differs from run to run. From jax
+            0.11 on.
     """
 
     queries: int = 64
@@ -65,6 +70,7 @@ class BackwardTiles:
     stages: int = 2
     warpgroups: int = 2
     programs: int = PROCESSORS
+    fused: bool = False
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -132,8 +138,13 @@ BARRIERS = 1 << 10
 
 
 def apart(config: Tiles, h: int, e: int) -> bool:
-    """Returns whether shared memory holds the result beside the next tile's q."""
-    return config.programs > 0 and shared_memory(config, h, e, True) <= SHARED_MEMORY
+    """Returns whether shared memory holds the result beside the next tile's q.
+
+    It must if they differ in width, since one warpgroup's rows would then lie in what
+    is another's.
+    """
+    room = shared_memory(config, h, e, True) <= SHARED_MEMORY
+    return h != e or (config.programs > 0 and room)
 
 
 def registers(config: Tiles, e: int) -> int:
@@ -157,7 +168,7 @@ def fits_widths(config: Tiles, h: int, e: int) -> Verdict:
     if config.warpgroups not in REGISTERS:
         found.append(no("warpgroups", f"{config.warpgroups} warpgroups, not 2 or 3"))
         return all_of(*found)
-    size = shared_memory(config, h, e, False)
+    size = shared_memory(config, h, e, h != e)
     if size > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
@@ -176,6 +187,10 @@ OTHERS = 32
 ptxas spills some (12.9: blocks of 160 keys and 3 warpgroups for heads of 64)."""
 
 
+CHANGES = 2
+"""Blocks of changes of scores that shared memory holds, for dq."""
+
+
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     """Returns the rule of thumb, by the heads' width."""
     del device
@@ -190,8 +205,12 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
         return [
             BackwardTiles(64, 128, 3), BackwardTiles(64, 64, 3, 3),
             BackwardTiles(128, 128, 2), BackwardTiles(64, 64, 3),
+            BackwardTiles(64, 64, 2, fused=True), BackwardTiles(64, 64, 3, fused=True),
         ]  # fmt: skip
-    return [BackwardTiles(64, 128, 2), BackwardTiles(64, 64, 3)]
+    return [
+        BackwardTiles(64, 128, 2), BackwardTiles(64, 64, 2, fused=True),
+        BackwardTiles(64, 64, 3),
+    ]  # fmt: skip
 
 
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
@@ -212,7 +231,9 @@ def fits_backward_widths(config: BackwardTiles, h: int, e: int) -> Verdict:
         if block % 64 or not 64 <= block <= 256:
             found.append(no(name, f"{block} is no multiple of 64 to 256"))
         size = 2 * (h + e) * (64 * config.warpgroups + config.stages * block)
-        size += 8 * (config.stages * block + 64 * config.warpgroups) + BARRIERS
+        size += 8 * config.stages * block + BARRIERS
+        if config.fused:  # changes of scores in 16 bits, and dq
+            size += config.warpgroups * (CHANGES * 2 * 64 * block + 4 * block * h)
         if size > SHARED_MEMORY:
             text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
             found.append(no("shared_memory", text))
@@ -226,4 +247,14 @@ def fits_backward_widths(config: BackwardTiles, h: int, e: int) -> Verdict:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
+    if config.fused:
+        found.append(_fits_fused(config))
     return all_of(*found)
+
+
+def _fits_fused(config: BackwardTiles) -> Verdict:
+    if jax.__version_info__ < (0, 11):
+        return no("jax", f"jax {jax.__version__} cannot add up dq in memory")
+    if config.warpgroups != CHANGES or config.queries != 64:
+        return no("fused", "dq is added up by 2 warpgroups, for 64 queries at a time")
+    return YES

@@ -107,6 +107,12 @@ def tiles(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def wide_tiles(shape: tuple[int, ...]) -> Any:
+    """Returns shared memory for float32 [..., rows, columns] that is copied out."""
+    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
+
+
 def barriers(count: int, arrivals: int = 1) -> Any:
     """Returns `count` barriers, complete after so many arrivals, indexed by [i]."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)

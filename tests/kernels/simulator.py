@@ -1,0 +1,388 @@
+"""Runs the Hopper kernels' own code without a GPU: a Python thread per warpgroup.
+
+Memory, barriers and turns are modelled as far as the order of events goes. What the
+hardware does at some time between two events is done at the worst one: a product is
+computed when it is waited for, a store reads shared memory when it is waited for, a
+load writes it at once. A buffer that is handed on too early then gives wrong numbers, a
+barrier that is never passed an error, and one that runs ahead by two phases too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel, pallas
+
+PATIENCE_S = 20.0
+
+
+class Stuck(AssertionError):
+    """A barrier was not passed, or was passed twice before it was waited for."""
+
+
+class _Here(threading.local):
+    """What belongs to one warpgroup."""
+
+    warpgroup = 0
+    program = 0
+    block: _Block
+
+    def __init__(self) -> None:
+        self.products: list[Callable[[], None]] = []
+        self.stores: list[Callable[[], None]] = []
+        self.waits: dict[int, int] = {}
+
+
+HERE = _Here()
+
+
+class _Block:
+    """What the warpgroups of a block share."""
+
+    def __init__(self, warpgroups: int):
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self.turns = [0] * warpgroups
+
+    def wait(self, passed: Callable[[], bool], what: str) -> None:
+        with self.changed:
+            done = lambda: self.failure is not None or passed()
+            if not self.changed.wait_for(done, PATIENCE_S):
+                raise Stuck(f"warpgroup {HERE.warpgroup} waits for {what}")
+            if self.failure is not None:
+                raise Stuck("another warpgroup failed")
+
+
+class Reference:
+    """Memory: an array, or a part of one that may reach over its edge."""
+
+    def __init__(self, array: np.ndarray, index: tuple[Any, ...] = ()):
+        self.array, self.index = array, index
+
+    @property
+    def at(self) -> Any:
+        return _At(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view().shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    def view(self) -> np.ndarray:
+        at = [
+            slice(int(i.start), int(i.start) + i.size) if isinstance(i, pl.Slice) else i
+            for i in self.index
+        ]
+        return self.array[tuple(at)]
+
+    def sizes(self) -> list[int]:
+        """Sizes of the part, also where it reaches over the edge."""
+        rest = self.array.shape[len(self.index) :]
+        return [i.size for i in self.index if isinstance(i, pl.Slice)] + list(rest)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.view()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        place = self.view()
+        assert place[index].shape == np.shape(value)
+        place[index] = value
+
+    def transpose(self, axes: tuple[int, ...]) -> Reference:
+        return Reference(self.view().transpose(axes))
+
+
+class _At:
+    def __init__(self, reference: Reference):
+        self.reference = reference
+
+    def __getitem__(self, index: Any) -> Reference:
+        index = index if isinstance(index, tuple) else (index,)
+        if self.reference.index:
+            return Reference(self.reference.view(), index)
+        return Reference(self.reference.array, index)
+
+
+class Barriers:
+    """mbarriers: complete after so many arrivals, again and again."""
+
+    def __init__(self, count: int, arrivals: int):
+        self.arrivals = arrivals
+        self.missing = [arrivals] * count
+        self.completed = [0] * count
+
+    @property
+    def at(self) -> Any:
+        return _BarrierAt(self)
+
+
+class _BarrierAt:
+    def __init__(self, barriers: Barriers):
+        self.barriers = barriers
+
+    def __getitem__(self, index: Any) -> tuple[Barriers, int]:
+        return self.barriers, int(index)
+
+
+def _arrive(barrier: tuple[Barriers, int]) -> None:
+    of, i = barrier
+    with HERE.block.changed:
+        of.missing[i] -= 1
+        if of.missing[i] == 0:
+            of.missing[i] = of.arrivals
+            of.completed[i] += 1
+        HERE.block.changed.notify_all()
+
+
+def _wait(barrier: tuple[Barriers, int]) -> None:
+    of, i = barrier
+    key = id(of) * 64 + i
+    before = HERE.waits.get(key, 0)
+    HERE.block.wait(lambda: of.completed[i] > before, f"phase {before}")
+    if of.completed[i] > before + 1:
+        raise Stuck("a barrier completed twice before it was waited for")
+    HERE.waits[key] = before + 1
+
+
+# -------------------------------------------------------------------- copies
+def _load(source: Reference, target: Reference, barrier: tuple[Barriers, int]) -> None:
+    place = target.view()
+    place[...] = 0
+    got = source.view()
+    place[tuple(slice(0, size) for size in got.shape)] = got
+    _arrive(barrier)
+
+
+def _store(
+    source: Reference, target: Reference, reduction_op: str | None = None
+) -> None:
+    def run() -> None:
+        place = target.view()
+        assert list(source.shape) == target.sizes()
+        new = source.view()[tuple(slice(0, size) for size in place.shape)]
+        with HERE.block.changed:
+            place[...] = new if reduction_op is None else place + new
+
+    HERE.stores.append(run)
+
+
+def _wait_for_stores(left: int, wait_read_only: bool = False) -> None:
+    del wait_read_only
+    while len(HERE.stores) > left:
+        HERE.stores.pop(0)()
+
+
+# ------------------------------------------------------------------ products
+class Accumulator:
+    def __init__(self, kind: Any):
+        self.value = np.zeros(kind.shape, np.float32)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        assert index is ...
+        return _result(self, 0)
+
+    def __setitem__(self, index: Any, value: np.ndarray) -> None:
+        assert index is ...
+        self.value = np.array(value, np.float32)
+
+
+def _result(accumulator: Accumulator, wait_n: int = 0) -> np.ndarray:
+    while len(HERE.products) > wait_n:
+        HERE.products.pop(0)()
+    return accumulator.value.copy()
+
+
+def _multiply(accumulator: Accumulator, a: Any, b: Reference) -> None:
+    def run() -> None:
+        left = a.view() if isinstance(a, Reference) else a
+        right = b.view()
+        product = left.astype(np.float32) @ right.astype(np.float32)
+        accumulator.value = accumulator.value + product
+
+    HERE.products.append(run)
+
+
+def _scoped(body: Callable[..., Any], *kinds: Any) -> Any:
+    return body(*(Accumulator(kind) for kind in kinds))
+
+
+# ------------------------------------------------------------------- kernels
+def _kernel(
+    body: Callable[..., None], name: str, out: Any, scratch: Any, programs: int,
+    warpgroups: int,
+) -> Callable[..., Any]:  # fmt: skip
+    def call(*given: Any) -> list[np.ndarray]:
+        results = [_poison(x.shape, x.dtype) for x in out]
+        references = [Reference(np.asarray(x)) for x in (*given, *results)]
+        for program in range(programs):
+            memory = {name: _allocated(kind) for name, kind in scratch.items()}
+            block = _Block(warpgroups)
+            threads = [
+                threading.Thread(
+                    target=_warpgroup,
+                    args=(block, program, w, lambda: body(*references, **memory)),
+                )
+                for w in range(warpgroups)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if block.failure is not None:
+                raise block.failure
+        return results
+
+    del name
+    return call
+
+
+def _warpgroup(
+    block: _Block, program: int, warpgroup: int, run: Callable[[], None]
+) -> None:
+    HERE.block, HERE.program, HERE.warpgroup = block, program, warpgroup
+    try:
+        with np.errstate(all="ignore"):
+            run()
+        assert not HERE.stores, "a store was not waited for"
+        assert not HERE.products, "a product was not waited for"
+    except BaseException as problem:
+        with block.changed:
+            block.failure = block.failure or problem
+            block.changed.notify_all()
+
+
+def _poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.full(shape, np.nan, dtype)
+
+
+def _allocated(kind: Any) -> Any:
+    if isinstance(kind, plgpu.Barrier):
+        return Barriers(int(np.prod(kind.num_barriers)), kind.num_arrivals)
+    if isinstance(kind, plgpu.RefUnion):
+        parts = kind.refs
+        flat = _poison((max(int(np.prod(x.shape)) for x in parts),), parts[0].dtype)
+        views = (flat[: int(np.prod(x.shape))].reshape(x.shape) for x in parts)
+        return tuple(Reference(x) for x in views)
+    return Reference(_poison(kind.shape, kind.dtype))
+
+
+# ------------------------------------------------------------- what is replaced
+def _for(start: Any, end: Any, body: Callable[[int, Any], Any], carry: Any) -> Any:
+    for i in range(int(start), int(end)):
+        carry = body(i, carry)
+    return carry
+
+
+def _axis_index(name: str) -> int:
+    return HERE.warpgroup if name == pallas.WARPGROUP else HERE.program
+
+
+def _broadcast(x: np.ndarray, shape: tuple[int, ...], axes: list[int]) -> np.ndarray:
+    return np.broadcast_to(x[:, None] if axes == [0] else x[None], shape)
+
+
+def _einsum(form: str, *arrays: Any, preferred_element_type: Any = None) -> np.ndarray:
+    dtype = preferred_element_type or np.float32
+    return np.einsum(form, *(np.asarray(x, dtype) for x in arrays))
+
+
+def _hide(
+    scores: np.ndarray, first: Any, last: Any, fill: Any = None, end: Any = None
+) -> np.ndarray:
+    column = np.arange(scores.shape[1])[None]
+    keep = column <= last[:, None]
+    if first is not None:
+        keep = keep & (column >= first[:, None])
+    other = np.full(scores.shape, -np.inf, np.float32)
+    if fill is not None:
+        other = np.where(column <= end[:, None], fill[:, None], other)
+    return np.where(keep, scores, other)
+
+
+def _wait_for_turn(warpgroups: int) -> None:
+    del warpgroups
+    block, mine = HERE.block, HERE.warpgroup
+    block.wait(lambda: block.turns[mine] > 0, "its turn")
+    block.turns[mine] -= 1
+
+
+def _pass_turn(warpgroups: int) -> None:
+    with HERE.block.changed:
+        HERE.block.turns[(HERE.warpgroup + 1) % warpgroups] += 1
+        HERE.block.changed.notify_all()
+
+
+class _Instead:
+    """A module with some names replaced."""
+
+    def __init__(self, module: Any, **names: Any):
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Within, the kernels take numpy arrays and run on the simulator."""
+    gpu = _Instead(
+        plgpu,
+        set_max_registers=lambda *_, **__: None,
+        barrier_wait=_wait,
+        barrier_arrive=_arrive,
+        copy_gmem_to_smem=_load,
+        copy_smem_to_gmem=_store,
+        wait_smem_to_gmem=_wait_for_stores,
+        commit_smem=lambda: None,
+        wgmma=_multiply,
+        wgmma_accumulator_load=_result,
+    )
+    plain = _Instead(
+        lax,
+        fori_loop=_for,
+        rem=lambda x, y: int(x) % int(y),
+        div=lambda x, y: int(x) // int(y),
+        axis_index=_axis_index,
+        broadcast_in_dim=_broadcast,
+        optimization_barrier=lambda x: x,
+    )
+    arrays = _Instead(np, einsum=_einsum)
+    kernels = _Instead(
+        pl,
+        when=lambda condition: lambda body: body() if condition else None,
+        run_scoped=_scoped,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (forward_kernel, backward_kernel, pallas):
+            patch.setattr(module, "plgpu", gpu)
+            patch.setattr(module, "lax", plain)
+            patch.setattr(module, "jnp", arrays)
+        for module in (forward_kernel, backward_kernel):
+            patch.setattr(module, "pl", kernels)
+        patch.setattr(backward_kernel, "jax", _Instead(jax, new_ref=np.array))
+        patch.setattr(pallas, "kernel", _kernel)
+        patch.setattr(
+            pallas, "zeros", lambda shape, value=0.0: np.full(shape, value, np.float32)
+        )
+        patch.setattr(pallas, "rows", lambda value: np.full((64,), value, np.int32))
+        patch.setattr(pallas, "row_positions", lambda n: np.arange(n, dtype=np.int32))
+        patch.setattr(pallas, "loaded", lambda x, layout: x.view().copy())
+        patch.setattr(pallas, "hide", _hide)
+        patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
+        patch.setattr(pallas, "pass_turn", _pass_turn)
+        with np.errstate(all="ignore"):
+            yield
