@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -14,13 +15,17 @@ import pytest
 
 import rewriter
 from rewriter import device
+from rewriter.implementation import Implementation, settings
 from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import hopper
+from rewriter.kernels.attention.hopper import backward_kernel, config, forward_kernel
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
-from rewriter.kernels.attention.hopper.config import fits_widths, shared_memory
+from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.reference import reference, visible
+from rewriter.programs import Task, function
 from rewriter.registry import registry
+from tests.kernels import simulator
 
 H200 = device.named("h200")
 CAUSAL, NONE = (None, 0), (None, None)
@@ -92,15 +97,43 @@ def test_it_runs_on_hopper_gpus_alone() -> None:
 
 
 def test_configs_that_cannot_run_are_pruned() -> None:
-    many = hopper.Tiles(160, 3, 2)
-    verdict = fits_widths(many, 128, 128)
+    many = Tiles(160, 3, 2)
+    verdict = config.fits_widths(many, 128, 128)
     assert not verdict.ok
     assert "KiB of shared memory of 227 KiB" in verdict.reasons[0].text
-    assert shared_memory(many, 128, 128, False) > 227 << 10
-    assert "registers" in fits_widths(hopper.Tiles(192, 2, 3), 64, 64).reasons[0].text
-    assert "warpgroups" in fits_widths(hopper.Tiles(64, 2, 4), 64, 64).reasons[0].text
-    assert "multiple of 16" in fits_widths(hopper.Tiles(72), 64, 64).reasons[0].text
-    assert "stages" in fits_widths(hopper.Tiles(64, 1), 64, 64).reasons[0].text
+    assert config.shared_memory(many, 128, 128, False) > 227 << 10
+    assert "registers" in config.fits_widths(Tiles(192, 2, 3), 64, 64).reasons[0].text
+    assert "warpgroups" in config.fits_widths(Tiles(64, 2, 4), 64, 64).reasons[0].text
+    assert "multiple of 16" in config.fits_widths(Tiles(72), 64, 64).reasons[0].text
+    assert "stages" in config.fits_widths(Tiles(64, 1), 64, 64).reasons[0].text
+    # The result of other widths than q's has memory of its own.
+    assert config.fits_widths(Tiles(128, 3), 128, 128).ok
+    assert not config.fits_widths(Tiles(128, 3), 128, 112).ok
+
+
+def test_configs_of_the_backward_that_cannot_run_are_pruned() -> None:
+    def why(*given: Any, width: int = 128, **named: Any) -> str:
+        verdict = config.fits_backward_widths(
+            BackwardTiles(*given, **named), width, width
+        )
+        return " ".join(r.text for r in verdict.reasons)
+
+    assert why() == ""
+    assert why(64, 128, 3, width=64) == ""
+    assert "registers" in why(128)
+    assert "shared memory" in why(64, 128, 3)
+    assert "multiple of 64" in why(96)
+    assert "fewer than 2" in why(stages=1)
+    assert "registers" in why(width=256)
+    if jax.__version_info__ < (0, 11):
+        assert "cannot add up dq" in why(fused=True)
+        return
+    assert why(fused=True) == ""
+    assert "by 2 warpgroups" in why(64, 64, 2, 3, fused=True, width=64)
+    soft = spec(softcap=3.0)
+    assert (
+        "soft caps" in hopper.fits_backward(BackwardTiles(), soft, H200).reasons[0].text
+    )
 
 
 # ------------------------------------------------------------------ how it cuts
@@ -260,7 +293,7 @@ LOWERED = {
 
 @pytest.mark.parametrize("name", LOWERED)
 def test_it_is_lowered_without_a_gpu(name: str) -> None:
-    (b, t, s, n, heads, h, e), params, config = LOWERED[name]
+    (b, t, s, n, heads, h, e), params, tiles = LOWERED[name]
     params = dict(params)
     sizes = {"q": (b, t, n, h), "k": (b, s, heads, h), "v": (b, s, heads, e)}
     given = {i: jax.ShapeDtypeStruct(x, jnp.bfloat16) for i, x in sizes.items()}
@@ -268,11 +301,121 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
         given["kv_lengths"] = jax.ShapeDtypeStruct((b,), jnp.int32)
 
     def run(given: Any) -> Any:
-        config_ = hopper.Tiles(*config)
-        return hopper.forward(**given, residuals=True, config=config_, **params)
+        more = {"residuals": True, "config": Tiles(*tiles)}
+        return hopper.forward(**given, **more, **params)
 
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])(given)
     assert [x.shape for x in exported.out_avals] == [(b, t, n, e), (b, n, t)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_lowered_with_each_config(fused: bool) -> None:
+    """As the autotuner builds them, for a GPU that is not there."""
+    given = spec(window=CAUSAL, scale=0.125)
+    tiles = BackwardTiles(64, 64, 2, fused=fused)
+    if not hopper.fits_backward(tiles, given, H200).ok:
+        pytest.skip(f"jax {jax.__version__} cannot add up dq in memory")
+    of = registry()
+    task = Task(
+        of.op("attention"), given, tuple(of.kernels("attention")), "forward_and_vjp"
+    )
+    made = Implementation("hopper", "", None, settings(tiles))
+    exported = jax.export.export(jax.jit(function(task, made)), platforms=["cuda"])(
+        X, X, X, X
+    )
+    names = [f"attention_{x}" for x in (("backward",) if fused else ("dk_dv", "dq"))]
+    text = exported.mlir_module()
+    assert all(name in text for name in ("attention", *names))
+    assert text.count("mosaic_gpu_v2") == 1 + len(names)
+
+
+# ------------------------------------------------------- on a simulator of threads
+SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles]] = {
+    "one tile": ((1, 128, 128, 1, 1, 64, 64), {}, Tiles(64), BackwardTiles()),
+    "odd": (
+        (1, 203, 181, 2, 2, 64, 64), {}, Tiles(64, 2, 2, 3), BackwardTiles(programs=2),
+    ),
+    "one row": ((2, 1, 200, 2, 2, 32, 32), {}, Tiles(128, programs=3), BackwardTiles()),
+    "grouped, three warpgroups": (
+        (1, 257, 200, 4, 2, 32, 32), {}, Tiles(64, 3, 3, 2), BackwardTiles(64, 64, 3, 3, 2),
+    ),
+    "causal, no turns": (
+        (1, 330, 330, 2, 2, 32, 32), {"window": CAUSAL}, Tiles(64, 3, 2, 3, False),
+        BackwardTiles(128, 64, 3, 2, 3),
+    ),
+    "all at once": (
+        (3, 200, 200, 2, 1, 32, 32),
+        {"window": (70, 5), "empty_rows": "mean", "offset": (-100, 0, 160),
+         "kv_lengths": (200, 100, 0)},
+        Tiles(64, 2, 3, 2), BackwardTiles(programs=3),
+    ),
+    "lengths": (
+        (3, 130, 150, 2, 2, 32, 32), {"empty_rows": "mean", "kv_lengths": (0, 70, 150)},
+        Tiles(64, programs=0), BackwardTiles(programs=0),
+    ),
+    "other values": (
+        (1, 200, 200, 2, 2, 64, 32), {"window": CAUSAL}, Tiles(64, programs=1),
+        BackwardTiles(),
+    ),
+    "q shares memory": (
+        (1, 300, 200, 2, 2, 128, 128), {}, Tiles(128, 3, 2, 2), BackwardTiles(),
+    ),
+}  # fmt: skip
+
+
+def simulated(
+    shape: tuple[int, ...], given: dict[str, Any], tiles: Tiles, back: BackwardTiles
+) -> list[float]:
+    """Relative errors of the result and of the gradients of q, k and v."""
+    q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
+    numbers, params = split(given, shape[5])
+    both = {**{n: np.asarray(x) for n, x in numbers.items()}, **params}
+    with simulator.simulated():
+        out, residuals = forward_kernel.forward(
+            q, k, v, residuals=True, config=tiles, **both
+        )
+        grads = backward_kernel.backward(
+            q, k, v, out=out, residuals=residuals, cotangent=up, config=back, **both
+        )
+    want = exact_gradients(q, k, v, up, **both)
+    got = [out, *(grads[x] for x in "qkv")]
+    return [error(x, y) for x, y in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", SIMULATED)
+def test_its_code_run_by_threads(name: str, fused: bool) -> None:
+    """Numbers, memory that is handed on, and barriers, with no GPU."""
+    shape, given, tiles, back = SIMULATED[name]
+    if fused:
+        if back.warpgroups != 2 or back.queries != 64:
+            pytest.skip("dq is added up by two warpgroups for 64 queries")
+        back = dataclasses.replace(back, fused=True)
+    assert max(simulated(shape, given, tiles, back)) <= LIMITS["bfloat16"]
+
+
+@pytest.mark.parametrize("barrier", ["k_free", "v_free", "q_free"])
+def test_the_simulator_sees_memory_that_is_taken_too_early(
+    barrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waiting for it, what is copied next overwrites what is in use."""
+    copy = forward_kernel._Block.copy
+
+    def careless(block: Any) -> None:
+        named = dict(block.named)
+        many = simulator.Barriers(len(named[barrier].completed), 1)
+        many.completed = [1 << 20] * len(many.completed)
+        many.anyway = True
+        block.named = {**named, barrier: many}
+        copy(block)
+
+    monkeypatch.setattr(forward_kernel._Block, "copy", careless)
+    shape, given, tiles, back = SIMULATED["odd"]
+    try:
+        errors = simulated(shape, given, tiles, back)
+    except simulator.Stuck:
+        return
+    assert errors[0] > 10 * LIMITS["bfloat16"]
 
 
 # ---------------------------------------------------------------- on a Hopper GPU
@@ -367,6 +510,14 @@ def exact(q: Any, k: Any, v: Any, **given: Any) -> np.ndarray:
         return np.asarray(reference(*wide, **given))
 
 
+def exact_gradients(q: Any, k: Any, v: Any, up: Any, **given: Any) -> list[np.ndarray]:
+    """The result and the gradients of q, k and v."""
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in (q, k, v, up)]
+        out, back = jax.vjp(lambda *x: reference(*x, **given), *wide[:3])
+        return [np.asarray(x) for x in (out, *back(wide[3]))]
+
+
 def error(got: Any, want: np.ndarray) -> float:
     got = np.asarray(got, np.float64)
     assert (np.isnan(got) == np.isnan(want)).all()
@@ -379,11 +530,11 @@ def error(got: Any, want: np.ndarray) -> float:
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_against_float64(name: str, dtype: str) -> None:
-    shape, given, config = CASES[name]
+    shape, given, tiles = CASES[name]
     q, k, v, _ = operands(shape, dtype, given.get("times", 1))
     numbers, params = split(given, shape[5])
-    more = {} if config is None else {"config": hopper.Tiles(*config)}
-    if config is None:
+    more = {} if tiles is None else {"config": Tiles(*tiles)}
+    if tiles is None:
         named = {"q": q, "k": k, "v": v, **numbers}
         its = spec_of(registry().op("attention"), named, params)
         assert hopper.supports(its).ok
@@ -457,3 +608,75 @@ def test_programs_run_on_it(name: str) -> None:
         want = jax.tree.leaves(PROGRAMS[name](*wide))
     for got, right in zip(jax.tree.leaves(fast(*given)), want, strict=True):
         assert error(got, np.asarray(right)) <= 1e-2
+
+
+BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
+    "one tile": ((1, 128, 128, 1, 1, 128, 128), {}, BackwardTiles()),
+    "many": ((2, 512, 512, 4, 4, 128, 128), {}, BackwardTiles(64, 128)),
+    "causal": ((2, 512, 512, 4, 4, 128, 128), {"window": CAUSAL}, BackwardTiles()),
+    "causal odd": ((1, 333, 333, 3, 3, 128, 128), {"window": CAUSAL}, BackwardTiles()),
+    "odd": ((1, 333, 301, 3, 3, 128, 128), {}, BackwardTiles()),
+    "grouped": ((2, 257, 257, 8, 2, 64, 64), {"window": CAUSAL}, BackwardTiles(64, 128)),
+    "three warpgroups": ((2, 257, 400, 8, 2, 64, 64), {}, BackwardTiles(64, 64, 3, 3)),
+    "128 queries": (
+        (2, 700, 700, 4, 4, 64, 64), {"window": CAUSAL}, BackwardTiles(128, 128),
+    ),
+    "window": ((2, 500, 500, 2, 2, 128, 128), {"window": (100, 0)}, BackwardTiles()),
+    "two sides": (
+        (2, 500, 400, 2, 2, 64, 64),
+        {"window": (60, 33), "shift": 7, "empty_rows": "zero"}, BackwardTiles(),
+    ),
+    "lengths": (
+        (4, 256, 300, 2, 2, 128, 128),
+        {"empty_rows": "mean", "kv_lengths": (0, 1, 130, 300)}, BackwardTiles(),
+    ),
+    "lengths, causal": (
+        (4, 256, 300, 4, 2, 64, 64),
+        {"window": CAUSAL, "empty_rows": "zero", "kv_lengths": (0, 1, 130, 300)},
+        BackwardTiles(),
+    ),
+    "offsets": (
+        (3, 100, 300, 2, 2, 128, 128), {"window": CAUSAL, "offset": (0, 200, 57)},
+        BackwardTiles(),
+    ),
+    "one row": ((3, 1, 200, 2, 2, 64, 64), {}, BackwardTiles()),
+    "large scores": (
+        (2, 256, 256, 2, 2, 128, 128), {"window": CAUSAL, "times": 30}, BackwardTiles(),
+    ),
+    "a block a tile": (
+        (2, 700, 700, 4, 4, 128, 128), {"window": CAUSAL}, BackwardTiles(programs=0),
+    ),
+    "other values": ((1, 300, 300, 2, 2, 128, 64), {"window": CAUSAL}, BackwardTiles()),
+    "long": ((1, 4096, 4096, 8, 4, 64, 64), {"window": CAUSAL}, BackwardTiles()),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_against_float64(name: str, fused: bool) -> None:
+    shape, given, tiles = BACKWARD[name]
+    tiles = dataclasses.replace(tiles, fused=fused)
+    if not config.fits_backward_widths(tiles, shape[5], shape[6]).ok:
+        pytest.skip("dq is added up by two warpgroups for 64 queries, from jax 0.11 on")
+    q, k, v, up = operands(shape, "bfloat16", given.get("times", 1))
+    numbers, params = split(given, shape[5])
+
+    @jax.jit
+    def run(q, k, v, up, numbers):
+        both = {"q": q, "k": k, "v": v, **numbers, **params}
+        out, residuals = hopper.forward(**both, residuals=True)
+        grads = hopper.backward(
+            **both, out=out, residuals=residuals, cotangent=up, config=tiles
+        )
+        return out, *(grads[x] for x in "qkv")
+
+    got = run(q, k, v, up, numbers)
+    again = run(q, k, v, up, numbers)
+    want = exact_gradients(q, k, v, up, **numbers, **params)
+    for x, y, exact_ in zip(got, again, want, strict=True):
+        assert error(x, exact_) <= 3 * LIMITS["bfloat16"]
+        if not fused:
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert error(y, np.asarray(x, np.float64)) <= LIMITS["bfloat16"]

@@ -130,9 +130,10 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 def loaded(reference: Any, layout: Any) -> Array:
     """Returns [n] of shared memory in registers: for rows or for columns."""
-    if "idx" in inspect.signature(plgpu.load).parameters:
-        return plgpu.load(reference, (), layout=layout)  # 0.10 wants it, 0.12 has none
-    return plgpu.load(reference, layout=layout)
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    if index is not None and index.default is inspect.Parameter.empty:
+        return plgpu.load(reference, (), layout=layout)  # 0.10 wants one
+    return plgpu.load(reference, layout=layout)  # 0.11 warns of one, 0.12 has none
 
 
 def across(x: Array, shape: tuple[int, ...]) -> Array:
