@@ -87,6 +87,14 @@ def test_what_it_takes(given: Spec) -> None:
     assert all(hopper.fits(c, given, H200).ok for c in found)
 
 
+def test_the_rule_of_thumb_fits_all_widths() -> None:
+    for h, e in itertools.product(range(16, 257, 16), repeat=2):
+        for window in (NONE, CAUSAL):
+            given = spec(shape=(1, 4096, 2, h), values=e, window=window)
+            tiles = hopper.default(given, H200)
+            assert hopper.fits(tiles, given, H200).ok, (h, e, tiles)
+
+
 def test_it_runs_on_hopper_gpus_alone() -> None:
     for name in ("h100", "h200"):
         assert hopper.runs_on(device.named(name)).ok
