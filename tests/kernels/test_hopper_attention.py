@@ -196,6 +196,28 @@ def test_blocks_against_a_table_of_what_is_seen(rows: int, keys: int) -> None:
             assert inside.shape[1] == (r.part - r.whole) * keys
 
 
+def test_blocks_of_a_kernel_are_those_of_plain_integers() -> None:
+    """In a kernel the same arithmetic runs on scalars that are not known."""
+    for mask, offset, length in masks()[::7]:
+
+        def traced(
+            first: Any, offset: Any, length: Any, mask: Mask = mask
+        ) -> tuple[Any, ...]:
+            return tuple(
+                jnp.asarray(x)
+                for x in dataclasses.astuple(
+                    blocks_of(mask, first, 128, 64, offset, length)
+                )
+            )
+
+        for first in range(0, mask.t, 128):
+            at = offset + mask.shift
+            want = dataclasses.astuple(blocks_of(mask, first, 128, 64, at, length))
+            given = (jnp.int32(first), jnp.int32(at))
+            given += (None if length is None else jnp.int32(length),)
+            assert tuple(map(int, traced(*given))) == want
+
+
 def test_blocks_that_are_seen_whole_need_no_comparisons() -> None:
     """Of 32 blocks of a causal tile's keys only the last is compared."""
     r = blocks_of(Mask(4096, 4096, None, 0), 4096 - 128, 128, 128)

@@ -98,6 +98,41 @@ def test_nothing_is_said_of_kernels_for_other_platforms() -> None:
     assert why["cudnn"] == "runs on cuda, not cpu"
 
 
+def test_a_kernel_is_chosen_only_for_devices_it_runs_on() -> None:
+    op = registry().op("attention")
+    spec = spec_of(op, {"q": QKV, "k": QKV, "v": QKV}, {})
+    bounded = registry().kernel("attention", "memory_bounded")
+    picky = dataclasses.replace(
+        bounded,
+        runs_on=lambda device: YES if "7" in device.kind else no("device", "too old"),
+    )
+    assert choose(spec, Config(), [picky], Device("cpu 7", "cpu")).kernel == picky.name
+    there = choose(spec, Config(), [picky], Device("cpu 6", "cpu"))
+    assert (there.kernel, dict(there.not_chosen)) == ("xla", {picky.name: "too old"})
+    forced = Config(implementation=(("attention", (picky.name,), ()),))
+    with pytest.raises(rewriter.KernelError, match="too old"):
+        choose(spec, forced, [picky], Device("cpu 6", "cpu"))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="chooses for a CPU")
+def test_a_kernel_forced_for_one_platform_leaves_others_their_plain_form() -> None:
+    """A program with it is exported for both, and runs here."""
+    pattern = rewriter.pattern(dims="x: n -> n")(lambda x: jnp.sin(x) * jnp.cos(x))
+
+    @pattern.kernel(platform="cuda")
+    def halved(x):
+        return jnp.sin(x + x) / 2
+
+    options = {"patterns": [pattern], "implementation": {pattern.op.name: "halved"}}
+    x = jnp.linspace(0.0, 1.0, 8)
+    fast = rewriter.optimize(lambda x: jnp.sin(x) * jnp.cos(x), **options)
+    assert fast.report(x).sites[0].kernel == "halved"
+    assert jnp.allclose(fast(x), jnp.sin(x) * jnp.cos(x))
+    for platform, cosines in (("cpu", 1), ("cuda", 0)):
+        lowered = fast.trace(x).lower(lowering_platforms=(platform,))
+        assert lowered.as_text().count("stablehlo.cosine") == cosines
+
+
 def test_what_is_exported_has_only_kernels_that_may_be() -> None:
     op = registry().op("attention")
     spec = spec_of(op, {"q": QKV, "k": QKV, "v": QKV}, {})
