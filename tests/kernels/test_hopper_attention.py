@@ -95,6 +95,16 @@ def test_the_rule_of_thumb_fits_all_widths() -> None:
             assert hopper.fits(tiles, given, H200).ok, (h, e, tiles)
 
 
+def test_programs_are_as_many_as_processors() -> None:
+    for kind, count in (("NVIDIA H20", 78), ("NVIDIA H100 PCIe", 114)):
+        there = device.of(kind, "cuda")
+        assert hopper.default(spec(), there).programs == count
+        assert hopper.backward_default(spec(), there).programs == count
+        assert {c.programs for c in hopper.configs(spec(), there)} == {0, count}
+        assert {c.programs for c in hopper.backward_configs(spec(), there)} == {count}
+    assert hopper.default(spec(), H200).programs == 132
+
+
 def test_it_runs_on_hopper_gpus_alone() -> None:
     for name in ("h100", "h200"):
         assert hopper.runs_on(device.named(name)).ok

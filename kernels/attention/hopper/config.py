@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -21,7 +21,23 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 copies. All lanes of an SM together have 512 x 128."""
 
 PROCESSORS = 132
-"""Streaming multiprocessors of an H100 SXM, H200 and GH200."""
+"""Streaming multiprocessors of an H100 SXM, H100 NVL, H200 and GH200."""
+
+FEWER = {"PCIe": 114, "H20": 78}
+"""Those of an H100 PCIe and of an H20. More programs than processors would take twice
+the time."""
+
+
+def processors(device: Device) -> int:
+    """Returns how many streaming multiprocessors a Hopper GPU has, by its name.
+
+    Example:
+        >>> from rewriter.device import Device
+        >>> [processors(Device(f"NVIDIA {x}", "cuda")) for x in ("H200", "H20")]
+        [132, 78]
+    """
+    words = device.kind.split()
+    return next((n for name, n in FEWER.items() if name in words), PROCESSORS)
 
 
 @dataclass(frozen=True)
@@ -79,7 +95,6 @@ def default(spec: Spec, device: Device) -> Tiles:
     Measured on an H200, bfloat16, jax 0.11.2
     (``tests/bench/results/hopper_attention_h200.json``).
     """
-    del device
     h, e = spec.shape("q")[3], spec.shape("v")[3]
     left, right = spec.param("window", (None, None))
     hides = left is not None or right is not None or spec.has("kv_lengths")
@@ -96,7 +111,8 @@ def default(spec: Spec, device: Device) -> Tiles:
         best = Tiles(128, 2, 2, turns=hides)
     # Other widths of values take more memory: 32 keys are few enough for all.
     smaller = Tiles(32, 2, 2, turns=False)
-    return best if fits_widths(best, h, e).ok else smaller
+    made = best if fits_widths(best, h, e).ok else smaller
+    return replace(made, programs=processors(device))
 
 
 LONG, LONG_CAUSAL = 2048, 8192
@@ -108,7 +124,11 @@ against 634 for 4k.
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
     """Returns configs worth measuring, the likeliest first."""
-    del device
+    here = processors(device)
+    return [replace(c, programs=min(c.programs, here)) for c in _configs(spec)]
+
+
+def _configs(spec: Spec) -> list[Tiles]:
     width = max(spec.shape("q")[3], spec.shape("v")[3])
     if width <= 64:
         return [
@@ -202,9 +222,8 @@ CHANGES = 2
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     """Returns the rule of thumb, by the heads' width."""
-    del device
     width = max(spec.shape("q")[3], spec.shape("v")[3])
-    return BackwardTiles(64, 128, 3 if width <= 64 else 2)
+    return BackwardTiles(64, 128, 3 if width <= 64 else 2, 2, processors(device))
 
 
 def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
@@ -212,13 +231,13 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
 
     None is fused: that kernel was run by a simulator of threads, not on a GPU yet.
     """
-    del device
+    here = processors(device)
     if max(spec.shape("q")[3], spec.shape("v")[3]) <= 64:
         return [
-            BackwardTiles(64, 128, 3), BackwardTiles(64, 64, 3, 3),
-            BackwardTiles(128, 128, 2), BackwardTiles(64, 64, 3),
+            BackwardTiles(64, 128, 3, 2, here), BackwardTiles(64, 64, 3, 3, here),
+            BackwardTiles(128, 128, 2, 2, here), BackwardTiles(64, 64, 3, 2, here),
         ]  # fmt: skip
-    return [BackwardTiles(64, 128, 2), BackwardTiles(64, 64, 3)]
+    return [BackwardTiles(64, 128, 2, 2, here), BackwardTiles(64, 64, 3, 2, here)]
 
 
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
