@@ -456,12 +456,12 @@ class _OfKeys(_Kernel):
         p, x, mine = self.p, self.memory, self.warpgroup
         slot = lax.rem(step, jnp.int32(p.stages))
         shape, dtype = (64, p.block), self.given["q"].dtype
-        plgpu.barrier_wait(x["first_ready"].at[slot])
+        for name in ("first_ready", "second_ready"):
+            plgpu.barrier_wait(x[name].at[slot])
 
         def products(scores: Any, changes: Any, dk: Any, dv: Any) -> Any:
             dk[...], dv[...] = carry
             plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
-            plgpu.barrier_wait(x["second_ready"].at[slot])
             plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
             lse = pallas.loaded(x["lse"].at[slot], pallas.COLUMNS)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
@@ -611,12 +611,12 @@ class _OfQueries(_Kernel):
         dq_before, lse, delta = carry
         slot = lax.rem(step, jnp.int32(p.stages))
         shape, dtype = (64, p.block), self.given["q"].dtype
-        plgpu.barrier_wait(x["first_ready"].at[slot])
+        for name in ("first_ready", "second_ready"):
+            plgpu.barrier_wait(x[name].at[slot])
 
         def products(scores: Any, changes: Any, dq: Any) -> Any:
             dq[...] = dq_before
             plgpu.wgmma(scores, x["q"].at[mine], x["k"].at[slot].transpose((1, 0)))
-            plgpu.barrier_wait(x["second_ready"].at[slot])
             plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[slot].transpose((1, 0)))
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)

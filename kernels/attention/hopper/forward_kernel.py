@@ -347,11 +347,14 @@ class _Tile:
         config, x = self.p.config, self.x
         slot, before = self.slot(i, step), self.slot(i - 1, step)
 
+        # Waits before the accumulator is made zero: ptxas then sees that it is, and
+        # leaves out what makes it so (32 of 489 instructions for heads of 64).
+        plgpu.barrier_wait(x["k_ready"].at[slot])
+        if config.turns:
+            pallas.wait_for_turn(config.warpgroups)
+
         def products(scores: Any, result: Any) -> Any:
             result[...] = out
-            plgpu.barrier_wait(x["k_ready"].at[slot])
-            if config.turns:
-                pallas.wait_for_turn(config.warpgroups)
             self.multiply_keys(scores, slot)
             plgpu.barrier_wait(x["v_ready"].at[before])
             plgpu.wgmma(result, weights, x["v_tiles"].at[before])
