@@ -165,7 +165,7 @@ def _estimated(
     times: dict[str, float] = {}
     xla = 0.0
     for kernel in here:
-        verdict = usable(kernel, spec, device.platform, config)
+        verdict = usable(kernel, spec, device, config)
         if verdict.ok and kernel.estimate is None:
             verdict = _pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:

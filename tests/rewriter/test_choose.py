@@ -315,7 +315,7 @@ def test_every_op_is_estimated_for_devices_without_measurements(
         .cost(dict(use(op).shapes), dict(use(op).dtypes), dict(use(op).params), passes)
     )
     roof = max(least.flops / on_it.flops, least.bytes / on_it.bandwidth)
-    for kernel in kernels:
+    for kernel in (k for k in kernels if k.estimate is not None):
         assert roof < found[kernel.name] < 50 * roof  # never faster than the device
     assert roof < found["xla"] < 500 * roof
     wins = "xla" if op != "ragged_dot" or target == "tpu_v5p" else "memory_bounded"
@@ -336,7 +336,7 @@ def test_estimates_agree_with_what_was_measured_on_an_h200() -> None:
     """Of kernels within a factor of two and a half, over a range of a thousand."""
     on_it, ratios = device.named("h200"), []
     for op in SHAPES:
-        kernels = {k.name: k for k in registry().kernels(op)}
+        kernels = {k.name: k for k in registry().kernels(op) if k.estimate is not None}
         for key, measured in shipped(op).entries:
             spec = Spec(op, key.shapes, key.dtypes, key.params)
             for m in measured:
