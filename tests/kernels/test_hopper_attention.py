@@ -360,9 +360,8 @@ def test_gradients_are_lowered_with_each_config(fused: bool) -> None:
         of.op("attention"), given, tuple(of.kernels("attention")), "forward_and_vjp"
     )
     made = Implementation("hopper", "", None, settings(tiles))
-    exported = jax.export.export(jax.jit(function(task, made)), platforms=["cuda"])(
-        X, X, X, X
-    )
+    lower = jax.export.export(jax.jit(function(task, made)), platforms=["cuda"])
+    exported = lower({"q": X, "k": X, "v": X}, X)
     names = [f"attention_{x}" for x in (("backward",) if fused else ("dk_dv", "dq"))]
     text = exported.mlir_module()
     assert all(name in text for name in ("attention", *names))
