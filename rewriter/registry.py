@@ -188,7 +188,9 @@ def registry() -> Registry:
 @functools.cache
 def _shipped(folder: str) -> frozenset[str]:
     package = importlib.import_module(f"rewriter.{folder}")
-    return frozenset(m.name for m in pkgutil.iter_modules(package.__path__))
+    # An op is a folder; a file beside those is something that they share.
+    found = pkgutil.iter_modules(package.__path__)
+    return frozenset(m.name for m in found if m.ispkg or folder != "kernels")
 
 
 def _shipped_pattern(name: str) -> Any:

@@ -7,6 +7,8 @@ from rewriter.kernels.ragged_dot import tiled, xla
 from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.estimate import estimate
 from rewriter.kernels.ragged_dot.general import general
+from rewriter.kernels.ragged_dot.hopper import config as hopper_config
+from rewriter.kernels.ragged_dot.hopper import product as hopper
 from rewriter.kernels.ragged_dot.reference import distributions, reference, sample
 from rewriter.op import Op
 
@@ -23,7 +25,28 @@ OP = Op(
     distributions=distributions,
 )
 
+HOPPER = Space(
+    hopper_config.Tiles,
+    hopper_config.default,
+    hopper_config.configs,
+    hopper_config.fits,
+)
+
 KERNELS = (
+    Kernel(
+        name="hopper",
+        op="ragged_dot",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper_config.supports,
+        forward=hopper.forward,
+        backward=hopper.backward,
+        memory_bounded=True,
+        profitable=hopper_config.profitable,
+        saves_out=False,
+        space=HOPPER,
+        backward_space=HOPPER,
+    ),
     Kernel(
         name="memory_bounded",
         op="ragged_dot",

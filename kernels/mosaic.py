@@ -1,0 +1,169 @@
+"""What kernels need of Pallas Mosaic GPU, alike in every supported version of jax.
+
+One function per need, one comment per difference between versions (0.10.2, 0.11.2,
+0.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from rewriter.verdict import YES, Verdict, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+WARPGROUP = "warpgroup"
+"""The name of the axis along which a block's warpgroups differ."""
+
+PROGRAM = "program"
+"""The name of the axis along which blocks differ."""
+
+SWIZZLE = 128
+"""Bytes of a row of a tile in shared memory: what tensor cores read fastest."""
+
+ACCUMULATOR = plgpu.Layout.WGMMA
+"""How tensor cores leave a product in a warpgroup's registers."""
+
+
+def attached() -> Verdict:
+    """Returns no if there is a GPU here and it is not of the Hopper generation.
+
+    Without one, for an export, nothing is known and the answer is yes.
+    """
+    if jax.default_backend() != "gpu":
+        return YES
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", "unknown")
+    if capability == "9.0":
+        return YES
+    text = f"needs compute capability 9.0, and {device.device_kind} has {capability}"
+    return no("device", text)
+
+
+def kernel(
+    body: Callable[..., None],
+    name: str,
+    out: Sequence[jax.ShapeDtypeStruct],
+    scratch: Mapping[str, Any],
+    programs: int,
+    warpgroups: int,
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs `body` on a GPU.
+
+    Args:
+        body: Takes references to the arrays, to the results, and `scratch` by name.
+        name: The kernel's name, as profilers show it.
+        out: Shapes and dtypes of the results.
+        scratch: What each block allocates, by name.
+        programs: Number of blocks.
+        warpgroups: Warpgroups of a block.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out),
+        scratch_types=dict(scratch),
+        grid=(programs,),
+        grid_names=(PROGRAM,),
+        num_threads=warpgroups,
+        thread_name=WARPGROUP,
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+            # The default of 0.10; that of 0.11 and 0.12 finds layouts by itself.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+
+
+def columns(dtype: Any) -> int:
+    """Returns the columns of a tile in shared memory: 64 of 16 bits, 32 of 32."""
+    return SWIZZLE // jnp.dtype(dtype).itemsize
+
+
+def transforms(dtype: Any, rows: int = 8) -> tuple[Any, ...]:
+    """Returns how tiles of so many rows lie in shared memory.
+
+    For arrays as wide as a tile, those of 1 row and those of 8 lie alike.
+    """
+    tiling = plgpu.TilingTransform((rows, columns(dtype)))
+    return (tiling, plgpu.SwizzleTransform(SWIZZLE))
+
+
+def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns shared memory that tensor cores read: [..., rows, columns].
+
+    Copies to and from it begin at rows that 8 divides.
+    """
+    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype))
+
+
+def tiles_and_rows(shape: tuple[int, ...], as_rows: tuple[int, ...], dtype: Any) -> Any:
+    """Returns shared memory in two views: `tiles`, and one that is copied by rows.
+
+    The second view is copied from and to any row of an array, any number of rows.
+
+    Args:
+        shape: [..., rows, columns], as many columns as a tile has.
+        as_rows: The shape of the second view, of as many elements and columns.
+        dtype: The elements' dtype.
+    """
+    by_row = plgpu.SMEM(as_rows, dtype, transforms=transforms(dtype, 1))
+    return plgpu.RefUnion(tiles(shape, dtype), by_row)
+
+
+def barriers(count: int, arrivals: int = 1) -> Any:
+    """Returns `count` barriers, complete after so many arrivals, indexed by [i]."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def zeros(shape: tuple[int, ...]) -> Array:
+    """Returns float32 [64 n, columns] of zeros in registers, to be accumulated in."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACCUMULATOR)
+
+
+def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
+    """Returns ``total + left.T @ right`` where both are given 64 columns at a time.
+
+    Waits until it is done.
+
+    Args:
+        total: float32 [64 a, 64 b], in registers.
+        left: Shared memory [a, rows, 64], 16 bits, `tiles`.
+        right: Shared memory [b, rows, 64].
+    """
+    given = plgpu.RefType(transforms(left.dtype))
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACCUMULATOR, given, given),
+        return_type=plgpu.ShapeDtypeStruct(
+            total.shape, jnp.float32, layout=ACCUMULATOR
+        ),
+    )
+    def emit(context: Any, total: Any, left: Any, right: Any) -> Any:
+        del context
+        every = slice(None)
+        # [chunks, rows / 8, 1, 8, 64] → [chunks, rows / 8, 8, 64]
+        left, right = (mgpu.memref_slice(x, (every, every, 0)) for x in (left, right))
+        left = mgpu.memref_transpose(left, (0, 1, 3, 2))
+        right = mgpu.memref_transpose(right, (1, 0, 2, 3))
+        sum_ = mgpu.WGMMAAccumulator.from_registers(total)
+        sum_ = mgpu.wgmma(sum_, left, right, swizzle=SWIZZLE)
+        void = ir.Type.parse("!llvm.void")
+        for command in ("commit_group", "wait_group"):
+            text = f"wgmma.{command}.sync.aligned{' 0' * (command[0] == 'w')};"
+            llvm.inline_asm(void, [], text, "", has_side_effects=True)
+        # Uses of the sum must not be moved before the wait.
+        return mgpu.optimization_barrier(sum_.value)
+
+    return emit(total, left, right)

@@ -1,0 +1,1 @@
+"""Ragged dot on NVIDIA Hopper GPUs, in Pallas Mosaic GPU."""

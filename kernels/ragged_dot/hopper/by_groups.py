@@ -1,0 +1,239 @@
+"""One product per group, summed over its rows, on Hopper's tensor cores.
+
+A tile of the result is summed over a group's rows, `STEP` at a time from the group's
+first row on. What is left of them in the last step is copied by powers of two, and
+rows that are zero between and after it, from beyond the end of the arrays. So nothing
+is masked, and rows of other groups are never read. Work is shared as in `by_rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels import mosaic
+from rewriter.kernels.ragged_dot.hopper import schedule
+from rewriter.kernels.ragged_dot.hopper.config import (
+    REGISTERS,
+    STEP,
+    WARPGROUPS,
+    Tiles,
+)
+from rewriter.kernels.ragged_dot.hopper.store import scratch as stored
+from rewriter.kernels.ragged_dot.hopper.store import store
+
+if TYPE_CHECKING:
+    from jax import Array
+
+WIDE = 64
+"""Columns that are copied at once: a row of 128 bytes."""
+
+PIECES = (32, 16, 8, 4, 2, 1)
+"""Rows of the pieces of a last step, but for the one row more."""
+
+
+def product_of_groups(
+    lhs: Array, rhs: Array, group_sizes: Array, dtype: Any, config: Tiles
+) -> Array:
+    """Returns ``lhs.T @ rhs`` of each group's rows, zeros for empty groups.
+
+    Args:
+        lhs: [m, k], bfloat16 or float16.
+        rhs: [m, n].
+        group_sizes: int [g].
+        dtype: The result's dtype.
+        config: The tiles.
+
+    Returns:
+        [g, k, n].
+    """
+    (m, k), n, groups = lhs.shape, rhs.shape[1], len(group_sizes)
+    starts, ends = schedule.bounds(group_sizes, m)
+    table = jnp.stack([starts, ends - starts], 1)
+    out = jax.ShapeDtypeStruct((groups, k, n), dtype)
+    scratch = {
+        "ready": mosaic.barriers(config.stages, config.copies),
+        "last": mosaic.barriers(config.stages, (len(PIECES) + 1) * config.copies),
+        "free": mosaic.barriers(config.stages, WARPGROUPS),
+        "stored": stored(dtype),
+    }
+    for name, chunks in config.chunks.items():
+        shape = (config.stages, *chunks, STEP, WIDE)
+        scratch[name] = mosaic.tiles_and_rows(shape, shape, lhs.dtype)
+
+    def body(lhs: Any, rhs: Any, table: Any, out: Any, **shared: Any) -> None:
+        _Block(config, lhs, rhs, table, out, shared).run()
+
+    tiles = groups * -(-k // config.block_m) * -(-n // config.block_n)
+    (made,) = mosaic.kernel(
+        body, "ragged_dot_of_groups", [out], scratch,
+        min(config.programs, tiles), WARPGROUPS + 1,
+    )(lhs, rhs, table)  # fmt: skip
+    return made
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile: its group, place, first row to sum, how many, and their last step."""
+
+    group: Any
+    row: Any
+    column: Any
+    first: Any
+    steps: Any
+    rest: Any
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one block of threads does."""
+
+    config: Tiles
+    lhs: Any
+    rhs: Any
+    table: Any
+    out: Any
+    shared: dict[str, Any]
+
+    def run(self) -> None:
+        warpgroup = lax.axis_index(mosaic.WARPGROUP)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            self.compute(warpgroup)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            self.copy()
+
+    def over_tiles(self, body: Any) -> None:
+        """Runs ``body(tile, step)`` for this block's tiles, as in `by_rows`."""
+        groups, k, n = self.out.shape
+        rows, columns = -(-k // self.config.block_m), -(-n // self.config.block_n)
+        each = rows * columns
+        program, programs = (
+            lax.axis_index(mosaic.PROGRAM),
+            lax.axis_size(mosaic.PROGRAM),
+        )
+
+        def read(i: Any) -> tuple[Any, ...]:
+            index = jnp.minimum(i * programs + program, groups * each - 1)
+            group = lax.div(index, jnp.int32(each))
+            row, column = schedule.place(
+                index - group * each, rows, columns, self.config.width
+            )
+            return group, row, column, self.table[group, 0], self.table[group, 1]
+
+        def one(i: Any, carry: Any) -> Any:
+            step, (group, row, column, first, count) = carry
+            after = read(i + 1)
+            steps = lax.div(count + (STEP - 1), jnp.int32(STEP))
+            tile = _Tile(
+                group, row * self.config.block_m, column * self.config.block_n,
+                first, steps, count & (STEP - 1),
+            )  # fmt: skip
+            body(tile, step)
+            return step + steps, after
+
+        turns = lax.div(groups * each - program + programs - 1, jnp.int32(programs))
+        lax.fori_loop(0, turns, one, (jnp.int32(0), read(0)))
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    # ------------------------------------------------------------------ copying
+    def copy(self) -> None:
+        """Fills shared memory as it becomes free."""
+
+        def one(tile: _Tile, step: Any) -> None:
+            whole = tile.steps - jnp.where(tile.rest > 0, 1, 0)
+
+            def part(i: Any, _: Any) -> None:
+                slot = self.slot(step + i)
+                plgpu.barrier_wait(self.shared["free"].at[slot])
+                self.copy_rows(tile, slot, "ready", tile.first + i * STEP, 0, STEP)
+
+            lax.fori_loop(0, whole, part, None)
+
+            @pl.when(tile.rest > 0)
+            def _() -> None:
+                slot = self.slot(step + whole)
+                plgpu.barrier_wait(self.shared["free"].at[slot])
+                self.copy_rest(tile, slot, tile.first + whole * STEP)
+
+        self.over_tiles(one)
+
+    def copy_rest(self, tile: _Tile, slot: Any, first: Any) -> None:
+        """Copies ``tile.rest`` rows, and rows of zeros after them."""
+        # Not a plain number: jax refuses those that it sees to be out of bounds.
+        beyond = jnp.maximum(self.lhs.shape[0], tile.rest)
+        for piece in PIECES:
+            valid, here, there = schedule.part_of_tile(tile.rest, piece, STEP)
+            source = jnp.where(valid, first + here, beyond)
+            target = jnp.where(valid, here, there)
+            self.copy_rows(tile, slot, "last", source, target, piece)
+        self.copy_rows(tile, slot, "last", beyond, tile.rest, 1)
+
+    def copy_rows(
+        self, tile: _Tile, slot: Any, barrier: str, source: Any, target: Any, count: int
+    ) -> None:
+        ready = self.shared[barrier].at[slot]
+        from_, to = pl.ds(source, count), pl.ds(target, count)
+        for name, array, column in (
+            ("left", self.lhs, tile.row), ("right", self.rhs, tile.column)
+        ):  # fmt: skip
+            _, by_row = self.shared[name]
+            for i, place in enumerate(self.config.places(name)):
+                across = pl.ds(pl.multiple_of(column + i * WIDE, WIDE), WIDE)
+                plgpu.copy_gmem_to_smem(
+                    array.at[from_, across], by_row.at[slot, *place, to], ready
+                )
+
+    # ---------------------------------------------------------------- computing
+    def compute(self, warpgroup: Any) -> None:
+        """Computes this warpgroup's part of every tile."""
+        config, x = self.config, self.shared
+        for slot in range(config.stages):
+            plgpu.barrier_arrive(x["free"].at[slot])
+        above, before = warpgroup * config.rows, 0
+        if config.by_columns:
+            above, before = 0, warpgroup * config.columns
+
+        def one(tile: _Tile, step: Any) -> None:
+            sums = self.product(tile, step, warpgroup)
+            store(
+                sums, x["stored"], warpgroup, self.out.at[tile.group],
+                tile.row + above, tile.column + before,
+                self.out.shape[1] - tile.row - above,
+            )  # fmt: skip
+
+        self.over_tiles(one)
+        plgpu.wait_smem_to_gmem(0)
+
+    def product(self, tile: _Tile, step: Any, warpgroup: Any) -> Any:
+        """Returns a warpgroup's part of a tile: float32, in registers."""
+        config, x = self.config, self.shared
+        (left, _), (right, _) = x["left"], x["right"]
+        above, before = (0, warpgroup) if config.by_columns else (warpgroup, 0)
+
+        def part(i: Any, sums: Any) -> Any:
+            slot = self.slot(step + i)
+            rest = (i == tile.steps - 1) & (tile.rest > 0)
+            pl.when(rest)(lambda: plgpu.barrier_wait(x["last"].at[slot]))
+            pl.when(~rest)(lambda: plgpu.barrier_wait(x["ready"].at[slot]))
+            sums = mosaic.add_product_of_rows(
+                sums, left.at[slot, above], right.at[slot, before]
+            )
+            plgpu.barrier_arrive(x["free"].at[slot])
+            return sums
+
+        start = mosaic.zeros((config.rows, config.columns))
+        return lax.fori_loop(0, tile.steps, part, start)

@@ -1,0 +1,123 @@
+"""Group sizes in, tiles out: which rows, of which group, in which order.
+
+Tiles begin where their group does, so that only a group's last tile has rows to
+spare. Rows of no group are a group of their own, of which nothing is multiplied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from jax import Array
+
+FIELDS = 4
+"""Numbers of a row of `of_rows`."""
+
+
+def bounds(group_sizes: Array, m: int) -> tuple[Array, Array]:
+    """Returns each group's first row and the row after its last: int32 [g] each.
+
+    Rows past m do not count, nor do negative sizes.
+    """
+    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    before = jnp.arange(len(sizes))
+    # One fused sum; a cumulative one takes several kernels.
+    upto = jnp.where(before[:, None] <= before, sizes[:, None], 0)
+    ends = jnp.minimum(jnp.sum(upto, 0, dtype=jnp.int32), m)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def most_tiles(m: int, groups: int, rows: int) -> int:
+    """Returns how many tiles m rows in `groups` groups and the rest are at most.
+
+    Example:
+        >>> most_tiles(256, 4, 64)
+        8
+    """
+    return min(m, -(-m // rows) + groups)
+
+
+def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
+    """Returns the tiles of `rows` rows each: int32 [1 + most, 4].
+
+    The first row holds their count; each of the others a tile: its group, first row,
+    number of rows, and 1 if there is something to multiply, 0 if its rows are of no
+    group.
+    """
+    starts, ends = bounds(group_sizes, m)
+    groups = len(starts)
+    starts = jnp.append(starts, ends[-1])
+    ends = jnp.append(ends, m)
+    own = -(-(ends - starts) // rows)
+    place = jnp.arange(groups + 1)
+    upto = jnp.where(place[:, None] <= place, own[:, None], 0)
+    after = jnp.sum(upto, 0, dtype=jnp.int32)
+    tile = jnp.arange(most_tiles(m, groups, rows), dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= after[None, :], 1, dtype=jnp.int32)
+    group = jnp.minimum(group, groups)
+    first = starts[group] + (tile - (after - own)[group]) * rows
+    count = jnp.clip(ends[group] - first, 0, rows)
+    made = (jnp.minimum(group, groups - 1), first, count, group < groups)
+    table = jnp.stack([x.astype(jnp.int32) for x in made], 1)
+    head = jnp.zeros((1, FIELDS), jnp.int32).at[0, 0].set(after[-1])
+    return jnp.concatenate([head, table])
+
+
+def place(index: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
+    """Returns (row, column) of a tile: bands of rows, columns to and fro.
+
+    Tiles that run at once then read few rows and few columns, which stay in the cache.
+
+    Args:
+        index: From 0 to ``rows * columns - 1``, an integer or a kernel's scalar.
+        rows: How many tiles there are in a column.
+        columns: And in a row.
+        width: Rows of a band.
+
+    Example:
+        >>> [place(i, 3, 2, 2) for i in range(6)]
+        [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (2, 0)]
+    """
+    whole = width * columns
+    if isinstance(index, int):
+        band, rest = divmod(index, whole)
+        high = min(width, rows - band * width)
+        column, row = divmod(rest, high)
+        column = columns - 1 - column if band % 2 else column
+        return band * width + row, column
+    band = lax.div(index, jnp.int32(whole))
+    rest = index - band * whole
+    high = jnp.minimum(width, rows - band * width)
+    column = lax.div(rest, high)
+    row = rest - column * high
+    column = jnp.where(lax.rem(band, jnp.int32(2)) == 1, columns - 1 - column, column)
+    return band * width + row, column
+
+
+def part_of_tile(valid: Any, piece: int, rows: int) -> tuple[Any, Any, Any]:
+    """Returns where one of the pieces lies that fill a tile of some valid rows.
+
+    A tile of ``rows`` rows, a power of two, with ``0 < valid < rows`` of them valid is
+    made of one piece for each power of two below ``rows``, and of one more row, which
+    is `valid` itself: pieces in the binary digits of ``valid`` hold valid rows, and the
+    others rows to be zero. So there are equally many pieces, whatever is valid.
+
+    Args:
+        valid: How many rows are valid.
+        piece: The piece's rows, a power of two below ``rows``.
+        rows: Rows of the tile.
+
+    Returns:
+        Whether the piece is valid, where it begins if so, and where if not.
+
+    Example:
+        >>> part_of_tile(5, 4, 8), part_of_tile(5, 2, 8), part_of_tile(5, 1, 8)
+        ((True, 0, 0), (False, 4, 6), (True, 4, 5))
+    """
+    spare = rows - 1 - valid
+    above = ~(2 * piece - 1)
+    return (valid & piece) != 0, valid & above, rows - piece - (spare & above)

@@ -1,0 +1,371 @@
+"""Ragged dot on Hopper: its schedule, what it lowers to, and its numbers on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+from rewriter import device
+from rewriter.kernel import spec_of, worth_measuring
+from rewriter.kernels import mosaic
+from rewriter.kernels.ragged_dot import HOPPER, KERNELS, OP
+from rewriter.kernels.ragged_dot.hopper import config, schedule
+from rewriter.kernels.ragged_dot.hopper.config import Tiles
+from rewriter.registry import registry
+from tests.kernels.test_ragged_dot import MODES, exact, exact_grads
+
+KERNEL = next(k for k in KERNELS if k.name == "hopper")
+PATTERNS = list(itertools.product((0, 1), repeat=8))
+"""Which of eight groups have rows."""
+
+SIZES = {  # m, group sizes
+    "even": (512, [128] * 4),
+    "uneven": (700, [3, 400, 0, 200, 97]),
+    "one takes all": (300, [0, 0, 300, 0]),
+    "one row": (300, [0, 1, 0]),
+    "one row of one": (1, [0, 1, 0]),
+    "rows left over": (500, [3, 0, 200]),
+    "all empty": (400, [0, 0, 0]),
+    "first and last": (1000, [1, 0, 0, 998, 1]),
+    "just over": (386, [129, 128, 129]),
+    "just under": (382, [127, 127, 128]),
+    "ones": (77, [1] * 77),
+    "more groups than rows": (5, [0, 1] * 5),
+    "too many": (200, [150, 90, 30]),
+    "negative": (200, [50, -20, 100]),
+}
+
+
+# ----------------------------------------------------------------- schedule
+def ranges(sizes: Any, m: int) -> list[tuple[int, int]]:
+    """Each group's rows, and at last those of none: plain Python."""
+    made, at = [], 0
+    for size in sizes:
+        end = min(m, at + max(0, size))
+        made.append((at, end))
+        at = end
+    return [*made, (at, m)]
+
+
+def check_tiles(sizes: Any, m: int, rows: int, table: Any) -> None:
+    """Every row is in exactly one tile, of its own group, in order."""
+    count, tiles = int(table[0, 0]), np.asarray(table[1:])
+    assert count <= len(tiles) == schedule.most_tiles(m, len(sizes), rows)
+    wanted = [
+        (g, at, min(rows, end - at))
+        for g, (start, end) in enumerate(ranges(sizes, m))
+        for at in range(start, end, rows)
+    ]
+    groups = len(sizes)
+    assert [tuple(t) for t in tiles[:count]] == [
+        (min(g, groups - 1), at, n, int(g < groups)) for g, at, n in wanted
+    ]
+    assert sum(n for _, _, n in wanted) == m
+
+
+of_rows = jax.jit(schedule.of_rows, static_argnums=(1, 2))
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256])
+@pytest.mark.parametrize("case", SIZES)
+def test_tiles_of_rows(case: str, rows: int) -> None:
+    m, sizes = SIZES[case]
+    check_tiles(sizes, m, rows, of_rows(np.array(sizes, "int32"), m, rows))
+
+
+def test_tiles_of_rows_for_all_patterns_of_empty_groups() -> None:
+    for seed, pattern in enumerate(PATTERNS):
+        sizes = np.random.default_rng(seed).integers(1, 200, 8) * pattern
+        for m in (900, 1700):  # some rows too few, some too many
+            check_tiles(sizes, m, 64, of_rows(sizes.astype("int32"), m, 64))
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_bounds(case: str) -> None:
+    m, sizes = SIZES[case]
+    starts, ends = schedule.bounds(jnp.array(sizes), m)
+    assert [*zip(starts.tolist(), ends.tolist(), strict=True)] == ranges(sizes, m)[:-1]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 64])
+@pytest.mark.parametrize("columns", [1, 7])
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_every_tile_has_one_place(rows: int, columns: int, width: int) -> None:
+    every = range(rows * columns)
+    places = [schedule.place(i, rows, columns, width) for i in every]
+    assert sorted(places) == [*itertools.product(range(rows), range(columns))]
+    traced = jax.jit(jax.vmap(lambda i: schedule.place(i, rows, columns, width)))
+    row, column = traced(jnp.arange(rows * columns, dtype=jnp.int32))
+    assert [*zip(row.tolist(), column.tolist(), strict=True)] == places
+    near = [abs(a[1] - b[1]) <= 1 for a, b in itertools.pairwise(places)]
+    assert all(near)
+
+
+def test_pieces_fill_the_last_step() -> None:
+    for rows in (8, 64):
+        for valid in range(1, rows):
+            filled = np.zeros(rows, int)  # 1 for a valid row, 2 for one of zeros
+            filled[valid] += 2
+            piece = rows // 2
+            while piece:
+                real, here, there = schedule.part_of_tile(valid, piece, rows)
+                at = here if real else there
+                filled[at : at + piece] += 1 if real else 2
+                piece //= 2
+            assert filled.tolist() == [1] * valid + [2] * (rows - valid)
+
+
+# ----------------------------------------------------------------- what it takes
+def operands(
+    m: int = 256, k: int = 128, n: int = 192, g: int = 4, mode: str = "forward",
+    dtype: Any = jnp.bfloat16, right: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    shape = {"forward": (g, k, n), "transposed": (g, n, k), "contracting": (m, n)}
+    return {
+        "lhs": jax.ShapeDtypeStruct((m, k), dtype),
+        "rhs": jax.ShapeDtypeStruct(shape[mode], right or dtype),
+        "group_sizes": jax.ShapeDtypeStruct((g,), jnp.int32),
+    }
+
+
+def spec(mode: str = "forward", out: str | None = None, **more: Any) -> Any:
+    return spec_of(OP, operands(mode=mode, **more), {"mode": mode, "out_dtype": out})
+
+
+@pytest.mark.skipif(not mosaic.attached().ok, reason="another GPU is attached")
+@pytest.mark.parametrize("mode", MODES)
+def test_supports(mode: str) -> None:
+    assert config.supports(spec(mode)).ok
+    assert config.supports(spec(mode, m=1, dtype=jnp.float16)).ok
+    assert config.supports(spec(mode, out="float32")).ok
+    for given, why in (
+        (spec(mode, k=100), "k is 100"),
+        (spec(mode, n=96), "n is 96"),
+        (spec(mode, dtype=jnp.float32), "lhs is float32"),
+        (spec(mode, right=jnp.float16), "rhs float16"),
+        (spec(mode, out="float16"), "the result is float16"),
+        (spec(mode, m=0), "size 0"),
+    ):
+        verdict = config.supports(given)
+        assert why in "; ".join(r.text for r in verdict.reasons)
+        assert not verdict.ok
+
+
+class Ampere:
+    device_kind = "NVIDIA A100-SXM4-80GB"
+    compute_capability = "8.0"
+
+
+def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Ampere])
+    assert "A100-SXM4-80GB has 8.0" in config.supports(spec()).reasons[0].text
+
+
+def test_configs_are_pruned() -> None:
+    here = device.named("h200")
+    for mode in MODES:
+        found, pruned = worth_measuring(HOPPER, spec(mode), here, 24)
+        assert len(found) >= 5
+        assert not pruned
+    assert not worth_measuring(HOPPER, spec(), device.named("a100"), 24)[0]
+    for bad, code in (
+        (Tiles(stages=5), "shared_memory"),
+        (Tiles(256, 256), "registers"),
+        (Tiles(96), "block_m"),
+        (Tiles(64, 64), "block_n"),
+        (Tiles(128, 96), "block_n"),
+        (Tiles(stages=1), "stages"),
+    ):
+        codes = [r.code for r in config.fits(bad, spec(), here).reasons]
+        assert code in codes
+
+
+def test_few_rows_a_group_have_small_tiles() -> None:
+    here = device.named("h200")
+    assert config.default(spec(m=256, g=128), here).block_m == 64
+    assert config.default(spec(m=8192, g=8), here) == Tiles()
+
+
+def test_ops_are_folders() -> None:
+    assert "mosaic" not in registry().ops()
+    assert "ragged_dot" in registry().ops()
+
+
+def test_it_is_not_chosen_unless_measured() -> None:
+    given = operands(8192, 2048, 2048, 64)
+    call = lambda *x: jax.lax.ragged_dot(*x)
+    report = rewriter.explain(call, target="h200", tune="off")(*given.values())
+    (site,) = report.sites
+    assert site.kernel != "hopper"
+    assert "measured" in dict(site.not_chosen)["hopper"]
+    forced = {"ragged_dot": "hopper"}
+    report = rewriter.explain(call, target="h200", implementation=forced)
+    assert [s.kernel for s in report(*given.values()).sites] == ["hopper"]
+
+
+# ---------------------------------------------------------------------- lowering
+def value_and_gradients(given: dict[str, Any], up: Any, **more: Any) -> Any:
+    tiles = more.pop("config", None)
+    out, residuals = KERNEL.forward(**given, residuals=True, config=tiles, **more)
+    assert KERNEL.backward is not None
+    grads = KERNEL.backward(
+        **given, out=None, residuals=residuals, cotangent=up, config=tiles, **more
+    )
+    return out, grads["lhs"], grads["rhs"]
+
+
+LOWERED = [
+    ("forward", Tiles(), "bfloat16"),
+    ("forward", Tiles(64, 128, 6), "float16"),
+    ("transposed", Tiles(256, 128, behind=False), "bfloat16"),
+    ("contracting", Tiles(128, 192), "bfloat16"),
+    ("contracting", Tiles(64, 256), "float16"),
+]
+
+
+@pytest.mark.parametrize(("mode", "tiles", "dtype"), LOWERED)
+def test_lowers_on_a_cpu(mode: str, tiles: Tiles, dtype: str) -> None:
+    given = operands(mode=mode, dtype=jnp.dtype(dtype))
+    up = jax.eval_shape(lambda x: OP.reference(**x, mode=mode), given)
+    call = jax.jit(lambda x, up: value_and_gradients(x, up, mode=mode, config=tiles))
+    exported = jax.export.export(call, platforms=["cuda"])(given, up)
+    assert exported.mlir_module().count("mosaic_gpu_v2") >= 3
+    assert [x.shape for x in exported.out_avals] == [
+        up.shape, given["lhs"].shape, given["rhs"].shape
+    ]  # fmt: skip
+
+
+def test_exports_as_an_op() -> None:
+    given = operands(64, 64, 64, 2)
+    artifact = rewriter.export(
+        lambda *x: jax.lax.ragged_dot(*x),
+        platforms=("cuda",),
+        implementation={"ragged_dot": ["hopper", "xla"]},
+    )(*given.values())
+    assert "mosaic_gpu_v2" in artifact.manifest["custom_calls"]
+
+
+# ----------------------------------------------------------------------- numbers
+on_hopper = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or not mosaic.attached().ok,
+    reason="needs a Hopper GPU",
+)
+TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
+"""Of the largest entry: half a unit in the last place, twice."""
+
+
+def make(
+    sizes: list[int], m: int, k: int, n: int, mode: str, dtype: str, seed: int = 0
+) -> tuple[dict[str, Any], Any]:
+    r = np.random.default_rng(seed)
+    g = len(sizes)
+    right = {"forward": (g, k, n), "transposed": (g, n, k), "contracting": (m, n)}
+    up = (g, k, n) if mode == "contracting" else (m, n)
+    lhs, rhs, up = (
+        r.standard_normal(x).astype(dtype) for x in ((m, k), right[mode], up)
+    )
+    return {"lhs": lhs, "rhs": rhs, "group_sizes": np.array(sizes, "int32")}, up
+
+
+def close(got: Any, want: Any, dtype: str) -> None:
+    got = np.asarray(got, np.float64)
+    assert got.shape == want.shape
+    error = np.abs(got - want).max(initial=0.0)
+    assert error <= TOLERANCE[dtype] * max(1.0, np.abs(want).max(initial=0.0))
+
+
+def check(given: dict[str, Any], up: Any, mode: str, **more: Any) -> None:
+    dtype = str(given["lhs"].dtype)
+    arrays = given["lhs"], given["rhs"], np.maximum(given["group_sizes"], 0)
+    want = (exact(*arrays, mode), *exact_grads(*arrays, up, mode))
+    call = jax.jit(lambda x, up: value_and_gradients(x, up, mode=mode, **more))
+    for got, x in zip(call(given, up), want, strict=True):
+        assert got.dtype == dtype
+        close(got, x, dtype)
+
+
+TILES = [Tiles(), Tiles(64, 128, 6), Tiles(256, 128), Tiles(128, 192, behind=False)]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("case", SIZES)
+def test_numbers(case: str, tiles: Tiles, mode: str) -> None:
+    m, sizes = SIZES[case]
+    check(*make(sizes, m, 192, 320, mode, "bfloat16"), mode, config=tiles)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_numbers_for_all_patterns_of_empty_groups() -> None:
+    call = jax.jit(lambda x, up: value_and_gradients(x, up))
+    for seed, pattern in enumerate(PATTERNS):
+        sizes = np.random.default_rng(seed).integers(1, 200, 8) * pattern
+        given, up = make(sizes.tolist(), 900, 128, 64, "forward", "float16", seed)
+        arrays = tuple(given.values())
+        want = (exact(*arrays, "forward"), *exact_grads(*arrays, up, "forward"))
+        for got, x in zip(call(given, up), want, strict=True):
+            close(got, x, "float16")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", ["rows left over", "uneven"])
+def test_nan_does_not_leak(case: str, mode: str) -> None:
+    """From rows of no group, rows of other groups, and matrices without rows."""
+    m, sizes = SIZES[case]
+    given, up = make(sizes, m, 128, 192, mode, "bfloat16")
+    used = min(m, sum(sizes))
+    arrays = given["lhs"], given["rhs"], given["group_sizes"]
+    want = [exact(*arrays, mode), *exact_grads(*arrays, up, mode)]
+    empty = sizes.index(0)
+    given["lhs"][used:] = np.nan
+    first, last = 0, sizes[0]  # a whole group, which alone may see it
+    given["lhs"][first:last] = np.inf
+    if mode == "contracting":
+        given["rhs"][used:] = np.nan
+    else:
+        up[used:], given["rhs"][empty] = np.nan, np.nan
+    call = jax.jit(lambda x, up: value_and_gradients(x, up, mode=mode))
+    for got, x in zip(call(given, up), want, strict=True):
+        got, x = np.asarray(got, np.float64), np.asarray(x)
+        if len(got) == len(sizes):
+            close(got[1:], x[1:], "bfloat16")
+        else:
+            close(got[last:], x[last:], "bfloat16")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mode", MODES)
+def test_wide_results(mode: str) -> None:
+    m, sizes = SIZES["uneven"]
+    given, _ = make(sizes, m, 192, 320, mode, "bfloat16")
+    out = KERNEL.forward(**given, mode=mode, out_dtype="float32")
+    assert out.dtype == jnp.float32
+    close(out, exact(*given.values(), mode), "float32")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_over_many_rows_are_the_same_each_time(mode: str) -> None:
+    """Tiles, stages and turns enough that a missing wait would show."""
+    r = np.random.default_rng(0)
+    sizes = r.multinomial(4096, r.dirichlet(np.full(16, 1.0))).tolist()
+    given, _ = make(sizes, 4096, 1024, 1536, mode, "bfloat16")
+    call = jax.jit(lambda x: KERNEL.forward(**x, mode=mode))
+    first = np.asarray(call(given))
+    close(first, exact(*given.values(), mode), "bfloat16")
+    for _ in range(20):
+        np.testing.assert_array_equal(first, np.asarray(call(given)))
