@@ -133,7 +133,8 @@ def timed(
     rows, running = [], []
     for (kernel, config), program in zip(wanted, made, strict=True):
         row = {"m, k, n, g": (m, k, n, *use.shape("group_sizes")), "what": what,
-               "kernel": kernel.name, "config": dict(settings(config) or ())}  # fmt: skip
+               "kernel": kernel.name,
+               "config": dict(settings(config) or ())}  # fmt: skip
         rows.append(row)
         if isinstance(program, str):
             row["failed"] = program
