@@ -24,11 +24,15 @@ def bounds(group_sizes: Array, m: int) -> tuple[Array, Array]:
     Rows past m do not count, nor do negative sizes.
     """
     sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
-    before = jnp.arange(len(sizes))
-    # One fused sum; a cumulative one takes several kernels.
-    upto = jnp.where(before[:, None] <= before, sizes[:, None], 0)
-    ends = jnp.minimum(jnp.sum(upto, 0, dtype=jnp.int32), m)
-    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+    ends = _upto(sizes[None])[0]
+    return jnp.minimum(ends - sizes, m), jnp.minimum(ends, m)
+
+
+def _upto(x: Array) -> Array:
+    """Returns cumulative sums of rows: one kernel, where `jnp.cumsum` takes several."""
+    i = jnp.arange(x.shape[1])
+    before = i[None, :] <= i[:, None]
+    return jnp.sum(jnp.where(before, x[:, None, :], 0), 2, dtype=jnp.int32)
 
 
 def most_tiles(m: int, groups: int, rows: int) -> int:
@@ -42,29 +46,33 @@ def most_tiles(m: int, groups: int, rows: int) -> int:
 
 
 def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
-    """Returns the tiles of `rows` rows each: int32 [1 + most, 4].
+    """Returns the tiles of `rows` rows each, a power of two: int32 [1 + most, 4].
 
     The first row holds their count; each of the others a tile: its group, first row,
     number of rows, and 1 if there is something to multiply, 0 if its rows are of no
-    group.
+    group. If the sizes are too large in sum, the last tiles may have no rows.
     """
-    starts, ends = bounds(group_sizes, m)
-    groups = len(starts)
-    starts = jnp.append(starts, ends[-1])
-    ends = jnp.append(ends, m)
-    own = -(-(ends - starts) // rows)
-    place = jnp.arange(groups + 1)
-    upto = jnp.where(place[:, None] <= place, own[:, None], 0)
-    after = jnp.sum(upto, 0, dtype=jnp.int32)
-    tile = jnp.arange(most_tiles(m, groups, rows), dtype=jnp.int32)
-    group = jnp.sum(tile[:, None] >= after[None, :], 1, dtype=jnp.int32)
-    group = jnp.minimum(group, groups)
-    first = starts[group] + (tile - (after - own)[group]) * rows
-    count = jnp.clip(ends[group] - first, 0, rows)
-    made = (jnp.minimum(group, groups - 1), first, count, group < groups)
+    groups, most = len(group_sizes), most_tiles(m, len(group_sizes), rows)
+    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    own = (sizes + rows - 1) >> (rows.bit_length() - 1)  # fused, as // is not
+    either = jnp.arange(2)[:, None] == 0
+    ends, after = _upto(jnp.where(either, sizes, own))
+    tile = jnp.arange(most, dtype=jnp.int32)[:, None]
+    # Sums over groups, all in one kernel: of a tile's own, or of those before it.
+    mine = (tile >= (after - own)) & (tile < after)
+    group = jnp.sum(tile >= after, 1, dtype=jnp.int32)
+    first = jnp.sum(jnp.where(mine, ends - sizes + rows * (tile - after + own), 0), 1)
+    end = jnp.sum(jnp.where(mine, ends, 0), 1)
+    rest = group == groups
+    total = jnp.minimum(ends[-1], m)
+    first = jnp.where(rest, total + rows * (tile[:, 0] - after[-1]), first)
+    end = jnp.where(rest, m, jnp.minimum(end, m))
+    made = (
+        jnp.minimum(group, groups - 1), first, jnp.clip(end - first, 0, rows), ~rest
+    )  # fmt: skip
     table = jnp.stack([x.astype(jnp.int32) for x in made], 1)
-    head = jnp.zeros((1, FIELDS), jnp.int32).at[0, 0].set(after[-1])
-    return jnp.concatenate([head, table])
+    count = jnp.minimum(after[-1] + -(-(m - total) // rows), most)
+    return jnp.concatenate([jnp.pad(count[None, None], ((0, 0), (0, 3))), table])
 
 
 def place(index: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
