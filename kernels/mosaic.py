@@ -128,17 +128,26 @@ def barriers(count: int, arrivals: int = 1) -> Any:
 
 
 def zeros(shape: tuple[int, ...]) -> Array:
-    """Returns float32 [64 n, columns] of zeros in registers, to be accumulated in."""
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), ACCUMULATOR)
+    """Returns float32 [64 a, columns] of zeros in registers, to add products to."""
+
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=ACCUMULATOR)
+    )
+    def emit(context: Any) -> Any:
+        del context
+        return mgpu.WGMMAAccumulator.zero(*shape).value
+
+    return emit()
 
 
 def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
     """Returns ``total + left.T @ right`` where both are given 64 columns at a time.
 
-    Waits until it is done.
+    The sum is there, and the shared memory free, after a `plgpu.wgmma_wait`; until then
+    it may only be added to, and then goes through a `jax.lax.optimization_barrier`.
 
     Args:
-        total: float32 [64 a, 64 b], in registers.
+        total: float32 [64 a, 64 b], from `zeros` or this function.
         left: Shared memory [a, rows, 64], 16 bits, `tiles`.
         right: Shared memory [b, rows, 64].
     """
@@ -157,13 +166,11 @@ def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
         left, right = (mgpu.memref_slice(x, (every, every, 0)) for x in (left, right))
         left = mgpu.memref_transpose(left, (0, 1, 3, 2))
         right = mgpu.memref_transpose(right, (1, 0, 2, 3))
-        sum_ = mgpu.WGMMAAccumulator.from_registers(total)
-        sum_ = mgpu.wgmma(sum_, left, right, swizzle=SWIZZLE)
+        before = mgpu.WGMMAAccumulator.from_registers(total, sync=False)
+        after = mgpu.wgmma(before, left, right, swizzle=SWIZZLE)
+        text = "wgmma.commit_group.sync.aligned;"
         void = ir.Type.parse("!llvm.void")
-        for command in ("commit_group", "wait_group"):
-            text = f"wgmma.{command}.sync.aligned{' 0' * (command[0] == 'w')};"
-            llvm.inline_asm(void, [], text, "", has_side_effects=True)
-        # Uses of the sum must not be moved before the wait.
-        return mgpu.optimization_barrier(sum_.value)
+        llvm.inline_asm(void, [], text, "", has_side_effects=True)
+        return after.value
 
     return emit(total, left, right)

@@ -60,7 +60,7 @@ def product_of_groups(
     scratch = {
         "ready": mosaic.barriers(config.stages, config.copies),
         "last": mosaic.barriers(config.stages, (len(PIECES) + 1) * config.copies),
-        "free": mosaic.barriers(config.stages, WARPGROUPS),
+        "free": mosaic.barriers(config.stages, config.sharing),
         "stored": stored(dtype),
     }
     for name, chunks in config.chunks.items():
@@ -115,7 +115,7 @@ class _Block:
             self.copy()
 
     def over_tiles(self, body: Any) -> None:
-        """Runs ``body(tile, step)`` for this block's tiles, as in `by_rows`."""
+        """Runs ``body(i, tile, step)`` for this block's tiles, as in `by_rows`."""
         groups, k, n = self.out.shape
         rows, columns = -(-k // self.config.block_m), -(-n // self.config.block_n)
         each = rows * columns
@@ -140,7 +140,7 @@ class _Block:
                 group, row * self.config.block_m, column * self.config.block_n,
                 first, steps, count & (STEP - 1),
             )  # fmt: skip
-            body(tile, step)
+            body(i, tile, step)
             return step + steps, after
 
         turns = lax.div(groups * each - program + programs - 1, jnp.int32(programs))
@@ -153,7 +153,7 @@ class _Block:
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
 
-        def one(tile: _Tile, step: Any) -> None:
+        def one(_: Any, tile: _Tile, step: Any) -> None:
             whole = tile.steps - jnp.where(tile.rest > 0, 1, 0)
 
             def part(i: Any, _: Any) -> None:
@@ -199,30 +199,47 @@ class _Block:
 
     # ---------------------------------------------------------------- computing
     def compute(self, warpgroup: Any) -> None:
-        """Computes this warpgroup's part of every tile."""
-        config, x = self.config, self.shared
-        for slot in range(config.stages):
-            plgpu.barrier_arrive(x["free"].at[slot])
-        above, before = warpgroup * config.rows, 0
-        if config.by_columns:
-            above, before = 0, warpgroup * config.columns
+        """Computes this warpgroup's part of every tile, or all of every other tile."""
+        config, out = self.config, self.out
+        self.free_all(warpgroup)
+        part = 0 if config.apart else warpgroup
+        above, before = (0, part) if config.by_columns else (part, 0)
 
-        def one(tile: _Tile, step: Any) -> None:
-            sums = self.product(tile, step, warpgroup)
+        def mine(tile: _Tile, step: Any) -> None:
+            sums = self.product(tile, step, above, before)
+            row = tile.row + above * config.rows
+            column = tile.column + before * config.columns
             store(
-                sums, x["stored"], warpgroup, self.out.at[tile.group],
-                tile.row + above, tile.column + before,
-                self.out.shape[1] - tile.row - above,
+                sums, self.shared["stored"], warpgroup, out.at[tile.group], row, column,
+                out.shape[1] - row,
             )  # fmt: skip
+
+        def one(i: Any, tile: _Tile, step: Any) -> None:
+            if config.apart:
+                pl.when(lax.rem(i, jnp.int32(WARPGROUPS)) == warpgroup)(
+                    lambda: mine(tile, step)
+                )
+            else:
+                mine(tile, step)
 
         self.over_tiles(one)
         plgpu.wait_smem_to_gmem(0)
 
-    def product(self, tile: _Tile, step: Any, warpgroup: Any) -> Any:
+    def free_all(self, warpgroup: Any) -> None:
+        """Says that all shared memory is free: each that shares a tile, once."""
+
+        @pl.when(warpgroup < self.config.sharing)
+        def _() -> None:
+            for slot in range(self.config.stages):
+                plgpu.barrier_arrive(self.shared["free"].at[slot])
+
+    def product(self, tile: _Tile, step: Any, above: Any, before: Any) -> Any:
         """Returns a warpgroup's part of a tile: float32, in registers."""
         config, x = self.config, self.shared
         (left, _), (right, _) = x["left"], x["right"]
-        above, before = (0, warpgroup) if config.by_columns else (warpgroup, 0)
+
+        def free(i: Any) -> None:
+            plgpu.barrier_arrive(x["free"].at[self.slot(step + i)])
 
         def part(i: Any, sums: Any) -> Any:
             slot = self.slot(step + i)
@@ -232,8 +249,16 @@ class _Block:
             sums = mosaic.add_product_of_rows(
                 sums, left.at[slot, above], right.at[slot, before]
             )
-            plgpu.barrier_arrive(x["free"].at[slot])
+            plgpu.wgmma_wait(int(config.behind))
+            if config.behind:
+                pl.when(i > 0)(lambda: free(i - 1))
+            else:
+                free(i)
             return sums
 
         start = mosaic.zeros((config.rows, config.columns))
-        return lax.fori_loop(0, tile.steps, part, start)
+        sums = lax.fori_loop(0, tile.steps, part, start)
+        plgpu.wgmma_wait(0)
+        if config.behind:
+            pl.when(tile.steps > 0)(lambda: free(tile.steps - 1))
+        return lax.optimization_barrier(sums)

@@ -56,7 +56,7 @@ def rows_times_matrices(
     m, n = lhs.shape[0], rhs.shape[1 if transposed else 2]
     table = schedule.of_rows(group_sizes, m, config.block_m)
     out = jax.ShapeDtypeStruct((m, n), dtype)
-    parts = WARPGROUPS if config.by_columns else 1
+    parts = config.sharing if config.by_columns else 1
     rhs_tile = (config.columns, STEP) if transposed else (STEP, config.columns)
     scratch = {
         "left": mosaic.tiles_and_rows(
@@ -67,7 +67,7 @@ def rows_times_matrices(
         "right": mosaic.tiles((config.stages, parts, *rhs_tile), rhs.dtype),
         "stored": stored(dtype),
         "ready": mosaic.barriers(config.stages, 1 + parts),
-        "free": mosaic.barriers(config.stages, WARPGROUPS),
+        "free": mosaic.barriers(config.stages, config.sharing),
     }
 
     def body(lhs: Any, rhs: Any, table: Any, out: Any, **shared: Any) -> None:
@@ -118,7 +118,7 @@ class _Block:
             self.copy()
 
     def over_tiles(self, body: Any) -> None:
-        """Runs ``body(tile, step)`` for this block's tiles.
+        """Runs ``body(i, tile, step)`` for this block's tiles.
 
         `step` counts the parts of all tiles before. A tile's numbers are read while
         the one before it is computed.
@@ -142,7 +142,7 @@ class _Block:
             after = read(i + 1)
             steps = any_ * (self.lhs.shape[1] // STEP)
             tile = _Tile(group, row, count, column * self.config.block_n, steps)
-            body(tile, step)
+            body(i, tile, step)
             return step + steps, after
 
         turns = lax.div(total - program + programs - 1, jnp.int32(programs))
@@ -157,7 +157,7 @@ class _Block:
         config, x = self.config, self.shared
         _, left = x["left"]
 
-        def one(tile: _Tile, step: Any) -> None:
+        def one(_: Any, tile: _Tile, step: Any) -> None:
             def part(i: Any, _: Any) -> None:
                 slot = self.slot(step + i)
                 plgpu.barrier_wait(x["free"].at[slot])
@@ -181,42 +181,67 @@ class _Block:
 
     # ---------------------------------------------------------------- computing
     def compute(self, warpgroup: Any) -> None:
-        """Computes this warpgroup's part of every tile."""
-        config, x = self.config, self.shared
-        for slot in range(config.stages):
-            plgpu.barrier_arrive(x["free"].at[slot])
-        above, before = 0, warpgroup * config.columns
-        if not config.by_columns:
-            above, before = warpgroup * config.rows, 0
+        """Computes this warpgroup's part of every tile, or all of every other tile."""
+        config = self.config
+        self.free_all(warpgroup)
+        part = 0 if config.apart else warpgroup
+        above, before = (0, part) if config.by_columns else (part, 0)
 
-        def one(tile: _Tile, step: Any) -> None:
-            mine = tile.rows - above
+        def mine(tile: _Tile, step: Any) -> None:
+            row, column = above * config.rows, before * config.columns
+            rows = tile.rows - row
 
-            @pl.when(mine > 0)
-            def _() -> None:
-                sums = self.product(tile, step, warpgroup)
+            def some(height: int) -> None:
+                sums = self.product(tile, step, above, before, height)
                 store(
-                    sums, x["stored"], warpgroup, self.out,
-                    tile.row + above, tile.column + before, mine,
+                    sums, self.shared["stored"], warpgroup, self.out,
+                    tile.row + row, tile.column + column, rows,
                 )  # fmt: skip
 
-            @pl.when(mine <= 0)
-            def _() -> None:
-                def part(i: Any, _: Any) -> None:
-                    slot = self.slot(step + i)
-                    plgpu.barrier_wait(x["ready"].at[slot])
-                    plgpu.barrier_arrive(x["free"].at[slot])
+            # Tensor cores take 64 rows at once; those without any are left out.
+            for height in range(64, config.rows + 1, 64):
+                last = (rows <= height) | (height == config.rows)
+                pl.when((rows > height - 64) & last)(lambda h=height: some(h))
+            pl.when(rows <= 0)(lambda: self.pass_by(tile, step))
 
-                lax.fori_loop(0, tile.steps, part, None)
+        def one(i: Any, tile: _Tile, step: Any) -> None:
+            if config.apart:
+                pl.when(lax.rem(i, jnp.int32(WARPGROUPS)) == warpgroup)(
+                    lambda: mine(tile, step)
+                )
+            else:
+                mine(tile, step)
 
         self.over_tiles(one)
         plgpu.wait_smem_to_gmem(0)
 
-    def product(self, tile: _Tile, step: Any, warpgroup: Any) -> Any:
-        """Returns a warpgroup's part of a tile: float32, in registers."""
+    def free_all(self, warpgroup: Any) -> None:
+        """Says that all shared memory is free: each that shares a tile, once."""
+
+        @pl.when(warpgroup < self.config.sharing)
+        def _() -> None:
+            for slot in range(self.config.stages):
+                plgpu.barrier_arrive(self.shared["free"].at[slot])
+
+    def pass_by(self, tile: _Tile, step: Any) -> None:
+        """Lets the parts of a tile pass."""
+
+        def part(i: Any, _: Any) -> None:
+            slot = self.slot(step + i)
+            plgpu.barrier_wait(self.shared["ready"].at[slot])
+            plgpu.barrier_arrive(self.shared["free"].at[slot])
+
+        lax.fori_loop(0, tile.steps, part, None)
+
+    def product(
+        self, tile: _Tile, step: Any, above: Any, before: Any, height: int
+    ) -> Any:
+        """Returns the first rows of a warpgroup's part: float32, in registers."""
         config, x = self.config, self.shared
         left, _ = x["left"]
-        above, before = (0, warpgroup) if config.by_columns else (warpgroup, 0)
+
+        def free(i: Any) -> None:
+            plgpu.barrier_arrive(x["free"].at[self.slot(step + i)])
 
         def summed(sums: Any) -> Any:
             def part(i: Any, _: Any) -> None:
@@ -224,27 +249,19 @@ class _Block:
                 plgpu.barrier_wait(x["ready"].at[slot])
                 right = x["right"].at[slot, before]
                 right = right.transpose((1, 0)) if self.transposed else right
-                plgpu.wgmma(sums, left.at[slot, above], right)
-                if not config.behind:
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(x["free"].at[slot])
-                    return
-                plgpu.wgmma_wait(1)
-
-                @pl.when(i > 0)
-                def _() -> None:
-                    plgpu.barrier_arrive(x["free"].at[self.slot(step + i - 1)])
+                rows = left.at[slot, above, pl.ds(0, height)]
+                plgpu.wgmma(sums, rows, right)
+                plgpu.wgmma_wait(int(config.behind))
+                if config.behind:
+                    pl.when(i > 0)(lambda: free(i - 1))
+                else:
+                    free(i)
 
             lax.fori_loop(0, tile.steps, part, None)
             return lax.optimization_barrier(sums[...])
 
-        shape = (config.rows, config.columns)
+        shape = (height, config.columns)
         made = pl.run_scoped(summed, plgpu.ACC(shape, jnp.float32))
         if config.behind:
-
-            @pl.when(tile.steps > 0)
-            def _() -> None:
-                last = self.slot(step + tile.steps - 1)
-                plgpu.barrier_arrive(x["free"].at[last])
-
+            pl.when(tile.steps > 0)(lambda: free(tile.steps - 1))
         return made
