@@ -16,8 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from rewriter.verdict import YES, Verdict, no
-
 if TYPE_CHECKING:
     from jax import Array
 
@@ -32,21 +30,6 @@ SWIZZLE = 128
 
 ACCUMULATOR = plgpu.Layout.WGMMA
 """How tensor cores leave a product in a warpgroup's registers."""
-
-
-def attached() -> Verdict:
-    """Returns no if there is a GPU here and it is not of the Hopper generation.
-
-    Without one, for an export, nothing is known and the answer is yes.
-    """
-    if jax.default_backend() != "gpu":
-        return YES
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", "unknown")
-    if capability == "9.0":
-        return YES
-    text = f"needs compute capability 9.0, and {device.device_kind} has {capability}"
-    return no("device", text)
 
 
 def kernel(

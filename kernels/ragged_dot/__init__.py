@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.ragged_dot import tiled, xla
+from rewriter.kernels.ragged_dot import hopper, tiled, xla
 from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.estimate import estimate
 from rewriter.kernels.ragged_dot.general import general
-from rewriter.kernels.ragged_dot.hopper import config as hopper_config
-from rewriter.kernels.ragged_dot.hopper import product as hopper
 from rewriter.kernels.ragged_dot.reference import distributions, reference, sample
 from rewriter.op import Op
 
@@ -25,12 +23,7 @@ OP = Op(
     distributions=distributions,
 )
 
-HOPPER = Space(
-    hopper_config.Tiles,
-    hopper_config.default,
-    hopper_config.configs,
-    hopper_config.fits,
-)
+HOPPER = Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits)
 
 KERNELS = (
     Kernel(
@@ -38,11 +31,12 @@ KERNELS = (
         op="ragged_dot",
         platforms=("cuda",),
         version=1,
-        supports=hopper_config.supports,
+        supports=hopper.supports,
+        runs_on=hopper.runs_on,
         forward=hopper.forward,
         backward=hopper.backward,
         memory_bounded=True,
-        profitable=hopper_config.profitable,
+        profitable=hopper.profitable,
         saves_out=False,
         space=HOPPER,
         backward_space=HOPPER,

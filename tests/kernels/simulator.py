@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from rewriter.kernels import mosaic
 from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel, pallas
+from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, schedule, store
 
 PATIENCE_S = 20.0
 
@@ -36,11 +38,13 @@ class _Here(threading.local):
 
     warpgroup = 0
     program = 0
+    programs = 1
     block: _Block
 
     def __init__(self) -> None:
         self.products: list[Callable[[], None]] = []
         self.stores: list[Callable[[], None]] = []
+        self.begun: list[Callable[[], None]] = []
         self.waits: dict[int, int] = {}
 
 
@@ -172,7 +176,10 @@ def _load(source: Reference, target: Reference, barrier: tuple[Barriers, int]) -
 
 
 def _store(
-    source: Reference, target: Reference, reduction_op: str | None = None
+    source: Reference,
+    target: Reference,
+    reduction_op: str | None = None,
+    commit_group: bool = True,
 ) -> None:
     def run() -> None:
         place = target.view()
@@ -181,7 +188,15 @@ def _store(
         with HERE.block.changed:
             place[...] = new if reduction_op is None else place + new
 
-    HERE.stores.append(run)
+    HERE.begun.append(run)
+    if commit_group:
+        _commit_stores()
+
+
+def _commit_stores() -> None:
+    """Makes one of the stores since the last time, to be waited for together."""
+    together, HERE.begun = HERE.begun, []
+    HERE.stores.append(lambda: [run() for run in together] and None)
 
 
 def _wait_for_stores(left: int, wait_read_only: bool = False) -> None:
@@ -204,10 +219,27 @@ class Accumulator:
         self.value = np.array(value, np.float32)
 
 
-def _result(accumulator: Accumulator, wait_n: int = 0) -> np.ndarray:
-    while len(HERE.products) > wait_n:
+def _wait_for_products(left: int) -> None:
+    while len(HERE.products) > left:
         HERE.products.pop(0)()
+
+
+def _result(accumulator: Accumulator, wait_n: int = 0) -> np.ndarray:
+    _wait_for_products(wait_n)
     return accumulator.value.copy()
+
+
+def _add_product_of_rows(
+    total: np.ndarray, left: Reference, right: Reference
+) -> np.ndarray:
+    """Adds to `total` itself, when it is waited for."""
+
+    def run() -> None:
+        a, b = (np.concatenate(list(x.view()), 1) for x in (left, right))
+        total[...] += a.astype(np.float32).T @ b.astype(np.float32)
+
+    HERE.products.append(run)
+    return total
 
 
 def _multiply(accumulator: Accumulator, a: Any, b: Reference) -> None:
@@ -239,7 +271,7 @@ def _kernel(
             threads = [
                 threading.Thread(
                     target=_warpgroup,
-                    args=(block, program, w, run),
+                    args=(block, (program, programs), w, run),
                 )
                 for w in range(warpgroups)
             ]
@@ -256,12 +288,14 @@ def _kernel(
 
 
 def _warpgroup(
-    block: _Block, program: int, warpgroup: int, run: Callable[[], None]
+    block: _Block, program: tuple[int, int], warpgroup: int, run: Callable[[], None]
 ) -> None:
-    HERE.block, HERE.program, HERE.warpgroup = block, program, warpgroup
+    HERE.block, HERE.warpgroup = block, warpgroup
+    HERE.program, HERE.programs = program
     try:
         with np.errstate(all="ignore"):
             run()
+        assert not HERE.begun, "a store was not committed"
         assert not HERE.stores, "a store was not waited for"
         assert not HERE.products, "a product was not waited for"
     except BaseException as problem:
@@ -343,8 +377,8 @@ class _Instead:
 
 
 @contextmanager
-def simulated() -> Iterator[None]:
-    """Within, the kernels take numpy arrays and run on the simulator."""
+def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch]:
+    """Replaces what modules of kernels, and the one of what they share, import."""
     gpu = _Instead(
         plgpu,
         set_max_registers=lambda *_, **__: None,
@@ -352,9 +386,11 @@ def simulated() -> Iterator[None]:
         barrier_arrive=_arrive,
         copy_gmem_to_smem=_load,
         copy_smem_to_gmem=_store,
+        commit_smem_to_gmem_group=_commit_stores,
         wait_smem_to_gmem=_wait_for_stores,
         commit_smem=lambda: None,
         wgmma=_multiply,
+        wgmma_wait=_wait_for_products,
         wgmma_accumulator_load=_result,
     )
     plain = _Instead(
@@ -363,24 +399,30 @@ def simulated() -> Iterator[None]:
         rem=lambda x, y: int(x) % int(y),
         div=lambda x, y: int(x) // int(y),
         axis_index=_axis_index,
+        axis_size=lambda _: HERE.programs,
         broadcast_in_dim=_broadcast,
         optimization_barrier=lambda x: x,
     )
-    arrays = _Instead(np, einsum=_einsum)
-    kernels = _Instead(
+    of_kernels = _Instead(
         pl,
         when=lambda condition: lambda body: body() if condition else None,
         run_scoped=_scoped,
+        multiple_of=lambda x, _: x,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (forward_kernel, backward_kernel, pallas):
-            patch.setattr(module, "plgpu", gpu)
-            patch.setattr(module, "lax", plain)
-            patch.setattr(module, "jnp", arrays)
-        for module in (forward_kernel, backward_kernel):
-            patch.setattr(module, "pl", kernels)
+    changed = {"plgpu": gpu, "lax": plain, "jnp": _Instead(np, einsum=_einsum)}
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        for module in (*kernels, shims):
+            for name, new in (*changed.items(), ("pl", of_kernels)):
+                patch.setattr(module, name, new, raising=False)
+        patch.setattr(shims, "kernel", _kernel)
+        yield patch
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Within, the kernels of attention take numpy arrays and run on the simulator."""
+    with _replaced((forward_kernel, backward_kernel), pallas) as patch:
         patch.setattr(backward_kernel, "jax", _Instead(jax, new_ref=np.array))
-        patch.setattr(pallas, "kernel", _kernel)
         patch.setattr(
             pallas, "zeros", lambda shape, value=0.0: np.full(shape, value, np.float32)
         )
@@ -390,5 +432,13 @@ def simulated() -> Iterator[None]:
         patch.setattr(pallas, "hide", _hide)
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)
-        with np.errstate(all="ignore"):
-            yield
+        yield
+
+
+@contextmanager
+def simulated_ragged_dot() -> Iterator[None]:
+    """Within, those of ragged dots do."""
+    with _replaced((by_rows, by_groups, schedule, store), mosaic) as patch:
+        patch.setattr(mosaic, "zeros", lambda shape: np.zeros(shape, np.float32))
+        patch.setattr(mosaic, "add_product_of_rows", _add_product_of_rows)
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 import rewriter
 from rewriter import device
 from rewriter.kernel import spec_of, worth_measuring
-from rewriter.kernels import mosaic
-from rewriter.kernels.ragged_dot import HOPPER, KERNELS, OP
-from rewriter.kernels.ragged_dot.hopper import config, schedule
+from rewriter.kernels.ragged_dot import HOPPER, KERNELS, OP, hopper
+from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, config, schedule
 from rewriter.kernels.ragged_dot.hopper.config import Tiles
 from rewriter.registry import registry
+from tests.kernels import simulator
 from tests.kernels.test_ragged_dot import MODES, exact, exact_grads
 
 KERNEL = next(k for k in KERNELS if k.name == "hopper")
@@ -140,12 +141,11 @@ def spec(mode: str = "forward", out: str | None = None, **more: Any) -> Any:
     return spec_of(OP, operands(mode=mode, **more), {"mode": mode, "out_dtype": out})
 
 
-@pytest.mark.skipif(not mosaic.attached().ok, reason="another GPU is attached")
 @pytest.mark.parametrize("mode", MODES)
 def test_supports(mode: str) -> None:
-    assert config.supports(spec(mode)).ok
-    assert config.supports(spec(mode, m=1, dtype=jnp.float16)).ok
-    assert config.supports(spec(mode, out="float32")).ok
+    assert hopper.supports(spec(mode)).ok
+    assert hopper.supports(spec(mode, m=1, dtype=jnp.float16)).ok
+    assert hopper.supports(spec(mode, out="float32")).ok
     for given, why in (
         (spec(mode, k=100), "k is 100"),
         (spec(mode, n=96), "n is 96"),
@@ -154,20 +154,23 @@ def test_supports(mode: str) -> None:
         (spec(mode, out="float16"), "the result is float16"),
         (spec(mode, m=0), "size 0"),
     ):
-        verdict = config.supports(given)
+        verdict = hopper.supports(given)
         assert why in "; ".join(r.text for r in verdict.reasons)
         assert not verdict.ok
 
 
-class Ampere:
-    device_kind = "NVIDIA A100-SXM4-80GB"
-    compute_capability = "8.0"
-
-
-def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Ampere])
-    assert "A100-SXM4-80GB has 8.0" in config.supports(spec()).reasons[0].text
+def test_other_gpus_are_refused() -> None:
+    for name in ("h100", "h200"):
+        assert hopper.runs_on(device.named(name)).ok
+    assert hopper.runs_on(device.Device("NVIDIA GH200 480GB", "cuda")).ok
+    for name in ("a100", "b200", "l40s"):
+        assert not hopper.runs_on(device.named(name)).ok
+    given = operands(8192, 2048, 2048, 64)
+    only = {"ragged_dot": ["hopper", "xla"]}
+    call = lambda *x: jax.lax.ragged_dot(*x)
+    report = rewriter.explain(call, target="a100", implementation=only)
+    (site,) = report(*given.values()).sites
+    assert "A100-SXM4-80GB is no Hopper GPU" in dict(site.not_chosen)["hopper"]
 
 
 def test_configs_are_pruned() -> None:
@@ -176,7 +179,6 @@ def test_configs_are_pruned() -> None:
         found, pruned = worth_measuring(HOPPER, spec(mode), here, 24)
         assert len(found) >= 4
         assert not pruned
-    assert not worth_measuring(HOPPER, spec(), device.named("a100"), 24)[0]
     for bad, code in (
         (Tiles(stages=5), "shared_memory"),
         (Tiles(256, 256), "registers"),
@@ -257,7 +259,7 @@ def test_exports_as_an_op() -> None:
 
 # ----------------------------------------------------------------------- numbers
 on_hopper = pytest.mark.skipif(
-    jax.default_backend() != "gpu" or not mosaic.attached().ok,
+    jax.default_backend() != "gpu" or not hopper.runs_on(device.attached()).ok,
     reason="needs a Hopper GPU",
 )
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
@@ -298,6 +300,51 @@ TILES = [
     Tiles(), Tiles(64, 128, 6), Tiles(256, 128, behind=False), Tiles(128, 192, width=2),
     Tiles(128, 128, 6, apart=True), Tiles(64, 256, apart=True, behind=False),
 ]  # fmt: skip
+
+
+SIMULATED = {  # m, k, n, group sizes
+    "several tiles": (230, 128, 320, [70, 0, 130, 20]),
+    "rows left over": (200, 64, 128, [3, 0, 90]),
+    "many steps": (460, 448, 64, [400, 1, 59]),
+}
+PAIRS = [
+    (case, tiles)
+    for case in SIMULATED
+    for tiles in (TILES if case == "several tiles" else TILES[:5:4])
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("case", "tiles"), PAIRS, ids=str)
+def test_simulated(case: str, tiles: Tiles, mode: str) -> None:
+    """The kernels' own code, a Python thread per warpgroup, few blocks: many turns."""
+    m, k, n, sizes = SIMULATED[case]
+    few = dataclasses.replace(tiles, programs=2)
+    given, _ = make(sizes, m, k, n, mode, "bfloat16")
+    want = exact(*given.values(), mode)
+    used = sum(sizes)
+    given["lhs"][used:] = np.nan
+    if mode == "contracting":
+        given["rhs"][used:] = np.nan
+    with simulator.simulated_ragged_dot():
+        got = KERNEL.forward(**given, mode=mode, config=few)
+    close(got, want, "bfloat16")
+
+
+@pytest.mark.parametrize("mode", ["forward", "contracting"])
+def test_the_simulator_sees_barriers_of_other_tiles(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warpgroup that skips a tile must not share the barriers of its parts."""
+    given, _ = make([300, 200], 500, 128, 256, mode, "bfloat16")
+    tiles = Tiles(128, 128, 3, apart=True, programs=1)
+    skipped = lambda self, tile, slot: self.shared["ready"].at[slot]
+    monkeypatch.setattr(by_rows._Block, "ready", skipped)
+    skipped = lambda self, name, tile, slot: self.shared[name].at[slot]
+    monkeypatch.setattr(by_groups._Block, "barrier", skipped)
+    monkeypatch.setattr(simulator, "PATIENCE_S", 1.0)
+    with simulator.simulated_ragged_dot(), pytest.raises(AssertionError):
+        KERNEL.forward(**given, mode=mode, config=tiles)
 
 
 @pytest.mark.gpu

@@ -57,9 +57,10 @@ def product_of_groups(
     starts, ends = schedule.bounds(group_sizes, m)
     table = jnp.stack([starts, ends - starts], 1)
     out = jax.ShapeDtypeStruct((groups, k, n), dtype)
+    sets = config.owners * config.stages
     scratch = {
-        "ready": mosaic.barriers(config.stages, config.copies),
-        "last": mosaic.barriers(config.stages, (len(PIECES) + 1) * config.copies),
+        "ready": mosaic.barriers(sets, config.copies),
+        "last": mosaic.barriers(sets, (len(PIECES) + 1) * config.copies),
         "free": mosaic.barriers(config.stages, config.sharing),
         "stored": stored(dtype),
     }
@@ -80,8 +81,12 @@ def product_of_groups(
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile: its group, place, first row to sum, how many, and their last step."""
+    """A tile: its group, place, first row to sum, steps, and rows of the last one.
 
+    `rest` is 0 if the last step is a whole one, `owner` as in `by_rows`.
+    """
+
+    owner: Any
     group: Any
     row: Any
     column: Any
@@ -115,7 +120,7 @@ class _Block:
             self.copy()
 
     def over_tiles(self, body: Any) -> None:
-        """Runs ``body(i, tile, step)`` for this block's tiles, as in `by_rows`."""
+        """Runs ``body(tile, step)`` for this block's tiles, as in `by_rows`."""
         groups, k, n = self.out.shape
         rows, columns = -(-k // self.config.block_m), -(-n // self.config.block_n)
         each = rows * columns
@@ -136,11 +141,12 @@ class _Block:
             step, (group, row, column, first, count) = carry
             after = read(i + 1)
             steps = lax.div(count + (STEP - 1), jnp.int32(STEP))
+            owner = lax.rem(i, jnp.int32(self.config.owners))
             tile = _Tile(
-                group, row * self.config.block_m, column * self.config.block_n,
+                owner, group, row * self.config.block_m, column * self.config.block_n,
                 first, steps, count & (STEP - 1),
             )  # fmt: skip
-            body(i, tile, step)
+            body(tile, step)
             return step + steps, after
 
         turns = lax.div(groups * each - program + programs - 1, jnp.int32(programs))
@@ -149,11 +155,14 @@ class _Block:
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))
 
+    def barrier(self, name: str, tile: _Tile, slot: Any) -> Any:
+        return self.shared[name].at[tile.owner * self.config.stages + slot]
+
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
 
-        def one(_: Any, tile: _Tile, step: Any) -> None:
+        def one(tile: _Tile, step: Any) -> None:
             whole = tile.steps - jnp.where(tile.rest > 0, 1, 0)
 
             def part(i: Any, _: Any) -> None:
@@ -185,7 +194,7 @@ class _Block:
     def copy_rows(
         self, tile: _Tile, slot: Any, barrier: str, source: Any, target: Any, count: int
     ) -> None:
-        ready = self.shared[barrier].at[slot]
+        ready = self.barrier(barrier, tile, slot)
         from_, to = pl.ds(source, count), pl.ds(target, count)
         for name, array, column in (
             ("left", self.lhs, tile.row), ("right", self.rhs, tile.column)
@@ -214,11 +223,9 @@ class _Block:
                 out.shape[1] - row,
             )  # fmt: skip
 
-        def one(i: Any, tile: _Tile, step: Any) -> None:
+        def one(tile: _Tile, step: Any) -> None:
             if config.apart:
-                pl.when(lax.rem(i, jnp.int32(WARPGROUPS)) == warpgroup)(
-                    lambda: mine(tile, step)
-                )
+                pl.when(tile.owner == warpgroup)(lambda: mine(tile, step))
             else:
                 mine(tile, step)
 
@@ -244,8 +251,9 @@ class _Block:
         def part(i: Any, sums: Any) -> Any:
             slot = self.slot(step + i)
             rest = (i == tile.steps - 1) & (tile.rest > 0)
-            pl.when(rest)(lambda: plgpu.barrier_wait(x["last"].at[slot]))
-            pl.when(~rest)(lambda: plgpu.barrier_wait(x["ready"].at[slot]))
+            for name, condition in (("last", rest), ("ready", jnp.logical_not(rest))):
+                ready = self.barrier(name, tile, slot)
+                pl.when(condition)(lambda x=ready: plgpu.barrier_wait(x))
             sums = mosaic.add_product_of_rows(
                 sums, left.at[slot, above], right.at[slot, before]
             )

@@ -66,7 +66,7 @@ def rows_times_matrices(
         ),
         "right": mosaic.tiles((config.stages, parts, *rhs_tile), rhs.dtype),
         "stored": stored(dtype),
-        "ready": mosaic.barriers(config.stages, 1 + parts),
+        "ready": mosaic.barriers(config.owners * config.stages, 1 + parts),
         "free": mosaic.barriers(config.stages, config.sharing),
     }
 
@@ -83,8 +83,12 @@ def rows_times_matrices(
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile: its rows, their group, its first column, and how many steps it takes."""
+    """A tile: its rows, their group, its first column, and how many steps it takes.
 
+    `owner` is the warpgroup that computes it, 0 if all do.
+    """
+
+    owner: Any
     group: Any
     row: Any
     rows: Any
@@ -118,7 +122,7 @@ class _Block:
             self.copy()
 
     def over_tiles(self, body: Any) -> None:
-        """Runs ``body(i, tile, step)`` for this block's tiles.
+        """Runs ``body(tile, step)`` for this block's tiles.
 
         `step` counts the parts of all tiles before. A tile's numbers are read while
         the one before it is computed.
@@ -141,8 +145,9 @@ class _Block:
             step, (group, row, count, any_, column) = carry
             after = read(i + 1)
             steps = any_ * (self.lhs.shape[1] // STEP)
-            tile = _Tile(group, row, count, column * self.config.block_n, steps)
-            body(i, tile, step)
+            owner = lax.rem(i, jnp.int32(self.config.owners))
+            column = column * self.config.block_n
+            body(_Tile(owner, group, row, count, column, steps), step)
             return step + steps, after
 
         turns = lax.div(total - program + programs - 1, jnp.int32(programs))
@@ -151,20 +156,23 @@ class _Block:
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))
 
+    def ready(self, tile: _Tile, slot: Any) -> Any:
+        return self.shared["ready"].at[tile.owner * self.config.stages + slot]
+
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
         config, x = self.config, self.shared
         _, left = x["left"]
 
-        def one(_: Any, tile: _Tile, step: Any) -> None:
+        def one(tile: _Tile, step: Any) -> None:
             def part(i: Any, _: Any) -> None:
                 slot = self.slot(step + i)
                 plgpu.barrier_wait(x["free"].at[slot])
                 along = pl.ds(pl.multiple_of(i * STEP, STEP), STEP)
                 plgpu.copy_gmem_to_smem(
                     self.lhs.at[pl.ds(tile.row, config.block_m), along],
-                    left.at[slot], x["ready"].at[slot],
+                    left.at[slot], self.ready(tile, slot),
                 )  # fmt: skip
                 for j in range(x["right"].shape[1]):
                     first = pl.multiple_of(tile.column + j * config.columns, 64)
@@ -172,7 +180,7 @@ class _Block:
                     place = (across, along) if self.transposed else (along, across)
                     plgpu.copy_gmem_to_smem(
                         self.rhs.at[tile.group, *place],
-                        x["right"].at[slot, j], x["ready"].at[slot],
+                        x["right"].at[slot, j], self.ready(tile, slot),
                     )  # fmt: skip
 
             lax.fori_loop(0, tile.steps, part, None)
@@ -204,11 +212,9 @@ class _Block:
                 pl.when((rows > height - 64) & last)(lambda h=height: some(h))
             pl.when(rows <= 0)(lambda: self.pass_by(tile, step))
 
-        def one(i: Any, tile: _Tile, step: Any) -> None:
+        def one(tile: _Tile, step: Any) -> None:
             if config.apart:
-                pl.when(lax.rem(i, jnp.int32(WARPGROUPS)) == warpgroup)(
-                    lambda: mine(tile, step)
-                )
+                pl.when(tile.owner == warpgroup)(lambda: mine(tile, step))
             else:
                 mine(tile, step)
 
@@ -228,7 +234,7 @@ class _Block:
 
         def part(i: Any, _: Any) -> None:
             slot = self.slot(step + i)
-            plgpu.barrier_wait(self.shared["ready"].at[slot])
+            plgpu.barrier_wait(self.ready(tile, slot))
             plgpu.barrier_arrive(self.shared["free"].at[slot])
 
         lax.fori_loop(0, tile.steps, part, None)
@@ -246,7 +252,7 @@ class _Block:
         def summed(sums: Any) -> Any:
             def part(i: Any, _: Any) -> None:
                 slot = self.slot(step + i)
-                plgpu.barrier_wait(x["ready"].at[slot])
+                plgpu.barrier_wait(self.ready(tile, slot))
                 right = x["right"].at[slot, before]
                 right = right.transpose((1, 0)) if self.transposed else right
                 rows = left.at[slot, above, pl.ds(0, height)]
