@@ -1,6 +1,6 @@
 """Ragged dots on Hopper's tensor cores: each product apart, config by config.
 
-  python3 -m tests.bench.ragged [--uses 0,1,2] [--peers] [--json PATH]
+  python3 -m tests.bench.ragged [--uses 0,1,2] [--peers] [--apart] [--json PATH]
 
 The three products of a use are timed by themselves: the result, the gradient of lhs
 and that of rhs. Group sizes are drawn from Dirichlet's distribution with alpha = 2, as
@@ -27,6 +27,7 @@ from rewriter import device, timing
 from rewriter.bench_ops import named_uses
 from rewriter.implementation import settings
 from rewriter.kernel import Kernel, Spec, spec_of
+from rewriter.kernels.ragged_dot.hopper import Tiles
 from rewriter.registry import registry
 from tests.bench import record
 
@@ -34,6 +35,9 @@ COMMAND = "python3 -m tests.bench.ragged"
 SETS = 3
 MODES = {"forward": "forward", "gradient of lhs": "transposed",
          "gradient of rhs": "contracting"}  # fmt: skip
+
+
+APART = [Tiles(128, 128, 6, w, apart=True) for w in (8, 16)]
 
 
 def sizes_of(m: int, groups: int, seed: int = 0) -> np.ndarray:
@@ -97,8 +101,13 @@ def compiled(kernel: Kernel, config: Any, mode: str, args: Sequence[Any]) -> Any
         return str(problem).splitlines()[0][:120]
 
 
-def contestants(use: Spec, mode: str, peers: bool) -> list[tuple[Kernel, Any]]:
-    """Kernels with configs: all of Hopper's, and each peer's rule of thumb."""
+def contestants(
+    use: Spec, mode: str, peers: bool = False, apart: bool = False
+) -> list[tuple[Kernel, Any]]:
+    """Kernels with configs: all of Hopper's, and each peer's rule of thumb.
+
+    With `apart` also those that the autotuner does not measure yet.
+    """
     on = device.attached()
     given = {n: jax.ShapeDtypeStruct(use.shape(n), use.dtype(n)) for n in use.operands}
     spec = spec_of(registry().op("ragged_dot"), given, {"mode": mode})
@@ -108,6 +117,7 @@ def contestants(use: Spec, mode: str, peers: bool) -> list[tuple[Kernel, Any]]:
         first = kernel.space.default(spec, on)
         if kernel.name == "hopper":
             every = dict.fromkeys((first, *kernel.space.configs(spec, on)))
+            every |= dict.fromkeys(APART if apart else ())
             found += [(kernel, c) for c in every if kernel.space.fits(c, spec, on).ok]
         elif peers:
             found.append((kernel, first))
@@ -155,12 +165,15 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--uses", default="0,1,2,3")
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--apart", action="store_true")
     given = parser.parse_args()
     rows = []
     for i in map(int, given.uses.split(",")):
         use = named_uses("ragged_dot", "targets")[i]
         for what, mode in MODES.items():
-            found = measured(use, what, contestants(use, mode, given.peers))
+            found = measured(
+                use, what, contestants(use, mode, given.peers, given.apart)
+            )
             rows += found
             print(*map(json.dumps, found), sep="\n", flush=True)
     if given.json:

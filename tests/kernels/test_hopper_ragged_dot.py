@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -94,6 +95,17 @@ def test_bounds(case: str) -> None:
     m, sizes = SIZES[case]
     starts, ends = schedule.bounds(jnp.array(sizes), m)
     assert [*zip(starts.tolist(), ends.tolist(), strict=True)] == ranges(sizes, m)[:-1]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_sizes_of_other_types(dtype: str) -> None:
+    sizes = [200, 0, 120, 255]
+    check_tiles(sizes, 700, 64, of_rows(np.array(sizes, dtype), 700, 64))
+    starts, ends = schedule.bounds(jnp.array(sizes, dtype), 700)
+    assert (starts.tolist(), ends.tolist()) == (
+        [0, 200, 200, 320],
+        [200, 200, 320, 575],
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 64])
@@ -255,6 +267,19 @@ def test_exports_as_an_op() -> None:
         implementation={"ragged_dot": ["hopper", "xla"]},
     )(*given.values())
     assert "mosaic_gpu_v2" in artifact.manifest["custom_calls"]
+
+
+def test_wide_cotangents_are_left_to_xla() -> None:
+    """Tensor cores do not multiply float32 with 16 bits."""
+    given, up = make([40, 0, 24], 70, 64, 64, "forward", "bfloat16")
+    up = up.astype(np.float32)
+    arrays = tuple(given.values())
+    back = functools.partial(KERNEL.backward, out_dtype="float32", config=Tiles())
+    grads = jax.jit(lambda x, up: back(**x, cotangent=up))(given, up)
+    want = exact_grads(*arrays, up, "forward")
+    for got, x in zip((grads["lhs"], grads["rhs"]), want, strict=True):
+        assert got.dtype == jnp.bfloat16
+        close(got, x, "bfloat16")
 
 
 # ----------------------------------------------------------------------- numbers

@@ -23,7 +23,7 @@ def bounds(group_sizes: Array, m: int) -> tuple[Array, Array]:
 
     Rows past m do not count, nor do negative sizes.
     """
-    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
     ends = _upto(sizes[None])[0]
     return jnp.minimum(ends - sizes, m), jnp.minimum(ends, m)
 
@@ -53,7 +53,7 @@ def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
     group. If the sizes are too large in sum, the last tiles may have no rows.
     """
     groups, most = len(group_sizes), most_tiles(m, len(group_sizes), rows)
-    sizes = jnp.clip(group_sizes, 0, m).astype(jnp.int32)
+    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
     own = (sizes + rows - 1) >> (rows.bit_length() - 1)  # fused, as // is not
     either = jnp.arange(2)[:, None] == 0
     ends, after = _upto(jnp.where(either, sizes, own))
