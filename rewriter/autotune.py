@@ -45,7 +45,11 @@ SITE_S = 15.0
 
 # ------------------------------------------------------------------ candidates
 def candidates(
-    task: Task, on: Device, level: str, known: Sequence[Measurement] = ()
+    task: Task,
+    on: Device,
+    level: str,
+    known: Sequence[Measurement] = (),
+    isolate: bool = False,
 ) -> tuple[Implementation, ...]:
     """Returns what is worth measuring for a task, the program as written first.
 
@@ -55,11 +59,14 @@ def candidates(
         level: ``"quick"``, one config of each kernel, or ``"full"``.
         known: Measurements of its forward; the best config of each kernel and the
             fastest kernel are taken from them.
+        isolate: Whether kernels run in a child process first; those whose code was
+            not tried on a device are among them only then.
     """
     most = LEVELS[level]
     taking = [
         k for k in task.kernels
-        if on.platform in k.platforms and k.runs_on(on).ok and k.supports(task.spec).ok
+        if on.platform in k.platforms and (k.tried or isolate)
+        and k.runs_on(on).ok and k.supports(task.spec).ok
     ]  # fmt: skip
     found = [Implementation()]
     if task.passes == FORWARD:
@@ -239,7 +246,7 @@ def _measure_task(
     mine = Tuned(cache.entries(on.kind, task.spec.op)) | made.tuned
     drawn = tuple(filter(None, distributions(task)))
     known = _current(mine.find(forward), task, drawn)
-    wanted = candidates(task, on, level, known)
+    wanted = candidates(task, on, level, known, isolate)
     old = () if again else _current(mine.find(key), task, drawn)
     had = {m.implementation for m in old}
     missing = tuple(i for i in wanted if i not in had)

@@ -169,7 +169,7 @@ def _candidates(
     if not names or XLA in names:
         found.append(Candidate(XLA, function(task, Implementation())))
     for kernel in task.kernels:
-        if names and kernel.name not in names:
+        if kernel.name not in names if names else not kernel.tried:
             continue
         if why := _refusal(kernel, task.spec, on):
             refused[kernel.name] = f"refused: {why}"

@@ -235,6 +235,8 @@ class Kernel:
             lowers only where it knows the devices.
         space: The configs of `forward`, which then takes ``config=``.
         backward_space: The configs of `backward`, which then takes ``config=``.
+        tried: Whether its code, as it is now, was seen to run on its devices. If not,
+            tuning tries it only with ``isolate=True``, and benches only by its name.
         runs_on: Says, with reasons, whether it runs on a device of its platforms.
             Where a program is exported for a platform, the device's kind is not known.
     """
@@ -261,6 +263,7 @@ class Kernel:
     needs_devices: bool = False
     space: Space | None = None
     backward_space: Space | None = None
+    tried: bool = True
     runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
 
     def __repr__(self) -> str:

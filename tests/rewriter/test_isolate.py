@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import rewriter
-from rewriter import cache, isolate
+from rewriter import cache, device, isolate
+from rewriter.autotune import candidates
 from rewriter.implementation import Implementation
+from rewriter.kernel import spec_of
+from rewriter.programs import Task
+from rewriter.registry import registry
 from tests.rewriter import crashing
 
 X, W = jnp.ones((64, 32)) * 0.01, jnp.ones((32, 48)) * 0.1
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("REWRITER_CACHE_DIR", str(tmp_path / "cache"))
-    cache._process.cache_clear()
-    yield
-    cache._process.cache_clear()
 
 
 def test_a_crash_is_the_reason_why_a_candidate_lost(monkeypatch) -> None:
@@ -58,6 +55,18 @@ def test_what_no_other_process_finds_is_not_run() -> None:
     assert "at the top level of a module" in problems["never"]
     files = cache.info().files
     assert files == 1  # without isolation it may well run: nothing is kept of it
+
+
+def test_code_that_was_not_tried_runs_in_a_child_process_only() -> None:
+    op = registry().op("rms_norm")
+    operands = {"x": jnp.ones((4, 8)), "scale": jnp.ones(8)}
+    bounded = next(k for k in registry().kernels(op.name) if k.name == "memory_bounded")
+    new = dataclasses.replace(bounded, name="new", tried=False)
+    task = Task(op, spec_of(op, operands, {}), (bounded, new), "forward")
+    here = device.attached()
+    for isolated, names in ((False, set()), (True, {"new"})):
+        found = candidates(task, here, "full", isolate=isolated)
+        assert {i.forward for i in found} == {"xla", "memory_bounded"} | names
 
 
 def test_shipped_kernels_are_found() -> None:
