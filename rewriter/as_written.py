@@ -193,7 +193,7 @@ class _Region:
             eqn = parent.jaxpr.eqns[scope.call]
             outs = [parent.env.get(v) for v in eqn.outvars]
             if eqn.primitive.name in _jax.CUSTOM and value in outs:
-                ins = [self.graph._read(parent, a) for a in eqn.invars]
+                ins = [self.graph.read(parent, a) for a in eqn.invars]
                 if not self._holds_inputs(scope):
                     found = eqn, ins, outs
             scope = parent
