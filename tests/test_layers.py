@@ -17,9 +17,10 @@ ORDER = [
     "implementation", "key", "measurement", "decision", "stored", "whole", "tuned",
     "cache", "choose", "plan", "addends", "gradients", "backward_place", "as_written",
     "leaves", "remains", "oracle", "implement", "site", "threads", "programs", "inputs",
-    "candidate", "race", "isolate", "autotune", "replace", "unfold", "pipeline", "draw",
-    "report", "optimize", "tune", "verify", "roofline", "bench", "bench_table",
-    "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
+    "candidate", "race", "isolate", "autotune", "replace", "unfold", "placing",
+    "planner", "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline",
+    "bench", "bench_table", "bench_peers", "bench_ops", "export", "demo", "__init__",
+    "__main__",
 ]  # fmt: skip
 
 KERNELS = {

@@ -1,0 +1,242 @@
+"""Matches at their places, in order: numbered sites, and splices in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from rewriter import device, site
+from rewriter.backward_place import runs_again
+from rewriter.choose import Choice, choose
+from rewriter.config import Config
+from rewriter.device import Device
+from rewriter.fold import Cut, Folded
+from rewriter.gradients import Backward
+from rewriter.graph import Scope
+from rewriter.implementation import XLA, build
+from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.key import Key
+from rewriter.match import Match
+from rewriter.plan import Site
+from rewriter.replace import Splice
+
+
+@dataclass(eq=False)
+class Plan:
+    """What becomes of the sites, in order.
+
+    Attributes:
+        sites: What is said of them; those of turns that were left out, too.
+        splices: The replacements.
+        labels: By cut and turn, the labels of its sites; empty for those left alone.
+        key: Under which the whole program is measured.
+        forward: By the id of a match, the number of its site.
+        left_out: Numbers of sites of turns that were left out.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    splices: list[Splice] = field(default_factory=list)
+    labels: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    key: Key | None = None
+    forward: dict[int, int] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A match at one of its places, with what was chosen for it there."""
+
+    match: Match
+    scope: Scope
+    position: int
+    choice: Choice
+    backward: Backward | None
+    copies: int
+
+
+def in_order(
+    placed: Sequence[Placed],
+    config: Config,
+    target: Device,
+    folded: Folded | None,
+    key: Key | None,
+) -> Plan:
+    """Sites in the order of the program, numbered, and the splices."""
+    plan = Plan(key=key)
+    elsewhere: dict[Any, tuple[tuple[str, Kernel | None], ...]] = {}
+    said = [_site(p) for p in placed]
+    waiting = list(enumerate(folded.cuts)) if folded else []
+    for p, site_said in zip(placed, said, strict=True):
+        position = top(p.scope, p.position)
+        first = top(p.match.node.scope, p.match.node.position)  # of its places
+        at = folded.kept[first] if folded else 0
+        while waiting and at >= waiting[0][1].end:
+            _left_out(plan, placed, said, folded, *waiting.pop(0))
+        label = _noted(plan, p, site_said)
+        if folded and (turn := folded.turn(position)):
+            plan.labels.setdefault(turn, []).append(label)
+        if label:
+            same = id(p.match.reading), p.choice.implementation
+            if same not in elsewhere:
+                elsewhere[same] = _by_platform(p.match, p.choice, config, target)
+            call = _call(p.match, elsewhere[same])
+            plan.splices.append(
+                Splice(
+                    p.match, p.scope, p.position, call, label, p.choice.kernel,
+                    p.backward,
+                )
+            )  # fmt: skip
+    for index, cut in waiting:
+        _left_out(plan, placed, said, folded, index, cut)
+    return plan
+
+
+def _noted(plan: Plan, p: Placed, said: Site, kept: bool = True) -> str:
+    """Adds a site, and those computed again there; the label of its replacement.
+
+    What a checkpoint runs again for the gradients is part of the forward's site,
+    also where the turn with the forward was left out.
+    """
+    first, own = len(plan.sites) + 1, plan.forward.get(id(p.match)) if kept else None
+    if runs_again(p.scope):
+        free = (n for n in plan.left_out if not plan.sites[n - 1].again)
+        for number in free if own is None else (own,):
+            row = plan.sites[number - 1]
+            if _same(row, said):
+                plan.sites[number - 1] = _again(row, said)
+                return f"rewriter/{said.op}#{number}" if said.replaced else ""
+    elif kept:
+        plan.forward.setdefault(id(p.match), first)
+    else:
+        plan.left_out.append(first)
+    for index in range(first, first + 1 + p.copies):
+        plan.sites.append(dataclasses.replace(said, index=index))
+    return f"rewriter/{said.op}#{first}" if said.replaced else ""
+
+
+def _same(row: Site, said: Site) -> bool:
+    """Whether two sites are of one op, and one kernel was chosen for them."""
+    names = ("op", "shapes", "params", "kernel", "not_chosen")
+    return all(getattr(row, n) == getattr(said, n) for n in names)
+
+
+def _again(row: Site, said: Site) -> Site:
+    """A forward's site that says where a checkpoint runs it again."""
+    places = dict.fromkeys(filter(None, (row.again, said.scope)))
+    return dataclasses.replace(
+        row, backward=row.backward or said.backward, again=", ".join(places)
+    )
+
+
+def _left_out(
+    plan: Plan,
+    placed: Sequence[Placed],
+    said: Sequence[Site],
+    folded: Folded,
+    index: int,
+    cut: Cut,
+) -> None:
+    """Adds the sites of the turns that are left out of a run."""
+    like = index, cut.like
+    model = [
+        (p, s, top(p.match.anchor.scope, p.match.anchor.position))
+        for p, s in zip(placed, said, strict=True)
+        if folded.turn(top(p.scope, p.position)) == like
+    ]
+    for turn in cut.out:
+        labels = plan.labels[index, turn] = []
+        for p, s, anchor in model:
+            where = folded.where(anchor, turn - cut.like, index, s.where)
+            if where != s.where:
+                s = dataclasses.replace(s, where=where)
+            labels.append(_noted(plan, p, s, kept=False))
+
+
+def top(scope: Scope, position: int) -> int:
+    """The position at the top of an equation, or of what holds it."""
+    while scope.parent is not None:
+        scope, position = scope.parent, scope.call
+    return position
+
+
+def _by_platform(
+    match: Match, choice: Choice, config: Config, target: Device
+) -> tuple[tuple[str, Kernel | None], ...]:
+    """A kernel per platform: an exported program may run on another one."""
+    kernels, kinds = match.pattern.kernels, dict(config.targets)
+    made = build(choice.implementation, match.op, kernels)
+    if choice.origin == "forced":
+        return _where_it_runs(made, target)
+    pairs = [("default", made)]
+    for other in PLATFORMS:
+        if other != target.platform:
+            its = device.of(kinds.get(other, other), other)
+            there = choose(match.spec, config, kernels, its)
+            if match.reading.in_blocks and there.kernel == XLA:
+                continue  # as written it needs less memory than the op's reference
+            if there.implementation != choice.implementation:
+                pairs.append((other, build(there.implementation, match.op, kernels)))
+    return tuple(pairs)
+
+
+def _where_it_runs(
+    forced: Kernel | None, target: Device
+) -> tuple[tuple[str, Kernel | None], ...]:
+    """A forced kernel on its platforms, the op's plain form on others."""
+    if forced is None or set(forced.platforms) >= set(PLATFORMS):
+        return (("default", forced),)
+    if target.platform not in forced.platforms:
+        return (("default", None), *((p, forced) for p in forced.platforms))
+    others = [p for p in PLATFORMS if p not in forced.platforms]
+    return (("default", forced), *((p, None) for p in others))
+
+
+def _call(
+    match: Match, kernels: Sequence[tuple[str, Kernel | None]]
+) -> Callable[..., jax.Array]:
+    names = set(match.op.operands)
+
+    def call(**given: Any) -> jax.Array:
+        operands = {k: v for k, v in given.items() if k in names}
+        params = {k: v for k, v in given.items() if k not in names}
+        return site.bind(match.op, operands, params, kernels)
+
+    return call
+
+
+def _site(p: Placed) -> Site:
+    """What is said of a match at a place, without its number."""
+    match, choice, scope = p.match, p.choice, p.scope
+    spec = match.spec
+    return Site(
+        index=0,
+        op=match.op.name,
+        where=match.where,
+        repeats=scope.repeats,
+        scope="/".join(scope.path),
+        shapes=" ".join(
+            f"{name} {_short(spec.dtype(name))}[{','.join(map(str, shape))}]"
+            for name, shape in spec.shapes
+        ),
+        params=dict(match.reading.params),
+        kernel=choice.kernel,
+        origin=choice.origin,
+        replaced=choice.kernel != XLA,
+        not_chosen=choice.not_chosen,
+        numerics=match.reading.notes,
+        backward=p.backward is not None,
+        config=choice.implementation.configs,
+    )
+
+
+@functools.cache
+def _short(dtype: str) -> str:
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        if dtype.startswith(long):
+            return short + dtype.removeprefix(long).split("_")[0]
+    return dtype

@@ -1,0 +1,259 @@
+"""What becomes of a program's matches: a kernel for each, or why there is none."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rewriter import autotune, device
+from rewriter.as_written import NotTaken, as_written, spelling_of
+from rewriter.backward_place import home_of, lies_at, residuals_place
+from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
+from rewriter.config import Config
+from rewriter.device import Device
+from rewriter.fold import Folded
+from rewriter.gradients import Backward
+from rewriter.graph import Graph, Scope
+from rewriter.implementation import XLA
+from rewriter.key import BOTH, FORWARD, Key, key_of
+from rewriter.match import Match
+from rewriter.placing import Placed, Plan, in_order, top
+from rewriter.programs import Task
+from rewriter.region import Regions
+from rewriter.remains import SAVED, WHY, computed_anyway
+from rewriter.replace import obstacle
+from rewriter.whole import program_key
+
+
+def planned(
+    regions: Regions,
+    matches: Sequence[Match],
+    config: Config,
+    backward: Mapping[int, Backward],
+    why_none: Mapping[int, str],
+    folded: Folded | None,
+) -> Plan:
+    """Returns what becomes of all matches: their sites and the splices.
+
+    Args:
+        regions: The walks over the program's graph.
+        matches: What was found in it.
+        config: Forced kernels, targets, measurements.
+        backward: By the id of a match, its gradients.
+        why_none: By the id of a match, why no gradients were found.
+        folded: What was left out of the program, if anything was.
+    """
+    target = _target(config)
+    graph = regions.graph
+    homes = {
+        id(m): residuals_place(
+            backward[id(m)],
+            graph,
+            _unhindered(m, regions),
+            [v for _, v in m.leaves],
+        )
+        for m in matches
+        if id(m) in backward
+    }
+    backward = {k: b for k, b in backward.items() if homes[k] is not None}
+    covered = frozenset().union(*(b.inner | {*b.results} for b in backward.values()))
+    matches = [m for m in matches if m.value not in covered]
+    anyway = {
+        id(m): SAVED
+        for m in matches
+        if id(m) in backward and _made_again(graph, m, backward[id(m)], regions)
+    }
+    if config.tune in ("quick", "full") and target == device.attached():
+        autotune.measure_missing(tasks_of(graph, matches, backward), config.tune)
+    times = {
+        id(m): folded.times(top(m.node.scope, m.node.position)) if folded else 1
+        for m in matches
+    }
+    choices = _choices(
+        graph, matches, config, target, backward, anyway, why_none, times
+    )
+    inputs = [v.aval for v in (folded.whole if folded else graph.top.jaxpr).invars]
+    key = _program_key(inputs, matches, choices, backward, target, times)
+    choices = _end_to_end(matches, choices, config, target, key)
+    placed = [
+        p
+        for match, choice in zip(matches, choices, strict=True)
+        for p in _at_its_places(match, choice, regions, backward, homes.get(id(match)))
+    ]
+    return in_order(placed, config, target, folded, key)
+
+
+def _at_its_places(
+    match: Match,
+    choice: Choice,
+    regions: Regions,
+    backward: Mapping[int, Backward],
+    home: Any,
+) -> Iterator[Placed]:
+    """A match at all its places; as written where a replacement cannot stand."""
+    for scope, position in _places(match):
+        its = None
+        if home is not None and home[0] == (scope, position):
+            its, position = backward[id(match)], home[1]
+        made = choice
+        why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
+        if why:
+            made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
+        copies = match.copies if scope is match.node.scope else 0
+        yield Placed(match, scope, position, made, its, copies)
+
+
+def _program_key(
+    inputs: Sequence[Any],
+    matches: Sequence[Match],
+    choices: Sequence[Choice],
+    backward: Mapping[int, Backward],
+    target: Device,
+    times: Mapping[int, int],
+) -> Key | None:
+    """The key of the whole program with these choices; None if nothing is replaced."""
+    if all(c.implementation.forward == XLA for c in choices):
+        return None
+    counts: Counter[Any] = Counter()
+    for m, c in zip(matches, choices, strict=True):
+        if m.spec.symbolic:
+            return None
+        passes = BOTH if id(m) in backward else FORWARD
+        counts[m.spec, passes, c.implementation] += times[id(m)]
+    sites = [
+        (key_of(spec, passes, target.kind), f"{made.text} x{count}")
+        for (spec, passes, made), count in counts.items()
+    ]
+    texts: dict[Any, str] = {}  # a text costs more than all else that is done here
+    names = [texts.get(a) or texts.setdefault(a, str(a)) for a in inputs]
+    return program_key(sites, names, target.kind)
+
+
+def _end_to_end(
+    matches: Sequence[Match],
+    choices: Sequence[Choice],
+    config: Config,
+    target: Device,
+    key: Key | None,
+) -> list[Choice]:
+    """The choices, but for ops without which the whole program was measured faster."""
+    if key is None or not config.end_to_end:
+        return list(choices)
+    ops, why = left_out(config, target, key)
+    return [
+        Choice(AS_WRITTEN, c.origin, ((c.kernel, why), *c.not_chosen))
+        if c.origin != "forced"
+        and c.kernel != XLA
+        and (ops is None or m.op.name in ops)
+        else c
+        for m, c in zip(matches, choices, strict=True)
+    ]
+
+
+def _choices(
+    graph: Graph,
+    matches: Sequence[Match],
+    config: Config,
+    target: Device,
+    backward: Mapping[int, Backward],
+    anyway: Mapping[int, str],
+    why_none: Mapping[int, str],
+    times: Mapping[int, int],
+) -> list[Choice]:
+    """A kernel for each match; XLA where the kernel's work would come on top."""
+    kept: Counter[Any] = Counter()  # how often a gradient's residuals are kept
+    for m in matches:
+        if id(m) in backward:
+            kept[m.spec] += m.node.scope.repeats * times[id(m)]
+    by_reading: dict[tuple[int, int], Choice] = {}
+    keys = [(id(m.reading), kept[m.spec] if id(m) in backward else 0) for m in matches]
+    for key, match in zip(keys, matches, strict=True):
+        if key not in by_reading:
+            own = backward.get(id(match))
+            by_reading[key] = choose(
+                match.spec, config, match.pattern.kernels, target, key[1], match.where,
+                functools.partial(spelling_of, graph, match, own),
+            )  # fmt: skip
+    choices = [by_reading[key] for key in keys]
+    replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
+    reasons = {
+        key: f"{WHY} (gradients: {why_none[key]})" if key in why_none else WHY
+        for key in computed_anyway(graph, replaced, backward)
+    } | dict(anyway)
+    return [
+        Choice(AS_WRITTEN, c.origin, ((c.kernel, reasons[id(m)]), *c.not_chosen))
+        if id(m) in reasons and c.kernel != XLA and c.origin != "forced"
+        else c
+        for m, c in zip(matches, choices, strict=True)
+    ]
+
+
+def _made_again(
+    graph: Graph, match: Match, backward: Backward, regions: Regions
+) -> bool:
+    """Whether the body with the gradients makes the result from what is saved for it.
+
+    So it is with a checkpoint that saves products: they are needed there anyway.
+    """
+    return any(
+        lies_at(backward, graph, home_of(scope)[0])
+        for scope, _ in _places(match)
+        if obstacle(match, scope, regions)
+    )
+
+
+def _places(match: Match) -> list[tuple[Scope, int]]:
+    """The first place of the result in every body that computes it."""
+    node = match.node
+    places = {id(node.scope): (node.scope, node.position)}
+    for scope, position, _ in node.copies:
+        places.setdefault(id(scope), (scope, position))
+    return list(places.values())
+
+
+def _unhindered(match: Match, regions: Regions) -> list[tuple[Scope, int]]:
+    """The places where a replacement can stand."""
+    return [(s, p) for s, p in _places(match) if not obstacle(match, s, regions)]
+
+
+def _target(config: Config) -> Device:
+    """The device to choose for: the one asked for, else the attached one."""
+    if config.target:
+        return device.named(config.target)
+    here = device.attached()
+    kind = dict(config.targets).get(here.platform)
+    return device.of(kind, here.platform) if kind else here
+
+
+def tasks_of(
+    graph: Graph,
+    matches: Sequence[Match],
+    backward: Mapping[int, Backward],
+    gradients: bool = False,
+) -> list[Task]:
+    """Returns what can be measured for matches, equal ones once.
+
+    Args:
+        graph: The program.
+        matches: What was found in it.
+        backward: By the id of a match, its gradients.
+        gradients: Whether to measure gradients of the others too.
+    """
+    found: dict[Task, None] = {}
+    for m in matches:
+        written, why = None, ""
+        try:
+            written = as_written(graph, m, backward.get(id(m)))
+        except NotTaken as problem:
+            why = str(problem)
+        differentiated = id(m) in backward
+        passes = [] if differentiated else [FORWARD]
+        if differentiated or gradients:
+            passes.append(BOTH)
+        for which in passes:
+            kernels = tuple(m.pattern.kernels)
+            task = Task(m.op, m.spec, kernels, which, (), written, why)
+            found.setdefault(task)
+    return list(found)
