@@ -50,8 +50,13 @@ def kernel(
         programs: Number of blocks.
         warpgroups: Warpgroups of a block.
     """
+
+    def run(*references: Any, **named: Any) -> None:
+        with jax.named_scope(name):
+            body(*references, **named)
+
     return plgpu.kernel(
-        body,
+        run,
         out_type=tuple(out),
         scratch_types=dict(scratch),
         grid=(programs,),

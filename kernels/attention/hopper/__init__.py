@@ -25,21 +25,18 @@ from rewriter.kernels.attention.hopper.config import default as default
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import fits_backward as fits_backward
 from rewriter.kernels.attention.hopper.config import fits_backward_widths
+from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.device import Device
     from rewriter.kernel import Spec
 
 OPERANDS = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 TYPES = ("bfloat16", "float16")
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
-
-NAMES = ("H100", "H200", "H800", "H20")
-"""What names of Hopper GPUs contain, GH200 among them."""
 
 
 def supports(spec: Spec) -> Verdict:
@@ -48,13 +45,6 @@ def supports(spec: Spec) -> Verdict:
         return no("symbolic", "the Hopper kernel wants sizes that are numbers")
     verdict = all_of(_operands(spec), _types(spec), _sizes(spec), _numbers(spec))
     return _importable() if verdict.ok else verdict
-
-
-def runs_on(device: Device) -> Verdict:
-    """Returns whether a device is a Hopper GPU, or one that is not known yet."""
-    if device.kind in ("", device.platform) or any(n in device.kind for n in NAMES):
-        return YES
-    return no("device", f"{device.kind} is no Hopper GPU (compute capability 9.0)")
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:

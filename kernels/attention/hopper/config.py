@@ -7,37 +7,16 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from rewriter.device import Device
     from rewriter.kernel import Spec
 
-SHARED_MEMORY = 227 << 10
-"""Bytes of shared memory that a block of threads may have on Hopper."""
-
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """By number of computing warpgroups: registers per lane for them and for the one that
 copies. All lanes of an SM together have 512 x 128."""
-
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100 SXM, H100 NVL, H200 and GH200."""
-
-FEWER = {"PCIe": 114, "H20": 78}
-"""Those of an H100 PCIe and of an H20. More programs than processors would take twice
-the time."""
-
-
-def processors(device: Device) -> int:
-    """Returns how many streaming multiprocessors a Hopper GPU has, by its name.
-
-    Example:
-        >>> from rewriter.device import Device
-        >>> [processors(Device(f"NVIDIA {x}", "cuda")) for x in ("H200", "H20")]
-        [132, 78]
-    """
-    words = device.kind.split()
-    return next((n for name, n in FEWER.items() if name in words), PROCESSORS)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the kernels need of Pallas Mosaic GPU, alike in every supported version of jax.
+"""What attention needs of Pallas Mosaic GPU, beside `rewriter.kernels.mosaic`.
 
 One function per need, one comment per difference between versions.
 """
@@ -6,10 +6,9 @@ One function per need, one comment per difference between versions.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,64 +17,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from rewriter.kernels.mosaic import PROGRAM as PROGRAM
+from rewriter.kernels.mosaic import WARPGROUP as WARPGROUP
+from rewriter.kernels.mosaic import barriers as barriers
+from rewriter.kernels.mosaic import kernel as kernel
+
 if TYPE_CHECKING:
     from jax import Array
 
     from rewriter.kernels.attention.hopper.order import Order
-
-WARPGROUP = "warpgroup"
-"""The name of the axis along which a block's warpgroups differ."""
-
-PROGRAM = "program"
-"""The name of the axis along which blocks differ."""
 
 TILE = plgpu.Layout.WGMMA
 """How an array of 64 rows lies in a warpgroup's registers."""
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 """How a value for each of 64 rows does."""
-
-
-def kernel(
-    body: Callable[..., None],
-    name: str,
-    out: Sequence[jax.ShapeDtypeStruct],
-    scratch: Mapping[str, Any],
-    programs: int,
-    warpgroups: int,
-) -> Callable[..., Any]:
-    """Returns a function of arrays that runs `body` on a GPU.
-
-    Args:
-        body: Takes references to the arrays, to the results, and `scratch` by name.
-        name: The kernel's name, as profilers show it.
-        out: Shapes and dtypes of the results.
-        scratch: What each block allocates, by name.
-        programs: Number of blocks.
-        warpgroups: Warpgroups of a block.
-    """
-
-    def run(*references: Any, **named: Any) -> None:
-        with jax.named_scope(name):
-            body(*references, **named)
-
-    return plgpu.kernel(
-        run,
-        out_type=tuple(out),
-        scratch_types=dict(scratch),
-        grid=(programs,),
-        grid_names=(PROGRAM,),
-        num_threads=warpgroups,
-        thread_name=WARPGROUP,
-        kernel_name=name,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            # The default of 0.10; that of 0.11 and 0.12 finds layouts by itself.
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-    )
 
 
 def swizzle(*sizes: int) -> int:
@@ -111,11 +67,6 @@ def wide_tiles(shape: tuple[int, ...]) -> Any:
     """Returns shared memory for float32 [..., rows, columns] that is copied out."""
     transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
-
-
-def barriers(count: int, arrivals: int = 1) -> Any:
-    """Returns `count` barriers, complete after so many arrivals, indexed by [i]."""
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
 def zeros(shape: tuple[int, ...], value: float = 0.0) -> Array:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.kernels.ragged_dot import tiled, xla
 from rewriter.kernels.ragged_dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged_dot.hopper.config import configs as configs
@@ -21,11 +22,7 @@ from rewriter.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.device import Device
     from rewriter.kernel import Spec
-
-NAMES = ("H100", "H200", "H800", "H20")
-"""What names of Hopper GPUs contain, GH200 among them."""
 
 MOST = 1 << 30
 """Sizes from here on do not fit the kernels' numbers."""
@@ -53,13 +50,6 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("size", "sizes of 2^30 and more do not fit its numbers"))
     verdict = all_of(*found)
     return _importable() if verdict.ok else verdict
-
-
-def runs_on(device: Device) -> Verdict:
-    """Returns whether a device is a Hopper GPU, or one that is not known yet."""
-    if device.kind in ("", device.platform) or any(n in device.kind for n in NAMES):
-        return YES
-    return no("device", f"{device.kind} is no Hopper GPU (compute capability 9.0)")
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:

@@ -5,20 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from rewriter.device import Device
     from rewriter.kernel import Spec
 
-SHARED_MEMORY = 227 << 10
-"""Bytes of shared memory that a block of threads may have on Hopper."""
-
 BARRIERS = 1 << 10
 """Bytes for barriers."""
-
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100 SXM, H200 and GH200."""
 
 STEP = 64
 """What is multiplied at once, along the axis that is summed: a row of 128 bytes."""
