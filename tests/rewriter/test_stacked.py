@@ -80,7 +80,9 @@ def test_gradients_of_every_layer(loss: Callable) -> None:
     assert counts["gated_linear_unit"] == LAYERS
     fast = rewriter.optimize(step, implementation=FORCED, strict=True)
     assert str(fast.jaxpr(WEIGHTS, X)).count("rewriter_site_backward[") == LAYERS
-    equal(fast(WEIGHTS, X), step(WEIGHTS, X))
+    # A gradient that is rounded to bfloat16 may be rounded to either side.
+    rounding = 2.0**-8 if loss is cast else 1e-5
+    equal(fast(WEIGHTS, X), step(WEIGHTS, X), tolerance=rounding)
     with jax.enable_x64(True):
         args = in_float64((WEIGHTS, X))
         equal(fast(*args), step(*args), tolerance=1e-12)
