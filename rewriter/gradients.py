@@ -174,6 +174,8 @@ def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None
             continue
         if found and (best is None or len(found.grads) > len(best.grads)):
             best = found
+            if _has_all(graph, match, best):
+                break
     if best is before:
         memory.failed[id(match.reading)] += 1
     elif best is not None:
@@ -196,9 +198,16 @@ def _proved_before(
     return None
 
 
+def _has_all(graph: Graph, match: Match, backward: Backward) -> bool:
+    """Whether there is a gradient of every operand that has one."""
+    return len(backward.grads) == sum(
+        _is_float(graph.dtype(v)) for _, v in match.leaves
+    )
+
+
 def _read_beside(graph: Graph, match: Match, backward: Backward) -> bool:
     """Whether more is computed from a region's values: perhaps another gradient."""
-    if len(backward.grads) == sum(_is_float(graph.dtype(v)) for _, v in match.leaves):
+    if _has_all(graph, match, backward):
         return False
     inside = match.inner | backward.inner
     parts = inside.difference((match.value, *backward.results))
