@@ -11,6 +11,7 @@ are the same in every run. Source: Dao, "FlashAttention-2" (arXiv 2307.08691), s
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Sequence
@@ -214,7 +215,7 @@ def _call(
     )(*named.values())
 
 
-class _Kernel:
+class _Kernel(abc.ABC):
     """What the two kernels have in common: tiles that stay, blocks that pass."""
 
     name: str
@@ -259,9 +260,9 @@ class _Kernel:
         return 1
 
     @classmethod
+    @abc.abstractmethod
     def row_memory(cls, p: _Problem) -> dict[str, Any]:
         """Returns shared memory for lse and delta."""
-        raise NotImplementedError
 
     def run(self) -> None:
         most, least = REGISTERS[self.p.warpgroups]
@@ -344,20 +345,25 @@ class _Kernel:
         )
 
     # What differs:
+    @abc.abstractmethod
     def copy_tile(self, tile: _Tile, w: int) -> None:
-        raise NotImplementedError
+        """Copies what stays for a tile."""
 
+    @abc.abstractmethod
     def copy_block(self, tile: _Tile, i: Any, j: Any, slot: Any) -> None:
-        raise NotImplementedError
+        """Copies a block that passes."""
 
+    @abc.abstractmethod
     def begin(self, tile: _Tile) -> Any:
-        raise NotImplementedError
+        """Returns what is summed, at the start of a tile."""
 
+    @abc.abstractmethod
     def step(self, tile: _Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
-        raise NotImplementedError
+        """Returns the sums with a block added."""
 
+    @abc.abstractmethod
     def store(self, tile: _Tile, carry: Any) -> None:
-        raise NotImplementedError
+        """Writes the sums of a tile."""
 
     def put(self, x: Array, name: str, output: str, tile: _Tile) -> None:
         """Writes rows to where a tile was, and from there to the result."""
