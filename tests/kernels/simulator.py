@@ -58,14 +58,34 @@ class _Block:
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.turns = [0] * warpgroups
+        self.first: int | None = None
+        """The warpgroup that goes as far as it can before another passes a wait."""
+        self.first_waits: Callable[[], bool] | None = None
 
     def wait(self, passed: Callable[[], bool], what: str) -> None:
+        mine = HERE.warpgroup
         with self.changed:
-            done = lambda: self.failure is not None or passed()
+            done = lambda: self.failure is not None or (passed() and self.may_go(mine))
+            if mine == self.first:
+                self.first_waits = passed
+                self.changed.notify_all()
             if not self.changed.wait_for(done, PATIENCE_S):
-                raise Stuck(f"warpgroup {HERE.warpgroup} waits for {what}")
+                raise Stuck(f"warpgroup {mine} waits for {what}")
+            if mine == self.first:
+                self.first_waits = None
             if self.failure is not None:
                 raise Stuck("another warpgroup failed")
+
+    def may_go(self, warpgroup: int) -> bool:
+        if self.first in (None, warpgroup):
+            return True
+        return self.first_waits is not None and not self.first_waits()
+
+    def ended(self, warpgroup: int) -> None:
+        with self.changed:
+            if warpgroup == self.first:
+                self.first_waits = lambda: False
+            self.changed.notify_all()
 
 
 class Reference:
@@ -129,7 +149,8 @@ class Barriers:
         self.missing = [arrivals] * count
         self.completed = [0] * count
         self.anyway = False
-        """Whether it may be passed at any time: to try what happens then."""
+        """Whether it may be passed at any time, by a warpgroup that is then ahead of
+        the others: to try what happens then."""
 
     @property
     def at(self) -> Any:
@@ -157,6 +178,7 @@ def _arrive(barrier: tuple[Barriers, int]) -> None:
 def _wait(barrier: tuple[Barriers, int]) -> None:
     of, i = barrier
     if of.anyway:
+        HERE.block.first = HERE.warpgroup
         return
     key = id(of) * 64 + i
     before = HERE.waits.get(key, 0)
@@ -302,6 +324,7 @@ def _warpgroup(
         with block.changed:
             block.failure = block.failure or problem
             block.changed.notify_all()
+    block.ended(warpgroup)
 
 
 def _poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
