@@ -51,6 +51,7 @@ KNOWN = {
                    227 << 10),
     "l40s": Device("NVIDIA L40S", "cuda", 362e12, 0.864e12, 48 * _GB, 96 * _MB,
                    99 << 10),
+    "tpu_v4": Device("TPU v4", "tpu", 275e12, 1.2e12, 32 * _GB, 0, 16 * _MB),
     "tpu_v5e": Device("TPU v5 lite", "tpu", 197e12, 0.819e12, 16 * _GB, 0, 128 * _MB),
     "tpu_v5p": Device("TPU v5", "tpu", 459e12, 2.765e12, 95 * _GB, 0, 64 * _MB),
     "tpu_v6e": Device("TPU v6 lite", "tpu", 918e12, 1.64e12, 32 * _GB, 0, 128 * _MB),

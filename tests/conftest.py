@@ -11,6 +11,11 @@ import pytest
 # What a developer tuned on this machine decides nothing here.
 os.environ["REWRITER_CACHE_DIR"] = tempfile.mkdtemp(prefix="rewriter-tests-")
 
+# On a host without a TPU, for the TPU compiler, also in several processes.
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
 # Tests compile thousands of tiny programs and run each once or twice. XLA:CPU without
 # optimization takes half the time to compile them (attention with its gradient,
 # 2 CPU cores, jax 0.10.2: 0.5 instead of 1.1 s of CPU time).

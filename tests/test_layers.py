@@ -10,7 +10,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
-    "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "kernel",
+    "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "tpu",
+    "ahead_of_time", "kernel",
     "estimate", "registry", "profile", "timing", "conditions", "trace", "repeats",
     "fold", "graph", "template", "normal_form", "canonicalize", "emit", "region",
     "rows", "reading", "stacked", "finder", "sieve", "match", "pattern",
@@ -25,7 +26,7 @@ ORDER = [
 
 KERNELS = {
     "cost", "op", "device", "kernel", "verdict", "errors", "estimate", "registry",
-    "kernels",
+    "kernels", "tpu",
 }  # fmt: skip
 NOT_FOR_PATTERNS = {"optimize", "pipeline", "replace", "site", "kernels", "_jax"}
 

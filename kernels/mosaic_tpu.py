@@ -1,0 +1,134 @@
+"""What kernels need of Pallas Mosaic TPU, alike in every supported version of jax.
+
+One function per need, one comment per difference between versions (0.10.2, 0.11.2,
+0.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+if TYPE_CHECKING:
+    from jax import Array
+
+LANES = 128
+"""Columns of a register, and what the last axis of a block is a multiple of."""
+
+SCOPED_VMEM = 16 << 20
+"""Bytes of VMEM that a kernel has on every generation without asking."""
+
+VMEM = pltpu.VMEM
+SMEM = pltpu.SMEM
+
+
+def sublanes(dtype: Any) -> int:
+    """Returns the rows of a register: 8 of 32 bits, 16 of 16 bits, 32 of 8 bits."""
+    return 32 // jnp.dtype(dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The steps of a kernel.
+
+    Attributes:
+        sizes: Steps along each axis, the last one fastest. A size may be a traced
+            scalar.
+        parallel: How many of the first axes may be split over the cores of a chip:
+            those along which no block of a result or scratch is visited again.
+    """
+
+    sizes: tuple[Any, ...]
+    parallel: int
+
+
+def call(
+    body: Callable[..., None],
+    name: str,
+    grid: Grid,
+    inputs: Sequence[pl.BlockSpec],
+    outputs: Sequence[pl.BlockSpec],
+    out: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[Any] = (),
+    prefetched: int = 0,
+    vmem: int = 0,
+    aliases: dict[int, int] | None = None,
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs `body` at every step of a grid on a TPU.
+
+    Args:
+        body: Takes references to prefetched scalars, inputs, outputs and scratch.
+        name: The kernel's name, as profilers show it.
+        grid: The steps.
+        inputs: The block of each input at a step.
+        outputs: The block of each output.
+        out: Shapes and dtypes of the outputs.
+        scratch: Memory that is kept from step to step, `VMEM` or `SMEM`.
+        prefetched: How many of the first arrays are int32 scalars that the functions
+            of blocks get too, as references, behind the indices.
+        vmem: Bytes of VMEM that blocks (twice), scratch and values need; more than
+            `SCOPED_VMEM` is asked for.
+        aliases: Outputs that are written over inputs: input's number, prefetched ones
+            counted, to output's number.
+    """
+    semantics = ("parallel",) * grid.parallel
+    semantics += ("arbitrary",) * (len(grid.sizes) - grid.parallel)
+    return pl.pallas_call(
+        body,
+        name=name,
+        out_shape=tuple(out),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=prefetched,
+            grid=grid.sizes,
+            in_specs=list(inputs),
+            out_specs=tuple(outputs),
+            scratch_shapes=list(scratch),
+        ),
+        input_output_aliases=aliases or {},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics,
+            vmem_limit_bytes=vmem if vmem > SCOPED_VMEM else None,
+        ),
+    )
+
+
+def shaped(shape: Sequence[int], dtype: Any, like: Array) -> jax.ShapeDtypeStruct:
+    """Returns an output's type; it varies over the mesh axes that `like` does.
+
+    Inside `jax.shard_map` with ``check_vma=True`` JAX asks for them.
+    """
+    axes = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=axes)
+
+
+def dot(
+    a: Array,
+    b: Array,
+    axes: tuple[int, int] = (1, 0),
+    precision: str | None = None,
+) -> Array:
+    """Returns the product of two matrices as float32.
+
+    16-bit operands are multiplied exactly and summed in float32. A `precision` that
+    they would have from ``jax.default_matmul_precision`` is not taken by the compiler,
+    so that each product says its own.
+
+    Args:
+        a: [rows, k], or [k, rows].
+        b: [k, columns], or [columns, k].
+        axes: Which axes are summed.
+        precision: What the source asked for, for float32 operands: "highest", "high"
+            or None, by which both are rounded to bfloat16.
+    """
+    of = lax.Precision.DEFAULT
+    if a.dtype == jnp.float32 and b.dtype == jnp.float32 and precision is not None:
+        of = lax.Precision(precision)
+    numbers = (((axes[0],), (axes[1],)), ((), ()))
+    return lax.dot_general(a, b, numbers, of, jnp.float32)

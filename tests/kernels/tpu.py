@@ -1,0 +1,70 @@
+"""Proves TPU kernels without a TPU: compiled for every generation, and interpreted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from rewriter import ahead_of_time
+from rewriter.device import Device
+from rewriter.kernels import mosaic_tpu
+from rewriter.tpu import GENERATIONS
+
+NEWER = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
+"""Whether the interpreter raises where it finds a race; before, it prints."""
+
+KINDS = {g.name: Device(g.kind, "tpu", shared_memory=g.vmem) for g in GENERATIONS}
+"""Device kinds by the generation's public name."""
+
+needs_compiler = pytest.mark.skipif(
+    not ahead_of_time.can_compile(KINDS["v5e"]),
+    reason="needs libtpu: pip install 'jax[tpu]' on Linux",
+)
+
+
+def compiled(generation: str, function: Callable[..., Any], *specs: Any) -> str:
+    """Returns the program that the TPU compiler makes of a function of one kernel."""
+    program = ahead_of_time.compiled(KINDS[generation], function, *specs)
+    text = program.as_text()
+    assert "tpu_custom_call" in text
+    return text
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Within, TPU kernels are computed by jax.numpy: fast, and numbers only."""
+
+    class Interpreted:
+        pallas_call = staticmethod(
+            functools.partial(mosaic_tpu.pl.pallas_call, interpret=True)
+        )
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(original, name)
+
+    original = mosaic_tpu.pl
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mosaic_tpu, "pl", Interpreted())
+        yield
+
+
+@contextmanager
+def simulated(capfd: pytest.CaptureFixture[str], cores: int = 1) -> Iterator[None]:
+    """Within, TPU kernels run on JAX's simulator of memory and copies: slow.
+
+    Memory is NaN before it is written. A race, or a read out of bounds, fails.
+    """
+    more: dict[str, Any] = {"num_cores_or_threads": cores}
+    params = pltpu.InterpretParams(detect_races=True, **more)
+    capfd.readouterr()
+    with pltpu.force_tpu_interpret_mode(params):
+        yield
+        jax.effects_barrier()
+    said = "".join(capfd.readouterr())
+    assert "RACE DETECTED" not in said, said
