@@ -17,15 +17,16 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
-from rewriter import cache, device
+from rewriter import ahead_of_time, cache, device, static_cost
 from rewriter import isolate as isolation
 from rewriter.decision import decide
 from rewriter.device import Device
+from rewriter.errors import ConfigError, caller
 from rewriter.implementation import XLA, Implementation, by_thumb, settings
 from rewriter.inputs import distributions
 from rewriter.kernel import Kernel, worth_measuring
 from rewriter.key import FORWARD, Key, key_of
-from rewriter.measurement import Measurement, merge, time_text
+from rewriter.measurement import ESTIMATES, Measurement, merge, time_text
 from rewriter.programs import Task
 from rewriter.race import Race
 from rewriter.registry import REFERENCE
@@ -130,10 +131,12 @@ def measure(
     progress: Callable[[str, int, int], None] | None = None,
     again: bool = False,
     isolate: bool = False,
+    on: Device | None = None,
 ) -> Tuned:
     """Returns the measurements of tasks, those of the cache included, and caches them.
 
-    Interrupted, it returns what was measured so far.
+    Interrupted, it returns what was measured so far. For a TPU generation that is not
+    attached, the times are its compiler's estimates.
 
     Args:
         tasks: What to measure; forward passes are measured before gradients.
@@ -142,9 +145,21 @@ def measure(
         progress: Told what is measured now, how many candidates are done, of how many.
         again: Measure also what the cache has.
         isolate: Run each kernel first in a child process.
+        on: The device kind; the one attached by default.
+
+    Raises:
+        ConfigError: If the device kind is not attached, nor can be compiled for.
     """
     made = _Made()
-    _measure(tasks, level, budget_s, made, progress, again, isolate)
+    on = on or device.attached()
+    if on != device.attached() and not ahead_of_time.can_compile(on):
+        raise ConfigError(
+            f"target={on.kind!r} is not attached, this is {device.attached().kind!r}",
+            next_step="Tune on such a device and load the file there is; or, for TPU "
+            "v4 to 7x on Linux, pip install 'jax[tpu]' for estimates by its compiler",
+            where=caller(),
+        )
+    _measure(tasks, level, budget_s, made, on, progress, again, isolate)
     return made.tuned
 
 
@@ -153,11 +168,11 @@ def _measure(
     level: str,
     budget_s: float,
     made: _Made,
+    on: Device,
     progress: Callable[[str, int, int], None] | None = None,
     again: bool = False,
     isolate: bool = False,
 ) -> None:
-    on = device.attached()
     until = time.monotonic() + budget_s
 
     def run() -> None:
@@ -186,7 +201,7 @@ def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
         log.warning("nothing is timed with several processes; share a Tuned instead")
         return Tuned()
     made = _Made()
-    _measure(tasks, level, SITE_S * len(tasks), made)
+    _measure(tasks, level, SITE_S * len(tasks), made, device.attached())
     if made.interrupted:
         raise KeyboardInterrupt
     return made.tuned
@@ -242,23 +257,28 @@ def _measure_task(
     again: bool,
     isolate: bool,
 ) -> None:
+    there = on == device.attached()
+    if not there:
+        task, isolate = replace(task, written=None), True
     key, forward = task.key(on), key_of(task.spec, FORWARD, on.kind)
     mine = Tuned(cache.entries(on.kind, task.spec.op)) | made.tuned
-    drawn = tuple(filter(None, distributions(task)))
-    known = _current(mine.find(forward), task, drawn)
+    known = _current(mine.find(forward), task, there)
     wanted = candidates(task, on, level, known, isolate)
-    old = () if again else _current(mine.find(key), task, drawn)
+    old = () if again else _current(mine.find(key), task, there)
     had = {m.implementation for m in old}
     missing = tuple(i for i in wanted if i not in had)
     left_out: tuple[Measurement, ...] = ()
-    if isolate and missing:
+    if there and isolate and missing:
         missing, crashed, left_out = _isolated(task, missing)
         cache.add(key, crashed)
         old = merge(old, crashed)
     if missing:
         say = functools.partial(progress or _silent, key.text)
         until = min(time.monotonic() + SITE_S, latest)
-        new = Race(task, on, until, latest, say).run(missing)
+        if there:
+            new = Race(task, on, until, latest, say).run(missing)
+        else:
+            new = static_cost.estimated(task, on, missing, latest, say)
         cache.add(key, new)
         old = merge(old, new)
         _tell(key, old)
@@ -288,19 +308,27 @@ def _isolated(
 
 
 def _current(
-    found: Sequence[Measurement], task: Task, drawn: tuple[str, ...]
+    found: Sequence[Measurement], task: Task, there: bool
 ) -> tuple[Measurement, ...]:
-    """Those of kernels as they are now, under this JAX, on inputs drawn like these.
+    """Those of kernels as they are now, under this JAX, timed as they would be now.
 
+    That is on inputs drawn like these; without the device by the compiler that is here.
     Of XLA those of the task's own equations.
     """
     kernels = {k.name for k in task.kernels}
+    drawn = tuple(filter(None, distributions(task)))
+
+    def timed_alike(m: Measurement) -> bool:
+        if not there:
+            return m.method in ESTIMATES and m.driver == static_cost.compiler()
+        return m.method not in ESTIMATES and tuple(n for n, _ in m.by_inputs) == drawn
+
     return tuple(
         m for m in found
         if m.jax == jax.__version__
         and all(n in kernels for n in m.implementation.kernels)
         and m.version == task.version_of(m.implementation)
-        and (m.median_us is None or tuple(n for n, _ in m.by_inputs) == drawn)
+        and (m.median_us is None or timed_alike(m))
     )  # fmt: skip
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import jax
-
-from rewriter import cache
 from rewriter.config import Config
 from rewriter.decision import Decision, decide
 from rewriter.device import Device
-from rewriter.errors import ConfigError, KernelError, UnknownKernel, caller, known
+from rewriter.errors import KernelError, UnknownKernel, caller, known
 from rewriter.implementation import XLA, Implementation, by_thumb, configured
 from rewriter.kernel import Kernel, Spec
-from rewriter.key import BOTH, FORWARD, PROGRAM, Key, key_of, nearest
+from rewriter.key import BOTH, FORWARD, PROGRAM, Key, key_of
 from rewriter.measurement import (
-    Entry,
+    BUNDLES,
+    ESTIMATES,
+    SIMULATED,
     Measurement,
     of_spelling,
     spellings,
@@ -28,7 +25,7 @@ from rewriter.measurement import (
     version_of,
 )
 from rewriter.registry import REFERENCE
-from rewriter.tuned import Tuned
+from rewriter.sources import look_up, sources
 from rewriter.verdict import Verdict, no
 from rewriter.whole import REWRITTEN, WITHOUT
 
@@ -40,8 +37,9 @@ class Choice:
     Attributes:
         implementation: The kernels of both passes.
         origin: ``"forced"``, ``"tuned"`` (given by the user), ``"cached"``,
-            ``"shipped"``, ``"nearest"``, ``"estimated"`` (by a model of the device)
-            or ``"heuristic"``.
+            ``"shipped"``, ``"nearest"``, ``"simulated"`` (by the device's compiler,
+            where nothing was measured), ``"estimated"`` (by a model of the device) or
+            ``"heuristic"``.
         not_chosen: (name, reason) for everything else.
     """
 
@@ -91,11 +89,11 @@ def choose(
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
     measured = _measured(spec, config, kernels, device, differentiated > 0, spelling)
-    return (
-        measured
-        or _estimated(spec, config, kernels, device, differentiated)
-        or _by_thumb(spec, config, kernels, device, differentiated)
-    )
+    if measured is not None:
+        return measured
+    given = (spec, config, kernels, device)
+    choice = _estimated(*given, differentiated) or _by_thumb(*given, differentiated)
+    return _configured(choice, *given, differentiated > 0)
 
 
 def left_out(
@@ -112,7 +110,7 @@ def left_out(
         Names of ops; None for all of them; () if nothing was measured or everything
         rewritten is best.
     """
-    for _, entries in _sources(config, device, PROGRAM):
+    for _, entries in sources(config, device, PROGRAM):
         decision = decide(dict(entries).get(key, ()))
         if decision is None:
             continue
@@ -304,33 +302,79 @@ def _measured(
     differentiated: bool,
     spelling: Callable[[], str],
 ) -> Choice | None:
-    """The winner of what was measured; None if nothing was that still holds."""
-    if config.tune == "off" and not config.tuned:
-        return None
-    if spec.symbolic or not kernels:
-        return None
-    by_name = {k.name: k for k in kernels if device.platform in k.platforms}
-    holds = functools.partial(_holds, spec, config, by_name, device)
-    sources = _sources(config, device, spec.op)
+    """The winner of what was measured, else simulated; None if nothing still holds."""
     passes = BOTH if differentiated else FORWARD
-    found, origin = _look_up(sources, key_of(spec, passes, device.kind), holds)
-    if any(spellings(found)):
-        found = of_spelling(found, spelling())
-    decision = decide(found)
-    if decision is None:
-        return None
-    made = decision.best.implementation
-    if not differentiated:
-        gradient, _ = _look_up(sources, key_of(spec, BOTH, device.kind), holds)
-        gradient = of_spelling(gradient, spelling()) if gradient else ()
-        made = _with_backward(made, gradient)
-    timed = {name for m in found for name in m.implementation.kernels}
-    refused = [
-        (k.name, _reasons(usable(k, spec, device, config)) or "not measured")
-        for name, k in by_name.items()
-        if name not in timed
+    look = _looking(spec, config, kernels, device)
+    for simulated in (False, True):
+        found, origin = look(passes, simulated)
+        if any(spellings(found)):
+            found = of_spelling(found, spelling())
+        decision = decide(found)
+        alone = all(m.implementation.forward == XLA for m in found)
+        if decision is None or (simulated and alone):
+            continue
+        made = decision.best.implementation
+        if not differentiated:
+            gradient, _ = look(BOTH, simulated)
+            gradient = of_spelling(gradient, spelling()) if gradient else ()
+            made = _with_backward(made, gradient)
+        timed = {name for m in found for name in m.implementation.kernels}
+        refused = [
+            (k.name, _reasons(usable(k, spec, device, config)) or "not measured")
+            for k in kernels
+            if device.platform in k.platforms and k.name not in timed
+        ]
+        return Choice(made, origin, (*_by_kernel(decision), *refused))
+    return None
+
+
+def _looking(
+    spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
+) -> Callable[..., tuple[tuple[Measurement, ...], str]]:
+    """A function of passes, and of how they were timed, to what is known, and whence.
+
+    Instruction bundles are known apart: they say nothing against XLA.
+    """
+    none: tuple[tuple[Measurement, ...], str] = ((), "")
+    if (config.tune == "off" and not config.tuned) or spec.symbolic or not kernels:
+        return lambda passes, simulated, bundles=False: none
+    by_name = {k.name: k for k in kernels if device.platform in k.platforms}
+    known = sources(config, device, spec.op)
+
+    def look(passes: str, simulated: bool, bundles: bool = False) -> Any:
+        def holds(m: Measurement) -> bool:
+            wanted = BUNDLES if bundles else SIMULATED
+            how = m.method == wanted if simulated else m.method not in ESTIMATES
+            return how and _holds(spec, config, by_name, device, m)
+
+        found, origin = look_up(known, key_of(spec, passes, device.kind), holds)
+        return found, SIMULATED if simulated and found else origin
+
+    return look
+
+
+def _configured(
+    choice: Choice,
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: bool,
+) -> Choice:
+    """The choice with the kernel's config that takes the fewest bundles, if known."""
+    if choice.implementation.forward == XLA:
+        return choice
+    passes = BOTH if differentiated else FORWARD
+    look = _looking(spec, config, kernels, device)
+    found, _ = look(passes, True, bundles=True)
+    mine = [
+        m for m in found if m.implementation.kernels == choice.implementation.kernels
     ]
-    return Choice(made, origin, (*_by_kernel(decision), *refused))
+    decision = decide(mine)
+    if decision is None:
+        return choice
+    lost = (*_by_kernel(decision), *choice.not_chosen)
+    return Choice(decision.best.implementation, SIMULATED, lost)
 
 
 def _by_kernel(decision: Decision) -> list[tuple[str, str]]:
@@ -374,81 +418,3 @@ def _holds(
     if not configured(made, kernels):
         return False
     return all(usable(kernels[n], spec, device, config).ok for n in made.kernels)
-
-
-Source = tuple[str, Sequence[Entry]]
-
-
-def _sources(config: Config, device: Device, op: str) -> list[Source]:
-    """Where measurements may be found, the strongest first."""
-    found: list[Source] = [("tuned", _given(t).entries) for t in config.tuned[::-1]]
-    if config.tune == "off":
-        return found
-    if jax.process_count() == 1:  # all hosts must compile one program
-        mine = cache.entries(device.kind, op)
-        here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
-        found.append(("cached", [(k, ms) for k, ms in here if ms]))
-    return [*found, ("shipped", shipped(op).entries)]
-
-
-def _look_up(
-    sources: Sequence[Source], key: Key, holds: Callable[[Measurement], bool]
-) -> tuple[tuple[Measurement, ...], str]:
-    """The measurements of a key, else of the nearest shapes, and their origin."""
-    for origin, entries in sources:
-        found = tuple(filter(holds, dict(entries).get(key, ())))
-        if found:
-            return found, origin
-    for _, entries in sources:
-        found = tuple(filter(holds, nearest(entries, key)))
-        if found:
-            return found, "nearest"
-    return (), ""
-
-
-def check_tuned(config: Config) -> None:
-    """Reads the files of measurements that a configuration names.
-
-    Raises:
-        ConfigError: If one cannot be read.
-        BundleMismatch: If one holds something else.
-    """
-    for given in config.tuned:
-        _given(given)
-
-
-def _given(tuned: object) -> Tuned:
-    if isinstance(tuned, Tuned):
-        return tuned
-    path = str(tuned)
-    try:
-        return _loaded(path, os.stat(path).st_mtime_ns)
-    except OSError as problem:
-        raise ConfigError(
-            f"tuned={path!r} cannot be read: {problem.strerror}",
-            wanted="a file that Tuned.save wrote",
-            where=caller(),
-        ) from problem
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(path: str, stamp: int) -> Tuned:
-    del stamp
-    return Tuned.load(path)
-
-
-@functools.cache
-def shipped(op: str) -> Tuned:
-    """Returns the measurements that come with the package, of all device kinds."""
-    try:
-        module = importlib.import_module(f"rewriter.kernels.{op}")
-    except ModuleNotFoundError:
-        return Tuned()
-    folder = os.path.join(os.path.dirname(str(module.__file__)), "tuned")
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    made = Tuned()
-    for name in names:
-        if name.endswith(".json"):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                made |= Tuned.loads(file.read(), name)
-    return made

@@ -109,8 +109,8 @@ def configured(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
     first = kernels.get(made.forward)
     second = kernels.get(made.backward or made.forward)
     try:
-        _config(first.space if first else None, made.config)
-        _config(second.backward_space if second else None, made.backward_config)
+        config_of(first.space if first else None, made.config)
+        config_of(second.backward_space if second else None, made.backward_config)
     except (TypeError, ValueError):
         return False
     return True
@@ -163,20 +163,25 @@ def _built(
 
 
 def _with_forward(kernel: Kernel, given: Settings) -> Kernel:
-    config = _config(kernel.space, given)
+    config = config_of(kernel.space, given)
     if config is None:
         return kernel
     return replace(kernel, forward=functools.partial(kernel.forward, config=config))
 
 
 def _with_backward(kernel: Kernel, given: Settings) -> Kernel:
-    config = _config(kernel.backward_space, given)
+    config = config_of(kernel.backward_space, given)
     if config is None or kernel.backward is None:
         return kernel
     return replace(kernel, backward=functools.partial(kernel.backward, config=config))
 
 
-def _config(space: Space | None, given: Settings) -> Any:
+def config_of(space: Space | None, given: Settings) -> Any:
+    """Returns a space's config with these settings; None for None.
+
+    Raises:
+        TypeError: If there is no space, or its config has other fields.
+    """
     if given is None:
         return None
     if space is None:

@@ -124,7 +124,7 @@ def first_runs(
     left = list(wanted)
     while left:
         try:
-            order = pickle.dumps(_order(task, place, left))
+            order = pickle.dumps(order_of(task, place, left))
         except Exception as problem:  # pickle's errors are of several kinds
             return problems, f"not run: isolate=True, and {first_line(problem)}"
         done, why, ready = _child(order)
@@ -136,7 +136,8 @@ def first_runs(
     return problems, ""
 
 
-def _order(task: Task, place: Place, wanted: Sequence[Implementation]) -> Order:
+def order_of(task: Task, place: Place, wanted: Sequence[Implementation]) -> Order:
+    """Returns what a child needs to make the same programs as this process."""
     config = jax.config
     return Order(
         place, task.spec, task.passes, task.samples, tuple(wanted),

@@ -235,6 +235,9 @@ class Kernel:
             lowers only where it knows the devices.
         space: The configs of `forward`, which then takes ``config=``.
         backward_space: The configs of `backward`, which then takes ``config=``.
+        steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
+            its Pallas TPU kernels, the grid steps that run where values decide it;
+            without the device its time is estimated from that.
         tried: Whether its code, as it is now, was seen to run on its devices. If not,
             tuning tries it only with ``isolate=True``, and benches only by its name.
         runs_on: Says, with reasons, whether it runs on a device of its platforms.
@@ -263,6 +266,9 @@ class Kernel:
     needs_devices: bool = False
     space: Space | None = None
     backward_space: Space | None = None
+    steps: Callable[[Spec, Any, Any, str], Mapping[str, int]] | None = field(
+        default=None, repr=False
+    )
     tried: bool = True
     runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
 
@@ -299,6 +305,7 @@ def from_function(
     space: Space | None = None,
     backward_space: Space | None = None,
     saves_out: bool = True,
+    steps: Callable[[Spec, Any, Any, str], Mapping[str, int]] | None = None,
 ) -> Kernel:
     """Returns a kernel from a plain function of the operands.
 
@@ -316,6 +323,7 @@ def from_function(
         space: The configs to choose from, if the function takes ``config=``.
         backward_space: The configs to choose from, if `backward` takes ``config=``.
         saves_out: As `Kernel.saves_out`.
+        steps: As `Kernel.steps`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -346,5 +354,5 @@ def from_function(
     return Kernel(
         name or getattr(function, "__name__", "kernel"),
         op.name, platforms, version, supports, forward, backward, space=space,
-        backward_space=backward_space, saves_out=saves_out,
+        backward_space=backward_space, saves_out=saves_out, steps=steps,
     )  # fmt: skip

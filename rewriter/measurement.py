@@ -10,6 +10,12 @@ from rewriter.implementation import XLA, Implementation
 from rewriter.kernel import Kernel
 from rewriter.key import Key
 
+SIMULATED, BUNDLES = "simulated", "bundles"
+"""Methods of estimates without the device: cycles of a whole program, or instruction
+bundles of kernels times the steps that run them."""
+
+ESTIMATES = (SIMULATED, BUNDLES)
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -24,14 +30,15 @@ class Measurement:
         median_us: Median device time of a run in microseconds; None if it failed.
         sigma_us: The spread of one run.
         runs: How many were taken.
-        method: ``"cupti"``, ``"profiler"`` or ``"wall clock"``.
+        method: ``"cupti"``, ``"profiler"`` or ``"wall clock"``; or `SIMULATED` or
+            `BUNDLES`.
         temp_bytes: Temporary memory of the compiled program, if known.
         problem: Why there is no time.
         by_inputs: (distribution of the inputs, median in microseconds) pairs where
             there were several; `median_us` is their mean.
         note: What else to know.
         clock_mhz: The clock of a GPU's multiprocessors right after timing, if known.
-        driver: The GPU's driver, if known.
+        driver: The GPU's driver, if known; of an estimate, the compiler.
     """
 
     implementation: Implementation

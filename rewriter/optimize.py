@@ -19,7 +19,6 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax, oracle, trace
-from rewriter.choose import check_tuned
 from rewriter.config import OPTIONS, Config, disabled, resolve
 from rewriter.device import attached, named
 from rewriter.errors import (
@@ -36,6 +35,7 @@ from rewriter.pipeline import rewrite
 from rewriter.registry import registry
 from rewriter.replace import Rewritten
 from rewriter.report import Report
+from rewriter.sources import check_tuned
 from rewriter.trace import Bound, Traced
 from rewriter.verdict import Reason
 

@@ -128,6 +128,7 @@ class Pattern:
         space: kernel.Space | None = None,
         backward_space: kernel.Space | None = None,
         saves_out: bool = True,
+        steps: Callable[..., Mapping[str, int]] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Adds a kernel: a function of the operands, and of the params it names.
 
@@ -142,6 +143,7 @@ class Pattern:
             backward_space: The same for `backward`.
             saves_out: Whether `backward` reads ``out``; otherwise it gets None, and
                 the result is not kept for it.
+            steps: As `rewriter.kernel.Kernel.steps`.
         """
         platforms = (platform,) if isinstance(platform, str) else tuple(platform)
         unknown = [p for p in platforms if p not in kernel.PLATFORMS]
@@ -163,6 +165,7 @@ class Pattern:
                 space=space,
                 backward_space=backward_space,
                 saves_out=saves_out,
+                steps=steps,
             )
             self.kernels = (*self.kernels, made)
             return function

@@ -71,7 +71,9 @@ def tune(
             of your own must be at the top level of a module, and a GPU's memory must
             have room for a second process (``XLA_PYTHON_CLIENT_MEM_FRACTION``).
         patterns: As in ``optimize``.
-        **options: As in ``optimize``.
+        **options: As in ``optimize``. For a ``target`` that is not attached, a TPU
+            generation such as ``"TPU v5e"``, times are estimates by the TPU compiler
+            (``pip install 'jax[tpu]'``); the report calls such choices simulated.
 
     Returns:
         A function of the same arguments (arrays or ``ShapeDtypeStruct``) to `Tuned`.
@@ -108,17 +110,26 @@ def tune(
 
     def run(*args: Any, **kwargs: Any) -> Tuned:
         start = time.monotonic()
+        on = device.named(config.target) if config.target else device.attached()
+        if end_to_end and on != device.attached():
+            raise ConfigError(
+                f"end_to_end=True for {on.kind!r}",
+                wanted="the attached device, on which the program can run",
+                where=caller(),
+            )
         traced = trace.trace(inner, args, kwargs)
         found = pipeline.tasks(traced.closed_jaxpr, config, user_patterns, grad)
         found = _sampled(found, sample or {})
         with _progress() as progress:
-            made = autotune.measure(found, level, budget_s, progress, again, isolate)
+            made = autotune.measure(
+                found, level, budget_s, progress, again, isolate, on
+            )
         if end_to_end:
             plain = trace.jitted(fn, trace.jit_options(fn, theirs))
             leaves, call = trace.split(plain, args, kwargs)
             mine = {**ours, "patterns": [*ours["patterns"].split(","), *user_patterns]}
             made |= _whole(call, leaves, mine, made)
-        _summary(made, len(found), time.monotonic() - start)
+        _summary(made, on, len(found), time.monotonic() - start)
         return made
 
     return run
@@ -195,7 +206,7 @@ def _progress() -> Iterator[Progress | None]:
         yield progress
 
 
-def _summary(made: Tuned, wanted: int, seconds: float) -> None:
+def _summary(made: Tuned, on: device.Device, wanted: int, seconds: float) -> None:
     if not _shown() or not wanted:
         return
     kernels = sum(
@@ -206,7 +217,7 @@ def _summary(made: Tuned, wanted: int, seconds: float) -> None:
     )
     print(
         f"tuned {len(made)} of {wanted} sites and passes in {seconds:.0f} s on "
-        f"{device.attached().kind}: a kernel for {kernels}, XLA for the rest. "
+        f"{on.kind}: a kernel for {kernels}, XLA for the rest. "
         'Keep it: tuned.save("tuned.json")',
         file=sys.stderr,
     )

@@ -18,6 +18,7 @@ from rewriter.errors import BundleMismatch, CacheWarning, caller
 from rewriter.implementation import XLA
 from rewriter.key import Key, nearest
 from rewriter.measurement import (
+    ESTIMATES,
     Entry,
     Measurement,
     by_inputs_text,
@@ -190,7 +191,9 @@ def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
             yield f"{name}  ✗ {m.problem}"
             continue
         memory = "" if m.temp_bytes is None else f"  {m.temp_bytes / 2**20:8.1f} MiB"
-        times = f"{time_text(m.median_us):>8} ±{m.sigma_us / m.median_us:.1%}"
+        spread = f"±{m.sigma_us / m.median_us:.1%}"
+        times = f"{time_text(m.median_us):>8} "
+        times += m.method if m.method in ESTIMATES else spread
         best = decision.best if decision else m
         why = "✓ chosen" if m is best else why_not(m, best)
         yield f"{name}  {times}{memory}  {why}"

@@ -16,12 +16,12 @@ import jax
 
 import rewriter
 from rewriter import demo
-from rewriter.choose import shipped
 from rewriter.decision import decide
 from rewriter.implementation import XLA
 from rewriter.key import Key
 from rewriter.registry import registry
 from rewriter.report import size
+from rewriter.sources import shipped
 from tests.bench import record
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -10,12 +10,13 @@ import pytest
 
 import rewriter
 from rewriter import device, oracle
-from rewriter.choose import choose, shipped
+from rewriter.choose import choose
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.kernel import Spec, spec_of
 from rewriter.kernels.attention import cudnn
 from rewriter.registry import registry
+from rewriter.sources import shipped
 from rewriter.verdict import YES, no
 
 T = 1024

@@ -139,7 +139,7 @@ def test_what_cannot_be_exported():
 
 def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None:
     """Measurements of a device that is not here choose the kernel for it."""
-    from rewriter import choose, device, pipeline
+    from rewriter import device, pipeline, sources
     from rewriter.config import Config
     from rewriter.implementation import Implementation
     from rewriter.measurement import Measurement
@@ -158,7 +158,7 @@ def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None
     times = (Measurement(Implementation(), "xla", "any", 9.0),
              Measurement(loop, "memory_bounded 1", "any", 1.0))  # fmt: skip
     made = Tuned(((task.key(device.named("h200")), times),))
-    monkeypatch.setattr(choose, "shipped", lambda op: made)
+    monkeypatch.setattr(sources, "shipped", lambda op: made)
 
     def loops(**options) -> bool:
         artifact = rewriter.export(experts, platforms=("cuda",), **options)(*args)

@@ -15,7 +15,6 @@ import pytest
 
 import rewriter
 from rewriter import device, pipeline
-from rewriter.choose import shipped
 from rewriter.config import Config
 from rewriter.decision import decide
 from rewriter.errors import BundleMismatch, CacheWarning
@@ -24,6 +23,7 @@ from rewriter.kernel import Spec, spec_of
 from rewriter.key import Key, key_of, nearest
 from rewriter.measurement import Measurement
 from rewriter.registry import registry
+from rewriter.sources import shipped
 from rewriter.tuned import Tuned
 
 MIB = 1 << 20

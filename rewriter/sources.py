@@ -1,0 +1,95 @@
+"""A key in, what was measured of it out: given, cached, shipped, or of near shapes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+
+import jax
+
+from rewriter import cache
+from rewriter.config import Config
+from rewriter.device import Device
+from rewriter.errors import ConfigError, caller
+from rewriter.key import Key, nearest
+from rewriter.measurement import Entry, Measurement
+from rewriter.tuned import Tuned
+
+Source = tuple[str, Sequence[Entry]]
+
+
+def sources(config: Config, device: Device, op: str) -> list[Source]:
+    """Where measurements may be found, the strongest first."""
+    found: list[Source] = [("tuned", _given(t).entries) for t in config.tuned[::-1]]
+    if config.tune == "off":
+        return found
+    if jax.process_count() == 1:  # all hosts must compile one program
+        mine = cache.entries(device.kind, op)
+        here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
+        found.append(("cached", [(k, ms) for k, ms in here if ms]))
+    return [*found, ("shipped", shipped(op).entries)]
+
+
+def look_up(
+    sources: Sequence[Source], key: Key, holds: Callable[[Measurement], bool]
+) -> tuple[tuple[Measurement, ...], str]:
+    """The measurements of a key, else of the nearest shapes, and their origin."""
+    for origin, entries in sources:
+        found = tuple(filter(holds, dict(entries).get(key, ())))
+        if found:
+            return found, origin
+    for _, entries in sources:
+        found = tuple(filter(holds, nearest(entries, key)))
+        if found:
+            return found, "nearest"
+    return (), ""
+
+
+def check_tuned(config: Config) -> None:
+    """Reads the files of measurements that a configuration names.
+
+    Raises:
+        ConfigError: If one cannot be read.
+        BundleMismatch: If one holds something else.
+    """
+    for given in config.tuned:
+        _given(given)
+
+
+def _given(tuned: object) -> Tuned:
+    if isinstance(tuned, Tuned):
+        return tuned
+    path = str(tuned)
+    try:
+        return _loaded(path, os.stat(path).st_mtime_ns)
+    except OSError as problem:
+        raise ConfigError(
+            f"tuned={path!r} cannot be read: {problem.strerror}",
+            wanted="a file that Tuned.save wrote",
+            where=caller(),
+        ) from problem
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(path: str, stamp: int) -> Tuned:
+    del stamp
+    return Tuned.load(path)
+
+
+@functools.cache
+def shipped(op: str) -> Tuned:
+    """Returns the measurements that come with the package, of all device kinds."""
+    try:
+        module = importlib.import_module(f"rewriter.kernels.{op}")
+    except ModuleNotFoundError:
+        return Tuned()
+    folder = os.path.join(os.path.dirname(str(module.__file__)), "tuned")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    made = Tuned()
+    for name in names:
+        if name.endswith(".json"):
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                made |= Tuned.loads(file.read(), name)
+    return made

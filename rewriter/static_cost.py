@@ -1,0 +1,310 @@
+"""Candidates in, estimated times out: for TPUs that are not there.
+
+The TPU compiler's simulator gives the cycles of each operation of a compiled program.
+What it does not see:
+
+- other traffic of memory at the same time: a program takes at least the time of all
+  its bytes;
+- values of prefetched scalars, which it takes for 0, so that what they choose is left
+  out. Kernels that have such take the instruction bundles of their code for each step
+  of their grid; `Kernel.steps` says how many of those are run. Bundles rank configs of
+  one kernel, and say nothing against XLA;
+- how often a loop of XLA turns: a program that is one is not estimated.
+
+Each candidate is compiled in child processes, since the simulator ends the process on
+what it does not know, and may take minutes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from rewriter import ahead_of_time
+from rewriter.device import Device
+from rewriter.implementation import XLA, Implementation, build, config_of
+from rewriter.isolate import Order, order_of, place_of
+from rewriter.key import FORWARD
+from rewriter.measurement import BUNDLES, SIMULATED, Measurement
+from rewriter.programs import Task, function
+from rewriter.threads import side_by_side
+from rewriter.tpu import generation
+
+CHILD_S = 100.0
+"""Seconds within which a candidate is compiled and simulated."""
+
+FLAGS = {
+    "cycles": "--xla_jf_dump_static_llo_profile_to={0}",
+    "bundles": "--xla_jf_dump_to={0} --xla_jf_dump_llo_text=true "
+    "--xla_jf_dump_llo_pass_label_regex=final.*",
+}
+"""What libtpu is asked for, by what a child is to say."""
+
+UNSEEN = ("v4", "7x")
+"""Generations that the simulator ends the process for, or fails at many kernels."""
+
+
+LOOPS = "no estimate: the turns of its loops are not counted"
+
+
+@dataclass(frozen=True)
+class Called:
+    """One kernel in a program.
+
+    Attributes:
+        name: Its name.
+        steps: Steps of its grid; 0 if that depends on values.
+        prefetched: Whether it reads scalars that the simulator takes for 0.
+    """
+
+    name: str
+    steps: int
+    prefetched: bool
+
+
+def estimated(
+    task: Task,
+    on: Device,
+    wanted: Sequence[Implementation],
+    until: float,
+    say: Callable[[int, int], None],
+) -> list[Measurement]:
+    """Returns the estimated times of candidates, or why one has none.
+
+    XLA's candidate is the op as programs usually write it.
+
+    Args:
+        task: The task, without the user's own equations.
+        on: A TPU generation that `ahead_of_time.can_compile` takes.
+        wanted: The candidates.
+        until: The `time.monotonic` after which none is begun.
+        say: Told how many candidates are done, of how many.
+    """
+    found: dict[Implementation, Measurement] = {}
+    firsts = list({i.name: i for i in reversed(wanted)}.values())
+    for some in (firsts, [i for i in wanted if i not in firsts]):
+        hopeless = {i.name: m for i, m in found.items() if m.problem == LOOPS}
+        jobs = [
+            lambda i=i: _estimated(task, on, i) for i in some if i.name not in hopeless
+        ]
+        made = iter(side_by_side(jobs, until, until + 2 * CHILD_S))
+        for i in some:
+            m = LOOPS if i.name in hopeless else next(made)
+            found[i] = _without(task, i, m) if isinstance(m, str) else m
+            say(len(found), len(wanted))
+    return [found[i] for i in wanted]
+
+
+def _without(task: Task, made: Implementation, why: str) -> Measurement:
+    return Measurement(made, task.version_of(made), jax.__version__, None, problem=why)
+
+
+def _estimated(task: Task, on: Device, made: Implementation) -> Measurement:
+    said = _child("bundles", task, on, made)
+    if isinstance(said, str):
+        return _without(task, made, said)
+    calls = [Called(**c) for c in said["calls"]]
+    if not calls and said["loops"]:
+        return _without(task, made, LOOPS)
+    chip = generation(on)
+    if chip.name in UNSEEN or any(c.prefetched or not c.steps for c in calls):
+        method, cycles = BUNDLES, _cycles_of_steps(task, made, calls, said["bundles"])
+    else:
+        other = _child("cycles", task, on, made)
+        if isinstance(other, str):
+            return _without(task, made, other)
+        method, cycles = SIMULATED, other["cycles"]
+    if not calls and method == BUNDLES:
+        return _without(task, made, f"no estimate: no simulator for {on.kind}")
+    clock = chip.clock or 1e9
+    seconds = max(cycles / clock, said["moved"] / (on.bandwidth or math.inf))
+    return Measurement(
+        made,
+        task.version_of(made),
+        jax.__version__,
+        round(1e6 * seconds, 3),
+        runs=1,
+        method=method,
+        temp_bytes=said["temp"],
+        driver=compiler(),
+    )
+
+
+def _cycles_of_steps(
+    task: Task,
+    made: Implementation,
+    calls: Sequence[Called],
+    bundles: Mapping[str, int],
+) -> float:
+    """Bundles of each kernel, as often as its steps are run."""
+    known: dict[str, int] = {}
+    by_name = {k.name: k for k in task.kernels}
+    for name in made.kernels:
+        kernel = by_name[name]
+        if kernel.steps is not None:
+            first = config_of(kernel.space, made.config)
+            second = config_of(kernel.backward_space, made.backward_config)
+            known |= kernel.steps(task.spec, first, second, task.passes)
+    total = 0.0
+    for call in calls:
+        steps = known.get(call.name, call.steps)
+        if not steps:
+            raise ValueError(f"the grid of {call.name} depends on values")
+        total += steps * bundles[call.name]
+    return total
+
+
+def compiler() -> str:
+    """Returns the version of the TPU compiler, as records name it."""
+    try:
+        return f"libtpu {importlib.metadata.version('libtpu')}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# ---------------------------------------------------------------------- children
+def _child(
+    mode: str, task: Task, on: Device, made: Implementation
+) -> dict[str, Any] | str:
+    """What a child says of a candidate; or why it says nothing."""
+    place = place_of(task)
+    if place is None:
+        return (
+            "not compiled: no other process can import it. Define the pattern and its "
+            "kernels at the top level of a module"
+        )
+    given = pickle.dumps(order_of(task, place, [made]))
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ, **ahead_of_time.ENVIRONMENT, "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "LIBTPU_INIT_ARGS": FLAGS[mode].format(folder),
+        }  # fmt: skip
+        code = "from rewriter.static_cost import child; child()"
+        command = [sys.executable, "-c", code, mode, on.kind, folder]
+        try:
+            done = subprocess.run(
+                command, input=given, env=environment, capture_output=True,
+                timeout=CHILD_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"no estimate: not compiled within {CHILD_S:.0f} s"
+    if done.returncode:
+        return _cause(done.stderr.decode(errors="replace"), done.returncode)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _cause(said: str, code: int) -> str:
+    """Why a child ended, from what it wrote."""
+    coded = re.search(r"E\d{4}: \w+", said)
+    if coded:
+        more = re.search(r"^.*(?:exceeded|Ran out of memory).*$", said, re.MULTILINE)
+        text = f": {more[0].strip()[:120]}" if more else ""
+        return f"does not compile: {coded[0]}{text}"
+    fatal = re.search(r"^F\d{4} .*?\d\] (.*)$", said, re.MULTILINE)
+    if fatal or code < 0:
+        return f"no estimate: the simulator ended: {fatal[1][:120] if fatal else code}"
+    last = (said.strip().splitlines() or [""])[-1]
+    return f"does not compile: {last[:200]}"
+
+
+def child() -> None:
+    """Reads an order for one candidate, compiles it, and says what there is to say."""
+    mode, kind, folder = sys.argv[1:]
+    asked: Order = pickle.load(sys.stdin.buffer)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    jax.config.update("jax_enable_x64", asked.x64)
+    jax.config.update("jax_default_matmul_precision", asked.precision)
+    op, kernels = asked.place.find(asked.spec.op)
+    task = Task(op, asked.spec, kernels, asked.passes)
+    (made,) = asked.wanted
+    run, specs = function(task, made), [task.structs]
+    if task.passes != FORWARD:
+        params = dict(asked.spec.params)
+        whole = lambda x: task.op.reference(**x, **params)
+        specs.append(jax.eval_shape(whole, task.structs))
+    on = Device(kind, "tpu")
+    calls = [asdict(c) for c in _called(_inside(task, made, *specs))]
+    program = ahead_of_time.compiled(on, run, *specs)
+    said = {"calls": calls, **_said(mode, program, pathlib.Path(folder))}
+    print(json.dumps(said), file=answers, flush=True)
+
+
+def _said(mode: str, program: Any, folder: pathlib.Path) -> dict[str, Any]:
+    text = program.as_text()
+    if mode == "cycles":
+        form = r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"'
+        found = re.findall(form, text)
+        if not found:
+            raise RuntimeError("the simulator left no estimate in the program")
+        return {"cycles": sum(map(int, found))}
+    return {
+        "bundles": _bundles(folder),
+        "moved": program.cost_analysis().get("bytes accessed", 0.0),
+        "temp": program.memory_analysis().temp_size_in_bytes,
+        "loops": len(re.findall(r" while\(", text)),
+    }
+
+
+def _bundles(folder: pathlib.Path) -> dict[str, int]:
+    """Instruction bundles by kernel, those of its calls in a program together."""
+    found: dict[str, int] = {}
+    for path in folder.glob("*final_hlo-static-per-bundle-utilization.txt"):
+        table = path.read_text().split("UTILIZATION:")[1]
+        name = re.sub(r"^\d+-(.*?)(\.\d+)?-\d+-final.*", r"\1", path.name)
+        rows = sum(1 for line in table.splitlines() if line.strip())
+        found[name] = max(found.get(name, 0), rows)
+    return found
+
+
+def _inside(task: Task, made: Implementation, *specs: Any) -> Any:
+    """The jaxpr of an implementation itself."""
+    kernel = None if made.forward == XLA else build(made, task.op, task.kernels)
+    params = dict(task.spec.params)
+    if kernel is None:
+        return jax.make_jaxpr(lambda: 0)().jaxpr
+
+    def forward(operands: Mapping[str, Any]) -> Any:
+        return kernel.forward(**operands, **params)
+
+    def both(operands: Mapping[str, Any], cotangent: Any) -> Any:
+        if kernel.backward is None:
+            return kernel.forward(**operands, **params)
+        out, residuals = kernel.forward(**operands, **params, residuals=True)
+        more = {"out": out, "residuals": residuals, "cotangent": cotangent}
+        return out, kernel.backward(**operands, **more, **params)
+
+    run = forward if task.passes == FORWARD else both
+    return jax.make_jaxpr(run)(*specs).jaxpr
+
+
+def _called(jaxpr: Any) -> Iterator[Called]:
+    """The Pallas kernels of a program, at any depth."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            grid = eqn.params["grid_mapping"]
+            sizes = [s if isinstance(s, int) else 0 for s in grid.grid]
+            prefetched = grid.num_index_operands > 0
+            yield Called(eqn.params["name"], math.prod(sizes), prefetched)
+            continue
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                yield from _called(getattr(value, "jaxpr", value))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")

@@ -1,0 +1,127 @@
+"""Choices for TPUs that are not there: estimated by their compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rewriter
+from rewriter import static_cost
+from rewriter.autotune import LEVELS
+from rewriter.decision import decide
+from rewriter.device import named
+from rewriter.errors import ConfigError
+from rewriter.implementation import Implementation, settings
+from rewriter.kernel import Spec, spec_of
+from rewriter.key import key_of
+from rewriter.measurement import BUNDLES, SIMULATED, Measurement
+from rewriter.programs import Task
+from rewriter.tuned import Tuned
+from tests.kernels.tpu import needs_compiler
+from tests.rewriter import on_tpu
+
+X = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
+W = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+BLOCK = {rows: settings(on_tpu.Block(rows)) for rows in (8, 128, 512, 2048)}
+
+
+def timed(
+    name: str, us: float | None, method: str, rows: int = 128, problem: str = ""
+) -> Measurement:
+    """An estimate or measurement of a kernel, or of XLA."""
+    if name == "xla":
+        made, version = Implementation(), "xla"
+    else:
+        made, version = Implementation(name, config=BLOCK[rows]), f"{name} 1"
+    here = jax.__version__
+    return Measurement(made, version, here, us, method=method, problem=problem)
+
+
+def chosen(*measurements: Measurement) -> tuple[str, str, str]:
+    """The kernel, its config and the origin that a report shows for a v5e."""
+    spec = Spec("gated", (("x", X.shape), ("w", W.shape)),
+                (("x", "float32"), ("w", "float32")), ())  # fmt: skip
+    key = key_of(spec, "forward", "TPU v5 lite")
+    fast = rewriter.optimize(
+        on_tpu.program, patterns=[on_tpu.gated], target="tpu_v5e",
+        tuned=Tuned(((key, measurements),)),
+    )  # fmt: skip
+    (site,) = fast.report(X, W).sites
+    return site.kernel, site.config, site.origin
+
+
+@needs_compiler
+def test_configs_are_ranked_and_the_best_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(LEVELS, "full", 2)
+    run = rewriter.tune(on_tpu.program, patterns=[on_tpu.gated], target="TPU v5e")
+    tuned = run(X, W)
+    ((key, found),) = tuned.entries
+    assert key.device == "TPU v5 lite"
+    by = {(m.implementation.name, m.implementation.config): m for m in found}
+    xla = by["xla", None]
+    assert xla.method == SIMULATED
+    assert 5 < xla.median_us < 500  # 1.1 GFLOP of a chip that does 197 TFLOP/s
+    assert xla.driver.startswith("libtpu 0.0.")
+    small, usual = (by["in_blocks", BLOCK[rows]] for rows in (8, 128))
+    assert {m.method for m in (small, usual)} == {SIMULATED}
+    assert small.median_us > 2 * usual.median_us
+    other = by["prefetching", BLOCK[128]]
+    assert other.method == BUNDLES
+    assert "simulated" in tuned.table()
+    assert "which rank its own configs only" in tuned.table()
+    monkeypatch.setattr("rewriter.static_cost.estimated", None)  # it is kept
+    assert run(X, W) == tuned
+
+
+@needs_compiler
+def test_what_the_compiler_refuses_is_a_reason() -> None:
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 2048), (2048, 512)))
+    spec = spec_of(on_tpu.gated.op, {"x": x, "w": w}, {})
+    task = Task(on_tpu.gated.op, spec, tuple(on_tpu.gated.kernels), "forward")
+    wanted = (Implementation(), Implementation("in_blocks", config=BLOCK[2048]))
+    until, say = time.monotonic() + 60, lambda done, of: None
+    xla, large = static_cost.estimated(task, named("tpu_v4"), wanted, until, say)
+    assert xla.problem == "no estimate: no simulator for TPU v4"
+    assert large.problem.startswith("does not compile: ")
+    assert "memory" in large.problem  # of 16 MiB it needs 32
+
+
+def test_simulated_times_choose_where_nothing_was_measured() -> None:
+    guess = [timed("xla", 100.0, SIMULATED), timed("in_blocks", 50.0, SIMULATED, 512)]
+    assert chosen(*guess) == ("in_blocks", "rows=512", "simulated")
+    real = [timed("xla", 10.0, "profiler"), timed("in_blocks", 20.0, "profiler")]
+    assert chosen(*guess, *real) == ("xla", "", "tuned")
+
+
+def test_simulated_times_must_be_better_by_a_fifth() -> None:
+    xla = timed("xla", 100.0, SIMULATED)
+    near = timed("in_blocks", 90.0, SIMULATED)
+    assert chosen(xla, near)[0] == "xla"
+    assert decide([xla, near]).best is xla
+    measured = [dataclasses.replace(m, method="profiler") for m in (xla, near)]
+    assert chosen(*measured)[0] == "in_blocks"
+
+
+def test_bundles_choose_a_config_and_not_the_kernel() -> None:
+    guess = [
+        timed("xla", 1.0, SIMULATED),
+        timed("in_blocks", 90.0, BUNDLES, 128),
+        timed("in_blocks", 60.0, BUNDLES, 512),
+        timed("prefetching", 5.0, BUNDLES, 8),
+    ]
+    assert chosen(*guess) == ("in_blocks", "rows=512", "simulated")
+
+
+def test_a_device_that_is_neither_here_nor_compiled_for() -> None:
+    with pytest.raises(ConfigError, match=r"NVIDIA H200.*is not attached") as caught:
+        rewriter.tune(on_tpu.program, patterns=[on_tpu.gated], target="h200")(X, W)
+    assert "pip install" in str(caught.value)
+    with pytest.raises(ConfigError, match="end_to_end=True for 'TPU v5 lite'"):
+        rewriter.tune(jnp.sin, end_to_end=True, target="tpu_v5e")(jnp.ones(3))
+    assert named("TPU v5e").kind == "TPU v5 lite"
