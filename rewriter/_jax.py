@@ -260,6 +260,13 @@ def shaped_like(shape: Sequence[Any], dtype: Any, avals: Sequence[Any]) -> Any:
     )
 
 
+def weakly_typed(value: Any) -> Any:
+    """Returns the array with a weak type, which gives way to that of others."""
+    return jax.lax.convert_element_type_p.bind(
+        value, new_dtype=value.dtype, weak_type=True, sharding=None
+    )
+
+
 def without_varying(aval: Any) -> Any:
     """Returns the abstract value without its manual mesh axes, for lowering."""
     return aval.update(manual_axis_type=core.empty_mat) if aval.mat.varying else aval

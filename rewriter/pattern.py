@@ -448,10 +448,10 @@ def _bound_sizes(
     if lead < 0 or (lead and "..." not in words):
         return
     out = dict(sizes or {})
-    named = dict(zip(letters, shape[lead:], strict=True))
+    named: list[tuple[str, Any]] = list(zip(letters, shape[lead:], strict=True))
     if "..." in words:
-        named["..."] = tuple(shape[:lead])
-    for letter, n in named.items():
+        named.append(("...", tuple(shape[:lead])))
+    for letter, n in named:  # a letter may be there twice
         if out.setdefault(letter, n) != n:
             return
     yield out

@@ -401,6 +401,8 @@ class _Work:
         backward, graph = splice.backward, self.graph
         values = _in_order(splice)
         dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
+        made = (*(backward.grads[v] for v in values), *backward.others)
+        weak = tuple(graph.avals[v].weak_type for v in made)
         dtype = graph.dtype(splice.match.value)
         zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
 
@@ -409,13 +411,17 @@ class _Work:
             function = jax.tree.unflatten(tree, saved)
             grads = function(cotangent.astype(dtype))
             found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
-            return [*found, *(jnp.zeros(*like) for like in zeros)]
+            found += [jnp.zeros(*like) for like in zeros]
+            return [
+                _jax.weakly_typed(x) if w else x
+                for x, w in zip(found, weak, strict=True)
+            ]
 
         places = tuple(
             list(dict(splice.match.leaves).values()).index(v) for v in values
         )
         result = graph.avals[backward.cotangent]
-        like = tree, places, dtypes, zeros, result.dtype
+        like = tree, places, dtypes, zeros, weak, result.dtype
         key = ("backward", id(splice.match.reading), splice.key, *like)
         if key not in self.fragments:
             self.fragments[key] = _jax.trace_flat(code, [*avals, result])
@@ -426,8 +432,7 @@ class _Work:
         residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
         atoms = self._inserted(fragment, given, eqn, frame, splice.label)
-        results = (*(backward.grads[v] for v in values), *backward.others)
-        return dict(zip(results, atoms, strict=True))
+        return dict(zip(made, atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """What carries a cotangent where gradients are computed."""
@@ -472,18 +477,20 @@ class _Work:
         moving = _in_order(splice)
         here = dict(splice.match.leaves)
         order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
-        key = (id(reading), splice.key, order)
+        weak = graph.avals[splice.match.value].weak_type
+        key = (id(reading), splice.key, order, weak)
         if splice.key is not None and key in self.fragments:
             return self.fragments[key]
         names = leaves_of(reading)
 
         def code(*arrays: jax.Array) -> jax.Array:
-            return reading.build(
+            out = reading.build(
                 splice.call,
                 dict(zip(names, arrays, strict=True)),
                 graph.shape(reading.value),
                 graph.dtype(reading.value),
             )
+            return _jax.weakly_typed(out) if weak else out
 
         trees: list[Any] = []
 

@@ -126,3 +126,26 @@ def test_kernel_of_wrong_shape(operands) -> None:
 def test_register_takes_patterns_only() -> None:
     with pytest.raises(rewriter.PatternError, match="decorated"):
         rewriter.register(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_a_letter_that_an_operand_has_twice_is_one_size() -> None:
+    """A value that is not square is no such operand."""
+
+    def program(x, w):
+        y = jnp.exp(x)
+        for _ in range(3):
+            y = y / (1 + jnp.flip(y @ w, 1))
+        return y
+
+    @rewriter.pattern(dims="x: m k, w: k k -> m k")
+    def chained(x, w):
+        return program(x, w)
+
+    @chained.kernel()
+    def kernel(x, w):
+        return program(x, w)
+
+    x, w = jnp.ones((64, 32)) * 0.1, jnp.ones((32, 32)) * 0.1
+    fast = rewriter.optimize(program, patterns=[chained], strict=True)
+    assert fast.report(x, w).counts()["chained"] == 1
+    np.testing.assert_allclose(fast(x, w), program(x, w), rtol=1e-6)

@@ -392,3 +392,30 @@ def test_a_function_that_does_not_trace():
     with pytest.raises(jax.errors.TracerBoolConversionError) as e:
         rewriter.optimize(bad)(jnp.ones(3))
     assert any("while tracing bad, test_optimize.py" in n for n in e.value.__notes__)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("looped", [False, True])
+def test_results_of_sites_stay_weak(looped: bool, derived: bool) -> None:
+    """As of `jnp.full`, which gives way to the type of what it meets next."""
+
+    def norm(x):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+    def layers(x):
+        if not looped:
+            return norm(norm(x) * 2.0)
+        return jax.lax.scan(lambda x, _: (norm(x) * 2.0, None), x, None, length=3)[0]
+
+    program = layers
+    if derived:
+        program = jax.value_and_grad(lambda x: (layers(x) * jnp.arange(32.0)).sum())
+    x = jnp.full((1024, 32), 0.5)
+    assert x.weak_type
+    fast = rewriter.optimize(
+        program, strict=True, implementation={"rms_norm": "memory_bounded"}
+    )
+    assert fast.report(x).counts()["rms_norm"] >= 1
+    for a, b in zip(*map(jax.tree.leaves, (fast(x), program(x))), strict=True):
+        assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
