@@ -4,7 +4,7 @@ Formula    layer: (x - mean x) / sqrt(var x + eps) * scale + bias
            rms:   x / sqrt(mean x² + eps) * scale
 Looks like a root of a sum of squares, and products with x below it. Any way of
            writing the variance has the form Σx² - (Σx)² / N.
-Must hold  one axis is normalised (or several, with a scale over all of them),
+Must hold  one axis is normalised (or several, with a scale over all of them or none),
            scale and bias vary along the normalised axes only, and there is an
            epsilon inside the root: without one it is an L2 norm.
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
@@ -32,6 +33,7 @@ from rewriter.sieve import Step
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
 HALF = Fraction(-1, 2)
+MOVED = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 
 
 def propose_layer_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -179,10 +181,10 @@ def read(
             "group", "the scale varies along some of the normalised axes only: "
             "a group norm", score=0.6,
         )  # fmt: skip
-    if len(axes) > 1 and c is not None:
+    if len(axes) > 1 and c is not None and _is_scaled_later(find, value):
         raise Refused(
             "unscaled",
-            "several axes are normalised without a scale over them: "
+            "several axes are normalised and scaled otherwise: "
             "a group, instance or batch norm",
             score=0.6,
         )
@@ -203,6 +205,15 @@ def read(
         times=times,
         plus=plus,
     )
+
+
+def _is_scaled_later(find: Finder, value: int) -> bool:
+    """Whether a result is multiplied by an array, as by a scale of its own."""
+    same = [value, *find.regions.chain(value, MOVED)]
+    factors = [
+        i for v in same for n in find.graph.users(v) if n.prim == "mul" for i in n.ins
+    ]
+    return any(i not in same and find.number(i) is None for i in factors)
 
 
 def _plain(a: Any) -> Any:
