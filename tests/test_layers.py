@@ -10,23 +10,23 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
-    "errors", "verdict", "atomic", "_jax", "config", "cost", "op", "device", "tpu",
-    "ahead_of_time", "kernel", "estimate", "registry", "profile", "timing",
-    "conditions", "trace", "repeats", "fold", "graph", "template", "normal_form",
-    "canonicalize", "emit", "region", "rows", "reading", "stacked", "finder",
-    "sieve", "match", "pattern", "implementation", "key", "measurement", "decision",
-    "stored", "whole", "tuned", "cache", "sources", "choose", "plan", "addends",
-    "gradients", "backward_place", "as_written", "leaves", "remains", "oracle",
-    "implement", "site", "threads", "programs", "inputs", "candidate", "race",
-    "isolate", "static_cost", "autotune", "replace", "unfold", "placing", "planner",
-    "pipeline", "draw", "report", "optimize", "tune", "verify", "roofline", "bench",
-    "bench_table", "bench_peers", "bench_ops", "export", "demo", "__init__",
-    "__main__",
+    "errors", "verdict", "atomic", "_jax", "config", "activations", "cost", "op",
+    "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry", "profile",
+    "timing", "conditions", "trace", "repeats", "fold", "graph", "template",
+    "normal_form", "canonicalize", "formula", "emit", "region", "rows", "reading",
+    "stacked", "finder", "sieve", "match", "pattern", "implementation", "key",
+    "measurement", "decision", "stored", "whole", "tuned", "cache", "sources",
+    "choose", "plan", "addends", "gradients", "backward_place", "as_written",
+    "leaves", "remains", "oracle", "implement", "site", "threads", "programs",
+    "inputs", "candidate", "race", "isolate", "static_cost", "autotune", "replace",
+    "unfold", "placing", "planner", "pipeline", "draw", "report", "optimize",
+    "tune", "verify", "roofline", "bench", "bench_table", "bench_peers",
+    "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {
-    "cost", "op", "device", "kernel", "verdict", "errors", "estimate", "registry",
-    "kernels", "tpu",
+    "activations", "cost", "op", "device", "kernel", "verdict", "errors",
+    "estimate", "registry", "kernels", "tpu",
 }  # fmt: skip
 NOT_FOR_PATTERNS = {"optimize", "pipeline", "replace", "site", "kernels", "_jax"}
 

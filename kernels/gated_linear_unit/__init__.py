@@ -11,11 +11,11 @@ from rewriter.op import Op
 
 OP = Op(
     name="gated_linear_unit",
-    operands=("x", "w_gate", "w_up", "b_gate", "b_up"),
+    operands=("x", "w_gate", "w_up", "b_gate", "b_up", "rows_gate", "rows_up"),
     required=("x", "w_gate", "w_up"),
     dims={
         "x": "... k", "w_gate": "k f", "w_up": "k f", "b_gate": "f", "b_up": "f",
-        "out": "... f",
+        "rows_gate": "... f", "rows_up": "... f", "out": "... f",
     },
     reference=reference,
     sample=sample,

@@ -5,12 +5,13 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020), eq. 5 and 6.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from rewriter.activations import ACTIVATIONS
 
 Bounds = tuple[float | None, float | None]
 
@@ -22,6 +23,8 @@ def reference(
     w_up: jax.Array,
     b_gate: jax.Array | None = None,
     b_up: jax.Array | None = None,
+    rows_gate: jax.Array | None = None,
+    rows_up: jax.Array | None = None,
     activation: str = "silu",
     beta: float = 1.0,
     clip_gate: Bounds = (None, None),
@@ -38,8 +41,12 @@ def reference(
         w_up: [k, f], the other branch.
         b_gate: [f]; 0 if absent.
         b_up: [f]; 0 if absent.
-        activation: One of `ACTIVATIONS`.
-        beta: The factor inside ``swish``: x · sigmoid(beta · x).
+        rows_gate: [..., f], added to the branch row by row, as a low-rank adapter is;
+            0 if absent.
+        rows_up: The same for the other branch.
+        activation: One of `rewriter.activations.ACTIVATIONS`.
+        beta: The number of a parametric activation, such as the factor inside
+            ``swish``: x · sigmoid(beta · x).
         clip_gate: Lower and upper bound of the gate branch, None for none.
         clip_up: The same for the other branch.
         up_shift: Added to the other branch after clipping.
@@ -50,8 +57,8 @@ def reference(
         [..., f]. Branches are accumulated and combined in float32, or float64
         if x is, and rounded once.
     """
-    gate = branch(x, w_gate, b_gate, precision)
-    up = branch(x, w_up, b_up, precision)
+    gate = branch(x, w_gate, (b_gate, rows_gate), precision)
+    up = branch(x, w_up, (b_up, rows_up), precision)
     y = combine(gate, up, activation, beta, clip_gate, clip_up, up_shift)
     return y.astype(out_dtype or x.dtype)
 
@@ -63,6 +70,8 @@ def usual(
     w_up: jax.Array,
     b_gate: jax.Array | None = None,
     b_up: jax.Array | None = None,
+    rows_gate: jax.Array | None = None,
+    rows_up: jax.Array | None = None,
     precision: str | None = None,
     out_dtype: str | None = None,
     **given: Any,
@@ -71,8 +80,8 @@ def usual(
 
     So many models write it in 16 bits, with less traffic and more rounding.
     """
-    gate = branch(x, w_gate, b_gate, precision, x.dtype)
-    up = branch(x, w_up, b_up, precision, x.dtype)
+    gate = branch(x, w_gate, (b_gate, rows_gate), precision, x.dtype)
+    up = branch(x, w_up, (b_up, rows_up), precision, x.dtype)
     plain = {"activation": "silu", "beta": 1.0, "clip_gate": (None, None),
              "clip_up": (None, None), "up_shift": 0.0}  # fmt: skip
     y = combine(gate, up, **{**plain, **given})
@@ -82,14 +91,16 @@ def usual(
 def branch(
     x: jax.Array,
     w: jax.Array,
-    b: jax.Array | None,
+    added: Sequence[jax.Array | None],
     precision: str | None,
     dtype: Any = None,
 ) -> jax.Array:
-    """Returns ``x·w + b`` in a type, by default in at least float32."""
+    """Returns ``x·w`` and what is added, in a type, by default at least float32."""
     wide = dtype or jnp.promote_types(x.dtype, jnp.float32)
     y = jnp.matmul(x, w, precision=precision, preferred_element_type=wide)
-    return y if b is None else y + b.astype(wide)
+    for b in added:
+        y = y if b is None else y + b.astype(wide)
+    return y
 
 
 def combine(
@@ -111,25 +122,8 @@ def _clipped(y: jax.Array, bounds: Bounds) -> jax.Array:
     return y if bounds == (None, None) else jnp.clip(y, *bounds)
 
 
-def _gelu_tanh(y: jax.Array, beta: float) -> jax.Array:
-    del beta
-    inner = math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y))
-    return 0.5 * y * (1 + jnp.tanh(inner))
-
-
-ACTIVATIONS: Mapping[str, Callable[[jax.Array, float], jax.Array]] = {
-    "silu": lambda y, beta: y * jax.lax.logistic(y),
-    "swish": lambda y, beta: y * jax.lax.logistic(beta * y),
-    "gelu_tanh": _gelu_tanh,
-    "gelu_erf": lambda y, beta: 0.5 * y * jax.lax.erfc(-y * math.sqrt(0.5)),
-    "gelu_quick": lambda y, beta: y * jax.lax.logistic(1.702 * y),
-    "relu": lambda y, beta: jnp.where(y > 0, y, jnp.zeros_like(y)),
-    "relu2": lambda y, beta: jnp.square(jnp.maximum(y, jnp.zeros_like(y))),
-    "sigmoid": lambda y, beta: jax.lax.logistic(y),
-    "tanh": lambda y, beta: jnp.tanh(y),
-    "identity": lambda y, beta: y,
-}
-"""Activations by name, as functions of the gate branch and of beta."""
+SPREAD = {"x": 1.0, "b_gate": 0.1, "b_up": 0.1, "rows_gate": 0.1, "rows_up": 0.1}
+"""Standard deviations of sampled operands; weights have that of k ** -0.5."""
 
 
 def sample(
@@ -141,6 +135,6 @@ def sample(
     keys = jax.random.split(key, len(operands))
     for name, own in zip(operands, keys, strict=True):
         shape = operands[name].shape
-        spread = {"x": 1.0, "b_gate": 0.1, "b_up": 0.1}.get(name)
+        spread = SPREAD.get(name)
         made[name] = jax.random.normal(own, shape) * (spread or shape[0] ** -0.5)
     return {n: v.astype(operands[n].dtype) for n, v in made.items()}

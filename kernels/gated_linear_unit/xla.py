@@ -16,14 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.activations import ACTIVATIONS
 from rewriter.device import Device
 from rewriter.kernel import Spec
-from rewriter.kernels.gated_linear_unit.reference import (
-    ACTIVATIONS,
-    Bounds,
-    branch,
-    combine,
-)
+from rewriter.kernels.gated_linear_unit.reference import Bounds, branch, combine
 from rewriter.verdict import YES, Verdict, all_of, no
 
 
@@ -133,6 +129,8 @@ def forward(
     w_up: jax.Array,
     b_gate: jax.Array | None = None,
     b_up: jax.Array | None = None,
+    rows_gate: jax.Array | None = None,
+    rows_up: jax.Array | None = None,
     activation: str = "silu",
     beta: float = 1.0,
     clip_gate: Bounds = (None, None),
@@ -144,23 +142,15 @@ def forward(
     config: Block | None = None,
 ) -> Any:
     """Returns the result; there are no residuals."""
-    size = (config or DEFAULT).rows
 
-    def block(rows: jax.Array) -> jax.Array:
-        gate = branch(rows, w_gate, b_gate, precision)
-        up = branch(rows, w_up, b_up, precision)
+    def block(rows: Rows) -> tuple[jax.Array, tuple[()]]:
+        gate = branch(rows["x"], w_gate, (b_gate, rows.get("rows_gate")), precision)
+        up = branch(rows["x"], w_up, (b_up, rows.get("rows_up")), precision)
         y = combine(gate, up, activation, beta, clip_gate, clip_up, up_shift)
-        return y.astype(out_dtype or x.dtype)
+        return y.astype(out_dtype or x.dtype), ()
 
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    whole = flat.shape[0] // size * size
-    if whole <= size:
-        out = block(flat)
-    else:
-        parts = flat[:whole].reshape(-1, size, x.shape[-1])
-        out = jax.lax.map(block, parts).reshape(whole, -1)
-        if whole < flat.shape[0]:
-            out = jnp.concatenate([out, block(flat[whole:])])
+    rows = _flat(x=x, rows_gate=rows_gate, rows_up=rows_up)
+    out, _ = _over_blocks(block, rows, (config or DEFAULT).rows)
     out = out.reshape(*x.shape[:-1], w_gate.shape[-1])
     return (out, ()) if residuals else out
 
@@ -175,6 +165,8 @@ def backward(
     cotangent: jax.Array,
     b_gate: jax.Array | None = None,
     b_up: jax.Array | None = None,
+    rows_gate: jax.Array | None = None,
+    rows_up: jax.Array | None = None,
     activation: str = "silu",
     beta: float = 1.0,
     clip_gate: Bounds = (None, None),
@@ -188,6 +180,8 @@ def backward(
     del out, residuals, out_dtype
     wide = jnp.promote_types(x.dtype, jnp.float32)
     narrow = jnp.result_type(x, w_gate, w_up)
+    wholes = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up}
+    apart = {"x": x, "rows_gate": rows_gate, "rows_up": rows_up}
 
     def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         dims = (((contract[0],), (contract[1],)), ((), ()))
@@ -196,54 +190,66 @@ def backward(
             a, b, dims, precision=precision, preferred_element_type=wide
         )
 
-    def block(rows: jax.Array, ct: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        gate = branch(rows, w_gate, b_gate, precision)
-        up = branch(rows, w_up, b_up, precision)
+    def block(rows: Rows) -> tuple[Rows, Rows]:
+        part = rows["x"]
+        gate = branch(part, w_gate, (b_gate, rows.get("rows_gate")), precision)
+        up = branch(part, w_up, (b_up, rows.get("rows_up")), precision)
         join = lambda g, u: combine(
             g, u, activation, beta, clip_gate, clip_up, up_shift
         )
         _, back = jax.vjp(join, gate, up)
-        d_gate, d_up = back(ct.astype(wide))
-        sums = []
-        if b_gate is not None:
-            sums.append(d_gate.sum(0))
-        if b_up is not None:
-            sums.append(d_up.sum(0))
+        d_gate, d_up = back(rows["cotangent"].astype(wide))
         dx = dot(d_gate, w_gate, (1, 1)) + dot(d_up, w_up, (1, 1))
-        weights = [dot(rows, d_gate, (0, 0)), dot(rows, d_up, (0, 0))]
-        return dx.astype(x.dtype), [*weights, *sums]
+        by_row = {"x": dx, "rows_gate": d_gate, "rows_up": d_up}
+        sums = {
+            "w_gate": dot(part, d_gate, (0, 0)), "w_up": dot(part, d_up, (0, 0)),
+            "b_gate": d_gate.sum(0), "b_up": d_up.sum(0),
+        }  # fmt: skip
+        return (
+            {n: by_row[n].astype(a.dtype) for n, a in apart.items() if a is not None},
+            {n: sums[n] for n, a in wholes.items() if a is not None},
+        )
 
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    cotangent = cotangent.reshape(flat.shape[0], w_gate.shape[-1])
-    dx, sums = _over_blocks(block, flat, cotangent, (config or DEFAULT).rows)
-    names = ["w_gate", "w_up", "b_gate", "b_up"]
-    operands = [w_gate, w_up, b_gate, b_up]
-    present = [(n, o) for n, o in zip(names, operands, strict=True) if o is not None]
-    grads = {n: s.astype(o.dtype) for (n, o), s in zip(present, sums, strict=True)}
-    return {"x": dx.reshape(x.shape), **grads}
+    rows = _flat(**apart, cotangent=cotangent)
+    by_row, sums = _over_blocks(block, rows, (config or DEFAULT).rows)
+    return {
+        **{n: y.reshape(apart[n].shape) for n, y in by_row.items()},
+        **{n: y.astype(wholes[n].dtype) for n, y in sums.items()},
+    }
+
+
+Rows = dict[str, jax.Array]
+"""Arrays by name, rows first."""
+
+
+def _flat(**arrays: jax.Array | None) -> Rows:
+    """The arrays that are there, with one axis of rows."""
+    return {
+        n: a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+        for n, a in arrays.items()
+        if a is not None
+    }
 
 
 def _over_blocks(
-    block: Callable[..., tuple[jax.Array, list[jax.Array]]],
-    rows: jax.Array,
-    cotangent: jax.Array,
-    size: int,
-) -> tuple[jax.Array, list[jax.Array]]:
+    block: Callable[[Rows], tuple[Any, Any]], rows: Rows, size: int
+) -> tuple[Any, Any]:
     """Runs a function over blocks of rows, adding up its second results."""
-    whole = rows.shape[0] // size * size
+    count = rows["x"].shape[0]
+    whole = count // size * size
     if whole <= size:
-        return block(rows, cotangent)
+        return block(rows)
 
-    def step(sums: list[jax.Array], part: Any) -> tuple[list[jax.Array], jax.Array]:
-        dx, more = block(*part)
-        return [a + b for a, b in zip(sums, more, strict=True)], dx
+    def step(sums: Any, part: Rows) -> tuple[Any, Any]:
+        out, more = block(part)
+        return jax.tree.map(jnp.add, sums, more), out
 
-    parts = tuple(a[:whole].reshape(-1, size, a.shape[-1]) for a in (rows, cotangent))
-    zeros = jax.eval_shape(lambda *p: block(*p)[1], parts[0][0], parts[1][0])
-    start = [jnp.zeros(z.shape, z.dtype) for z in zeros]
-    sums, dx = jax.lax.scan(step, start, parts)
-    dx = dx.reshape(whole, rows.shape[-1])
-    if whole < rows.shape[0]:
-        sums, rest = step(sums, (rows[whole:], cotangent[whole:]))
-        dx = jnp.concatenate([dx, rest])
-    return dx, sums
+    parts = {n: a[:whole].reshape(-1, size, a.shape[-1]) for n, a in rows.items()}
+    one = jax.eval_shape(block, {n: a[0] for n, a in parts.items()})[1]
+    start = jax.tree.map(lambda z: jnp.zeros(z.shape, z.dtype), one)
+    sums, out = jax.lax.scan(step, start, parts)
+    out = jax.tree.map(lambda y: y.reshape(whole, y.shape[-1]), out)
+    if whole < count:
+        sums, rest = step(sums, {n: a[whole:] for n, a in rows.items()})
+        out = jax.tree.map(lambda *ys: jnp.concatenate(ys), out, rest)
+    return out, sums

@@ -35,7 +35,7 @@ _elementwise("add", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b)))  # a + b
 _elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
 _elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
-_elementwise("mul", lambda ev, a, b: _gentle(ev, ev.alg.mul(a, b), 0))  # a b
+_elementwise("mul", lambda ev, a, b: _gentle(ev, _product(ev.alg, a, b), 0))  # a b
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
 _elementwise("log", lambda ev, a: ev.alg.log(a))
@@ -58,6 +58,17 @@ _elementwise(  # 1 - a^2
     "one_minus_square",
     lambda ev, a: ev.alg.add(ev.alg.const(1), ev.alg.power(a, 2), -1.0),
 )
+
+
+def _product(alg: Algebra, a: Poly, b: Poly) -> Poly:
+    """A b; [p >= 0] p is max(p, 0)."""
+    for flag, p in ((a, b), (b, a)):
+        (((where, mono), c), *more) = flag.items() or [((TRUE, ()), 0.0)]
+        if where != TRUE and not mono and c == 1 and not more:
+            sloped = ramp(alg, where, p, {})
+            if sloped is not None:
+                return sloped
+    return alg.mul(a, b)
 
 
 def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:

@@ -144,6 +144,26 @@ activated("sigmoid", jax.nn.sigmoid, "sigmoid")
 activated("sigmoid_written", lambda g: 1 / (1 + jnp.exp(-g)), "sigmoid")
 activated("sigmoid_tanh", lambda g: 0.5 * (jnp.tanh(g / 2) + 1), "sigmoid")
 activated("tanh", jnp.tanh, "tanh")
+activated("relu6", jax.nn.relu6, "relu6")
+activated("relu6_clip", lambda g: jnp.clip(g, 0, 6), "relu6", also=[
+    dict(operands=PLAIN, activation="identity", clip_gate=(0.0, 6.0))
+])  # fmt: skip
+activated("hard_sigmoid", jax.nn.hard_sigmoid, "hard_sigmoid")
+activated("hard_silu", jax.nn.hard_silu, "hard_silu")
+activated("hard_silu_clip", lambda g: g * jnp.clip(g / 6 + 0.5, 0, 1), "hard_silu")
+activated("elu", jax.nn.elu, "elu")
+activated("elu_alpha", lambda g: jax.nn.elu(g, 0.3), "elu", beta=0.3)
+activated("elu_written", lambda g: jnp.where(g > 0, g, jnp.exp(g) - 1), "elu")
+activated("selu", jax.nn.selu, "selu")
+activated("celu", jax.nn.celu, "celu")
+activated("celu_alpha", lambda g: jax.nn.celu(g, 0.7), "celu", beta=0.7)
+activated("leaky_relu", jax.nn.leaky_relu, "leaky_relu", beta=0.01)
+activated(
+    "leaky_relu_maximum", lambda g: jnp.maximum(g, 0.2 * g), "leaky_relu", beta=0.2
+)
+activated("softplus", jax.nn.softplus, "softplus")
+activated("softplus_written", lambda g: jnp.logaddexp(g, 0.0), "softplus")
+activated("mish", jax.nn.mish, "mish")
 activated("identity", lambda g: g, "identity", count=None)
 
 
@@ -614,11 +634,57 @@ def _(x, w_gate, w_up, gs, us):
 @glu(
     "low_rank_update",
     dict(**SEPARATE, a="k3", b="3f"),
-    count=None,
-    bind=lambda x, g, u, a, b: dict(x=x, w_gate=g + a @ b, w_up=u),
+    "x w_gate w_up rows_gate",
+    bind=lambda x, g, u, a, b: dict(x=x, w_gate=g, w_up=u, rows_gate=x @ a @ b),
 )
 def _(x, w_gate, w_up, a, b):
     return jax.nn.silu(x @ w_gate + x @ a @ b) * (x @ w_up)
+
+
+@glu(
+    "low_rank_updates_of_both",
+    dict(**BIASED, a="k3", b="3f", c="k2", d="2f"),
+    f"{BOTH} rows_gate rows_up",
+    bind=lambda x, g, u, bg, bu, a, b, c, d: dict(
+        x=x, w_gate=g, w_up=u, b_gate=bg, b_up=bu,
+        rows_gate=2 * (x @ a @ b), rows_up=0.5 * (x @ c @ d),
+    ),
+)  # fmt: skip
+def _(x, w_gate, w_up, b_gate, b_up, a, b, c, d):
+    gate = x @ w_gate + b_gate + 2.0 * ((x @ a) @ b)
+    return jax.nn.silu(gate) * (0.5 * (x @ c @ d) + x @ w_up + b_up)
+
+
+@glu(
+    "bias_per_token",
+    dict(**SEPARATE, r="btf"),
+    "x w_gate w_up rows_gate",
+    bind=lambda x, g, u, r: dict(x=x, w_gate=g, w_up=u, rows_gate=r),
+    activation="gelu_tanh",
+)
+def _(x, w_gate, w_up, r):
+    return jax.nn.gelu(r + x @ w_gate) * (x @ w_up)
+
+
+@glu(
+    "products_dequantised",
+    dict(
+        x="btk",
+        w_gate=Input("kf", lambda d, s: d.rng.integers(-9, 9, s).astype(np.int8)),
+        w_up=Input("kf", lambda d, s: d.rng.integers(-9, 9, s).astype(np.int8)),
+        gs=positive("f", 0.01, 0.1),
+        us=positive("f", 0.01, 0.1),
+        b_gate="f",
+        b_up="f",
+    ),
+    BOTH,
+    bind=lambda x, g, u, a, c, bg, bu: dict(
+        x=x, w_gate=g * a, w_up=u * c, b_gate=bg, b_up=bu
+    ),
+)
+def _(x, w_gate, w_up, gs, us, b_gate, b_up):
+    gate = (x @ w_gate.astype(x.dtype)) * gs + b_gate
+    return jax.nn.silu(gate) * ((x @ w_up.astype(x.dtype)) * us + b_up)
 
 
 @glu(

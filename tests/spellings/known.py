@@ -5,12 +5,7 @@ Some are read with one version of JAX and not with another.
 
 from __future__ import annotations
 
-MISSED = frozenset({
-    # several axes without scale are read as a group norm
-    "layer/all_but_batch", "layer/instance_norm",
-    # over the reals these are equal by cases that the normal form does not join
-    "glu/act_gelu_normal_cdf", "glu/act_relu_times_predicate",
-})  # fmt: skip
+MISSED: frozenset[str] = frozenset()
 
 OTHERWISE: frozenset[str] = frozenset()
 

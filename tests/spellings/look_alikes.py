@@ -1196,29 +1196,21 @@ def _(x, w_gate, w_up):
     return 0.5 * g * (1 + jnp.tanh(0.85 * (g + 0.044715 * g**3))) * (x @ w_up)
 
 
-@glu("hard_silu", "hard_silu is not one of the op's activations")
+@glu("other_hard_silu", "bounded at 5 and not at 6")
 def _(x, w_gate, w_up):
-    return jax.nn.hard_silu(x @ w_gate) * (x @ w_up)
+    g = x @ w_gate
+    return g * jnp.clip(g + 3, 0, 5) / 6 * (x @ w_up)
 
 
-@glu("softplus", "softplus is not one of the op's activations")
+@glu("exponential_above", "an elu the other way round")
 def _(x, w_gate, w_up):
-    return jax.nn.softplus(x @ w_gate) * (x @ w_up)
+    g = x @ w_gate
+    return jnp.where(g > 0, jnp.expm1(jnp.minimum(g, 5)), g) * (x @ w_up)
 
 
-@glu("mish", "mish is not one of the op's activations")
+@glu("square_plus", "square_plus is not one of the op's activations")
 def _(x, w_gate, w_up):
-    return jax.nn.mish(x @ w_gate) * (x @ w_up)
-
-
-@glu("elu", "elu is not one of the op's activations")
-def _(x, w_gate, w_up):
-    return jax.nn.elu(x @ w_gate) * (x @ w_up)
-
-
-@glu("leaky_relu", "leaky_relu is not one of the op's activations")
-def _(x, w_gate, w_up):
-    return jax.nn.leaky_relu(x @ w_gate) * (x @ w_up)
+    return jax.nn.squareplus(x @ w_gate) * (x @ w_up)
 
 
 @glu("softmax_gate", "the gate is normalised over the features")
@@ -1361,6 +1353,13 @@ def _(x, w):
 )
 def _(x, w_gate, w_up):
     return jax.nn.silu(x @ w_gate) * (x @ w_up.T)
+
+
+@careful_glu("adapters_exchanged", "each branch has the other's adapter", dict(
+    a="kc", b=floats("cf", spread=0.35), c="kc", d=floats("cf", spread=0.35)
+))  # fmt: skip
+def _(x, w_gate, w_up, a, b, c, d):
+    return jax.nn.silu(x @ w_gate + x @ c @ d) * (x @ w_up + 0.5 * (x @ a @ b))
 
 
 @careful_glu("bias_per_token", "a bias per token", dict(b="tf"))

@@ -105,6 +105,10 @@ def _sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
+def _elu(x, alpha):
+    return np.where(x > 0, x, alpha * np.expm1(x))
+
+
 ACTIVATIONS = {
     "silu": lambda x, beta: x * _sigmoid(x),
     "swish": lambda x, beta: x * _sigmoid(beta * x),
@@ -117,6 +121,15 @@ ACTIVATIONS = {
     "relu2": lambda x, beta: np.maximum(x, 0) ** 2,
     "sigmoid": lambda x, beta: _sigmoid(x),
     "tanh": lambda x, beta: np.tanh(x),
+    "relu6": lambda x, beta: np.clip(x, 0, 6),
+    "hard_sigmoid": lambda x, beta: np.clip(x + 3, 0, 6) / 6,
+    "hard_silu": lambda x, beta: x * np.clip(x + 3, 0, 6) / 6,
+    "selu": lambda x, beta: 1.0507009873554805 * _elu(x, 1.6732632423543772),
+    "softplus": lambda x, beta: np.log1p(np.exp(x)),
+    "mish": lambda x, beta: x * np.tanh(np.log1p(np.exp(x))),
+    "elu": lambda x, beta: _elu(x, beta),
+    "leaky_relu": lambda x, beta: np.where(x > 0, x, beta * x),
+    "celu": lambda x, beta: np.where(x > 0, x, beta * np.expm1(x / beta)),
     "identity": lambda x, beta: x,
 }
 
@@ -127,6 +140,8 @@ def gated_linear_unit(
     w_up,
     b_gate=0.0,
     b_up=0.0,
+    rows_gate=0.0,
+    rows_up=0.0,
     *,
     activation="silu",
     beta=1.0,
@@ -135,8 +150,8 @@ def gated_linear_unit(
     up_shift=0.0,
 ):
     """x [... k], weights [k f] to [... f]."""
-    gate = _clip(x @ w_gate + b_gate, clip_gate)
-    up = _clip(x @ w_up + b_up, clip_up) + up_shift
+    gate = _clip(x @ w_gate + b_gate + rows_gate, clip_gate)
+    up = _clip(x @ w_up + b_up + rows_up, clip_up) + up_shift
     return ACTIVATIONS[activation](gate, beta) * up
 
 

@@ -50,6 +50,8 @@ CANONICAL = {
         "w_up": "kf",
         "b_gate": "f",
         "b_up": "f",
+        "rows_gate": "...f",
+        "rows_up": "...f",
         "out": "...f",
     },
     "ragged_dot": {"lhs": "mk", "rhs": "gkn", "group_sizes": "g", "out": "mn"},

@@ -1,0 +1,83 @@
+"""Questions about a form: its contractions, its factors, its linear parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rewriter.normal_form import TRUE, Algebra, Monomial, Poly
+
+
+def contractions(alg: Algebra, p: Poly) -> list[int]:
+    """Contractions in a form, at any depth, each once; none inside another."""
+    return [a for a in every(alg, p) if alg.kind(a) == "sum"]
+
+
+def every(alg: Algebra, p: Poly) -> list[int]:
+    """All atoms of a form, those inside contractions left out."""
+    out: dict[int, None] = {}
+
+    def visit(atom: int) -> None:
+        if atom in out:
+            return
+        out.setdefault(atom)
+        if alg.kind(atom) != "sum":
+            for inner in alg.children(atom):
+                visit(inner)
+
+    for flag, mono in p:
+        for a in (*(a for a, _ in mono), *alg.bools[flag][0]):
+            visit(a)
+    return list(out)
+
+
+def common_factor(
+    alg: Algebra, p: Poly, keep: frozenset[int] = frozenset()
+) -> tuple[Poly | None, Poly]:
+    """(factor, rest) of a form that is multiplied by an array, such as a mask.
+
+    Args:
+        alg: Where the form is.
+        p: The form.
+        keep: Leaves that stay in it.
+    """
+    terms = list(p)
+    flag = terms[0][0] if len({f for f, _ in terms}) == 1 else TRUE
+    common = {a: e for a, e in terms[0][1] if alg.kind(a) == "leaf" and a not in keep}
+    for _, mono in terms[1:]:
+        powers = dict(mono)
+        common = {a: e for a, e in common.items() if powers.get(a) == e}
+    if flag == TRUE and not common:
+        return None, p
+    rest = {}
+    for (f, mono), c in p.items():
+        inner = tuple(x for x in mono if x[0] not in common)
+        rest[f if flag == TRUE else TRUE, inner] = c
+    if not contractions(alg, rest):
+        return None, p  # nothing but a bias would be left
+    return {(flag, alg.monomial(common.items())): 1.0}, rest
+
+
+def linear_parts(alg: Algebra, p: Poly) -> Iterator[Poly]:
+    """Forms that functions in a form are of, at any depth; the form itself last."""
+    atoms = every(alg, p)
+    for atom in atoms:
+        if alg.kind(atom) == "pow":
+            for _, mono in alg.thaw(alg.defs[atom][1]):
+                yield _exponent(alg, mono)
+    for atom in atoms:
+        if alg.kind(atom) in ("fn", "relu", "ge"):
+            for part in alg.defs[atom][1:]:
+                if isinstance(part, tuple):
+                    yield alg.thaw(part)
+    for atom in atoms:
+        if alg.kind(atom) == "log":
+            for _, mono in alg.thaw(alg.defs[atom][1]):
+                yield _exponent(alg, mono)
+    for _, mono in p:
+        yield _exponent(alg, mono)
+    yield p
+
+
+def _exponent(alg: Algebra, mono: Monomial) -> Poly:
+    """What the exponentials in a monomial are of."""
+    return {(TRUE, alg.defs[a][1]): float(e) for a, e in mono if alg.kind(a) == "exp"}
