@@ -418,14 +418,13 @@ def leaves_of(reading: Reading) -> tuple[int, ...]:
     """Values that the replacement reads, in a fixed order."""
     alg = reading.algebra
     atoms: set[int] = set()
-    for operand in reading.operands.values():
-        for poly, _ in operand.parts:
-            atoms |= alg.poly_leaves(poly)
-        if operand.flag is not None:
-            atoms |= alg.poly_leaves(alg.of_bool(operand.flag))
+    pieces = (p for joined in reading.joined.values() for p in joined.pieces)
+    for operand in (*reading.operands.values(), *pieces):
+        atoms |= operand.leaves(alg)
     for poly in (reading.times, reading.plus):
         atoms |= alg.poly_leaves(poly or {})
-    return tuple(sorted({alg.defs[a][1] for a in atoms}))
+    names = {alg.defs[a][1] for a in atoms}
+    return tuple(sorted(names - reading.joined.keys()))
 
 
 def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:

@@ -52,6 +52,15 @@ class Operand:
     flag: int | None = None
     dtype: Any = None
 
+    def leaves(self, alg: Algebra) -> set[int]:
+        """The leaf atoms that it is made of."""
+        found: set[int] = set()
+        for poly, _ in self.parts:
+            found |= alg.poly_leaves(poly)
+        if self.flag is not None:
+            found |= alg.poly_leaves(alg.of_bool(self.flag))
+        return found
+
     def array(self, emitter: Emitter) -> jax.Array:
         """The operand's array."""
         if self.flag is not None:
@@ -63,6 +72,23 @@ class Operand:
         if len(arrays) == 1:
             return arrays[0]
         return jnp.concatenate(arrays, axis=-1)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An array that the region holds in pieces, such as the keys of two caches.
+
+    Attributes:
+        pieces: One operand for each piece.
+        axis: The axis along which they follow each other.
+    """
+
+    pieces: tuple[Operand, ...]
+    axis: int
+
+    def array(self, emitter: Emitter) -> jax.Array:
+        """The whole array."""
+        return jnp.concatenate([p.array(emitter) for p in self.pieces], self.axis)
 
 
 def operand(poly: Poly, *groups: Any, full: bool = True, dtype: Any = None) -> Operand:
@@ -95,6 +121,8 @@ class Reading:
         times: What the op's result is multiplied by, if anything.
         plus: What is added to it after that, if anything.
         in_blocks: Whether the program computes it block by block, in little memory.
+        joined: Arrays that are leaves of the operands, made of those of the region;
+            later ones may be made of earlier ones.
     """
 
     op: str
@@ -114,6 +142,7 @@ class Reading:
     times: Poly | None = None
     plus: Poly | None = None
     in_blocks: bool = False
+    joined: Mapping[Any, Joined] = field(default_factory=dict)
 
     def build(
         self,
@@ -125,7 +154,11 @@ class Reading:
     ) -> jax.Array:
         """The code of the replacement: operands, the op, the result's layout."""
         wide = any(np.dtype(x.dtype) == np.float64 for x in arrays.values())
-        emitter = Emitter(self.algebra, arrays, np.float64 if wide else np.float32)
+        emitter = Emitter(
+            self.algebra, dict(arrays), np.float64 if wide else np.float32
+        )
+        for name, joined in self.joined.items():
+            emitter.arrays[name] = joined.array(emitter)
         operands = {name: o.array(emitter) for name, o in self.operands.items()}
         out = call(**operands, **(self.params if params is None else params))
         ids = [i for group in self.out_groups for i in group]

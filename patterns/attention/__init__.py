@@ -22,8 +22,10 @@ from rewriter.patterns.attention.blocks import (
     Blocks,
     blocks,
     results,
+    weighing,
     weighs_once,
 )
+from rewriter.patterns.attention.joined import over_all_keys
 from rewriter.patterns.attention.softmax import exponents, softmax_parts
 from rewriter.reading import Reading, Refused, split_digits
 from rewriter.sieve import Step
@@ -63,7 +65,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         whole = results(find, pv)
         if any(find.done(NAME, v) for v in whole):
             return  # a block of a result that is found
-        yield from _in_blocks(find, anchor, pv, whole)
+        yield from _in_blocks(find, anchor, scores, pv, whole)
         if len(find.found) > before:
             return
         yield from _around(find, anchor, scores, pv, side, sums)
@@ -72,7 +74,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 
 def _in_blocks(
-    find: Finder, anchor: Node, pv: Node, whole: list[int]
+    find: Finder, anchor: Node, scores: list[Node], pv: Node, whole: list[int]
 ) -> Iterator[Reading]:
     """Readings of results that several products add up to."""
     for value in whole:
@@ -80,7 +82,9 @@ def _in_blocks(
         if key in find.cache or find.cache.get("failed blocks", 0) >= ATTEMPTS:
             continue
         find.cache[key] = True
-        found = blocks(find, value)
+        found = blocks(find, value) or weighing(
+            find, value, anchor.outs[0], tuple(scores)
+        )
         if found is None or (pv.outs[0] not in {n.outs[0] for n, _ in found.products}):
             continue
         if not found.scans and not weighs_once(find, anchor.outs[0]):
@@ -186,20 +190,21 @@ def read(
     if len(parts.products) > 1:
         form = alg.merged(form)
     in_blocks = len(parts.products) > 1 or bool(parts.scans)
-    if in_blocks:
+    if in_blocks and not parts.at_once:
         ev.notes.add("sums over blocks of keys are taken at once")
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
     values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
-    found = softmax_parts(alg, form, values)
+    over = over_all_keys(alg, form, values)
+    found = softmax_parts(alg, over.form, values | over.values)
     left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
     right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
-    qk, bias = exponents(alg, found, left | right)
+    qk, bias = exponents(alg, found, left | right | over.joined.keys())
     reading = Assembly(
-        find, ev, value, args, form, found, qk, bias, parts.products, scores
+        find, ev, value, args, form, found, qk, bias, parts.products, scores, over
     ).reading()
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):
         raise Refused("loop", "a value of one step of a loop is read", score=0.4)
-    reading.in_blocks = in_blocks
+    reading.in_blocks = in_blocks and not parts.at_once
     return reading
 
 

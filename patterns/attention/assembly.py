@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from rewriter.canonicalize import kind_of
@@ -24,11 +25,13 @@ NAME = "attention"
 class Assembly(Masks, Rows):
     """Names the axes, classifies the masks and writes the operands."""
 
-    def __init__(self, find, ev, value, args, form, parts, qk, bias, products, scores):
+    def __init__(
+        self, find, ev, value, args, form, parts, qk, bias, products, scores, over
+    ):
         self.find, self.ev, self.alg = find, ev, find.algebra
         self.value, self.args, self.form = value, args, form
         self.parts, self.qk, self.bias, self.products = parts, qk, bias, products
-        self.scores = scores
+        self.scores, self.over = scores, over
         self.operands: dict[str, Operand] = {}
         self.params: dict[str, Any] = {}
         self.general = TRUE
@@ -67,22 +70,31 @@ class Assembly(Masks, Rows):
             check_params=check,
             check_options={"soft_fills": self.ev.soft_fills},
             notes=tuple(sorted(self.ev.notes)),
+            joined=self.over.joined,
         )
 
     def _own_scores(self) -> None:
         """Refuses masks and biases that are computed from the scores themselves."""
         for name in ("mask", "bias", "dropout", "kv_lengths", "prefix", "offset"):
             used = self.operands.get(name)
-            leaves: set[int] = set()
-            for poly, _ in used.parts if used else ():
-                leaves |= self.alg.poly_leaves(poly)
-            if used is not None and used.flag is not None:
-                leaves |= self.alg.poly_leaves(self.alg.of_bool(used.flag))
-            for leaf in leaves:
-                if self.find.regions.descends(self.alg.defs[leaf][1], self.scores):
+            leaves = used.leaves(self.alg) if used else ()
+            for value in self.values_of(leaves):
+                if self.find.regions.descends(value, self.scores):
                     raise Refused(
                         "scores", f"the {name} is computed from the scores", score=0.6
                     )
+
+    def values_of(self, leaves: Iterable[int]) -> set[int]:
+        """The program's values behind leaves; joined ones are made of several."""
+        out: set[int] = set()
+        for leaf in leaves:
+            name = self.alg.defs[leaf][1]
+            joined = self.over.joined.get(name)
+            for piece in joined.pieces if joined else ():
+                out |= self.values_of(piece.leaves(self.alg))
+            if not joined:
+                out.add(name)
+        return out
 
     # -------------------------------------------------------------- axes
     def _axes(self) -> None:
@@ -263,11 +275,8 @@ class Assembly(Masks, Rows):
         return tuple(max(d, key=lambda d: d.itemsize) for d in (q, k))
 
     def _dtype_of(self, factors):
-        names = [
-            self.find.graph.dtype(self.alg.defs[a][1])
-            for a, _ in factors
-            if self.alg.kind(a) == "leaf"
-        ]
+        leaves = (a for a, _ in factors if self.alg.kind(a) == "leaf")
+        names = [self.find.graph.dtype(v) for v in self.values_of(leaves)]
         floats = [d for d in names if kind_of(d) == "f"]
         return max(floats or names, key=lambda d: d.itemsize)
 

@@ -31,11 +31,13 @@ class Blocks:
         scores: Contractions of queries with keys.
         products: Contractions of weights with values, and which operand they weigh by.
         scans: Results of loops on the way.
+        at_once: Whether one softmax holds the weights of all products.
     """
 
     scores: tuple[Node, ...]
     products: tuple[tuple[Node, int], ...]
     scans: frozenset[int] = frozenset()
+    at_once: bool = False
 
 
 def results(find: Finder, product: Node) -> list[int]:
@@ -61,13 +63,25 @@ def results(find: Finder, product: Node) -> list[int]:
             below.append((node.outs[0], after))
             if before & ADDED and node.prim in NORMALISED:
                 found.append((node.prim == "div", node.outs[0]))
-            elif node.prim in ADDED and before & NORMALISED:
+            elif node.prim in ADDED and (
+                before & NORMALISED or _adds_products(find, node.outs[0])
+            ):
                 found.append((False, node.outs[0]))
         for out, after in below:
             if out not in seen:
                 seen[out] = after
                 queue.append(out)
     return [v for _, v in sorted(found, reverse=True)][:CANDIDATES]
+
+
+def _adds_products(find: Finder, value: int) -> bool:
+    """Whether a value is a sum of contractions, and of nothing else."""
+    node = find.graph.node_of(value)
+    while node is not None and node.prim in MOVED:
+        node = find.graph.node_of(node.ins[0])
+    if node is None or node.prim != "add":
+        return node is not None and node.prim == "dot_general"
+    return all(_adds_products(find, i) for i in node.ins)
 
 
 def weighs_once(find: Finder, weights: int) -> bool:
@@ -112,6 +126,28 @@ def blocks(find: Finder, value: int) -> Blocks | None:
     if not scores or len(scores) + len(products) < len(dots) or not products:
         return None
     return Blocks(scores, products, frozenset(scans))
+
+
+def weighing(
+    find: Finder, value: int, weights: int, scores: tuple[Node, ...]
+) -> Blocks | None:
+    """The contractions that a value is added up from, if all are by one softmax.
+
+    Args:
+        find: The search.
+        value: The sum.
+        weights: The exponential of all scores.
+        scores: The contractions that the scores come from.
+    """
+    dots, _ = _above(find, value)
+    sides = [
+        [k for k, i in enumerate(n.ins) if find.regions.depends(i, weights)]
+        for n in dots
+    ]
+    if len(dots) < 2 or any(len(k) != 1 for k in sides):
+        return None
+    products = tuple((n, k) for n, (k,) in zip(dots, sides, strict=True))
+    return Blocks(scores, products, at_once=True)
 
 
 def _above(find: Finder, value: int) -> tuple[list[Node], set[int]]:

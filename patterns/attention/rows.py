@@ -16,7 +16,8 @@ class Rows:
     """What a row gives that sees no key, and when that cannot be told."""
 
     def _empty_rows(self) -> None:
-        kept = self.alg.both(self.parts.keep, self.parts.row_mask)
+        some = self.parts.keep if self.over.some is None else self.over.some
+        kept = self.alg.both(some, self.parts.row_mask)
         if kept == TRUE or self.parts.sink or self._never_empty():
             return
         behaviour = (
@@ -27,7 +28,7 @@ class Rows:
                 self.scores,
                 [n for n, _ in self.products],
                 self.value,
-                self.alg.both(self.parts.keep, self.parts.row_mask),
+                kept,
                 self._dropped(),
             )
         )
@@ -53,7 +54,7 @@ class Rows:
         alg, parts = self.alg, self.parts
         atoms = set().union(*(alg.leaves(a) for a, _ in parts.rest))
         atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))
-        return frozenset(alg.defs[a][1] for a in atoms), parts.factor
+        return frozenset(self.values_of(atoms)), parts.factor
 
     def _may_change(self) -> bool:
         """Whether rows without keys may change, and nothing exact is left to try."""
@@ -81,8 +82,8 @@ class Rows:
         if kept == TRUE or not self.bias or not fills:
             return
         loudest = max(abs(c) for c in self.bias.values())
-        for leaf in self.alg.poly_leaves(self.bias):
-            loudest = max(loudest, self.find.loudest(self.alg.defs[leaf][1]))
+        for value in self.values_of(self.alg.poly_leaves(self.bias)):
+            loudest = max(loudest, self.find.loudest(value))
         if min(fills) < 100 * loudest >= 1e6 and self._may_change():
             self.ev.notes.add("rows without keys give something else than before")
         elif min(fills) < 100 * loudest >= 1e6:
