@@ -203,5 +203,12 @@ class Finder:
         return empty_row(ev, keep, scores, products, value, factor)
 
     def where(self, node: Node) -> str:
-        """The user's line of an equation."""
-        return _jax.source_of(node.eqn)
+        """The user's line of an equation; of the call around it, if it has none.
+
+        What a library calls under a `jax.jit` of its own knows no line but that call's.
+        """
+        scope, found = node.scope, _jax.source_of(node.eqn)
+        while not found and scope.parent is not None:
+            found = _jax.source_of(scope.parent.jaxpr.eqns[scope.call])
+            scope = scope.parent
+        return found

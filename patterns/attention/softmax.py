@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter.normal_form import TRUE, Algebra, Poly
+from rewriter.normal_form import TRUE, Algebra, Monomial, Poly
 from rewriter.patterns.attention.masks import conjuncts
 from rewriter.reading import (
     Group,
@@ -50,10 +50,11 @@ def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
         Refused: If the form is another one, or other factors are left.
     """
     if len(form) != 1:
+        near = any(_is_quotient(alg, mono) for _, mono in form)
         raise Refused(
             "terms",
             f"the result is a sum of {len(form)} terms",
-            score=0.3,
+            score=0.3 if near else 0.2,  # as a loss has it, or its gradient
             difference=alg.show(form),
         )
     ((flag, mono), c) = next(iter(form.items()))
@@ -80,6 +81,26 @@ def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
         difference=alg.show(form),
         score=0.4,
     )
+
+
+def _is_quotient(alg: Algebra, mono: Monomial) -> bool:
+    """Whether a term is a weighed sum divided by another sum.
+
+    Weights times what they were computed from are the gradient of a log-sum-exp.
+    """
+    above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
+    below = [a for a, e in mono if e == -1 and alg.kind(a) in ("sum", "pow")]
+    if len(mono) != 2 or not above or not below:
+        return False
+    factors = [a for a, _ in alg.defs[above[0]][3]]
+    weighed = {alg.defs[a][1] for a in factors if alg.kind(a) == "leaf"}
+    inside = {
+        alg.defs[leaf][1]
+        for a in factors
+        if alg.kind(a) == "exp"
+        for leaf in alg.leaves(a)
+    }
+    return not weighed <= inside
 
 
 def _rows(alg: Algebra, flag: int, parts: Parts) -> Parts:

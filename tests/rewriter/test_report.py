@@ -180,3 +180,34 @@ def test_where_is_the_users_line():
 )
 def test_size(count, text):
     assert size(count) == text
+
+
+def test_a_miss_inside_a_librarys_jit_has_the_users_line() -> None:
+    def gated(x, w, u):
+        return jax.nn.silu(x @ w) * (x @ u + jnp.sin(x @ u))
+
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 6))
+    inner = jax.make_jaxpr(jax.nn.silu)(x).eqns[0].params["jaxpr"].eqns
+    assert [e.primitive.name for e in inner] == ["logistic", "mul"]  # under a jit
+    (miss,) = rewriter.explain(gated)(x, w, w).misses
+    assert miss.op == "gated_linear_unit"
+    assert miss.where.startswith("test_report.py:")
+
+
+@pytest.mark.parametrize("argument", [0, 1])
+def test_a_loss_and_its_gradient_are_no_near_misses(argument: int) -> None:
+    def cross_entropy(w, x, labels):
+        scores = jax.nn.log_softmax(x @ w)
+        return -jnp.take_along_axis(scores, labels[:, None], -1).mean()
+
+    def log_sum_exp(w, x, labels):
+        scores = x @ w
+        chosen = jnp.take_along_axis(scores, labels[:, None], -1)[:, 0]
+        return (jax.nn.logsumexp(scores, -1) - chosen).mean()
+
+    args = jnp.ones((32, 100)), jnp.ones((8, 32)), jnp.zeros(8, int)
+    for loss in (cross_entropy, log_sum_exp):
+        for fn in (loss, jax.value_and_grad(loss, argument)):
+            report = rewriter.explain(fn)(*args)
+            assert not report.sites
+            assert not report.misses
