@@ -16,12 +16,12 @@ ORDER = [
     "normal_form", "canonicalize", "formula", "emit", "region", "rows", "reading",
     "stacked", "finder", "sieve", "match", "pattern", "implementation", "key",
     "measurement", "decision", "stored", "whole", "tuned", "cache", "sources",
-    "choose", "plan", "addends", "gradients", "backward_place", "as_written",
-    "leaves", "remains", "oracle", "implement", "site", "threads", "programs",
-    "inputs", "candidate", "race", "isolate", "static_cost", "autotune", "replace",
-    "unfold", "placing", "planner", "pipeline", "draw", "report", "optimize",
-    "tune", "verify", "roofline", "bench", "bench_table", "bench_peers",
-    "bench_ops", "export", "demo", "__init__", "__main__",
+    "choose", "plan", "gradients", "backward_place", "as_written", "leaves",
+    "remains", "oracle", "implement", "site", "threads", "programs", "inputs",
+    "candidate", "race", "isolate", "static_cost", "autotune", "replace", "unfold",
+    "placing", "planner", "pipeline", "draw", "report", "optimize", "tune",
+    "verify", "roofline", "bench", "bench_table", "bench_peers", "bench_ops",
+    "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.addends import read_as_a_sum, returned, terms
+from rewriter.gradients.addends import read_as_a_sum, returned, terms
 from rewriter.graph import Graph
 from tests.rewriter.test_gradients import FORCED, equal, normal, scanned, unrolled
 from tests.rewriter.test_stacked import in_float64

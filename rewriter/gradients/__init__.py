@@ -1,0 +1,19 @@
+"""The gradients of a match, where the program computes them itself.
+
+A differentiated program holds an op's forward and, further down, equations that
+turn a cotangent of its result into cotangents of its operands. Those are found
+from the equations that read the region's values, and each one is verified: its
+normal form must be that of `jax.vjp` of the op's reference.
+
+Data flows from `cotangents`, which says what may be the cotangent and what is
+computed from it, by way of `reference` and `proof` to `search`, which asks
+`known` first whether the same equations were proved before.
+"""
+
+from __future__ import annotations
+
+from rewriter.gradients.backward import Backward
+from rewriter.gradients.reference import gradient_function
+from rewriter.gradients.search import search_gradients
+
+__all__ = ["Backward", "gradient_function", "search_gradients"]

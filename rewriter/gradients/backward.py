@@ -1,0 +1,37 @@
+"""Gradients that were found for a match: which values of the program they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """Gradients found for a match.
+
+    Attributes:
+        cotangent: The value that is the cotangent of the match's result; its dtype
+            may be a wider one, where the program casts the result and adds up the
+            cotangents of the casts.
+        grads: Leaf (a value of the program) to the value that is its gradient.
+        inner: Values between the leaves, the cotangent and the gradients.
+        zeros: Leaf to what becomes zero with its gradient, where that exists only as
+            terms of a sum; the term among `grads` becomes all of it.
+    """
+
+    cotangent: int
+    grads: Mapping[int, int]
+    inner: frozenset[int]
+    zeros: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All values that become zero."""
+        return tuple(itertools.chain.from_iterable(self.zeros.values()))
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """All values that are replaced."""
+        return (*self.grads.values(), *self.others)

@@ -1,0 +1,111 @@
+"""A match in, values that may be the cotangent of its result, and what they lead to."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from rewriter.canonicalize import (
+    LAYOUT_PRIMITIVES,
+    TRANSPARENT,
+    is_local,
+    is_lossless,
+)
+from rewriter.graph import Graph
+from rewriter.match import Match
+
+REACH = 240
+"""How many values below a cotangent are looked at."""
+SHARED = 40
+"""What more equations read is a mask or a table of all layers."""
+CONE = 400
+"""Of how many values a gradient may be made."""
+MEETS = frozenset({
+    "dot_general", "mul", "div", "select_n", "ragged_dot_general", "ragged_dot",
+    "reduce_sum",
+})  # fmt: skip
+CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
+LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div", "neg"}
+
+
+def cotangents(graph: Graph, match: Match) -> list[int]:
+    """Values that meet a region in a product and could be its cotangent.
+
+    Those of the result's dtype come first.
+    """
+    dtype = graph.dtype(match.value)
+    found = dict.fromkeys(_meeting(graph, match))
+    return sorted(found, key=lambda v: graph.dtype(v) != dtype)
+
+
+def _meeting(graph: Graph, match: Match) -> Iterator[int]:
+    region = match.inner | {v for _, v in match.leaves}
+    shape, dtype = graph.shape(match.value), graph.dtype(match.value)
+    for value in sorted(region, reverse=True):
+        users = graph.users(value)
+        for node in users if len(users) <= SHARED else ():
+            if node.prim not in MEETS or not region.isdisjoint(node.outs):
+                continue
+            for i in node.ins:
+                if i in region or i in graph.constants:
+                    continue
+                for x in _under_layout(graph, i):
+                    if x in region or graph.shape(x) != shape:
+                        continue
+                    # Casts of one result add up their cotangents before its dtype.
+                    if graph.dtype(x) == dtype or _is_wider(graph.dtype(x), dtype):
+                        yield x
+
+
+def _under_layout(graph: Graph, value: int) -> Iterator[int]:
+    for _ in range(10):
+        yield value
+        node = graph.node_of(value)
+        if node is None or node.prim not in LINEAR:
+            return
+        moving = [i for i in node.ins if i not in graph.constants]
+        if not moving:
+            return
+        value = moving[-1] if node.prim == "mul" else moving[0]
+
+
+def below(graph: Graph, value: int) -> list[int]:
+    """Values that are computed from one, in the program's order."""
+    seen, queue = {value}, collections.deque([value])
+    while queue and len(seen) < REACH:
+        for node in graph.users(queue.popleft()):
+            for out in node.outs:
+                if out not in seen:
+                    seen.add(out)
+                    queue.append(out)
+    return sorted(seen)
+
+
+def cone(graph: Graph, value: int, stops: frozenset[int]) -> set[int] | None:
+    """Values above one, down to the stops; None if it is made of anything else."""
+    seen, stack = set(), [value]
+    while stack:
+        current = stack.pop()
+        if current in seen or current in stops or current in graph.constants:
+            continue
+        node = graph.node_of(current)
+        if node is None or len(seen) > CONE:
+            return None
+        if not is_local(node) and node.prim not in CONTRACTIONS:
+            return None
+        seen.add(current)
+        stack += node.ins
+    return seen
+
+
+def _is_wider(dtype: Any, other: Any) -> bool:
+    """Whether one float dtype holds every value of another one."""
+    return is_float(dtype) and is_float(other) and is_lossless(other, dtype)
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether values of a dtype have gradients."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))

@@ -1,0 +1,133 @@
+"""The same gradients again: proved ones, found at a match of the same reading.
+
+Layers repeat. Where a gradient's equations are those of a proved one, down to the
+leaves and the cotangent, nothing is proved twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from rewriter.gradients.addends import read_as_a_sum
+from rewriter.gradients.backward import Backward
+from rewriter.gradients.cotangents import below, cone
+from rewriter.graph import Graph
+from rewriter.match import Match
+from rewriter.template import Template, go, same_cone, way
+
+Look = Callable[[Graph, Template, int], Iterator[int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """Gradients that are proved, ready to be found again elsewhere.
+
+    Attributes:
+        match: What they are the gradients of.
+        cotangent: The cotangent there.
+        parts: By leaf, the equations of its gradient and the way to them from the
+            cotangent; of what becomes zero with it too.
+    """
+
+    match: Match
+    cotangent: int
+    parts: Mapping[int, tuple[Template, ...]]
+
+
+def known(graph: Graph, match: Match, backward: Backward) -> Known:
+    """Proved gradients, ready to be found again elsewhere."""
+    stops = frozenset([*(v for _, v in match.leaves), backward.cotangent])
+
+    def part(value: int) -> Template:
+        inside = cone(graph, value, stops) or ()
+        reached = {i for v in inside for i in graph.node_of(v).ins if i in stops}
+        path = way(graph, (backward.cotangent,), value) or ()
+        return Template(match.node, value, frozenset(reached), path, None)
+
+    parts = {
+        leaf: tuple(map(part, (value, *backward.zeros.get(leaf, ()))))
+        for leaf, value in backward.grads.items()
+    }
+    return Known(match, backward.cotangent, parts)
+
+
+def found_again(
+    graph: Graph,
+    proved: Sequence[Known],
+    match: Match,
+    candidates: Sequence[int],
+    returned: Set[int],
+) -> Backward | None:
+    """The gradients of a match that are proved ones again; as many as there are.
+
+    Args:
+        graph: The program.
+        proved: Gradients of matches of the same reading.
+        match: The match.
+        candidates: What may be its cotangent.
+        returned: What bodies return.
+    """
+    best: Backward | None = None
+    for one in proved:
+        for look in (_at_its_place, _anywhere_below):
+            for cotangent in candidates:
+                found = _again(graph, one, match, cotangent, look, returned)
+                if len(found.grads) == len(one.parts):
+                    return found
+                if found.grads and (best is None or len(found.grads) > len(best.grads)):
+                    best = found
+    return best
+
+
+def _again(
+    graph: Graph,
+    one: Known,
+    match: Match,
+    cotangent: int,
+    look: Look,
+    returned: Set[int],
+) -> Backward:
+    """Of proved gradients, those that a match has too, from one cotangent."""
+    mine = dict(match.leaves)
+    to = {a: mine[name] for name, a in one.match.leaves}
+    to[one.cotangent] = cotangent
+    grads: dict[int, int] = {}
+    zeros: dict[int, tuple[int, ...]] = {}
+    inner: frozenset[int] = frozenset()
+    for leaf, parts in one.parts.items():
+        found = [_like(graph, p, to, look(graph, p, cotangent)) for p in parts]
+        if None in found:
+            continue
+        values = tuple(value for value, _ in found)
+        inside = frozenset().union(*(made for _, made in found))
+        if len(values) > 1 and not read_as_a_sum(graph, values, returned, inside):
+            continue
+        grads[to[leaf]] = values[0]
+        if len(values) > 1:
+            zeros[to[leaf]] = values[1:]
+        inner |= inside
+    return Backward(cotangent, grads, inner - match.inner, zeros)
+
+
+def _like(
+    graph: Graph, part: Template, to: Mapping[int, int], places: Iterator[int]
+) -> tuple[int, frozenset[int]] | None:
+    """The value with a gradient's equations over other leaves, and those inside."""
+    for value in places:
+        found = same_cone(graph, part, value)
+        if found and all(to[a] == b for a, b in found[0].items()):
+            return value, found[1]
+    return None
+
+
+def _at_its_place(graph: Graph, part: Template, cotangent: int) -> Iterator[int]:
+    """Where the gradient is, if the way from the cotangent is the same again."""
+    value = go(graph, (cotangent,), part.path) if part.path else None
+    return iter(() if value is None else (value,))
+
+
+def _anywhere_below(graph: Graph, part: Template, cotangent: int) -> Iterator[int]:
+    """Values below the cotangent of the gradient's shape."""
+    shape = graph.shape(part.value)
+    return (v for v in below(graph, cotangent) if graph.shape(v) == shape)

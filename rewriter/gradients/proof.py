@@ -1,0 +1,207 @@
+"""A candidate for the cotangent in, proved gradients out.
+
+Every value below the candidate that has a leaf's shape is compared, as a normal
+form, with the gradients of the op's reference; so are sums of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+from rewriter.canonicalize import TRANSPARENT, Evaluator, NeedSplit, pieces
+from rewriter.gradients.addends import sums, widest
+from rewriter.gradients.backward import Backward
+from rewriter.gradients.cotangents import CONTRACTIONS, below, cone
+from rewriter.gradients.reference import wanted_at
+from rewriter.graph import Graph
+from rewriter.match import Match
+from rewriter.normal_form import Algebra, OverBudget
+
+
+def proved_gradients(
+    graph: Graph,
+    match: Match,
+    cotangent: int,
+    reference: Callable[[], Graph],
+    returned: Set[int],
+) -> Backward | None:
+    """The gradients below one candidate for the cotangent.
+
+    Args:
+        graph: The program.
+        match: What they are the gradients of.
+        cotangent: The candidate.
+        reference: Gives the gradients of the match's reading; asked only if there
+            are values to compare.
+        returned: What bodies return.
+    """
+    stops = frozenset([*(v for _, v in match.leaves), cotangent])
+    reached = below(graph, cotangent)
+    cones = _cones(graph, match, reached, stops)
+    if not cones:
+        return None
+    wanted, outs = wanted_at(graph, reference(), match, cotangent)
+    parts = frozenset().union(*cones.values(), match.inner)
+    forms = _Forms(_evaluator(graph, match, stops, parts), wanted, outs)
+    grads: dict[int, int] = {}
+    for value in cones:
+        leaf = forms.leaf_of((value,), grads)
+        if leaf is not None:
+            grads[leaf] = value
+    zeros: dict[int, tuple[int, ...]] = {}
+    taken = set(grads.values())
+    for terms in sums(graph, reached, cones, returned):
+        leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
+        if leaf is not None:
+            grads[leaf] = widest(graph, terms)
+            zeros[leaf] = tuple(v for v in terms if v != grads[leaf])
+            taken.update(terms)
+    if not grads:
+        return None
+    found = (*grads.values(), *itertools.chain.from_iterable(zeros.values()))
+    inner = frozenset().union(*(cones[v] for v in found))
+    return Backward(cotangent, grads, inner - match.inner, zeros)
+
+
+def _cones(
+    graph: Graph, match: Match, reached: Sequence[int], stops: frozenset[int]
+) -> dict[int, set[int]]:
+    """By the values that have a leaf's shape and are made of the stops, their cones."""
+    shapes = {graph.shape(v) for _, v in match.leaves}
+    cones: dict[int, set[int]] = {}
+    for value in reached:
+        if value not in stops and graph.shape(value) in shapes:
+            made = cone(graph, value, stops)
+            if made is not None:
+                cones[value] = made
+    return cones
+
+
+class _Forms:
+    """Forms of the program's values, to be compared with those of gradients.
+
+    Args:
+        ev: Evaluates the program's values.
+        wanted: Evaluates the gradients.
+        outs: Leaf to its gradient.
+    """
+
+    def __init__(self, ev: Evaluator, wanted: Evaluator, outs: Mapping[int, int]):
+        self.ev, self.wanted, self.outs = ev, wanted, outs
+        self.indices: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def leaf_of(self, values: tuple[int, ...], known: Mapping[int, int]) -> int | None:
+        """The leaf, of those not known, whose gradient is the sum of some values."""
+        graph = self.ev.g
+        shape = graph.shape(values[0])
+        at = self._arguments(shape, _digits(graph, values[0]))
+        self.ev.alg.work = 0
+        with contextlib.suppress(OverBudget):
+            for leaf, out in self.outs.items():
+                if leaf in known or graph.shape(leaf) != shape:
+                    continue
+                if _equal(self.ev, values, self.wanted, out, at):
+                    return leaf
+        return None
+
+    def _arguments(
+        self, shape: tuple[int, ...], digits: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """Index arguments of a value, digit by digit where axes were joined.
+
+        Equal digits have equal indices, so that a form is made once for a value and
+        for what it is reshaped to.
+        """
+        alg = self.ev.alg
+        joined = _joined(alg, shape, digits, self._of(digits))
+        return self._of(shape) if joined is None else joined
+
+    def _of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+        if sizes not in self.indices:
+            self.indices[sizes] = tuple(map(self.ev.alg.new_index, sizes))
+        return self.indices[sizes]
+
+
+def _digits(graph: Graph, value: int) -> tuple[int, ...]:
+    """The sizes of which a value's axes are made, if it is reshaped."""
+    at, node = value, graph.node_of(value)
+    while node is not None and (
+        node.prim in TRANSPARENT or node.prim in ("add_any", "convert_element_type")
+    ):
+        at, node = node.ins[-1], graph.node_of(node.ins[-1])
+    if node is not None and node.prim == "reshape":
+        at = node.ins[0]
+    return graph.shape(at)
+
+
+def _joined(
+    alg: Algebra,
+    shape: tuple[int, ...],
+    digits: tuple[int, ...],
+    indices: tuple[Any, ...],
+) -> tuple[Any, ...] | None:
+    """Index arguments of a shape made of digits; None if an axis was split."""
+    rest, out = list(zip(digits, indices, strict=True)), []
+    for size in shape:
+        argument, have = None, 1
+        while have < size and rest:
+            n, index = rest.pop(0)
+            argument, have = alg.cat(argument, index, n), have * n
+        if have != size:
+            return None
+        out.append(argument)
+    return tuple(out)
+
+
+def _equal(
+    ev: Evaluator,
+    values: tuple[int, ...],
+    wanted: Evaluator,
+    out: int,
+    at: tuple[Any, ...],
+) -> bool:
+    """Whether a sum has a value's form; piece by piece, where values are joined.
+
+    Of forms that are zero nothing is learnt.
+    """
+    alg = ev.alg
+    try:
+        form = functools.reduce(alg.add, (ev.poly(v, at) for v in values))
+        return bool(form) and not alg.add(form, wanted.poly(out, at), -1.0)
+    except NeedSplit as need:
+        return all(
+            _equal(
+                ev,
+                values,
+                wanted,
+                out,
+                tuple(alg.subst_index(a, {need.index: part}) for a in at),
+            )
+            for _, part in pieces(alg, need)
+        )
+
+
+def _evaluator(
+    graph: Graph, match: Match, stops: frozenset[int], parts: frozenset[int]
+) -> Evaluator:
+    """An evaluator that expands everything down to the leaves and the cotangent."""
+    dots = frozenset(
+        v
+        for v in parts
+        if (node := graph.node_of(v)) is not None and node.prim in CONTRACTIONS
+    )
+    ev = Evaluator(
+        graph,
+        match.reading.algebra,
+        names={v: v for v in stops},
+        inside=dots,
+        full_sides=frozenset((v, k) for v in dots for k in (0, 1)),
+        filled_rows=True,
+        **match.reading.check_options,
+    )
+    ev.strided = True
+    return ev

@@ -1,0 +1,72 @@
+"""The gradients that a match must have: those of its op's reference, traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from rewriter import _jax
+from rewriter.canonicalize import Evaluator
+from rewriter.gradients.cotangents import is_float
+from rewriter.graph import Graph
+from rewriter.match import Match, leaves_of, traced_forms
+
+
+def traced_gradients(graph: Graph, match: Match) -> Graph:
+    """The gradients of a reading's code: of its leaves and a cotangent."""
+    reading, op = match.reading, match.op
+    names = leaves_of(reading)
+    moving = _moving(graph, names)
+    shape, dtype = graph.shape(reading.value), graph.dtype(reading.value)
+    params = {**reading.params, **reading.check_params}
+
+    def code(*arrays: jax.Array) -> jax.Array:
+        given = dict(zip(names, arrays, strict=True))
+        return reading.build(op.reference, given, shape, dtype, params)
+
+    def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
+        *arrays, cotangent = given
+        return gradient_function(code, arrays, moving)[1](cotangent)
+
+    avals = [graph.avals[v] for v in names]
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    return Graph(_jax.trace_flat(gradients, [*avals, result]))
+
+
+def wanted_at(
+    graph: Graph, traced: Graph, match: Match, cotangent: int
+) -> tuple[Evaluator, dict[int, int]]:
+    """An evaluator of a match's expected gradients, and by leaf, which they are.
+
+    Args:
+        graph: The program.
+        traced: The gradients of the match's reading.
+        match: The match.
+        cotangent: The program's value that is taken as the cotangent.
+    """
+    names, here = leaves_of(match.reading), dict(match.leaves)
+    values = [*(here[v] for v in names), cotangent]
+    ev, outs = traced_forms(traced, match.reading, values)
+    ev.strided = True
+    moving = _moving(graph, names)
+    by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)
+    return ev, dict(by_leaf)
+
+
+def _moving(graph: Graph, names: Sequence[int]) -> list[int]:
+    return [k for k, v in enumerate(names) if is_float(graph.dtype(v))]
+
+
+def gradient_function(
+    code: Callable[..., jax.Array], arrays: list[jax.Array], moving: list[int]
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    """`jax.vjp` of a function by some of its arguments."""
+
+    def of(*chosen: jax.Array) -> jax.Array:
+        full = list(arrays)
+        for k, x in zip(moving, chosen, strict=True):
+            full[k] = x
+        return code(*full)
+
+    return jax.vjp(of, *(arrays[k] for k in moving))

@@ -1,0 +1,162 @@
+"""All matches in, the gradients that the program computes of each."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rewriter.gradients.addends import returned
+from rewriter.gradients.backward import Backward
+from rewriter.gradients.cotangents import cotangents, is_float
+from rewriter.gradients.known import Known, found_again, known
+from rewriter.gradients.proof import proved_gradients
+from rewriter.gradients.reference import traced_gradients
+from rewriter.graph import Graph
+from rewriter.match import Match
+from rewriter.normal_form import OverBudget
+from rewriter.verdict import Reason
+
+log = logging.getLogger("rewriter.gradients")
+
+ATTEMPTS = 3
+"""After how many regions of one kind without gradients no more are looked at."""
+CANDIDATES = 6
+"""How many values are tried as the cotangent of one region."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """What was verified before, for regions that are the same again.
+
+    Attributes:
+        returned: What bodies return.
+        reference: By the id of a reading, its reference's gradients, traced.
+        proved: By the id of a reading, gradients that were found, the most first.
+        failed: How many regions of a reading had none.
+        unproved: Why gradients of a reading could not be told from others.
+    """
+
+    returned: set[int]
+    reference: dict[int, Graph] = field(default_factory=dict)
+    proved: dict[int, list[Known]] = field(default_factory=dict)
+    failed: collections.Counter[int] = field(default_factory=collections.Counter)
+    unproved: dict[int, str] = field(default_factory=dict)
+
+
+def search_gradients(
+    graph: Graph, matches: Sequence[Match]
+) -> tuple[dict[int, Backward], dict[int, str], list[Reason]]:
+    """By the id of a match, its gradients; why there are none; and what went wrong."""
+    memory = Memory(returned(graph))
+    found: dict[int, Backward] = {}
+    failures: list[Reason] = []
+    for match in reversed(matches):  # the last one lacks no gradient of its input
+        try:
+            backward = find_backward(graph, match, memory)
+        except Exception as error:
+            log.debug("gradients of %s failed", match.op.name, exc_info=error)
+            text = f"{match.op.name}: {type(error).__name__}: {error}"
+            failures.append(Reason("internal", text, match.where))
+            continue
+        if backward is not None:
+            found[id(match)] = backward
+    why = {
+        id(m): memory.unproved[id(m.reading)]
+        for m in matches
+        if id(m) not in found and id(m.reading) in memory.unproved
+    }
+    return _each_once(found, matches), why, failures
+
+
+def _each_once(
+    found: Mapping[int, Backward], matches: Sequence[Match]
+) -> dict[int, Backward]:
+    """Those that share no gradient with one that has more of them, or comes first.
+
+    The same op of a value and of its copy, as one that was offloaded, have the same
+    gradient of a bias. The forward of a ragged dot is the gradient of its gradient.
+    """
+    taken: set[int] = set()
+    forwards: set[int] = set()
+    kept: dict[int, Backward] = {}
+    those = [m for m in matches if id(m) in found]
+    for match in sorted(those, key=lambda m: -len(found[id(m)].grads)):
+        results = found[id(match)].results
+        if match.value not in taken and (taken | forwards).isdisjoint(results):
+            taken.update(results)
+            forwards.add(match.value)
+            kept[id(match)] = found[id(match)]
+    return kept
+
+
+def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None:
+    """The gradients of a match in its program, or None if there are none."""
+    candidates = cotangents(graph, match)
+    if not candidates:
+        return None
+    key = id(match.reading)
+    proved = memory.proved.setdefault(key, [])
+    best = found_again(graph, proved, match, candidates, memory.returned)
+    if best is not None and not _read_beside(graph, match, best):
+        return best
+    if memory.failed[key] >= ATTEMPTS:
+        return best
+    more = _proved(graph, match, candidates, memory, best)
+    if more is None:
+        memory.failed[key] += 1
+        return best
+    proved.append(known(graph, match, more))
+    proved.sort(key=lambda one: -sum(map(len, one.parts.values())))
+    return more
+
+
+def _proved(
+    graph: Graph,
+    match: Match,
+    candidates: Sequence[int],
+    memory: Memory,
+    best: Backward | None,
+) -> Backward | None:
+    """Proved gradients, if they are more than the best ones that are known."""
+    key = id(match.reading)
+
+    def reference() -> Graph:
+        if key not in memory.reference:
+            memory.reference[key] = traced_gradients(graph, match)
+        return memory.reference[key]
+
+    more = None
+    for cotangent in candidates[:CANDIDATES]:
+        try:
+            found = proved_gradients(
+                graph, match, cotangent, reference, memory.returned
+            )
+        except (OverBudget, NotImplementedError) as error:
+            # A form that is too large, or a reference without a rule, such as that
+            # of a ragged contraction.
+            large = isinstance(error, OverBudget)
+            text = f"too large to compare ({error})" if large else str(error)
+            memory.unproved[key] = text.splitlines()[0]
+            continue
+        if found and (best is None or len(found.grads) > len(best.grads)):
+            more = best = found
+            if _has_all(graph, match, found):
+                break
+    return more
+
+
+def _has_all(graph: Graph, match: Match, backward: Backward) -> bool:
+    """Whether there is a gradient of every operand that has one."""
+    return len(backward.grads) == sum(is_float(graph.dtype(v)) for _, v in match.leaves)
+
+
+def _read_beside(graph: Graph, match: Match, backward: Backward) -> bool:
+    """Whether more is computed from what gradients are: perhaps another gradient."""
+    if _has_all(graph, match, backward):
+        return False
+    inside = match.inner | backward.inner
+    parts = inside.difference((match.value, *backward.results))
+    parts |= {backward.cotangent}
+    return any(inside.isdisjoint(node.outs) for v in parts for node in graph.users(v))
