@@ -10,6 +10,7 @@ import collections
 from dataclasses import dataclass
 from typing import Any
 
+from rewriter.canonicalize import is_local
 from rewriter.graph import Graph, Node
 
 Step = tuple[int, str, int, int]
@@ -104,7 +105,16 @@ def apply(
 
 
 def _uses(graph: Graph, value: int) -> list[tuple[str, int]]:
-    return sorted((n.prim, n.ins.index(value)) for n in graph.users(value))
+    """What reads a region's result and might be of the region too.
+
+    A contraction of the result is not: so attention reads a norm's result three
+    times, and a gated linear unit twice.
+    """
+    return sorted(
+        (n.prim, n.ins.index(value))
+        for n in graph.users(value)
+        if n.prim != "dot_general" or is_local(n)
+    )
 
 
 def same_cone(
