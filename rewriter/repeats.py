@@ -9,6 +9,7 @@ read, or something of its own, such as a layer's weights.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,21 +44,22 @@ class Numbered:
         self.eqns = jaxpr.eqns
         self.inputs = [*jaxpr.constvars, *jaxpr.invars]
         self.constants = len(jaxpr.constvars)
-        self.results: list[Any] = []
-        self.first: list[int] = []
-        results, first, kinds = self.results, self.first, {}
-        codes = []
-        for eqn in self.eqns:
-            first.append(len(results))
-            outs = eqn.outvars
-            results += outs
-            kind = eqn.primitive, outs[0].aval.shape if outs else None
-            code = kinds.get(kind) or kinds.setdefault(kind, 1 + len(kinds))
-            codes.append(-len(codes) if eqn.effects else code)
+        outs = [eqn.outvars for eqn in self.eqns]
+        ends = list(itertools.accumulate(map(len, outs)))
+        self.first = [0, *ends[:-1]] if ends else []
+        self.results: list[Any] = list(itertools.chain.from_iterable(outs))
+        self.maker = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)).tolist()
+        kinds: dict[Any, int] = {}
+        codes = [
+            kinds.setdefault(
+                (eqn.primitive, vs[0].aval.shape if vs else None), 1 + len(kinds)
+            )
+            for eqn, vs in zip(self.eqns, outs, strict=True)
+        ]
         self.codes = np.array(codes, np.int64)
-        ends = np.append(first, len(results))
-        self.maker = np.repeat(np.arange(len(first)), np.diff(ends)).tolist()
-        self.number = dict(zip(results, range(len(results)), strict=True))
+        for at in [k for k, eqn in enumerate(self.eqns) if eqn.effects]:
+            self.codes[at] = -at  # like no other
+        self.number = dict(zip(self.results, range(len(self.results)), strict=True))
         self.number.update((v, -1 - k) for k, v in enumerate(self.inputs))
 
     def variable(self, number: int) -> Any:
@@ -151,17 +153,19 @@ def _brought_into_step(
     makers = np.array(program.maker[first.first : first.first + first.outs])
     made = makers[where] - first.start
     read = second.reader[columns]
-    ways = []
+    lates = np.array(sorted({0, *(read + 1).tolist()} - {second.period}))
+    later = read < lates[:, None]
+    ways: list[tuple[int, int]] = []
     for lead in sorted({0, *(made + 1).tolist()} - {first.period}):
-        for late in sorted({0, *(read + 1).tolist()} - {second.period}):
-            shifted = turns - (made < lead) - (read < late)
-            if (shifted == shifted[0]).all():
-                ways.append((
-                    _rotated(program, first, lead), _rotated(program, second, late)
-                ))  # fmt: skip
-    for one, two in sorted(ways, key=lambda w: _handed(w[0]) + _handed(w[1])):
-        wired = _wired(program, one, before)
-        after = wired and _wired(program, two, [*before, wired])
+        shifted = turns - (made < lead) - later
+        alike = (shifted == shifted[:, :1]).all(1)
+        ways += [(lead, late) for late in lates[alike].tolist()]
+    ones = {k: _rotated(program, first, k) for k in {lead for lead, _ in ways}}
+    twos = {k: _rotated(program, second, k) for k in {late for _, late in ways}}
+    handed = [{k: _handed(run) for k, run in runs.items()} for runs in (ones, twos)]
+    for lead, late in sorted(ways, key=lambda w: handed[0][w[0]] + handed[1][w[1]]):
+        wired = _wired(program, ones[lead], before)
+        after = wired and _wired(program, twos[late], [*before, wired])
         if wired and after:
             return wired, after
     return None
@@ -250,15 +254,12 @@ def _columns(
     number: Mapping[Any, int], turns: Sequence[Any], like: Any, good: list[bool]
 ) -> list[list[int]]:
     """What one equation of each turn reads, by operand; notes those unlike the one."""
-    params, operands = like.params, like.invars
-    lists = []
-    for turn, eqn in enumerate(turns):
-        atoms = eqn.invars
-        if eqn.params is not params and not same_params(eqn.params, params):
-            good[turn] = False
-        if len(atoms) != len(operands):
-            good[turn], atoms = False, operands
-        lists.append(atoms)
+    operands = like.invars
+    lists = [eqn.invars for eqn in turns]
+    if not _all_alike(turns, lists, like):
+        for turn, eqn in enumerate(turns):
+            if not _all_alike((eqn,), (eqn.invars,), like):
+                good[turn], lists[turn] = False, operands
     columns = []
     for atom, atoms in zip(operands, zip(*lists, strict=True), strict=True):
         if atom.__class__ is _jax.Var:
@@ -275,6 +276,15 @@ def _columns(
                 if other is not atom and not _same_literal(other, atom):
                     good[turn] = False
     return columns
+
+
+def _all_alike(turns: Sequence[Any], lists: Sequence[Sequence[Any]], like: Any) -> bool:
+    """Whether all equations have one's parameters and number of operands, for sure."""
+    try:
+        same = [eqn.params for eqn in turns].count(like.params)
+    except (TypeError, ValueError):  # arrays, of which nobody asks equality
+        return False
+    return same == len(turns) and set(map(len, lists)) == {len(like.invars)}
 
 
 def _number(number: Mapping[Any, int], atom: Any) -> int | None:

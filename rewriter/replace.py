@@ -108,17 +108,21 @@ def replace(
     return program, Origins(position, frame.labels, work.envs[id(top)])
 
 
-def live(eqns: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """The equations whose results are read, or that have effects, in order."""
-    used = {a for a in outs if not _jax.is_literal(a)}
+def live(eqns: Sequence[Any], outs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+    """The equations whose results are read, or that have effects, in order.
+
+    And the variables that are read before any of the equations makes them.
+    """
+    read = {a for a in outs if not _jax.is_literal(a)}
     kept, variable = [], _jax.Var
     for eqn in reversed(eqns):
-        if not used.isdisjoint(eqn.outvars) or eqn.effects:
+        if not read.isdisjoint(eqn.outvars) or eqn.effects:
             kept.append(eqn)
+            read.difference_update(eqn.outvars)
             for atom in eqn.invars:
                 if atom.__class__ is variable:
-                    used.add(atom)
-    return kept[::-1]
+                    read.add(atom)
+    return kept[::-1], read
 
 
 def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
@@ -245,7 +249,8 @@ class _Work:
         outs = self._inline(scope, frame, {})
         for splice in self.saved_in.get(id(scope), ()):
             outs = outs + self.residuals[id(splice)][0]
-        return _jax.with_equations(scope.jaxpr, live(frame.eqns, outs), outs, more)
+        eqns, _ = live(frame.eqns, outs)
+        return _jax.with_equations(scope.jaxpr, eqns, outs, more)
 
     def _any_dissolved(self, scope: Scope) -> bool:
         return any(

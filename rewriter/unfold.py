@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,41 @@ class _Plan:
     unchanged: bool
 
 
+@dataclass(eq=False)
+class _Stretch:
+    """Equations that follow each other in the whole program, all unchanged or not.
+
+    Attributes:
+        unchanged: Whether the other turns have them as the whole program has them.
+        plans: How they are written.
+        start: Position of the first.
+        stop: Position behind the last.
+    """
+
+    unchanged: bool
+    plans: list[_Plan]
+    start: int
+    stop: int
+
+
+def _stretches(plans: Sequence[_Plan]) -> list[_Stretch]:
+    out: list[_Stretch] = []
+    for plan in plans:
+        last = out[-1] if out else None
+        if last and last.unchanged == plan.unchanged and last.stop == plan.at:
+            last.plans.append(plan)
+            last.stop += 1
+        else:
+            out.append(_Stretch(plan.unchanged, [plan], plan.at, plan.at + 1))
+    return out
+
+
 class _Unfolding:
-    """What is known of the rewritten program's variables, and the turns written."""
+    """What is known of the rewritten program's variables, and the turns written.
+
+    What a turn makes is what the whole program has there, under the number that is as
+    many turns away; `made` holds what the whole program has not.
+    """
 
     def __init__(self, folded: Folded, short: Any, origins: Origins, labels: Labels):
         self.folded, self.short, self.origins = folded, short, origins
@@ -140,8 +173,9 @@ class _Unfolding:
             outs[k] = atom if literal else changed.get(atom, atom)
         for k in set(range(len(outs))) - set(folded.results):
             outs[k] = self._now(self.whole.number[outs[k]])
-        eqns = live(eqns, outs)
-        _check_defined(folded.whole, eqns, outs)
+        eqns, read = live(eqns, outs)
+        if read.difference(folded.whole.constvars, folded.whole.invars):
+            raise Unlike("a variable is read that nothing makes")
         return _jax.with_equations(folded.whole, eqns, outs)
 
     # ------------------------------------------------------------- one run
@@ -162,39 +196,48 @@ class _Unfolding:
         )  # fmt: skip
         self.made[index] = {}
         plans = [self._plan(here, a, b) for a, b in zip(before, model, strict=True)]
+        stretches = _stretches(plans)
         eqns: list[Any] = []
         for turn in cut.out:
-            self._turn(here, turn, plans, eqns)
+            self.made[index][turn] = {}
+            places = (turn - here.like) * here.run.period
+            starts = turn * here.run.period + here.run.start == here.start
+            for part in stretches:
+                if part.unchanged and not starts:
+                    lo, hi = part.start + places, part.stop + places
+                    eqns += self.whole.eqns[lo:hi]
+                else:
+                    eqns += [self._written(here, turn, plan) for plan in part.plans]
         return eqns
 
-    def _turn(
-        self, here: _Turns, turn: int, plans: Sequence[_Plan], eqns: list[Any]
-    ) -> None:
-        """Appends the equations of one turn."""
+    def _written(self, here: _Turns, turn: int, plan: _Plan) -> Any:
+        """An equation of the model as another turn has it."""
         by = turn - here.like
-        shift, places = by * here.run.outs, by * here.run.period
-        results, all_eqns = self.whole.results, self.whole.eqns
-        made = self.made[here.index][turn] = {}
-        starts = turn * here.run.period + here.run.start == here.start
-        for plan in plans:
-            eqn, twin = plan.eqn, all_eqns[plan.at + places]
-            if plan.unchanged and not starts:
-                made.update(zip(eqn.outvars, twin.outvars))  # noqa: B905
-                eqns.append(twin)
-                continue
-            outs = [
-                results[n + shift]
-                if n is not None
-                else (v if _jax.is_drop(v) else _jax.new_var(v.aval))
-                for n, v in zip(plan.numbers, eqn.outvars, strict=True)
-            ]
-            made.update(zip(eqn.outvars, outs, strict=True))
-            ins = [read(turn) for read in plan.reads]
-            if plan.label is not None:
-                source = self._source(plan.at + places, self._label(here, plan, turn))
+        shift, at = by * here.run.outs, plan.at + by * here.run.period
+        results, made = self.whole.results, self.made[here.index][turn]
+        outs = []
+        for n, v in zip(plan.numbers, plan.eqn.outvars, strict=True):
+            if n is not None:
+                outs.append(results[n + shift])
             else:
-                source = twin.source_info
-            eqns.append(eqn.replace(invars=ins, outvars=outs, source_info=source))
+                made[v] = v if _jax.is_drop(v) else _jax.new_var(v.aval)
+                outs.append(made[v])
+        ins = [read(turn) for read in plan.reads]
+        if plan.label is not None:
+            source = self._source(at, self._label(here, plan, turn))
+        else:
+            source = self.whole.eqns[at].source_info
+        return plan.eqn.replace(invars=ins, outvars=outs, source_info=source)
+
+    def _made(self, index: int, var: Any) -> Read:
+        """What carries a variable of a run's model in a turn that is written."""
+        made, number = self.made[index], self.whole.number.get(var)
+        if number is None:
+            return lambda turn: made[turn][var]
+        results, cut = self.whole.results, self.folded.cuts[index]
+        outs = cut.run.outs
+        first = number - cut.like * outs
+        return lambda turn: results[first + turn * outs]
 
     def _plan(self, here: _Turns, before: Any, eqn: Any) -> _Plan:
         """How an equation of the model is written in other turns."""
@@ -265,10 +308,9 @@ class _Unfolding:
 
     def _inside(self, here: _Turns, u: Any, v: Any) -> Read | None:
         """What the same turn makes."""
-        made = self.made[here.index]
         if self.place.get(v) != (here.index, here.like) or self.like.get(u) is not v:
             return None
-        return lambda turn: made[turn][v]
+        return self._made(here.index, v)
 
     def _carried(self, here: _Turns, u: Any, v: Any) -> Read | None:
         """What the turn before makes."""
@@ -277,11 +319,11 @@ class _Unfolding:
         number, first, outs = self._number(v), self._number(u), here.run.outs
         if number is None or first != number - outs:
             return None
-        made, model = self.made[here.index], self.like[v]
+        made, in_turn = self.made[here.index], self._made(here.index, self.like[v])
 
         def read(turn: int) -> Any:
             if turn - 1 in made:
-                return made[turn - 1][model]
+                return in_turn(turn - 1)
             return self._now(number + (turn - here.like) * outs)
 
         return read
@@ -315,8 +357,8 @@ class _Unfolding:
             if self.place[v] == (index, of[here.like]):
                 if self.place[u] != (index, of[here.like - 1]):
                     return None
-                made = self.made[index]
-                return lambda turn: _known(made, of[turn], model)
+                made, in_turn = self.made[index], self._made(index, model)
+                return lambda turn: in_turn(_known(made, of[turn]))
         return None
 
     def _shared(self, here: _Turns, u: Any, v: Any) -> Read | None:
@@ -346,7 +388,7 @@ class _Unfolding:
                 if _jax.is_literal(atom):
                     return atom
                 if self.place.get(atom) == (index, cut.like):
-                    return _known(self.made[index], turn, atom)
+                    return self._made(index, atom)(_known(self.made[index], turn))
                 raise Unlike("a value is not made any more")
         return self.instead.get(var, var)
 
@@ -365,10 +407,11 @@ class _Unfolding:
         return self.labels[index, at + of[turn] - of[here.like]][nth]
 
 
-def _known(made: Mapping[int, Mapping[Any, Any]], turn: int, var: Any) -> Any:
+def _known(made: Container[int], turn: int) -> int:
+    """The turn, if it is written."""
     if turn not in made:
         raise Unlike("a turn of another run was left in")
-    return made[turn][var]
+    return turn
 
 
 def _check_alike(before: Sequence[Any], model: Sequence[Any]) -> None:
@@ -383,14 +426,3 @@ def _check_alike(before: Sequence[Any], model: Sequence[Any]) -> None:
             or not same_params(a.params, b.params)
         ):
             raise Unlike(f"a turn has {b.primitive} where the one before has another")
-
-
-def _check_defined(whole: Any, eqns: Sequence[Any], outs: Sequence[Any]) -> None:
-    """Refuses a program that reads what nothing makes."""
-    variable = _jax.Var
-    read = {a for e in eqns for a in e.invars if a.__class__ is variable}
-    read.update(a for a in outs if a.__class__ is variable)
-    for eqn in eqns:
-        read.difference_update(eqn.outvars)
-    if read.difference(whole.constvars, whole.invars):
-        raise Unlike("a variable is read that nothing makes")
