@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 ORDER = [
     "errors", "verdict", "atomic", "_jax", "config", "activations", "cost", "op",
     "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry", "profile",
-    "timing", "conditions", "trace", "repeats", "fold", "graph", "template",
-    "normal_form", "canonicalize", "formula", "emit", "region", "rows", "reading",
+    "timing", "conditions", "trace", "repeats", "fold", "graph", "normal_form",
+    "canonicalize", "template", "formula", "emit", "region", "rows", "reading",
     "stacked", "finder", "sieve", "match", "pattern", "implementation", "key",
     "measurement", "decision", "stored", "whole", "tuned", "cache", "sources",
     "choose", "plan", "gradients", "backward_place", "as_written", "leaves",
