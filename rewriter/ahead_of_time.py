@@ -13,7 +13,12 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    SingleDeviceSharding,
+)
 
 from rewriter import errors
 from rewriter.device import Device
@@ -65,7 +70,8 @@ def compiled(device: Device, function: Callable[..., Any], *specs: Any) -> Any:
         device_kind=of.device_kind, num_cores=of.num_cores, platform="tpu"
     )
     # Code that asks for the TPU's properties while it is traced reads this mesh.
-    mesh = AbstractMesh((1,), ("unused",), abstract_device=described)
+    auto = (AxisType.Auto,)  # as in programs without a mesh; it has been Explicit
+    mesh = AbstractMesh((1,), ("unused",), auto, abstract_device=described)
     there = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), specs
     )

@@ -113,3 +113,12 @@ def test_cores_that_share_a_block_are_seen(capfd: pytest.CaptureFixture[str]) ->
     a, b = A[:128], B[:, :128]
     with pytest.raises(Exception, match=r"(?i)race"), tpu.simulated(capfd, cores=2):
         jax.block_until_ready(product(a, b, parallel=3))
+
+
+@tpu.needs_compiler
+def test_programs_see_no_mesh_of_explicit_axes() -> None:
+    """JAX has no rule for a ragged dot over one."""
+    shapes = ((64, 128), "float32"), ((2, 128, 128), "float32"), ((2,), "int32")
+    specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    program = ahead_of_time.compiled(tpu.KINDS["v5e"], jax.lax.ragged_dot, *specs)
+    assert "ragged" in program.as_text()
