@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.attention import cudnn, hopper, xla
+from rewriter.kernels.attention import cudnn, hopper, tpu, xla
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.reference import (
@@ -75,6 +75,25 @@ KERNELS = (
             hopper.backward_default,
             hopper.backward_configs,
             hopper.fits_backward,
+        ),
+    ),
+    Kernel(
+        name="mosaic_tpu",
+        op="attention",
+        platforms=("tpu",),
+        version=1,
+        supports=tpu.supports,
+        tried=False,
+        forward=tpu.forward,
+        backward=tpu.backward,
+        memory_bounded=True,
+        profitable=tpu.profitable,
+        space=Space(tpu.Blocks, tpu.default, tpu.configs, tpu.fits),
+        backward_space=Space(
+            tpu.BackwardBlocks,
+            tpu.backward_default,
+            tpu.backward_configs,
+            tpu.fits_backward,
         ),
     ),
     Kernel(

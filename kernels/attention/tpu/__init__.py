@@ -1,0 +1,103 @@
+"""Attention on TPUs, in Pallas Mosaic TPU: what it takes, and the kernels.
+
+Pallas takes half a second to import, so that the kernels themselves are imported where
+they are first traced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.attention.tpu.config import ANY, SMALLEST, SMALLEST_BACKWARD
+from rewriter.kernels.attention.tpu.config import BackwardBlocks as BackwardBlocks
+from rewriter.kernels.attention.tpu.config import Blocks as Blocks
+from rewriter.kernels.attention.tpu.config import (
+    backward_configs as backward_configs,
+)
+from rewriter.kernels.attention.tpu.config import (
+    backward_default as backward_default,
+)
+from rewriter.kernels.attention.tpu.config import configs as configs
+from rewriter.kernels.attention.tpu.config import default as default
+from rewriter.kernels.attention.tpu.config import fits as fits
+from rewriter.kernels.attention.tpu.config import fits_backward as fits_backward
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.kernel import Spec
+
+TYPES = ("bfloat16", "float32")
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernels take a use: bfloat16 or float32, sizes known."""
+    if spec.symbolic:
+        return no("symbolic", "the TPU kernel wants sizes that are numbers")
+    found = [
+        no("empty", f"{name} has shape {shape}, and an axis of size 0")
+        for name, shape in spec.shapes
+        if 0 in shape
+    ]
+    verdict = all_of(_types(spec), *found)
+    if not verdict.ok:
+        return verdict
+    found = [_dropped(spec)]
+    if not configs(spec, ANY):
+        found.append(fits(SMALLEST, spec, ANY))
+    if not backward_configs(spec, ANY):
+        found.append(fits_backward(SMALLEST_BACKWARD, spec, ANY))
+    return all_of(*found)
+
+
+def _types(spec: Spec) -> Verdict:
+    kinds = {str(jnp.dtype(spec.dtype(name))) for name in "qkv"}
+    if len(kinds) > 1 or not kinds <= set(TYPES):
+        text = (
+            f"the TPU kernel takes bfloat16 or float32, not {', '.join(sorted(kinds))}"
+        )
+        return no("dtype", text)
+    for name in ("bias", "dropout", "alibi", "sinks", "scale_factor"):
+        if spec.has(name) and spec.dtype(name) not in TYPES:
+            return no("dtype", f"{name} is {spec.dtype(name)}, not bfloat16 or float32")
+    out = str(jnp.dtype(spec.param("out_dtype") or spec.dtype("q")))
+    if out not in TYPES:
+        return no("dtype", f"the result is {out}, not bfloat16 or float32")
+    return YES
+
+
+def _dropped(spec: Spec) -> Verdict:
+    if spec.has("dropout") and spec.param("empty_rows") == "mean":
+        return no("dropout", "a mean of dropped values, for rows that see no key")
+    return YES
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns yes where XLA would hold scores of several MiB."""
+    del platform
+    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
+    scores = 4 * b * n * t * s
+    if min(t, s) >= FEW and scores >= SMALL:
+        return YES
+    text = f"{t} queries, {s} keys and scores of {scores >> 20} MiB"
+    return no("small", f"{text} are so little that XLA is as fast")
+
+
+FEW, SMALL = 256, 8 << 20
+
+
+def forward(**given: Any) -> Any:
+    """Returns attention; see `rewriter.kernels.attention.tpu.passes`."""
+    from rewriter.kernels.attention.tpu import passes
+
+    return passes.forward(**given)
+
+
+def backward(**given: Any) -> dict[str, Array]:
+    """Returns cotangents; see `rewriter.kernels.attention.tpu.passes`."""
+    from rewriter.kernels.attention.tpu import passes
+
+    return passes.backward(**given)

@@ -1,0 +1,283 @@
+"""The gradients of attention on a TPU: blocks of scores again, from what rows kept.
+
+Scores are turned, [keys, rows], so that what belongs to a row lies along lanes as it
+lies in memory, and of five products only the one for dq turns a block. One kernel
+computes all: it goes through blocks of queries as the forward does, while dk and dv of
+all keys stay in VMEM, through all query heads of a key head. Where VMEM has no room for
+them, two kernels do: seven products. Source: Dao, "FlashAttention-2" (2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from rewriter.kernels import mosaic_tpu
+from rewriter.kernels.attention.tpu import operands, schedule
+from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
+from rewriter.kernels.attention.tpu.forward_kernel import HIDING, rows_before
+from rewriter.kernels.attention.tpu.operands import Input, Place
+from rewriter.kernels.attention.tpu.scores import Problem, Tile
+
+if TYPE_CHECKING:
+    from jax import Array
+
+FUSED, BY_KEYS, BY_ROWS = "fused", "by keys", "by rows"
+"""What a kernel computes: all; dk and dv; dq."""
+
+
+def backward(
+    p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array], dtype: Any
+) -> tuple[Array, Array, Array]:
+    """Returns dq [b, n, t, h], dk and dv [b, heads, s, h|e].
+
+    Args:
+        p: The use.
+        config: Sizes of blocks; those of `p` are not read.
+        arrays: As the forward's, and ``up`` [b, n, t, e], the result's cotangent, and
+            ``kept`` float32 [b, n, 2 or 3, t]: what to subtract from scores, infinite
+            for rows without keys, and the sum of the result times its cotangent.
+            Its last axis is padded to whole blocks.
+        dtype: The results' dtype.
+    """
+    p = p.blocks(config.rows, config.keys, edges=True)
+    if config.fused:
+        made = _call(p, config, arrays, dtype, FUSED)
+        return made["q"], made["k"], made["v"]
+    made = _call(p, config, arrays, dtype, BY_KEYS)
+    return _call(p, config, arrays, dtype, BY_ROWS)["q"], made["k"], made["v"]
+
+
+def _call(
+    p: Problem,
+    config: BackwardBlocks,
+    arrays: Mapping[str, Array],
+    dtype: Any,
+    kind: str,
+) -> dict[str, Array]:
+    hiding = {n: arrays[n] for n in p.names & HIDING}
+    by_keys = kind == BY_KEYS
+    listed = schedule.steps(schedule.states(p.cut, hiding), by_keys)
+    scalars = operands.numbers(p, arrays)
+    group = p.group
+
+    def at(*ids: Any) -> Place:
+        if by_keys:
+            b, head, step, g, words, *_ = ids
+        else:
+            b, head, g, step, words, *_ = ids
+        word = listed.at(words, b, step)
+        line, other = schedule.major(word), schedule.minor(word)
+        row, key = (other, line) if by_keys else (line, other)
+        return Place(b, head * group + g, row, key)
+
+    given = operands.inputs(p, arrays, at, turned=True)
+    rows, keys = config.rows, config.keys
+    of_rows = lambda i: (i.b, i.n, i.row, 0)
+    given["up"] = Input(arrays["up"], operands.block((1, 1, rows, p.e), at, of_rows))
+    kinds = arrays["kept"].shape[2]
+    of_kept = operands.block((1, 1, kinds, rows), at, lambda i: (i.b, i.n, 0, i.row))
+    given["kept"] = Input(arrays["kept"], of_kept)
+
+    results, scratch = {}, {}
+    if kind != BY_KEYS:
+        shape = (p.b, p.n, p.cut.t, p.h)
+        results["dq"] = (
+            operands.block((1, 1, rows, p.h), at, of_rows),
+            mosaic_tpu.shaped(shape, dtype, arrays["q"]),
+        )
+        scratch["q"] = mosaic_tpu.VMEM((1, rows, p.h), jnp.float32)
+    if kind != BY_ROWS:
+        every = kind == FUSED
+        blocks = p.cut.blocks[1] if every else 1
+        of_keys = lambda i: (i.b, i.head(group), 0 if every else i.key, 0)
+        for name, width in (("k", p.h), ("v", p.e)):
+            size = (1, 1, p.cut.s if every else keys, width)
+            results[f"d{name}"] = (
+                operands.block(size, at, of_keys),
+                mosaic_tpu.shaped((p.b, p.heads, p.cut.s, width), dtype, arrays["q"]),
+            )
+            scratch[name] = mosaic_tpu.VMEM((blocks, keys, width), jnp.float32)
+    names = ["words", *scalars, *given, *results, *(f"{n} sum" for n in scratch)]
+
+    def body(*refs: Any) -> None:
+        named = dict(zip(names, refs, strict=True))
+        step = pl.program_id(2 if by_keys else 3)
+        word = listed.at(named["words"], pl.program_id(0), step)
+        numbers = {n: named[n] for n in scalars}
+        _Step(p, config, kind, named, numbers, word).run()
+
+    grid = (p.b, p.heads, listed.count, group)
+    grid = grid if by_keys else (p.b, p.heads, group, listed.count)
+    parallel = 3 if kind == BY_ROWS else 2
+    call = mosaic_tpu.call(
+        body,
+        f"attention backward {kind}".replace(" ", "_"),
+        mosaic_tpu.Grid(grid, parallel),
+        [x.block for x in given.values()],
+        [spec for spec, _ in results.values()],
+        [shape for _, shape in results.values()],
+        list(scratch.values()),
+        prefetched=1 + len(scalars),
+        vmem=backward_vmem(
+            config, p.cut.s if kind == FUSED else 0, p.h, p.e,
+            arrays["q"].dtype.itemsize, operands.wide(arrays),
+        ),
+    )  # fmt: skip
+    words = jnp.asarray(listed.words, jnp.int32)
+    made = call(words, *scalars.values(), *(x.array for x in given.values()))
+    return dict(zip((n[1:] for n in results), made, strict=True))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step does.
+
+    Attributes:
+        p: The use.
+        config: Its blocks.
+        kind: What the kernel computes.
+        refs: All references, by name; ``"q sum"`` and so on are scratch.
+        numbers: References to scalars of batch entries.
+        word: The step.
+    """
+
+    p: Problem
+    config: BackwardBlocks
+    kind: str
+    refs: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    word: Any
+
+    @property
+    def row(self) -> Any:
+        """The block of queries."""
+        take = schedule.minor if self.kind == BY_KEYS else schedule.major
+        return take(self.word)
+
+    @property
+    def key(self) -> Any:
+        """The block of keys."""
+        take = schedule.major if self.kind == BY_KEYS else schedule.minor
+        return take(self.word)
+
+    def run(self) -> None:
+        bits = self.word
+        begins, ends = (bits & schedule.LATER) == 0, (bits & schedule.MORE) == 0
+        if self.kind == BY_KEYS:
+            g, last = pl.program_id(3), pl.num_programs(3) - 1
+            begins, ends = begins & (g == 0), ends & (g == last)
+            pl.when(begins)(lambda: self.clear("k", "v"))
+        else:
+            pl.when(begins)(lambda: self.clear("q"))
+        if self.kind == FUSED:
+            g, step = pl.program_id(2), pl.program_id(3)
+            last = pl.num_programs(2) - 1, pl.num_programs(3) - 1
+            pl.when((g == 0) & (step == 0))(lambda: self.clear("k", "v"))
+        numbers = operands.of_batch(self.numbers, pl.program_id(0))
+        whole = (bits & schedule.PART) == 0
+        edge = (bits & (schedule.PART | schedule.IDLE)) == schedule.PART
+        pl.when(whole)(lambda: self.update(numbers, False))
+        pl.when(edge)(lambda: self.update(numbers, True))
+        if self.kind == BY_KEYS:
+            pl.when(ends)(lambda: self.store("k", "v"))
+        else:
+            pl.when(ends)(lambda: self.store("q"))
+        if self.kind == FUSED:
+            done = (g == last[0]) & (step == last[1])
+            pl.when(done)(lambda: self.store("k", "v"))
+
+    def clear(self, *names: str) -> None:
+        """Begins sums."""
+        for name in names:
+            sums = self.refs[f"{name} sum"]
+            lax.fori_loop(0, sums.shape[0], functools.partial(_clear, sums), None)
+
+    def store(self, *names: str) -> None:
+        """Writes sums, but for what lies over the edge."""
+        for name in names:
+            sums, out = self.refs[f"{name} sum"], self.refs[f"d{name}"]
+            factor = 1.0 if name == "v" else self.p.scale
+            whole, rest = divmod(out.shape[2], sums.shape[1])
+            if whole:
+                each = functools.partial(_store, sums, out, factor, sums.shape[1])
+                lax.fori_loop(0, whole, each, None)
+            if rest:
+                _store(sums, out, factor, rest, whole)
+
+    def update(self, numbers: Mapping[str, Any], part: bool) -> None:
+        """Adds one block of scores to the gradients."""
+        for tile in Tile.of_block(
+            self.p, self.refs, numbers, self.row, self.key, self.config, turned=True
+        ):
+            self.add(tile, part)
+
+    def add(self, tile: Tile, part: bool) -> None:
+        """Adds some scores to the gradients."""
+        p, x = self.p, self.refs
+        dot = lambda a, b, axes: mosaic_tpu.dot(a, b, axes, p.precision)
+        q, k, v, up = (read(p, x, n, tile, part) for n in ("q", "k", "v", "up"))
+        *kept, delta = per_row(x, tile)
+        scores, bent = tile.scores(dot(k, q, (1, 1)), part)
+        for less in kept:
+            scores = scores - less
+        weights = used = p.power(scores)
+        change = dot(v, up, (1, 1))
+        if "dropout" in x:
+            share = tile.dropout(part)
+            used, change = weights * share, change * share
+        if self.kind != BY_ROWS:
+            self.sum("v", tile, dot(used.astype(up.dtype), up, (1, 0)))
+        change = weights * (change - delta)
+        if bent is not None:
+            change = change * (1.0 - bent * bent)
+        change = change.astype(q.dtype)
+        if self.kind != BY_ROWS:
+            self.sum("k", tile, dot(change, q, (1, 0)))
+        if self.kind != BY_KEYS:
+            x["q sum"][0, tile.row_slice] += dot(change, k, (0, 0))
+
+    def sum(self, name: str, tile: Tile, added: Array) -> None:
+        """Adds to dk or dv of the tile's keys."""
+        block = self.key if self.kind == FUSED else 0
+        self.refs[f"{name} sum"][block, tile.key_slice] += added
+
+
+def read(
+    p: Problem, refs: Mapping[str, Any], name: str, tile: Tile, part: bool
+) -> Array:
+    """Returns rows of q or up, or keys of k or v; zeros beyond the edge."""
+    cut = p.cut
+    if name in ("q", "up"):
+        x, end = refs[name][0, 0, tile.row_slice, :], cut.t
+        ragged, start = cut.t % cut.rows, tile.row + tile.first
+    else:
+        x, end = refs[name][0, 0, tile.key_slice, :], cut.s
+        ragged, start = cut.s % cut.keys, tile.key + tile.start
+    return rows_before(x, end - start) if part and ragged else x
+
+
+def per_row(refs: Mapping[str, Any], tile: Tile) -> list[Array]:
+    """Returns what rows kept, [1, rows] each: see `backward`."""
+    kept = refs["kept"][0, 0, :, tile.row_slice]
+    return [kept[i : i + 1] for i in range(kept.shape[0])]
+
+
+def _clear(sums: Any, i: Any, _: None = None) -> None:
+    sums[i] = jnp.zeros(sums.shape[1:], sums.dtype)
+
+
+def _store(
+    sums: Any, out: Any, factor: float, rows: int, i: Any, _: None = None
+) -> None:
+    """Writes so many rows of the i-th block."""
+    size = sums.shape[1]
+    start = i * size if isinstance(i, int) else pl.multiple_of(i * size, size)
+    value = sums[i, :rows] * factor
+    out[0, 0, pl.ds(start, rows), :] = value.astype(out.dtype)

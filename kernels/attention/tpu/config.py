@@ -1,0 +1,273 @@
+"""Sizes of blocks on TPUs: what may be chosen, and what fits into VMEM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from rewriter.device import Device
+from rewriter.tpu import UNKNOWN, generation
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.kernel import Spec
+
+LANES = 128
+ANY = Device(UNKNOWN.kind, "tpu")
+"""A TPU of unknown kind."""
+
+MOST_STEPS = 1 << 17
+"""Words of the list of steps, at most: 512 KiB of 1 MiB of SMEM."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The config of the forward.
+
+    Attributes:
+        rows: Queries of a block.
+        keys: Keys of a block.
+        inner_rows: Queries whose scores are computed at a time.
+        inner_keys: Keys whose scores are computed at a time.
+    """
+
+    rows: int = 512
+    keys: int = 1024
+    inner_rows: int = 512
+    inner_keys: int = 512
+
+
+def clipped(config: Blocks, t: int, s: int) -> Blocks:
+    """Returns a config for few queries or keys: no larger than what there is.
+
+    Example:
+        >>> clipped(Blocks(1024, 1024, 256, 512), 20, 300)
+        Blocks(rows=32, keys=384, inner_rows=32, inner_keys=384)
+    """
+    rows = min(config.rows, _up(t, 16 if t <= LANES else LANES))
+    keys = min(config.keys, _up(s, LANES))
+    inner = _part(config.inner_rows, rows), _part(config.inner_keys, keys)
+    return Blocks(rows, keys, *inner)
+
+
+def _part(inner: int, size: int) -> int:
+    """The largest part of a size, in whole registers, that is no larger than inner."""
+    if inner >= size:
+        return size
+    return max(x for x in range(LANES, inner + 1, LANES) if size % x == 0)
+
+
+def _up(x: int, step: int) -> int:
+    return -(-x // step) * step
+
+
+def default(spec: Spec, device: Device) -> Blocks:
+    """Returns the largest blocks that fit, of those that the compiler schedules best.
+
+    Ranked by the cycles that libtpu's simulator counts for v5e, v5p and v6e.
+    """
+    made = configs(spec, device)
+    return made[0] if made else clipped(SMALLEST, *_extent(spec))
+
+
+SMALLEST = Blocks(128, 128, 128, 128)
+
+
+def _extent(spec: Spec) -> tuple[int, int]:
+    """Returns queries of a head, or of a group if those are put together, and keys."""
+    (_, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
+    group = n // heads
+    return (t * group if t * group <= FEW else t), s
+
+
+FEW = 128
+"""Queries of a head and its group that are put together, at most."""
+
+
+def _proposed() -> list[Blocks]:
+    sizes = ((1024, 1024), (512, 1024), (512, 512), (256, 512), (256, 256))
+    return [Blocks(r, k, r, min(k, 512)) for r, k in sizes] + [SMALLEST]
+
+
+def configs(spec: Spec, device: Device) -> list[Blocks]:
+    """Returns configs worth measuring, the likeliest first."""
+    more = [Blocks(1024, 1024, 256, 1024), Blocks(2048, 1024, 2048, 512)]
+    found = [clipped(c, *_extent(spec)) for c in (*_proposed(), *more)]
+    return list(dict.fromkeys(c for c in found if fits(c, spec, device).ok))
+
+
+def fits(config: Blocks, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: multiples of registers, VMEM, SMEM."""
+    found = [YES]
+    if config.rows % 16 or (config.rows > LANES and config.rows % LANES):
+        found.append(no("rows", f"blocks of {config.rows} queries, no multiple of 128"))
+    if config.keys % LANES:
+        found.append(no("keys", f"blocks of {config.keys} keys, no multiple of 128"))
+    for name, inner, outer in (
+        ("inner_rows", config.inner_rows, config.rows),
+        ("inner_keys", config.inner_keys, config.keys),
+    ):
+        if outer % inner or (inner < outer and inner % LANES):
+            found.append(no(name, f"{inner}, no part of {outer} in multiples of 128"))
+    found.append(_listed(config.rows, config.keys, spec))
+    found.append(_within(vmem(config, *sizes(spec)), device))
+    return all_of(*found)
+
+
+def _listed(rows: int, keys: int, spec: Spec) -> Verdict:
+    """Whether SMEM has room for the list of blocks, if every entry has its own."""
+    (b, t), s = spec.shape("q")[:2], spec.shape("k")[1]
+    alone = any(
+        spec.has(n) and spec.shape(n)[0] > 1
+        for n in ("mask", "q_segments", "kv_segments", "kv_lengths", "offset", "prefix")
+    )
+    many, per = -(-t // rows), -(-s // keys)
+    steps = (b if alone else 1) * many * per
+    if steps > MOST_STEPS:
+        return no("smem", f"{steps} blocks of scores, more than {MOST_STEPS}")
+    if max(many, per) > MOST_BLOCKS:
+        return no("smem", f"{max(many, per)} blocks in a line, above {MOST_BLOCKS}")
+    return YES
+
+
+MOST_BLOCKS = 1 << 13
+
+
+def _within(size: int, device: Device) -> Verdict:
+    most = generation(device).vmem
+    if size <= most:
+        return YES
+    return no("vmem", f"{size >> 20} MiB of VMEM of {most >> 20} MiB")
+
+
+def sizes(spec: Spec) -> tuple[int, int, int, tuple[int, ...]]:
+    """Returns widths of q and v, bytes of a number, and of numbers in tables."""
+    tables = tuple(
+        _bytes(spec.dtype(n))
+        for n in ("bias", "mask", "dropout")
+        if spec.has(n) and 1 not in spec.shape(n)[2:]
+    )
+    return spec.shape("q")[3], spec.shape("v")[3], _bytes(spec.dtype("q")), tables
+
+
+def _bytes(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+def vmem(
+    config: Blocks, h: int, e: int, size: int, tables: tuple[int, ...] = ()
+) -> int:
+    """Returns bytes of VMEM: of blocks twice, scratch, and what is computed.
+
+    Args:
+        config: The config.
+        h: Width of q and k.
+        e: Width of v.
+        size: Bytes of a number of q, k and v.
+        tables: Bytes of a number of each table of all queries and keys.
+    """
+    h, e = _up(h, LANES), _up(e, LANES)
+    rows, keys = config.rows, config.keys
+    blocks = size * (rows * (h + e) + keys * (h + e)) + rows * keys * sum(tables)
+    scratch = 4 * rows * (e + 2 * LANES)
+    columns = 2 * 4 * LANES * (rows + keys)  # thin blocks: statistics, segments
+    inner = config.inner_rows * config.inner_keys
+    scores = 4 * inner * (3 + len(tables)) + 4 * config.inner_rows * e
+    return 2 * blocks + scratch + columns + scores + (2 << 20)
+
+
+@dataclass(frozen=True)
+class BackwardBlocks:
+    """The config of the backward.
+
+    Attributes:
+        rows: Queries of a block.
+        keys: Keys of a block.
+        inner_rows: Queries whose scores are computed at a time.
+        inner_keys: Keys whose scores are computed at a time.
+        fused: Whether one kernel computes all, with dk and dv of all keys in VMEM.
+    """
+
+    rows: int = 512
+    keys: int = 512
+    inner_rows: int = 512
+    inner_keys: int = 512
+    fused: bool = False
+
+
+def backward_vmem(
+    config: BackwardBlocks,
+    s: int,
+    h: int,
+    e: int,
+    size: int,
+    tables: tuple[int, ...] = (),
+) -> int:
+    """Returns bytes of VMEM of the backward.
+
+    Args:
+        config: The config.
+        s: Keys whose dk and dv are held until all is done; 0 for a block's.
+        h: Width of q and k.
+        e: Width of v.
+        size: Bytes of a number of q, k and v.
+        tables: Bytes of a number of each table of all queries and keys.
+    """
+    h, e = _up(h, LANES), _up(e, LANES)
+    rows, keys = config.rows, config.keys
+    blocks = size * (rows + keys) * (h + e) + rows * keys * sum(tables)
+    held = _up(s, keys) if s else keys
+    results = size * (rows * h + held * (h + e))
+    scratch = 4 * (rows * h + held * (h + e))
+    columns = 2 * 4 * LANES * (rows + keys)
+    inner = config.inner_rows * config.inner_keys
+    scores = 4 * inner * (5 + len(tables))
+    scores += 4 * (config.inner_rows + config.inner_keys) * (h + e)
+    return 2 * (blocks + results) + scratch + columns + scores + (2 << 20)
+
+
+def backward_clipped(config: BackwardBlocks, t: int, s: int) -> BackwardBlocks:
+    """Returns a config for few queries or keys: no larger than what there is."""
+    rows, keys = min(config.rows, _up(t, LANES)), min(config.keys, _up(s, LANES))
+    inner = _part(config.inner_rows, rows), _part(config.inner_keys, keys)
+    return BackwardBlocks(rows, keys, *inner, config.fused)
+
+
+SMALLEST_BACKWARD = BackwardBlocks(128, 128, 128, 128, False)
+
+
+def _backward_proposed() -> list[BackwardBlocks]:
+    large = [BackwardBlocks(1024, 1024, 512, 512, f) for f in (True, False)]
+    more = [(512, 1024), (512, 512), (256, 512), (256, 256)]
+    fused = [BackwardBlocks(r, k, r, min(k, 512), True) for r, k in more]
+    apart = [BackwardBlocks(r, k, r, min(k, 512), False) for r, k in more]
+    return [large[0], *fused, large[1], *apart, SMALLEST_BACKWARD]
+
+
+def backward_default(spec: Spec, device: Device) -> BackwardBlocks:
+    """Returns the largest blocks that fit: one kernel for all, where that fits."""
+    made = backward_configs(spec, device)
+    return made[0] if made else SMALLEST_BACKWARD
+
+
+def backward_configs(spec: Spec, device: Device) -> list[BackwardBlocks]:
+    """Returns configs worth measuring, the likeliest first."""
+    t, s = spec.shape("q")[1], spec.shape("k")[1]
+    found = dict.fromkeys(backward_clipped(c, t, s) for c in _backward_proposed())
+    return [c for c in found if fits_backward(c, spec, device).ok]
+
+
+def fits_backward(config: BackwardBlocks, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config of the backward can run."""
+    found = [YES]
+    for name, size in (("rows", config.rows), ("keys", config.keys)):
+        inner = getattr(config, f"inner_{name}")
+        if size % LANES or inner % LANES or size % inner:
+            text = f"{size} {name} in parts of {inner}, no multiples of 128"
+            found.append(no(name, text))
+    found.append(_listed(config.rows, config.keys, spec))
+    s = spec.shape("k")[1] if config.fused else 0
+    found.append(_within(backward_vmem(config, s, *sizes(spec)), device))
+    return all_of(*found)

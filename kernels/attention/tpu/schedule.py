@@ -1,0 +1,250 @@
+"""Which blocks of scores a kernel computes, in order: what is empty is left out.
+
+Scores [t, s] are cut into blocks. A block that no query sees is not listed, so that a
+kernel neither fetches its keys nor takes a step for it. The list is an int32 table that
+the kernel's index maps read. Where all that hides keys is known while tracing it is a
+constant; else it is computed on the device, before the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+FAR = 1 << 30
+"""Farther than any key; keeps position arithmetic inside int32."""
+
+LATER, MORE, PART, IDLE = 1, 2, 4, 8
+"""Bits of a step: not the first of its line, not the last, a block that is seen in part
+(or at an edge), and a step without work."""
+
+BITS = 4
+MINOR = 13
+MOST_BLOCKS = 1 << MINOR
+"""Blocks along an axis, at most: a step is packed into 31 bits."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Scores of t queries and s keys, in blocks.
+
+    Attributes:
+        t: Number of queries.
+        s: Number of keys.
+        rows: Queries of a block.
+        keys: Keys of a block.
+        left: A query at position p sees keys from ``p - left`` on; None for all.
+        right: It sees keys up to ``p + right``; None for all.
+        shift: Query i is at position ``i + shift``, plus an offset at run time.
+        edges: Whether blocks that reach over the last query are seen in part, as well
+            as those over the last key.
+        repeat: Queries in a row of the same head, where the heads of a group follow
+            each other: query i is then at ``i % repeat + shift``. 0 for one head.
+    """
+
+    t: int
+    s: int
+    rows: int
+    keys: int
+    left: int | None = None
+    right: int | None = None
+    shift: int = 0
+    edges: bool = False
+    repeat: int = 0
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks along queries and keys."""
+        return -(-self.t // self.rows), -(-self.s // self.keys)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether positions are compared."""
+        return self.left is not None or self.right is not None
+
+
+Table = Any
+"""int [b|1, query blocks, key blocks]: 0 for empty, 1 for part, 2 for all."""
+
+
+def states(cut: Cut, given: Mapping[str, Any]) -> Table:
+    """Returns whether blocks are empty, seen in part, or by all queries.
+
+    A block that is seen in part may be empty all the same.
+
+    Args:
+        cut: The blocks.
+        given: Of ``offset``, ``kv_lengths`` and ``prefix`` int [b|1], of
+            ``q_segments`` int [b|1, t], ``kv_segments`` int [b|1, s] and ``mask``
+            bool [b|1, n|1, t|1, s|1] those that there are. Numpy arrays give one.
+
+    Example:
+        >>> states(Cut(256, 256, 128, 64, right=0), {}).tolist()
+        [[[1, 1, 0, 0], [2, 2, 1, 1]]]
+    """
+    xp = np if all(isinstance(x, np.ndarray) for x in given.values()) else jnp
+    many, per = cut.blocks
+    column = xp.arange(per, dtype=xp.int32) * cut.keys
+    column_end = xp.minimum(column + cut.keys, cut.s) - 1
+    some = xp.ones((1, many, per), bool)
+    every = xp.broadcast_to(column + cut.keys <= cut.s, some.shape)
+    if cut.edges:
+        fits = xp.arange(1, many + 1, dtype=xp.int32) * cut.rows <= cut.t
+        every = every & fits[:, None]
+    if cut.windowed:
+        first, last = _positions(cut, given.get("offset"), xp)
+        inside, covered = some, xp.ones_like(some)
+        if cut.right is not None:
+            right = min(cut.right, FAR)
+            inside = inside & (column <= last + right)
+            covered = covered & (column_end <= first + right)
+        if cut.left is not None:
+            left = min(cut.left, FAR)
+            inside = inside & (column_end >= first - left)
+            covered = covered & (column >= last - left)
+        if "prefix" in given:
+            prefix = given["prefix"][:, None, None]
+            inside = inside | (column < prefix)
+            covered = covered | (column_end < prefix)
+        some, every = some & inside, every & covered
+    if "kv_lengths" in given:
+        length = given["kv_lengths"][:, None, None]
+        some, every = some & (column < length), every & (column_end < length)
+    if "q_segments" in given:
+        touch, same = _segments(cut, given, xp)
+        some, every = some & touch, every & same
+    if "mask" in given:
+        touch, same = _mask(cut, given["mask"], xp)
+        some, every = some & touch, every & same
+    return xp.where(some, xp.where(every, 2, 1), 0).astype(xp.int32)
+
+
+def _positions(cut: Cut, offset: Any, xp: Any) -> tuple[Any, Any]:
+    """The first and last position of each block of queries, int [b|1, blocks, 1]."""
+    start = xp.arange(cut.blocks[0], dtype=xp.int32) * cut.rows
+    end = xp.minimum(start + cut.rows, cut.t) - 1
+    if cut.repeat:
+        start, end = xp.zeros_like(start), xp.full_like(end, cut.repeat - 1)
+    start, end = start[None, :, None] + cut.shift, end[None, :, None] + cut.shift
+    if offset is None:
+        return start, end
+    return start + offset[:, None, None], end + offset[:, None, None]
+
+
+def _segments(cut: Cut, given: Mapping[str, Any], xp: Any) -> tuple[Any, Any]:
+    """Whether some, and whether all pairs of a block are of one segment."""
+    many, per = cut.blocks
+    q_least, q_most = _extremes(given["q_segments"], many, cut.rows, xp)
+    k_least, k_most = _extremes(given["kv_segments"], per, cut.keys, xp)
+    q_least, q_most = q_least[:, :, None], q_most[:, :, None]
+    k_least, k_most = k_least[:, None], k_most[:, None]
+    touch = (q_least <= k_most) & (k_least <= q_most)
+    same = (q_least == q_most) & (k_least == k_most) & (q_least == k_least)
+    return touch, same
+
+
+def _extremes(x: Any, blocks: int, size: int, xp: Any) -> tuple[Any, Any]:
+    """The least and most of [b, s] in each block, [b, blocks]."""
+    x = xp.pad(x, ((0, 0), (0, blocks * size - x.shape[1])), mode="edge")
+    x = x.reshape(-1, blocks, size)
+    return x.min(-1), x.max(-1)
+
+
+def _mask(cut: Cut, mask: Any, xp: Any) -> tuple[Any, Any]:
+    """Whether some, and whether all pairs of a block are kept, of any head."""
+    many, per = cut.blocks
+    found = []
+    for combine, fill in ((xp.any, False), (xp.all, True)):
+        x = combine(mask, axis=1)
+        for axis, blocks, size in ((1, many, cut.rows), (2, per, cut.keys)):
+            if x.shape[axis] == 1:
+                continue
+            pad = [(0, 0)] * x.ndim
+            pad[axis] = (0, blocks * size - x.shape[axis])
+            x = xp.pad(x, pad, constant_values=fill)
+            x = x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
+            x = combine(x, axis=axis + 1)
+        found.append(x)
+    return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a kernel.
+
+    Attributes:
+        words: int32 [(b or 1) * most]: each a major block, a minor one, and bits.
+        most: Words of a batch entry.
+        count: Steps of the grid: a number, or a traced scalar.
+        each: Whether every batch entry has steps of its own.
+    """
+
+    words: Any
+    most: int
+    count: Any
+    each: bool
+
+    def at(self, words: Any, batch: Any, step: Any) -> Any:
+        """Returns a step's word, from the reference of the table."""
+        return words[batch * self.most + step] if self.each else words[step]
+
+
+def major(word: Any) -> Any:
+    """Returns the block along the axis whose blocks have a line of steps each."""
+    return word >> (MINOR + BITS)
+
+
+def minor(word: Any) -> Any:
+    """Returns the block along the other axis."""
+    return (word >> BITS) & (MOST_BLOCKS - 1)
+
+
+def steps(table: Table, by_keys: bool = False) -> Steps:
+    """Returns the steps over blocks that are not empty, line by line.
+
+    Each line has a step at least, so that its result is written.
+
+    Args:
+        table: What `states` gives.
+        by_keys: Whether a line is a block of keys, and not of queries.
+
+    Example:
+        >>> found = steps(states(Cut(256, 256, 128, 128, right=0), {}))
+        >>> [(int(major(w)), int(minor(w)), int(w) & 15) for w in found.words]
+        [(0, 0, 4), (1, 0, 2), (1, 1, 5)]
+    """
+    known = isinstance(table, np.ndarray)
+    xp = np if known else jnp
+    if by_keys:
+        table = table.swapaxes(1, 2)
+    batch, lines, others = table.shape
+    empty = (table == 0).all(-1, keepdims=True)
+    first = xp.arange(others, dtype=xp.int32) == 0
+    table = xp.where(empty & first, 1, table)
+    word = xp.arange(lines, dtype=xp.int32)[:, None] << (MINOR + BITS)
+    word = word | (xp.arange(others, dtype=xp.int32) << BITS)
+    word = xp.where(table == 1, word | PART, word)
+    word = xp.where(table == 0, np.int32(2**31 - 1), word).reshape(batch, -1)
+    word = xp.sort(word, axis=-1)
+    count = (table > 0).reshape(batch, -1).sum(-1).astype(xp.int32)
+    word = _marked(word, count, xp)
+    most = int(count.max()) if known else word.shape[1]
+    bound = most if known else count.max()
+    return Steps(word[:, :most].reshape(-1), most, bound, batch > 1)
+
+
+def _marked(word: Any, count: Any, xp: Any) -> Any:
+    """Marks which steps are first and last of a line, and which have no work."""
+    line = major(word)
+    place = xp.arange(word.shape[1], dtype=xp.int32)
+    before, after = xp.roll(line, 1, -1), xp.roll(line, -1, -1)
+    later = (place > 0) & (before == line)
+    more = (place + 1 < count[:, None]) & (after == line)
+    word = word + xp.where(later, LATER, 0) + xp.where(more, MORE, 0)
+    last = xp.take_along_axis(word, count[:, None] - 1, axis=1)
+    idle = ((last >> BITS) << BITS) | (LATER | MORE | PART | IDLE)
+    return xp.where(place < count[:, None], word, idle).astype(xp.int32)

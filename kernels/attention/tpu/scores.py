@@ -1,0 +1,282 @@
+"""A block's product of queries and keys in, its scores out: scaled, bent, hidden.
+
+Scores are [rows, keys], or turned, [keys, rows]. They are in base 2, multiplied with
+log2(e), since a TPU's exponential is one of base 2; but not where a bias is added, as
+multiples of large ones overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.attention.tpu.schedule import FAR, Cut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jax import Array
+
+    from rewriter.kernels.attention.tpu.config import BackwardBlocks, Blocks
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One use of attention.
+
+    Attributes:
+        cut: Queries and keys, and what is seen.
+        b: Batch entries.
+        n: Query heads.
+        heads: Key heads.
+        h: Width of q and k.
+        e: Width of v.
+        scale: Multiplies the scores.
+        softcap: ``c * tanh(scores / c)``.
+        empty_rows: What a row without keys gives: "nan", "mean" or "zero".
+        names: The operands that there are.
+    """
+
+    cut: Cut
+    b: int
+    n: int
+    heads: int
+    h: int
+    e: int
+    scale: float
+    softcap: float | None
+    empty_rows: str
+    names: frozenset[str]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.n // self.heads
+
+    @property
+    def unit(self) -> float:
+        """What scores are multiplied with: log2(e), or 1 under a bias."""
+        return 1.0 if "bias" in self.names else LOG2E
+
+    @property
+    def precision(self) -> str:
+        """Of products of float32: never less than the source asked for."""
+        return "highest"
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether there may be rows that see no key."""
+        cut = self.cut
+        if "sinks" in self.names:
+            return False
+        if self.names & {"mask", "q_segments", "kv_lengths", "bias"}:
+            return True
+        if not cut.windowed or "prefix" in self.names:
+            return cut.windowed
+        rows = cut.repeat or cut.t
+        first, last = cut.shift, cut.shift + rows - 1
+        before = cut.right is not None and first + cut.right < 0
+        after = cut.left is not None and last - cut.left >= cut.s
+        both = cut.left is not None and cut.right is not None
+        crossed = both and (cut.left or 0) + (cut.right or 0) < 0
+        return "offset" in self.names or before or after or crossed
+
+    def blocks(self, rows: int, keys: int, edges: bool = False) -> Problem:
+        """Returns the same in blocks of so many queries and keys."""
+        return replace(self, cut=replace(self.cut, rows=rows, keys=keys, edges=edges))
+
+    def power(self, x: Any) -> Array:
+        """Returns the exponential of scores."""
+        return jnp.exp(x) if self.unit == 1.0 else jnp.exp2(x)
+
+    def log(self, x: Any) -> Array:
+        """Returns the logarithm that `power` undoes."""
+        return jnp.log(x) * self.unit
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where a block of scores is, and what is read with it.
+
+    Attributes:
+        problem: The use.
+        refs: References to blocks of operands, by name, axes of size 1 in front.
+        numbers: Scalars ``offset``, ``kv_lengths`` and ``prefix`` of the batch entry.
+        row: The first query of the blocks in `refs`.
+        key: The first key of the blocks in `refs`.
+        rows: Number of queries.
+        keys: Number of keys.
+        first: The first query within its block.
+        start: The first key within its block.
+        turned: Whether scores are [keys, rows].
+    """
+
+    problem: Problem
+    refs: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    row: Any
+    key: Any
+    rows: int
+    keys: int
+    first: int = 0
+    start: int = 0
+    turned: bool = False
+
+    @classmethod
+    def of_block(
+        cls,
+        problem: Problem,
+        refs: Mapping[str, Any],
+        numbers: Mapping[str, Any],
+        row: Any,
+        key: Any,
+        config: Blocks | BackwardBlocks,
+        turned: bool = False,
+    ) -> Iterator[Tile]:
+        """Yields the parts of a block that are computed at a time, by keys."""
+        rows, keys = config.inner_rows, config.inner_keys
+        for start in range(0, config.keys, keys):
+            for first in range(0, config.rows, rows):
+                yield cls(
+                    problem, refs, numbers, row * config.rows, key * config.keys,
+                    rows, keys, first, start, turned,
+                )  # fmt: skip
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the scores."""
+        return (self.keys, self.rows) if self.turned else (self.rows, self.keys)
+
+    @property
+    def row_slice(self) -> slice:
+        """Its queries within their block."""
+        return slice(self.first, self.first + self.rows)
+
+    @property
+    def key_slice(self) -> slice:
+        """Its keys within their block."""
+        return slice(self.start, self.start + self.keys)
+
+    def iota(self, keys: bool) -> Array:
+        """Returns each score's key, or query, less the first one here."""
+        return lax.broadcasted_iota(jnp.int32, self.shape, int(keys != self.turned))
+
+    def relative(self) -> Array:
+        """Returns each key's position less that of the query, int32."""
+        cut = self.problem.cut
+        offset = self.numbers.get("offset", 0) + cut.shift
+        rows, row, key = self.iota(False), self.row + self.first, self.key + self.start
+        if cut.repeat:
+            rows = lax.rem(rows + row, jnp.int32(cut.repeat))
+            return self.iota(True) - rows + (key - offset)
+        return self.iota(True) - rows + (key - row - offset)
+
+    def part(self, name: str) -> Array:
+        """Returns this block of a table [rows|1, keys|1], turned if scores are."""
+        ref = self.refs[name]
+        of_rows = self.row_slice if ref.shape[2] > 1 else slice(None)
+        of_keys = self.key_slice if ref.shape[3] > 1 else slice(None)
+        x = ref[0, 0, of_rows, of_keys]
+        if x.dtype == jnp.int8:
+            x = x.astype(jnp.int32)
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            x = x.astype(jnp.float32)
+        if not self.turned:
+            return x
+        return x.T if 1 not in x.shape else self._thin(x)
+
+    def _thin(self, x: Array) -> Array:
+        """Turns a row or a column."""
+        return jnp.broadcast_to(x, self.shape[::-1]).T
+
+    def scores(self, product: Array, part: bool) -> tuple[Array, Array | None]:
+        """Returns scores, and with a soft cap the tanh of what is capped.
+
+        Args:
+            product: Of queries and keys.
+            part: Whether keys may be hidden.
+        """
+        p, x, bent = self.problem, product, None
+        factor = p.scale * (p.unit if p.softcap is None else 1 / p.softcap)
+        if "scale_factor" in self.refs:
+            x = x * (self.refs["scale_factor"][0] * factor)
+        elif factor != 1.0:
+            x = x * factor
+        if p.softcap is not None:
+            bent = jnp.tanh(x)
+            x = bent * (p.softcap * p.unit)
+        if "bias" in self.refs:
+            x = x + self.part("bias")
+        if "alibi" in self.refs:
+            slopes = self.refs["alibi"]
+            slope = slopes[0, self.row_slice if slopes.shape[1] > 1 else slice(None)]
+            slope = slope * p.unit
+            x = x + slope * self.relative().astype(jnp.float32)
+        if part:
+            keep = self.keep()
+            x = x if keep is None else jnp.where(keep, x, -jnp.inf)
+        return x, bent
+
+    def dropout(self, part: bool) -> Array:
+        """Returns what multiplies the weights; 0 beyond the edges."""
+        x, inside = self.part("dropout"), self._inside() if part else None
+        return x if inside is None else jnp.where(inside, x, 0.0)
+
+    def _inside(self) -> Array | None:
+        """Which scores are of queries and keys that there are; None for all."""
+        cut, keep = self.problem.cut, None
+        if cut.s % cut.keys:
+            keep = self.iota(True) < cut.s - self.key - self.start
+        if cut.edges and cut.t % cut.rows:
+            rows = self.iota(False) < cut.t - self.row - self.first
+            keep = rows if keep is None else keep & rows
+        return keep
+
+    def keep(self) -> Array | None:
+        """Returns which keys are seen, bool; None for all."""
+        found = []
+        window = self._window()
+        if window is not None:
+            found.append(window)
+        inside = self._inside()
+        if inside is not None:
+            found.append(inside)
+        if "kv_lengths" in self.numbers:
+            last = self.numbers["kv_lengths"]
+            found.append(self.iota(True) < last - self.key - self.start)
+        if "q_segments" in self.refs:
+            q, k = self.refs["q_segments"], self.refs["kv_segments"]
+            rows, keys = self.row_slice, self.key_slice
+            if self.turned:
+                found.append(q[0, :, rows] == k[0, keys, :])
+            else:
+                found.append(q[0, rows, :] == k[0, :, keys])
+        if "mask" in self.refs:
+            found.append(self.part("mask") != 0)
+        keep = None
+        for one in found:
+            keep = one if keep is None else keep & one
+        return keep
+
+    def _window(self) -> Array | None:
+        cut = self.problem.cut
+        if not cut.windowed:
+            return None
+        relative, keep = self.relative(), None
+        if cut.right is not None:
+            keep = relative <= min(cut.right, FAR)
+        if cut.left is not None:
+            inside = relative >= -min(cut.left, FAR)
+            keep = inside if keep is None else keep & inside
+        if "prefix" in self.numbers:
+            assert keep is not None
+            before = self.numbers["prefix"] - self.key - self.start
+            keep = keep | (self.iota(True) < before)
+        return keep

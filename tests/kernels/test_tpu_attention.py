@@ -1,0 +1,301 @@
+"""Attention on TPUs: what it takes, which blocks it computes, its numbers, its code."""
+
+# ruff: noqa: E501  (one case per line reads best)
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+from rewriter import device
+from rewriter.kernel import Spec, spec_of, worth_measuring
+from rewriter.kernels.attention import KERNELS, OP
+from rewriter.kernels.attention import tpu as kernel
+from rewriter.kernels.attention.reference import visible
+from rewriter.kernels.attention.tpu.config import BackwardBlocks, Blocks
+from rewriter.kernels.attention.tpu.schedule import (
+    IDLE,
+    LATER,
+    MORE,
+    PART,
+    Cut,
+    major,
+    minor,
+    states,
+    steps,
+)
+from rewriter.tpu import GENERATIONS
+from tests.kernels import tpu
+from tests.kernels.test_attention import CASES, close, exact, lengths, make
+
+CAUSAL, NONE = (None, 0), (None, None)
+SMALL = Blocks(16, 128, 16, 128)
+BACKWARD = {f: BackwardBlocks(128, 128, 128, 128, f) for f in (True, False)}
+
+
+def spec(
+    shape: tuple[int, ...] = (2, 256, 4, 64),
+    dtype: str = "bfloat16",
+    more: dict[str, tuple[tuple[int, ...], str]] | None = None,
+    **params: Any,
+) -> Spec:
+    operands = {n: jax.ShapeDtypeStruct(shape, dtype) for n in "qkv"}
+    for name, (of, kind) in (more or {}).items():
+        operands[name] = jax.ShapeDtypeStruct(of, kind)
+    return spec_of(OP, operands, params)
+
+
+# ---------------------------------------------------------------- what it takes
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (spec(dtype="float16"), "takes bfloat16 or float32, not float16"),
+        (spec(out_dtype="float16"), "the result is float16"),
+        (spec(more={"v": ((2, 256, 4, 64), "float32")}), "not bfloat16, float32"),
+        (spec(more={"bias": ((1, 1, 256, 256), "float16")}), "bias is float16"),
+        (spec(shape=(2, 0, 4, 64)), "an axis of size 0"),
+        (spec(more={"dropout": ((1, 1, 256, 256), "float32")}, empty_rows="mean"), "a mean of dropped values"),
+        (spec(shape=(1, 1 << 23, 1, 128), more={"kv_lengths": ((1,), "int32")}), "blocks of scores, more than 131072"),
+        (spec(shape=(1, 256, 1, 16384)), "MiB of VMEM of 16 MiB"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(given: Spec, why: str) -> None:
+    verdict = kernel.supports(given)
+    assert not verdict.ok
+    assert any(why in reason.text for reason in verdict.reasons), verdict
+
+
+@pytest.mark.parametrize("kind", ["tpu", *(g.kind for g in GENERATIONS)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        spec(),
+        spec((1, 32768, 4, 128), window=CAUSAL),
+        spec((1, 100, 3, 80), "float32"),
+        spec((4, 2048, 4, 256), more={"bias": ((1, 4, 2048, 2048), "float32"), "mask": ((4, 1, 2048, 2048), "bool")}),
+        spec((4, 1, 32, 128), more={"k": ((4, 4096, 8, 128), "bfloat16"), "v": ((4, 4096, 8, 128), "bfloat16"), "kv_lengths": ((4,), "int32")}),
+    ],
+)  # fmt: skip
+def test_what_it_takes(given: Spec, kind: str) -> None:
+    there = device.of(kind, "tpu")
+    assert kernel.supports(given).ok, kernel.supports(given)
+    mine = next(k for k in KERNELS if k.name == "mosaic_tpu")
+    for space in (mine.space, mine.backward_space):
+        assert space is not None
+        found, _ = worth_measuring(space, given, there, 24)
+        assert found[0] == space.default(given, there)
+        assert all(space.fits(c, given, there).ok for c in found)
+
+
+def test_larger_blocks_where_there_is_more_memory() -> None:
+    given = spec((1, 8192, 4, 128), window=CAUSAL)
+    v4, v5e = (device.named(n) for n in ("tpu_v4", "tpu_v5e"))
+    wide = spec((1, 8192, 4, 256), "float32")
+    assert kernel.default(wide, v4).rows < kernel.default(wide, v5e).rows
+    assert kernel.backward_default(given, v5e).fused
+    assert not kernel.backward_default(given, v4).fused
+
+
+# ------------------------------------------------------------------- schedule
+SCHEDULES: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {
+    "plain": ((40, 300), {}, {}),
+    "causal": ((300, 300), {}, {"right": 0}),
+    "window": ((300, 300), {}, {"left": 50, "right": 3, "shift": 7}),
+    "far": ((300, 300), {}, {"left": 2**31 - 1, "right": 2**31 - 1}),
+    "offset": ((40, 300), {"offset": lengths(0, 200, -90)}, {"right": 0}),
+    "prefix": ((300, 300), {"prefix": lengths(130, 3)}, {"right": 0, "left": 20}),
+    "lengths": ((40, 300), {"kv_lengths": lengths(0, 300, 128, 77)}, {}),
+    "segments": ((300, 200), {"q_segments": np.sort(np.arange(600).reshape(2, 300) % 4), "kv_segments": np.sort(np.arange(400).reshape(2, 200) % 5)}, {}),
+    "mask": ((100, 300), {"mask": np.random.default_rng(0).random((2, 3, 100, 300)) < 0.02}, {}),
+    "mask of keys": ((100, 300), {"mask": np.arange(300)[None, None, None] > 170}, {"right": 0, "shift": 150}),
+    "mask of queries": ((100, 300), {"mask": (np.arange(100) > 40)[None, None, :, None]}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_blocks_that_no_query_sees_are_left_out(name: str, known: bool) -> None:
+    (t, s), given, more = SCHEDULES[name]
+    cut = Cut(t, s, 32, 64, edges=True, **more)
+    window = (more.get("left"), more.get("right"))
+    keep = visible(t, s, **given, window=window, shift=more.get("shift", 0))
+    many, per = cut.blocks
+    full = np.zeros((1, 1, t, s), bool) | (True if keep is None else np.asarray(keep))
+    full = np.pad(full, ((0, 0), (0, 0), (0, many * 32 - t), (0, per * 64 - s)))
+    full = full.reshape(*full.shape[:2], many, 32, per, 64)
+    some, every = full.any((1, 3, 5)), full.all((1, 3, 5))
+    arrays = given if known else {n: jnp.asarray(x) for n, x in given.items()}
+    found = states(cut, arrays)
+    assert isinstance(found, np.ndarray) == (known or not given)
+    found = np.broadcast_to(found, some.shape)
+    assert (found[some] > 0).all()
+    np.testing.assert_array_equal(found == 2, every)
+    if name not in ("segments", "window", "prefix"):  # those may be empty all the same
+        np.testing.assert_array_equal(found > 0, some)
+    for by_keys in (False, True):
+        check_steps(found, by_keys)
+
+
+def check_steps(table: Any, by_keys: bool) -> None:
+    made = steps(table, by_keys)
+    table = table.swapaxes(1, 2) if by_keys else table
+    words = np.asarray(made.words).reshape(-1, made.most)
+    assert int(made.count) <= made.most
+    for of, row in zip(table, words, strict=False):
+        row = row[: int(made.count)]
+        work = row[(row & IDLE) == 0]
+        places = [(int(major(w)), int(minor(w))) for w in work]
+        assert places == sorted(set(places))
+        want = {(int(i), int(j)) for i, j in np.argwhere(of > 0)}
+        dummies = {(i, 0) for i in range(len(of)) if not (of[i] > 0).any()}
+        assert set(places) == want | dummies
+        lines = [i for i, _ in places]
+        first = [i not in lines[:x] for x, i in enumerate(lines)]
+        last = [i not in lines[x + 1 :] for x, i in enumerate(lines)]
+        assert [w & LATER == 0 for w in work] == first
+        assert [w & MORE == 0 for w in work] == last
+        assert [w & PART == 0 for w in work] == [of[p] == 2 for p in places]
+        idle = row[len(work) :]
+        assert all(w >> 4 == work[-1] >> 4 for w in idle)  # nothing is fetched
+        assert all(w & (LATER | MORE | PART) == LATER | MORE | PART for w in idle)
+
+
+# -------------------------------------------------------------------- numbers
+def run(
+    arrays: dict[str, Any], params: dict[str, Any], up: Any, fused: bool
+) -> tuple[Any, dict[str, Any]]:
+    out, residuals = kernel.forward(**arrays, **params, config=SMALL, residuals=True)
+    grads = kernel.backward(
+        **arrays, **params, out=out, residuals=residuals, cotangent=up,
+        config=BACKWARD[fused],
+    )  # fmt: skip
+    return out, grads
+
+
+LEFT = {"alibi", "dropout"}
+"""Operands whose cotangents are taken from the reference."""
+
+
+def check(case: str, dtype: str = "float32", fused: bool = True) -> None:
+    shape, extra, params = CASES[case]
+    arrays = {n: jnp.asarray(x) for n, x in make(shape, extra, dtype).items()}
+    up = make(shape, {"up": (*shape[:2], shape[3], shape[6])}, dtype)["up"]
+    want, want_grads = exact(arrays, up, params)
+    out, grads = run(arrays, params, jnp.asarray(up), fused)
+    assert out.dtype == dtype
+    close(out, want, dtype, "out")
+    assert want_grads.keys() - grads.keys() <= LEFT
+    for name, got in grads.items():
+        assert got.dtype == arrays[name].dtype
+        close(got, want_grads[name], dtype, name)
+
+
+QUICK = [
+    "odd", "causal wide v", "causal more rows mean", "gqa", "window both", "far",
+    "offset far", "prefix", "lengths 0", "lengths 0 nan", "segments", "mask heads",
+    "bias", "bias keys", "bias fill sinks", "sinks empty", "softcap bias",
+    "scale softcap", "decode 4", "one key",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_numbers(case: str) -> None:
+    with tpu.interpreted():
+        check(case, fused=QUICK.index(case) % 2 == 0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_at_once(dtype: str, fused: bool) -> None:
+    with tpu.interpreted():
+        check("everything", dtype, fused)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("case", ["odd", "gqa", "lengths prefix"])
+def test_memory(case: str, cores: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with tpu.simulated(capfd, cores):
+        check(case, fused=case != "odd")
+
+
+# ----------------------------------------------------------------------- code
+def program(case: Spec, there: device.Device) -> tuple[Any, Any]:
+    """A forward with residuals and a backward by the rules of thumb, and its specs."""
+    blocks = kernel.default(case, there), kernel.backward_default(case, there)
+    params = dict(case.params)
+    x = {n: jax.ShapeDtypeStruct(case.shape(n), case.dtype(n)) for n in case.operands}
+
+    def both(operands: dict[str, Any]) -> Any:
+        out, kept = kernel.forward(
+            **operands, **params, config=blocks[0], residuals=True
+        )
+        return out, kernel.backward(
+            **operands, **params, out=out, residuals=kept, cotangent=out,
+            config=blocks[1],
+        )  # fmt: skip
+
+    return both, x
+
+
+COMPILED = {
+    "causal": spec((1, 2048, 2, 128), window=CAUSAL, scale=0.1),
+    "all": spec(
+        (2, 300, 4, 80), "float32", {"v": ((2, 300, 4, 64), "float32"), "bias": ((2, 4, 300, 300), "float32"), "mask": ((2, 1, 300, 300), "bool"), "kv_lengths": ((2,), "int32"), "sinks": ((4,), "float32"), "q_segments": ((2, 300), "int32"), "kv_segments": ((2, 300), "int32")},
+        softcap=30.0, window=(100, 3), empty_rows="mean",
+    ),
+}  # fmt: skip
+
+
+@tpu.needs_compiler
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("generation", [g.name for g in GENERATIONS])
+def test_it_is_compiled_for_each_generation(generation: str, case: str) -> None:
+    there = device.of(tpu.KINDS[generation].kind, "tpu")
+    text = tpu.compiled(generation, *program(COMPILED[case], there))
+    assert "attention" in text
+
+
+# --------------------------------------------------------------------- engine
+def attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32)
+    t, s = scores.shape[2:]
+    keep = jnp.arange(s)[None] <= jnp.arange(t)[:, None]
+    scores = jnp.where(keep, scores * q.shape[-1] ** -0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(q.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def scanned(q: Any, k: Any, v: Any) -> Any:
+    layer = lambda x, _: (attention(x, k, v), None)
+    return jax.lax.scan(layer, q, None, length=3)[0]
+
+
+def gradient(q: Any, k: Any, v: Any) -> Any:
+    total = lambda *x: attention(*x).astype(jnp.float32).sum()
+    return jax.grad(total, (0, 1, 2))(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (attention, ["attention"]),
+        (scanned, ["attention"]),
+        (gradient, ["attention", "attention_backward_fused"]),
+        (jax.vmap(attention), ["attention"]),
+    ],
+)
+def test_exported_programs_carry_it(function: Any, names: list[str]) -> None:
+    """No TPU is described while it is lowered, as in the tests above one is."""
+    lead = (2,) if function not in (attention, scanned, gradient) else ()
+    x = jax.ShapeDtypeStruct((*lead, 1, 2048, 4, 128), jnp.bfloat16)
+    made = rewriter.export(function, platforms=("tpu",), targets={"tpu": "tpu_v5e"})
+    artifact = made(x, x, x)
+    assert "tpu_custom_call" in artifact.manifest["custom_calls"]
+    text = artifact.exported.mlir_module()
+    for name in names:
+        assert f'kernel_name = "{name}"' in text
