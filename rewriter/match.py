@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.canonicalize import Evaluator, NeedSplit
@@ -21,6 +19,7 @@ from rewriter.kernel import Kernel, Spec, spec_of
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.op import Op
 from rewriter.reading import Reading, Refused
+from rewriter.reference import referenced
 from rewriter.region import Place, Regions
 from rewriter.registry import registry
 from rewriter.sieve import Step
@@ -341,7 +340,7 @@ def replacement_forms(
     def reference(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in op.operands}
         seen.update(operands)
-        return _referenced(op, operands, params)
+        return referenced(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, arrays, strict=True))
@@ -380,38 +379,6 @@ def traced_forms(
     )
     ev.private = True
     return ev, tuple(top.env[v] for v in top.jaxpr.outvars)
-
-
-def _referenced(
-    op: Op, operands: dict[str, jax.Array], params: dict[str, Any]
-) -> jax.Array:
-    """An op's reference; from its trace, if operands like these came before."""
-    shapes = tuple((k, v.shape, v.dtype) for k, v in operands.items())
-    try:
-        program = _reference_trace(
-            op, shapes, tuple(sorted(params.items())), jax.config.jax_enable_x64
-        )
-    except (TypeError, _ClosedOver):
-        return op.reference(**operands, **params)
-    return jaxpr_as_fun(program)(*operands.values())[0]
-
-
-class _ClosedOver(Exception):
-    """A reference holds arrays of its own, which may be those of a trace around."""
-
-
-@functools.lru_cache(maxsize=256)
-def _reference_trace(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
-    del wide  # a part of the key: it decides what numbers are
-
-    def code(*arrays: jax.Array) -> jax.Array:
-        names = (name for name, _, _ in shapes)
-        return op.reference(**dict(zip(names, arrays, strict=True)), **dict(params))
-
-    traced = _jax.trace_flat(code, [jax.ShapeDtypeStruct(s, d) for _, s, d in shapes])
-    if traced.consts:
-        raise _ClosedOver
-    return traced
 
 
 def leaves_of(reading: Reading) -> tuple[int, ...]:

@@ -18,11 +18,12 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.backward_place import first_defined, home_of, lies_at, route
-from rewriter.gradients import Backward, gradient_function
+from rewriter.gradients import Backward
 from rewriter.graph import Scope
 from rewriter.key import Key
 from rewriter.match import Match, NearMiss, leaves_of
 from rewriter.plan import Site
+from rewriter.reference import gradient_function
 from rewriter.region import Regions
 from rewriter.verdict import Reason
 

@@ -14,14 +14,14 @@ ORDER = [
     "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry", "profile",
     "timing", "conditions", "trace", "repeats", "fold", "graph", "normal_form",
     "canonicalize", "template", "formula", "emit", "region", "rows", "reading",
-    "stacked", "finder", "sieve", "match", "pattern", "implementation", "key",
-    "measurement", "decision", "stored", "whole", "tuned", "cache", "sources",
-    "choose", "plan", "gradients", "backward_place", "as_written", "leaves",
-    "remains", "oracle", "implement", "site", "threads", "programs", "inputs",
-    "candidate", "race", "isolate", "static_cost", "autotune", "replace", "unfold",
-    "placing", "planner", "pipeline", "draw", "report", "optimize", "tune",
-    "verify", "roofline", "bench", "bench_table", "bench_peers", "bench_ops",
-    "export", "demo", "__init__", "__main__",
+    "stacked", "finder", "sieve", "reference", "match", "pattern", "implementation",
+    "key", "measurement", "decision", "stored", "whole", "tuned", "cache",
+    "sources", "choose", "plan", "gradients", "backward_place", "as_written",
+    "leaves", "remains", "oracle", "implement", "site", "threads", "programs",
+    "inputs", "candidate", "race", "isolate", "static_cost", "autotune", "replace",
+    "unfold", "placing", "planner", "pipeline", "draw", "report", "optimize",
+    "tune", "verify", "roofline", "bench", "bench_table", "bench_peers",
+    "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {

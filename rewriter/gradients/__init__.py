@@ -13,7 +13,6 @@ computed from it, by way of `reference` and `proof` to `search`, which asks
 from __future__ import annotations
 
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.reference import gradient_function
 from rewriter.gradients.search import search_gradients
 
-__all__ = ["Backward", "gradient_function", "search_gradients"]
+__all__ = ["Backward", "search_gradients"]

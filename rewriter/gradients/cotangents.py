@@ -84,20 +84,35 @@ def below(graph: Graph, value: int) -> list[int]:
     return sorted(seen)
 
 
-def cone(graph: Graph, value: int, stops: frozenset[int]) -> set[int] | None:
-    """Values above one, down to the stops; None if it is made of anything else."""
+def cone(
+    graph: Graph, value: int, stops: frozenset[int], foreign: set[int] | None = None
+) -> set[int] | None:
+    """Values above one, down to the stops; None if it is made of anything else.
+
+    Args:
+        graph: The program.
+        value: The value.
+        stops: Where to stop.
+        foreign: Values that are known to be made of something else; more are added.
+    """
+    foreign = set() if foreign is None else foreign
     seen, stack = set(), [value]
+    constants, producer = graph.constants, graph.producer
     while stack:
         current = stack.pop()
-        if current in seen or current in stops or current in graph.constants:
+        if current in seen or current in stops or current in constants:
             continue
-        node = graph.node_of(current)
-        if node is None or len(seen) > CONE:
-            return None
-        if not is_local(node) and node.prim not in CONTRACTIONS:
+        made = producer.get(current)
+        if (
+            made is None
+            or current in foreign
+            or len(seen) > CONE
+            or not (is_local(made[0]) or made[0].prim in CONTRACTIONS)
+        ):
+            foreign.add(value)
             return None
         seen.add(current)
-        stack += node.ins
+        stack += made[0].ins
     return seen
 
 

@@ -54,7 +54,8 @@ def proved_gradients(
             grads[leaf] = value
     zeros: dict[int, tuple[int, ...]] = {}
     taken = set(grads.values())
-    for terms in sums(graph, reached, cones, returned):
+    mixed = sums(graph, reached, cones, returned) if len(grads) < len(outs) else ()
+    for terms in mixed:
         leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
         if leaf is not None:
             grads[leaf] = widest(graph, terms)
@@ -73,9 +74,10 @@ def _cones(
     """By the values that have a leaf's shape and are made of the stops, their cones."""
     shapes = {graph.shape(v) for _, v in match.leaves}
     cones: dict[int, set[int]] = {}
+    foreign: set[int] = set()
     for value in reached:
         if value not in stops and graph.shape(value) in shapes:
-            made = cone(graph, value, stops)
+            made = cone(graph, value, stops, foreign)
             if made is not None:
                 cones[value] = made
     return cones

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -11,6 +12,7 @@ from rewriter.canonicalize import Evaluator
 from rewriter.gradients.cotangents import is_float
 from rewriter.graph import Graph
 from rewriter.match import Match, leaves_of, traced_forms
+from rewriter.reference import differentiable, gradient_function
 
 
 def traced_gradients(graph: Graph, match: Match) -> Graph:
@@ -21,9 +23,13 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
     shape, dtype = graph.shape(reading.value), graph.dtype(reading.value)
     params = {**reading.params, **reading.check_params}
 
+    def reference(**given: Any) -> jax.Array:
+        operands = {k: v for k, v in given.items() if k in op.operands}
+        return differentiable(op, operands, params)
+
     def code(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, arrays, strict=True))
-        return reading.build(op.reference, given, shape, dtype, params)
+        return reading.build(reference, given, shape, dtype, params)
 
     def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, cotangent = given
@@ -56,17 +62,3 @@ def wanted_at(
 
 def _moving(graph: Graph, names: Sequence[int]) -> list[int]:
     return [k for k, v in enumerate(names) if is_float(graph.dtype(v))]
-
-
-def gradient_function(
-    code: Callable[..., jax.Array], arrays: list[jax.Array], moving: list[int]
-) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
-    """`jax.vjp` of a function by some of its arguments."""
-
-    def of(*chosen: jax.Array) -> jax.Array:
-        full = list(arrays)
-        for k, x in zip(moving, chosen, strict=True):
-            full[k] = x
-        return code(*full)
-
-    return jax.vjp(of, *(arrays[k] for k in moving))

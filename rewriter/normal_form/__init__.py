@@ -67,6 +67,7 @@ class Algebra(
         self.sizes: dict[int, int] = {}
         self._next_index = itertools.count(1)
         self._bound: dict[tuple[int, int, int], int] = {}
+        self._level_of: dict[int, int] = {}
         self._atoms: dict[Any, int] = {}
         self.defs: list[tuple[Any, ...]] = []
         self._free: list[frozenset[int]] = []
@@ -153,11 +154,7 @@ class Algebra(
         return ids, level
 
     def _bound_level(self, ids: Iterable[int]) -> int:
-        negative = [i for i in ids if i < 0]
-        if not negative:
-            return 0
-        names = {v: k[0] for k, v in self._bound.items()}
-        return max(names[i] for i in negative)
+        return max((self._level_of[i] for i in ids if i < 0), default=0)
 
     def free(self, atom: int) -> frozenset[int]:
         """Indices free in an atom."""

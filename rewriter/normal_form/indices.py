@@ -23,10 +23,11 @@ class Indices:
     def bound_index(self, level: int, slot: int, size: int) -> int:
         """The canonical name of a bound index."""
         key = (level, slot, size)
-        if key not in self._bound:
-            self._bound[key] = -len(self._bound) - 1
-            self.sizes[self._bound[key]] = size
-        return self._bound[key]
+        name = self._bound.get(key)
+        if name is None:
+            name = self._bound[key] = -len(self._bound) - 1
+            self.sizes[name], self._level_of[name] = size, level
+        return name
 
     def index_range(self, a: Index) -> tuple[int, int]:
         """Least and greatest value of an index argument."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -109,8 +109,14 @@ class Polynomials:
         exponents: dict[int, Any] = {}
         for a, e in factors:
             exponents[a] = exponents.get(a, 0) + e
-        out = []
-        for a, e in exponents.items():
+        if not all(e.__class__ is int and e for e in exponents.values()):
+            exponents = self._exponents(exponents)
+        return tuple(sorted(exponents.items()))
+
+    def _exponents(self, given: Mapping[int, Any]) -> dict[int, Any]:
+        """Integers as such, numbers that were met before, and no zeros."""
+        out: dict[int, Any] = {}
+        for a, e in given.items():
             if isinstance(e, float):
                 e = self.number(e)
                 e = int(e) if math.isfinite(e) and e == int(e) else e
@@ -119,9 +125,8 @@ class Polynomials:
             elif isinstance(e, Fraction) and e.denominator == 1:
                 e = int(e)
             if e != 0:
-                out.append((a, e))
-        out.sort(key=lambda f: f[0])
-        return tuple(out)
+                out[a] = e
+        return out
 
     def mul(self, a: Poly, b: Poly) -> Poly:
         """A * b, expanded within the budget."""

@@ -37,16 +37,14 @@ class Substitution:
 
     def subst_mono(self, mono: Monomial, to: Mapping[int, Index]) -> Monomial:
         """A monomial with indices replaced."""
-        keys = to.keys()
-        if not any(self._free[a] & keys for a, _ in mono):
+        if all(self._free[a].isdisjoint(to) for a, _ in mono):
             return mono
         return self.monomial((self.subst_atom(a, to), e) for a, e in mono)
 
     def subst_bool(self, b: int, to: Mapping[int, Index]) -> int:
         """A boolean function with indices replaced."""
         support, table = self.bools[b]
-        keys = to.keys()
-        if not any(self._free[a] & keys for a in support):
+        if all(self._free[a].isdisjoint(to) for a in support):
             return b
         out = FALSE
         literals = [self.subst_literal(a, to) for a in support]
@@ -74,20 +72,16 @@ class Substitution:
 
     def subst_atom(self, atom: int, to: Mapping[int, Index]) -> int:
         """An atom with indices replaced."""
-        if not self._free[atom] & to.keys():
+        free = self._free[atom]
+        if free.isdisjoint(to):
             return atom
-        key = (
-            atom,
-            tuple(sorted((k, v) for k, v in to.items() if k in self._free[atom]))
-            if all(isinstance(v, int) for v in to.values())
-            else None,
-        )
-        if key[1] is not None and key in self._subst_memo:
-            return self._subst_memo[key]
-        out = self._subst_atom(atom, to)
-        if key[1] is not None:
-            self._subst_memo[key] = out
-        return out
+        if not all(isinstance(v, int) for v in to.values()):
+            return self._subst_atom(atom, to)
+        key = atom, tuple(sorted((k, v) for k, v in to.items() if k in free))
+        found = self._subst_memo.get(key)
+        if found is None:
+            found = self._subst_memo[key] = self._subst_atom(atom, to)
+        return found
 
     def _subst_atom(self, atom: int, to: Mapping[int, Index]) -> int:
         definition = self.defs[atom]
@@ -103,6 +97,10 @@ class Substitution:
                     return mono[0][0]
             return self.atom("val", self.freeze(p))
         if kind == "sum":
+            if self._renames(atom, to):
+                _, names, flag, mono = definition
+                renamed = self.subst_bool(flag, to), self.subst_mono(mono, to)
+                return self.atom("sum", names, *renamed)
             fresh, flag, mono = self.open_sum(atom)
             inner = self._expanded(
                 self.subst_bool(flag, to), self.subst_mono(mono, to), 1.0
@@ -135,6 +133,23 @@ class Substitution:
             for x in definition[1:]
         ]
         return self.atom(kind, *parts)
+
+    def _renames(self, atom: int, to: Mapping[int, Index]) -> bool:
+        """Whether a sum's free indices only get other names, each one its own.
+
+        Its bound indices stay as they are if their sizes tell them apart.
+        """
+        free = self._free[atom]
+        names = [to.get(i, i) for i in free]
+        if not all(isinstance(a, int) and a != 0 for a in names):
+            return False
+        sizes = [self.sizes[i] for i in self.defs[atom][1]]
+        return (
+            len(set(names)) == len(names)
+            and len(set(sizes)) == len(sizes)
+            and all(self.sizes[i] == self.sizes[to.get(i, i)] for i in free)
+            and not set(names).intersection(self.defs[atom][1])
+        )
 
     def _as_atom(self, p: Poly) -> int:
         if len(p) == 1:

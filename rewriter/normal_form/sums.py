@@ -203,23 +203,25 @@ class Sums:
             + [self._level[a] for a in self.bools[flag][0]],
             default=0,
         )
-        orders = [tuple(bound)] if len(bound) == 1 else self._orders(bound, flag, mono)
-        best = None
+        best: Any = None
+        orders = list(self._orders(bound, flag, mono))
         for order in orders:
-            names = [
+            names = tuple(
                 self.bound_index(level, k, self.sizes[j]) for k, j in enumerate(order)
-            ]
+            )
             to = dict(zip(order, names, strict=True))
-            new_flag = self.subst_bool(flag, to)
-            new_mono = self.subst_mono(mono, to)
-            key = (self.bools[new_flag], repr(new_mono))
+            new_flag, new_mono = self.subst_bool(flag, to), self.subst_mono(mono, to)
+            key = (self.bools[new_flag], repr(new_mono)) if len(orders) > 1 else None
             if best is None or key < best[0]:
-                best = (key, tuple(names), new_flag, new_mono)
+                best = (key, names, new_flag, new_mono)
         _, names, new_flag, new_mono = best
         return self.atom(kind, names, new_flag, new_mono)
 
     def _orders(self, bound: list[int], flag: int, mono: Monomial):
         """Orders of the bound indices worth trying, by where each occurs."""
+        if len({self.sizes[j] for j in bound}) == len(bound):  # told apart by size
+            yield tuple(sorted(bound, key=self.sizes.__getitem__))
+            return
         colors = {}
         for j in bound:
             seen = [self.sizes[j]]

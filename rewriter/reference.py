@@ -1,0 +1,121 @@
+"""An op's reference and its gradients, traced once for operands of some shapes.
+
+A program's sites often have operands of the same shapes, and so do those of the
+next program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from rewriter import _jax
+from rewriter.op import Op
+
+Operands = Mapping[str, jax.Array]
+
+
+def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
+    """An op's reference; from its trace, if operands like these came before."""
+    key = _key(op, operands, params)
+    program = _reference_of(*key) if key is not None else None
+    if program is None:
+        return op.reference(**operands, **params)
+    return jaxpr_as_fun(program)(*operands.values())[0]
+
+
+def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
+    """The same, with gradients that are those of the reference, from their trace."""
+    key = _key(op, operands, params)
+    found = _gradients_of(*key) if key is not None else None
+    if found is None:
+        return op.reference(**operands, **params)
+    gradients = jaxpr_as_fun(found)
+
+    def forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return result(*arrays), arrays
+
+    def backward(arrays: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
+        of_floats = iter(gradients(*arrays, cotangent))
+        return tuple(next(of_floats) if _is_float(x) else None for x in arrays)
+
+    @jax.custom_vjp
+    def result(*arrays: jax.Array) -> jax.Array:
+        return referenced(op, dict(zip(operands, arrays, strict=True)), params)
+
+    result.defvjp(forward, backward)
+    return result(*operands.values())
+
+
+def gradient_function(
+    code: Callable[..., jax.Array], arrays: list[jax.Array], moving: list[int]
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    """`jax.vjp` of a function by some of its arguments."""
+
+    def of(*chosen: jax.Array) -> jax.Array:
+        full = list(arrays)
+        for k, x in zip(moving, chosen, strict=True):
+            full[k] = x
+        return code(*full)
+
+    return jax.vjp(of, *(arrays[k] for k in moving))
+
+
+def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> Any:
+    """What a trace depends on; the last part decides what numbers are.
+
+    None if a parameter has no hash.
+    """
+    shapes = tuple((k, v.shape, v.dtype) for k, v in operands.items())
+    key = op, shapes, tuple(sorted(params.items())), jax.config.jax_enable_x64
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+@functools.lru_cache(maxsize=256)
+def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr | None:
+    """The reference; None if it holds arrays of its own, perhaps of a trace around."""
+    del wide
+    traced = _jax.trace_flat(_code(op, shapes, params), _structs(shapes))
+    return None if traced.consts else traced
+
+
+@functools.lru_cache(maxsize=256)
+def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr | None:
+    """Of operands and a cotangent, the gradients of those operands that are floats."""
+    program = _reference_of(op, shapes, params, wide)
+    if program is None:
+        return None
+    code, structs = _code(op, shapes, params), _structs(shapes)
+    moving = [k for k, x in enumerate(structs) if _is_float(x)]
+
+    def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
+        *arrays, cotangent = given
+        return gradient_function(code, arrays, moving)[1](cotangent)
+
+    traced = _jax.trace_flat(gradients, [*structs, *program.out_avals])
+    return None if traced.consts else traced
+
+
+def _code(op: Op, shapes: Any, params: Any) -> Callable[..., jax.Array]:
+    def code(*arrays: jax.Array) -> jax.Array:
+        names = (name for name, _, _ in shapes)
+        return op.reference(**dict(zip(names, arrays, strict=True)), **dict(params))
+
+    return code
+
+
+def _structs(shapes: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct(s, d) for _, s, d in shapes]
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
