@@ -129,15 +129,18 @@ class Finder:
         return value
 
     def unscaled(self, value: int) -> int:
-        """The value under lossless casts, layout and multiplications by numbers."""
+        """The value under lossless casts, layout, products with numbers and zeros."""
         for _ in range(12):
             value = self.uncast(value)
             node = self.graph.node_of(value)
             if node is None or not node.ins:
                 return value
-            known = [self.number(i) is not None for i in node.ins]
+            numbers = [self.number(i) for i in node.ins]
+            known = [n is not None for n in numbers]
             if node.prim == "mul" and any(known):
                 value = node.ins[1 if known[0] else 0]
+            elif node.prim == "add" and 0 in numbers:
+                value = node.ins[1 if numbers[0] == 0 else 0]
             elif node.prim in ("neg", "transpose", "reshape") or (
                 node.prim == "div" and known[1]
             ):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
+from rewriter.canonicalize import TRANSPARENT
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern, leaves_of
@@ -32,11 +33,10 @@ from rewriter.sieve import Step
 
 ANCHORS = frozenset({"exp", "exp2"})
 DOT = frozenset({"dot_general"})
-AFTER = frozenset({
+AFTER = TRANSPARENT | {
     "div", "mul", "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim",
-    "expand_dims", "convert_element_type", "name", "copy", "sharding_constraint",
-    "neg",
-})  # fmt: skip
+    "expand_dims", "convert_element_type", "neg",
+}  # fmt: skip
 
 
 ATTEMPTS = 6

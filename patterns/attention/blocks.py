@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rewriter.canonicalize import TRANSPARENT
 from rewriter.finder import Finder
 from rewriter.graph import Node
 
@@ -15,9 +16,9 @@ LIMIT = 600
 CANDIDATES = 4
 ADDED = frozenset({"add", "reduce_sum"})
 NORMALISED = frozenset({"div", "mul"})
-DOWN = ADDED | NORMALISED | {
+DOWN = ADDED | NORMALISED | TRANSPARENT | {
     "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim", "expand_dims",
-    "convert_element_type", "name", "copy", "sharding_constraint", "slice",
+    "convert_element_type", "slice",
 }  # fmt: skip
 
 MOVED = frozenset({"transpose", "reshape", "broadcast_in_dim", "convert_element_type"})

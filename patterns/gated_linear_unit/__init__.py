@@ -169,7 +169,7 @@ def read(
     if not gate_sums:
         raise Refused("gate", "the activation is not of another contraction", score=0.2)
     if len(gate_sums) > 1:
-        raise Refused("gate", "the activation is of several contractions", score=0.3)
+        raise Refused("gate", "the activation is of several contractions", score=0.25)
     found, more = _activated(find, act_form, gate_sums[0])
     number = alg.const(found.factor * up_branch.factor)
     outer = [p for p in (times, more, number) if p not in (None, alg.const(1.0))]
@@ -220,10 +220,11 @@ class _Assembly:
         self._check_axes(gate, up, f)
         operands = {
             "x": operand({(TRUE, gate.x): 1.0}, *rest, gate.k),
-            "w_gate": self._weights(gate, f),
-            "w_up": self._weights(up, f),
+            "w_gate": self._weights(gate, f, self.gate.scale),
+            "w_up": self._weights(up, f, self.up.scale),
         }
-        for name, bias in (("gate", self.gate.bias), ("up", self.up.bias)):
+        for name, branch in (("gate", self.gate), ("up", self.up)):
+            bias = alg.scale(branch.bias, branch.scale)
             operands |= self._added(name, bias, rest, f)
         times = outer[0] if outer else None
         for p in outer[1:]:
@@ -276,13 +277,13 @@ class _Assembly:
         if not f or rows - set(self.out):
             raise Refused("axes", "an axis of x is not one of the result", score=0.3)
 
-    def _weights(self, side: Factors, f: tuple[int, ...]) -> Operand:
+    def _weights(self, side: Factors, f: tuple[int, ...], scale: float) -> Operand:
         """Weights; those that are stored as integers become floats."""
         graph = self.find.graph
         leaves = [self.alg.defs[a][1] for a, _ in side.w]
         whole = all(not jnp.issubdtype(graph.dtype(v), jnp.floating) for v in leaves)
         dtype = graph.dtype(self.value) if whole else None
-        return operand({(TRUE, side.w): 1.0}, side.k, f, dtype=dtype)
+        return operand({(TRUE, side.w): scale}, side.k, f, dtype=dtype)
 
     def _added(self, name: str, p: Poly, rest: Any, f: tuple[int, ...]):
         """A bias per column, and what is added row by row."""

@@ -27,6 +27,7 @@ class Branch:
         clip: Lower and upper bound, None for none.
         shift: A number added after the bounds.
         factor: A number that all of it is multiplied by.
+        scale: A number that contraction and bias are multiplied by.
     """
 
     term: Monomial
@@ -34,11 +35,12 @@ class Branch:
     clip: Bounds = OPEN
     shift: float = 0.0
     factor: float = 1.0
+    scale: float = 1.0
 
     def form(self, alg: Algebra) -> Poly:
         """The branch before shift and factor."""
         low, high = self.clip
-        g = alg.add({(TRUE, self.term): 1.0}, self.bias)
+        g = alg.scale(alg.add({(TRUE, self.term): 1.0}, self.bias), self.scale)
         if low is not None:
             bound = alg.const(low)
             g = alg.add(bound, alg.relu(alg.add(g, bound, -1.0)))
@@ -119,6 +121,10 @@ def gates(alg: Algebra, act: Poly, contraction: int) -> list[Branch]:
         if outer[TRUE, ((inner, 1),)] == 1 and body.get((TRUE, term)) == 1:
             rest = {t: v for t, v in body.items() if t != (TRUE, term)}
             found.append(Branch(term, rest, (-below, -below - c)))
+    number = act.get((TRUE, term), 1.0)
+    for scale in (number, 2 * number):  # half of it, as in a gelu
+        if scale not in (0.0, 1.0):
+            found.append(Branch(term, bias, scale=scale))
     return found
 
 

@@ -76,8 +76,10 @@ def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
 
     Over the reals its constant cancels in a softmax; in floats, what is left
     would swallow the scores. Such a value is a leaf, and so is a product m * -1e9,
-    that no sum with it is one. Sums of weights are not such masks.
+    that no sum with it is one. Sums of weights are not such masks, nor are numbers.
     """
+    if len(p) == 1 and (TRUE, ()) in p:
+        return p
     if not ev.expand_all and len(p) > terms and any(abs(c) >= 1e4 for c in p.values()):
         for (flag, mono), c in p.items():
             kinds = {ev.alg.kind(a) for a, _ in mono}

@@ -173,7 +173,7 @@ class Evaluator(Layout, LoopForms):
                 prim in LAYOUT_PRIMITIVES
                 or prim in TRANSPARENT
                 or (
-                    prim in ("convert_element_type", "mul", "div", "neg")
+                    prim in ("convert_element_type", "mul", "div", "neg", "add", "sub")
                     and self._plain(node)
                 )
             )
@@ -211,15 +211,17 @@ class Evaluator(Layout, LoopForms):
         return self._expanded_values[value]
 
     def _plain(self, node: Node) -> bool:
-        """A lossless cast, or a multiplication by a constant number."""
+        """A lossless cast, a multiplication by a constant number, or zero added."""
         if node.prim == "convert_element_type":
             return is_lossless(self.g.dtype(node.ins[0]), self.g.dtype(node.outs[0]))
         if node.prim == "neg":
             return True
         if kind_of(self.g.dtype(node.outs[0])) != "f":
             return False
-        known = [self.number(i) is not None for i in node.ins]
-        return known[1] or (node.prim == "mul" and known[0])
+        numbers = [self.number(i) for i in node.ins]
+        if node.prim in ("add", "sub"):
+            return numbers[1] == 0 or (node.prim == "add" and numbers[0] == 0)
+        return numbers[1] is not None or (node.prim == "mul" and numbers[0] is not None)
 
     def number(self, value: int, depth: int = 8) -> float | None:
         """The number a value is at every position, folded through scalar chains."""

@@ -284,30 +284,32 @@ class Polynomials:
         return tuple(common)
 
     def partial_fractions(self, p: Poly) -> Poly:
-        """With P = c0 + k*u, reduces u*P**-n: the spellings of a sigmoid meet."""
+        """With P = c*m + k*u, reduces u*P**-n: the spellings of a sigmoid meet."""
         for (flag, mono), c in p.items():
             for atom, e in mono:
                 if self.kind(atom) != "pow" or not isinstance(e, int) or e >= 0:
                     continue
                 base = self.defs[atom][1]
-                if len(base) != 2 or (
-                    base[0][0] != (TRUE, ()) and base[1][0] != (TRUE, ())
-                ):
+                if len(base) != 2 or any(where != TRUE for (where, _), _ in base):
                     continue
-                split = dict(base)
-                c0 = split.pop((TRUE, ()))
-                (((bu, mu), k),) = split.items()
-                if bu != TRUE:
+                ((_, other), c0), ((_, lead), k) = base
+                if not lead:
+                    other, c0, lead, k = lead, k, other, c0
+                if not self._divides(lead, mono):
                     continue
-                present = dict(mono)
                 rest = {t: v for t, v in p.items() if t != (flag, mono)}
-                if all(
-                    present.get(a, 0) * x > 0 and abs(present[a]) >= abs(x)
-                    for a, x in mu
-                ):
-                    without = self.monomial(mono + tuple((a, -x) for a, x in mu))
-                    lifted = self.monomial((*without, (atom, 1)))
-                    extra = {(flag, lifted): self.number(c / k)}
-                    extra = self.add(extra, {(flag, without): -c * c0 / k})
-                    return self.partial_fractions(self.add(rest, extra))
+                inverse = tuple((a, -x) for a, x in lead)
+                without = self.monomial((*mono, *inverse))
+                lifted = self.monomial((*without, (atom, 1)))
+                instead = self.monomial((*without, *other))
+                extra = {(flag, lifted): self.number(c / k)}
+                extra = self.add(extra, {(flag, instead): self.number(-c * c0 / k)})
+                return self.partial_fractions(self.add(rest, extra))
         return p
+
+    def _divides(self, part: Monomial, mono: Monomial) -> bool:
+        """Whether a monomial has all factors of another, with their signs."""
+        present = dict(mono)
+        return all(
+            present.get(a, 0) * x > 0 and abs(present[a]) >= abs(x) for a, x in part
+        )

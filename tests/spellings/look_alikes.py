@@ -1314,6 +1314,11 @@ def _(x, w_gate, w_up):
     return jax.nn.silu(2 * (x @ w_gate)) * (x @ w_up)
 
 
+@careful_glu("gelu_of_half", "the gate is halved before a gelu")
+def _(x, w_gate, w_up):
+    return jax.nn.gelu(0.5 * (x @ w_gate)) * (x @ w_up)
+
+
 @careful_glu("output_scaled", "the product is halved")
 def _(x, w_gate, w_up):
     return 0.5 * (jax.nn.silu(x @ w_gate) * (x @ w_up))
@@ -1356,7 +1361,7 @@ def _(x, w_gate, w_up):
 
 
 @careful_glu("adapters_exchanged", "each branch has the other's adapter", dict(
-    a="kc", b=floats("cf", spread=0.35), c="kc", d=floats("cf", spread=0.35)
+    a="k3", b=floats("3f", spread=0.35), c="k2", d=floats("2f", spread=0.35)
 ))  # fmt: skip
 def _(x, w_gate, w_up, a, b, c, d):
     return jax.nn.silu(x @ w_gate + x @ c @ d) * (x @ w_up + 0.5 * (x @ a @ b))
