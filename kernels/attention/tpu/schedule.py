@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 FAR = 1 << 30
 """Farther than any key; keeps position arithmetic inside int32."""
@@ -181,16 +182,29 @@ class Steps:
         most: Words of a batch entry.
         count: Steps of the grid: a number, or a traced scalar.
         each: Whether every batch entry has steps of its own.
+        per_line: Where no block is hidden, in part or wholly, steps of a line: words
+            are then calculated and not read.
     """
 
     words: Any
     most: int
     count: Any
     each: bool
+    per_line: int = 0
 
     def at(self, words: Any, batch: Any, step: Any) -> Any:
         """Returns a step's word, from the reference of the table."""
-        return words[batch * self.most + step] if self.each else words[step]
+        if not self.per_line:
+            return words[batch * self.most + step] if self.each else words[step]
+        line, other = divided(step, self.per_line)
+        bits = jnp.where(other > 0, LATER, 0)
+        bits = bits + jnp.where(other < self.per_line - 1, MORE, 0)
+        return (line << (MINOR + BITS)) + (other << BITS) + bits
+
+
+def divided(x: Any, by: int) -> tuple[Any, Any]:
+    """Returns quotient and rest of an int32 that is not negative."""
+    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
 
 
 def major(word: Any) -> Any:
@@ -222,6 +236,8 @@ def steps(table: Table, by_keys: bool = False) -> Steps:
     if by_keys:
         table = table.swapaxes(1, 2)
     batch, lines, others = table.shape
+    if known and batch == 1 and (table == 2).all():
+        return Steps(np.zeros(1, np.int32), 1, table.size, False, others)
     empty = (table == 0).all(-1, keepdims=True)
     first = xp.arange(others, dtype=xp.int32) == 0
     table = xp.where(empty & first, 1, table)
