@@ -365,6 +365,26 @@ def lower_with_devices(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def is_partitioned(ctx: Any) -> bool:
+    """Whether what is lowered here is for several devices, and XLA splits it.
+
+    Inside of `jax.shard_map` over all axes that have several devices it is for one.
+
+    Args:
+        ctx: The context of a lowering rule.
+    """
+    context = ctx.module_context.axis_context
+    if hasattr(context, "manual_axes"):
+        manual, sizes = context.manual_axes, dict(context.mesh.shape)
+        return any(n > 1 and a not in manual for a, n in sizes.items())
+    return getattr(context, "num_devices", 1) > 1
+
+
+def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
+    """The axes that a shard_map makes manual, and the sizes of all of the mesh."""
+    return frozenset(eqn.params["manual_axes"]), dict(eqn.params["mesh"].shape)
+
+
 # ------------------------------------------------------------------ timing
 class NothingSeen(RuntimeError):
     """A profiler saw nothing of a program."""

@@ -25,6 +25,44 @@ OUT = "out"
 """The name under which `Op.dims` holds the axes of the result."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which of the equal parts of an axis a device has.
+
+    Attributes:
+        index: Its number from 0; usually traced.
+        count: How many there are.
+    """
+
+    index: Any
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How a use of an op may be spread over devices.
+
+    Attributes:
+        along: Letters along which operands and result may be split: a part of the
+            result reads only that part of the operands. ``...`` stands for all
+            leading axes.
+        sums: Letters along which operands may be split where the result lacks them:
+            it is the sum of what the parts give.
+        follows: By letter, the one it is split with: key heads with the query heads
+            that read them.
+        local: ``local(operands, params, parts)`` gives operands and parameters with
+            which a part of the result is what it is in the whole, where that depends
+            on its position. ``parts`` has a `Part` for each letter that is split.
+        dims: As `Op.dims`, where this use has others.
+    """
+
+    along: frozenset[str]
+    sums: frozenset[str] = frozenset()
+    follows: Mapping[str, str] = field(default_factory=dict)
+    local: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
+    dims: Mapping[str, str] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """An operation that patterns find and kernels compute.
@@ -61,6 +99,8 @@ class Op:
         distributions: ``distributions(operands)`` gives several samples by
             name, where times depend on values such as lengths and group sizes: all
             are measured, and the mean counts.
+        sharding: ``sharding(params)`` says how a use with these parameters may be
+            spread over devices, None if it may not; by default along `parallel`.
     """
 
     name: str
@@ -77,9 +117,18 @@ class Op:
     distributions: Callable[..., Mapping[str, Sample]] | None = field(
         default=None, repr=False
     )
+    sharding: Callable[[Mapping[str, Any]], Sharding | None] | None = field(
+        default=None, repr=False
+    )
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
+
+    def spread(self, params: Mapping[str, Any]) -> Sharding | None:
+        """Returns how a use may be spread over devices; None if it may not."""
+        if self.sharding is not None:
+            return self.sharding(params)
+        return Sharding(frozenset({self.parallel})) if self.parallel else None
 
     def axis(self, name: str) -> tuple[int | None, bool]:
         """Returns where an operand has the parallel letter.

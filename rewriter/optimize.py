@@ -6,6 +6,7 @@ signature, the function is traced, rewritten, and called as one equation.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -18,8 +19,9 @@ from typing import Any, Protocol, overload
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from rewriter import _jax, oracle, trace
+from rewriter import _jax, deferred, oracle, trace
 from rewriter.config import OPTIONS, Config, disabled, resolve
+from rewriter.deferred import INSIDE, Deferred
 from rewriter.device import attached, named
 from rewriter.errors import (
     RequirementNotMet,
@@ -32,6 +34,8 @@ from rewriter.errors import (
     raised_at,
 )
 from rewriter.pipeline import rewrite
+from rewriter.placement import Later, placement_of
+from rewriter.propagation import Placement
 from rewriter.registry import registry
 from rewriter.replace import Rewritten
 from rewriter.report import Report
@@ -166,48 +170,84 @@ class Analysis:
     inner: Any
     options: Mapping[str, Any]
     user_patterns: tuple[Any, ...]
+    shardings: Mapping[str, Any] = field(default_factory=dict)
     records: OrderedDict[Any, Record] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, args: Any, kwargs: Any) -> Record:
         """Returns the analysis for these arguments, made at most once."""
-        config = resolve(self.options)
+        traced, placement = self.traced(args, kwargs)
+        if isinstance(placement, Later):
+            placement = INSIDE
+        return self.of(traced, placement)
+
+    def traced(self, args: Any, kwargs: Any) -> tuple[Traced, Any]:
+        """Returns the traced call, and where its arrays are."""
         traced = trace.trace(self.inner, args, kwargs)
-        return self._remembered(traced, config) or self._made(traced, config)
+        leaves, _ = trace.split(self.inner, args, kwargs)
+        moving = trace.dynamic(self.inner, args)
+        return traced, placement_of(traced, leaves, moving, self.shardings)
+
+    def of(self, traced: Traced, placement: Placement | str | None) -> Record:
+        """Returns the analysis of a traced call, made at most once."""
+        config = resolve(self.options)
+        found = self._remembered(traced, config, placement)
+        return found or self._made(traced, config, placement)
+
+    def result(self, args: Any, kwargs: Any) -> Any:
+        """Returns the result of the rewritten program."""
+        traced, placement = self.traced(args, kwargs)
+        leaves, _ = trace.split(self.inner, args, kwargs)
+        if isinstance(placement, Later) and not traced.closed_jaxpr.effects:
+            waiting = Deferred(
+                traced.closed_jaxpr, placement, lambda p: self.of(traced, p).bound
+            )
+            return traced.calling(functools.partial(deferred.call, waiting), leaves)
+        if isinstance(placement, Later):
+            placement = INSIDE
+        record = self.of(traced, placement)
+        return record.traced.run(record.bound, leaves)
 
     def forget(self) -> None:
         """Forgets all that was found."""
         with self.lock:
             self.records.clear()
 
-    def _key(self, traced: Traced, config: Config) -> Any:
+    def _key(self, traced: Traced, config: Config, placement: Any) -> Any:
         program = traced.call.params["jaxpr"] if traced.call else traced.outer
         consts = tuple(id(c) for c in traced.closed_jaxpr.consts)
-        return id(program), consts, config
+        return id(program), consts, config, placement
 
-    def _remembered(self, traced: Traced, config: Config) -> Record | None:
+    def _remembered(
+        self, traced: Traced, config: Config, placement: Any
+    ) -> Record | None:
         with self.lock:
-            key = self._key(traced, config)
+            key = self._key(traced, config, placement)
             if key in self.records:
                 self.records.move_to_end(key)
             return self.records.get(key)
 
-    def _made(self, traced: Traced, config: Config) -> Record:
-        record = analyze(traced, config, self.user_patterns)
+    def _made(self, traced: Traced, config: Config, placement: Any) -> Record:
+        record = analyze(traced, config, self.user_patterns, placement)
         if any(_jax.is_tracer(c) for c in traced.closed_jaxpr.consts):
             return record  # keeping it would keep the tracers alive
         with self.lock:
-            self.records[self._key(traced, config)] = record
+            self.records[self._key(traced, config, placement)] = record
             while len(self.records) > REMEMBERED:
                 self.records.popitem(last=False)
         return record
 
 
-def analyze(traced: Traced, config: Config, user_patterns: tuple[Any, ...]) -> Record:
+def analyze(
+    traced: Traced,
+    config: Config,
+    user_patterns: tuple[Any, ...],
+    placement: Placement | str | None = None,
+) -> Record:
     """Returns the rewritten program and its report; never fails unless strict."""
     _check_patterns(config.patterns)
     start = time.perf_counter()
-    rewritten = _rewritten(traced, config, user_patterns)
+    rewritten = _rewritten(traced, config, user_patterns, placement)
     seconds = dict(rewritten.seconds) or {"match": time.perf_counter() - start}
     report = Report(
         name=traced.name,
@@ -250,14 +290,12 @@ def _optimized(
     _check_patterns(config.patterns)
     check_tuned(config)
     options = trace.jit_options(fn, theirs)
-    analysis = Analysis(fn, trace.jitted(fn, options), ours, patterns)
+    analysis = Analysis(fn, trace.jitted(fn, options), ours, patterns, options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if disabled() or jax.config.jax_disable_jit:
             return fn(*args, **kwargs)
-        record = _noted(analysis, args, kwargs)
-        leaves, _ = trace.split(analysis.inner, args, kwargs)
-        return record.traced.run(record.bound, leaves)
+        return _noted(analysis, args, kwargs)
 
     fast = jax.jit(trace.renamed(call, fn), **options)
 
@@ -284,10 +322,10 @@ def _optimized(
     return fast
 
 
-def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Record:
-    """The analysis; an error of the user's own gets a note with its line."""
+def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Any:
+    """The rewritten program's result; a user's own error gets a note with its line."""
     try:
-        return analysis(args, kwargs)
+        return analysis.result(args, kwargs)
     except (RewriterError, RewriterWarning):
         raise
     except Exception as error:
@@ -307,11 +345,14 @@ def _record(fast: Any, analysis: Analysis, args: Any, kwargs: Any) -> Record:
 
 
 def _rewritten(
-    traced: Traced, config: Config, user_patterns: tuple[Any, ...]
+    traced: Traced,
+    config: Config,
+    user_patterns: tuple[Any, ...],
+    placement: Placement | str | None,
 ) -> Rewritten:
     before = traced.closed_jaxpr
     try:
-        after = rewrite(before, config, user_patterns)
+        after = rewrite(before, config, user_patterns, placement)
         problem = _changed(before, after.closed_jaxpr)
         failures, error = after.failures, None
     except RewriterError:

@@ -15,9 +15,11 @@ from rewriter.config import Config
 from rewriter.fold import Folded, fold
 from rewriter.gradients import search_gradients
 from rewriter.graph import Graph
+from rewriter.locate import located
 from rewriter.match import search
 from rewriter.planner import planned, tasks_of
 from rewriter.programs import Task
+from rewriter.propagation import Placement
 from rewriter.region import Regions
 from rewriter.replace import Rewritten, replace
 from rewriter.sieve import possible
@@ -27,7 +29,10 @@ log = logging.getLogger("rewriter.pipeline")
 
 
 def rewrite(
-    closed_jaxpr: ClosedJaxpr, config: Config, user_patterns: Sequence[Any] = ()
+    closed_jaxpr: ClosedJaxpr,
+    config: Config,
+    user_patterns: Sequence[Any] = (),
+    placement: Placement | str | None = None,
 ) -> Rewritten:
     """Returns the program with every site on the kernel chosen for it.
 
@@ -35,6 +40,8 @@ def rewrite(
         closed_jaxpr: The program.
         config: Patterns in force, forced kernels, numerics.
         user_patterns: Patterns beyond those that the configuration names.
+        placement: Where its inputs are, if it runs on more than one device; or why
+            that is not known.
     """
     from rewriter.patterns.sets import in_force
 
@@ -44,6 +51,8 @@ def rewrite(
         patterns = possible(closed_jaxpr, patterns)
         if not patterns:
             return Rewritten(closed_jaxpr, seconds=clock.seconds)
+        if placement is not None:  # layers that look alike may be placed differently
+            return _whole(closed_jaxpr, config, patterns, clock, placement=placement)
         return _rewritten(closed_jaxpr, config, patterns, clock)
 
 
@@ -106,6 +115,7 @@ def _whole(
     patterns: Sequence[Any],
     clock: _Clock,
     folded: Folded | None = None,
+    placement: Placement | str | None = None,
 ) -> Rewritten:
     """The program rewritten; by way of a shorter one, if it was folded."""
     graph = Graph(closed_jaxpr if folded is None else folded.short)
@@ -115,7 +125,9 @@ def _whole(
     clock("match")
     backward, why, problems = search_gradients(graph, found.matches)
     clock("gradients")
-    plan = planned(regions, found.matches, config, backward, why, folded)
+    spread = {} if placement is None else located(regions, found.matches, placement)
+    clock("placement")
+    plan = planned(regions, found.matches, config, backward, why, folded, spread)
     clock("choose")
     program, origins = replace(regions, plan.splices)
     graph.release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,12 @@ from rewriter.fold import Cut, Folded
 from rewriter.gradients import Backward
 from rewriter.graph import Scope
 from rewriter.implementation import XLA, build
-from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernel import PLATFORMS, Kernel, Spec
 from rewriter.key import Key
 from rewriter.match import Match
 from rewriter.plan import Site
 from rewriter.replace import Splice
+from rewriter.shards import Shards, local_spec, spread
 
 
 @dataclass(eq=False)
@@ -49,7 +50,17 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A match at one of its places, with what was chosen for it there."""
+    """A match at one of its places, with what was chosen for it there.
+
+    Attributes:
+        match: The match.
+        scope: The body of the place.
+        position: The equation behind which a replacement stands.
+        choice: What computes it.
+        backward: Its gradients, if they are replaced with it.
+        copies: How often it is computed again in the same body.
+        shards: How it is spread over devices, or why it is left to XLA.
+    """
 
     match: Match
     scope: Scope
@@ -57,6 +68,7 @@ class Placed:
     choice: Choice
     backward: Backward | None
     copies: int
+    shards: Shards | str | None = None
 
 
 def in_order(
@@ -81,14 +93,14 @@ def in_order(
         if folded and (turn := folded.turn(position)):
             plan.labels.setdefault(turn, []).append(label)
         if label:
-            same = id(p.match.reading), p.choice.implementation
+            same = id(p.match.reading), p.choice.implementation, p.shards
             if same not in elsewhere:
-                elsewhere[same] = _by_platform(p.match, p.choice, config, target)
-            call = _call(p.match, elsewhere[same])
+                elsewhere[same] = _by_platform(p, config, target)
+            call = _call(p, elsewhere[same])
             plan.splices.append(
                 Splice(
-                    p.match, p.scope, p.position, call, label, p.choice.kernel,
-                    p.backward,
+                    p.match, p.scope, p.position, call, label,
+                    (p.choice.kernel, p.shards), p.backward,
                 )
             )  # fmt: skip
     for index, cut in waiting:
@@ -164,19 +176,32 @@ def top(scope: Scope, position: int) -> int:
     return position
 
 
+def spec_on_device(match: Match, shards: Shards | str | None) -> Spec:
+    """Returns the use of an op that a kernel sees: a part, if it is spread."""
+    if not isinstance(shards, Shards):
+        return match.spec
+    spec, params = match.spec, {**match.op.defaults, **match.reading.params}
+    structs = {
+        name: jax.ShapeDtypeStruct(shape, spec.dtype(name))
+        for name, shape in spec.shapes
+    }
+    return local_spec(match.op, shards, structs, params)
+
+
 def _by_platform(
-    match: Match, choice: Choice, config: Config, target: Device
+    p: Placed, config: Config, target: Device
 ) -> tuple[tuple[str, Kernel | None], ...]:
     """A kernel per platform: an exported program may run on another one."""
+    match, choice = p.match, p.choice
     kernels, kinds = match.pattern.kernels, dict(config.targets)
     made = build(choice.implementation, match.op, kernels)
     if choice.origin == "forced":
         return _where_it_runs(made, target)
-    pairs = [("default", made)]
+    pairs, spec = [("default", made)], spec_on_device(match, p.shards)
     for other in PLATFORMS:
         if other != target.platform:
             its = device.of(kinds.get(other, other), other)
-            there = choose(match.spec, config, kernels, its)
+            there = choose(spec, config, kernels, its)
             if match.reading.in_blocks and there.kernel == XLA:
                 continue  # as written it needs less memory than the op's reference
             if there.implementation != choice.implementation:
@@ -197,14 +222,20 @@ def _where_it_runs(
 
 
 def _call(
-    match: Match, kernels: Sequence[tuple[str, Kernel | None]]
+    p: Placed, kernels: Sequence[tuple[str, Kernel | None]]
 ) -> Callable[..., jax.Array]:
-    names = set(match.op.operands)
+    op, shards = p.match.op, p.shards
+    names = set(op.operands)
+
+    def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
+        return site.bind(op, operands, params, kernels)
 
     def call(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in names}
         params = {k: v for k, v in given.items() if k not in names}
-        return site.bind(match.op, operands, params, kernels)
+        if isinstance(shards, Shards):
+            return spread(op, shards, operands, {**op.defaults, **params}, bind)
+        return bind(operands, params)
 
     return call
 
@@ -231,6 +262,7 @@ def _site(p: Placed) -> Site:
         numerics=match.reading.notes,
         backward=p.backward is not None,
         config=choice.implementation.configs,
+        sharding=p.shards.text if isinstance(p.shards, Shards) else "",
     )
 
 

@@ -29,6 +29,8 @@ class Site:
         config: The kernels' configs in words, where they were measured.
         again: Where a checkpoint runs its forward again for the gradients, such as
             ``"scan/remat"``; empty if it runs once.
+        sharding: How it is spread over devices, such as ``"b over data"``; empty on
+            one device, and where it is left to XLA.
     """
 
     index: int
@@ -47,3 +49,4 @@ class Site:
     backward: bool = False
     config: str = ""
     again: str = ""
+    sharding: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rewriter import autotune, device
@@ -18,12 +19,14 @@ from rewriter.gradients import Backward
 from rewriter.graph import Graph, Scope
 from rewriter.implementation import XLA
 from rewriter.key import BOTH, FORWARD, Key, key_of
+from rewriter.locate import Located
 from rewriter.match import Match
-from rewriter.placing import Placed, Plan, in_order, top
+from rewriter.placing import Placed, Plan, in_order, spec_on_device, top
 from rewriter.programs import Task
 from rewriter.region import Regions
 from rewriter.remains import SAVED, WHY, computed_anyway
-from rewriter.replace import obstacle
+from rewriter.replace import obstacle, places
+from rewriter.shards import Shards
 from rewriter.whole import program_key
 
 
@@ -34,6 +37,7 @@ def planned(
     backward: Mapping[int, Backward],
     why_none: Mapping[int, str],
     folded: Folded | None,
+    located: Located = MappingProxyType({}),
 ) -> Plan:
     """Returns what becomes of all matches: their sites and the splices.
 
@@ -44,6 +48,8 @@ def planned(
         backward: By the id of a match, its gradients.
         why_none: By the id of a match, why no gradients were found.
         folded: What was left out of the program, if anything was.
+        located: By the id of a match, how it is spread over devices, or why it is
+            left to XLA.
     """
     target = _target(config)
     graph = regions.graph
@@ -66,21 +72,32 @@ def planned(
         if id(m) in backward and _made_again(graph, m, backward[id(m)], regions)
     }
     if config.tune in ("quick", "full") and target == device.attached():
-        autotune.measure_missing(tasks_of(graph, matches, backward), config.tune)
+        autotune.measure_missing(
+            tasks_of(graph, matches, backward, located=located), config.tune
+        )
     times = {
         id(m): folded.times(top(m.node.scope, m.node.position)) if folded else 1
         for m in matches
     }
     choices = _choices(
-        graph, matches, config, target, backward, anyway, why_none, times
+        graph, matches, config, target, backward, anyway, why_none, times, located
     )
     inputs = [v.aval for v in (folded.whole if folded else graph.top.jaxpr).invars]
-    key = _program_key(inputs, matches, choices, backward, target, times)
+    key = None
+    if not located:
+        key = _program_key(inputs, matches, choices, backward, target, times)
     choices = _end_to_end(matches, choices, config, target, key)
     placed = [
         p
         for match, choice in zip(matches, choices, strict=True)
-        for p in _at_its_places(match, choice, regions, backward, homes.get(id(match)))
+        for p in _at_its_places(
+            match,
+            choice,
+            regions,
+            backward,
+            homes.get(id(match)),
+            located.get(id(match)),
+        )
     ]
     return in_order(placed, config, target, folded, key)
 
@@ -91,9 +108,10 @@ def _at_its_places(
     regions: Regions,
     backward: Mapping[int, Backward],
     home: Any,
+    shards: Shards | str | None,
 ) -> Iterator[Placed]:
     """A match at all its places; as written where a replacement cannot stand."""
-    for scope, position in _places(match):
+    for scope, position in places(match):
         its = None
         if home is not None and home[0] == (scope, position):
             its, position = backward[id(match)], home[1]
@@ -102,7 +120,7 @@ def _at_its_places(
         if why:
             made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
         copies = match.copies if scope is match.node.scope else 0
-        yield Placed(match, scope, position, made, its, copies)
+        yield Placed(match, scope, position, made, its, copies, shards)
 
 
 def _program_key(
@@ -161,21 +179,21 @@ def _choices(
     anyway: Mapping[int, str],
     why_none: Mapping[int, str],
     times: Mapping[int, int],
+    located: Located,
 ) -> list[Choice]:
     """A kernel for each match; XLA where the kernel's work would come on top."""
     kept: Counter[Any] = Counter()  # how often a gradient's residuals are kept
     for m in matches:
         if id(m) in backward:
             kept[m.spec] += m.node.scope.repeats * times[id(m)]
-    by_reading: dict[tuple[int, int], Choice] = {}
-    keys = [(id(m.reading), kept[m.spec] if id(m) in backward else 0) for m in matches]
+    by_reading: dict[Any, Choice] = {}
+    keys = [
+        (id(m.reading), kept[m.spec] * (id(m) in backward), located.get(id(m)))
+        for m in matches
+    ]
     for key, match in zip(keys, matches, strict=True):
         if key not in by_reading:
-            own = backward.get(id(match))
-            by_reading[key] = choose(
-                match.spec, config, match.pattern.kernels, target, key[1], match.where,
-                functools.partial(spelling_of, graph, match, own),
-            )  # fmt: skip
+            by_reading[key] = _chosen(graph, match, config, target, backward, *key[1:])
     choices = [by_reading[key] for key in keys]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
     reasons = {
@@ -190,6 +208,27 @@ def _choices(
     ]
 
 
+def _chosen(
+    graph: Graph,
+    match: Match,
+    config: Config,
+    target: Device,
+    backward: Mapping[int, Backward],
+    kept: int,
+    shards: Shards | str | None,
+) -> Choice:
+    """A kernel for a match; for what one device has of it, if it is spread."""
+    kernels = match.pattern.kernels
+    if isinstance(shards, str):
+        names = [k.name for k in kernels] or [""]
+        return Choice(AS_WRITTEN, "heuristic", tuple((n, shards) for n in names))
+    spelling = functools.partial(spelling_of, graph, match, backward.get(id(match)))
+    return choose(
+        spec_on_device(match, shards), config, kernels, target, kept, match.where,
+        str if shards else spelling,
+    )  # fmt: skip
+
+
 def _made_again(
     graph: Graph, match: Match, backward: Backward, regions: Regions
 ) -> bool:
@@ -199,23 +238,14 @@ def _made_again(
     """
     return any(
         lies_at(backward, graph, home_of(scope)[0])
-        for scope, _ in _places(match)
+        for scope, _ in places(match)
         if obstacle(match, scope, regions)
     )
 
 
-def _places(match: Match) -> list[tuple[Scope, int]]:
-    """The first place of the result in every body that computes it."""
-    node = match.node
-    places = {id(node.scope): (node.scope, node.position)}
-    for scope, position, _ in node.copies:
-        places.setdefault(id(scope), (scope, position))
-    return list(places.values())
-
-
 def _unhindered(match: Match, regions: Regions) -> list[tuple[Scope, int]]:
     """The places where a replacement can stand."""
-    return [(s, p) for s, p in _places(match) if not obstacle(match, s, regions)]
+    return [(s, p) for s, p in places(match) if not obstacle(match, s, regions)]
 
 
 def _target(config: Config) -> Device:
@@ -232,6 +262,7 @@ def tasks_of(
     matches: Sequence[Match],
     backward: Mapping[int, Backward],
     gradients: bool = False,
+    located: Located = MappingProxyType({}),
 ) -> list[Task]:
     """Returns what can be measured for matches, equal ones once.
 
@@ -240,11 +271,17 @@ def tasks_of(
         matches: What was found in it.
         backward: By the id of a match, its gradients.
         gradients: Whether to measure gradients of the others too.
+        located: By the id of a match, how it is spread over devices.
     """
     found: dict[Task, None] = {}
     for m in matches:
-        written, why = None, ""
+        shards = located.get(id(m))
+        if isinstance(shards, str):
+            continue
+        written, why = None, "the program is spread over devices" if shards else ""
         try:
+            if shards:
+                raise NotTaken(why)
             written = as_written(graph, m, backward.get(id(m)))
         except NotTaken as problem:
             why = str(problem)
@@ -254,6 +291,7 @@ def tasks_of(
             passes.append(BOTH)
         for which in passes:
             kernels = tuple(m.pattern.kernels)
-            task = Task(m.op, m.spec, kernels, which, (), written, why)
+            spec = spec_on_device(m, shards)
+            task = Task(m.op, spec, kernels, which, (), written, why)
             found.setdefault(task)
     return list(found)

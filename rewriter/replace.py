@@ -142,6 +142,15 @@ def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
     return ""
 
 
+def places(match: Match) -> list[tuple[Scope, int]]:
+    """The first place of the result in every body that computes it."""
+    node = match.node
+    found = {id(node.scope): (node.scope, node.position)}
+    for scope, position, _ in node.copies:
+        found.setdefault(id(scope), (scope, position))
+    return list(found.values())
+
+
 class _Frame:
     """Equations of one new body, and what its variables became."""
 

@@ -12,7 +12,9 @@ result, as one equation.
 
 The derivatives of the last two along the operands are the reference's. So
 reverse mode runs the fused kernels, forward mode the reference, and both
-compose to any order. Results and residuals carry the name ``rewriter.<op>``
+compose to any order. Where XLA splits a program over devices, which it cannot do to
+a kernel, all three are the reference; `rewriter.shards` writes them for one device
+each. Results and residuals carry the name ``rewriter.<op>``
 for `jax.checkpoint` policies once they are differentiated.
 """
 
@@ -35,6 +37,9 @@ from rewriter.op import Op
 from rewriter.registry import registry
 
 Kernels = Sequence[tuple[str, "str | Kernel | None"]]
+
+NOWHERE = "several devices"
+"""Instead of a platform: no kernel runs there, the reference does."""
 
 site_p = Primitive("rewriter_site")
 tangent_p = Primitive("rewriter_site_tangent")
@@ -383,7 +388,7 @@ def _implementation(
     """Returns a jitted function, the same for equal sites: lowered only once."""
     given = dict(params)
     use: Use = given["use"]
-    kernel = use.kernel(platform)
+    kernel = None if platform == NOWHERE else use.kernel(platform)
     if primitive in (site_p, site_on_devices_p):
         function = implement.forward(use, kernel, given["batch"], given["residuals"])
     elif primitive is tangent_p:
@@ -401,6 +406,8 @@ def _implementation(
 
 
 def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: Any):
+    if _jax.is_partitioned(ctx):  # XLA would gather what a kernel reads, or refuse it
+        platform = NOWHERE
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
     ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
     rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)

@@ -47,6 +47,11 @@ class Traced:
     seconds: float
 
     @property
+    def out_avals(self) -> Sequence[Any]:
+        """The abstract values of the result's leaves."""
+        return [v.aval for v in self.outer.jaxpr.outvars]
+
+    @property
     def call(self) -> JaxprEqn | None:
         """The one equation that calls the program, if there is one."""
         eqns = self.outer.jaxpr.eqns
@@ -64,7 +69,27 @@ class Traced:
         Returns:
             The result, in the structure the function returned.
         """
-        return jax.tree.unflatten(self.out_tree, _run(self, program, leaves))
+
+        def call(operands: Sequence[Any]) -> list[Any]:
+            if self.call is None:
+                return jaxpr_as_fun(program.closed_jaxpr)(*program.consts, *operands)
+            dropped = _leading(self.call, _values(self.outer))
+            params = _jax.call_params(self.call.params, dropped, len(program.consts))
+            params["jaxpr"] = program.closed_jaxpr
+            return self.call.primitive.bind(*program.consts, *operands, **params)
+
+        return self.calling(call, leaves)
+
+    def calling(
+        self, call: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any]
+    ) -> Any:
+        """Returns the function's result, where something else computes the program's.
+
+        Args:
+            call: Gives the results of ``closed_jaxpr`` for its inputs.
+            leaves: The dynamic arguments, flattened.
+        """
+        return jax.tree.unflatten(self.out_tree, _called(self, call, leaves))
 
 
 @dataclass(frozen=True)
@@ -179,6 +204,13 @@ def split(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any
     return leaves, renamed(call, fn)
 
 
+def dynamic(fn: Any, args: Any) -> tuple[Any, ...]:
+    """Returns the positional arguments of a jitted function that are not static."""
+    numbers, _ = _jax.static_arguments(fn)
+    fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+    return tuple(a for i, a in enumerate(args) if i not in fixed)
+
+
 def leaf_names(fn: Any, args: Any, kwargs: Any) -> list[str]:
     """Returns a name such as ``"params['wq']"`` for each leaf that `split` gives."""
     numbers, names = _jax.static_arguments(fn)
@@ -264,17 +296,17 @@ def _read(values: Mapping[Var, Any], atom: Any) -> Any:
     return atom.val if _jax.is_literal(atom) else values[atom]
 
 
-def _run(traced: Traced, program: Bound, leaves: Sequence[Any]) -> list[Any]:
-    outer, call = traced.outer, traced.call
-    if call is None:
-        return jaxpr_as_fun(program.closed_jaxpr)(*program.consts, *leaves)
+def _called(
+    traced: Traced,
+    call: Callable[[Sequence[Any]], Sequence[Any]],
+    leaves: Sequence[Any],
+) -> Sequence[Any]:
+    outer, eqn = traced.outer, traced.call
+    if eqn is None:
+        return call(leaves)
     values = _values(outer)
-    count = _leading(call, values)
+    count = _leading(eqn, values)
     values.update(zip(outer.jaxpr.invars, leaves, strict=True))
-    rest = (_read(values, x) for x in call.invars[count:])
-    operands = [*program.consts, *rest]
-    params = _jax.call_params(call.params, count, len(program.consts))
-    params["jaxpr"] = program.closed_jaxpr
-    results = call.primitive.bind(*operands, **params)
-    values.update(zip(call.outvars, results, strict=True))
+    results = call([_read(values, x) for x in eqn.invars[count:]])
+    values.update(zip(eqn.outvars, results, strict=True))
     return [_read(values, x) for x in outer.jaxpr.outvars]

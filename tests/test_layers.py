@@ -18,10 +18,11 @@ ORDER = [
     "key", "measurement", "decision", "stored", "whole", "tuned", "cache",
     "sources", "choose", "plan", "gradients", "backward_place", "as_written",
     "leaves", "remains", "oracle", "implement", "site", "threads", "programs",
-    "inputs", "candidate", "race", "isolate", "static_cost", "autotune", "replace",
-    "unfold", "placing", "planner", "pipeline", "draw", "report", "optimize",
-    "tune", "verify", "roofline", "bench", "bench_table", "bench_peers",
-    "bench_ops", "export", "demo", "__init__", "__main__",
+    "inputs", "candidate", "race", "isolate", "static_cost", "autotune",
+    "propagation", "shards", "replace", "locate", "unfold", "placing", "planner",
+    "pipeline", "placement", "deferred", "draw", "report", "optimize", "tune",
+    "verify", "roofline", "bench", "bench_table", "bench_peers", "bench_ops",
+    "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {

@@ -12,6 +12,7 @@ from rewriter.kernels.attention.reference import (
     sample,
     usual,
 )
+from rewriter.kernels.attention.sharding import sharding
 from rewriter.op import Op
 
 _TABLE = "b|1 n|1 t|1 s|1"
@@ -39,6 +40,7 @@ OP = Op(
     parallel="b",
     cost=cost,
     distributions=distributions,
+    sharding=sharding,
 )  # fmt: skip
 
 KERNELS = (

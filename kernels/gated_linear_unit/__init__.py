@@ -7,7 +7,7 @@ from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
-from rewriter.op import Op
+from rewriter.op import Op, Sharding
 
 OP = Op(
     name="gated_linear_unit",
@@ -27,6 +27,7 @@ OP = Op(
     },
     parallel="...",
     cost=cost,
+    sharding=lambda params: Sharding(frozenset({"...", "f"})),
 )  # fmt: skip
 
 KERNELS = (

@@ -8,6 +8,7 @@ from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.estimate import estimate
 from rewriter.kernels.ragged_dot.general import general
 from rewriter.kernels.ragged_dot.reference import distributions, reference, sample
+from rewriter.kernels.ragged_dot.sharding import sharding
 from rewriter.op import Op
 
 OP = Op(
@@ -21,6 +22,7 @@ OP = Op(
     general=general,
     cost=cost,
     distributions=distributions,
+    sharding=sharding,
 )
 
 HOPPER = Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits)

@@ -1,0 +1,33 @@
+"""How attention is spread over devices: batch, heads, and queries by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.op import Part, Sharding
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def sharding(params: Mapping[str, Any]) -> Sharding:
+    """Returns how a use may be spread; every part of the queries sees all keys."""
+    del params
+    return Sharding(frozenset("btn"), follows={"k": "n"}, local=_local)
+
+
+def _local(
+    operands: Mapping[str, Array],
+    params: Mapping[str, Any],
+    parts: Mapping[str, Part],
+) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
+    """A part of the queries begins at an offset, which windows and ALiBi read."""
+    positions = params["window"] != (None, None) or "alibi" in operands
+    if "t" not in parts or not positions:
+        return operands, params
+    start = jnp.asarray(parts["t"].index * operands["q"].shape[1], jnp.int32)
+    offset = operands.get("offset", jnp.zeros(1, jnp.int32))
+    return {**operands, "offset": offset + start.astype(offset.dtype)}, params

@@ -1,0 +1,118 @@
+"""Matches in a program on a mesh in, how each is spread over its devices out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from rewriter import _jax
+from rewriter.graph import Scope
+from rewriter.match import Match
+from rewriter.op import OUT
+from rewriter.propagation import Placement, Unreadable, mark, propagated
+from rewriter.region import Regions
+from rewriter.replace import Splice, obstacle, places, replace
+from rewriter.shards import NoShards, Shards, shards_of
+
+log = logging.getLogger("rewriter.locate")
+
+ENTIRELY = "every axis of the mesh is manual around it"
+PARTLY = "some axes of the mesh are manual around it, others are not"
+
+Located = Mapping[int, "Shards | str"]
+"""By the id of a match, how it is spread, or why it is left to XLA."""
+
+
+def located(
+    regions: Regions, matches: Sequence[Match], placement: Placement | str
+) -> Located:
+    """Returns for each match how it is spread over the mesh, or why it is not.
+
+    The program is written once with each op's reference in place of the site, its
+    operands marked, and XLA's propagation is asked where those are.
+
+    Args:
+        regions: The walks over the program's graph.
+        matches: What was found in it.
+        placement: Where the program's inputs are; or why that is not known.
+    """
+    if isinstance(placement, str):
+        return {id(m): placement for m in matches if _manual(m.node.scope) != ENTIRELY}
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    splices = []
+    found: dict[int, Shards | str] = {}
+    for index, m in enumerate(matches):
+        manual = _manual(m.node.scope)
+        if manual == PARTLY:
+            found[id(m)] = PARTLY
+        for scope, position in () if manual else places(m):
+            if not obstacle(m, scope, regions):
+                seen = shapes[index] = {}
+                call = _observed(m, index, seen)
+                splices.append(Splice(m, scope, position, call, key=index))
+                break
+    if not splices:
+        return found
+    try:
+        program, _ = replace(regions, splices)
+        splits = propagated(program, placement)
+    except Unreadable as problem:
+        why = f"its placement is not known: {problem}"
+        return {**found, **{id(matches[i]): why for i in shapes}}
+    for index, seen in shapes.items():
+        m = matches[index]
+        try:
+            found[id(m)] = _shards(m, index, seen, splits, placement)
+        except NoShards as why:
+            found[id(m)] = str(why)
+        log.debug("%s at %s: %s", m.op.name, m.where, found[id(m)])
+    return found
+
+
+def _manual(scope: Scope | None) -> str:
+    """Whether a body sees one device's part already, by a shard_map around it."""
+    manual: set[str] = set()
+    sizes: dict[str, int] = {}
+    while scope is not None:
+        if scope.kind == "shard_map" and scope.parent is not None:
+            own, sizes = _jax.manual_axes(scope.parent.jaxpr.eqns[scope.call])
+            manual |= own
+        scope = scope.parent
+    if not sizes:
+        return ""
+    rest = [a for a, n in sizes.items() if n > 1 and a not in manual]
+    return PARTLY if rest else ENTIRELY
+
+
+def _observed(
+    match: Match, index: int, seen: dict[str, tuple[int, ...]]
+) -> Callable[..., jax.Array]:
+    """The op's reference, whose operands and result are marked."""
+    names = set(match.op.operands)
+
+    def call(**given: Any) -> jax.Array:
+        operands = {k: mark(v, f"{index}/{k}") for k, v in given.items() if k in names}
+        params = {k: v for k, v in given.items() if k not in names}
+        out = match.op.reference(**operands, **{**match.op.defaults, **params})
+        seen.update({k: v.shape for k, v in operands.items()}, **{OUT: out.shape})
+        return mark(out, f"{index}/{OUT}")
+
+    return call
+
+
+def _shards(
+    match: Match,
+    index: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    splits: Mapping[str, Any],
+    placement: Placement,
+) -> Shards:
+    missing = [n for n in shapes if f"{index}/{n}" not in splits]
+    if missing:  # its result is not used, as far as propagation sees
+        raise NoShards(f"the compiler does not say where {missing[0]} is")
+    here = {n: splits[f"{index}/{n}"] for n in shapes}
+    params = {**match.op.defaults, **match.reading.params}
+    return shards_of(match.op, params, shapes, here, placement.mesh)

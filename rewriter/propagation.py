@@ -1,0 +1,214 @@
+"""A program and where its arrays are in, where its ops' operands are out.
+
+Shardy's propagation, the pass that XLA itself runs first, is run alone on the
+lowered program: nothing is compiled, and it needs no devices. The values asked
+for go through a mark, an identity that the pass knows as one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy, stablehlo
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rewriter import _jax
+
+Axes = tuple[str, ...]
+"""The mesh axes that an array's axis is split over, the outermost first."""
+
+Split = tuple[Axes, ...]
+"""Those of all axes of an array."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the arrays of a program are.
+
+    Attributes:
+        mesh: The devices by named axes; may be abstract.
+        inputs: For each input behind the constants, how it is split; None where
+            that is left to the compiler.
+        outputs: The same for each result; () if nothing is asked for.
+    """
+
+    mesh: Any
+    inputs: tuple[PartitionSpec | None, ...]
+    outputs: tuple[PartitionSpec | None, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes."""
+        return dict(self.mesh.shape)
+
+
+class Unreadable(Exception):
+    """Why nothing is known of an array's placement."""
+
+
+# -------------------------------------------------------------------- marks
+mark_p = Primitive("rewriter_mark")
+MARK = "rewriter.mark"
+
+
+def mark(x: jax.Array, key: str) -> jax.Array:
+    """Returns ``x``, under a name by which `propagated` finds it."""
+    return mark_p.bind(x, key=key)
+
+
+def _mark_lowering(ctx: Any, x: Any, *, key: str) -> Any:
+    del ctx
+    barrier = stablehlo.OptimizationBarrierOp([x])
+    barrier.operation.attributes[MARK] = ir.StringAttr.get(key)
+    return barrier.results
+
+
+def _mark_batched(args: Any, dims: Any, *, key: str) -> Any:
+    del key  # what is seen of it under vmap is another array
+    return args[0], dims[0]
+
+
+mark_p.def_abstract_eval(lambda x, *, key: x)
+mark_p.def_impl(lambda x, *, key: x)
+mlir.register_lowering(mark_p, _mark_lowering)
+ad.deflinear2(mark_p, lambda cotangent, x, *, key: [cotangent])
+batching.primitive_batchers[mark_p] = _mark_batched
+
+
+# -------------------------------------------------------------- propagation
+def propagated(program: ClosedJaxpr, placement: Placement) -> dict[str, Split | None]:
+    """Returns how every marked value is split, by the key of its mark.
+
+    A value that is split over a part of a mesh axis only, or not in one way
+    wherever it is computed, is None.
+
+    Args:
+        program: The program, marked.
+        placement: Where its inputs are. Constants that are arrays on the mesh
+            are where they are.
+
+    Raises:
+        Unreadable: If the program cannot be lowered, or a constant's placement is
+            not known.
+    """
+    module = _lowered(program, placement)
+    with module.context:
+        pipeline = "builtin.module(sdy-propagation-pipeline)"
+        passmanager.PassManager.parse(pipeline).run(module.operation)
+    found: dict[str, Split | None] = {}
+    for op in _operations(module.operation):
+        if MARK in op.attributes:
+            key = ir.StringAttr(op.attributes[MARK]).value
+            rank = len(ir.RankedTensorType(op.results[0].type).shape)
+            split = _split(op, rank)
+            found[key] = split if found.get(key, split) == split else None
+    return found
+
+
+def _lowered(program: ClosedJaxpr, placement: Placement) -> Any:
+    shardings = [_of_constant(c, placement.mesh) for c in program.consts]
+    shardings += [_named(placement.mesh, spec) for spec in placement.inputs]
+    outputs = [_named(placement.mesh, spec) for spec in placement.outputs]
+    inner = _jax.without_constants(program)
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.invars]
+    run = jax.jit(
+        lambda *leaves: jaxpr_as_fun(inner)(*leaves),
+        in_shardings=tuple(shardings),
+        out_shardings=outputs or None,
+        keep_unused=True,
+    )
+    platforms = _platforms(placement.mesh)
+    try:
+        lowered = run.trace(*structs).lower(lowering_platforms=platforms)
+    except Exception as problem:
+        text = (str(problem).splitlines() or [""])[0]
+        raise Unreadable(f"{type(problem).__name__}: {text}") from problem
+    return lowered.compiler_ir("stablehlo")
+
+
+def _platforms(mesh: Any) -> tuple[str, ...]:
+    """The platform of a mesh; that of the default devices for an abstract one."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        platform = jax.default_backend()
+    else:
+        platform = mesh.devices.flat[0].platform
+    return ("cuda" if platform == "gpu" else platform,)
+
+
+def _named(mesh: Any, spec: PartitionSpec | None) -> NamedSharding | None:
+    return None if spec is None else NamedSharding(mesh, spec)
+
+
+def _of_constant(value: Any, mesh: Any) -> NamedSharding | None:
+    if _jax.is_tracer(value):
+        raise Unreadable("a value is closed over whose placement is not known yet")
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.num_devices == 1:
+        return None
+    if dict(sharding.mesh.shape) != dict(mesh.shape):
+        raise Unreadable("arrays are on more than one mesh")
+    return NamedSharding(mesh, sharding.spec)
+
+
+def _operations(top: Any) -> Iterator[Any]:
+    for region in top.regions:
+        for block in region:
+            for op in block:
+                yield op.operation
+                yield from _operations(op.operation)
+
+
+def _split(op: Any, rank: int) -> Split | None:
+    if "sdy.sharding" not in op.attributes:
+        return ((),) * rank
+    several = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"])
+    return split_of(several.shardings[0])
+
+
+def split_of(attribute: Any) -> Split | None:
+    """Returns how an array is split by its ``sdy.sharding``; None if by parts of axes.
+
+    Args:
+        attribute: The MLIR attribute.
+    """
+    dims = []
+    for dim in sdy.TensorShardingAttr(attribute).dimension_shardings:
+        axes = [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(dim).axes]
+        if any(a.sub_axis_info is not None for a in axes):
+            return None
+        dims.append(tuple(a.name for a in axes))
+    return tuple(dims)
+
+
+@functools.lru_cache(maxsize=4096)
+def spec_of(split: Split) -> PartitionSpec:
+    """Returns a split as a `PartitionSpec`.
+
+    Example:
+        >>> spec_of((("data",), (), ("a", "b")))
+        P('data', None, ('a', 'b'))
+    """
+    return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in split))
+
+
+def split_by(spec: Sequence[Any], rank: int) -> Split:
+    """Returns a `PartitionSpec` of an array as a split.
+
+    Example:
+        >>> split_by(PartitionSpec("data", None, ("a", "b")), 4)
+        (('data',), (), ('a', 'b'), ())
+    """
+    dims = [(a,) if isinstance(a, str) else tuple(a or ()) for a in spec]
+    return (*dims, *((),) * (rank - len(dims)))
+
+
+def several(sizes: Mapping[str, int]) -> bool:
+    """Whether a mesh of these axes has more than one device."""
+    return any(n > 1 for n in sizes.values())
