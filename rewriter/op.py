@@ -53,6 +53,8 @@ class Sharding:
         local: ``local(operands, params, parts)`` gives operands and parameters with
             which a part of the result is what it is in the whole, where that depends
             on its position. ``parts`` has a `Part` for each letter that is split.
+        finish: ``finish(out, operands, params, parts)`` gives the part's result from
+            what comes of that; the operands are as they were before.
         dims: As `Op.dims`, where this use has others.
     """
 
@@ -60,6 +62,7 @@ class Sharding:
     sums: frozenset[str] = frozenset()
     follows: Mapping[str, str] = field(default_factory=dict)
     local: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
+    finish: Callable[..., Any] | None = None
     dims: Mapping[str, str] | None = None
 
 

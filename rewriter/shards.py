@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from rewriter import _jax
 from rewriter.kernel import Spec, spec_of
 from rewriter.op import OUT, Op, Part, Sharding
 from rewriter.propagation import Axes, Split
@@ -37,6 +39,8 @@ class Shards:
         summed: The mesh axes over which the parts' results are summed.
         gathered: (operand, mesh axes) for each that every device needs more of
             than it has.
+        kept: (operand, how it is split in the program) for those: floats are computed
+            so, and then gathered.
     """
 
     mesh: Any
@@ -45,6 +49,7 @@ class Shards:
     letters: tuple[tuple[str, Axes], ...]
     summed: Axes = ()
     gathered: tuple[tuple[str, Axes], ...] = ()
+    kept: tuple[tuple[str, PartitionSpec], ...] = ()
 
     @property
     def text(self) -> str:
@@ -111,6 +116,7 @@ def shards_of(
         tuple(chosen.items()),
         tuple(a for x, axes in chosen.items() if x in rule.sums for a in axes),
         tuple(gathered),
+        tuple((n, partition_spec(known[n])) for n, _ in gathered),
     )
 
 
@@ -268,17 +274,25 @@ def spread(
     names = [name for name, _ in shards.specs]
 
     def on_device(*arrays: jax.Array) -> jax.Array:
-        given = dict(zip(names, arrays, strict=True))
+        given = dict(zip(names, _jax.vary_alike(arrays), strict=True))
         parts = {
             letter: Part(jax.lax.axis_index(axes), math.prod(sizes[a] for a in axes))
             for letter, axes in shards.letters
         }
         out = compute(*_changed(rule, given, params, parts))
+        if rule.finish is not None:
+            out = rule.finish(out, given, params, parts)
         return jax.lax.psum(out, shards.summed) if shards.summed else out
 
+    whole = dict(operands)
+    for name, spec in shards.kept:  # else what computes it would be done by each
+        if not jnp.issubdtype(whole[name].dtype, jnp.floating):
+            continue
+        sharding = jax.NamedSharding(shards.mesh, spec)
+        whole[name] = jax.lax.with_sharding_constraint(whole[name], sharding)
     return jax.shard_map(
         on_device,
         mesh=shards.mesh,
         in_specs=tuple(spec for _, spec in shards.specs),
         out_specs=shards.out,
-    )(*(operands[n] for n in names))
+    )(*(whole[n] for n in names))

@@ -1,10 +1,15 @@
-"""How ragged dots are spread over devices: rows, columns, and what is summed over."""
+"""How ragged dots are spread over devices: rows, columns, groups, what is summed over.
+
+A device with some of the groups computes their rows and leaves the others zero; the
+devices' results are summed. So experts can be spread without moving rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from rewriter.op import Part, Sharding
@@ -17,18 +22,19 @@ DIMS = {
     "transposed": {"lhs": "m k", "rhs": "g n k", "out": "m n"},
     "contracting": {"lhs": "m k", "rhs": "m n", "out": "g k n"},
 }
-"""The axes by mode; group sizes are [g]."""
+"""The axes by mode. Every device gets all group sizes, so theirs is none of these."""
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
-    """Returns how a use may be spread: every device has a part of all groups."""
+    """Returns how a use may be spread."""
     mode = params["mode"]
     contracting = mode == "contracting"
     return Sharding(
         along=frozenset("kn" if contracting else "mn"),
-        sums=frozenset("m" if contracting else "k"),
+        sums=frozenset("m" if contracting else "kg"),
         local=_local,
-        dims={**DIMS[mode], "group_sizes": "g"},
+        finish=_finish,
+        dims={**DIMS[mode], "group_sizes": "sizes"},
     )
 
 
@@ -37,12 +43,46 @@ def _local(
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-    """Of each group, only the rows that lie in this part count."""
-    if "m" not in parts:
-        return operands, params
+    """Of the groups those that are here, of each the rows that are here, to the top."""
+    sizes = _rows_here(operands, parts)
+    changed = {**operands, "group_sizes": sizes}
+    if "g" in parts:
+        first, count = _groups_here(operands, parts["g"])
+        own = jax.lax.dynamic_slice_in_dim(sizes, first, count)
+        rows = jnp.roll(operands["lhs"], -_before(sizes, first), 0)
+        changed |= {"group_sizes": own, "lhs": rows}
+    return changed, params
+
+
+def _finish(
+    out: Array,
+    operands: Mapping[str, Array],
+    params: Mapping[str, Any],
+    parts: Mapping[str, Part],
+) -> Array:
+    """The rows back to where they were; those of no group here are zero."""
+    del params
+    if "g" not in parts:
+        return out
+    first, _ = _groups_here(operands, parts["g"])
+    return jnp.roll(out, _before(_rows_here(operands, parts), first), 0)
+
+
+def _rows_here(operands: Mapping[str, Array], parts: Mapping[str, Part]) -> Array:
     sizes, rows = operands["group_sizes"], operands["lhs"].shape[0]
+    if "m" not in parts:
+        return sizes
     first = parts["m"].index * rows
     ends = jnp.cumsum(sizes)
     inside = [jnp.clip(x, first, first + rows) for x in (ends - sizes, ends)]
-    own = (inside[1] - inside[0]).astype(sizes.dtype)
-    return {**operands, "group_sizes": own}, params
+    return (inside[1] - inside[0]).astype(sizes.dtype)
+
+
+def _groups_here(operands: Mapping[str, Array], part: Part) -> tuple[Array, int]:
+    count = operands["rhs"].shape[0]
+    return part.index * count, count
+
+
+def _before(sizes: Array, first: Array) -> Array:
+    """How many rows belong to the groups before one."""
+    return jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0).sum()
