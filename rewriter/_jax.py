@@ -382,7 +382,9 @@ def is_partitioned(ctx: Any) -> bool:
 
 def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
     """The axes that a shard_map makes manual, and the sizes of all of the mesh."""
-    return frozenset(eqn.params["manual_axes"]), dict(eqn.params["mesh"].shape)
+    params = eqn.params
+    axes = params.get("manual_axes", params.get("newly_manual_axes"))  # new in 0.12
+    return frozenset(axes), dict(params["mesh"].shape)
 
 
 # ------------------------------------------------------------------ timing

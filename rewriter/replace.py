@@ -151,6 +151,38 @@ def places(match: Match) -> list[tuple[Scope, int]]:
     return list(found.values())
 
 
+PLACING = frozenset({"sharding_constraint", "reshard"})
+
+
+def as_placed(regions: Regions, match: Match, scope: Scope) -> dict[int, int]:
+    """Leaves that the program puts elsewhere before the region reads them.
+
+    Args:
+        regions: The walks over the program's graph.
+        match: The region.
+        scope: The body in which it is replaced.
+
+    Returns:
+        By the leaf, the equal value that the replacement reads instead.
+    """
+    graph, place = regions.graph, regions.place(scope)
+    found: dict[int, int] = {}
+    for _, leaf in match.leaves:
+        value, going = leaf, True
+        while going:
+            going = False
+            for node in graph.users(value):
+                out = node.outs[0] if node.outs else None
+                here = out in match.inner and (
+                    out in scope.first_var or out in place.defined
+                )
+                if node.prim in PLACING and here and out != match.value:
+                    found[leaf] = value = out
+                    going = True
+                    break
+    return found
+
+
 class _Frame:
     """Equations of one new body, and what its variables became."""
 
@@ -180,6 +212,7 @@ class _Work:
         self.backward_at: dict[int, dict[int, list[Any]]] = {}
         self.residuals: dict[int, Any] = {}
         self.gradients_home: dict[int, Scope] = {}
+        self.placed = {id(s): as_placed(regions, s.match, s.scope) for s in splices}
         for splice in splices:
             here = self.at.setdefault(id(splice.scope), {})
             here.setdefault(splice.position, []).append(splice)
@@ -232,7 +265,9 @@ class _Work:
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
         place = self.regions.place(splice.scope)
-        for _, value in splice.match.leaves:
+        placed = self.placed[id(splice)]
+        for _, leaf in splice.match.leaves:
+            value = placed.get(leaf, leaf)
             if value not in splice.scope.first_var:
                 _, home, _ = place.defined[value]
                 self._inlined_to(place.scope, splice.scope, home)
@@ -474,6 +509,7 @@ class _Work:
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """What carries a value at a splice: a variable there or in an inlined call."""
+        value = self.placed[id(splice)].get(value, value)
         home = splice.scope
         found = home.first_var.get(value)
         if found is None:

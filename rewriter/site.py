@@ -21,6 +21,7 @@ for `jax.checkpoint` policies once they are differentiated.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -405,8 +406,20 @@ def _implementation(
     return jax.jit(run)
 
 
+def _warn(use: Use, platform: str) -> None:
+    if (kernel := use.kernel(platform)) is not None:
+        warnings.warn(
+            f"{use.op.name}: this program runs on several devices, which its trace did "
+            f"not show; {kernel.name!r} gives way to plain JAX. Optimize the outermost "
+            "function, or give in_shardings",
+            errors.RewriterWarning,
+            stacklevel=2,
+        )
+
+
 def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: Any):
     if _jax.is_partitioned(ctx):  # XLA would gather what a kernel reads, or refuse it
+        _warn(params["use"], platform)
         platform = NOWHERE
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
     ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])

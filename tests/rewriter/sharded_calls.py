@@ -1,0 +1,198 @@
+"""Run by test_sharding.py on eight devices: what else becomes of sharded programs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import rewriter
+from tests.rewriter.sharded_programs import FORCED, attention, collectives
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+HEADS = NamedSharding(MESH, P("data", None, "model"))
+PLAIN = tuple(
+    jax.random.normal(jax.random.key(i), (8, 64, 4, 16), jnp.float32) for i in range(3)
+)
+ARGS = jax.device_put(PLAIN, HEADS)
+TRUE = np.asarray(attention(*PLAIN))
+
+
+def optimized(f: Any = attention, **options: Any) -> Any:
+    """The function with kernels forced, which run on small arrays too."""
+    return rewriter.optimize(f, implementation=FORCED, **options)
+
+
+def close(got: Any, want: Any = TRUE) -> None:
+    """Asserts that results agree to float32."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def one_site(fast: Any, *args: Any) -> Any:
+    """The only site of a report."""
+    (site,) = fast.report(*args).sites
+    return site
+
+
+@contextlib.contextmanager
+def warns(text: str) -> Iterator[None]:
+    """Asserts that a warning says this."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield
+    assert any(text in str(w.message) for w in seen), seen
+
+
+def loss(q: Any, k: Any, v: Any) -> jax.Array:
+    """A scalar."""
+    return (attention(q, k, v) ** 2).sum()
+
+
+def known_arguments() -> None:
+    """Committed, given, described, closed over, asked for in the program."""
+    split = "b over data, n over model, k over model"
+    fast = optimized()
+    close(fast(*ARGS))
+    assert one_site(fast, *ARGS).sharding == split
+    rows = jax.device_put(PLAIN, NamedSharding(MESH, P("data")))
+    close(fast(*rows))  # the same trace, lowered once more
+    assert one_site(fast, *rows).sharding == "b over data"
+    close(fast(*PLAIN))
+    assert one_site(fast, *PLAIN).sharding == ""
+    assert fast(*ARGS).sharding.is_equivalent_to(HEADS, 4)
+
+    given = optimized(in_shardings=(HEADS,) * 3, out_shardings=HEADS)
+    close(given(*PLAIN))
+    assert one_site(given, *PLAIN).sharding == split
+    lifted = optimized(jax.jit(attention, in_shardings=HEADS))
+    close(lifted(*PLAIN))
+    assert one_site(lifted, *PLAIN).sharding == split
+
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HEADS) for x in PLAIN]
+    assert one_site(optimized(), *specs).sharding == split
+    assert not collectives(optimized().lower(*specs).compile().as_text())
+
+    closed = optimized(lambda q: attention(q, *ARGS[1:]))
+    close(closed(ARGS[0]))
+    assert one_site(closed, ARGS[0]).sharding == split
+
+    def asks(q: Any, k: Any, v: Any) -> jax.Array:
+        q, k, v = (jax.lax.with_sharding_constraint(x, HEADS) for x in (q, k, v))
+        return attention(q, k, v)
+
+    close(optimized(asks)(*PLAIN))
+    assert one_site(optimized(asks), *PLAIN).sharding == split
+
+
+def unknown_arguments() -> None:
+    """In the middle of other programs sites are left to XLA, and say so."""
+    fast = optimized()
+    close(jax.jit(lambda *a: fast(*a) + 0)(*ARGS))
+    with warns("attention: this program runs on several devices"):
+        close(jax.jit(fast, in_shardings=HEADS)(*PLAIN))
+    close(jax.jit(jax.vmap(fast))(*(x[None] for x in ARGS)), TRUE[None])
+    want = jax.grad(loss, (0, 1, 2))(*PLAIN)
+    close(jax.jit(jax.grad(optimized(loss), (0, 1, 2)))(*ARGS), want)
+    close(jax.grad(optimized(loss), (0, 1, 2))(*ARGS), want)
+    _, tangent = jax.jvp(attention, PLAIN, PLAIN)
+    close(jax.jvp(fast, ARGS, ARGS)[1], tangent)
+    out: dict[str, Any] = {}
+
+    def around(*args: Any) -> jax.Array:
+        out["report"] = fast.report(*args)
+        return fast(*args)
+
+    jax.jit(around)(*ARGS)
+    (site,) = out["report"].sites
+    assert not site.replaced
+    assert "optimize the outermost function" in site.not_chosen[0][1]
+    # Where in_shardings are given, they are known inside as well.
+    given = optimized(loss, in_shardings=(HEADS,) * 3)
+    step = jax.jit(jax.grad(given, (0, 1, 2)))
+    close(step(*ARGS), want)
+    text = str(step.trace(*ARGS).jaxpr)
+    assert "rewriter_site_backward" in text
+    assert "shard_map" in text
+
+
+def never_bare() -> None:
+    """A kernel is lowered for one device only, wherever the site came from."""
+
+    @rewriter.pattern(dims="x: b d -> b d")
+    def shifted(x: Any) -> jax.Array:
+        return jnp.sin(x) * jnp.exp(-x * x)
+
+    @shifted.kernel(platform="cpu", version=1)
+    def callback(x: Any) -> jax.Array:  # XLA cannot split this
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        run = lambda x: np.sin(x) * np.exp(-x * x)
+        return jax.pure_callback(run, shape, x)
+
+    def f(x: Any) -> jax.Array:
+        return 2 * (jnp.sin(x) * jnp.exp(-x * x))
+
+    x = PLAIN[0].reshape(64, -1)
+    fast = rewriter.optimize(f, patterns=["none", shifted])
+    assert "callback" in fast.lower(x).as_text()
+    rows = NamedSharding(MESH, P("data"))
+    outer = jax.jit(fast, in_shardings=rows)
+    with warns("gives way to plain JAX"):
+        assert "callback" not in outer.lower(x).as_text()
+    warnings.simplefilter("ignore")
+    close(outer(x), f(x))
+    warnings.simplefilter("error")
+    site = one_site(fast, jax.device_put(x, rows))
+    assert "does not say along which axes" in site.not_chosen[0][1]
+
+
+def in_shard_map() -> None:
+    """What is one device's already is rewritten as it is."""
+
+    def mapped(*args: Any) -> jax.Array:
+        specs = HEADS.spec
+        call = jax.shard_map(attention, mesh=MESH, in_specs=specs, out_specs=specs)
+        return call(*args)
+
+    fast = optimized(mapped)
+    close(fast(*ARGS))
+    site = one_site(fast, *ARGS)
+    assert site.replaced
+    assert not site.sharding
+    inside = jax.shard_map(
+        optimized(), mesh=MESH, in_specs=HEADS.spec, out_specs=HEADS.spec
+    )
+    close(jax.jit(inside)(*ARGS))
+    assert "rewriter_site" in str(jax.jit(inside).trace(*ARGS).jaxpr)
+
+    partly = jax.shard_map(
+        attention, mesh=MESH, in_specs=P("data"), out_specs=P("data"),
+        axis_names={"data"},
+    )  # fmt: skip
+    fast = optimized(partly)
+    close(fast(*ARGS))
+    assert "some axes of the mesh" in one_site(fast, *ARGS).not_chosen[0][1]
+
+
+def exported() -> None:
+    """An exported program keeps its devices and its numbers."""
+    fast = optimized(in_shardings=(HEADS,) * 3)
+    made = jax.export.export(fast)(*PLAIN)
+    assert made.nr_devices == 8
+    close(made.call(*ARGS))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    known_arguments()
+    unknown_arguments()
+    never_bare()
+    in_shard_map()
+    exported()

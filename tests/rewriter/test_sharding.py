@@ -1,0 +1,155 @@
+"""Sharded programs: on eight devices in a process of their own, and by letters."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from rewriter.kernel import Spec
+from rewriter.propagation import split_by
+from rewriter.registry import registry
+from rewriter.shards import NoShards, Shards, local_spec, shards_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+MESH = AbstractMesh((4, 2, 1), ("data", "model", "one"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("sharded_calls",), ("sharded_programs", "--brief")],
+    ids=["calls", "programs"],
+)
+def test_on_eight_devices(command: tuple[str, ...]) -> None:
+    script, *options = command
+    flags = os.environ.get("XLA_FLAGS", "")
+    env = {
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8",
+    }  # fmt: skip
+    run = [sys.executable, "-m", f"tests.rewriter.{script}", *options]
+    done = subprocess.run(
+        run, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+SHAPES = {
+    "attention": {
+        "q": (8, 64, 4, 16), "k": (8, 32, 2, 16), "v": (8, 32, 2, 16),
+        "bias": (1, 4, 64, 32), "sinks": (4,), "out": (8, 64, 4, 16),
+    },
+    "rms_norm": {"x": (8, 64, 32), "scale": (32,), "out": (8, 64, 32)},
+    "gated_linear_unit": {
+        "x": (8, 64, 32), "w_gate": (32, 128), "w_up": (32, 128), "out": (8, 64, 128),
+    },
+    "ragged_dot": {
+        "lhs": (64, 32), "rhs": (8, 32, 16), "group_sizes": (8,), "out": (64, 16),
+    },
+}  # fmt: skip
+
+
+def spread(name: str, params: Mapping[str, Any] | None = None, **specs: Any) -> Shards:
+    """How an op is spread with operands split as given; ``shapes`` changes some."""
+    shapes = {**SHAPES[name], **specs.pop("shapes", {})}
+    op = registry().op(name)
+    splits = {n: split_by(specs.get(n, P()), len(s)) for n, s in shapes.items()}
+    return shards_of(op, {**op.defaults, **(params or {})}, shapes, splits, MESH)
+
+
+def test_heads_take_all_that_has_heads_with_them() -> None:
+    found = spread("attention", q=P("data", None, "model"))
+    assert dict(found.specs) == {
+        "q": P("data", None, "model", None), "k": P("data", None, "model", None),
+        "v": P("data", None, "model", None), "bias": P(None, "model", None, None),
+        "sinks": P("model"),
+    }  # fmt: skip
+    assert found.out == P("data", None, "model", None)
+    assert found.text == "b over data, n over model, k over model"
+
+
+def test_one_key_head_is_read_by_all() -> None:
+    one = dict.fromkeys(("k", "v"), (8, 32, 1, 16))
+    found = spread("attention", q=P(None, None, "data"), shapes=one)
+    assert dict(found.specs)["k"] == P(None, None, None, None)
+
+
+def test_an_axis_of_the_mesh_with_one_device_splits_nothing() -> None:
+    assert spread("attention", q=P(None, None, None, "one")).text == "replicated"
+
+
+@pytest.mark.parametrize(
+    ("name", "specs", "why"),
+    [
+        ("attention", {"q": P(None, None, "data")}, "axis k of 2 cannot be split into"),
+        ("attention", {"k": P(None, "data")}, "k is split along s over data"),
+        ("attention", {"out": P(None, None, None, "data")}, "the result is split alon"),
+        ("rms_norm", {"x": P(None, None, "model")}, "x is split along d over model"),
+        ("gated_linear_unit", {"w_up": P("model")}, "w_up is split along k over model"),
+        ("ragged_dot", {"lhs": P(("data", "model")), "shapes": {"lhs": (60, 32),
+         "out": (60, 16)}}, "axis m of 60 cannot be split into 8"),
+    ],
+)  # fmt: skip
+def test_refused(name: str, specs: Any, why: str) -> None:
+    with pytest.raises(NoShards, match=why):
+        spread(name, **specs)
+
+
+def test_what_a_busy_axis_splits_otherwise_is_gathered() -> None:
+    found = spread(
+        "gated_linear_unit", x=P("data"), w_gate=P("data", "model"), w_up=P("data")
+    )
+    assert dict(found.specs)["w_gate"] == P(None, "model")
+    assert found.gathered == (("w_gate", ("data",)), ("w_up", ("data",)))
+    assert found.kept == (("w_gate", P("data", "model")), ("w_up", P("data", None)))
+    assert found.text.endswith("f over model; w_gate, w_up gathered over data")
+
+
+@pytest.mark.parametrize(
+    ("mode", "specs", "letters", "summed"),
+    [
+        ("forward", {"lhs": P("data", "model")}, {"m", "k"}, ("model",)),
+        ("forward", {"rhs": P("data", None, "model")}, {"g", "n"}, ("data",)),
+        ("contracting", {"lhs": P("data"), "rhs": P("data", "model"), "shapes": {
+            "rhs": (64, 16), "out": (8, 32, 16)}}, {"m", "n"}, ("data",)),
+        ("transposed", {"lhs": P(None, "model"), "shapes": {
+            "rhs": (8, 16, 32)}}, {"k"}, ("model",)),
+    ],
+)  # fmt: skip
+def test_ragged_dots_sum_over_parts(
+    mode: str, specs: Any, letters: set[str], summed: tuple[str, ...]
+) -> None:
+    found = spread("ragged_dot", {"mode": mode}, **specs)
+    assert {letter for letter, _ in found.letters} == letters
+    assert found.summed == summed
+
+
+def seen(name: str, found: Shards, **params: Any) -> Spec:
+    """What one device sees."""
+    op = registry().op(name)
+    structs = {
+        n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "group_sizes" else jnp.bfloat16)
+        for n, s in SHAPES[name].items()
+        if n != "out"
+    }
+    return local_spec(op, found, structs, {**op.defaults, **params})
+
+
+def test_kernels_are_chosen_for_one_device() -> None:
+    found = spread("attention", q=P("data", "model"))
+    spec = seen("attention", found, window=(None, 0))
+    assert spec.shape("q") == (2, 32, 4, 16)
+    assert spec.shape("bias") == (1, 4, 32, 32)
+    assert spec.shape("offset") == (1,)  # which the mask reads
+    assert not seen("attention", found).has("offset")
+    experts = spread("ragged_dot", rhs=P("data"))
+    assert seen("ragged_dot", experts).shape("group_sizes") == (2,)
