@@ -22,18 +22,18 @@ Operands = Mapping[str, jax.Array]
 
 def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
     """An op's reference; from its trace, if operands like these came before."""
-    key = _key(op, operands, params)
-    program = _reference_of(*key) if key is not None else None
-    if program is None:
+    try:
+        program = _reference_of(*_key(op, operands, params))
+    except (TypeError, _HoldsArrays):
         return op.reference(**operands, **params)
     return jaxpr_as_fun(program)(*operands.values())[0]
 
 
 def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
     """The same, with gradients that are those of the reference, from their trace."""
-    key = _key(op, operands, params)
-    found = _gradients_of(*key) if key is not None else None
-    if found is None:
+    try:
+        found = _gradients_of(*_key(op, operands, params))
+    except (TypeError, _HoldsArrays):
         return op.reference(**operands, **params)
     gradients = jaxpr_as_fun(found)
 
@@ -66,34 +66,26 @@ def gradient_function(
     return jax.vjp(of, *(arrays[k] for k in moving))
 
 
-def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> Any:
-    """What a trace depends on; the last part decides what numbers are.
+class _HoldsArrays(Exception):
+    """A reference holds arrays of its own, which may be those of a trace around."""
 
-    None if a parameter has no hash.
-    """
+
+def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a trace depends on; the last part decides what numbers are."""
     shapes = tuple((k, v.shape, v.dtype) for k, v in operands.items())
-    key = op, shapes, tuple(sorted(params.items())), jax.config.jax_enable_x64
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return op, shapes, tuple(sorted(params.items())), jax.config.jax_enable_x64
 
 
 @functools.lru_cache(maxsize=256)
-def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr | None:
-    """The reference; None if it holds arrays of its own, perhaps of a trace around."""
+def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
     del wide
-    traced = _jax.trace_flat(_code(op, shapes, params), _structs(shapes))
-    return None if traced.consts else traced
+    return _closed(_code(op, shapes, params), _structs(shapes))
 
 
 @functools.lru_cache(maxsize=256)
-def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr | None:
+def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
     """Of operands and a cotangent, the gradients of those operands that are floats."""
-    program = _reference_of(op, shapes, params, wide)
-    if program is None:
-        return None
+    (result,) = _reference_of(op, shapes, params, wide).out_avals
     code, structs = _code(op, shapes, params), _structs(shapes)
     moving = [k for k, x in enumerate(structs) if _is_float(x)]
 
@@ -101,8 +93,14 @@ def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr |
         *arrays, cotangent = given
         return gradient_function(code, arrays, moving)[1](cotangent)
 
-    traced = _jax.trace_flat(gradients, [*structs, *program.out_avals])
-    return None if traced.consts else traced
+    return _closed(gradients, [*structs, result])
+
+
+def _closed(code: Callable[..., Any], structs: list[Any]) -> ClosedJaxpr:
+    traced = _jax.trace_flat(code, structs)
+    if traced.consts:
+        raise _HoldsArrays
+    return traced
 
 
 def _code(op: Op, shapes: Any, params: Any) -> Callable[..., jax.Array]:
