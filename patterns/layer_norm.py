@@ -108,18 +108,31 @@ def _readings(
 
 
 def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
-    """Without multiples of a result that is read elsewhere too, as by a gelu."""
+    """Without multiples of a result that is read elsewhere too.
+
+    So does a gelu of it; and a loss of the result alone, of which the cotangent is a
+    multiple.
+    """
     shared = [r for r in readings if len(find.graph.users(r.value)) > 1]
     return [
         r
         for r in readings
         if not any(
             r is not inner
-            and r.operands.keys() == inner.operands.keys()
+            and _arrays(r) == _arrays(inner)
             and find.regions.depends(r.value, inner.value)
             for inner in shared
         )
     ]
+
+
+def _arrays(reading: Reading) -> set[str]:
+    """The operands of a reading that are not just a number."""
+    return {
+        name
+        for name, operand in reading.operands.items()
+        if any(reading.algebra.as_constant(p) is None for p, _ in operand.parts)
+    }
 
 
 # ------------------------------------------------------------------ reading
