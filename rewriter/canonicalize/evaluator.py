@@ -60,6 +60,7 @@ class Evaluator(Layout, LoopForms):
         whole_sides: Whether a float value is expanded; None: every one.
         filled_rows: Take sums of exponentials to be positive, masked ones too; what
             rows without keys give is then for the caller to find out.
+        holding: Atoms that hold, at indices of any names: that a row has a key.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class Evaluator(Layout, LoopForms):
         in_pieces: Callable[[int], bool] | None = None,
         whole_sides: Callable[[int], bool] | None = None,
         filled_rows: bool = False,
+        holding: frozenset[int] = frozenset(),
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
         self.inside, self.usable, self.expand_all = inside, usable, expand_all
         self.soft_fills, self.full_sides = soft_fills, full_sides
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
-        self.filled_rows = filled_rows
+        self.filled_rows, self.holding = filled_rows, holding
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}
         self.fills: set[float] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -207,8 +208,30 @@ def _reduce_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
     bound = [at[d] for d in axes]
     flag = ev.flag(source, at, mode)
     if node.prim == "reduce_or":
-        return ev.alg.any_over(flag, bound)
+        some = ev.alg.any_over(flag, bound)
+        return TRUE if _holds(ev, some) else some
     return ev.alg.negate(ev.alg.any_over(ev.alg.negate(flag), bound))
+
+
+def _holds(ev: Evaluator, flag: int) -> bool:
+    """Whether a flag is one of those that hold, at indices of any names."""
+    support, table = ev.alg.bools[flag]
+    if len(support) != 1 or table != 0b10:
+        return False
+    return any(_is_renamed(ev.alg, known, support[0]) for known in ev.holding)
+
+
+def _is_renamed(alg: Algebra, known: int, atom: int) -> bool:
+    """Whether an atom is another one with other names of its indices."""
+    names, others = sorted(alg.free(known)), sorted(alg.free(atom))
+    if len(names) != len(others) or len(names) > 4:
+        return False
+    return any(
+        all(alg.sizes[i] == alg.sizes[j] for i, j in zip(names, order, strict=True))
+        and alg.subst_literal(known, dict(zip(names, order, strict=True)))
+        == alg.literal(atom)
+        for order in itertools.permutations(others)
+    )
 
 
 @rule("pad", table=FLAGS)

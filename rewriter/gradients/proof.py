@@ -196,7 +196,8 @@ def _evaluator(
         for v in parts
         if (node := graph.node_of(v)) is not None and node.prim in CONTRACTIONS
     )
-    ev = Evaluator(
+    make = functools.partial(
+        Evaluator,
         graph,
         match.reading.algebra,
         names={v: v for v in stops},
@@ -205,5 +206,27 @@ def _evaluator(
         filled_rows=True,
         **match.reading.check_options,
     )
+    ev = make(holding=_row_has_a_key(make(), match))
     ev.strided = True
     return ev
+
+
+def _row_has_a_key(ev: Evaluator, match: Match) -> frozenset[int]:
+    """Atoms that make a result zero in rows without keys, and hold in the others.
+
+    A match says what rows without keys give, and it was proved for the others.
+    """
+    alg = ev.alg
+    if match.reading.params.get("empty_rows") != "zero":
+        return frozenset()
+    try:
+        form = ev.poly(match.value, ev.indices(match.value))
+    except (NeedSplit, OverBudget):
+        return frozenset()
+    parts = [p for flag, _ in form for p in alg.bools[flag][0]]
+    return frozenset(
+        a
+        for a in parts
+        if alg.kind(a) == "any"
+        and all(alg.implies(flag, alg.literal(a)) for flag, _ in form)
+    )

@@ -275,3 +275,53 @@ def test_a_wrong_gradient_is_not_taken_for_one() -> None:
     step = jax.grad(loss, argnums=(0, 1, 2))
     fast = rewriter.optimize(step, implementation=FORCED)
     equal(fast(*QKV), step(*QKV))
+
+
+def guarded(fill: float, of_mask: bool = True):
+    """Weights that are zero in rows without keys; the first query has none."""
+    mask = jnp.tril(jnp.ones((T, T), bool), -1)
+    rows = mask if of_mask else jnp.roll(mask, 3, 0)
+
+    def fn(q, k, v):
+        s = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k) / 3, fill)
+        p = jnp.where(rows.any(-1, keepdims=True), jax.nn.softmax(s, -1), 0)
+        return jnp.sin(jnp.einsum("bnts,bsnh->btnh", p, v)).sum()
+
+    return fn
+
+
+@pytest.mark.parametrize("fill", [-1e30, -jnp.inf])
+def test_weights_that_are_guarded(fill: float) -> None:
+    step = jax.value_and_grad(guarded(fill), argnums=(0, 1, 2))
+    assert rewriter.explain(step)(*QKV).counts(backward=True)["attention"] == 1
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    assert str(fast.jaxpr(*QKV)).count("rewriter_site_backward[") == 1
+    assert all(np.isfinite(g).all() for g in step(*QKV)[1])
+    equal(fast(*QKV), step(*QKV))
+
+
+def test_weights_that_another_mask_guards() -> None:
+    """That a row of another mask has a key does not hold in rows with keys."""
+    step = jax.value_and_grad(guarded(-1e30, of_mask=False), argnums=(0, 1, 2))
+    fast = rewriter.optimize(step, implementation=FORCED)
+    assert "rewriter_site_backward[" not in str(fast.jaxpr(*QKV))
+    equal(fast(*QKV), step(*QKV))
+
+
+def bare_rms(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+NORMS = {"layer_norm": jax.nn.standardize, "rms_norm": bare_rms}
+
+
+@pytest.mark.parametrize("op", NORMS)
+def test_a_norm_that_only_a_loss_reads(op: str) -> None:
+    """The cotangent is a multiple of the result, which is no norm with a scale."""
+    step = jax.value_and_grad(lambda x: jnp.mean(NORMS[op](x) ** 2))
+    report = rewriter.explain(step)(X)
+    assert report.counts()[op] == report.counts(backward=True)[op] == 1
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    assert str(fast.jaxpr(X)).count("rewriter_site_backward[") == 1
+    (_, new), (_, old) = fast(X), step(X)
+    np.testing.assert_allclose(new, old, atol=1e-6)
