@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 import rewriter
-from rewriter import errors
+from rewriter import errors, trace
 from rewriter.config import CHOICES
 from rewriter.registry import registry
 from rewriter.report import ASCII
@@ -258,6 +258,12 @@ def _target(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     """The function to look at, and its arguments."""
     fn = _named(args.function)
     if not args.args:
+        if trace.wants_arguments(fn):
+            raise errors.ConfigError(
+                f"{args.function} takes arguments",
+                next_step="Name them, or a function that makes them: "
+                f"--args {args.function.partition(':')[0]}:make_args",
+            )
         return fn, ()
     values = _named(args.args)
     values = values() if callable(values) else values

@@ -147,7 +147,7 @@ _PACKAGES = ("site-packages", "dist-packages")
 _ENGINES = tuple(
     os.sep + os.path.join(folder, name) + os.sep
     for folder in _PACKAGES
-    for name in ("jax", "jaxlib", "rewriter")
+    for name in ("jax", "jaxlib", "opt_einsum", "rewriter")
 )
 
 

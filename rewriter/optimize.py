@@ -246,6 +246,7 @@ def analyze(
 ) -> Record:
     """Returns the rewritten program and its report; never fails unless strict."""
     _check_patterns(config.patterns)
+    _check_ops(config, user_patterns)
     start = time.perf_counter()
     rewritten = _rewritten(traced, config, user_patterns, placement)
     seconds = dict(rewritten.seconds) or {"match": time.perf_counter() - start}
@@ -283,6 +284,29 @@ def _check_patterns(text: str) -> None:
             )
 
 
+def _check_ops(config: Config, user_patterns: tuple[Any, ...]) -> None:
+    """Raises for options about an op that there is not."""
+    own = {p.name for p in (*config.using, *user_patterns)}  # type: ignore[attr-defined]
+    wanted = config.require
+    required = [] if wanted is None else (
+        [wanted] if isinstance(wanted, str) else [op for op, _ in wanted]
+    )  # fmt: skip
+    forced = [op for op, _, _ in config.implementation]
+    names = registry()
+    allowed = {*names.patterns(), *names.ops(), *own}
+    for option, ops, more in (
+        ("require", required, {"all"}),
+        ("implementation", forced, set()),
+    ):
+        for op in ops:
+            if op not in allowed | more:
+                raise UnknownPattern(
+                    f"{option} names {op!r}",
+                    next_step=known(op, allowed | more),
+                    where=caller(),
+                )
+
+
 def _optimized(
     fn: Any, ours: Mapping[str, Any], theirs: Mapping[str, Any], patterns: Any
 ) -> Any:
@@ -302,6 +326,12 @@ def _optimized(
     def report(*args: Any, **kwargs: Any) -> Report:
         if not args and not kwargs and analysis.records:
             return next(reversed(analysis.records.values())).report
+        if not args and not kwargs and trace.wants_arguments(fn):
+            raise RewriterError(
+                f"report() of {trace.name_of(fn)}, which was not called yet",
+                next_step="Give report the arguments, or their shapes",
+                where=caller(),
+            )
         return _record(fast, analysis, args, kwargs).report
 
     def jaxpr(*args: Any, **kwargs: Any) -> ClosedJaxpr:
@@ -330,7 +360,9 @@ def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Any:
         raise
     except Exception as error:
         name = trace.name_of(analysis.original)
-        error.add_note(f"rewriter: while tracing {name}, {raised_at(error)}")
+        where = raised_at(error)
+        note = f"rewriter: while tracing {name}"
+        error.add_note(f"{note}, {where}" if where else note)
         raise
 
 

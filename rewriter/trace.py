@@ -257,12 +257,28 @@ def trace(fn: Any, args: Any = (), kwargs: Any = {}) -> Traced:  # noqa: B006
     return Traced(_program(outer, traced.call), outer, tree, name, seconds)
 
 
+def wants_arguments(fn: Any) -> bool:
+    """Returns whether a function cannot be called without arguments.
+
+    Example:
+        >>> wants_arguments(lambda x, y=1: x), wants_arguments(lambda y=1: y)
+        (True, False)
+    """
+    try:
+        inspect.signature(fn).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a callable without a signature
+        return False
+    return False
+
+
 def trace_error(fn: Any, error: Exception) -> TraceError:
     """Returns the error to raise from a failure in the user's own function."""
     text = str(error).strip().splitlines() or [""]
     return TraceError(
         f"{name_of(fn)} could not be traced: {type(error).__name__}: {text[0]}",
-        next_step="The cause is above; jax.jit would stop at the same place",
+        next_step="jax.jit would stop at the same place",
         where=raised_at(error),
     )
 

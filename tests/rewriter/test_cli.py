@@ -55,6 +55,7 @@ def test_verify_bench_export(capsys, tmp_path):
     ("argv", "text"),
     [
         (["explain", "tests.rewriter.programs"], "expected module:name"),
+        (["explain", "tests.rewriter.programs:block"], "--args tests.rewriter.program"),
         (["explain", "tests.rewriter.programs:blok"], "Did you mean 'block'"),
         (["explain", "no_such_module:f"], "cannot import 'no_such_module'"),
         (["explain", *BLOCK, "--require", "a=b"], "expected attention, all"),

@@ -376,6 +376,38 @@ def test_bad_options(options, error, text):
     assert "test_optimize.py:" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"require": "atention"},
+        {"require": {"atention": 2}},
+        {"implementation": {"atention": "xla"}},
+    ],
+)
+def test_options_about_an_op_that_there_is_not(options):
+    with pytest.raises(UnknownPattern, match="Did you mean 'attention'") as caught:
+        rewriter.optimize(block, **options)(*inputs())
+    assert "test_optimize.py:" in str(caught.value)
+    assert f"{next(iter(options))} names 'atention'" in str(caught.value)
+
+
+def test_a_report_wants_arguments_before_the_first_call():
+    fast = rewriter.optimize(block)
+    with pytest.raises(RewriterError, match="block, which was not called yet"):
+        fast.report()
+    fast(*inputs())
+    assert fast.report().counts()["attention"] == 1
+    assert not rewriter.optimize(lambda: jnp.ones(3)).report().sites
+
+
+def test_an_error_inside_a_library_has_the_users_line():
+    def uneven(x):
+        return jnp.einsum("ab,bc->ac", x, x[:, :2])
+
+    with pytest.raises(TraceError, match=r"test_optimize.py:\d+: uneven could not"):
+        rewriter.explain(uneven)(jnp.ones((3, 4)))
+
+
 def test_what_is_not_callable():
     with pytest.raises(RewriterError, match=r"test_optimize.py:\d+: 3 is not callable"):
         rewriter.optimize(3)

@@ -85,6 +85,11 @@ def test_two_definitions_of_one_name_are_refused_with_both_places() -> None:
         names.add_kernel(_kernel(_op(), "reference"))
 
 
+def test_every_listed_pattern_is_one() -> None:
+    for name in registry().patterns():
+        assert registry().pattern(name).name == name
+
+
 def test_patterns_are_found_by_name() -> None:
     names = Registry()
     pattern = object()

@@ -21,7 +21,7 @@ from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
 from rewriter.normal_form import Algebra, OverBudget, Poly
-from rewriter.patterns.normalized_value import (
+from rewriter.patterns.layer_norm.normalized_value import (
     REDUCE,
     Source,
     results_below,

@@ -14,7 +14,7 @@ from rewriter.canonicalize import LAYOUT, ragged_axes
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
-from rewriter.patterns.dense_experts import CHOICES, RAGGED, near_miss
+from rewriter.patterns.ragged_dot.dense_experts import CHOICES, RAGGED, near_miss
 from rewriter.reading import (
     Reading,
     Refused,
