@@ -32,10 +32,19 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from rewriter import _jax, errors, implement
-from rewriter.implement import Mask, Use
 from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernel_call import accepted, residual_slots
 from rewriter.op import Op
 from rewriter.registry import registry
+from rewriter.uses import (
+    Mask,
+    Shaped,
+    Use,
+    level_sizes,
+    result,
+    shaped,
+    without_levels,
+)
 
 Kernels = Sequence[tuple[str, "str | Kernel | None"]]
 
@@ -140,21 +149,21 @@ def _resolved(op: Op, kernels: Kernels) -> tuple[tuple[str, Kernel | None], ...]
 
 
 # ------------------------------------------------------------ abstract values
-def _avals(results: Sequence[implement.Shaped], avals: Sequence[Any]) -> list[Any]:
+def _avals(results: Sequence[Shaped], avals: Sequence[Any]) -> list[Any]:
     return [_jax.shaped_like(shape, dtype, avals) for shape, dtype in results]
 
 
 def _site_aval(
     *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
 ) -> list[Any]:
-    given = [implement.shaped(a) for a in avals]
-    inner = implement.without_levels(given, batch)
-    sizes = tuple(implement.level_sizes(given, batch))
+    given = [shaped(a) for a in avals]
+    inner = without_levels(given, batch)
+    sizes = tuple(level_sizes(given, batch))
     for _, kernel in use.kernels:
-        implement.accepted(use, kernel, inner)  # a wrong kernel fails here
-    results = [implement.result(use, inner)]
+        accepted(use, kernel, inner)  # a wrong kernel fails here
+    results = [result(use, inner)]
     if residuals:
-        results += [r for slot in implement.residual_slots(use, inner) for r in slot]
+        results += [r for slot in residual_slots(use, inner) for r in slot]
     return _avals([(sizes + s, d) for s, d in results], avals)
 
 
@@ -162,10 +171,10 @@ def _tangent_aval(
     *avals: Any, use: Use, active: tuple[str, ...], batch: tuple[Mask, ...]
 ) -> Any:
     del active
-    given = [implement.shaped(a) for a in avals]
-    inner = implement.without_levels(given, batch)[: len(use.names)]
-    sizes = tuple(implement.level_sizes(given, batch))
-    shape, dtype = implement.result(use, inner)
+    given = [shaped(a) for a in avals]
+    inner = without_levels(given, batch)[: len(use.names)]
+    sizes = tuple(level_sizes(given, batch))
+    shape, dtype = result(use, inner)
     return _avals([(sizes + shape, dtype)], avals)[0]
 
 
@@ -176,9 +185,9 @@ def _backward_aval(
     batch: tuple[Mask, ...],
     summed: tuple[Mask, ...],
 ) -> list[Any]:
-    given = [implement.shaped(a) for a in avals]
-    inner = dict(zip(use.names, implement.without_levels(given, batch), strict=False))
-    sizes = implement.level_sizes(given, batch)
+    given = [shaped(a) for a in avals]
+    inner = dict(zip(use.names, without_levels(given, batch), strict=False))
+    sizes = level_sizes(given, batch)
     results = []
     for i, name in enumerate(wrt):
         shape, dtype = inner[name]

@@ -15,14 +15,14 @@ ORDER = [
     "timing", "conditions", "trace", "repeats", "fold", "graph", "normal_form",
     "canonicalize", "template", "formula", "emit", "region", "rows", "reading",
     "stacked", "finder", "sieve", "reference", "match", "pattern", "implementation",
-    "key", "measurement", "decision", "stored", "whole", "tuned", "cache",
-    "sources", "choose", "plan", "gradients", "backward_place", "as_written",
-    "leaves", "remains", "oracle", "implement", "site", "threads", "programs",
-    "inputs", "candidate", "race", "isolate", "static_cost", "autotune",
+    "key", "measurement", "decision", "stored", "whole", "tuned", "cache", "sources",
+    "choose", "plan", "gradients", "backward_place", "as_written", "leaves", "remains",
+    "oracle", "uses", "kernel_call", "levels", "implement", "site", "threads",
+    "programs", "inputs", "candidate", "race", "isolate", "static_cost", "autotune",
     "propagation", "shards", "replace", "locate", "unfold", "placing", "planner",
-    "pipeline", "placement", "deferred", "draw", "report", "optimize", "tune",
-    "verify", "roofline", "bench", "bench_table", "bench_peers", "bench_ops",
-    "export", "demo", "__init__", "__main__",
+    "pipeline", "placement", "deferred", "draw", "report", "optimize", "tune", "verify",
+    "roofline", "bench", "bench_table", "bench_peers", "bench_ops", "export", "demo",
+    "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {

@@ -64,9 +64,7 @@ def left_out(case: tuple[Shape, dict[str, Any], dict[str, Any]]) -> bool:
     return "dropout" in case[1] and case[2].get("empty_rows") == "mean"
 
 
-def program(
-    params: dict[str, Any], blocks: Any, backward_blocks: Any
-) -> Any:
+def program(params: dict[str, Any], blocks: Any, backward_blocks: Any) -> Any:
     """A forward and all gradients."""
 
     def both(operands: dict[str, Any], up: Any) -> Any:

@@ -1,0 +1,153 @@
+"""A kernel on the operands of one use: what it gives, saves and gives back.
+
+A kernel must give what the op's reference gives; what it does not give back, such as
+the gradient of an operand, is that of the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from rewriter import errors
+from rewriter.kernel import Kernel
+from rewriter.uses import (
+    Shaped,
+    Use,
+    is_symbolic,
+    memoised,
+    result,
+    shaped,
+    structs,
+    wide_numbers,
+)
+
+
+def residual_slots(
+    use: Use, operands: Sequence[Shaped]
+) -> tuple[tuple[Shaped, ...], ...]:
+    """Returns the distinct residual groups of all the kernels of a use.
+
+    One program may be lowered for several platforms, whose kernels may save
+    different things; each kernel fills its own group and zeros the others.
+    """
+    groups = [accepted(use, k, operands) for _, k in use.kernels if k is not None]
+    return tuple(dict.fromkeys(g for g in groups if g))
+
+
+def accepted(
+    use: Use, kernel: Kernel | None, operands: Sequence[Shaped]
+) -> tuple[Shaped, ...] | None:
+    """Returns the residuals of a kernel on these operands; None if it refuses.
+
+    Raises:
+        KernelError: If the kernel gives another shape or dtype than the
+            reference.
+    """
+    if kernel is None:
+        return None
+    return memoised(_accepted, operands)(use, kernel, tuple(operands), wide_numbers())
+
+
+@functools.lru_cache(maxsize=4096)
+def _accepted(
+    use: Use, kernel: Kernel, operands: tuple[Shaped, ...], x64: bool
+) -> tuple[Shaped, ...] | None:
+    del x64
+    symbolic = is_symbolic(operands)
+    try:
+        if not kernel.supports(use.spec(operands)).ok:
+            return None
+        call = functools.partial(call_forward, use, kernel, kernel.backward is not None)
+        out, residuals = jax.eval_shape(call, *structs(operands))
+    except Exception:
+        if symbolic:  # most kernels need to know their sizes
+            return None
+        raise
+    wanted = result(use, operands)
+    if not hasattr(out, "shape") or shaped(out) != wanted:
+        raise _wrong(kernel, "returned", out, wanted)
+    return tuple(shaped(r) for r in residuals)
+
+
+def _wrong(kernel: Kernel, did: str, got: Any, wanted: Shaped) -> errors.KernelError:
+    text = _text(shaped(got)) if hasattr(got, "shape") else type(got).__name__
+    return errors.KernelError(
+        f"kernel {kernel.name!r} of {kernel.op} {did} {text}",
+        wanted=_text(wanted),
+        next_step="The reference decides shape and dtype",
+        where=kernel.where,
+    )
+
+
+def _text(value: Shaped) -> str:
+    shape, dtype = value
+    return f"{dtype}[{','.join(str(d) for d in shape)}]"
+
+
+def call_forward(
+    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array
+) -> tuple[Any, tuple[Any, ...]]:
+    """The result of a kernel, and what it saves for its backward."""
+    named = dict(zip(use.names, operands, strict=True))
+    if not residuals:
+        return kernel.forward(**named, **dict(use.params)), ()
+    both = kernel.forward(**named, **dict(use.params), residuals=True)
+    if not (isinstance(both, tuple) and len(both) == 2):
+        raise errors.KernelError(
+            f"kernel {kernel.name!r} of {kernel.op} returned {type(both).__name__}",
+            wanted="(result, residuals), since it has a backward",
+            where=kernel.where,
+        )
+    out, saved = both
+    return out, tuple(saved)
+
+
+def call_backward(
+    use: Use, kernel: Kernel, wrt: tuple[str, ...], *args: jax.Array
+) -> list[jax.Array]:
+    """Gradients of some operands; those that the kernel lacks are the reference's.
+
+    Args:
+        use: The use of the op.
+        kernel: A kernel with a backward.
+        wrt: The operands whose gradients are wanted.
+        *args: The operands, what the forward saved, and the cotangent.
+    """
+    n = len(use.names)
+    named = dict(zip(use.names, args[:n], strict=True))
+    out, saved = (args[n], args[n + 1 : -1]) if use.keeps_out else (None, args[n:-1])
+    assert kernel.backward is not None
+    given = kernel.backward(
+        **named, out=out, residuals=tuple(saved), cotangent=args[-1],
+        **dict(use.params),
+    )  # fmt: skip
+    absent = tuple(w for w in wrt if given.get(w) is None)
+    rest: Mapping[str, Any] = {}
+    if absent:
+        rest = dict(zip(absent, pullback(use, absent, use.general, args), strict=True))
+    for name in wrt:
+        if name not in absent and shaped(given[name]) != shaped(named[name]):
+            did = f"returned as the gradient of {name}"
+            raise _wrong(kernel, did, given[name], shaped(named[name]))
+    return [rest[w] if w in absent else given[w] for w in wrt]
+
+
+def pullback(
+    use: Use, wrt: tuple[str, ...], function: Callable[..., Any], args: Sequence[Any]
+) -> list[jax.Array]:
+    """Cotangents of a function of the operands; the last argument is its own."""
+    at = [use.names.index(w) for w in wrt]
+    operands = list(args[: len(use.names)])
+
+    def of(*chosen: jax.Array) -> jax.Array:
+        full = list(operands)
+        for i, value in zip(at, chosen, strict=True):
+            full[i] = value
+        return function(*full)
+
+    _, back = jax.vjp(of, *(operands[i] for i in at))
+    return list(back(args[-1]))
