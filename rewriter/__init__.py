@@ -3,6 +3,7 @@
 from rewriter import cache as cache
 from rewriter.bench import Benchmark as Benchmark
 from rewriter.bench import benchmark as benchmark
+from rewriter.bindings import Candidate as Candidate
 from rewriter.config import Config as Config
 from rewriter.config import config as config
 from rewriter.config import configure_logging as _configure_logging
@@ -29,7 +30,6 @@ from rewriter.kernel import Space as Space
 from rewriter.optimize import Optimized as Optimized
 from rewriter.optimize import explain as explain
 from rewriter.optimize import optimize as optimize
-from rewriter.pattern import Candidate as Candidate
 from rewriter.pattern import Pattern as Pattern
 from rewriter.pattern import pattern as pattern
 from rewriter.pattern import register as register
