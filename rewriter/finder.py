@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from rewriter import _jax
-from rewriter.canonicalize import LAYOUT, Evaluator, is_local, is_lossless
+from rewriter.canonicalize import (
+    LAYOUT,
+    TRANSPARENT,
+    Evaluator,
+    is_local,
+    is_lossless,
+)
 from rewriter.graph import Graph, Node, Scope
 from rewriter.normal_form import Algebra, OverBudget
 from rewriter.reading import Refused
@@ -141,8 +147,10 @@ class Finder:
                 value = node.ins[1 if known[0] else 0]
             elif node.prim == "add" and 0 in numbers:
                 value = node.ins[1 if numbers[0] == 0 else 0]
-            elif node.prim in ("neg", "transpose", "reshape") or (
-                node.prim == "div" and known[1]
+            elif (
+                node.prim in ("neg", "transpose", "reshape")
+                or (node.prim in TRANSPARENT and len(node.ins) == 1)
+                or (node.prim == "div" and known[1])
             ):
                 value = node.ins[0]
             else:

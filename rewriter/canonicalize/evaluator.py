@@ -40,6 +40,12 @@ from rewriter.normal_form import (
     TooMuchWork,
 )
 
+SAME_NUMBER = TRANSPARENT | {
+    "broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "expand_dims",
+    "stop_gradient",
+}  # fmt: skip
+"""Primitives that keep a number which stands at every position."""
+
 
 class Evaluator(Layout, LoopForms):
     """Normal forms of graph values relative to leaves.
@@ -233,9 +239,7 @@ class Evaluator(Layout, LoopForms):
         node = self.g.node_of(value)
         if node is None or depth == 0:
             return None
-        if node.prim in ("broadcast_in_dim", "reshape", "convert_element_type",
-                         "squeeze", "copy", "expand_dims",
-                         "stop_gradient"):  # fmt: skip
+        if node.prim in SAME_NUMBER and len(node.ins) == 1:
             inner = self.number(node.ins[0], depth - 1)
             if node.prim == "convert_element_type" and inner is not None:
                 new = node.params["new_dtype"]
