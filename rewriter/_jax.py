@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import core, dispatch
+from jax._src import config, core, dispatch
 from jax._src import source_info_util as _source_info_util
 from jax.interpreters import partial_eval
 
@@ -363,6 +363,14 @@ def integer_division(eqn: Any) -> str:
 def lower_with_devices(primitive: Any) -> None:
     """Has JAX tell a primitive's lowering the devices, which it may else leave open."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def on_one_device() -> Any:
+    """A context in which code says nothing of the manual axes that it varies over.
+
+    Inside `jax.shard_map` with ``check_vma=True`` a Pallas call would have to.
+    """
+    return config._check_vma(False)
 
 
 def is_partitioned(ctx: Any) -> bool:

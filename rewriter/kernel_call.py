@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from rewriter import errors
+from rewriter import _jax, errors
 from rewriter.kernel import Kernel
 from rewriter.uses import (
     Shaped,
@@ -62,7 +62,8 @@ def _accepted(
         if not kernel.supports(use.spec(operands)).ok:
             return None
         call = functools.partial(call_forward, use, kernel, kernel.backward is not None)
-        out, residuals = jax.eval_shape(call, *structs(operands))
+        with _jax.on_one_device():
+            out, residuals = jax.eval_shape(call, *structs(operands))
     except Exception:
         if symbolic:  # most kernels need to know their sizes
             return None

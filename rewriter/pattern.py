@@ -24,6 +24,7 @@ Example:
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,12 +33,13 @@ from typing import Any, ClassVar
 import jax
 
 from rewriter import kernel
+from rewriter.along import sharding_of
 from rewriter.bindings import Candidate, Wanted
 from rewriter.declared import checked, parsed
 from rewriter.errors import PatternError, caller
 from rewriter.finder import Finder
 from rewriter.graph import Node
-from rewriter.op import Op
+from rewriter.op import Op, Sharding
 from rewriter.reading import Reading
 from rewriter.registry import registry
 from rewriter.sieve import Step
@@ -199,7 +201,15 @@ def pattern(
         return fn(*(given[n] for n in operands), **{k: given[k] for k in holes})
 
     reference.__wrapped__ = fn  # type: ignore[attr-defined]
-    op = Op(label, operands, operands, letters, reference, sample)
+
+    @functools.cache
+    def sharding(params: tuple[tuple[str, Any], ...]) -> Sharding:
+        return sharding_of(reference, letters, dict(params))
+
+    op = Op(
+        label, operands, operands, letters, reference, sample,
+        sharding=lambda params: sharding(tuple(sorted(params.items()))),
+    )  # fmt: skip
     anchors = checked(op, fn, holes, where)
     return Pattern(op, holes, anchors, where=where)
 

@@ -433,7 +433,8 @@ def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: 
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
     ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
     rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
-    return rule(ctx, *args)
+    with _jax.on_one_device():
+        return rule(ctx, *args)
 
 
 @functools.lru_cache(maxsize=1024)

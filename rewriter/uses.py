@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter import errors
+from rewriter import _jax, errors
 from rewriter.kernel import Kernel, Spec
 from rewriter.op import Op
 
@@ -133,7 +133,8 @@ def structs(operands: Sequence[Shaped]) -> list[jax.ShapeDtypeStruct]:
 @functools.lru_cache(maxsize=4096)
 def _result(use: Use, operands: tuple[Shaped, ...], x64: bool) -> Shaped:
     del x64
-    out = jax.eval_shape(use.reference, *structs(operands))
+    with _jax.on_one_device():
+        out = jax.eval_shape(use.reference, *structs(operands))
     if not hasattr(out, "shape"):
         raise errors.PatternError(
             f"the reference of {use.op.name} returned {type(out).__name__}",

@@ -11,18 +11,19 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
     "errors", "verdict", "atomic", "_jax", "config", "activations", "cost", "op",
-    "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry", "profile",
-    "timing", "conditions", "trace", "repeats", "fold", "graph", "normal_form",
-    "canonicalize", "template", "formula", "emit", "region", "rows", "reading",
-    "stacked", "finder", "sieve", "reference", "match", "declared", "bindings",
-    "pattern", "implementation", "key", "measurement", "decision", "stored", "whole",
-    "tuned", "cache", "sources", "choose", "plan", "gradients", "backward_place",
-    "as_written", "leaves", "remains", "oracle", "uses", "kernel_call", "levels",
-    "implement", "site", "threads", "programs", "inputs", "candidate", "race",
-    "isolate", "static_cost", "autotune", "propagation", "shards", "replace", "locate",
-    "unfold", "placing", "planner", "pipeline", "placement", "deferred", "draw",
-    "report", "optimize", "tune", "verify", "roofline", "bench", "bench_table",
-    "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
+    "along", "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry",
+    "profile", "timing", "conditions", "trace", "repeats", "fold", "graph",
+    "normal_form", "canonicalize", "template", "formula", "emit", "region", "rows",
+    "reading", "stacked", "finder", "sieve", "reference", "match", "declared",
+    "bindings", "pattern", "implementation", "key", "measurement", "decision",
+    "stored", "whole", "tuned", "cache", "sources", "choose", "plan", "gradients",
+    "backward_place", "as_written", "leaves", "remains", "oracle", "uses",
+    "kernel_call", "levels", "implement", "site", "threads", "programs", "inputs",
+    "candidate", "race", "isolate", "static_cost", "autotune", "propagation",
+    "shards", "replace", "locate", "unfold", "placing", "planner", "pipeline",
+    "placement", "deferred", "draw", "report", "optimize", "tune", "verify",
+    "roofline", "bench", "bench_table", "bench_peers", "bench_ops", "export",
+    "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {

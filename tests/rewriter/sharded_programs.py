@@ -166,7 +166,8 @@ CASES = (
     Case("decoder", DATA, (of_layers(fsdp="data"), ROWS)),
     Case("decoder", MODEL, (of_layers(model="model"), NONE)),
     Case("decoder", BOTH, (of_layers(fsdp="data", model="model"), ROWS)),
-    Case("decoder", ALL, (of_layers(fsdp="data", model="model"), P("data", "seq")), brief=True),
+    Case("decoder", ALL, (of_layers(fsdp="data", model="model"), P("data", "seq")),
+         brief=True),
 )  # fmt: skip
 
 PROGRAMS = {f.__name__: f for f in

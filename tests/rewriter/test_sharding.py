@@ -19,9 +19,23 @@ from rewriter.kernel import Spec
 from rewriter.propagation import split_by
 from rewriter.registry import registry
 from rewriter.shards import NoShards, Shards, local_spec, shards_of
+from tests.kernels import tpu
 
 ROOT = pathlib.Path(__file__).parents[2]
 MESH = AbstractMesh((4, 2, 1), ("data", "model", "one"))
+
+
+def run(script: str, *options: str, **environment: str) -> str:
+    """What a script prints that runs in a process of its own."""
+    env = {
+        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment,
+    }  # fmt: skip
+    command = [sys.executable, "-m", f"tests.rewriter.{script}", *options]
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -30,17 +44,14 @@ MESH = AbstractMesh((4, 2, 1), ("data", "model", "one"))
     ids=["calls", "programs"],
 )
 def test_on_eight_devices(command: tuple[str, ...]) -> None:
-    script, *options = command
     flags = os.environ.get("XLA_FLAGS", "")
-    env = {
-        **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count=8",
-    }  # fmt: skip
-    run = [sys.executable, "-m", f"tests.rewriter.{script}", *options]
-    done = subprocess.run(
-        run, env=env, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(*command, XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count=8")
+
+
+@tpu.needs_compiler
+def test_compiled_for_eight_chips_that_are_not_there() -> None:
+    said = run("sharded_ahead", "tpu", "v5e:2x4", "norm")
+    assert said.count("user_norm by_pallas b over data") == 2
 
 
 SHAPES = {
