@@ -299,6 +299,42 @@ def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     return jax.make_jaxpr(fn)(*structs)
 
 
+def explicit_mesh(avals: Sequence[Any]) -> Any:
+    """The mesh on whose explicit axes values are placed by their types, or None."""
+    explicit = jax.sharding.AxisType.Explicit
+    meshes = (a.sharding.mesh for a in avals if hasattr(a, "sharding"))
+    return next((m for m in meshes if explicit in m.axis_types), None)
+
+
+def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """As `trace_flat`, of arrays that are placed as their types state."""
+    mesh = explicit_mesh(avals)
+    if mesh is None:
+        return trace_flat(fn, avals)
+    structs = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype)
+        if a.sharding.mesh.empty
+        else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+        for a in avals
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(fn)(*structs)
+
+
+def placed_as(value: Any, aval: Any) -> Any:
+    """The array, placed as an abstract value states, if that states it."""
+    if explicit_mesh([aval]) is None or core.typeof(value).sharding == aval.sharding:
+        return value
+    return jax.sharding.reshard(value, aval.sharding)
+
+
+def stated(avals: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells values apart that types place differently; () if they place none."""
+    if explicit_mesh(avals) is None:
+        return ()
+    return tuple(tuple(a.sharding.spec) for a in avals)
+
+
 def new_var(aval: Any) -> Any:
     """A new variable."""
     return core.Var(aval)

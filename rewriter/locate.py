@@ -7,14 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rewriter import _jax
 from rewriter.graph import Scope
-from rewriter.match import Match
+from rewriter.match import Match, leaves_of
 from rewriter.op import OUT
-from rewriter.propagation import Placement, Unreadable, mark, propagated
+from rewriter.propagation import (
+    Placement,
+    Split,
+    Unreadable,
+    mark,
+    propagated,
+    split_by,
+)
 from rewriter.region import Regions
-from rewriter.replace import Splice, obstacle, places, replace
+from rewriter.replace import Splice, as_placed, obstacle, places, replace
 from rewriter.shards import NoShards, Shards, shards_of
 
 log = logging.getLogger("rewriter.locate")
@@ -31,8 +39,9 @@ def located(
 ) -> Located:
     """Returns for each match how it is spread over the mesh, or why it is not.
 
-    The program is written once with each op's reference in place of the site, its
-    operands marked, and XLA's propagation is asked where those are.
+    Types say it where the mesh's axes are explicit. Else the program is written once
+    with each op's reference in place of the site, its operands marked, and XLA's
+    propagation is asked where those are.
 
     Args:
         regions: The walks over the program's graph.
@@ -41,34 +50,50 @@ def located(
     """
     if isinstance(placement, str):
         return {id(m): placement for m in matches if _manual(m.node.scope) != ENTIRELY}
-    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-    splices = []
     found: dict[int, Shards | str] = {}
-    for index, m in enumerate(matches):
+    rest = []
+    for m in matches:
         manual = _manual(m.node.scope)
         if manual == PARTLY:
             found[id(m)] = PARTLY
-        for scope, position in () if manual else places(m):
+        elif not manual and placement.stated:
+            found[id(m)] = _stated(regions, m, placement)
+        elif not manual:
+            rest.append(m)
+    found |= _propagated(regions, rest, placement)
+    for m in matches:
+        log.debug("%s at %s: %s", m.op.name, m.where, found.get(id(m), ENTIRELY))
+    return found
+
+
+def _propagated(
+    regions: Regions, matches: Sequence[Match], placement: Placement
+) -> dict[int, Shards | str]:
+    """How matches are spread, as XLA's propagation says of a program with marks."""
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    splices = []
+    for index, m in enumerate(matches):
+        for scope, position in places(m):
             if not obstacle(m, scope, regions):
                 seen = shapes[index] = {}
                 call = _observed(m, index, seen)
                 splices.append(Splice(m, scope, position, call, key=index))
                 break
     if not splices:
-        return found
+        return {}
     try:
         program, _ = replace(regions, splices)
         splits = propagated(program, placement)
     except Unreadable as problem:
         why = f"its placement is not known: {problem}"
-        return {**found, **{id(matches[i]): why for i in shapes}}
+        return {id(matches[i]): why for i in shapes}
+    found: dict[int, Shards | str] = {}
     for index, seen in shapes.items():
         m = matches[index]
         try:
             found[id(m)] = _shards(m, index, seen, splits, placement)
         except NoShards as why:
             found[id(m)] = str(why)
-        log.debug("%s at %s: %s", m.op.name, m.where, found[id(m)])
     return found
 
 
@@ -101,6 +126,43 @@ def _observed(
         return mark(out, f"{index}/{OUT}")
 
     return call
+
+
+def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | str:
+    """How a match is spread where types state it: as those of its operands say."""
+    graph, reading = regions.graph, match.reading
+    here, names = dict(match.leaves), leaves_of(reading)
+    placed = as_placed(regions, match, match.node.scope)
+    avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
+    own, params = set(match.op.operands), {**match.op.defaults, **reading.params}
+    shapes: dict[str, tuple[int, ...]] = {}
+    splits: dict[str, Split | None] = {}
+
+    def call(**given: Any) -> jax.Array:
+        operands = {k: v for k, v in given.items() if k in own}
+        structs = {
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in operands.items()
+        }
+        out = jax.eval_shape(lambda o: match.op.reference(**o, **params), structs)
+        for name, x in {**operands, OUT: out}.items():
+            shapes[name] = x.shape
+            spec = () if name == OUT else jax.typeof(x).sharding.spec
+            splits[name] = split_by(spec, len(x.shape))
+        return jnp.zeros(out.shape, out.dtype)
+
+    def code(*arrays: jax.Array) -> jax.Array:
+        leaves = dict(zip(names, arrays, strict=True))
+        shape, dtype = graph.shape(reading.value), graph.dtype(reading.value)
+        return reading.build(call, leaves, shape, dtype)
+
+    try:
+        _jax.trace_placed(code, avals)
+        return shards_of(match.op, params, shapes, splits, placement.mesh)
+    except NoShards as why:
+        return str(why)
+    except Exception as problem:  # JAX has no rule for a layout of these placements
+        text = (str(problem).splitlines() or [""])[0]
+        return f"its operands cannot be laid out as they are placed: {text}"
 
 
 def _shards(

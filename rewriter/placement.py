@@ -20,6 +20,7 @@ from rewriter.propagation import Placement, several
 from rewriter.trace import Traced
 
 OTHER_MESHES = "its arrays are on more than one mesh"
+MIXED = "some axes of the mesh are explicit, others automatic"
 MANUAL = "some axes of the mesh are manual around it, others are not"
 
 
@@ -111,6 +112,8 @@ def _mesh_of(shardings: Sequence[Any]) -> Any:
     kinds = {kind for m in meshes for kind in _kinds(m)}
     if AxisType.Manual in kinds:
         return "" if kinds == {AxisType.Manual} else MANUAL
+    if len(kinds) > 1:
+        return MIXED
     concrete = (m for m in meshes if isinstance(m, jax.sharding.Mesh))
     return next(concrete, meshes[0] if meshes else None)
 

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rewriter import _jax
 
@@ -47,6 +47,11 @@ class Placement:
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh's axes."""
         return dict(self.mesh.shape)
+
+    @property
+    def stated(self) -> bool:
+        """Whether the types of all values say where they are."""
+        return AxisType.Explicit in self.mesh.axis_types
 
 
 class Unreadable(Exception):

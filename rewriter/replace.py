@@ -380,7 +380,7 @@ class _Work:
         atoms = [read(a) for a in eqn.invars]
         for splice in self.read_in.get(id(child), ()):
             atoms += self.stacked[id(splice)]
-        fragment = _jax.trace_flat(code, [a.aval for a in atoms])
+        fragment = _jax.trace_placed(code, [a.aval for a in atoms])
         if fragment.constvars:
             raise ValueError("a loop holds constants")
         outs = self._inserted(fragment, atoms, eqn, frame)
@@ -451,30 +451,29 @@ class _Work:
         backward, graph = splice.backward, self.graph
         values = _in_order(splice)
         dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
-        made = (*(backward.grads[v] for v in values), *backward.others)
-        weak = tuple(graph.avals[v].weak_type for v in made)
         dtype = graph.dtype(splice.match.value)
         zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
 
         def code(*given: jax.Array) -> list[jax.Array]:
             *saved, cotangent = given
             function = jax.tree.unflatten(tree, saved)
-            grads = function(cotangent.astype(dtype))
+            grads = function(_jax.placed_as(cotangent, own).astype(dtype))
             found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
             found += [jnp.zeros(*like) for like in zeros]
-            return [
-                _jax.weakly_typed(x) if w else x
-                for x, w in zip(found, weak, strict=True)
-            ]
+            return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
 
         places = tuple(
             list(dict(splice.match.leaves).values()).index(v) for v in values
         )
         result = graph.avals[backward.cotangent]
-        like = tree, places, dtypes, zeros, weak, result.dtype
+        own = graph.avals[splice.match.value]
+        results = (*(backward.grads[v] for v in values), *backward.others)
+        wanted = [graph.avals[v] for v in results]
+        weak = tuple(a.weak_type for a in wanted)
+        like = tree, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
         key = ("backward", id(splice.match.reading), splice.key, *like)
         if key not in self.fragments:
-            self.fragments[key] = _jax.trace_flat(code, [*avals, result])
+            self.fragments[key] = _jax.trace_placed(code, [*avals, result])
         cotangent = self._cotangent(splice, backward.cotangent)
         fragment = self.fragments[key]
         if fragment.constvars:
@@ -482,7 +481,7 @@ class _Work:
         residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
         atoms = self._inserted(fragment, given, eqn, frame, splice.label)
-        return dict(zip(made, atoms, strict=True))
+        return dict(zip(results, atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """What carries a cotangent where gradients are computed."""
@@ -528,11 +527,14 @@ class _Work:
         moving = _in_order(splice)
         here = dict(splice.match.leaves)
         order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
-        weak = graph.avals[splice.match.value].weak_type
-        key = (id(reading), splice.key, order, weak)
+        names = leaves_of(reading)
+        placed = self.placed[id(splice)]
+        avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
+        result = graph.avals[splice.match.value]
+        stated = _jax.stated([*avals, result])
+        key = (id(reading), splice.key, order, result.weak_type, stated)
         if splice.key is not None and key in self.fragments:
             return self.fragments[key]
-        names = leaves_of(reading)
 
         def code(*arrays: jax.Array) -> jax.Array:
             out = reading.build(
@@ -541,7 +543,7 @@ class _Work:
                 graph.shape(reading.value),
                 graph.dtype(reading.value),
             )
-            return _jax.weakly_typed(out) if weak else out
+            return _typed_as(out, result)
 
         trees: list[Any] = []
 
@@ -553,11 +555,17 @@ class _Work:
             trees.append(tree)
             return [out, *residuals]
 
-        traced = _jax.trace_flat(with_residuals, [graph.avals[v] for v in names])
+        traced = _jax.trace_placed(with_residuals, avals)
         if traced.constvars:
             raise ValueError("the replacement holds constants")
         self.fragments[key] = (traced, names, trees[-1] if trees else None)
         return self.fragments[key]
+
+
+def _typed_as(x: jax.Array, aval: Any) -> jax.Array:
+    """The array with the stated sharding and the weak type of another."""
+    x = _jax.placed_as(x, aval)
+    return _jax.weakly_typed(x) if aval.weak_type else x
 
 
 def _in_order(splice: Splice) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rewriter import _jax
 from rewriter.kernel import Spec, spec_of
@@ -284,15 +284,26 @@ def spread(
             out = rule.finish(out, given, params, parts)
         return jax.lax.psum(out, shards.summed) if shards.summed else out
 
-    whole = dict(operands)
-    for name, spec in shards.kept:  # else what computes it would be done by each
-        if not jnp.issubdtype(whole[name].dtype, jnp.floating):
-            continue
-        sharding = jax.NamedSharding(shards.mesh, spec)
-        whole[name] = jax.lax.with_sharding_constraint(whole[name], sharding)
+    whole = _ready(operands, shards)
     return jax.shard_map(
         on_device,
         mesh=shards.mesh,
         in_specs=tuple(spec for _, spec in shards.specs),
         out_specs=shards.out,
     )(*(whole[n] for n in names))
+
+
+def _ready(operands: Mapping[str, jax.Array], shards: Shards) -> dict[str, jax.Array]:
+    """The operands, with what the mesh's kind of axes wants done before a shard_map."""
+    whole = dict(operands)
+    if AxisType.Explicit in shards.mesh.axis_types:  # a type has to be that of the spec
+        for name, spec in shards.specs:
+            whole[name] = jax.sharding.reshard(
+                whole[name], NamedSharding(shards.mesh, spec)
+            )
+        return whole
+    for name, spec in shards.kept:  # else every device would compute all of it
+        if jnp.issubdtype(whole[name].dtype, jnp.floating):
+            sharding = NamedSharding(shards.mesh, spec)
+            whole[name] = jax.lax.with_sharding_constraint(whole[name], sharding)
+    return whole

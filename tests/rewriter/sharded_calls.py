@@ -185,6 +185,42 @@ def in_shard_map() -> None:
     assert "some axes of the mesh" in one_site(fast, *ARGS).not_chosen[0][1]
 
 
+def explicit() -> None:
+    """Types that state shardings say where a site's operands are, also in a jit."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def plain(q: Any, k: Any, v: Any) -> jax.Array:
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+    def scalar(f: Any) -> Any:
+        return lambda *args: (f(*args) ** 2).sum()
+
+    want, grads = plain(*PLAIN), jax.grad(scalar(plain), (0, 1, 2))(*PLAIN)
+    with jax.set_mesh(mesh):
+        args = jax.device_put(PLAIN, HEADS.spec)
+        fast = optimized(plain)
+        assert (
+            one_site(fast, *args).sharding == "b over data, n over model, k over model"
+        )
+        close(fast(*args), want)
+        assert jax.typeof(fast(*args)) == jax.typeof(jax.jit(plain)(*args))
+        nested = jax.jit(jax.grad(scalar(fast), (0, 1, 2)))
+        close(nested(*args), grads)
+        assert "rewriter_site_backward" in str(nested.trace(*args).jaxpr)
+        step = optimized(jax.grad(scalar(plain), (0, 1, 2)))
+        close(step(*args), grads)
+        assert one_site(step, *args).backward
+        rows = jax.device_put(PLAIN, P("data", "model"))
+
+        def gathering(q: Any, k: Any, v: Any) -> jax.Array:
+            return plain(q, *(jax.sharding.reshard(x, P("data")) for x in (k, v)))
+
+        fast = optimized(gathering)
+        assert one_site(fast, *rows).sharding == "b over data, t over model"
+        close(fast(*rows), want)
+
+
 def exported() -> None:
     """An exported program keeps its devices and its numbers."""
     fast = optimized(in_shardings=(HEADS,) * 3)
@@ -199,4 +235,5 @@ if __name__ == "__main__":
     unknown_arguments()
     never_bare()
     in_shard_map()
+    explicit()
     exported()
