@@ -263,6 +263,7 @@ def analyze(
         before=traced.closed_jaxpr,
         after=rewritten.closed_jaxpr,
         key=rewritten.key,
+        placement=placement if isinstance(placement, Placement) else None,
     )
     _log(report)
     _require(report, config)

@@ -103,7 +103,7 @@ def propagated(program: ClosedJaxpr, placement: Placement) -> dict[str, Split | 
         Unreadable: If the program cannot be lowered, or a constant's placement is
             not known.
     """
-    module = _lowered(program, placement)
+    module = lowered(program, placement).compiler_ir("stablehlo")
     with module.context:
         pipeline = "builtin.module(sdy-propagation-pipeline)"
         passmanager.PassManager.parse(pipeline).run(module.operation)
@@ -117,7 +117,16 @@ def propagated(program: ClosedJaxpr, placement: Placement) -> dict[str, Split | 
     return found
 
 
-def _lowered(program: ClosedJaxpr, placement: Placement) -> Any:
+def lowered(program: ClosedJaxpr, placement: Placement) -> Any:
+    """Lowers a program whose inputs are placed.
+
+    Args:
+        program: The program.
+        placement: Where its inputs are.
+
+    Raises:
+        Unreadable: As `propagated`.
+    """
     shardings = [_of_constant(c, placement.mesh) for c in program.consts]
     shardings += [_named(placement.mesh, spec) for spec in placement.inputs]
     outputs = [_named(placement.mesh, spec) for spec in placement.outputs]
@@ -131,11 +140,10 @@ def _lowered(program: ClosedJaxpr, placement: Placement) -> Any:
     )
     platforms = _platforms(placement.mesh)
     try:
-        lowered = run.trace(*structs).lower(lowering_platforms=platforms)
+        return run.trace(*structs).lower(lowering_platforms=platforms)
     except Exception as problem:
         text = (str(problem).splitlines() or [""])[0]
         raise Unreadable(f"{type(problem).__name__}: {text}") from problem
-    return lowered.compiler_ir("stablehlo")
 
 
 def _platforms(mesh: Any) -> tuple[str, ...]:

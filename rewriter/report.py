@@ -11,9 +11,11 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
+from rewriter.collectives import Collectives, collectives_of
 from rewriter.key import Key
 from rewriter.match import NearMiss
 from rewriter.plan import Site
+from rewriter.propagation import Placement
 from rewriter.verdict import Reason
 
 COUNTED = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
@@ -46,6 +48,7 @@ class Report:
         before: The program as written.
         after: The program as rewritten.
         key: Under which the whole program is measured; None if nothing was replaced.
+        placement: Where its inputs are, if it runs on several devices.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -66,6 +69,7 @@ class Report:
     before: ClosedJaxpr | None = field(default=None, repr=False)
     after: ClosedJaxpr | None = field(default=None, repr=False)
     key: Key | None = field(default=None, repr=False)
+    placement: Placement | None = field(default=None, repr=False)
 
     def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
@@ -102,6 +106,24 @@ class Report:
         lines += [line for group in _grouped(sites) for line in _site_lines(group)]
         missing = f"nothing in {self.name} is close to {op or 'any pattern'}"
         return "\n".join(lines) if lines else missing
+
+    def collectives(self) -> tuple[Collectives, Collectives]:
+        """Compiles the program as written and as rewritten; returns their collectives.
+
+        Returns:
+            For each, by kind, how many and how many bytes they give; nothing for a
+            program on one device.
+
+        Raises:
+            RewriterError: If the devices of an abstract mesh are not here.
+        """
+        if self.placement is None or self.before is None or self.after is None:
+            return {}, {}
+        before, after = (
+            collectives_of(program, self.placement)
+            for program in (self.before, self.after)
+        )
+        return before, after
 
     def text(self, ascii: bool = False) -> str:
         """Returns the report as text.
@@ -207,7 +229,7 @@ def _grouped(sites: Sequence[Site]) -> list[list[Site]]:
     groups: dict[Any, list[Site]] = {}
     for s in sites:
         key = (s.op, s.where, s.kernel, s.origin, s.scope, s.shapes, s.not_chosen,
-               s.backward, s.again)  # fmt: skip
+               s.backward, s.again, s.sharding)  # fmt: skip
         groups.setdefault(key, []).append(s)
     return list(groups.values())
 
@@ -266,6 +288,8 @@ def _details(site: Site) -> Iterator[str]:
         facts.append(f"the forward runs again in {site.again}")
     if site.saved_bytes:
         facts.append(f"−{size(site.saved_bytes)} of intermediate values")
+    if site.sharding:
+        yield f"on each device: {site.sharding}"
     facts += _telling(site.params)
     if facts:
         yield "; ".join(facts)

@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import rewriter
 from rewriter import ahead_of_time
+from rewriter.collectives import collectives_in
 from tests.rewriter.sharded_programs import (
     attention,
-    collectives,
     ragged_dot,
     train_step,
 )
@@ -115,7 +115,7 @@ def main(platform: str, name: str, only: str = "") -> None:
             after = compiled(fast, platform, *args)
             before = compiled(jax.jit(passes), platform, *args)
             kernels = len(re.findall(rf'custom_call_target="{call}', after))
-            gains = collectives(before), collectives(after)
+            gains = collectives_in(before), collectives_in(after)
             print(label, passes.__name__, f"{kernels} kernels", *gains, flush=True)
             assert set(gains[1]) <= set(gains[0]), gains
             moved = [sum(size for _, size in found.values()) for found in gains]

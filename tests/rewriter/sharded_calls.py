@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rewriter
-from tests.rewriter.sharded_programs import FORCED, attention, collectives
+from rewriter.collectives import collectives_in
+from tests.rewriter.sharded_programs import FORCED, attention
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 HEADS = NamedSharding(MESH, P("data", None, "model"))
@@ -68,6 +69,12 @@ def known_arguments() -> None:
     close(fast(*PLAIN))
     assert one_site(fast, *PLAIN).sharding == ""
     assert fast(*ARGS).sharding.is_equivalent_to(HEADS, 4)
+    assert f"on each device: {split}" in fast.report(*ARGS).text()
+    assert fast.report(*PLAIN).collectives() == ({}, {})
+    seq = jax.device_put(PLAIN, NamedSharding(MESH, P("data", "model")))
+    before, after = fast.report(*seq).collectives()
+    assert after == {"all-gather": (2, 2 * PLAIN[0].nbytes // 4)}
+    assert sum(n for _, n in before.values()) >= sum(n for _, n in after.values())
 
     given = optimized(in_shardings=(HEADS,) * 3, out_shardings=HEADS)
     close(given(*PLAIN))
@@ -78,7 +85,7 @@ def known_arguments() -> None:
 
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=HEADS) for x in PLAIN]
     assert one_site(optimized(), *specs).sharding == split
-    assert not collectives(optimized().lower(*specs).compile().as_text())
+    assert not collectives_in(optimized().lower(*specs).compile().as_text())
 
     closed = optimized(lambda q: attention(q, *ARGS[1:]))
     close(closed(ARGS[0]))
@@ -153,7 +160,7 @@ def never_bare() -> None:
     placed = jax.device_put(x, rows)
     assert one_site(fast, placed).sharding == "b over data"
     compiled = fast.lower(placed).compile()
-    assert not collectives(compiled.as_text())
+    assert not collectives_in(compiled.as_text())
     close(compiled(placed), f(x))
 
 

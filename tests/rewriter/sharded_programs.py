@@ -8,11 +8,9 @@ other numbers, needs collectives that the original does not, or more memory.
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import functools
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,16 +22,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rewriter
+from rewriter.collectives import collectives_in
 
 FORCED = {
     "attention": "memory_bounded", "rms_norm": "memory_bounded",
     "layer_norm": "memory_bounded", "gated_linear_unit": "memory_bounded",
     "ragged_dot": "memory_bounded",
 }  # fmt: skip
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all",
-         "collective-permute")  # fmt: skip
-BYTES = {"f64": 8, "s64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2,
-         "s8": 1, "u8": 1, "pred": 1}  # fmt: skip
 
 
 # ------------------------------------------------------------------ programs
@@ -225,19 +220,6 @@ def train_step(f: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 
 # ------------------------------------------------------------------ measuring
-def collectives(text: str) -> dict[str, tuple[int, int]]:
-    """Collectives of a compiled program: kind to how many and how many bytes."""
-    found: dict[str, list[int]] = collections.defaultdict(list)
-    pattern = rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\("
-    for shapes, kind in re.findall(pattern, text):
-        sizes = [
-            BYTES.get(dtype, 4) * int(np.prod([int(d) for d in dims.split(",") if d]))
-            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes)
-        ]
-        found[kind].append(sum(sizes))
-    return {kind: (len(sizes), sum(sizes)) for kind, sizes in sorted(found.items())}
-
-
 def memory(compiled: Any) -> int:
     """Bytes of one device that a compiled program needs."""
     stats = compiled.memory_analysis()
@@ -276,8 +258,8 @@ def compared(case: Case, passes: str) -> dict[str, Any]:
         "mesh": case.text,
         "pass": passes,
         "error": error(after(*args), before(*args)),
-        "original": collectives(before.as_text()),
-        "rewritten": collectives(after.as_text()),
+        "original": collectives_in(before.as_text()),
+        "rewritten": collectives_in(after.as_text()),
         "memory_before": memory(before),
         "memory_after": memory(after),
         "sites": sorted(

@@ -1,0 +1,77 @@
+"""A program on several devices in, what it moves between them out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh
+
+from rewriter.errors import RewriterError, caller
+from rewriter.propagation import Placement, lowered
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+    "collective-broadcast", "ragged-all-to-all",
+)  # fmt: skip
+_LINE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+_SHAPE = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+
+Collectives = dict[str, tuple[int, int]]
+"""By kind, how many there are in the compiled program, and the bytes they give."""
+
+
+def collectives_in(text: str) -> Collectives:
+    """Returns the collectives of a compiled program; those of a loop's body once.
+
+    Args:
+        text: What ``compiled.as_text()`` gives.
+
+    Example:
+        >>> collectives_in("%a = f32[8,4]{1,0} all-gather(%b), dimensions={0}")
+        {'all-gather': (1, 128)}
+    """
+    found: dict[str, list[int]] = defaultdict(list)
+    for shapes, kind in _LINE.findall(text):
+        found[kind].append(
+            sum(
+                math.prod(int(d) for d in dims.split(",") if d) * int(bits or 8) // 8
+                for _, bits, dims in _SHAPE.findall(shapes)
+            )
+        )
+    return {kind: (len(sizes), sum(sizes)) for kind, sizes in sorted(found.items())}
+
+
+def collectives_of(program: ClosedJaxpr, placement: Placement) -> Collectives:
+    """Compiles a program for the devices of its mesh; returns its collectives.
+
+    Args:
+        program: The program.
+        placement: Where its inputs are; an abstract mesh is made of the default
+            devices.
+
+    Raises:
+        RewriterError: If there are not as many devices.
+    """
+    mesh = placement.mesh
+    if isinstance(mesh, AbstractMesh):
+        mesh = _made(mesh)
+    there = Placement(mesh, placement.inputs, placement.outputs)
+    return collectives_in(lowered(program, there).compile().as_text())
+
+
+def _made(mesh: Any) -> Mesh:
+    size, devices = mesh.size, jax.devices()
+    if len(devices) < size:
+        raise RewriterError(
+            f"the program runs on {size} devices, and {len(devices)} are here",
+            next_step="Give in_shardings on a mesh of jax.experimental.topologies",
+            where=caller(),
+        )
+    array = np.array(devices[:size]).reshape(mesh.axis_sizes)
+    return Mesh(array, mesh.axis_names, axis_types=mesh.axis_types)
