@@ -60,6 +60,11 @@ program_p = Primitive("rewriter_program")
 program_p.multiple_results = True
 
 
+def can_wait(program: ClosedJaxpr) -> bool:
+    """Whether a program can: not one with effects, or with values of a trace in it."""
+    return not program.effects and not any(_jax.is_tracer(c) for c in program.consts)
+
+
 def call(deferred: Deferred, leaves: Sequence[Any]) -> list[Any]:
     """Returns the program's results, as those of one equation."""
     return program_p.bind(*deferred.program.consts, *leaves, deferred=deferred)

@@ -34,7 +34,7 @@ from rewriter.errors import (
     raised_at,
 )
 from rewriter.pipeline import rewrite
-from rewriter.placement import Later, placement_of
+from rewriter.placement import Later, placed
 from rewriter.propagation import Placement
 from rewriter.registry import registry
 from rewriter.replace import Rewritten
@@ -183,14 +183,16 @@ class Analysis:
 
     def traced(self, args: Any, kwargs: Any) -> tuple[Traced, Any]:
         """Returns the traced call, and where its arrays are."""
-        traced = trace.trace(self.inner, args, kwargs)
-        leaves, _ = trace.split(self.inner, args, kwargs)
-        moving = trace.dynamic(self.inner, args)
-        return traced, placement_of(traced, leaves, moving, self.shardings)
+        return placed(self.inner, args, kwargs, self.shardings)
 
-    def of(self, traced: Traced, placement: Placement | str | None) -> Record:
+    def of(
+        self,
+        traced: Traced,
+        placement: Placement | str | None,
+        config: Config | None = None,
+    ) -> Record:
         """Returns the analysis of a traced call, made at most once."""
-        config = resolve(self.options)
+        config = config or resolve(self.options)
         found = self._remembered(traced, config, placement)
         return found or self._made(traced, config, placement)
 
@@ -198,12 +200,14 @@ class Analysis:
         """Returns the result of the rewritten program."""
         traced, placement = self.traced(args, kwargs)
         leaves, _ = trace.split(self.inner, args, kwargs)
-        if isinstance(placement, Later) and not traced.closed_jaxpr.effects:
-            waiting = Deferred(
-                traced.closed_jaxpr, placement, lambda p: self.of(traced, p).bound
-            )
-            return traced.calling(functools.partial(deferred.call, waiting), leaves)
         if isinstance(placement, Later):
+            program, config = traced.closed_jaxpr, resolve(self.options)
+            if deferred.can_wait(program):
+                waiting = Deferred(
+                    program, placement, lambda p: self.of(traced, p, config).bound
+                )
+                call = functools.partial(deferred.call, waiting)
+                return traced.calling(call, leaves)
             placement = INSIDE
         record = self.of(traced, placement)
         return record.traced.run(record.bound, leaves)

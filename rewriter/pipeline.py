@@ -61,6 +61,7 @@ def tasks(
     config: Config,
     user_patterns: Sequence[Any] = (),
     gradients: bool = False,
+    placement: Placement | str | None = None,
 ) -> list[Task]:
     """Returns what can be measured for a program's sites, equal ones once.
 
@@ -70,6 +71,7 @@ def tasks(
         user_patterns: Patterns beyond those that the configuration names.
         gradients: Whether to measure gradients also of sites that the program does
             not differentiate.
+        placement: As for `rewrite`; what is measured is what one device computes.
     """
     from rewriter.patterns.sets import in_force
 
@@ -79,9 +81,11 @@ def tasks(
         if not patterns:
             return []
         graph = Graph(closed_jaxpr)
-        matches = search(Regions(graph), patterns, config.numerics).matches
+        regions = Regions(graph)
+        matches = search(regions, patterns, config.numerics).matches
         backward, _, _ = search_gradients(graph, matches)
-        return tasks_of(graph, matches, backward, gradients)
+        spread = {} if placement is None else located(regions, matches, placement)
+        return tasks_of(graph, matches, backward, gradients, spread)
 
 
 @contextlib.contextmanager

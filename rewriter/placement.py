@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from rewriter import _jax
 from rewriter.propagation import Placement, several
-from rewriter.trace import Traced
+from rewriter.trace import Traced, dynamic, split, trace
 
 OTHER_MESHES = "its arrays are on more than one mesh"
 MIXED = "some axes of the mesh are explicit, others automatic"
@@ -44,6 +44,22 @@ class Later:
         """Returns the placement, with those of the inputs that were waited for."""
         inputs = tuple(specs.get(i, spec) for i, spec in enumerate(self.inputs))
         return Placement(self.mesh, inputs, self.outputs)
+
+
+def placed(
+    fn: Any, args: Any, kwargs: Any, options: Mapping[str, Any]
+) -> tuple[Traced, Placement | Later | str | None]:
+    """Returns a traced call, and where its arrays are.
+
+    Args:
+        fn: A jitted function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        options: Those of ``jax.jit``, of which shardings matter.
+    """
+    traced = trace(fn, args, kwargs)
+    leaves, _ = split(fn, args, kwargs)
+    return traced, placement_of(traced, leaves, dynamic(fn, args), options)
 
 
 def placement_of(

@@ -18,6 +18,7 @@ from rewriter.errors import ConfigError, caller, known
 from rewriter.implementation import XLA
 from rewriter.measurement import of_spelling, spellings
 from rewriter.optimize import optimize, with_patterns
+from rewriter.placement import placed
 from rewriter.programs import Task
 from rewriter.race import race_programs
 from rewriter.tuned import Tuned
@@ -106,7 +107,8 @@ def tune(
     theirs = {k: v for k, v in given.items() if k in trace.JIT_OPTIONS}
     ours, user_patterns = with_patterns(ours, ours.pop("patterns", "default"))
     config = resolve(ours)
-    inner = trace.jitted(fn, trace.jit_options(fn, theirs))
+    jit_options = trace.jit_options(fn, theirs)
+    inner = trace.jitted(fn, jit_options)
 
     def run(*args: Any, **kwargs: Any) -> Tuned:
         start = time.monotonic()
@@ -117,15 +119,24 @@ def tune(
                 wanted="the attached device, on which the program can run",
                 where=caller(),
             )
-        traced = trace.trace(inner, args, kwargs)
-        found = pipeline.tasks(traced.closed_jaxpr, config, user_patterns, grad)
+        traced, placement = placed(inner, args, kwargs, jit_options)
+        if end_to_end and placement is not None:
+            raise ConfigError(
+                "end_to_end=True for a program on several devices",
+                wanted="one device",
+                next_step="Tune its kernels alone, and compare by rewriter.benchmark",
+                where=caller(),
+            )
+        found = pipeline.tasks(
+            traced.closed_jaxpr, config, user_patterns, grad, placement
+        )
         found = _sampled(found, sample or {})
         with _progress() as progress:
             made = autotune.measure(
                 found, level, budget_s, progress, again, isolate, on
             )
         if end_to_end:
-            plain = trace.jitted(fn, trace.jit_options(fn, theirs))
+            plain = trace.jitted(fn, jit_options)
             leaves, call = trace.split(plain, args, kwargs)
             mine = {**ours, "patterns": [*ours["patterns"].split(","), *user_patterns]}
             made |= _whole(call, leaves, mine, made)

@@ -228,6 +228,29 @@ def explicit() -> None:
         close(fast(*rows), want)
 
 
+def tuned() -> None:
+    """What is measured is what one device computes."""
+    found = rewriter.tune(attention, level="quick", budget_s=20)(*ARGS)
+    shapes = {dict(key.shapes)["q"] for key, _ in found.entries}
+    assert shapes == {(2, 64, 2, 16)}, found.entries
+
+
+def measured() -> None:
+    """Numbers are compared on the devices, and ops with effects are left to XLA."""
+    assert rewriter.verify(optimized())(*ARGS).ok
+
+    def prints(q: Any, k: Any, v: Any) -> jax.Array:
+        jax.debug.callback(lambda x: None, q[0, 0, 0, 0])
+        return attention(q, k, v)
+
+    fast = optimized(prints)
+    close(fast(*ARGS))
+    assert "shard_map" not in str(fast.trace(*ARGS).jaxpr)
+    given = optimized(prints, in_shardings=(HEADS,) * 3)
+    close(given(*PLAIN))
+    assert "shard_map" in str(given.trace(*PLAIN).jaxpr)
+
+
 def exported() -> None:
     """An exported program keeps its devices and its numbers."""
     fast = optimized(in_shardings=(HEADS,) * 3)
@@ -243,4 +266,6 @@ if __name__ == "__main__":
     never_bare()
     in_shard_map()
     explicit()
+    tuned()
+    measured()
     exported()

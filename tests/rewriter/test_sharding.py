@@ -43,9 +43,13 @@ def run(script: str, *options: str, **environment: str) -> str:
     [("sharded_calls",), ("sharded_programs", "--brief")],
     ids=["calls", "programs"],
 )
-def test_on_eight_devices(command: tuple[str, ...]) -> None:
+def test_on_eight_devices(command: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
-    run(*command, XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count=8")
+    run(
+        *command,
+        XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count=8",
+        REWRITER_CACHE_DIR=str(tmp_path),
+    )
 
 
 @tpu.needs_compiler
