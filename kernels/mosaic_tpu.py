@@ -25,6 +25,9 @@ LANES = 128
 SCOPED_VMEM = 16 << 20
 """Bytes of VMEM that a kernel has on every generation without asking."""
 
+TAKES_HIGH = jax.__version_info__ >= (0, 11)
+"""Whether products of three passes lower: before, all six are taken in their place."""
+
 VMEM = pltpu.VMEM
 SMEM = pltpu.SMEM
 
@@ -125,10 +128,26 @@ def dot(
         b: [k, columns], or [columns, k].
         axes: Which axes are summed.
         precision: What the source asked for, for float32 operands: "highest", "high"
-            or None, by which both are rounded to bfloat16.
+            or None, by which both are rounded to bfloat16. If one operand is float32,
+            the other is widened to it.
     """
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     of = lax.Precision.DEFAULT
-    if a.dtype == jnp.float32 and b.dtype == jnp.float32 and precision is not None:
+    if a.dtype == jnp.float32 and precision is not None:
         of = lax.Precision(precision)
+        if of is lax.Precision.HIGH and not TAKES_HIGH:
+            of = lax.Precision.HIGHEST
     numbers = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, numbers, of, jnp.float32)
+
+
+def masked(x: Array, axis: int, low: Any, high: Any) -> Array:
+    """Returns a block with zeros outside of a range of an axis.
+
+    What lies beyond an array's edge is undefined, and must not be summed.
+    """
+    at = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+    inside = (at >= low) & (at < high)
+    # Through float32: v5e and before have no 16-bit arithmetic.
+    return jnp.where(inside, x.astype(jnp.float32), 0).astype(x.dtype)

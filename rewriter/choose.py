@@ -143,6 +143,9 @@ MARGIN = {"cuda": 0.8}
 FAR = 0.5
 """The same where the models were not compared with measurements."""
 
+OWN = 0.8
+"""The same of a kernel for TPUs alone, whose model has both by simulation."""
+
 
 def _estimated(
     spec: Spec,
@@ -174,9 +177,10 @@ def _estimated(
             times[kernel.name], xla = found[kernel.name], found[XLA]
         elif not verdict.ok:
             refused.append((kernel.name, _reasons(verdict)))
-    best = min(times, key=times.__getitem__, default="")
-    limit = MARGIN.get(device.platform, FAR) * xla
-    wins = bool(best) and times[best] < limit
+    limits = {k.name: _margin(k, device.platform) * xla for k in here}
+    better = [name for name, t in times.items() if t < limits[name]]
+    best = min(better or times, key=times.__getitem__, default="")
+    wins = bool(better)
     made = AS_WRITTEN
     if wins:
         made = by_thumb(spec, device, next(k for k in here if k.name == best))
@@ -187,6 +191,11 @@ def _estimated(
         or not wins
     ]  # fmt: skip
     return Choice(made, "estimated", tuple(refused))
+
+
+def _margin(kernel: Kernel, platform: str) -> float:
+    """How much of XLA's estimated time a kernel may take."""
+    return OWN if kernel.platforms == ("tpu",) else MARGIN.get(platform, FAR)
 
 
 def _by_model(mine: float, best: float) -> str:

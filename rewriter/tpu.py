@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rewriter.device import Device
 
+LANES = 128
+"""Columns of a register, and what the last axis of a block is a multiple of."""
+
 _MB = 1 << 20
 
 
@@ -58,3 +61,17 @@ def generation(device: Device) -> Generation:
         16
     """
     return next((g for g in GENERATIONS if g.kind == device.kind), UNKNOWN)
+
+
+def part(size: int, most: int) -> int:
+    """Returns how much of an axis of lanes is in a block: all, a divisor, or most.
+
+    Example:
+        >>> part(300, 512), part(3072, 1024), part(3200, 1024), part(1100, 512)
+        (300, 1024, 640, 512)
+    """
+    if size <= most:
+        return size
+    most = max(LANES, most // LANES * LANES)
+    divisors = (p for p in range(most, most // 2, -LANES) if size % p == 0)
+    return next(divisors, most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.ragged_dot import hopper, tiled, xla
+from rewriter.kernels.ragged_dot import hopper, tiled, tpu, xla
 from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.estimate import estimate
 from rewriter.kernels.ragged_dot.general import general
@@ -28,6 +28,25 @@ OP = Op(
 HOPPER = Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits)
 
 KERNELS = (
+    Kernel(
+        name="mosaic_tpu",
+        op="ragged_dot",
+        platforms=("tpu",),
+        version=1,
+        supports=tpu.supports,
+        tried=False,
+        forward=tpu.forward,
+        backward=tpu.backward,
+        memory_bounded=True,
+        profitable=tpu.profitable,
+        estimate=estimate,
+        saves_out=False,
+        space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
+        backward_space=Space(
+            tpu.Tiles, tpu.default_backward, tpu.configs, tpu.fits_backward
+        ),
+        steps=tpu.steps,
+    ),
     Kernel(
         name="hopper",
         op="ragged_dot",

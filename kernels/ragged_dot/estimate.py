@@ -1,6 +1,7 @@
-"""How long a ragged dot takes: a model of three ways to compute it.
+"""How long a ragged dot takes: a model of the ways to compute it.
 
-On a GPU XLA multiplies every row by every group's matrix; on a TPU it has a kernel. A
+On a GPU XLA multiplies every row by every group's matrix; on a TPU, of which
+`rewriter.kernels.ragged_dot.tpu_estimate` tells, it has a kernel. A
 loop over the groups launches a few kernels for each. Tiles copy a matrix for each tile
 of rows. The constants are those of an H200
 (``tests/bench/results/tuned_h200.json``), which the model meets within a fifth for 8 to
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from rewriter.device import Device, named
 from rewriter.estimate import item, seconds
 from rewriter.kernel import Spec
+from rewriter.kernels.ragged_dot.tpu_estimate import estimate as of_tpu
 from rewriter.verdict import YES, Verdict, no
 
 DENSE = 0.95
@@ -28,9 +30,6 @@ DENSE = 0.95
 
 PARTED = 0.48
 """The share of the peak of products of some hundred rows."""
-
-OWN = 0.4
-"""The share of XLA's own kernel on a TPU (published rates of v5p: 0.3 to 0.65)."""
 
 STEP_S = 20e-6
 """Seconds of a group's turn in a loop."""
@@ -46,7 +45,10 @@ PRODUCTS = {"forward": 1.0, "vjp": 2.0, "forward_and_vjp": 3.0}
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"tiled"``."""
+    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"tiled"``.
+
+    On a TPU those of ``"mosaic_tpu"``, too.
+    """
     m, k = spec.shape("lhs")
     (groups,) = spec.shape("group_sizes")
     n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else -1]
@@ -55,18 +57,15 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     tiles = m // TILE + min(m, groups)
     copied = times * 3 * tiles * k * n * size  # read, written, read
     filled = tiles * TILE / max(m, 1)
-    moved = times * size * (m * k + min(m, groups) * k * n + m * n)
-    if device.platform == "tpu":
-        xla = seconds(device, flops, moved, compute=OWN, item=size)
-    else:
-        xla = seconds(device, groups * flops, 0.0, compute=DENSE, item=size, launches=0)
+    xla = seconds(device, groups * flops, 0.0, compute=DENSE, item=size, launches=0)
     loop = seconds(device, flops, 0.0, compute=PARTED, item=size, launches=0)
     tiled = seconds(
         device, filled * flops, copied, compute=DENSE, memory=COPIED, item=size,
         launches=0,
     )  # fmt: skip
     loop += times * groups * STEP_S
-    return {"xla": xla, "memory_bounded": loop, "tiled": tiled}
+    made = {"xla": xla, "memory_bounded": loop, "tiled": tiled}
+    return made | of_tpu(spec, device, passes) if device.platform == "tpu" else made
 
 
 def best(spec: Spec, platform: str, name: str) -> Verdict:

@@ -18,6 +18,7 @@ from rewriter.kernel import spec_of, worth_measuring
 from rewriter.kernels.ragged_dot import HOPPER, KERNELS, OP, hopper
 from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, config, schedule
 from rewriter.kernels.ragged_dot.hopper.config import Tiles
+from rewriter.kernels.ragged_dot.ranges import bounds
 from rewriter.registry import registry
 from tests.kernels import simulator
 from tests.kernels.test_ragged_dot import MODES, exact, exact_grads
@@ -96,7 +97,7 @@ def test_tiles_of_rows_for_all_patterns_of_empty_groups() -> None:
 @pytest.mark.parametrize("case", SIZES)
 def test_bounds(case: str) -> None:
     m, sizes = SIZES[case]
-    starts, ends = schedule.bounds(jnp.array(sizes), m)
+    starts, ends = bounds(jnp.array(sizes), m)
     assert [*zip(starts.tolist(), ends.tolist(), strict=True)] == ranges(sizes, m)[:-1]
 
 
@@ -104,7 +105,7 @@ def test_bounds(case: str) -> None:
 def test_sizes_of_other_types(dtype: str) -> None:
     sizes = [200, 0, 120, 255]
     check_tiles(sizes, 700, 64, of_rows(np.array(sizes, dtype), 700, 64))
-    starts, ends = schedule.bounds(jnp.array(sizes, dtype), 700)
+    starts, ends = bounds(jnp.array(sizes, dtype), 700)
     assert (starts.tolist(), ends.tolist()) == (
         [0, 200, 200, 320],
         [200, 200, 320, 575],

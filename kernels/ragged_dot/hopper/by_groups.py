@@ -27,6 +27,7 @@ from rewriter.kernels.ragged_dot.hopper.config import (
 )
 from rewriter.kernels.ragged_dot.hopper.store import scratch as stored
 from rewriter.kernels.ragged_dot.hopper.store import store
+from rewriter.kernels.ragged_dot.ranges import bounds
 
 if TYPE_CHECKING:
     from jax import Array
@@ -54,7 +55,7 @@ def product_of_groups(
         [g, k, n].
     """
     (m, k), n, groups = lhs.shape, rhs.shape[1], len(group_sizes)
-    starts, ends = schedule.bounds(group_sizes, m)
+    starts, ends = bounds(group_sizes, m)
     table = jnp.stack([starts, ends - starts], 1)
     out = jax.ShapeDtypeStruct((groups, k, n), dtype)
     sets = config.owners * config.stages

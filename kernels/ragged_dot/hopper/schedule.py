@@ -11,28 +11,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.ragged_dot.ranges import upto
+
 if TYPE_CHECKING:
     from jax import Array
 
 FIELDS = 4
 """Numbers of a row of `of_rows`."""
-
-
-def bounds(group_sizes: Array, m: int) -> tuple[Array, Array]:
-    """Returns each group's first row and the row after its last: int32 [g] each.
-
-    Rows past m do not count, nor do negative sizes.
-    """
-    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
-    ends = _upto(sizes[None])[0]
-    return jnp.minimum(ends - sizes, m), jnp.minimum(ends, m)
-
-
-def _upto(x: Array) -> Array:
-    """Returns cumulative sums of rows: one kernel, where `jnp.cumsum` takes several."""
-    i = jnp.arange(x.shape[1])
-    before = i[None, :] <= i[:, None]
-    return jnp.sum(jnp.where(before, x[:, None, :], 0), 2, dtype=jnp.int32)
 
 
 def most_tiles(m: int, groups: int, rows: int) -> int:
@@ -56,7 +41,7 @@ def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
     sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
     own = (sizes + rows - 1) >> (rows.bit_length() - 1)  # fused, as // is not
     either = jnp.arange(2)[:, None] == 0
-    ends, after = _upto(jnp.where(either, sizes, own))
+    ends, after = upto(jnp.where(either, sizes, own))
     tile = jnp.arange(most, dtype=jnp.int32)[:, None]
     # Sums over groups, all in one kernel: of a tile's own, or of those before it.
     mine = (tile >= (after - own)) & (tile < after)
