@@ -64,6 +64,17 @@ def consts_of(jaxpr: Any) -> Sequence[Any]:
     return getattr(jaxpr, "consts", ()) if jaxpr.constvars else ()
 
 
+def literals_of(jaxpr: Any) -> dict[Any, Any]:
+    """The constants of a jaxpr as literals, which its equations can read anywhere."""
+    pairs = zip(jaxpr.constvars, consts_of(jaxpr), strict=True)
+    return {var: core.Literal(const, var.aval) for var, const in pairs}
+
+
+def holds_tracers(jaxpr: Any) -> bool:
+    """Whether constants of a jaxpr are values of a trace around it."""
+    return any(map(is_tracer, consts_of(jaxpr)))
+
+
 def call_kind(eqn: Any) -> str:
     """Which kind of body an equation holds; empty for an ordinary equation."""
     name = eqn.primitive.name

@@ -3,7 +3,7 @@
 A replaced forward keeps residuals that its gradients read. They can be read in the
 same body, behind the forward; in the backward loop of a loop, which gets them step
 by step; and in a checkpoint's recomputation. Calls in between are dissolved, unless
-they hold arrays of their own.
+they hold values of a trace around.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
 
 
 def _free(scope: Scope, home: Scope) -> bool:
-    """Whether no call between two bodies holds arrays of its own."""
+    """Whether no call between two bodies holds values of a trace around."""
     while scope is not home:
-        if scope.jaxpr.constvars:
+        if _jax.holds_tracers(scope.jaxpr):
             return False
         scope = scope.parent
     return True

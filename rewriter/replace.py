@@ -136,8 +136,8 @@ def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
             return "an operand cannot be had where the result is computed"
         for inner in (scope, place.defined[value][1]):
             while inner is not place.scope:  # calls that would be dissolved
-                if inner.jaxpr.constvars:
-                    return "a call around it holds arrays of its own"
+                if _jax.holds_tracers(inner.jaxpr):
+                    return "a call around it holds values of a trace around"
                 inner = inner.parent
     return ""
 
@@ -408,9 +408,8 @@ class _Work:
 
     def _dissolved_call(self, child, eqn, frame, env, read) -> None:
         body = child.jaxpr
-        if body.constvars:
-            raise ValueError("a call with constants of its own")
-        inner = dict(zip(body.invars, (read(a) for a in eqn.invars), strict=True))
+        inner = _jax.literals_of(body)
+        inner.update(zip(body.invars, map(read, eqn.invars), strict=True))
         outs = self._inline(child, frame, inner)
         env.update(zip(eqn.outvars, outs, strict=True))
 

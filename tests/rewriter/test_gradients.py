@@ -160,6 +160,26 @@ def test_gradients_in_a_call_that_holds_an_array() -> None:
     equal(fast(*QKV), step(*QKV))
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.checkpoint(jax.jit(f))])
+def test_layers_that_hold_an_array(wrap: Callable) -> None:
+    """Their calls are dissolved, and what they hold is read where they were."""
+    mask = jnp.tril(jnp.ones((T, T), bool), 2)
+
+    def layer(w, x):
+        q, k, v = (jnp.einsum("btnh,hg->btng", x, w[i]) for i in range(3))
+        s = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k), -1e30)
+        return x + jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    step = jax.value_and_grad(unrolled(wrap(layer)))
+    args = [normal(3, 8, 8, seed=i) for i in range(LAYERS)], QKV[0]
+    report = rewriter.explain(step)(*args)
+    assert report.counts(backward=True)["attention"] == LAYERS
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    assert str(fast.jaxpr(*args)).count("rewriter_site_backward[") == LAYERS
+    equal(jax.jit(fast)(*args), step(*args))
+    equal(jax.grad(lambda w: fast(w, args[1])[0])(args[0]), step(*args)[1])
+
+
 def packed(qkv):
     q, k, v = (qkv.reshape(2, T, 3, N, 8)[:, :, i] for i in range(3))
     return dot_product_attention(q, k, v)
