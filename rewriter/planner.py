@@ -29,6 +29,8 @@ from rewriter.replace import obstacle, places
 from rewriter.shards import Shards
 from rewriter.whole import program_key
 
+UNREACHED = "they are in another loop, branch or checkpoint than the result"
+
 
 def planned(
     regions: Regions,
@@ -63,7 +65,9 @@ def planned(
         for m in matches
         if id(m) in backward
     }
-    backward = {k: b for k, b in backward.items() if homes[k] is not None}
+    unreached = {k: UNREACHED for k, home in homes.items() if home is None}
+    why_none = {**why_none, **unreached}
+    backward = {k: b for k, b in backward.items() if k not in unreached}
     covered = frozenset().union(*(b.inner | {*b.results} for b in backward.values()))
     matches = [m for m in matches if m.value not in covered]
     anyway = {

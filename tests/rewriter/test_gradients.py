@@ -345,3 +345,18 @@ def test_a_norm_that_only_a_loss_reads(op: str) -> None:
     assert str(fast.jaxpr(X)).count("rewriter_site_backward[") == 1
     (_, new), (_, old) = fast(X), step(X)
     np.testing.assert_allclose(new, old, atol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="chosen for a CPU")
+def test_gradients_that_residuals_do_not_reach_are_named() -> None:
+    def again(x, _):
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True), None
+
+    def loss(x):
+        body = lambda x, _: (jax.lax.scan(again, x, None, length=2)[0], None)
+        return jax.lax.scan(body, x, None, length=2)[0].sum()
+
+    large = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32)
+    report = rewriter.explain(jax.grad(loss))(large)
+    assert report.counts(backward=True)["attention"] == 0
+    assert "another loop, branch or checkpoint" in str(report)
