@@ -118,7 +118,10 @@ def test_wheel_holds_plain_files(archives):
     assert not links
     tops = {n.split("/")[0] for n in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"rewriter"}
-    for folder, inside in (("kernels", "attention/xla.py"), ("patterns", "sets.py")):
+    for folder, inside in (
+        ("kernels", "attention/xla/tiles.py"),
+        ("patterns", "sets.py"),
+    ):
         assert f"rewriter/{folder}/{inside}" in names
         here = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.py")}
         assert {f"rewriter/{n}" for n in here} <= set(names)
@@ -129,7 +132,7 @@ def test_wheel_holds_plain_files(archives):
 def test_sdist_holds_plain_files(archives):
     with tarfile.open(archives[0]) as sdist:
         assert not [m.name for m in sdist if m.issym() or m.islnk()]
-        assert any(n.endswith("rewriter/kernels/attention/xla.py")
+        assert any(n.endswith("rewriter/kernels/attention/xla/tiles.py")
                    for n in sdist.getnames())  # fmt: skip
 
 

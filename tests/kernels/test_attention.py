@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from rewriter.kernel import spec_of
-from rewriter.kernels.attention import KERNELS, OP, xla
+from rewriter.kernels.attention import KERNELS, OP
+from rewriter.kernels.attention.xla import Blocks, tiles
 from rewriter.kernels.attention.reference import sample
 
 KERNEL = next(k for k in KERNELS if k.name == "memory_bounded")
@@ -26,7 +27,7 @@ TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "DEFAULT", xla.Blocks(rows=16, keys=16, tile=2048))
+    monkeypatch.setattr(tiles, "DEFAULT", Blocks(rows=16, keys=16, tile=2048))
 
 
 def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:

@@ -1,0 +1,213 @@
+"""The backward: scores are computed again, tile by tile, from the log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
+from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    out: Array,
+    residuals: tuple[Array, ...],
+    cotangent: Array,
+    **given: Any,
+) -> dict[str, Array]:
+    """Returns the cotangents of every float operand, in memory as `forward`.
+
+    Scores are computed again tile by tile from lse. An operand [t, s], such as
+    a full bias, has a cotangent of its own size.
+
+    Args:
+        q: [b, t, n, h].
+        k: [b, s, k, h].
+        v: [b, s, k, e].
+        out: [b, t, n, e], from `forward`.
+        residuals: ``(lse,)``, from `forward`.
+        cotangent: [b, t, n, e].
+        **given: The other operands and parameters of `reference`, and `Blocks` as
+            ``config``.
+    """
+    p = problem_of(q, k, v, {**given, "out": out, "lse": residuals[0],
+                           "cotangent": cotangent})  # fmt: skip
+    wide = p.wide
+    names = ("bias", "alibi", "sinks", "dropout", "scale_factor")
+    grads = {x: p.full(p.arrays[x].shape, wide) for x in names if x in p.arrays}
+    grads |= {x: p.full(p.arrays[x].shape, p.arrays[x].dtype) for x in "qkv"}
+
+    def one_step(step: Step, grads: dict[str, Array]) -> dict[str, Array]:
+        columns = step.columns(grads["k"]), step.columns(grads["v"])
+        grads, columns = step.over_blocks(_rows_backward, (grads, columns))
+        for name, x in zip("kv", columns, strict=True):
+            grads[name] = step.add_columns(grads[name], x)
+        return grads
+
+    grads = p.over_steps(one_step, grads)
+    grads |= _empty_backward(p, grads)
+    return {name: g.astype(p.arrays[name].dtype) for name, g in grads.items()}
+
+
+def _rows_backward(block: Block, carry: Any) -> Any:
+    """Adds one block of rows to the cotangents; k's and v's are set apart."""
+    p, z, step, wide = block.p, block.p.sizes, block.step, block.p.wide
+    lse = block.lse()
+    empty = lse == -jnp.inf
+    top, rest = _lse_parts(block, lse)
+    again = block.each_row(block.t[:, 0]) < block.nominal
+    if z.t % z.rows:
+        empty = empty | again  # done by the block before
+    top = jnp.where(empty, jnp.inf, top)[..., None]
+    rest, empty = rest[..., None], empty[..., None]
+    up = jnp.where(empty, 0, block.rows("cotangent").astype(wide))
+    delta = up * jnp.where(empty, 0, block.rows("out").astype(wide))
+    delta = delta.sum(-1, keepdims=True)
+    queries, plain = block.queries(), block.rows("q").astype(wide)
+    # Transposed once here, since a dot over rows of a tile is slow on CPU.
+    up_t = up.swapaxes(1, 2)
+    queries_t = (plain * p.factor()).swapaxes(1, 2)
+
+    def body(tile: Tile, carry: Any) -> Any:
+        dq, dk, dv, grads = carry
+        x, bent = tile.scores(queries)
+        weights = jnp.exp(x - top - rest)
+        d = jnp.einsum("cre,cse->crs", up, tile.values())
+        used = weights
+        if "dropout" in p.arrays:
+            kept = tile.dropout()
+            used = weights * kept
+            grads = {
+                **grads,
+                "dropout": tile.add("dropout", grads["dropout"], weights * d),
+            }
+            d = d * kept
+        dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", up_t, used))
+        d = weights * (d - delta)
+        if "bias" in p.arrays:
+            grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
+        if "alibi" in p.arrays:
+            slope = (tile.apart(d) * tile.relative().astype(wide)).sum((0, 3, 4))
+            grads = {**grads, "alibi": _add_heads(step, grads["alibi"], slope)}
+        if bent is not None:
+            d = d * (1 - bent * bent)
+        keys = tile.keys().astype(wide)
+        dq = dq + jnp.einsum("crs,csh->crh", d, keys)
+        dk = tile.add_columns(dk, jnp.einsum("chr,crs->chs", queries_t, d))
+        return dq, dk, dv, grads
+
+    grads, (dk, dv) = carry
+    inner = {x: grads[x] for x in ("bias", "alibi", "dropout") if x in grads}
+    start = p.full(queries.shape, wide), dk, dv, inner
+    dq, dk, dv, inner = block.over_keys(body, start)
+    grads = {**grads, **inner}
+    if "scale_factor" in p.arrays:
+        grads["scale_factor"] = grads["scale_factor"] + (dq * plain).sum() * p.scale
+    if "sinks" in p.arrays:
+        sinks = block.per_row(step.per_head("sinks"))[..., None]
+        share = jnp.exp(sinks - top - rest) * delta
+        share = share.reshape(z.some_b, z.some_heads, z.group, z.rows).sum((0, 3))
+        grads["sinks"] = _add_heads(step, grads["sinks"], -share)
+    dq = dq * p.factor()
+    if z.t % z.rows:
+        starts, sizes = p.place("btnh", grads["q"].shape, block.here)
+        old = block.merge(lax.dynamic_slice(grads["q"], starts, sizes))
+        dq = jnp.where(again[:, None], old.astype(wide), dq)
+    grads["q"] = block.store(grads["q"], dq)
+    return grads, (dk, dv)
+
+
+def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
+    """Returns lse [c, r] as a sum of two terms, the second small.
+
+    A bias of -1e9 on a whole row takes the digits of log(sum) out of their sum
+    with the maximum. Such rows get both terms by going over the keys again.
+    """
+    p, zero = block.p, jnp.zeros_like(lse)
+    if "bias" not in p.arrays:
+        return lse, zero
+
+    def again() -> tuple[Array, Array]:
+        queries = block.queries()
+        top, total = first_sums(block)
+
+        def body(tile: Tile, carry: Any) -> Any:
+            return running(tile.scores(queries)[0], *carry)[:2]
+
+        top, total = block.over_keys(body, (top, total))
+        return top, jnp.where(total > 0, jnp.log(total), 0)
+
+    large = jnp.isfinite(lse) & (jnp.abs(lse) > 1000)
+    return lax.cond(jnp.any(large), again, lambda: (lse, zero))
+
+
+def _add_heads(step: Step, into: Array, x: Array) -> Array:
+    """Returns `into` [n] plus x [k, g] at this step's heads."""
+    (start, size) = step.here["n"]
+    old = lax.dynamic_slice_in_dim(into, start, size)
+    return lax.dynamic_update_slice_in_dim(into, old + x.reshape(size), start, 0)
+
+
+def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
+    """Returns the cotangents that rows without keys add to, where they do."""
+    z, wide = p.sizes, p.wide
+    empty = p.arrays["lse"] == -jnp.inf
+    if p.empty_rows == "zero" or "sinks" in p.arrays or not _may_be_empty(p):
+        return {}
+    dv = grads["v"]
+    if p.empty_rows == "nan":
+        bad = empty.reshape(z.b, z.heads, -1).any(-1)[:, None, :, None]
+        return {"v": jnp.where(bad, jnp.nan, dv)}
+    if "dropout" in p.arrays:
+        names = {"v": dv, "dropout": grads["dropout"]}
+        return lax.cond(
+            jnp.any(empty), lambda: _dropped_mean_backward(p, names), lambda: names
+        )
+    up = p.arrays["cotangent"].astype(wide)
+    up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / z.s
+    up = up.reshape(z.b, 1, z.heads, z.group, -1).sum(3)
+    return {"v": (dv.astype(wide) + up).astype(dv.dtype)}
+
+
+def _may_be_empty(p: Problem) -> bool:
+    masks = {"mask", "q_segments", "kv_lengths", "bias"}
+    return p.window != (None, None) or bool(masks & p.arrays.keys())
+
+
+def _dropped_mean_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
+    """Returns grads of v and dropout plus those through `_dropped_mean`."""
+    z, wide = p.sizes, p.wide
+
+    def one_block(block: Block, carry: Any) -> Any:
+        mine = block.lse() == -jnp.inf
+        if z.t % z.rows:
+            mine = mine & (block.each_row(block.t[:, 0]) >= block.nominal)
+        up = jnp.where(mine[..., None], block.rows("cotangent").astype(wide), 0) / z.s
+
+        def body(tile: Tile, carry: Any) -> Any:
+            dv, dropout = carry
+            kept = kept_factors(tile)
+            dv = tile.add_columns(dv, jnp.einsum("cre,crs->ces", up, kept))
+            d = jnp.einsum("cre,cse->crs", up, tile.values())
+            for fresh in tile.fresh():
+                d = jnp.where(fresh, d, 0)
+            return dv, tile.add("dropout", dropout, d)
+
+        return block.over_keys(body, carry, every=True)
+
+    def one_step(step: Step, grads: dict[str, Array]) -> dict[str, Array]:
+        dv = step.columns(grads["v"])
+        dv, dropout = step.over_blocks(one_block, (dv, grads["dropout"]))
+        dv = step.add_columns(grads["v"], dv)
+        return {"v": dv, "dropout": dropout}
+
+    return p.over_steps(one_step, grads)

@@ -1,0 +1,57 @@
+"""How scores are cut into tiles, and which cuts are worth measuring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rewriter.device import Device
+    from rewriter.kernel import Spec
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How scores are cut into tiles: the config of both passes.
+
+    Attributes:
+        rows: Rows of a tile, for one query head per key head.
+        keys: Columns of a tile.
+        tile: Scores held at once, those of several heads and batch entries included:
+            2 MiB in f32, so that a tile stays in a CPU's cache.
+        lines: Entries of k held at once, the bound for a tile of few rows.
+    """
+
+    rows: int = 512
+    keys: int = 512
+    tile: int = 1 << 19
+    lines: int = 1 << 19
+
+
+DEFAULT = Blocks()
+
+
+LARGE = Blocks(1024, 1024, 1 << 26, 1 << 26)
+"""For GPUs, where a step costs a launch and no cache holds a tile."""
+
+LARGER = Blocks(2048, 2048, 1 << 28, 1 << 28)
+"""For GPUs, where no block can be left out."""
+
+
+def configs(spec: Spec, device: Device) -> list[Blocks]:
+    """Returns blocks worth measuring, few: each takes seconds to compile."""
+    t, s = spec.shape("q")[1], spec.shape("k")[1]
+    if device.platform == "cpu":
+        sizes = [(256, 512), (512, 1024), (1024, 512), (1024, 1024)]
+        found = [Blocks(r, k, 1 << 19) for r, k in sizes]
+        found += [Blocks(512, 512, 1 << 21, 1 << 20)]
+    else:
+        found = [LARGE, LARGER, Blocks(4096, 4096, 1 << 28, 1 << 28)]
+    return [b for b in found if b.rows < 2 * t or b.keys < 2 * s]
+
+
+def default(spec: Spec, device: Device) -> Blocks:
+    """Returns blocks for a CPU's cache, or for a GPU's many cores."""
+    if device.platform == "cpu":
+        return DEFAULT
+    return LARGER if spec.param("window") == (None, None) else LARGE

@@ -1,0 +1,119 @@
+"""The forward: a running softmax over the tiles of each block of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def forward(
+    q: Array, k: Array, v: Array, *, residuals: bool = False, **given: Any
+) -> Any:
+    """Returns attention, as `reference` does, in memory that grows with t + s.
+
+    Args:
+        q: [b, t, n, h].
+        k: [b, s, k, h].
+        v: [b, s, k, e].
+        residuals: Whether to return ``(result, (lse,))``, lse [b, n, t] in
+            float32 (float64 for float64 inputs), -inf for rows without keys.
+        **given: The other operands and parameters of `reference`, and `Blocks` as
+            ``config``.
+    """
+    p = problem_of(q, k, v, given)
+    z, wide = p.sizes, p.wide
+    n, e = q.shape[2], v.shape[3]
+
+    def one_step(step: Step, carry: Any) -> Any:
+        mean = step.mean()[:, None] if p.empty_rows == "mean" else 0
+        fill = {"nan": jnp.nan, "mean": mean, "zero": 0}[p.empty_rows]
+
+        def one_block(block: Block, carry: Any) -> Any:
+            out, lse = carry
+            top, total, acc = _rows_forward(block, e)
+            empty = (total == 0)[..., None]
+            result = acc / jnp.where(empty, 1, total[..., None])
+            out = block.store(out, jnp.where(empty, fill, result))
+            return out, block.store(lse, top + jnp.log(total), "bnt")
+
+        return step.over_blocks(one_block, carry)
+
+    start = p.full((z.b, z.t, n, e), p.out_dtype), p.full((z.b, n, z.t), wide)
+    out, lse = p.over_steps(one_step, start)
+    if p.empty_rows == "mean" and "dropout" in p.arrays:
+        fix = lambda: _dropped_mean(p, out, lse)
+        out = lax.cond(jnp.any(lse == -jnp.inf), fix, lambda: out)
+    return (out, (lse,)) if residuals else out
+
+
+def _rows_forward(block: Block, e: int) -> tuple[Array, Array, Array]:
+    """Returns a block's row maxima and sums [c, r], and p v [c, r, e]."""
+    p = block.p
+    queries = block.queries()
+
+    def body(tile: Tile, carry: Any) -> Any:
+        top, total, acc = carry
+        x, _ = tile.scores(queries)
+        top, total, weights, fade = running(x, top, total)
+        if "dropout" in p.arrays:
+            weights = weights * tile.dropout()
+        new = jnp.einsum("crs,cse->cre", weights, tile.values())
+        return top, total, acc * fade[..., None] + new
+
+    top, total = first_sums(block)
+    return block.over_keys(body, (top, total, p.full((*top.shape, e), p.wide)))
+
+
+def first_sums(block: Block) -> tuple[Array, Array]:
+    """Returns row maxima and sums [c, r] before the first key."""
+    p, z = block.p, block.p.sizes
+    shape = (z.some_b * z.some_heads, z.group * z.rows)
+    # Finite, so that exp(x - top) is 0, not NaN, in a row without keys so far.
+    top = p.full(shape, p.wide, float(jnp.finfo(p.wide).min))
+    total = p.full(shape, p.wide)
+    if "sinks" in p.arrays:
+        top = jnp.maximum(top, block.per_row(block.step.per_head("sinks")))
+        total = total + 1
+    return top, total
+
+
+def running(x: Array, top: Array, total: Array) -> tuple[Array, ...]:
+    """Returns new maxima, new sums, the tile's weights, and what to fade by."""
+    higher = jnp.maximum(top, x.max(-1))
+    weights = jnp.exp(x - higher[..., None])
+    fade = jnp.exp(top - higher)
+    return higher, total * fade + weights.sum(-1), weights, fade
+
+
+def _dropped_mean(p: Problem, out: Array, lse: Array) -> Array:
+    """Returns out with each empty row set to the mean over s of dropout · v."""
+    p = replace(p, arrays={**p.arrays, "out": out, "lse": lse})
+
+    def one_block(block: Block, out: Array) -> Array:
+        def body(tile: Tile, acc: Array) -> Array:
+            kept = kept_factors(tile)
+            return acc + jnp.einsum("crs,cse->cre", kept, tile.values())
+
+        old = block.rows("out")
+        acc = p.full(old.shape, p.wide)
+        acc = block.over_keys(body, acc, every=True) / p.sizes.s
+        new = jnp.where(block.lse()[..., None] == -jnp.inf, acc, old)
+        return block.store(out, new)
+
+    return p.over_steps(lambda step, c: step.over_blocks(one_block, c), out)
+
+
+def kept_factors(tile: Tile) -> Array:
+    """Returns the dropout factors [c, r, s], 0 for keys that came before."""
+    kept = tile.dropout()
+    for fresh in tile.fresh():
+        kept = jnp.where(fresh, kept, 0)
+    return kept
