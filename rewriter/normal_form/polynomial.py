@@ -284,7 +284,11 @@ class Polynomials:
         return tuple(common)
 
     def partial_fractions(self, p: Poly) -> Poly:
-        """With P = c*m + k*u, reduces u*P**-n: the spellings of a sigmoid meet."""
+        """With P = c*m + k*u, reduces u*P**-n: the spellings of a sigmoid meet.
+
+        Here m is a number, or both m and u are products of exponentials; a sum that
+        is divided by itself and another one stays, as it may yet cancel.
+        """
         for (flag, mono), c in p.items():
             for atom, e in mono:
                 if self.kind(atom) != "pow" or not isinstance(e, int) or e >= 0:
@@ -295,6 +299,9 @@ class Polynomials:
                 ((_, other), c0), ((_, lead), k) = base
                 if not lead:
                     other, c0, lead, k = lead, k, other, c0
+                both = (*lead, *other) if other else ()
+                if any(self.kind(a) != "exp" for a, _ in both):
+                    continue
                 if not self._divides(lead, mono):
                     continue
                 rest = {t: v for t, v in p.items() if t != (flag, mono)}
