@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,17 +26,32 @@ ROOT = pathlib.Path(__file__).parents[2]
 MESH = AbstractMesh((4, 2, 1), ("data", "model", "one"))
 
 
-def run(script: str, *options: str, **environment: str) -> str:
-    """What a script prints that runs in a process of its own."""
+def started(script: str, *options: str, **environment: str) -> subprocess.Popen[str]:
+    """A script in a process of its own."""
     env = {
         **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment,
     }  # fmt: skip
-    command = [sys.executable, "-m", f"tests.rewriter.{script}", *options]
-    done = subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    return subprocess.Popen(
+        [sys.executable, "-m", f"tests.rewriter.{script}", *options],
+        env=env,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a process printed that has to end well."""
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    return said
+
+
+def devices(count: int) -> str:
+    """Flags for so many virtual devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return f"{flags} --xla_force_host_platform_device_count={count}"
 
 
 @pytest.mark.parametrize(
@@ -44,17 +60,27 @@ def run(script: str, *options: str, **environment: str) -> str:
     ids=["calls", "programs"],
 )
 def test_on_eight_devices(command: tuple[str, ...], tmp_path: pathlib.Path) -> None:
-    flags = os.environ.get("XLA_FLAGS", "")
-    run(
-        *command,
-        XLA_FLAGS=f"{flags} --xla_force_host_platform_device_count=8",
-        REWRITER_CACHE_DIR=str(tmp_path),
-    )
+    ended(started(*command, XLA_FLAGS=devices(8), REWRITER_CACHE_DIR=str(tmp_path)))
+
+
+def test_two_hosts_make_one_program(tmp_path: pathlib.Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    hosts = [
+        started(
+            "sharded_hosts", port, host,
+            XLA_FLAGS=devices(4), REWRITER_CACHE_DIR=str(tmp_path / host),
+        )
+        for host in "01"
+    ]  # fmt: skip
+    digests = {ended(host).split("digest ")[1] for host in hosts}
+    assert len(digests) == 1
 
 
 @tpu.needs_compiler
 def test_compiled_for_eight_chips_that_are_not_there() -> None:
-    said = run("sharded_ahead", "tpu", "v5e:2x4", "norm")
+    said = ended(started("sharded_ahead", "tpu", "v5e:2x4", "norm"))
     assert said.count("user_norm by_pallas b over data") == 2
 
 
