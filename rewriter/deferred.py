@@ -39,15 +39,15 @@ class Deferred:
     Attributes:
         program: The program as written, with its constants.
         later: What is known of its placement.
-        rewritten: Gives the rewritten program for a placement, or for the reason why
-            there is none.
+        rewritten: Gives the rewritten program for a placement, for the reason why
+            there is none, or for one device (None).
     """
 
     program: ClosedJaxpr
     later: Later
-    rewritten: Callable[[Placement | str], Bound]
+    rewritten: Callable[[Placement | str | None], Bound]
 
-    def run(self, placement: Placement | str, args: Sequence[Any]) -> list[Any]:
+    def run(self, placement: Placement | str | None, args: Sequence[Any]) -> list[Any]:
         """Runs the rewritten program on the constants and the leaves."""
         bound = self.rewritten(placement)
         first = len(self.program.consts)
@@ -93,20 +93,24 @@ def _batched(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
 
 def _lower(ctx: Any, *args: Any, deferred: Deferred) -> Any:
     first = len(deferred.program.consts)
-    specs: dict[int, PartitionSpec | None] = {}
-    placement: Placement | str = INSIDE
-    for i in deferred.later.waiting:
-        known, spec = _of_argument(args[first + i])
-        if not known:
-            break
-        specs[i] = spec
-    else:
-        placement = deferred.later.known(specs)
+    placement: Placement | str | None = None
+    if _jax.is_partitioned(ctx):  # or arrays were moved from a mesh to one device
+        placement = _known(deferred.later, args[first:])
 
     def run(*given: Any) -> list[Any]:
         return deferred.run(placement, given)
 
     return mlir.lower_fun(run, multiple_results=True)(ctx, *args)
+
+
+def _known(later: Later, leaves: Sequence[Any]) -> Placement | str:
+    """The placement, if all leaves are arguments of the whole computation."""
+    specs: dict[int, PartitionSpec | None] = {}
+    for i in later.waiting:
+        known, specs[i] = _of_argument(leaves[i])
+        if not known:
+            return INSIDE
+    return later.known(specs)
 
 
 def _of_argument(value: Any) -> tuple[bool, PartitionSpec | None]:

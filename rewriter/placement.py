@@ -81,7 +81,7 @@ def placement_of(
     given = _by_leaf(options.get("in_shardings"), args, count)
     results = jax.tree.unflatten(traced.out_tree, [0] * traced.out_tree.num_leaves)
     wanted = _by_leaf(options.get("out_shardings"), results, len(traced.out_avals))
-    stated = [jax.typeof(x).sharding for x in leaves]
+    stated = [_stated(x) for x in leaves]
     here = [asked or _committed(x) for asked, x in zip(given, leaves, strict=True)]
     shardings = (*here, *stated, *wanted, *_constraints(traced))
     mesh = _mesh_of(shardings)
@@ -97,7 +97,7 @@ def placement_of(
                 return f"an argument has a {type(sharding).__name__}"
             specs.append(sharding.spec)
             continue
-        on_mesh = several(dict(type_.mesh.shape))
+        on_mesh = type_ is not None and several(dict(type_.mesh.shape))
         specs.append(type_.spec if on_mesh else None)
         if on_mesh and AxisType.Auto in _kinds(type_.mesh):
             waiting.append(i)
@@ -106,6 +106,17 @@ def placement_of(
     if waiting:
         return Later(mesh, tuple(specs), outputs, tuple(waiting))
     return Placement(mesh, tuple(specs), outputs)
+
+
+def _stated(leaf: Any) -> Any:
+    """The sharding of an array's type; None for an array that is on one device.
+
+    Moved there from a mesh, its type has the mesh still.
+    """
+    here = _committed(leaf)
+    if isinstance(here, Sharding) and here.num_devices == 1:
+        return None
+    return jax.typeof(leaf).sharding
 
 
 def _committed(leaf: Any) -> Any:

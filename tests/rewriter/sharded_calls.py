@@ -76,6 +76,12 @@ def known_arguments() -> None:
     assert after == {"all-gather": (2, 2 * PLAIN[0].nbytes // 4)}
     assert sum(n for _, n in before.values()) >= sum(n for _, n in after.values())
 
+    moved = jax.device_put(ARGS, jax.devices()[1])  # whose types have the mesh still
+    close(fast(*moved))
+    assert "rewriter_site" in fast.lower(*moved).as_text()
+    site = one_site(fast, *moved)
+    assert (site.replaced, site.sharding) == (True, "")
+
     given = optimized(in_shardings=(HEADS,) * 3, out_shardings=HEADS)
     close(given(*PLAIN))
     assert one_site(given, *PLAIN).sharding == split

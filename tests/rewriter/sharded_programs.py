@@ -257,6 +257,7 @@ def compared(case: Case, passes: str) -> dict[str, Any]:
         "program": case.name,
         "mesh": case.text,
         "pass": passes,
+        "specs": _text(case.specs),
         "error": error(after(*args), before(*args)),
         "original": collectives_in(before.as_text()),
         "rewritten": collectives_in(after.as_text()),
@@ -268,6 +269,13 @@ def compared(case: Case, passes: str) -> dict[str, Any]:
         "replaced": sum(s.replaced for s in sites),
         "kept": sum(not s.replaced for s in sites),
     }
+
+
+def _text(specs: Any) -> Any:
+    """How arguments are split, as JSON."""
+    if isinstance(specs, dict):
+        return {name: _text(spec) for name, spec in specs.items()}
+    return str(specs) if isinstance(specs, P) else [_text(s) for s in specs]
 
 
 def faults(line: Mapping[str, Any], case: Case) -> list[str]:
