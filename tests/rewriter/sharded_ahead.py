@@ -102,7 +102,7 @@ def main(platform: str, name: str, only: str = "") -> None:
             struct((16, 1024, 2048), P(None, None, "model"), mesh),
             struct((16,), P(), mesh, jnp.int32)]),
     }  # fmt: skip
-    fused = "hopper" if platform == "cuda" else "memory_bounded"
+    fused = "hopper" if platform == "cuda" else "mosaic_tpu"
     forced = {"attention": fused, "ragged_dot": fused, "user_norm": "by_pallas"}
     for label, (f, args) in programs.items():
         if only not in label:
@@ -123,8 +123,7 @@ def main(platform: str, name: str, only: str = "") -> None:
             site = fast.report(*args).sites[0]
             print("  ", site.op, site.kernel, site.sharding, site.not_chosen)
             assert site.sharding, site
-            if fused == "hopper" or label == "norm":
-                assert kernels
+            assert kernels
 
 
 if __name__ == "__main__":
