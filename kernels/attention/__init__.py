@@ -90,6 +90,7 @@ KERNELS = (
         backward=tpu.backward,
         memory_bounded=True,
         profitable=tpu.profitable,
+        steps=tpu.steps,
         space=Space(tpu.Blocks, tpu.default, tpu.configs, tpu.fits),
         backward_space=Space(
             tpu.BackwardBlocks,

@@ -7,6 +7,8 @@ run by Pallas's interpreter on the CPU, against a calculation in float64. Of a r
 that exists, only what is missing is made. Errors are relative to the largest entry.
 """
 
+# ruff: noqa: E501  (one case per line reads best)
+
 from __future__ import annotations
 
 import argparse

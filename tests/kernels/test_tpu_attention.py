@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter import device
+from rewriter import ahead_of_time, device
 from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import KERNELS, OP
 from rewriter.kernels.attention import tpu as kernel
 from rewriter.kernels.attention.reference import visible
+from rewriter.kernels.attention.tpu import passes
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, Blocks
 from rewriter.kernels.attention.tpu.schedule import (
     IDLE,
@@ -29,6 +30,7 @@ from rewriter.kernels.attention.tpu.schedule import (
     states,
     steps,
 )
+from rewriter.kernels.attention.tpu.sizes import together
 from rewriter.tpu import GENERATIONS
 from tests.kernels import tpu
 from tests.kernels.test_attention import CASES, close, exact, lengths, make
@@ -48,6 +50,9 @@ def spec(
     for name, (of, kind) in (more or {}).items():
         operands[name] = jax.ShapeDtypeStruct(of, kind)
     return spec_of(OP, operands, params)
+
+
+CACHE = dict.fromkeys("kv", ((4, 8192, 8, 128), "bfloat16"))
 
 
 # ---------------------------------------------------------------- what it takes
@@ -101,6 +106,33 @@ def test_larger_blocks_where_there_is_more_memory() -> None:
     assert not kernel.backward_default(given, v4).fused
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (spec((1, 1024, 8, 128)), ""),
+        (spec((1, 128, 8, 128)), "so little that XLA is as fast"),
+        (spec((1, 1024, 8, 128), "float32"), "float32 at full precision"),
+        (spec((4, 1, 8, 128), more=CACHE), "so little"),
+        (spec((4, 1, 8, 128), more={**CACHE, "kv_lengths": ((4,), "int32")}), ""),
+    ],
+)  # fmt: skip
+def test_where_it_pays(given: Spec, why: str) -> None:
+    verdict = kernel.profitable(given, "tpu")
+    assert verdict.ok == (not why)
+    assert why in "".join(r.text for r in verdict.reasons)
+
+
+def test_steps_are_those_of_blocks_that_are_seen() -> None:
+    blocks, back = Blocks(1024, 1024, 1024, 512), BackwardBlocks(1024, 1024, 512, 512)
+    full = spec((2, 8192, 3, 128))
+    causal = spec((2, 8192, 3, 128), window=CAUSAL)
+    assert kernel.steps(full, blocks, back, "")["attention"] == 6 * 64
+    made = kernel.steps(causal, blocks, back, "")
+    assert made["attention"] == made["attention_backward_fused"] == 6 * 36
+    decode = spec((4, 1, 32, 128), more=CACHE)
+    assert kernel.steps(decode, Blocks(32, 4096, 32, 4096), None, "")["attention"] == 64
+
+
 # ------------------------------------------------------------------- schedule
 SCHEDULES: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {
     "plain": ((40, 300), {}, {}),
@@ -147,7 +179,7 @@ def check_steps(table: Any, by_keys: bool) -> None:
     table = table.swapaxes(1, 2) if by_keys else table
     if made.per_line:
         assert (table == 2).all()
-        words = [[made.at(None, 0, np.int32(i)) for i in range(made.count)]]
+        words = [[made.at((), 0, np.int32(i)) for i in range(made.count)]]
         words = np.asarray(words)
     else:
         words = np.asarray(made.words).reshape(-1, made.most)
@@ -202,28 +234,73 @@ def check(case: str, dtype: str = "float32", fused: bool = True) -> None:
 
 
 QUICK = [
-    "odd", "causal wide v", "causal more rows mean", "gqa", "window both", "far",
-    "offset far", "prefix", "lengths 0", "lengths 0 nan", "segments", "mask heads",
-    "bias", "bias keys", "bias fill sinks", "sinks empty", "softcap bias",
-    "scale softcap", "decode 4", "one key",
+    "odd", "causal more rows mean", "gqa", "window both", "offset far", "prefix",
+    "lengths 0 nan", "segments", "mask heads", "bias", "bias fill sinks",
+    "sinks empty", "scale softcap", "one key",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_numbers(case: str) -> None:
+def test_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "together", lambda spec: "")
     with tpu.interpreted():
         check(case, fused=QUICK.index(case) % 2 == 0)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("decode", "all"),
+        ("alibi offset sinks", "all"),
+        ("lengths 0", "all"),
+        ("segments one", "all"),
+        ("window shift", "all"),
+        ("prefix one", "all"),
+        ("sinks", "group"),
+        ("mask", "group"),
+    ],
+)
+def test_few_queries(case: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "together", lambda spec: kind)
+    shape, extra, params = CASES[case]
+    arrays = {n: jnp.asarray(x) for n, x in make(shape, extra).items()}
+    want, _ = exact(arrays, np.zeros((*shape[:2], shape[3], shape[6])), params)
+    with tpu.interpreted():
+        out = kernel.forward(**arrays, **params, config=SMALL)
+    close(out, want, "float32", "out")
+
+
+def test_whose_queries_are_put_together() -> None:
+    few = {"more": CACHE, "shape": (4, 1, 32, 128)}
+    assert together(spec(**few)) == "all"
+    assert together(spec((4, 4, 32, 128), more=CACHE)) == "all"
+    assert together(spec((4, 8, 32, 128), more=CACHE)) == "group"
+    assert together(spec((4, 64, 32, 128), more=CACHE)) == ""
+    bias = {**CACHE, "bias": ((1, 32, 1, 8192), "bfloat16")}
+    assert together(spec((4, 1, 32, 128), more=bias)) == "group"
+    odd = dict.fromkeys("kv", ((4, 8192, 3, 128), "bfloat16"))
+    assert together(spec((4, 1, 12, 128), more=odd)) == "group"
+
+
+@tpu.needs_compiler
+def test_a_cache_of_keys_is_read_as_it_lies() -> None:
+    x = {"q": jax.ShapeDtypeStruct((4, 1, 32, 128), jnp.bfloat16)}
+    x |= {n: jax.ShapeDtypeStruct(*CACHE[n]) for n in "kv"}
+    there = device.named("tpu_v5e")
+    run = lambda x: kernel.forward(
+        **x, config=kernel.default(spec_of(OP, x, {}), there)
+    )
+    program = ahead_of_time.compiled(there, run, x)
+    assert program.memory_analysis().temp_size_in_bytes < 1 << 20  # 64 MiB a copy
+
+
+@pytest.mark.parametrize(("dtype", "fused"), [("float32", True), ("bfloat16", False)])
 def test_all_at_once(dtype: str, fused: bool) -> None:
     with tpu.interpreted():
         check("everything", dtype, fused)
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize("case", ["odd", "gqa", "lengths prefix"])
+@pytest.mark.parametrize(("case", "cores"), [("odd", 2), ("gqa", 1), ("bias keys", 2)])
 def test_memory(case: str, cores: int, capfd: pytest.CaptureFixture[str]) -> None:
     with tpu.simulated(capfd, cores):
         check(case, fused=case != "odd")

@@ -69,10 +69,10 @@ def _call(
 
     def at(*ids: Any) -> Place:
         if by_keys:
-            b, head, step, g, words, *_ = ids
+            b, head, step, g, *tables = ids
         else:
-            b, head, g, step, words, *_ = ids
-        word = listed.at(words, b, step)
+            b, head, g, step, *tables = ids
+        word = listed.at(tables[:1], b, step)
         line, other = schedule.major(word), schedule.minor(word)
         row, key = (other, line) if by_keys else (line, other)
         return Place(b, head * group + g, row, key)
@@ -104,12 +104,13 @@ def _call(
                 mosaic_tpu.shaped((p.b, p.heads, p.cut.s, width), dtype, arrays["q"]),
             )
             scratch[name] = mosaic_tpu.VMEM((blocks, keys, width), jnp.float32)
-    names = ["words", *scalars, *given, *results, *(f"{n} sum" for n in scratch)]
+    tables = listed.table
+    names = [*tables, *scalars, *given, *results, *(f"{n} sum" for n in scratch)]
 
     def body(*refs: Any) -> None:
         named = dict(zip(names, refs, strict=True))
         step = pl.program_id(2 if by_keys else 3)
-        word = listed.at(named["words"], pl.program_id(0), step)
+        word = listed.at(refs[:1], pl.program_id(0), step)
         numbers = {n: named[n] for n in scalars}
         _Step(p, config, kind, named, numbers, word).run()
 
@@ -124,14 +125,13 @@ def _call(
         [spec for spec, _ in results.values()],
         [shape for _, shape in results.values()],
         list(scratch.values()),
-        prefetched=1 + len(scalars),
+        prefetched=len(tables) + len(scalars),
         vmem=backward_vmem(
             config, p.cut.s if kind == FUSED else 0, p.h, p.e,
             arrays["q"].dtype.itemsize, operands.wide(arrays),
         ),
     )  # fmt: skip
-    words = jnp.asarray(listed.words, jnp.int32)
-    made = call(words, *scalars.values(), *(x.array for x in given.values()))
+    made = call(*tables.values(), *scalars.values(), *(x.array for x in given.values()))
     return dict(zip((n[1:] for n in results), made, strict=True))
 
 

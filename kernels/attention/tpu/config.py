@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from rewriter.device import Device
+from rewriter.kernels.attention.tpu.schedule import MOST_BLOCKS
+from rewriter.kernels.attention.tpu.sizes import FEW, LANES, extent, listed
 from rewriter.tpu import UNKNOWN, generation
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from rewriter.kernel import Spec
 
-LANES = 128
 ANY = Device(UNKNOWN.kind, "tpu")
 """A TPU of unknown kind."""
 
@@ -53,49 +54,68 @@ def clipped(config: Blocks, t: int, s: int) -> Blocks:
 
 
 def _part(inner: int, size: int) -> int:
-    """The largest part of a size, in whole registers, that is no larger than inner."""
+    """The largest part of a size, in whole registers, that is no larger than inner.
+
+    The size itself, if that is less than half of inner.
+    """
     if inner >= size:
         return size
-    return max(x for x in range(LANES, inner + 1, LANES) if size % x == 0)
+    part = max(x for x in range(LANES, inner + 1, LANES) if size % x == 0)
+    return part if 2 * part >= inner else size
 
 
 def _up(x: int, step: int) -> int:
     return -(-x // step) * step
 
 
-def default(spec: Spec, device: Device) -> Blocks:
-    """Returns the largest blocks that fit, of those that the compiler schedules best.
-
-    Ranked by the cycles that libtpu's simulator counts for v5e, v5p and v6e.
-    """
-    made = configs(spec, device)
-    return made[0] if made else clipped(SMALLEST, *_extent(spec))
-
-
 SMALLEST = Blocks(128, 128, 128, 128)
 
+COSTS = {
+    Blocks(1024, 2048, 1024, 512): 0.94,
+    Blocks(1024, 1024, 1024, 512): 1.0,
+    Blocks(512, 1024, 512, 512): 1.06,
+    Blocks(512, 512, 512, 512): 1.27,
+    Blocks(256, 512, 256, 512): 1.55,
+    Blocks(256, 256, 256, 256): 3.0,
+    SMALLEST: 6.0,
+}
+"""How long a score takes in blocks of a size, by libtpu's simulator: 1 is 5183 cycles
+for 1024 x 1024 on a v5e, heads of 128, bfloat16. On a v6e they rank alike."""
 
-def _extent(spec: Spec) -> tuple[int, int]:
-    """Returns queries of a head, or of a group if those are put together, and keys."""
-    (_, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
-    group = n // heads
-    return (t * group if t * group <= FEW else t), s
 
+def default(spec: Spec, device: Device) -> Blocks:
+    """Returns the blocks that take the fewest cycles, of those that fit.
 
-FEW = 128
-"""Queries of a head and its group that are put together, at most."""
-
-
-def _proposed() -> list[Blocks]:
-    sizes = ((1024, 1024), (512, 1024), (512, 512), (256, 512), (256, 256))
-    return [Blocks(r, k, r, min(k, 512)) for r, k in sizes] + [SMALLEST]
+    Small ones have fewer scores that no query sees, large ones take less for each.
+    """
+    made = configs(spec, device)
+    return made[0] if made else clipped(SMALLEST, *extent(spec))
 
 
 def configs(spec: Spec, device: Device) -> list[Blocks]:
     """Returns configs worth measuring, the likeliest first."""
-    more = [Blocks(1024, 1024, 256, 1024), Blocks(2048, 1024, 2048, 512)]
-    found = [clipped(c, *_extent(spec)) for c in (*_proposed(), *more)]
-    return list(dict.fromkeys(c for c in found if fits(c, spec, device).ok))
+    size = extent(spec)
+    proposed = list(COSTS)
+    if size[0] <= FEW:  # a step takes longer than reading few keys
+        proposed = [Blocks(FEW, k, FEW, k) for k in (4096, 2048, 1024, 512)]
+    found = dict.fromkeys(clipped(c, *size) for c in proposed)
+    good = [c for c in found if fits(c, spec, device).ok]
+    if size[0] <= FEW:
+        return good
+    costs = {clipped(c, *size): cost for c, cost in reversed(COSTS.items())}
+    return sorted(good, key=lambda c: _time(spec, size, c, costs[c]))
+
+
+def _time(
+    spec: Spec, size: tuple[int, int], blocks: Blocks | BackwardBlocks, cost: float
+) -> float:
+    """How long all scores take, those at the edges and beyond too; and all steps."""
+    each = cost * blocks.rows * blocks.keys + STEP
+    return listed(spec, size, blocks) * each
+
+
+STEP = 0.07 * (1 << 20)
+"""How long a step takes besides, some 350 cycles; the simulator counts few of them."""
 
 
 def fits(config: Blocks, spec: Spec, device: Device) -> Verdict:
@@ -111,14 +131,16 @@ def fits(config: Blocks, spec: Spec, device: Device) -> Verdict:
     ):
         if outer % inner or (inner < outer and inner % LANES):
             found.append(no(name, f"{inner}, no part of {outer} in multiples of 128"))
-    found.append(_listed(config.rows, config.keys, spec))
+    found.append(_listed(config, extent(spec), spec))
     found.append(_within(vmem(config, *sizes(spec)), device))
     return all_of(*found)
 
 
-def _listed(rows: int, keys: int, spec: Spec) -> Verdict:
+def _listed(
+    config: Blocks | BackwardBlocks, size: tuple[int, int], spec: Spec
+) -> Verdict:
     """Whether SMEM has room for the list of blocks, if every entry has its own."""
-    (b, t), s = spec.shape("q")[:2], spec.shape("k")[1]
+    b, (t, s), rows, keys = spec.shape("q")[0], size, config.rows, config.keys
     alone = any(
         spec.has(n) and spec.shape(n)[0] > 1
         for n in ("mask", "q_segments", "kv_segments", "kv_lengths", "offset", "prefix")
@@ -130,9 +152,6 @@ def _listed(rows: int, keys: int, spec: Spec) -> Verdict:
     if max(many, per) > MOST_BLOCKS:
         return no("smem", f"{max(many, per)} blocks in a line, above {MOST_BLOCKS}")
     return YES
-
-
-MOST_BLOCKS = 1 << 13
 
 
 def _within(size: int, device: Device) -> Verdict:
@@ -238,25 +257,35 @@ def backward_clipped(config: BackwardBlocks, t: int, s: int) -> BackwardBlocks:
 SMALLEST_BACKWARD = BackwardBlocks(128, 128, 128, 128, False)
 
 
-def _backward_proposed() -> list[BackwardBlocks]:
-    large = [BackwardBlocks(1024, 1024, 512, 512, f) for f in (True, False)]
-    more = [(512, 1024), (512, 512), (256, 512), (256, 256)]
-    fused = [BackwardBlocks(r, k, r, min(k, 512), True) for r, k in more]
-    apart = [BackwardBlocks(r, k, r, min(k, 512), False) for r, k in more]
-    return [large[0], *fused, large[1], *apart, SMALLEST_BACKWARD]
+BACKWARD_COSTS = {
+    BackwardBlocks(1024, 1024, 512, 512, True): 1.0,
+    BackwardBlocks(512, 1024, 512, 512, True): 1.08,
+    BackwardBlocks(512, 512, 512, 512, True): 1.16,
+    BackwardBlocks(256, 512, 256, 512, True): 1.5,
+    BackwardBlocks(1024, 1024, 512, 512, False): 1.5,
+    BackwardBlocks(512, 1024, 512, 512, False): 1.7,
+    BackwardBlocks(512, 512, 512, 512, False): 1.83,
+    BackwardBlocks(256, 512, 256, 512, False): 2.3,
+    BackwardBlocks(256, 256, 256, 256, False): 3.0,
+    SMALLEST_BACKWARD: 5.0,
+}
+"""As `COSTS`: 1 is 11516 cycles for 1024 x 1024."""
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardBlocks:
-    """Returns the largest blocks that fit: one kernel for all, where that fits."""
+    """Returns the blocks that take the fewest cycles, of those that fit."""
     made = backward_configs(spec, device)
     return made[0] if made else SMALLEST_BACKWARD
 
 
 def backward_configs(spec: Spec, device: Device) -> list[BackwardBlocks]:
     """Returns configs worth measuring, the likeliest first."""
-    t, s = spec.shape("q")[1], spec.shape("k")[1]
-    found = dict.fromkeys(backward_clipped(c, t, s) for c in _backward_proposed())
-    return [c for c in found if fits_backward(c, spec, device).ok]
+    size = spec.shape("q")[1], spec.shape("k")[1]
+    costs = {
+        backward_clipped(c, *size): cost for c, cost in reversed(BACKWARD_COSTS.items())
+    }
+    good = [c for c in costs if fits_backward(c, spec, device).ok]
+    return sorted(good, key=lambda c: _time(spec, size, c, costs[c]))
 
 
 def fits_backward(config: BackwardBlocks, spec: Spec, device: Device) -> Verdict:
@@ -267,7 +296,8 @@ def fits_backward(config: BackwardBlocks, spec: Spec, device: Device) -> Verdict
         if size % LANES or inner % LANES or size % inner:
             text = f"{size} {name} in parts of {inner}, no multiples of 128"
             found.append(no(name, text))
-    found.append(_listed(config.rows, config.keys, spec))
+    size = spec.shape("q")[1], spec.shape("k")[1]
+    found.append(_listed(config, size, spec))
     s = spec.shape("k")[1] if config.fused else 0
     found.append(_within(backward_vmem(config, s, *sizes(spec)), device))
     return all_of(*found)

@@ -50,8 +50,8 @@ def forward(
     listed = schedule.steps(schedule.states(p.cut, hiding))
     scalars = operands.numbers(p, arrays)
 
-    def at(b: Any, n: Any, step: Any, words: Any, *_: Any) -> Place:
-        word = listed.at(words, b, step)
+    def at(b: Any, n: Any, step: Any, *tables: Any) -> Place:
+        word = listed.at(tables[:1], b, step)
         return Place(b, n, schedule.major(word), schedule.minor(word))
 
     rows = p.cut.rows
@@ -59,7 +59,7 @@ def forward(
     if "sinks" in p.names:
         given["sinks"] = operands.per_head(arrays["sinks"], rows, at)
     if p.may_be_empty and p.empty_rows == "mean":
-        given["mean"] = _mean(p, arrays["v"], at)
+        given["mean"] = _mean(p, arrays, at)
     results = {
         "out": (
             operands.block((1, 1, rows, p.e), at, lambda i: (i.b, i.n, i.row, 0)),
@@ -79,12 +79,13 @@ def forward(
         "total": mosaic_tpu.VMEM((rows, LANES), jnp.float32),
         "sum": mosaic_tpu.VMEM((rows, p.e), jnp.float32),
     }
-    names = ["words", *scalars, *given, *results, *scratch]
+    tables = listed.table
+    names = [*tables, *scalars, *given, *results, *scratch]
 
     def body(*refs: Any) -> None:
         named = dict(zip(names, refs, strict=True))
         b, step = pl.program_id(0), pl.program_id(2)
-        _Step(p, config, named, scalars, listed.at(named["words"], b, step)).run(b)
+        _Step(p, config, named, scalars, listed.at(refs[:1], b, step)).run(b)
 
     call = mosaic_tpu.call(
         body,
@@ -94,11 +95,10 @@ def forward(
         [spec for spec, _ in results.values()],
         [shape for _, shape in results.values()],
         list(scratch.values()),
-        prefetched=1 + len(scalars),
+        prefetched=len(tables) + len(scalars),
         vmem=vmem(config, p.h, p.e, arrays["q"].dtype.itemsize, operands.wide(arrays)),
     )
-    words = jnp.asarray(listed.words, jnp.int32)
-    made = call(words, *scalars.values(), *(x.array for x in given.values()))
+    made = call(*tables.values(), *scalars.values(), *(x.array for x in given.values()))
     return (made[0], *(x[..., : p.cut.t] for x in made[1:]))
 
 
@@ -107,11 +107,17 @@ HIDING = frozenset(
 )
 
 
-def _mean(p: Problem, v: Array, at: operands.At) -> Input:
-    """The mean of v over all keys, that rows without keys give."""
-    mean = v.astype(jnp.float32).mean(2, keepdims=True)
-    index = lambda i: (i.b, i.head(p.group), 0, 0)
-    return Input(mean, operands.block((1, 1, 1, p.e), at, index))
+def _mean(p: Problem, arrays: Mapping[str, Array], at: operands.At) -> Input:
+    """The mean of v over all keys of a head, that rows without keys give."""
+    v = arrays["v"].astype(jnp.float32)
+    if p.cut.step == 1:
+        mean, rows = v.mean(2, keepdims=True), 1
+    else:
+        mean = v.reshape(p.b, -1, p.cut.step, p.e).mean(1)
+        mean = jnp.take(mean, arrays["row_heads"][0, :, 0], axis=1)[:, None]
+        rows = p.cut.rows
+    index = lambda i: (i.b, i.head(p.group), i.row if rows > 1 else 0, 0)
+    return Input(mean, operands.block((1, 1, rows, p.e), at, index))
 
 
 @dataclass(frozen=True)

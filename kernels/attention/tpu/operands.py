@@ -89,6 +89,9 @@ def inputs(
         found |= _segments(p, arrays, at, turned)
     if "alibi" in p.names:
         found["alibi"] = per_head(arrays["alibi"], rows, at)
+    if "row_heads" in p.names:
+        index = lambda x: (0, x.row, 0)
+        found["row_heads"] = Input(arrays["row_heads"], block((1, rows, 1), at, index))
     if "scale_factor" in p.names:
         factor = arrays["scale_factor"].astype(jnp.float32).reshape(1, 1, 1)
         found["scale_factor"] = Input(factor, block((1, 1, 1), at, lambda x: (0, 0, 0)))

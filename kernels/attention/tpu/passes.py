@@ -10,8 +10,8 @@ from rewriter.kernel import Spec
 from rewriter.kernels.attention.tpu import (
     backward_kernel,
     bias_kernel,
+    few,
     forward_kernel,
-    packed,
 )
 from rewriter.kernels.attention.tpu.config import (
     ANY,
@@ -25,6 +25,7 @@ from rewriter.kernels.attention.tpu.config import (
 from rewriter.kernels.attention.tpu.operands import heads_first
 from rewriter.kernels.attention.tpu.schedule import Cut
 from rewriter.kernels.attention.tpu.scores import Problem
+from rewriter.kernels.attention.tpu.sizes import together
 
 if TYPE_CHECKING:
     from jax import Array
@@ -70,12 +71,16 @@ def forward(
         **given: Operands and parameters of the op.
     """
     operands, params = _split(given)
-    p, arrays = problem(operands, params), _turned(operands)
+    p, spec = problem(operands, params), _spec(operands)
     out_dtype = jnp.dtype(params.get("out_dtype") or operands["q"].dtype)
     shape, t = (p.b, p.n, p.cut.t, p.e), p.cut.t
-    if packed.pays(p):
-        p, arrays = packed.packed(p, arrays)
-    blocks = clipped(config or default(_spec(operands), ANY), p.cut.t, p.cut.s)
+    kind = together(spec)
+    if kind == "all":
+        p, arrays = few.every_head(p, operands)
+    else:
+        arrays = _turned(operands)
+        p, arrays = few.by_group(p, arrays) if kind else (p, arrays)
+    blocks = clipped(config or default(spec, ANY), p.cut.t, p.cut.s)
     out, *kept = forward_kernel.forward(p, blocks, arrays, out_dtype, residuals)
     out = heads_first(out.reshape(shape))
     if not residuals:

@@ -8,7 +8,7 @@ constant; else it is computed on the device, before the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ class Cut:
             as those over the last key.
         repeat: Queries in a row of the same head, where the heads of a group follow
             each other: query i is then at ``i % repeat + shift``. 0 for one head.
+        step: Keys in a row that are at the same position, one of each head.
     """
 
     t: int
@@ -56,6 +57,7 @@ class Cut:
     shift: int = 0
     edges: bool = False
     repeat: int = 0
+    step: int = 1
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -90,9 +92,10 @@ def states(cut: Cut, given: Mapping[str, Any]) -> Table:
     xp = np if all(isinstance(x, np.ndarray) for x in given.values()) else jnp
     many, per = cut.blocks
     column = xp.arange(per, dtype=xp.int32) * cut.keys
-    column_end = xp.minimum(column + cut.keys, cut.s) - 1
     some = xp.ones((1, many, per), bool)
-    every = xp.broadcast_to(column + cut.keys <= cut.s, some.shape)
+    every = xp.broadcast_to(column + cut.keys <= cut.s, some.shape) & (cut.step == 1)
+    column_end = (xp.minimum(column + cut.keys, cut.s) - 1) // cut.step
+    column = column // cut.step
     if cut.edges:
         fits = xp.arange(1, many + 1, dtype=xp.int32) * cut.rows <= cut.t
         every = every & fits[:, None]
@@ -192,10 +195,22 @@ class Steps:
     each: bool
     per_line: int = 0
 
-    def at(self, words: Any, batch: Any, step: Any) -> Any:
-        """Returns a step's word, from the reference of the table."""
+    @property
+    def table(self) -> dict[str, Any]:
+        """The words as an operand of a kernel, by name, if there are any to read."""
+        return {} if self.per_line else {"words": jnp.asarray(self.words, jnp.int32)}
+
+    def at(self, tables: Sequence[Any], batch: Any, step: Any) -> Any:
+        """Returns a step's word, from the reference of the table, should there be one.
+
+        Args:
+            tables: The references that a kernel or an index map gets first.
+            batch: The batch entry.
+            step: Its step.
+        """
         if not self.per_line:
-            return words[batch * self.most + step] if self.each else words[step]
+            place = batch * self.most + step if self.each else step
+            return tables[0][place]
         line, other = divided(step, self.per_line)
         bits = jnp.where(other > 0, LATER, 0)
         bits = bits + jnp.where(other < self.per_line - 1, MORE, 0)

@@ -169,14 +169,18 @@ class Tile:
         return lax.broadcasted_iota(jnp.int32, self.shape, int(keys != self.turned))
 
     def relative(self) -> Array:
-        """Returns each key's position less that of the query, int32."""
+        """Returns each key's position less that of the query, int32, times a step.
+
+        Divided by `Cut.step` and rounded down it is the distance.
+        """
         cut = self.problem.cut
         offset = self.numbers.get("offset", 0) + cut.shift
         rows, row, key = self.iota(False), self.row + self.first, self.key + self.start
         if cut.repeat:
             rows = lax.rem(rows + row, jnp.int32(cut.repeat))
-            return self.iota(True) - rows + (key - offset)
-        return self.iota(True) - rows + (key - row - offset)
+            row = 0
+        rows = rows if cut.step == 1 else rows * cut.step
+        return self.iota(True) - rows + (key - (row + offset) * cut.step)
 
     def part(self, name: str) -> Array:
         """Returns this block of a table [rows|1, keys|1], turned if scores are."""
@@ -218,7 +222,10 @@ class Tile:
             slopes = self.refs["alibi"]
             slope = slopes[0, self.row_slice if slopes.shape[1] > 1 else slice(None)]
             slope = slope * p.unit
-            x = x + slope * self.relative().astype(jnp.float32)
+            relative = self.relative()
+            if p.cut.step > 1:  # a power of two
+                relative = relative >> (p.cut.step.bit_length() - 1)
+            x = x + slope * relative.astype(jnp.float32)
         if part:
             keep = self.keep()
             x = x if keep is None else jnp.where(keep, x, -jnp.inf)
@@ -249,7 +256,7 @@ class Tile:
         if inside is not None:
             found.append(inside)
         if "kv_lengths" in self.numbers:
-            last = self.numbers["kv_lengths"]
+            last = self.numbers["kv_lengths"] * self.problem.cut.step
             found.append(self.iota(True) < last - self.key - self.start)
         if "q_segments" in self.refs:
             q, k = self.refs["q_segments"], self.refs["kv_segments"]
@@ -260,10 +267,18 @@ class Tile:
                 found.append(q[0, rows, :] == k[0, :, keys])
         if "mask" in self.refs:
             found.append(self.part("mask") != 0)
+        if "row_heads" in self.refs:
+            found.append(self._own_head())
         keep = None
         for one in found:
             keep = one if keep is None else keep & one
         return keep
+
+    def _own_head(self) -> Array:
+        """Whether a key is of the query's head: keys of all heads take turns."""
+        shape = (1, self.keys)
+        key = lax.broadcasted_iota(jnp.int32, shape, 1) & (self.problem.cut.step - 1)
+        return self.refs["row_heads"][0, self.row_slice, :] == key
 
     def _window(self) -> Array | None:
         cut = self.problem.cut
@@ -271,12 +286,12 @@ class Tile:
             return None
         relative, keep = self.relative(), None
         if cut.right is not None:
-            keep = relative <= min(cut.right, FAR)
+            keep = relative < (min(cut.right, FAR // cut.step - 1) + 1) * cut.step
         if cut.left is not None:
-            inside = relative >= -min(cut.left, FAR)
+            inside = relative >= -min(cut.left, FAR // cut.step) * cut.step
             keep = inside if keep is None else keep & inside
         if "prefix" in self.numbers:
             assert keep is not None
-            before = self.numbers["prefix"] - self.key - self.start
+            before = self.numbers["prefix"] * cut.step - self.key - self.start
             keep = keep | (self.iota(True) < before)
         return keep

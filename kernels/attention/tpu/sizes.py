@@ -1,0 +1,53 @@
+"""A use of attention in, the sizes that the kernels see out: queries, keys, blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rewriter.kernels.attention.tpu import schedule
+
+if TYPE_CHECKING:
+    from rewriter.kernel import Spec
+
+LANES = 128
+FEW = 128
+"""Queries of several heads that are put together, at most: see `few`."""
+
+
+def together(spec: Spec) -> str:
+    """Returns whose few queries are put together: of ``"all"`` heads, or a ``"group"``.
+
+    Empty if there are many, or nothing is won.
+    """
+    (_, t, n, _), heads = spec.shape("q"), spec.shape("k")[2]
+    tables = [spec.shape(x) for x in ("bias", "mask", "dropout") if spec.has(x)]
+    thin = all(x[1] == x[2] == 1 for x in tables)
+    power_of_two = heads & (heads - 1) == 0
+    if t * n <= FEW and thin and power_of_two and heads <= LANES:
+        return "all"
+    return "group" if 1 < n // heads <= FEW // t else ""
+
+
+def extent(spec: Spec) -> tuple[int, int]:
+    """Returns how many queries and keys the kernel sees."""
+    (_, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
+    kind = together(spec)
+    if kind == "all":
+        return t * n, s * heads
+    return (t * n // heads if kind else t), s
+
+
+def listed(spec: Spec, size: tuple[int, int], blocks: Any) -> int:
+    """Returns how many blocks of scores a head has that are not empty."""
+    t, s = spec.shape("q")[1], spec.shape("k")[1]
+    left, right = spec.param("window", (None, None))
+    shift = spec.param("shift", 0)
+    if spec.has("offset"):
+        shift += max(0, s - t)
+    if spec.has("prefix"):
+        left = right = None
+    cut = schedule.Cut(*size, blocks.rows, blocks.keys, left, right, shift)
+    if size[0] != t:
+        cut = dataclasses.replace(cut, repeat=t, step=size[1] // s)
+    return int(schedule.steps(schedule.states(cut, {})).count)

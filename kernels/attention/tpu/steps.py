@@ -1,0 +1,46 @@
+"""How many steps the kernels take, where values decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rewriter.kernels.attention.tpu.config import (
+    ANY,
+    backward_clipped,
+    backward_default,
+    clipped,
+    default,
+)
+from rewriter.kernels.attention.tpu.sizes import extent, listed, together
+
+if TYPE_CHECKING:
+    from rewriter.kernel import Spec
+
+
+def steps(
+    spec: Spec, config: Any, backward_config: Any, passes: str
+) -> Mapping[str, int]:
+    """Returns steps by kernel: of all batch entries and heads together.
+
+    Keys that arrays hide are counted as seen; an offset puts the last query at the
+    last key.
+
+    Args:
+        spec: The use.
+        config: The forward's blocks; None for those of the rule of thumb.
+        backward_config: The backward's.
+        passes: Unused: what does not run is not asked for.
+    """
+    del passes
+    (b, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
+    kind = together(spec)
+    lines = {"all": 1, "group": heads, "": n}[kind]
+    size = extent(spec)
+    blocks = clipped(config or default(spec, ANY), *size)
+    made = {"attention": b * lines * listed(spec, size, blocks)}
+    backward = backward_clipped(backward_config or backward_default(spec, ANY), t, s)
+    each = b * n * listed(spec, (t, s), backward)
+    for name in ("fused", "by_keys", "by_rows"):
+        made[f"attention_backward_{name}"] = each
+    return made
