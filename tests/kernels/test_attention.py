@@ -13,8 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rewriter.kernel import spec_of
 from rewriter.kernels.attention import KERNELS, OP
-from rewriter.kernels.attention.xla import Blocks, tiles
 from rewriter.kernels.attention.reference import sample
+from rewriter.kernels.attention.xla import Blocks, tiles
 
 KERNEL = next(k for k in KERNELS if k.name == "memory_bounded")
 
