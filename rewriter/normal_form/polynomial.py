@@ -286,8 +286,9 @@ class Polynomials:
     def partial_fractions(self, p: Poly) -> Poly:
         """With P = c*m + k*u, reduces u*P**-n: the spellings of a sigmoid meet.
 
-        Here m is a number, or both m and u are products of exponentials; a sum that
-        is divided by itself and another one stays, as it may yet cancel.
+        Here m is a number, or both m and u are products of exponentials of different
+        kinds of atoms: which of two alike is u would depend on their numbers. A sum
+        that is divided by itself and another one stays, as it may yet cancel.
         """
         for (flag, mono), c in p.items():
             for atom, e in mono:
@@ -297,11 +298,10 @@ class Polynomials:
                 if len(base) != 2 or any(where != TRUE for (where, _), _ in base):
                     continue
                 ((_, other), c0), ((_, lead), k) = base
-                if not lead:
+                if not self._in_order(other, lead):
                     other, c0, lead, k = lead, k, other, c0
-                both = (*lead, *other) if other else ()
-                if any(self.kind(a) != "exp" for a, _ in both):
-                    continue
+                    if not self._in_order(other, lead):
+                        continue
                 if not self._divides(lead, mono):
                     continue
                 rest = {t: v for t, v in p.items() if t != (flag, mono)}
@@ -313,6 +313,16 @@ class Polynomials:
                 extra = self.add(extra, {(flag, instead): self.number(-c * c0 / k)})
                 return self.partial_fractions(self.add(rest, extra))
         return p
+
+    def _in_order(self, first: Monomial, second: Monomial) -> bool:
+        """Whether one is a number, or both are exponentials, and differ in kind so."""
+        if not first or not second:
+            return not first
+        if any(self.kind(a) != "exp" for a, _ in (*first, *second)):
+            return False
+        kinds = lambda m: sorted((self.kind(a), str(x)) for a, x in m)
+        ranks = [sorted(kinds(self.defs[a][1]) for a, _ in m) for m in (first, second)]
+        return ranks[0] < ranks[1]
 
     def _divides(self, part: Monomial, mono: Monomial) -> bool:
         """Whether a monomial has all factors of another, with their signs."""
