@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import rewriter
 from rewriter import ahead_of_time, device
@@ -363,10 +364,17 @@ def gradient(q: Any, k: Any, v: Any) -> Any:
     return jax.grad(total, (0, 1, 2))(q, k, v)
 
 
+def sharded(q: Any, k: Any, v: Any) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    every = PartitionSpec("x")
+    return jax.shard_map(gradient, mesh=mesh, in_specs=every, out_specs=every)(q, k, v)
+
+
 @pytest.mark.parametrize(
     ("function", "names"),
     [
         (attention, ["attention"]),
+        (sharded, ["attention", "attention_backward_fused"]),
         (scanned, ["attention"]),
         (gradient, ["attention", "attention_backward_fused"]),
         (jax.vmap(attention), ["attention"]),
@@ -374,9 +382,12 @@ def gradient(q: Any, k: Any, v: Any) -> Any:
 )
 def test_exported_programs_carry_it(function: Any, names: list[str]) -> None:
     """No TPU is described while it is lowered, as in the tests above one is."""
-    lead = (2,) if function not in (attention, scanned, gradient) else ()
+    plain = (attention, scanned, gradient, sharded)
+    lead = () if function in plain else (2,)
     x = jax.ShapeDtypeStruct((*lead, 1, 2048, 4, 128), jnp.bfloat16)
-    made = rewriter.export(function, platforms=("tpu",), targets={"tpu": "tpu_v5e"})
+    made = rewriter.export(
+        function, platforms=("tpu",), targets={"tpu": "tpu_v5e"}, vjp_order=0
+    )
     artifact = made(x, x, x)
     assert "tpu_custom_call" in artifact.manifest["custom_calls"]
     text = artifact.exported.mlir_module()

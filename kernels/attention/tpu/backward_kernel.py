@@ -112,7 +112,7 @@ def _call(
         step = pl.program_id(2 if by_keys else 3)
         word = listed.at(refs[:1], pl.program_id(0), step)
         numbers = {n: named[n] for n in scalars}
-        _Step(p, config, kind, named, numbers, word).run()
+        _Step(p, config, kind, named, numbers, listed, word).run()
 
     grid = (p.b, p.heads, listed.count, group)
     grid = grid if by_keys else (p.b, p.heads, group, listed.count)
@@ -145,7 +145,8 @@ class _Step:
         kind: What the kernel computes.
         refs: All references, by name; ``"q sum"`` and so on are scratch.
         numbers: References to scalars of batch entries.
-        word: The step.
+        listed: All steps.
+        word: This one.
     """
 
     p: Problem
@@ -153,6 +154,7 @@ class _Step:
     kind: str
     refs: Mapping[str, Any]
     numbers: Mapping[str, Any]
+    listed: schedule.Steps
     word: Any
 
     @property
@@ -181,10 +183,7 @@ class _Step:
             last = pl.num_programs(2) - 1, pl.num_programs(3) - 1
             pl.when((g == 0) & (step == 0))(lambda: self.clear("k", "v"))
         numbers = operands.of_batch(self.numbers, pl.program_id(0))
-        whole = (bits & schedule.PART) == 0
-        edge = (bits & (schedule.PART | schedule.IDLE)) == schedule.PART
-        pl.when(whole)(lambda: self.update(numbers, False))
-        pl.when(edge)(lambda: self.update(numbers, True))
+        operands.update(self.listed, bits, functools.partial(self.update, numbers))
         if self.kind == BY_KEYS:
             pl.when(ends)(lambda: self.store("k", "v"))
         else:

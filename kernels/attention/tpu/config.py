@@ -71,16 +71,18 @@ def _up(x: int, step: int) -> int:
 SMALLEST = Blocks(128, 128, 128, 128)
 
 COSTS = {
-    Blocks(1024, 2048, 1024, 512): 0.94,
-    Blocks(1024, 1024, 1024, 512): 1.0,
-    Blocks(512, 1024, 512, 512): 1.06,
-    Blocks(512, 512, 512, 512): 1.27,
-    Blocks(256, 512, 256, 512): 1.55,
-    Blocks(256, 256, 256, 256): 3.0,
-    SMALLEST: 6.0,
+    Blocks(1024, 2048, 1024, 512): (0.94, 0.92),
+    Blocks(1024, 1024, 1024, 512): (1.0, 1.0),
+    Blocks(512, 1024, 512, 512): (1.06, 1.27),
+    Blocks(512, 512, 512, 512): (1.27, 1.60),
+    Blocks(256, 512, 256, 512): (1.55, 2.58),
+    Blocks(256, 256, 256, 256): (3.0, 4.9),
+    SMALLEST: (6.0, 10.0),
 }
-"""How long a score takes in blocks of a size, by libtpu's simulator: 1 is 5183 cycles
-for 1024 x 1024 on a v5e, heads of 128, bfloat16. On a v6e they rank alike."""
+"""How long a score takes in blocks of a size, by libtpu's simulator, on a v5e and on a
+v6e: 1 is 5183 and 3252 cycles for 1024 x 1024, heads of 128, bfloat16."""
+
+LIKE_V6E = ("v6e", "7x")
 
 
 def default(spec: Spec, device: Device) -> Blocks:
@@ -102,7 +104,8 @@ def configs(spec: Spec, device: Device) -> list[Blocks]:
     good = [c for c in found if fits(c, spec, device).ok]
     if size[0] <= FEW:
         return good
-    costs = {clipped(c, *size): cost for c, cost in reversed(COSTS.items())}
+    column = int(generation(device).name in LIKE_V6E)
+    costs = {clipped(c, *size): cost[column] for c, cost in reversed(COSTS.items())}
     return sorted(good, key=lambda c: _time(spec, size, c, costs[c]))
 
 
@@ -259,8 +262,8 @@ SMALLEST_BACKWARD = BackwardBlocks(128, 128, 128, 128, False)
 
 BACKWARD_COSTS = {
     BackwardBlocks(1024, 1024, 512, 512, True): 1.0,
-    BackwardBlocks(512, 1024, 512, 512, True): 1.08,
-    BackwardBlocks(512, 512, 512, 512, True): 1.16,
+    BackwardBlocks(512, 1024, 512, 512, True): 1.01,
+    BackwardBlocks(512, 512, 512, 512, True): 1.1,
     BackwardBlocks(256, 512, 256, 512, True): 1.5,
     BackwardBlocks(1024, 1024, 512, 512, False): 1.5,
     BackwardBlocks(512, 1024, 512, 512, False): 1.7,
@@ -269,7 +272,8 @@ BACKWARD_COSTS = {
     BackwardBlocks(256, 256, 256, 256, False): 3.0,
     SMALLEST_BACKWARD: 5.0,
 }
-"""As `COSTS`: 1 is 11516 cycles for 1024 x 1024."""
+"""As `COSTS`, on a v5e: 1 is 11516 cycles for 1024 x 1024. Those of less than 512 keys
+are guessed."""
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardBlocks:

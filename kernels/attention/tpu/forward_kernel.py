@@ -8,6 +8,7 @@ al., "FlashAttention" (2022).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,8 @@ def forward(
     """
     p = p.blocks(config.rows, config.keys)
     hiding = {n: arrays[n] for n in p.names & HIDING}
-    listed = schedule.steps(schedule.states(p.cut, hiding))
+    whole = p.cut.step == 1
+    listed = schedule.steps(schedule.states(p.cut, hiding), whole=whole)
     scalars = operands.numbers(p, arrays)
 
     def at(b: Any, n: Any, step: Any, *tables: Any) -> Place:
@@ -85,7 +87,8 @@ def forward(
     def body(*refs: Any) -> None:
         named = dict(zip(names, refs, strict=True))
         b, step = pl.program_id(0), pl.program_id(2)
-        _Step(p, config, named, scalars, listed.at(refs[:1], b, step)).run(b)
+        word = listed.at(refs[:1], b, step)
+        _Step(p, config, named, scalars, listed, word).run(b)
 
     call = mosaic_tpu.call(
         body,
@@ -129,23 +132,22 @@ class _Step:
         config: Its blocks.
         refs: All references, by name.
         scalars: The names of scalars.
-        word: The step.
+        listed: All steps.
+        word: This one.
     """
 
     p: Problem
     config: Blocks
     refs: Mapping[str, Any]
     scalars: Any
+    listed: schedule.Steps
     word: Any
 
     def run(self, b: Any) -> None:
         bits = self.word
         pl.when((bits & schedule.LATER) == 0)(self.start)
-        whole = (bits & schedule.PART) == 0
-        edge = (bits & (schedule.PART | schedule.IDLE)) == schedule.PART
         numbers = operands.of_batch({n: self.refs[n] for n in self.scalars}, b)
-        pl.when(whole)(lambda: self.update(numbers, False))
-        pl.when(edge)(lambda: self.update(numbers, True))
+        operands.update(self.listed, bits, functools.partial(self.update, numbers))
         pl.when((bits & schedule.MORE) == 0)(self.finish)
 
     def start(self) -> None:

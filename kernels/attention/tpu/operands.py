@@ -14,9 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from rewriter.kernels.attention.tpu import schedule
+
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.kernels.attention.tpu.schedule import Steps
     from rewriter.kernels.attention.tpu.scores import Problem
 
 TABLES = ("bias", "mask", "dropout")
@@ -153,6 +156,22 @@ def _segments(
 
         found[name] = Input(x, block(shape, at, index))
     return found
+
+
+def update(listed: Steps, word: Any, do: Callable[[bool], None]) -> None:
+    """Calls ``do(part)`` at a step: once, or not if it has no work.
+
+    Args:
+        listed: All steps: for kinds that there are not there is no code.
+        word: The step.
+        do: Computes a block of scores, of which some may be hidden if `part` is true.
+    """
+    whole, part = listed.kinds
+    if whole:
+        pl.when((word & schedule.PART) == 0)(lambda: do(False))
+    if part:
+        kind = word & (schedule.PART | schedule.IDLE)
+        pl.when(kind == schedule.PART)(lambda: do(True))
 
 
 def numbers(p: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -185,6 +185,7 @@ class Steps:
         most: Words of a batch entry.
         count: Steps of the grid: a number, or a traced scalar.
         each: Whether every batch entry has steps of its own.
+        kinds: Whether there may be blocks seen by all queries, and such seen in part.
         per_line: Where no block is hidden, in part or wholly, steps of a line: words
             are then calculated and not read.
     """
@@ -193,6 +194,7 @@ class Steps:
     most: int
     count: Any
     each: bool
+    kinds: tuple[bool, bool] = (True, True)
     per_line: int = 0
 
     @property
@@ -232,7 +234,7 @@ def minor(word: Any) -> Any:
     return (word >> BITS) & (MOST_BLOCKS - 1)
 
 
-def steps(table: Table, by_keys: bool = False) -> Steps:
+def steps(table: Table, by_keys: bool = False, whole: bool = True) -> Steps:
     """Returns the steps over blocks that are not empty, line by line.
 
     Each line has a step at least, so that its result is written.
@@ -240,6 +242,7 @@ def steps(table: Table, by_keys: bool = False) -> Steps:
     Args:
         table: What `states` gives.
         by_keys: Whether a line is a block of keys, and not of queries.
+        whole: Whether blocks may be seen by all queries, if values decide it.
 
     Example:
         >>> found = steps(states(Cut(256, 256, 128, 128, right=0), {}))
@@ -252,7 +255,8 @@ def steps(table: Table, by_keys: bool = False) -> Steps:
         table = table.swapaxes(1, 2)
     batch, lines, others = table.shape
     if known and batch == 1 and (table == 2).all():
-        return Steps(np.zeros(1, np.int32), 1, table.size, False, others)
+        kinds = True, False
+        return Steps(np.zeros(1, np.int32), 1, table.size, False, kinds, others)
     empty = (table == 0).all(-1, keepdims=True)
     first = xp.arange(others, dtype=xp.int32) == 0
     table = xp.where(empty & first, 1, table)
@@ -265,7 +269,10 @@ def steps(table: Table, by_keys: bool = False) -> Steps:
     word = _marked(word, count, xp)
     most = int(count.max()) if known else word.shape[1]
     bound = most if known else count.max()
-    return Steps(word[:, :most].reshape(-1), most, bound, batch > 1)
+    kinds = (whole, True)
+    if known:
+        kinds = bool((table == 2).any()), bool((table == 1).any())
+    return Steps(word[:, :most].reshape(-1), most, bound, batch > 1, kinds)
 
 
 def _marked(word: Any, count: Any, xp: Any) -> Any:

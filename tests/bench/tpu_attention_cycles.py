@@ -1,0 +1,231 @@
+"""Cycles of attention on TPUs that are not there: ours, JAX's own kernels, and XLA.
+
+  python3 -m tests.bench.tpu_attention_cycles [--json PATH] [--seconds 600]
+
+One head of 128, bfloat16. libtpu simulates the schedule of a compiled program (cycles),
+or counts the instruction bundles of a kernel's body. Each estimate is made by a child
+process; of a record that exists, only what is missing is made.
+
+The simulator takes what is read from memory for scalars as 0, so that a kernel that
+reads a list of blocks is not simulated. Ours is, therefore, with all blocks of 4096
+tokens, seen by all queries or (in "part") each compared with positions. A causal run of
+8192 tokens takes 28 steps of the first and 8 of the second kind. JAX's flash attention
+calculates its blocks, and is simulated as it is. Its splash attention reads lists too:
+only bundles are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter import ahead_of_time
+from rewriter.static_cost import FLAGS
+from tests.bench import record
+from tests.kernels import tpu
+
+WIDTH = 128
+OURS, TOKENS = 4096, 8192
+
+WANTED: tuple[tuple[str, str, str], ...] = (
+    *(
+        ("cycles", generation, name)
+        for generation in ("v5e", "v5p", "v6e")
+        for name in (
+            "ours 1024 1024 1024 512",
+            "ours part 1024 1024 1024 512",
+            "ours 1024 2048 1024 512",
+            "ours 512 1024 512 512",
+            "ours 512 512 512 512",
+            "flash 1024 1024 1024",
+            "flash 1024 1024 512",
+            "ours backward 1024 1024 512 512",
+            "ours backward part 1024 1024 512 512",
+            "flash backward 1024 1024 512",
+        )
+    ),
+    *(
+        ("bundles", "v5e", name)
+        for name in (
+            "ours 1024 1024 1024 512",
+            "ours backward 1024 1024 512 512",
+            "splash 1024 1024 512",
+            "splash 1024 2048 512",
+            "splash 2048 1024 512",
+            "splash backward 1024 1024 512",
+        )
+    ),
+)
+"""What is said, by generation and name: sizes of blocks of queries and keys, then of
+the parts that are computed at a time."""
+
+
+def program(name: str, heads: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns what a name stands for, and its arguments."""
+    words = name.split()
+    sizes = [int(w) for w in words if w.isdigit()]
+    kinds = {w for w in words[1:] if not w.isdigit()}
+    made = {"ours": _ours, "flash": _flash, "splash": _splash}[words[0]]
+    return made(sizes, kinds, heads)
+
+
+def _arrays(tokens: int, heads: int) -> tuple[Any, ...]:
+    x = jax.ShapeDtypeStruct((1, heads, tokens, WIDTH), jnp.bfloat16)
+    return x, x, x
+
+
+def _ours(sizes: list[int], kinds: set[str], heads: int) -> Any:
+    from rewriter.kernels.attention.tpu import backward_kernel, forward_kernel, schedule
+    from rewriter.kernels.attention.tpu.config import BackwardBlocks, Blocks
+    from rewriter.kernels.attention.tpu.scores import Problem
+
+    part = "part" in kinds
+    if part:  # for this child process alone
+        whole, steps = schedule.states, schedule.steps
+        at = schedule.Steps.at
+        schedule.states = lambda cut, given: np.full_like(whole(cut, given), 2)
+        schedule.steps = lambda *given, **named: replace(
+            steps(*given, **named), kinds=(False, True)
+        )
+        schedule.Steps.at = lambda *given: at(*given) + schedule.PART
+    cut = schedule.Cut(OURS, OURS, 0, 0, right=0 if part else None)
+    p = Problem(
+        cut, 1, heads, heads, WIDTH, WIDTH, WIDTH**-0.5, None, "nan", frozenset()
+    )
+    q, k, v = _arrays(OURS, heads)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        arrays = {"q": q, "k": k, "v": v}
+        return forward_kernel.forward(p, Blocks(*sizes), arrays, q.dtype, False)
+
+    def backward(q: Any, k: Any, v: Any, up: Any, kept: Any) -> Any:
+        arrays = {"q": q, "k": k, "v": v, "up": up, "kept": kept}
+        blocks = BackwardBlocks(*sizes, fused=True)
+        return backward_kernel.backward(p, blocks, arrays, q.dtype)
+
+    if "backward" in kinds:
+        kept = jax.ShapeDtypeStruct((1, heads, 2, OURS), jnp.float32)
+        return backward, (q, k, v, q, kept)
+    return forward, (q, k, v)
+
+
+def _gradients(function: Callable[..., Any], kinds: set[str]) -> Callable[..., Any]:
+    if "backward" not in kinds:
+        return function
+    total = lambda *x: function(*x).astype(jnp.float32).sum()
+    return lambda *x: jax.grad(total, (0, 1, 2))(*x)
+
+
+def _flash(sizes: list[int], kinds: set[str], heads: int) -> Any:
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    rows, keys, inner = sizes
+    blocks = flash.BlockSizes(
+        block_q=rows, block_k_major=keys, block_k=inner, block_b=1,
+        block_q_major_dkv=rows, block_q_dkv=rows, block_k_major_dkv=keys,
+        block_k_dkv=inner, block_q_dq=rows, block_k_major_dq=keys, block_k_dq=inner,
+    )  # fmt: skip
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return flash.flash_attention(
+            q, k, v, causal=True, sm_scale=WIDTH**-0.5, block_sizes=blocks
+        )
+
+    return _gradients(run, kinds), _arrays(TOKENS, heads)
+
+
+def _splash(sizes: list[int], kinds: set[str], heads: int) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    rows, keys, inner = sizes
+    mask = splash.MultiHeadMask([splash.CausalMask((TOKENS, TOKENS))] * heads)
+    blocks = splash.BlockSizes(
+        block_q=rows, block_kv=keys, block_kv_compute=inner, block_q_dkv=rows,
+        block_kv_dkv=keys, block_kv_dkv_compute=inner, use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    made = splash.make_splash_mha(
+        mask, block_sizes=blocks, head_shards=1, q_seq_shards=1
+    )
+    return _gradients(jax.vmap(made), kinds), _arrays(TOKENS, heads)
+
+
+def estimate(mode: str, generation: str, name: str, seconds: float) -> Any:
+    """Returns cycles or bundles by operation, or why there are none."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ, **ahead_of_time.ENVIRONMENT, "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": FLAGS[mode].format(folder),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "tests.bench.tpu_attention_cycles"]
+        command += ["--child", mode, generation, name, folder]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, timeout=seconds,
+                check=False, text=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"not within {seconds:.0f} s"
+    if done.returncode:
+        fatal = re.search(r"^F\d{4} .*?\d\] (.*)$", done.stderr, re.MULTILINE)
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        return f"exit {done.returncode}: {(fatal[1] if fatal else last)[:200]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def child(mode: str, generation: str, name: str, folder: str) -> dict[str, int]:
+    """Returns the same, in a process whose libtpu was told to."""
+    heads = 2 if generation == "v5p" else 1  # one for each of its cores
+    program_of, arrays = program(name, heads)
+    made = ahead_of_time.compiled(tpu.KINDS[generation], program_of, *arrays)
+    if mode == "cycles":
+        form = r'^\s*(?:ROOT )?%?([\w.\-]+) = .*"estimated_cycles":"(\d+)"'
+        found = re.findall(form, made.as_text(), re.MULTILINE)
+        return {operation: int(cycles) for operation, cycles in found}
+    found = {}
+    for path in pathlib.Path(folder).glob("*final_hlo-static-per-bundle-util*.txt"):
+        table = path.read_text().split("UTILIZATION:")[1]
+        operation = re.sub(r"^\d+-(.*)-\d+-final.*", r"\1", path.name)
+        if not operation.startswith("<") and operation != "TLP":
+            found[operation] = sum(1 for x in table.splitlines() if x.strip())
+    return found
+
+
+def main() -> None:
+    """Fills the record."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--child", nargs=4)
+    asked = parser.parse_args()
+    if asked.child:
+        print(json.dumps(child(*asked.child)))
+        return
+    path = asked.json or record.named("tpu_attention_cycles")
+    found: dict[str, Any] = {}
+    if path.is_file():
+        found = json.loads(path.read_text())["estimates"]
+    for mode, generation, name in WANTED:
+        key = f"{generation}, {name}, {mode}"
+        if isinstance(found.get(key), dict):
+            continue
+        found[key] = estimate(mode, generation, name, asked.seconds)
+        print(key, found[key], flush=True)
+        command = "python3 -m tests.bench.tpu_attention_cycles"
+        record.write(path, command, estimates=found)
+
+
+if __name__ == "__main__":
+    main()
