@@ -30,7 +30,7 @@ class Site:
         again: Where a checkpoint runs its forward again for the gradients, such as
             ``"scan/remat"``; empty if it runs once.
         sharding: How it is spread over devices, such as ``"b over data"``; empty on
-            one device, and where it is left to XLA.
+            one device, and where it cannot be.
     """
 
     index: int
