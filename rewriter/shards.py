@@ -107,7 +107,8 @@ def shards_of(
             chosen.get(x, ()) if n > 1 else ()
             for x, n in zip(letters[name], shape, strict=True)
         )
-        if moved := _moved(name, letters[name], known[name], specs[name], chosen):
+        moved = _moved(name, letters[name], known[name], specs[name], chosen)
+        if moved and name != OUT:  # where the result goes from here is XLA's
             gathered.append((name, moved))
     return Shards(
         mesh,

@@ -234,6 +234,28 @@ def explicit() -> None:
         close(fast(*rows), want)
 
 
+def elsewhere() -> None:
+    """Heads are split for attention, positions before and after it, as asked for."""
+    rows = NamedSharding(MESH, P("data", "model"))
+
+    def moved(*args: Any) -> jax.Array:
+        by_heads = (jax.lax.with_sharding_constraint(x, HEADS) for x in args)
+        return jax.lax.with_sharding_constraint(attention(*by_heads), rows)
+
+    def gradient(*args: Any) -> Any:
+        return jax.grad(lambda *a: (moved(*a) ** 2).sum(), (0, 1, 2))(*args)
+
+    args = jax.device_put(PLAIN, rows)
+    for f in (moved, gradient):
+        fast = optimized(f)
+        close(fast(*args), f(*PLAIN))
+        said = one_site(fast, *args).sharding
+        assert said == "b over data, n over model, k over model"
+        before, after = fast.report(*args).collectives()
+        assert set(after) == {"all-to-all"}
+        assert after["all-to-all"][1] <= before["all-to-all"][1]
+
+
 def tuned() -> None:
     """What is measured is what one device computes."""
     found = rewriter.tune(attention, level="quick", budget_s=20)(*ARGS)
@@ -272,6 +294,7 @@ if __name__ == "__main__":
     never_bare()
     in_shard_map()
     explicit()
+    elsewhere()
     tuned()
     measured()
     exported()
