@@ -1,0 +1,333 @@
+"""Norms of rows and their gradients on a TPU, each in one pass over memory.
+
+A block holds whole rows. Of it some rows are taken at a time, and `WIDTH` columns
+of those, so that all that is computed stays in registers; the columns are read again
+from VMEM for each sum that needs the one before. The gradients read the statistics off
+the rows again, so that nothing is saved for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from rewriter import tpu
+from rewriter.kernels import mosaic_tpu
+from rewriter.kernels.norm_rows import SUMS, Rows, chunk_of, rows_of, vmem
+
+if TYPE_CHECKING:
+    from jax import Array
+
+WIDTH = 256
+"""Columns that are computed at once."""
+
+UNROLLED = 16
+"""Times `WIDTH` columns up to which code is written out."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What is computed of a row.
+
+    Attributes:
+        centred: Whether the mean is subtracted, as a layer norm does.
+        eps: Added to the mean square.
+        m: Rows.
+        d: Columns.
+    """
+
+    centred: bool
+    eps: float
+    m: int
+    d: int
+
+
+def normalized(
+    norm: Norm, x: Array, given: dict[str, Array], dtype: Any, config: Rows
+) -> Array:
+    """Returns the norm of rows.
+
+    Args:
+        norm: What is computed.
+        x: [m, d].
+        given: scale [d], bias [d] and epsilon [], where there are.
+        dtype: The result's dtype.
+        config: The blocks.
+
+    Returns:
+        [m, d].
+    """
+
+    def body(refs: dict[str, Any], out: Sequence[Any], block: Any) -> None:
+        del block
+
+        def chunk(rows: Any, _: Any) -> None:
+            mean, inverse = _statistics(norm, refs, rows)
+
+            def write(columns: Any) -> None:
+                y = (_wide(refs["x"], rows, columns) - mean) * inverse
+                if "scale" in refs:
+                    y = y * _wide(refs["scale"], slice(None), columns)
+                if "bias" in refs:
+                    y = y + _wide(refs["bias"], slice(None), columns)
+                out[0][rows, columns] = y.astype(out[0].dtype)
+
+            _over_columns(norm.d, write)
+
+        _over_rows(out[0].shape[0], norm.d, chunk)
+
+    out = [mosaic_tpu.shaped((norm.m, norm.d), dtype, x)]
+    items = x.dtype.itemsize + out[0].dtype.itemsize
+    return _call("norm", norm, {"x": x}, given, out, items, config, body)[0]
+
+
+def cotangents(
+    norm: Norm, x: Array, cotangent: Array, given: dict[str, Array], config: Rows
+) -> dict[str, Array]:
+    """Returns the cotangents of x [m, d] and, in float32, of what is given.
+
+    Args:
+        norm: What is computed.
+        x: [m, d].
+        cotangent: [m, d].
+        given: scale [d], bias [d] and epsilon [], where there are.
+        config: The blocks.
+    """
+    names = [n for n in ("scale", "bias", "epsilon") if n in given]
+
+    def body(refs: dict[str, Any], out: Sequence[Any], block: Any) -> None:
+        sums = dict(zip(names, out[1:], strict=True))
+        size = out[0].shape[0]
+
+        def chunk(rows: Any, first: Any) -> None:
+            left = norm.m - (block * size + first)  # rows past these are undefined
+            _gradient(norm, refs, out[0], sums, rows, left)
+
+        _over_rows(size, norm.d, chunk)
+
+    out = [mosaic_tpu.shaped((norm.m, norm.d), x.dtype, x)]
+    parts = _parts(norm, config)
+    for name in names:
+        width = tpu.LANES if name == "epsilon" else norm.d
+        out.append(mosaic_tpu.shaped((parts * SUMS, width), jnp.float32, x))
+    items = 2 * x.dtype.itemsize + cotangent.dtype.itemsize
+    made = _call(
+        "norm_backward", norm, {"x": x, "cotangent": cotangent}, given, out, items,
+        config, body,
+    )  # fmt: skip
+    grads = {n: s.sum(0) for n, s in zip(names, made[1:], strict=True)}
+    if "epsilon" in grads:
+        grads["epsilon"] = grads["epsilon"].sum()
+    return {"x": made[0], **grads}
+
+
+def _gradient(
+    norm: Norm,
+    refs: dict[str, Any],
+    dx: Any,
+    sums: dict[str, Any],
+    rows: Any,
+    left: Any,
+) -> None:
+    """The gradients of a chunk of rows: ``r·(g − mean(g) − n·mean(g·n))``."""
+    mean, inverse = _statistics(norm, refs, rows)
+
+    def both(columns: Any) -> tuple[Array, Array]:
+        n = (_wide(refs["x"], rows, columns) - mean) * inverse
+        return n, _wide(refs["cotangent"], rows, columns)
+
+    def scaled(columns: Any, g: Array) -> Array:
+        return g * _wide(refs["scale"], slice(None), columns) if "scale" in refs else g
+
+    def products(columns: Any) -> list[Array]:
+        n, g = both(columns)
+        g = scaled(columns, g)
+        return [g * n, g] if norm.centred else [g * n]
+
+    along, *level = (s / norm.d for s in _summed(norm.d, products))
+
+    def write(columns: Any) -> None:
+        n, outer = both(columns)
+        y = scaled(columns, outer) - n * along
+        y = y - level[0] if level else y
+        dx[rows, columns] = (inverse * y).astype(dx.dtype)
+        for name, term in (("scale", outer * n), ("bias", outer)):
+            if name in sums:
+                sums[name][:, columns] += _by_register(term, left)
+
+    _over_columns(norm.d, write)
+    if "epsilon" in sums:
+        term = (-0.5 * norm.d) * along * inverse * inverse
+        first = lax.broadcasted_iota(jnp.int32, (term.shape[0], tpu.LANES), 1) == 0
+        sums["epsilon"][...] += _by_register(jnp.where(first, term, 0.0), left)
+
+
+def _statistics(norm: Norm, refs: dict[str, Any], rows: Any) -> tuple[Any, Array]:
+    """The mean of rows, 0 if they are not centred, and the inverse of their root."""
+    mean: Any = 0.0
+    if norm.centred:
+        (total,) = _summed(norm.d, lambda c: [_wide(refs["x"], rows, c)])
+        mean = total / norm.d
+
+    def squares(columns: Any) -> list[Array]:
+        y = _wide(refs["x"], rows, columns) - mean
+        return [y * y]
+
+    (total,) = _summed(norm.d, squares)
+    square = total / norm.d + norm.eps
+    if "epsilon" in refs:
+        square = square + refs["epsilon"][0]
+    return mean, lax.rsqrt(square)
+
+
+def _wide(ref: Any, rows: Any, columns: Any) -> Array:
+    return ref[rows, columns].astype(jnp.float32)
+
+
+def _over_rows(size: int, width: int, chunk: Callable[[Any, Any], None]) -> None:
+    """Runs ``chunk(rows, first row)`` over a block."""
+    rows = chunk_of(width)
+    if size < rows:
+        chunk(pl.ds(0, size), 0)
+        return
+
+    def turn(i: Any, _: Any) -> None:
+        first = pl.multiple_of(i * rows, rows)
+        chunk(pl.ds(first, rows), first)
+
+    lax.fori_loop(0, size // rows, turn, None)
+
+
+def _over_columns(d: int, write: Callable[[Any], None]) -> None:
+    """Runs ``write(columns)`` over all columns."""
+
+    def turn(i: Any, _: Any) -> None:
+        write(_columns(i))
+
+    if d // WIDTH <= UNROLLED:
+        for i in range(d // WIDTH):
+            turn(i, None)
+    else:
+        lax.fori_loop(0, d // WIDTH, turn, None)
+    if d % WIDTH:
+        write(pl.ds(d - d % WIDTH, d % WIDTH))
+
+
+def _columns(i: Any) -> Any:
+    first = i * WIDTH if isinstance(i, int) else pl.multiple_of(i * WIDTH, WIDTH)
+    return pl.ds(first, WIDTH)
+
+
+def _summed(d: int, terms: Callable[[Any], list[Array]]) -> list[Array]:
+    """Returns sums over all columns, [rows, 1] each.
+
+    Columns a register apart are added first, and those of a register once.
+    """
+
+    def turn(i: Any, sums: Sequence[Array] | None) -> list[Array]:
+        new = [_by_lane(t) for t in terms(_columns(i))]
+        return new if sums is None else [a + b for a, b in zip(sums, new, strict=True)]
+
+    whole, sums = d // WIDTH, None
+    if 0 < whole <= UNROLLED:
+        for i in range(whole):
+            sums = turn(i, sums)
+    elif whole:
+        sums = lax.fori_loop(1, whole, turn, turn(0, None))
+    made = [jnp.sum(s, 1, keepdims=True) for s in sums or []]
+    if d % WIDTH:
+        rest = terms(pl.ds(d - d % WIDTH, d % WIDTH))
+        more = [jnp.sum(t, 1, keepdims=True) for t in rest]
+        made = [a + b for a, b in zip(made, more, strict=True)] if made else more
+    return made
+
+
+def _by_lane(x: Array) -> Array:
+    """Returns sums of columns a register apart: [rows, WIDTH] to [rows, LANES]."""
+    parts = [x[:, i : i + tpu.LANES] for i in range(0, x.shape[1], tpu.LANES)]
+    return sum(parts[1:], parts[0])
+
+
+def _by_register(x: Array, left: Any) -> Array:
+    """Returns sums over rows, those from `left` on left out: to [SUMS, columns]."""
+    x = mosaic_tpu.masked(x, 0, 0, left)
+    if x.shape[0] % SUMS == 0:
+        parts = [x[i : i + SUMS] for i in range(0, x.shape[0], SUMS)]
+        return sum(parts[1:], parts[0])
+    total = jnp.sum(x, axis=0, keepdims=True)
+    first = lax.broadcasted_iota(jnp.int32, (SUMS, x.shape[1]), 0) == 0
+    return jnp.where(first, total, 0.0)
+
+
+def _parts(norm: Norm, config: Rows) -> int:
+    return min(config.parts, -(-norm.m // rows_of(norm.m, norm.d, config)))
+
+
+def _call(
+    name: str,
+    norm: Norm,
+    arrays: dict[str, Array],
+    given: dict[str, Array],
+    out: Sequence[Any],
+    items: int,
+    config: Rows,
+    body: Callable[..., None],
+) -> Sequence[Array]:
+    """Runs ``body(references by name, results, number of block)`` for each block."""
+    size, parts = rows_of(norm.m, norm.d, config), _parts(norm, config)
+    count = -(-norm.m // size)
+    steps = -(-count // parts)
+    last = count - 1
+    # The last part may have more steps than blocks: those stay at the last block.
+    even = parts * steps == count
+
+    def at(p: Any, s: Any) -> Any:
+        number = p * steps + s if parts > 1 else s
+        return number if even else jnp.minimum(number, last), 0
+
+    block = pl.BlockSpec((size, norm.d), at)
+    inputs = [block] * len(arrays)
+    operands = list(arrays.values())
+    for n in ("scale", "bias"):
+        if n in given:
+            inputs.append(pl.BlockSpec((1, norm.d), lambda p, s: (0, 0)))
+            operands.append(given[n].reshape(1, norm.d))
+    if "epsilon" in given:
+        inputs.append(pl.BlockSpec(memory_space=mosaic_tpu.SMEM))
+        operands.append(given["epsilon"].astype(jnp.float32).reshape(1))
+    names = [*arrays, *(n for n in ("scale", "bias", "epsilon") if n in given)]
+    sums = [
+        pl.BlockSpec((SUMS, s.shape[1]), lambda p, s: (p, 0)) for s in out[1:]
+    ]  # fmt: skip
+
+    def run(*refs: Any) -> None:
+        part, step = pl.program_id(0), pl.program_id(1)
+        made = refs[len(inputs) :]
+
+        @pl.when(step == 0)
+        def _() -> None:
+            for total in made[1:]:
+                total[...] = jnp.zeros_like(total)
+
+        number = part * steps + step
+
+        given = dict(zip(names, refs[: len(inputs)], strict=True))
+        if even:
+            body(given, made, number)
+        else:
+            pl.when(number < count)(lambda: body(given, made, number))
+
+    return mosaic_tpu.call(
+        run,
+        name,
+        mosaic_tpu.Grid((parts, steps), 1),
+        inputs,
+        [block, *sums],
+        out,
+        vmem=vmem(norm.d, size, items),
+    )(*operands)
