@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.gated_linear_unit import xla
+from rewriter.kernels.gated_linear_unit import tpu, xla
 from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
@@ -31,6 +31,23 @@ OP = Op(
 )  # fmt: skip
 
 KERNELS = (
+    Kernel(
+        name="mosaic_tpu",
+        op="gated_linear_unit",
+        platforms=("tpu",),
+        version=1,
+        supports=tpu.supports,
+        tried=False,
+        forward=tpu.forward,
+        backward=tpu.backward,
+        memory_bounded=True,
+        saves_out=False,
+        profitable=tpu.profitable,
+        space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
+        backward_space=Space(
+            tpu.Tiles, tpu.default_backward, tpu.configs, tpu.fits_backward
+        ),
+    ),
     Kernel(
         name="memory_bounded",
         op="gated_linear_unit",

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.activations import ACTIVATIONS
+from rewriter.activations import ACTIVATIONS, Activation
 
 Bounds = tuple[float | None, float | None]
 
@@ -111,9 +111,11 @@ def combine(
     clip_gate: Bounds,
     clip_up: Bounds,
     up_shift: float,
+    activations: Mapping[str, Activation] = ACTIVATIONS,
 ) -> jax.Array:
     """Returns the product of the two branches after clipping and activation."""
-    gate = ACTIVATIONS[activation](_clipped(gate, clip_gate), beta)
+    chosen = activations[activation]
+    gate = chosen(_clipped(gate, clip_gate), beta)
     up = _clipped(up, clip_up)
     return gate * (up + up_shift if up_shift else up)
 
