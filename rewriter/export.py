@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 import jax
 import jax.export
 import jaxlib
+from jax.extend.core import jaxprs_in_params
 
-from rewriter import atomic, device, trace
+from rewriter import atomic, device, site, trace
 from rewriter.config import exporting
 from rewriter.errors import (
     DeviceMismatch,
@@ -29,6 +31,7 @@ from rewriter.errors import (
     raised_at,
 )
 from rewriter.optimize import optimize
+from rewriter.registry import REFERENCE
 from rewriter.report import Report
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -130,6 +133,7 @@ def export(
     def run(*specs: Any, **named: Any) -> Artifact:
         with exporting(kinds):
             report = fast.report(*specs, **named)
+            program = fast.jaxpr(*specs, **named)
             try:
                 exported = jax.export.export(fast, platforms=list(platforms))(
                     *specs, **named
@@ -140,6 +144,7 @@ def export(
             except Exception as error:
                 raise _export_error(fn, error) from error
         manifest = _manifest(exported, data, report, vjp_order, kinds)
+        manifest["kernels"] = kernels_in(program, exported.platforms)
         return Artifact(exported, data, manifest)
 
     return run
@@ -205,6 +210,34 @@ def _manifest(
         "sites": said["sites"],
         "fallbacks": said["misses"] + said["failures"],
     }
+
+
+def kernels_in(program: Any, platforms: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns what computes the sites of a rewritten program on each platform.
+
+    Args:
+        program: Its jaxpr.
+        platforms: The platforms to ask for.
+
+    Returns:
+        For each op and choice of kernels its name, how many sites there are in the
+        program's text, and the kernel by platform; ``"reference"`` is the op in plain
+        JAX.
+    """
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    bodies = [program]
+    while bodies:
+        body = bodies.pop()
+        for eqn in getattr(body, "jaxpr", body).eqns:
+            bodies += jaxprs_in_params(eqn.params)
+            if eqn.primitive.name == site.site_p.name:
+                use = eqn.params["use"]
+                names = (getattr(use.kernel(p), "name", REFERENCE) for p in platforms)
+                found[use.op.name, tuple(names)] += 1
+    return [
+        {"op": op, "sites": n, "by_platform": dict(zip(platforms, names, strict=True))}
+        for (op, names), n in found.items()
+    ]
 
 
 def custom_calls(module: str) -> list[str]:

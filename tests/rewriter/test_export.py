@@ -171,3 +171,24 @@ def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None
         experts, platforms=("cuda",), targets={"cuda": "h200"}
     )(*args)  # fmt: skip
     assert artifact.manifest["targets"] == {"cuda": "NVIDIA H200"}
+
+
+def test_the_manifest_names_the_kernel_of_each_platform() -> None:
+    """One artifact holds a loop for CPUs, plain JAX for GPUs, a kernel for TPUs."""
+
+    def attention(q, k, v):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 128**-0.5
+        scores = jnp.where(jnp.tril(jnp.ones((2048, 2048), bool)), scores, -jnp.inf)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+    x = jax.ShapeDtypeStruct((1, 2048, 4, 128), jnp.bfloat16)
+    artifact = rewriter.export(attention)(x, x, x)
+    (found,) = artifact.manifest["kernels"]
+    assert found["op"] == "attention"
+    assert found["sites"] == 1
+    by_platform = found["by_platform"]
+    assert by_platform["tpu"] == "mosaic_tpu"
+    assert by_platform["cpu"] == "memory_bounded"
+    assert artifact.manifest["custom_calls"] == ["tpu_custom_call"]
+    plain = rewriter.export(attention, platforms=("cpu", "cuda"))(x, x, x)
+    assert plain.manifest["custom_calls"] == []
