@@ -317,9 +317,22 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     return next((m for m in meshes if explicit in m.axis_types), None)
 
 
+def _struct_in_part(aval: Any) -> jax.ShapeDtypeStruct:
+    if not aval.mat.varying:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.mat
+    )
+
+
 def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """As `trace_flat`, of arrays that are placed as their types state."""
+    """As `trace_flat`, of arrays that are placed as their types state.
+
+    Inside `jax.shard_map` they vary over mesh axes as those do.
+    """
     mesh = explicit_mesh(avals)
+    if mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
+        return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
     if mesh is None:
         return trace_flat(fn, avals)
     structs = [

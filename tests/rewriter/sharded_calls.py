@@ -198,6 +198,29 @@ def in_shard_map() -> None:
     assert "some axes of the mesh" in one_site(fast, *ARGS).not_chosen[0][1]
 
 
+def optimized_in_shard_map() -> None:
+    """One that sees a part already is rewritten, and so are its gradients and loops."""
+
+    def norm(x: Any) -> jax.Array:
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+    def spread(f: Any) -> Any:
+        fast = rewriter.optimize(
+            f, implementation={"rms_norm": "memory_bounded"}, strict=True
+        )
+        return jax.shard_map(fast, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+
+    def layers(x: Any) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (norm(x) * 2, None), x, None, length=2)[0]
+
+    x = PLAIN[0]
+    for f in (norm, layers):
+        close(spread(f)(x), f(x))
+        assert "rewriter_site" in str(jax.make_jaxpr(spread(f))(x))
+        total = lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum())
+        close(total(spread(f))(x), total(f)(x))
+
+
 def explicit() -> None:
     """Types that state shardings say where a site's operands are, also in a jit."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
@@ -293,6 +316,7 @@ if __name__ == "__main__":
     unknown_arguments()
     never_bare()
     in_shard_map()
+    optimized_in_shard_map()
     explicit()
     elsewhere()
     tuned()
