@@ -1,15 +1,23 @@
-"""Norms of rows on TPUs: what the kernel takes, its config, what of it fits."""
+"""Norms of rows on TPUs: what the kernel takes, its config, what of it fits.
+
+Pallas takes half a second to import, so that the kernels themselves are imported where
+they are first traced.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 
 from rewriter import tpu
 from rewriter.device import Device
+from rewriter.kernel import Kernel, Space
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -179,3 +187,110 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     if size < LEAST:
         return no("small", f"{size >> 10} KiB of x are so small that XLA is as fast")
     return YES
+
+
+def kernel(
+    op: str,
+    centred: bool,
+    estimate: Callable[[Spec, Device, str], Mapping[str, float]],
+) -> Kernel:
+    """Returns the kernel of a norm.
+
+    Args:
+        op: The op's name.
+        centred: Whether it is a layer norm, and no RMS norm.
+        estimate: As `Kernel.estimate`.
+    """
+    space = Space(Rows, default, configs, fits)
+    return Kernel(
+        name="mosaic_tpu",
+        op=op,
+        platforms=("tpu",),
+        version=1,
+        supports=supports,
+        tried=False,
+        forward=functools.partial(forward, centred=centred),
+        backward=functools.partial(backward, centred=centred),
+        memory_bounded=True,
+        saves_out=False,
+        profitable=profitable,
+        profitable_backward=profitable_backward,
+        estimate=estimate,
+        space=space,
+        backward_space=space,
+    )
+
+
+# ------------------------------------------------------------------- both passes
+def forward(
+    *,
+    centred: bool,
+    x: jax.Array,
+    eps: float = 0.0,
+    out_dtype: str | None = None,
+    residuals: bool = False,
+    config: Rows | None = None,
+    **given: jax.Array,
+) -> Any:
+    """Returns the result, as `reference` does; there are no residuals.
+
+    Args:
+        centred: Whether it is a layer norm, and no RMS norm.
+        x: [..., d], bfloat16 or float32.
+        eps: As for `reference`.
+        out_dtype: The result's dtype; x's by default.
+        residuals: Whether to return ``(result, ())``.
+        config: The blocks.
+        **given: scale [d], bias [d] and epsilon [], where there are.
+    """
+    from rewriter.kernels.norm_rows_tpu import normalized
+
+    norm, rows = _rows(centred, x, eps)
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    out = normalized(norm, rows, given, dtype, config or smallest(x.shape[-1])).reshape(
+        x.shape
+    )
+    return (out, ()) if residuals else out
+
+
+def backward(
+    *,
+    centred: bool,
+    x: jax.Array,
+    out: None,
+    residuals: tuple[()],
+    cotangent: jax.Array,
+    eps: float = 0.0,
+    out_dtype: str | None = None,
+    config: Rows | None = None,
+    **given: jax.Array,
+) -> dict[str, jax.Array]:
+    """Returns the cotangents of every operand.
+
+    Args:
+        centred: Whether it is a layer norm, and no RMS norm.
+        x: [..., d], bfloat16 or float32.
+        out: Not needed.
+        residuals: Empty.
+        cotangent: As the result.
+        eps: As in `forward`.
+        out_dtype: As in `forward`.
+        config: The blocks.
+        **given: As in `forward`.
+    """
+    from rewriter.kernels.norm_rows_tpu import cotangents
+
+    del out, residuals, out_dtype
+    norm, rows = _rows(centred, x, eps)
+    up = cotangent.reshape(rows.shape)
+    made = cotangents(norm, rows, up, given, config or smallest(x.shape[-1]))
+    made["x"] = made["x"].reshape(x.shape)
+    return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
+
+
+def _rows(centred: bool, x: jax.Array, eps: float) -> tuple[Any, jax.Array]:
+    """What is computed, and x as rows."""
+    from rewriter.kernels.norm_rows_tpu import Norm
+
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return Norm(centred, eps, *rows.shape), rows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel, Space, pays_on_cpu
-from rewriter.kernels.rms_norm import tpu, xla
+from rewriter.kernel import PLATFORMS, Kernel, pays_on_cpu
+from rewriter.kernels import norm_rows
+from rewriter.kernels.rms_norm import xla
 from rewriter.kernels.rms_norm.cost import cost
 from rewriter.kernels.rms_norm.estimate import estimate
 from rewriter.kernels.rms_norm.reference import reference, sample
@@ -21,26 +22,8 @@ OP = Op(
     cost=cost,
 )
 
-SPACE = Space(tpu.Rows, tpu.default, tpu.configs, tpu.fits)
-
 KERNELS = (
-    Kernel(
-        name="mosaic_tpu",
-        op="rms_norm",
-        platforms=("tpu",),
-        version=1,
-        supports=tpu.supports,
-        tried=False,
-        forward=tpu.forward,
-        backward=tpu.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=tpu.profitable,
-        profitable_backward=tpu.profitable_backward,
-        estimate=estimate,
-        space=SPACE,
-        backward_space=SPACE,
-    ),
+    norm_rows.kernel("rms_norm", centred=False, estimate=estimate),
     Kernel(
         name="memory_bounded",
         op="rms_norm",
