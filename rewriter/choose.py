@@ -315,7 +315,7 @@ def _measured(
     passes = BOTH if differentiated else FORWARD
     look = _looking(spec, config, kernels, device)
     for simulated in (False, True):
-        found, origin = look(passes, simulated)
+        found, origin = look(passes, ESTIMATES if simulated else ())
         if any(spellings(found)):
             found = of_spelling(found, spelling())
         decision = decide(found)
@@ -324,7 +324,7 @@ def _measured(
             continue
         made = decision.best.implementation
         if not differentiated:
-            gradient, _ = look(BOTH, simulated)
+            gradient, _ = look(BOTH, ESTIMATES if simulated else ())
             gradient = of_spelling(gradient, spelling()) if gradient else ()
             made = _with_backward(made, gradient)
         timed = {name for m in found for name in m.implementation.kernels}
@@ -340,24 +340,23 @@ def _measured(
 def _looking(
     spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
 ) -> Callable[..., tuple[tuple[Measurement, ...], str]]:
-    """A function of passes, and of how they were timed, to what is known, and whence.
+    """A function of passes, and of estimates' methods, to what is known, and whence.
 
-    Instruction bundles are known apart: they say nothing against XLA.
+    Without methods it is what was measured.
     """
     none: tuple[tuple[Measurement, ...], str] = ((), "")
     if (config.tune == "off" and not config.tuned) or spec.symbolic or not kernels:
-        return lambda passes, simulated, bundles=False: none
+        return lambda passes, methods: none
     by_name = {k.name: k for k in kernels if device.platform in k.platforms}
     known = sources(config, device, spec.op)
 
-    def look(passes: str, simulated: bool, bundles: bool = False) -> Any:
+    def look(passes: str, methods: Sequence[str]) -> Any:
         def holds(m: Measurement) -> bool:
-            wanted = BUNDLES if bundles else SIMULATED
-            how = m.method == wanted if simulated else m.method not in ESTIMATES
+            how = m.method in methods if methods else m.method not in ESTIMATES
             return how and _holds(spec, config, by_name, device, m)
 
         found, origin = look_up(known, key_of(spec, passes, device.kind), holds)
-        return found, SIMULATED if simulated and found else origin
+        return found, SIMULATED if methods and found else origin
 
     return look
 
@@ -375,7 +374,7 @@ def _configured(
         return choice
     passes = BOTH if differentiated else FORWARD
     look = _looking(spec, config, kernels, device)
-    found, _ = look(passes, True, bundles=True)
+    found, _ = look(passes, (BUNDLES,))
     mine = [
         m for m in found if m.implementation.kernels == choice.implementation.kernels
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rewriter.implementation import XLA
-from rewriter.measurement import BUNDLES, SIMULATED, Measurement, time_text
+from rewriter.measurement import BUNDLES, ESTIMATES, SIMULATED, Measurement, time_text
 
 TIE = 0.02
 """A share of the time within which two implementations are as fast."""
@@ -39,14 +39,15 @@ def decide(measurements: Sequence[Measurement]) -> Decision | None:
     To win over the program as written, an implementation must be faster by more than
     2 % and three standard errors (20 % if times are simulated), or save half the
     temporary memory, and 64 MiB, at the same speed. Among equals the one with the
-    least memory wins, then the name. Instruction bundles count only among themselves.
+    least memory wins, then the name. What was measured goes before estimates.
 
     Returns:
-        None if nothing has a time.
+        None if nothing has a time, or there are only estimates that do not compare:
+        instruction bundles rank the configs of one kernel.
     """
     timed = [m for m in measurements if m.median_us is not None]
-    timed = [m for m in timed if m.method != BUNDLES] or timed
-    if not timed:
+    timed = [m for m in timed if m.method not in ESTIMATES] or timed
+    if not timed or not _comparable(timed):
         return None
     fastest = min(timed, key=by_time)
     level = [m for m in timed if not _slower(m, fastest)]
@@ -61,6 +62,31 @@ def decide(measurements: Sequence[Measurement]) -> Decision | None:
         if m is not best
     )
     return Decision(best, lost)
+
+
+def _comparable(timed: Sequence[Measurement]) -> bool:
+    counted = [m for m in timed if m.method == BUNDLES]
+    return not counted or (
+        len(counted) == len(timed)
+        and len({m.implementation.kernels for m in timed}) == 1
+    )
+
+
+def within_kernel(m: Measurement, measurements: Sequence[Measurement]) -> str:
+    """Returns how a config ranks within its kernel, where nothing is decided."""
+    same = [
+        o
+        for o in measurements
+        if o.implementation.kernels == m.implementation.kernels
+        and o.method == m.method
+        and o.median_us is not None
+    ]
+    best = min(same, key=by_time)
+    if len(same) == 1:
+        return "not compared with others"
+    if m is best:
+        return "the best of its configs, not compared with others"
+    return f"{by_time(m) / by_time(best):.2f} times as long as the best of its configs"
 
 
 def by_time(m: Measurement) -> float:
@@ -92,9 +118,8 @@ def why_not(m: Measurement, best: Measurement) -> str:
     """Returns why one lost against the best, in words."""
     if m.median_us is None:
         return m.problem
-    if m.method == BUNDLES and best.method != BUNDLES:
-        took = time_text(m.median_us)
-        return f"{took} by instruction bundles, which rank its own configs only"
+    if m.method in ESTIMATES and best.method not in ESTIMATES:
+        return f"{time_text(m.median_us)} {m.method}, and others were measured"
     ratio = m.median_us / by_time(best)
     times = f"{time_text(m.median_us)} against {time_text(by_time(best))}"
     if ratio > 1 + TIE:

@@ -236,8 +236,9 @@ class Kernel:
         space: The configs of `forward`, which then takes ``config=``.
         backward_space: The configs of `backward`, which then takes ``config=``.
         steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
-            its Pallas TPU kernels, the grid steps that run where values decide it;
-            without the device its time is estimated from that.
+            its Pallas TPU kernels, how often all of their code runs: the steps of the
+            grid that run where values decide it, and of code of which each step runs
+            one of n parts, a part. Without the device its time is estimated from that.
         tried: Whether its code, as it is now, was seen to run on its devices. If not,
             tuning tries it only with ``isolate=True``, and benches only by its name.
         runs_on: Says, with reasons, whether it runs on a device of its platforms.
@@ -266,7 +267,7 @@ class Kernel:
     needs_devices: bool = False
     space: Space | None = None
     backward_space: Space | None = None
-    steps: Callable[[Spec, Any, Any, str], Mapping[str, int]] | None = field(
+    steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = field(
         default=None, repr=False
     )
     tried: bool = True
@@ -305,7 +306,7 @@ def from_function(
     space: Space | None = None,
     backward_space: Space | None = None,
     saves_out: bool = True,
-    steps: Callable[[Spec, Any, Any, str], Mapping[str, int]] | None = None,
+    steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = None,
 ) -> Kernel:
     """Returns a kernel from a plain function of the operands.
 

@@ -101,7 +101,7 @@ class Pattern:
         space: kernel.Space | None = None,
         backward_space: kernel.Space | None = None,
         saves_out: bool = True,
-        steps: Callable[..., Mapping[str, int]] | None = None,
+        steps: Callable[..., Mapping[str, float]] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Adds a kernel: a function of the operands, and of the params it names.
 

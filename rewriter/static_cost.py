@@ -57,6 +57,7 @@ UNSEEN = ("v4", "7x")
 """Generations that the simulator ends the process for, or fails at many kernels."""
 
 
+ENDED = "no estimate: the simulator ended"
 LOOPS = "no estimate: the turns of its loops are not counted"
 
 
@@ -120,15 +121,16 @@ def _estimated(task: Task, on: Device, made: Implementation) -> Measurement:
     if not calls and said["loops"]:
         return _without(task, made, LOOPS)
     chip = generation(on)
-    if chip.name in UNSEEN or any(c.prefetched or not c.steps for c in calls):
+    simulated: dict[str, Any] | str = f"no estimate: no simulator for {on.kind}"
+    seen = chip.name not in UNSEEN and all(c.steps and not c.prefetched for c in calls)
+    if seen:
+        simulated = _child("cycles", task, on, made)
+    if not isinstance(simulated, str):
+        method, cycles = SIMULATED, simulated["cycles"]
+    elif calls and (not seen or simulated.startswith(ENDED)):
         method, cycles = BUNDLES, _cycles_of_steps(task, made, calls, said["bundles"])
     else:
-        other = _child("cycles", task, on, made)
-        if isinstance(other, str):
-            return _without(task, made, other)
-        method, cycles = SIMULATED, other["cycles"]
-    if not calls and method == BUNDLES:
-        return _without(task, made, f"no estimate: no simulator for {on.kind}")
+        return _without(task, made, simulated)
     clock = chip.clock or 1e9
     seconds = max(cycles / clock, said["moved"] / (on.bandwidth or math.inf))
     return Measurement(
@@ -150,7 +152,7 @@ def _cycles_of_steps(
     bundles: Mapping[str, int],
 ) -> float:
     """Bundles of each kernel, as often as its steps are run."""
-    known: dict[str, int] = {}
+    known: dict[str, float] = {}
     by_name = {k.name: k for k in task.kernels}
     for name in made.kernels:
         kernel = by_name[name]
@@ -216,7 +218,7 @@ def _cause(said: str, code: int) -> str:
         return f"does not compile: {coded[0]}{text}"
     fatal = re.search(r"^F\d{4} .*?\d\] (.*)$", said, re.MULTILINE)
     if fatal or code < 0:
-        return f"no estimate: the simulator ended: {fatal[1][:120] if fatal else code}"
+        return f"{ENDED}: {fatal[1][:120] if fatal else code}"
     last = (said.strip().splitlines() or [""])[-1]
     return f"does not compile: {last[:200]}"
 

@@ -13,7 +13,7 @@ from types import TracebackType
 import jax
 
 from rewriter import atomic, config
-from rewriter.decision import by_time, decide, why_not
+from rewriter.decision import by_time, decide, why_not, within_kernel
 from rewriter.errors import BundleMismatch, CacheWarning, caller
 from rewriter.implementation import XLA
 from rewriter.key import Key, nearest
@@ -194,8 +194,11 @@ def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
         spread = f"±{m.sigma_us / m.median_us:.1%}"
         times = f"{time_text(m.median_us):>8} "
         times += m.method if m.method in ESTIMATES else spread
-        best = decision.best if decision else m
-        why = "✓ chosen" if m is best else why_not(m, best)
+        if decision is None:
+            why = within_kernel(m, measurements)
+        else:
+            best = decision.best
+            why = "✓ chosen" if m is best else why_not(m, best)
         yield f"{name}  {times}{memory}  {why}"
         for more in filter(None, (by_inputs_text(m.by_inputs), m.note)):
             yield f"  {'':<{width}}  {more}"

@@ -129,7 +129,8 @@ def test_steps_are_those_of_blocks_that_are_seen() -> None:
     causal = spec((2, 8192, 3, 128), window=CAUSAL)
     assert kernel.steps(full, blocks, back, "")["attention"] == 6 * 64
     made = kernel.steps(causal, blocks, back, "")
-    assert made["attention"] == made["attention_backward_fused"] == 6 * 36
+    # Blocks at the diagonal run other code than those below: half of it each.
+    assert made["attention"] == made["attention_backward_fused"] == 6 * 36 / 2
     decode = spec((4, 1, 32, 128), more=CACHE)
     assert kernel.steps(decode, Blocks(32, 4096, 32, 4096), None, "")["attention"] == 64
 

@@ -74,7 +74,8 @@ def test_configs_are_ranked_and_the_best_is_chosen(
     other = by["prefetching", BLOCK[128]]
     assert other.method == BUNDLES
     assert "simulated" in tuned.table()
-    assert "which rank its own configs only" in tuned.table()
+    assert "✓ chosen" not in tuned.table()  # bundles say nothing against others
+    assert "times as long as the best of its configs" in tuned.table()
     monkeypatch.setattr("rewriter.static_cost.estimated", None)  # it is kept
     assert run(X, W) == tuned
 
@@ -116,6 +117,9 @@ def test_bundles_choose_a_config_and_not_the_kernel() -> None:
         timed("prefetching", 5.0, BUNDLES, 8),
     ]
     assert chosen(*guess) == ("in_blocks", "rows=512", "simulated")
+    assert decide(guess) is None
+    real = [timed("xla", 70.0, "profiler"), timed("in_blocks", 90.0, "profiler")]
+    assert decide([*guess, *real]).best is real[0]
 
 
 def test_a_device_that_is_neither_here_nor_compiled_for() -> None:

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.attention.tpu import operands, schedule
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
-from rewriter.kernels.attention.tpu.forward_kernel import HIDING, rows_before
+from rewriter.kernels.attention.tpu.forward_kernel import rows_before
 from rewriter.kernels.attention.tpu.operands import Input, Place
 from rewriter.kernels.attention.tpu.scores import Problem, Tile
 
@@ -61,7 +61,7 @@ def _call(
     dtype: Any,
     kind: str,
 ) -> dict[str, Array]:
-    hiding = {n: arrays[n] for n in p.names & HIDING}
+    hiding = {n: arrays[n] for n in p.names & schedule.HIDING}
     by_keys = kind == BY_KEYS
     listed = schedule.steps(schedule.states(p.cut, hiding), by_keys)
     scalars = operands.numbers(p, arrays)

@@ -18,7 +18,6 @@ from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.attention.tpu import operands, schedule
 from rewriter.kernels.attention.tpu.backward_kernel import per_row, read
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
-from rewriter.kernels.attention.tpu.forward_kernel import HIDING
 from rewriter.kernels.attention.tpu.operands import Input, Place
 from rewriter.kernels.attention.tpu.scores import Problem, Tile
 from rewriter.kernels.mosaic_tpu import LANES
@@ -37,7 +36,7 @@ def gradient(p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array]) ->
     """
     p = p.blocks(config.rows, config.keys, edges=True)
     many, per = p.cut.blocks
-    table = schedule.states(p.cut, {n: arrays[n] for n in p.names & HIDING})
+    table = schedule.states(p.cut, {n: arrays[n] for n in p.names & schedule.HIDING})
     each = table.shape[0] > 1
     scalars = operands.numbers(p, arrays)
     kept = [size > 1 for size in arrays["bias"].shape]

@@ -47,7 +47,7 @@ def forward(
             rest, [b, n, 2, t], as large ones take the digits of their sum.
     """
     p = p.blocks(config.rows, config.keys)
-    hiding = {n: arrays[n] for n in p.names & HIDING}
+    hiding = {n: arrays[n] for n in p.names & schedule.HIDING}
     whole = p.cut.step == 1
     listed = schedule.steps(schedule.states(p.cut, hiding), whole=whole)
     scalars = operands.numbers(p, arrays)
@@ -103,11 +103,6 @@ def forward(
     )
     made = call(*tables.values(), *scalars.values(), *(x.array for x in given.values()))
     return (made[0], *(x[..., : p.cut.t] for x in made[1:]))
-
-
-HIDING = frozenset(
-    {"mask", "q_segments", "kv_segments", "kv_lengths", "offset", "prefix"}
-)
 
 
 def _mean(p: Problem, arrays: Mapping[str, Array], at: operands.At) -> Input:

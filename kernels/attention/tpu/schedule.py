@@ -16,6 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+HIDING = frozenset(
+    {"mask", "q_segments", "kv_segments", "kv_lengths", "offset", "prefix"}
+)
+"""Operands whose values hide keys."""
+
 FAR = 1 << 30
 """Farther than any key; keeps position arithmetic inside int32."""
 

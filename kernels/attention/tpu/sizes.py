@@ -40,6 +40,17 @@ def extent(spec: Spec) -> tuple[int, int]:
 
 def listed(spec: Spec, size: tuple[int, int], blocks: Any) -> int:
     """Returns how many blocks of scores a head has that are not empty."""
+    return int(_steps(spec, size, blocks).count)
+
+
+def kinds(spec: Spec, size: tuple[int, int], blocks: Any) -> int:
+    """Returns how many ways to compute a block are compiled: as seen whole, in part."""
+    if any(spec.has(name) for name in schedule.HIDING):
+        return 2
+    return sum(_steps(spec, size, blocks).kinds)
+
+
+def _steps(spec: Spec, size: tuple[int, int], blocks: Any) -> schedule.Steps:
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     left, right = spec.param("window", (None, None))
     shift = spec.param("shift", 0)
@@ -50,4 +61,4 @@ def listed(spec: Spec, size: tuple[int, int], blocks: Any) -> int:
     cut = schedule.Cut(*size, blocks.rows, blocks.keys, left, right, shift)
     if size[0] != t:
         cut = dataclasses.replace(cut, repeat=t, step=size[1] // s)
-    return int(schedule.steps(schedule.states(cut, {})).count)
+    return schedule.steps(schedule.states(cut, {}))

@@ -12,7 +12,7 @@ from rewriter.kernels.attention.tpu.config import (
     clipped,
     default,
 )
-from rewriter.kernels.attention.tpu.sizes import extent, listed, together
+from rewriter.kernels.attention.tpu.sizes import extent, kinds, listed, together
 
 if TYPE_CHECKING:
     from rewriter.kernel import Spec
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 def steps(
     spec: Spec, config: Any, backward_config: Any, passes: str
-) -> Mapping[str, int]:
+) -> Mapping[str, float]:
     """Returns steps by kernel: of all batch entries and heads together.
+
+    Where code for whole blocks and for such that are seen in part is compiled, each
+    step runs one of them: it counts as half of all the code.
 
     Keys that arrays hide are counted as seen; an offset puts the last query at the
     last key.
@@ -38,9 +41,10 @@ def steps(
     lines = {"all": 1, "group": heads, "": n}[kind]
     size = extent(spec)
     blocks = clipped(config or default(spec, ANY), *size)
-    made = {"attention": b * lines * listed(spec, size, blocks)}
+    count = listed(spec, size, blocks) / kinds(spec, size, blocks)
+    made = {"attention": b * lines * count}
     backward = backward_clipped(backward_config or backward_default(spec, ANY), t, s)
-    each = b * n * listed(spec, (t, s), backward)
+    each = b * n * listed(spec, (t, s), backward) / kinds(spec, (t, s), backward)
     for name in ("fused", "by_keys", "by_rows"):
         made[f"attention_backward_{name}"] = each
     return made
