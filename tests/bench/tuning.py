@@ -53,18 +53,19 @@ def tasks(ops: Sequence[str], shapes: str) -> list[Task]:
 
 
 def tune(given: argparse.Namespace) -> None:
-    """Measures every use; cold, unless the cache has it."""
+    """Measures every use; cold, unless the cache has it. For a target: estimates it."""
     made, rows = Tuned(), []
+    on = device.named(given.target) if given.target else None
     start = time.monotonic()
     ops, sets = given.ops.split(","), given.shapes.split(",")
     for task in [t for name in sets for t in tasks(ops, name)]:
         if time.monotonic() - start > given.budget:
             break
         begin = time.perf_counter()
-        found = autotune.measure([task], given.level)
+        found = autotune.measure([task], given.level, on=on)
         cold = time.perf_counter() - begin
         begin = time.perf_counter()
-        autotune.measure([task], given.level)
+        autotune.measure([task], given.level, on=on)
         cached = time.perf_counter() - begin
         made |= found
         print(found.table(), flush=True)
@@ -242,6 +243,7 @@ def main() -> None:
             command.add_argument("--out", required=True)
             command.add_argument("--shapes", default="targets")
             command.add_argument("--level", default="full")
+            command.add_argument("--target", help="a TPU generation, such as tpu_v5e")
     two = commands.add_parser("compare")
     two.set_defaults(run=compare)
     two.add_argument("tuned", nargs=2)
