@@ -71,6 +71,8 @@ def test_configs_are_ranked_and_the_best_is_chosen(
     small, usual = (by["in_blocks", BLOCK[rows]] for rows in (8, 128))
     assert {m.method for m in (small, usual)} == {SIMULATED}
     assert small.median_us > 2 * usual.median_us
+    moved_us = 1e6 * 4 * (2 * 2048 * 512 + 512 * 512) / named("tpu_v5e").bandwidth
+    assert all(m.median_us >= moved_us for m in found)  # of kernels too
     other = by["prefetching", BLOCK[128]]
     assert other.method == BUNDLES
     assert "simulated" in tuned.table()
