@@ -22,7 +22,7 @@ from rewriter.errors import (
 from rewriter.replace import Rewritten
 from tests.rewriter.programs import FORCED, block, inputs
 
-engine = importlib.import_module("rewriter.optimize")
+engine = importlib.import_module("rewriter.analysis")
 
 
 @pytest.fixture

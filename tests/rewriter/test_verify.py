@@ -15,7 +15,7 @@ from rewriter import oracle, trace
 from rewriter.replace import Rewritten
 from tests.rewriter.programs import FORCED, block, inputs
 
-engine = importlib.import_module("rewriter.optimize")
+engine = importlib.import_module("rewriter.analysis")
 
 
 def test_table():
