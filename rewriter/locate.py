@@ -22,8 +22,9 @@ from rewriter.propagation import (
     split_by,
 )
 from rewriter.region import Regions
-from rewriter.replace import Splice, as_placed, obstacle, places, replace
+from rewriter.replace import replace
 from rewriter.shards import NoShards, Shards, shards_of
+from rewriter.splice import Splice, as_placed, obstacle, places
 
 log = logging.getLogger("rewriter.locate")
 

@@ -1,7 +1,8 @@
-"""A function in, a faster one out: the pipeline on one page.
+"""A function in, a faster one out.
 
 ``optimize`` returns a real ``jax.jit`` object. While that jit traces, once per
-signature, the function is traced, rewritten, and called as one equation.
+signature, the function is analysed (`rewriter.analysis`), and the rewritten program
+called instead.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from rewriter.kernel import PLATFORMS, Kernel, Spec
 from rewriter.key import Key
 from rewriter.match import Match
 from rewriter.plan import Site
-from rewriter.replace import Splice
 from rewriter.shards import Shards, local_spec, spread
+from rewriter.splice import Splice
 
 
 @dataclass(eq=False)

@@ -25,8 +25,8 @@ from rewriter.placing import Placed, Plan, in_order, spec_on_device, top
 from rewriter.programs import Task
 from rewriter.region import Regions
 from rewriter.remains import SAVED, WHY, computed_anyway
-from rewriter.replace import obstacle, places
 from rewriter.shards import Shards
+from rewriter.splice import obstacle, places
 from rewriter.whole import program_key
 
 UNREACHED = "they are in another loop, branch or checkpoint than the result"

@@ -20,10 +20,10 @@ ORDER = [
     "backward_place", "as_written", "leaves", "remains", "oracle", "uses",
     "kernel_call", "levels", "implement", "site", "threads", "programs", "inputs",
     "candidate", "race", "isolate", "static_cost", "autotune", "propagation",
-    "shards", "replace", "locate", "unfold", "placing", "planner", "pipeline",
-    "placement", "deferred", "collectives", "draw", "report", "analysis",
-    "optimize", "tune", "verify", "roofline", "bench", "bench_table", "bench_peers",
-    "bench_ops", "export", "demo", "__init__", "__main__",
+    "shards", "splice", "replace", "locate", "unfold", "placing", "planner",
+    "pipeline", "placement", "deferred", "collectives", "draw", "report",
+    "analysis", "optimize", "tune", "verify", "roofline", "bench", "bench_table",
+    "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {
