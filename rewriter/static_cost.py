@@ -3,8 +3,8 @@
 The TPU compiler's simulator gives the cycles of each operation of a compiled program.
 What it does not see:
 
-- other traffic of memory at the same time: a program takes at least the time of all
-  its bytes;
+- other traffic of memory at the same time: a program takes at least the time of its
+  bytes, of XLA's programs those of arguments and results;
 - values of prefetched scalars, which it takes for 0, so that what they choose is left
   out. Kernels that have such take the instruction bundles of their code for each step
   of their grid; `Kernel.steps` says how many of those are run. Bundles rank configs of
@@ -254,10 +254,15 @@ def _said(mode: str, program: Any, folder: pathlib.Path) -> dict[str, Any]:
         if not found:
             raise RuntimeError("the simulator left no estimate in the program")
         return {"cycles": sum(map(int, found))}
+    memory, kernels = program.memory_analysis(), called(text)
+    # XLA's count has what it reads in VMEM too: of its own programs take what is sure.
+    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    if kernels:
+        moved = program.cost_analysis().get("bytes accessed", 0.0) + kernels
     return {
         "bundles": _bundles(folder),
-        "moved": program.cost_analysis().get("bytes accessed", 0.0) + called(text),
-        "temp": program.memory_analysis().temp_size_in_bytes,
+        "moved": moved,
+        "temp": memory.temp_size_in_bytes,
         "loops": len(re.findall(r" while\(", text)),
     }
 

@@ -18,6 +18,7 @@ from rewriter.errors import BundleMismatch, CacheWarning, caller
 from rewriter.implementation import XLA
 from rewriter.key import Key, nearest
 from rewriter.measurement import (
+    BUNDLES,
     ESTIMATES,
     Entry,
     Measurement,
@@ -194,7 +195,7 @@ def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
         spread = f"±{m.sigma_us / m.median_us:.1%}"
         times = f"{time_text(m.median_us):>8} "
         times += m.method if m.method in ESTIMATES else spread
-        if decision is None:
+        if decision is None or decision.best.method == BUNDLES:
             why = within_kernel(m, measurements)
         else:
             best = decision.best

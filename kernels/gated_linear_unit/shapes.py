@@ -25,4 +25,6 @@ SHAPES = {
         _use(8192, 2048, 5632),
         _use(8192, 2048, 8192, "float32"),
     ),
+    # Few enough for the TPU compiler's simulator to end within its time.
+    "simulated": (_use(2048, 2048, 4096),),
 }

@@ -21,4 +21,6 @@ SHAPES = {
         _use(4096, 16384),
     ),
     "others": (_use(16384, 4096, "float32"),),
+    # For the TPU compiler's simulator.
+    "simulated": (_use(8192, 4096),),
 }

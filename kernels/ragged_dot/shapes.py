@@ -24,4 +24,6 @@ SHAPES = {
         _use(8192, 2048, 2048, 64),
         _use(8192, 2048, 2048, 64, "float32"),
     ),
+    # For the TPU compiler's simulator.
+    "simulated": (_use(4096, 4096, 2048, 4),),
 }

@@ -22,4 +22,6 @@ SHAPES = {
     ),
     # Of a decoder of a billion parameters, and in float32.
     "others": (_use(8192, 2048), _use(16384, 4096, "float32")),
+    # For the TPU compiler's simulator.
+    "simulated": (_use(8192, 4096),),
 }
