@@ -477,7 +477,7 @@ def test_named_sets(op):
         assert uses
         for use in uses:
             assert bench_ops._cost(registry().op(op), use, "forward_and_vjp").flops > 0
-    with pytest.raises(rewriter.ConfigError, match="Known: others, small, targets"):
+    with pytest.raises(rewriter.ConfigError, match="others, simulated, small, targets"):
         bench_ops.named_uses(op, "large")
 
 
@@ -560,7 +560,7 @@ def test_command_for_a_function(capsys, tmp_path):
     ("argv", "text"),
     [
         (["--op", "atention"], "Did you mean 'attention'"),
-        (["--op", "rms_norm", "--shapes", "huge"], "Known: others, small, targets"),
+        (["--op", "rms_norm", "--shapes", "huge"], "others, simulated, small, targets"),
         (["--op", "rms_norm", "--implementations", "cudnn"], "Known: memory_bounded"),
         (["--op", "rms_norm", "--mode", "fast"], "Choose forward, vjp"),
         ([*BLOCK, "--op", "rms_norm"], "--op with tests.rewriter.programs:block"),
