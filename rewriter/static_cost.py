@@ -11,6 +11,9 @@ What it does not see:
   one kernel, and say nothing against XLA;
 - how often a loop of XLA turns: a program that is one is not estimated.
 
+Where the simulator fails, at some kernels and at programs that leave it too little
+VMEM, kernels are ranked by their bundles too.
+
 Each candidate is compiled in child processes, since the simulator ends the process on
 what it does not know, and may take minutes.
 """
@@ -57,7 +60,6 @@ UNSEEN = ("v4", "7x")
 """Generations that the simulator ends the process for, or fails at many kernels."""
 
 
-ENDED = "no estimate: the simulator ended"
 LOOPS = "no estimate: the turns of its loops are not counted"
 
 
@@ -127,10 +129,11 @@ def _estimated(task: Task, on: Device, made: Implementation) -> Measurement:
         simulated = _child("cycles", task, on, made)
     if not isinstance(simulated, str):
         method, cycles = SIMULATED, simulated["cycles"]
-    elif calls and (not seen or simulated.startswith(ENDED)):
+    elif calls:
         method, cycles = BUNDLES, _cycles_of_steps(task, made, calls, said["bundles"])
-    else:
-        return _without(task, made, simulated)
+    else:  # it compiled before: what fails is the compilation that simulates
+        why = simulated.replace("does not compile", "no estimate: not simulated")
+        return _without(task, made, why)
     clock = chip.clock or 1e9
     seconds = max(cycles / clock, said["moved"] / (on.bandwidth or math.inf))
     return Measurement(
@@ -218,7 +221,7 @@ def _cause(said: str, code: int) -> str:
         return f"does not compile: {coded[0]}{text}"
     fatal = re.search(r"^F\d{4} .*?\d\] (.*)$", said, re.MULTILINE)
     if fatal or code < 0:
-        return f"{ENDED}: {fatal[1][:120] if fatal else code}"
+        return f"no estimate: the simulator ended: {fatal[1][:120] if fatal else code}"
     last = (said.strip().splitlines() or [""])[-1]
     return f"does not compile: {last[:200]}"
 

@@ -95,6 +95,27 @@ def test_what_the_compiler_refuses_is_a_reason() -> None:
     assert "memory" in large.problem  # of 16 MiB it needs 32
 
 
+@pytest.mark.parametrize("said", ["does not compile: memory", "no estimate: slow"])
+def test_bundles_rank_what_the_simulator_does_not_take(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = {"name": "k", "steps": 3, "prefetched": False}
+    compiled = {"calls": [call], "bundles": {"k": 1500}, "moved": 1, "temp": 0}
+    compiled |= {"loops": 0}
+    answers = {"bundles": compiled, "cycles": said}
+    monkeypatch.setattr(static_cost, "_child", lambda mode, *_: answers[mode])
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 512), (512, 512)))
+    spec = spec_of(on_tpu.gated.op, {"x": x, "w": w}, {})
+    task = Task(on_tpu.gated.op, spec, tuple(on_tpu.gated.kernels), "forward")
+    made = Implementation("in_blocks", config=BLOCK[128])
+    args = task, named("tpu_v5e"), [made], time.monotonic() + 60, lambda done, of: None
+    (found,) = static_cost.estimated(*args)
+    assert (found.method, found.median_us) == (BUNDLES, 3.0)  # 1.5 GHz
+    compiled["calls"] = []
+    (found,) = static_cost.estimated(*args)
+    assert found.problem.startswith("no estimate")  # the program itself compiled
+
+
 def test_simulated_times_choose_where_nothing_was_measured() -> None:
     guess = [timed("xla", 100.0, SIMULATED), timed("in_blocks", 50.0, SIMULATED, 512)]
     assert chosen(*guess) == ("in_blocks", "rows=512", "simulated")
