@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
+import math
 import pathlib
 import re
 
@@ -23,6 +25,7 @@ from rewriter.registry import registry
 from rewriter.report import size
 from rewriter.sources import shipped
 from tests.bench import record
+from tests.bench import tpu_ragged_bundles as ragged
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -252,6 +255,38 @@ def tpu_attention() -> str:
     )
 
 
+def tpu_ragged() -> str:
+    """Bundles of ragged dots, ours and megablox, by mode and generation."""
+    path = "tpu_ragged_bundles.json"
+    data = json.loads((record.RESULTS / path).read_text())
+
+    def taken(chip: str, name: str) -> float:
+        by = data["estimates"].get(f"{chip}, {name}, bundles")
+        if not isinstance(by, dict):
+            return math.inf
+        return sum(by.values()) * ragged.steps(name, chip) / 1e3
+
+    rows = []
+    for sizes, mode in itertools.product(ragged.SIZES, ragged.MODES):
+        cells = []
+        for chip in ragged.CHIPS:
+            mine, theirs = (
+                min(taken(chip, name) for name in ragged.names(whose, mode, sizes))
+                for whose in ("ours", "megablox")
+            )
+            cells.append(f"{mine:.0f} / {theirs:.0f}")
+        rows.append((mode, "{}, {}, {} by {}".format(*sizes), *cells))
+    head = ("mode", "m, k, n by groups", *ragged.CHIPS)
+    return (
+        f"{_table(head, rows)}\n\nThousands of instruction bundles, ours / JAX's "
+        "megablox, each with the best of up to three tilings; bfloat16, whole tiles: "
+        "the code of a kernel by the TPU compiler, times the steps that run it, which "
+        "says nothing of waits. No TPU ran it. "
+        "Reproduce with `python3 -m tests.bench.tpu_ragged_bundles` "
+        f"(jax {data['jax']}, {data['date']})."
+    )
+
+
 def versions() -> str:
     """One row per supported pair of Python and JAX."""
     pairs = json.loads(record.named("versions").read_text())["tested"]
@@ -282,6 +317,7 @@ TABLES = {
     "public_decoder": public_decoder,
     "training": training,
     "tpu_attention": tpu_attention,
+    "tpu_ragged": tpu_ragged,
     "versions": versions,
 }
 

@@ -17,13 +17,7 @@ only bundles are known.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import pathlib
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,10 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import ahead_of_time
-from rewriter.static_cost import FLAGS
-from tests.bench import record
-from tests.kernels import tpu
+from tests.bench import estimates, record
 
 WIDTH = 128
 OURS, TOKENS = 4096, 8192
@@ -73,8 +64,9 @@ WANTED: tuple[tuple[str, str, str], ...] = (
 the parts that are computed at a time."""
 
 
-def program(name: str, heads: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def program(name: str, generation: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns what a name stands for, and its arguments."""
+    heads = 2 if generation == "v5p" else 1  # one for each of its cores
     words = name.split()
     sizes = [int(w) for w in words if w.isdigit()]
     kinds = {w for w in words[1:] if not w.isdigit()}
@@ -162,69 +154,14 @@ def _splash(sizes: list[int], kinds: set[str], heads: int) -> Any:
     return _gradients(jax.vmap(made), kinds), _arrays(TOKENS, heads)
 
 
-def estimate(mode: str, generation: str, name: str, seconds: float) -> Any:
-    """Returns cycles or bundles by operation, or why there are none."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {
-            **os.environ, **ahead_of_time.ENVIRONMENT, "JAX_PLATFORMS": "cpu",
-            "LIBTPU_INIT_ARGS": FLAGS[mode].format(folder),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.bench.tpu_attention_cycles"]
-        command += ["--child", mode, generation, name, folder]
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, timeout=seconds,
-                check=False, text=True,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"not within {seconds:.0f} s"
-    if done.returncode:
-        fatal = re.search(r"^F\d{4} .*?\d\] (.*)$", done.stderr, re.MULTILINE)
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        return f"exit {done.returncode}: {(fatal[1] if fatal else last)[:200]}"
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def child(mode: str, generation: str, name: str, folder: str) -> dict[str, int]:
-    """Returns the same, in a process whose libtpu was told to."""
-    heads = 2 if generation == "v5p" else 1  # one for each of its cores
-    program_of, arrays = program(name, heads)
-    made = ahead_of_time.compiled(tpu.KINDS[generation], program_of, *arrays)
-    if mode == "cycles":
-        form = r'^\s*(?:ROOT )?%?([\w.\-]+) = .*"estimated_cycles":"(\d+)"'
-        found = re.findall(form, made.as_text(), re.MULTILINE)
-        return {operation: int(cycles) for operation, cycles in found}
-    found = {}
-    for path in pathlib.Path(folder).glob("*final_hlo-static-per-bundle-util*.txt"):
-        table = path.read_text().split("UTILIZATION:")[1]
-        operation = re.sub(r"^\d+-(.*)-\d+-final.*", r"\1", path.name)
-        if not operation.startswith("<") and operation != "TLP":
-            found[operation] = sum(1 for x in table.splitlines() if x.strip())
-    return found
-
-
 def main() -> None:
     """Fills the record."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--child", nargs=4)
     asked = parser.parse_args()
-    if asked.child:
-        print(json.dumps(child(*asked.child)))
-        return
     path = asked.json or record.named("tpu_attention_cycles")
-    found: dict[str, Any] = {}
-    if path.is_file():
-        found = json.loads(path.read_text())["estimates"]
-    for mode, generation, name in WANTED:
-        key = f"{generation}, {name}, {mode}"
-        if isinstance(found.get(key), dict):
-            continue
-        found[key] = estimate(mode, generation, name, asked.seconds)
-        print(key, found[key], flush=True)
-        command = "python3 -m tests.bench.tpu_attention_cycles"
-        record.write(path, command, estimates=found)
+    estimates.fill(path, "tests.bench.tpu_attention_cycles", WANTED, asked.seconds)
 
 
 if __name__ == "__main__":
