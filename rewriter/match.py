@@ -88,6 +88,7 @@ class Match:
         leaves: Pairs of a leaf of the reading and the value it is here.
         inner: Values between the leaves and the result, the result too.
         copies: How often the region is computed again in the same body.
+        parts: The matches in it that it is made of, if its op is made of others.
     """
 
     pattern: Pattern
@@ -101,6 +102,7 @@ class Match:
     leaves: tuple[tuple[int, int], ...]
     inner: frozenset[int] = frozenset()
     copies: int = 0
+    parts: tuple[Match, ...] = ()
 
     @property
     def op(self) -> Op:

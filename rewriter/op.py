@@ -104,6 +104,9 @@ class Op:
             are measured, and the mean counts.
         sharding: ``sharding(params)`` says how a use with these parameters may be
             spread over devices, None if it may not; by default along `parallel`.
+        parts: The op that it is made of, if it is of several uses of another: it is
+            taken where a kernel is chosen for it, and counts as those; elsewhere they
+            are looked at by themselves.
     """
 
     name: str
@@ -123,6 +126,7 @@ class Op:
     sharding: Callable[[Mapping[str, Any]], Sharding | None] | None = field(
         default=None, repr=False
     )
+    parts: str = ""
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -17,6 +17,7 @@ from rewriter.gradients import search_gradients
 from rewriter.graph import Graph
 from rewriter.locate import located
 from rewriter.match import search
+from rewriter.parts import apart, parted, wholes
 from rewriter.planner import planned, tasks_of
 from rewriter.programs import Task
 from rewriter.propagation import Placement
@@ -82,10 +83,14 @@ def tasks(
             return []
         graph = Graph(closed_jaxpr)
         regions = Regions(graph)
-        matches = search(regions, patterns, config.numerics).matches
+        found = search(regions, patterns, config.numerics).matches
+        matches, whole = apart(found), wholes(regions, found, config)
         backward, _, _ = search_gradients(graph, matches)
-        spread = {} if placement is None else located(regions, matches, placement)
-        return tasks_of(graph, matches, backward, gradients, spread)
+        made = []
+        for some, of in ((matches, backward), (whole, {})):
+            spread = {} if placement is None else located(regions, some, placement)
+            made += tasks_of(graph, some, of, gradients, spread)
+        return made
 
 
 @contextlib.contextmanager
@@ -127,11 +132,13 @@ def _whole(
     regions = Regions(graph)
     found = search(regions, patterns, config.numerics)
     clock("match")
-    backward, why, problems = search_gradients(graph, found.matches)
+    matches = parted(regions, found.matches, config, placement)
+    clock("parts")
+    backward, why, problems = search_gradients(graph, matches)
     clock("gradients")
-    spread = {} if placement is None else located(regions, found.matches, placement)
+    spread = {} if placement is None else located(regions, matches, placement)
     clock("placement")
-    plan = planned(regions, found.matches, config, backward, why, folded, spread)
+    plan = planned(regions, matches, config, backward, why, folded, spread)
     clock("choose")
     program, origins = replace(regions, plan.splices)
     graph.release()

@@ -263,6 +263,7 @@ def _site(p: Placed) -> Site:
         backward=p.backward is not None,
         config=choice.implementation.configs,
         sharding=p.shards.text if isinstance(p.shards, Shards) else "",
+        parts=tuple(part.op.name for part in match.parts),
     )
 
 

@@ -31,6 +31,7 @@ class Site:
             ``"scan/remat"``; empty if it runs once.
         sharding: How it is spread over devices, such as ``"b over data"``; empty on
             one device, and where it cannot be.
+        parts: The names of the ops as which it counts, if it is made of others.
     """
 
     index: int
@@ -50,3 +51,4 @@ class Site:
     config: str = ""
     again: str = ""
     sharding: str = ""
+    parts: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ def planned(
         located: By the id of a match, how it is spread over devices, or why it is
             left to XLA.
     """
-    target = _target(config)
+    target = target_of(config)
     graph = regions.graph
     homes = {
         id(m): residuals_place(
@@ -197,7 +197,7 @@ def _choices(
     ]
     for key, match in zip(keys, matches, strict=True):
         if key not in by_reading:
-            by_reading[key] = _chosen(graph, match, config, target, backward, *key[1:])
+            by_reading[key] = chosen(graph, match, config, target, backward, *key[1:])
     choices = [by_reading[key] for key in keys]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
     reasons = {
@@ -212,7 +212,7 @@ def _choices(
     ]
 
 
-def _chosen(
+def chosen(
     graph: Graph,
     match: Match,
     config: Config,
@@ -221,7 +221,17 @@ def _chosen(
     kept: int,
     shards: Shards | str | None,
 ) -> Choice:
-    """A kernel for a match; for what one device has of it, if it is spread."""
+    """Returns a kernel for a match; for what one device has of it, if it is spread.
+
+    Args:
+        graph: The program.
+        match: The match.
+        config: Forced kernels, measurements.
+        target: Where it will run.
+        backward: By the id of a match, its gradients.
+        kept: How often what is saved for its gradients is kept; 0 without them.
+        shards: How it is spread over devices, or why it is left to XLA.
+    """
     kernels = match.pattern.kernels
     if isinstance(shards, str):
         names = [k.name for k in kernels] or [""]
@@ -252,8 +262,8 @@ def _unhindered(match: Match, regions: Regions) -> list[tuple[Scope, int]]:
     return [(s, p) for s, p in places(match) if not obstacle(match, s, regions)]
 
 
-def _target(config: Config) -> Device:
-    """The device to choose for: the one asked for, else the attached one."""
+def target_of(config: Config) -> Device:
+    """Returns the device to choose for: the one asked for, else the attached one."""
     if config.target:
         return device.named(config.target)
     here = device.attached()

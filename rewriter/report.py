@@ -74,6 +74,9 @@ class Report:
     def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
 
+        A site made of several, such as a gated linear unit of ragged dots, counts as
+        those.
+
         Args:
             repeats: Count a scan's body as often as it runs, else once.
             backward: Count only sites whose gradient was found as well.
@@ -81,7 +84,8 @@ class Report:
         found = Counter(dict.fromkeys(COUNTED, 0))
         for site in self.sites:
             if not backward or site.backward:
-                found[site.op] += site.repeats if repeats else 1
+                for op in site.parts or (site.op,):
+                    found[op] += site.repeats if repeats else 1
         return dict(found)
 
     def at(self, where: str) -> Report:

@@ -21,7 +21,7 @@ ORDER = [
     "kernel_call", "levels", "implement", "site", "threads", "programs", "inputs",
     "candidate", "race", "isolate", "static_cost", "autotune", "propagation",
     "shards", "splice", "replace", "locate", "unfold", "placing", "planner",
-    "pipeline", "placement", "deferred", "collectives", "draw", "report",
+    "parts", "pipeline", "placement", "deferred", "collectives", "draw", "report",
     "analysis", "optimize", "tune", "verify", "roofline", "bench", "bench_table",
     "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip

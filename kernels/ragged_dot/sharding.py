@@ -32,13 +32,13 @@ def sharding(params: Mapping[str, Any]) -> Sharding:
     return Sharding(
         along=frozenset("kn" if contracting else "mn"),
         sums=frozenset("m" if contracting else "kg"),
-        local=_local,
-        finish=_finish,
+        local=local,
+        finish=finish,
         dims={**DIMS[mode], "group_sizes": "sizes"},
     )
 
 
-def _local(
+def local(
     operands: Mapping[str, Array],
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
@@ -54,7 +54,7 @@ def _local(
     return changed, params
 
 
-def _finish(
+def finish(
     out: Array,
     operands: Mapping[str, Array],
     params: Mapping[str, Any],

@@ -33,6 +33,7 @@ from rewriter.patterns.gated_linear_unit.forms import (
     common_factor,
     contractions,
 )
+from rewriter.patterns.gated_linear_unit.products import products
 from rewriter.reading import (
     Operand,
     Reading,
@@ -66,10 +67,10 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         return
     miss: Refused | None = None
     sources = set().union(*(_inputs(find, n) for n in dots))
-    products = _products(find, anchor)
-    if any(find.done(NAME, product.outs[0]) for product, _ in products):
+    below = products(find, anchor)
+    if any(find.done(NAME, product.outs[0]) for product in below):
         return
-    for product, _ in products:
+    for product in below:
         if not any(
             _inputs(find, n) & sources for i in product.ins for n in _linear(find, i)
         ):
@@ -120,21 +121,6 @@ def _contractions(find: Finder, value: int) -> list[Node]:
 def _inputs(find: Finder, dot: Node) -> set[int]:
     """A contraction's operands under casts, layout and scales."""
     return {find.unscaled(i) for i in dot.ins}
-
-
-def _products(find: Finder, anchor: Node) -> list[tuple[Node, int]]:
-    """Products below the activation, the forward's before those of gradients."""
-    g, seen, queue, out = find.graph, {anchor.outs[0]}, [anchor.outs[0]], []
-    while queue and len(seen) < 40:
-        for node in g.users(queue.pop(0)):
-            if node.prim == "mul" and node.ins[0] != node.ins[1]:
-                out.append((node, 0))
-            if find.local(node) and node.prim not in ("reduce_sum", "reduce_max"):
-                for result in node.outs:
-                    if result not in seen:
-                        seen.add(result)
-                        queue.append(result)
-    return sorted(out, key=lambda found: found[0].outs)[:8]
 
 
 def read(

@@ -52,7 +52,7 @@ def read(find: Finder, node: Node) -> Reading:
     g, alg, value = find.graph, find.algebra, node.outs[0]
     if len(node.ins) != 3 or node.params.get("group_offset") is not None:
         raise Refused("offset", "a group offset", score=0.9)
-    contracting, left, right = _roles(find, node)
+    contracting, left, right = roles(find, node)
     ev = find.evaluator(value, inside=frozenset({value}))
     args = ev.indices(value)
     form = ev.poly(value, args)
@@ -77,15 +77,23 @@ def read(find: Finder, node: Node) -> Reading:
     params: dict[str, Any] = {"out_dtype": str(g.dtype(value))}
     if mode != "forward":
         params["mode"] = mode
-    precision = node.params.get("precision")
+    precision = precision_of(node)
     if precision is not None:
-        params["precision"] = _precision(precision)
+        params["precision"] = precision
     groups = tuple(() if i is None else (i,) for i in args)
     return Reading(NAME, alg, ev.place, value, args, form, groups, operands, params)
 
 
-def _roles(find: Finder, node: Node) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
-    """(whether the ragged axis is contracted, roles of lhs's and of rhs's axes)."""
+ROWS_BY_MATRICES = False, ("m0", "k0"), ("g0", "k0", "n0")
+"""The `roles` in `jax.lax.ragged_dot`."""
+
+
+def roles(find: Finder, node: Node) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    """(whether the ragged axis is contracted, roles of lhs's and of rhs's axes).
+
+    Raises:
+        Refused: If it has axes that the op does not have.
+    """
     ranks = [len(find.graph.shape(i)) for i in node.ins]
     ragged, left, right, sizes = ragged_axes(node, ranks)
     form = ragged, tuple(sorted(left)), tuple(sorted(right)), sizes
@@ -114,7 +122,11 @@ def _stored(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str, ...]
     return roles
 
 
-def _precision(precision: Any) -> str:
+def precision_of(node: Node) -> str | None:
+    """What a ragged dot asks for, as the op's parameter."""
+    precision = node.params.get("precision")
+    if precision is None:
+        return None
     first = precision[0] if isinstance(precision, tuple) else precision
     return getattr(first, "name", str(first)).lower()
 

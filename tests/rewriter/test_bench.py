@@ -35,7 +35,10 @@ from rewriter.programs import Task
 from rewriter.registry import Registry, registry
 from rewriter.verdict import YES, no
 
-SHIPPED = ("attention", "gated_linear_unit", "layer_norm", "ragged_dot", "rms_norm")
+SHIPPED = (
+    "attention", "gated_linear_unit", "layer_norm", "ragged_dot",
+    "ragged_gated_linear_unit", "rms_norm",
+)  # fmt: skip
 BLOCK = ["tests.rewriter.programs:block", "--args", "tests.rewriter.programs:inputs"]
 
 
