@@ -8,6 +8,7 @@ without a site are told here, before a graph is built.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ class _Sieve:
         self.starts: dict[str, int] = {}
         self.moves: dict[str, list[_Move]] = {}
         self.kept: dict[str, int] = {}
-        self.memo: dict[Any, list[Taken]] = {}
+        self.memo: dict[Any, tuple[int, list[Taken]]] = {}
         self.tracked = 0
         self.origins = itertools.count()
         bit = 1
@@ -124,11 +125,22 @@ class _Sieve:
     def body(self, jaxpr: Any, taken: Sequence[Taken]) -> list[Taken]:
         """What led to a body's results, given what led to its arguments."""
         key = (id(jaxpr.eqns), *taken)
-        if key not in self.memo:
-            env = {v: t for v, t in zip(jaxpr.invars, taken, strict=True) if t[0]}
-            self._equations(jaxpr.eqns, env)
-            self.memo[key] = [_read(env, v) for v in jaxpr.outvars]
-        return self.memo[key]
+        if key in self.memo:
+            return self._again(*self.memo[key])
+        first = next(self.origins)
+        env = {v: t for v, t in zip(jaxpr.invars, taken, strict=True) if t[0]}
+        self._equations(jaxpr.eqns, env)
+        outs = [_read(env, v) for v in jaxpr.outvars]
+        self.memo[key] = first, outs
+        return outs
+
+    def _again(self, first: int, outs: Sequence[Taken]) -> list[Taken]:
+        """The results of another call of a body: paths that begin in it are others."""
+        fresh: dict[int, int] = collections.defaultdict(lambda: next(self.origins))
+        return [
+            (bits, frozenset(o if o < first else fresh[o] for o in origins))
+            for bits, origins in outs
+        ]
 
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Taken]) -> None:
         variable, rules, get = _jax.Var, self.rules, env.get

@@ -46,7 +46,14 @@ def classifier(x):
     return jax.nn.log_softmax(x @ W)
 
 
-@pytest.mark.parametrize("fn", [mlp, residuals, classifier])
+def activated_twice(x):
+    """Two products of one compiled body, and no gate."""
+    project = jax.jit(lambda x: x @ W)
+    y = jnp.tanh(project(x)) * 2.0
+    return y * y + project(x + 1)
+
+
+@pytest.mark.parametrize("fn", [mlp, residuals, classifier, activated_twice])
 def test_no_graph_without_a_possible_site(fn, monkeypatch) -> None:
     assert not names(fn, X)
     monkeypatch.setattr(pipeline, "Graph", None)  # not called
@@ -64,3 +71,17 @@ def test_paths_lead_through_calls_and_loops(around) -> None:
         return jax.lax.scan(lambda c, _: (around(gate)(c), None), x, None, 3)[0]
 
     assert names(gate, X) == names(loop, X) == {"gated_linear_unit"}
+
+
+def test_calls_of_one_body_are_told_apart() -> None:
+    project = jax.jit(lambda x, w: x @ w)
+
+    def gate(x):
+        return jax.nn.silu(project(x, W)) * project(x, W + 1)
+
+    def own_input(x):
+        y = project(x, W)
+        return jax.nn.silu(y) * y
+
+    assert names(gate, X) == {"gated_linear_unit"}
+    assert not names(own_input, X)

@@ -184,6 +184,12 @@ def _(x, w_gate, w_up):
     return jax.nn.silu(gate) * jnp.einsum("btk,kf->btf", x, w_up)
 
 
+@glu("one_projection_compiled")
+def _(x, w_gate, w_up):
+    project = jax.jit(lambda x, w: jnp.einsum("btk,kf->btf", x, w))
+    return jax.nn.silu(project(x, w_gate)) * project(x, w_up)
+
+
 @glu("einsum_weight_first")
 def _(x, w_gate, w_up):
     gate = jnp.einsum("kf,btk->btf", w_gate, x)
