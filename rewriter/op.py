@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import jax
 
     from rewriter.cost import CostOf
+    from rewriter.verdict import Verdict
 
     Reference = Callable[..., jax.Array]
 
@@ -39,6 +40,41 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
+class Ring:
+    """How an op is computed while parts of its operands go from device to device.
+
+    Attributes:
+        letter: The letter along which these operands are split; the result lacks it.
+        beside: The letter of the result that is split over the same devices.
+        passed: The operands that are passed on.
+        moving: The operands whose gradients `backward` gives.
+        supports: ``supports(spec, count)`` says, with reasons, whether it takes a use
+            of which each of so many devices has this part.
+        uses: ``uses(spec, count)`` gives the parameters of the uses of the op that one
+            device computes.
+        pays: ``pays(spec, count, kept)`` says, with reasons, whether it is worth more
+            than gathering what would be passed on; `kept` is how often that would be
+            kept for gradients, 0 without.
+        forward: ``forward(operands, params, axes, count, compute)`` gives, on one
+            device, the result and the log-sum-exps of its rows, from
+            ``compute(operands, params)``, which gives both for one part.
+        backward: ``backward(operands, params, out, lse, cotangent, axes, count,
+            compute)`` gives cotangents by operand, from ``compute(operands, params,
+            out, lse, cotangent)``, which gives what one part adds to them.
+    """
+
+    letter: str
+    beside: str
+    passed: tuple[str, ...]
+    moving: tuple[str, ...]
+    supports: Callable[..., Verdict] = field(repr=False)
+    uses: Callable[..., tuple[Mapping[str, Any], ...]] = field(repr=False)
+    pays: Callable[..., Verdict] = field(repr=False)
+    forward: Callable[..., Any] = field(repr=False)
+    backward: Callable[..., Any] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
 class Sharding:
     """How a use of an op may be spread over devices.
 
@@ -56,6 +92,8 @@ class Sharding:
         finish: ``finish(out, operands, params, parts)`` gives the part's result from
             what comes of that; the operands are as they were before.
         dims: As `Op.dims`, where this use has others.
+        ring: How what is split along another letter may be passed from device to
+            device instead of gathered; None if it may not.
     """
 
     along: frozenset[str]
@@ -64,6 +102,7 @@ class Sharding:
     local: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
     finish: Callable[..., Any] | None = None
     dims: Mapping[str, str] | None = None
+    ring: Ring | None = None
 
 
 @dataclass(frozen=True, eq=False)

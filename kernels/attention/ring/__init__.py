@@ -1,0 +1,110 @@
+"""Ring attention: keys split over devices go around them, and are gathered nowhere.
+
+Every device keeps its queries, attends to one part of the keys at a time, and merges
+what that gives by its log-sum-exp, while the next part is under way. Parts that a
+window hides from a device cost it no time, those it hides from all are not sent.
+Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
+Near-Infinite Context" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
+from rewriter.kernels.attention.ring.turns import turns
+from rewriter.op import Ring
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rewriter.kernel import Spec
+
+OPERANDS = frozenset({"q", "k", "v", "q_segments", "kv_segments", "kv_lengths"})
+
+
+def supports(spec: Spec, count: int) -> Verdict:
+    """Returns whether a ring computes a use of which one device has this part."""
+    more = sorted(set(spec.operands) - OPERANDS)
+    found = [YES]
+    if more:
+        found.append(no("operands", f"no ring takes {', '.join(more)}"))
+    window, shift = spec.param("window"), spec.param("shift")
+    t, s = spec.shape("q")[1], spec.shape("k")[1]
+    if window != (None, None) and t != s:
+        text = f"{t} queries and {s} keys a device, whose positions a ring counts alike"
+        found.append(no("sizes", text))
+    elif turns(window, shift, t, count)[0].before is None:
+        found.append(no("window", "the window hides each device's own keys"))
+    if spec.param("empty_rows") != "zero" and _may_be_empty(spec):
+        text = "a row that sees no key would have to be told of on all devices"
+        found.append(no("empty", text))
+    return all_of(*found)
+
+
+def _may_be_empty(spec: Spec) -> bool:
+    """Whether some query may see no key, not even that of its own position."""
+    left, right = spec.param("window")
+    at = -spec.param("shift")
+    hidden = (left is not None and at < -left) or (right is not None and at > right)
+    return hidden or spec.has("kv_lengths") or spec.has("kv_segments")
+
+
+def uses(spec: Spec, count: int) -> tuple[Mapping[str, Any], ...]:
+    """Returns the parameters of attention to one part of the keys, in all turns."""
+    ahead = turns(spec.param("window"), spec.param("shift"), spec.shape("q")[1], count)
+    found = [s for turn in ahead for s in (turn.before, turn.around) if s]
+    plain = dict(spec.params)
+    return tuple(
+        {**plain, "window": s.window, "shift": s.shift, "empty_rows": "zero"}
+        for s in dict.fromkeys(found)
+    )
+
+
+KEPT, HIDING = 64 << 20, 2048
+"""Bytes of gathered keys and values, in all layers that keep them, from which a ring is
+worth it; and the queries per key, those of grouped heads counted each, whose products
+take the time of passing a key on: 2 · 2048 operations for each byte of 16 bits, as many
+as a TPU v5e or an H100 does while a link moves a byte."""
+
+
+def pays(spec: Spec, count: int, kept: int) -> Verdict:
+    """Returns whether passing keys around is worth more than gathering them.
+
+    A gather gives each device the keys and values of all, and keeps them for each
+    gradient; a ring holds those of two. Forward it moves no more. For a gradient, keys
+    and values go around again with their cotangents: six parts a turn, where a gather
+    moves two, the sum of the cotangents two if it is scattered and four if not.
+
+    Args:
+        spec: What one device has.
+        count: The number of devices in the ring.
+        kept: How often the gathered keys are kept for gradients.
+    """
+    part = spec.nbytes("k") + spec.nbytes("v")
+    t, group = spec.shape("q")[1], spec.shape("q")[2] // spec.shape("k")[2]
+    gathered = count * part * max(1, kept)
+    found = [YES]
+    if gathered < KEPT:
+        text = (
+            f"keys and values of {gathered >> 10} KiB gathered on each device are few"
+        )
+        found.append(no("small", text))
+    if t * group < HIDING:
+        text = f"{t * group} queries a device take less time than passing on their keys"
+        found.append(no("short", text))
+    return all_of(*found)
+
+
+RING = Ring(
+    letter="s",
+    beside="t",
+    passed=PASSED,
+    moving=("q", "k", "v"),
+    supports=supports,
+    uses=uses,
+    pays=pays,
+    forward=forward,
+    backward=backward,
+)

@@ -1,0 +1,82 @@
+"""A window and the sizes of parts in, which parts of the keys devices see when out.
+
+Devices stand in a ring, each with as many queries as keys. In the turn of a distance
+a device has the keys of the one that far before it; those of a device that stands
+behind it have come around the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What queries of one part see of the keys of another: as the op's parameters.
+
+    Attributes:
+        window: The op's window; without limits if all pairs are seen.
+        shift: The op's shift, as from the first query to the first key; 0 without
+            a window.
+    """
+
+    window: Window
+    shift: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What devices see of the keys of the device that stands some places before.
+
+    Attributes:
+        distance: How many places.
+        before: What those see whose queries are behind these keys; None for nothing.
+        around: What those see to which they came around the end, which are the first
+            `distance` devices; None for nothing.
+    """
+
+    distance: int
+    before: Seen | None
+    around: Seen | None
+
+
+def turns(window: Window, shift: int, size: int, count: int) -> tuple[Turn, ...]:
+    """Returns the turns in which some device sees something, own keys first.
+
+    Args:
+        window: The op's window.
+        shift: The op's shift.
+        size: Queries of a part, and keys if there is a window.
+        count: The number of parts.
+
+    Example:
+        >>> for turn in turns((None, 0), 0, 4, 3):  # causal
+        ...     print(turn.distance, turn.before, turn.around)
+        0 Seen(window=(None, 0), shift=0) None
+        1 Seen(window=(None, None), shift=0) None
+        2 Seen(window=(None, None), shift=0) None
+        >>> [turn.distance for turn in turns((5, 0), 0, 4, 8)]
+        [0, 1, 2]
+    """
+    found = [Turn(0, seen(window, shift, size), None)]
+    for distance in range(1, count):
+        before = seen(window, shift + distance * size, size)
+        around = seen(window, shift + (distance - count) * size, size)
+        if before or around:
+            found.append(Turn(distance, before, around))
+    return tuple(found)
+
+
+def seen(window: Window, shift: int, size: int) -> Seen | None:
+    """Returns what as many queries as keys see; None if that is nothing."""
+    left, right = window
+    first, last = -shift - (size - 1), -shift + (size - 1)  # keys, as seen by queries
+    start = first if left is None else max(first, -left)
+    end = last if right is None else min(last, right)
+    if start > end:
+        return None
+    left = None if start == first else left
+    right = None if end == last else right
+    return Seen((left, right), 0 if left is None and right is None else shift)
