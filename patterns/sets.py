@@ -8,16 +8,17 @@ from typing import Any
 from rewriter.registry import registry
 
 DEFAULT = (
-    "attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot",
-    "ragged_gated_linear_unit",
+    "attention", "paged_attention", "layer_norm", "rms_norm", "gated_linear_unit",
+    "ragged_dot", "ragged_gated_linear_unit",
 )  # fmt: skip
 
 
 def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:
     """Returns the patterns that a comma-separated list of names stands for.
 
-    ``default`` is the default set, ``none`` the empty one, ``-name`` removes,
-    and only removals imply ``default``. What is made of a removed op goes with it.
+    ``default`` is the default set, ``none`` the empty one, ``-name`` removes, and only
+    removals imply ``default``. Special forms of a removed op, and what is made of it,
+    go with it.
 
     Raises:
         UnknownPattern: For an unknown name, with a suggestion.
@@ -30,9 +31,9 @@ def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:
         if word.startswith("-"):
             registry().pattern(word[1:])
             chosen.pop(word[1:], None)
-            made = [n for n, p in chosen.items() if p.op.parts == word[1:]]
-            for name in made:
-                del chosen[name]
+            for name, pattern in list(chosen.items()):
+                if word[1:] in (pattern.op.form_of, pattern.op.parts):
+                    del chosen[name]
         elif word == "default":
             chosen.update(
                 (n, registry().pattern(n)) for n in (*DEFAULT, *registry().defaults)

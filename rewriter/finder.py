@@ -36,13 +36,15 @@ class RegionEvaluator(Evaluator):
 class Finder:
     """The state of one search over one program.
 
-    With ``fast``, what attention gives for rows without keys may change.
+    With ``fast``, what attention gives for rows without keys may change. Results of
+    gathers in ``gathers`` are taken as pages of what is gathered.
     """
 
     graph: Graph
     algebra: Algebra
     regions: Regions
     fast: bool = False
+    gathers: frozenset[int] = frozenset()
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
     found: set[tuple[str, int]] = field(default_factory=set)
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -55,7 +57,12 @@ class Finder:
         self._layers = tuple(layers(self.graph))
 
     def evaluator(
-        self, value: int, *, names: Mapping[int, Any] | None = None, **options: Any
+        self,
+        value: int,
+        *,
+        names: Mapping[int, Any] | None = None,
+        inside: frozenset[int] = frozenset(),
+        **options: Any,
     ) -> RegionEvaluator:
         """An evaluator whose leaves can be had where a value is computed."""
         node = self.graph.node_of(value)
@@ -66,6 +73,7 @@ class Finder:
             self.algebra,
             usable=self.regions.usable(place),
             names={**self._leaves_at(place), **(names or {})},
+            inside=inside | self.gathers,
             **options,
         )
         ev.place = place
@@ -82,7 +90,13 @@ class Finder:
     def layout_leaves(self, ev: RegionEvaluator, *values: int) -> set[int]:
         """Leaves under values when only layout and scale are looked through."""
         names = self._leaves_at(ev.place)
-        probe = RegionEvaluator(self.graph, self.algebra, usable=ev.usable, names=names)
+        probe = RegionEvaluator(
+            self.graph,
+            self.algebra,
+            usable=ev.usable,
+            names=names,
+            inside=self.gathers,
+        )
         probe.loops = ev.loops
         for value in values:
             try:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 
 from rewriter import _jax
-from rewriter.canonicalize import Evaluator, NeedSplit
+from rewriter.canonicalize import Evaluator, NeedSplit, values_named
 from rewriter.finder import Finder
 from rewriter.graph import Graph, Node
 from rewriter.kernel import Kernel, Spec, spec_of
@@ -89,6 +89,8 @@ class Match:
         inner: Values between the leaves and the result, the result too.
         copies: How often the region is computed again in the same body.
         parts: The matches in it that it is made of, if its op is made of others.
+        not_chosen: (kernel, reason) for those of special forms of the op that the
+            region has too.
     """
 
     pattern: Pattern
@@ -103,6 +105,7 @@ class Match:
     inner: frozenset[int] = frozenset()
     copies: int = 0
     parts: tuple[Match, ...] = ()
+    not_chosen: tuple[tuple[str, str], ...] = ()
 
     @property
     def op(self) -> Op:
@@ -392,7 +395,7 @@ def leaves_of(reading: Reading) -> tuple[int, ...]:
         atoms |= operand.leaves(alg)
     for poly in (reading.times, reading.plus):
         atoms |= alg.poly_leaves(poly or {})
-    names = {alg.defs[a][1] for a in atoms}
+    names = {name for a in atoms for name in values_named(alg.defs[a][1])}
     return tuple(sorted(names - reading.joined.keys()))
 
 

@@ -146,6 +146,8 @@ class Op:
         parts: The op that it is made of, if it is of several uses of another: it is
             taken where a kernel is chosen for it, and counts as those; elsewhere they
             are looked at by themselves.
+        form_of: The more general op of which every use is one of that op as well; it
+            is chosen where one of its kernels is, and counted as that op.
     """
 
     name: str
@@ -166,6 +168,7 @@ class Op:
         default=None, repr=False
     )
     parts: str = ""
+    form_of: str = ""
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -13,12 +13,13 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter.config import Config
 from rewriter.fold import Folded, fold
+from rewriter.forms import of_one_form
 from rewriter.gradients import search_gradients
 from rewriter.graph import Graph
 from rewriter.locate import located
 from rewriter.match import search
 from rewriter.parts import apart, parted, wholes
-from rewriter.planner import planned, tasks_of
+from rewriter.planner import planned, target_of, tasks_of
 from rewriter.programs import Task
 from rewriter.propagation import Placement
 from rewriter.region import Regions
@@ -84,6 +85,8 @@ def tasks(
         graph = Graph(closed_jaxpr)
         regions = Regions(graph)
         found = search(regions, patterns, config.numerics).matches
+        if placement is not None:
+            found = of_one_form(found, config, target_of(config))
         matches, whole = apart(found), wholes(regions, found, config)
         backward, _, _ = search_gradients(graph, matches)
         made = []
@@ -132,8 +135,9 @@ def _whole(
     regions = Regions(graph)
     found = search(regions, patterns, config.numerics)
     clock("match")
-    matches = parted(regions, found.matches, config, placement)
-    clock("parts")
+    matches = of_one_form(found.matches, config, target_of(config))
+    matches = parted(regions, matches, config, placement)
+    clock("forms")
     backward, why, problems = search_gradients(graph, matches)
     clock("gradients")
     spread = {} if placement is None else located(regions, matches, placement)

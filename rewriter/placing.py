@@ -246,7 +246,7 @@ def _site(p: Placed) -> Site:
     spec = match.spec
     return Site(
         index=0,
-        op=match.op.name,
+        op=match.op.form_of or match.op.name,
         where=match.where,
         repeats=scope.repeats,
         scope="/".join(scope.path),
@@ -264,6 +264,7 @@ def _site(p: Placed) -> Site:
         config=choice.implementation.configs,
         sharding=p.shards.text if isinstance(p.shards, Shards) else "",
         parts=tuple(part.op.name for part in match.parts),
+        form=match.op.name if match.op.form_of else "",
     )
 
 

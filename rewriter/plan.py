@@ -12,7 +12,8 @@ class Site:
 
     Attributes:
         index: Its number in the report and in the picture.
-        op: The op's name, such as ``"attention"``.
+        op: The op's name, such as ``"attention"``; for a special form of an op, that
+            op's.
         where: The user's line, such as ``"model.py:88 (Attention.__call__)"``.
         repeats: How often it runs: surrounding scan lengths multiplied.
         scope: What surrounds it: ``""``, ``"scan"``, ``"scan/remat"``.
@@ -32,6 +33,8 @@ class Site:
         sharding: How it is spread over devices, such as ``"b over data"``; empty on
             one device, and where it cannot be.
         parts: The names of the ops as which it counts, if it is made of others.
+        form: The special form of the op that it is, such as ``"paged_attention"``;
+            empty if it is the op itself.
     """
 
     index: int
@@ -52,3 +55,4 @@ class Site:
     again: str = ""
     sharding: str = ""
     parts: tuple[str, ...] = ()
+    form: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -198,7 +199,10 @@ def _choices(
     for key, match in zip(keys, matches, strict=True):
         if key not in by_reading:
             by_reading[key] = chosen(graph, match, config, target, backward, *key[1:])
-    choices = [by_reading[key] for key in keys]
+    choices = [
+        replace(c, not_chosen=(*c.not_chosen, *m.not_chosen)) if m.not_chosen else c
+        for c, m in zip((by_reading[key] for key in keys), matches, strict=True)
+    ]
     replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
     reasons = {
         key: f"{WHY} (gradients: {why_none[key]})" if key in why_none else WHY

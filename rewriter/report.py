@@ -233,7 +233,7 @@ def _grouped(sites: Sequence[Site]) -> list[list[Site]]:
     groups: dict[Any, list[Site]] = {}
     for s in sites:
         key = (s.op, s.where, s.kernel, s.origin, s.scope, s.shapes, s.not_chosen,
-               s.backward, s.again, s.sharding)  # fmt: skip
+               s.backward, s.again, s.sharding, s.form)  # fmt: skip
         groups.setdefault(key, []).append(s)
     return list(groups.values())
 
@@ -254,7 +254,8 @@ def _head(group: Sequence[Site]) -> tuple[str, str, str, str]:
 
 def _kernel(site: Site) -> str:
     if site.replaced or site.origin in MEASURED:
-        return f"{site.kernel} [{site.origin}]"
+        form = f"{site.form} " if site.form else ""
+        return f"{form}{site.kernel} [{site.origin}]"
     why = dict(site.not_chosen)
     reason = next(iter(why.values()), "as fast") if len(set(why.values())) < 2 else ""
     return f"xla: {reason}" if reason else "xla: kept"
@@ -307,7 +308,10 @@ def _details(site: Site) -> Iterator[str]:
         yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
 
 
-QUIET = ("out_dtype", "precision", "empty_rows")  # true of most sites
+QUIET = (
+    "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
+)  # fmt: skip
+"""Parameters that are true of most sites, or seen in shapes."""
 
 
 def _telling(params: Mapping[str, object]) -> Iterator[str]:

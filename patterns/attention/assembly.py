@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rewriter.canonicalize import kind_of
+from rewriter.canonicalize import kind_of, values_named
 from rewriter.normal_form import TRUE, Poly
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.rows import Rows
@@ -93,7 +93,7 @@ class Assembly(Masks, Rows):
             for piece in joined.pieces if joined else ():
                 out |= self.values_of(piece.leaves(self.alg))
             if not joined:
-                out.add(name)
+                out.update(values_named(name))
         return out
 
     # -------------------------------------------------------------- axes

@@ -7,11 +7,12 @@ a leaf named after its value number.
 
 from __future__ import annotations
 
-from rewriter.canonicalize import arithmetic, contraction, predicates
+from rewriter.canonicalize import arithmetic, contraction, gather, predicates
 from rewriter.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.canonicalize.contraction import ragged_axes
 from rewriter.canonicalize.dtypes import is_lossless, kind_of
 from rewriter.canonicalize.evaluator import Evaluator
+from rewriter.canonicalize.gather import Pages, values_named
 from rewriter.canonicalize.layout import pieces
 from rewriter.canonicalize.primitives import (
     FULL,
@@ -24,11 +25,11 @@ from rewriter.canonicalize.primitives import (
     is_local,
 )
 
-RULES = (arithmetic, contraction, predicates)
+RULES = (arithmetic, contraction, gather, predicates)
 """The modules that hold a rule per primitive."""
 
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
-    "TRANSPARENT", "Evaluator", "NeedSplit", "is_local", "is_lossless",
-    "kind_of", "pieces", "ragged_axes", "sigmoid", "tanh",
+    "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "is_local", "is_lossless",
+    "kind_of", "pieces", "ragged_axes", "sigmoid", "tanh", "values_named",
 ]  # fmt: skip

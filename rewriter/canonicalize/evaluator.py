@@ -174,8 +174,10 @@ class Evaluator(Layout, LoopForms):
         if node is None:
             return None
         prim = node.prim
-        if prim == "gather":
-            ok = is_slice(node) and bool(self.varies(node.ins[1]))
+        if prim == "gather" and is_slice(node):
+            ok = bool(self.varies(node.ins[1]))
+        elif prim == "gather":
+            ok = self.expand_all or value in self.inside
         elif mode == LAYOUT:
             ok = (
                 prim in LAYOUT_PRIMITIVES

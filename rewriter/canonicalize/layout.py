@@ -80,7 +80,7 @@ class Layout:
         if prim == "dynamic_slice":
             return self._static_slice(node, args)
         if prim == "gather":
-            return self._gathered_slice(node, args)
+            return self._gathered_slice(node, args) if is_slice(node) else None
         if prim == "rev":
             dims = {int(d) for d in params["dimensions"]}
             sizes = self.g.shape(node.ins[0])

@@ -1,0 +1,45 @@
+"""Paged attention: attention over keys and values in pages that a table names."""
+
+from __future__ import annotations
+
+from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernels import attention
+from rewriter.kernels.paged_attention import xla
+from rewriter.kernels.paged_attention.cost import cost
+from rewriter.kernels.paged_attention.reference import (
+    distributions,
+    reference,
+    sample,
+)
+from rewriter.kernels.paged_attention.sharding import dims, sharding
+from rewriter.op import Op
+
+OP = Op(
+    name="paged_attention",
+    form_of="attention",
+    operands=("q", "k_pages", "v_pages", "table", *attention.OP.operands[3:]),
+    required=("q", "k_pages", "v_pages", "table"),
+    dims=dims(),
+    reference=reference,
+    sample=sample,
+    defaults={
+        **attention.OP.defaults, "heads_axis": 2, "wraps": True, "fills": False,
+    },
+    parallel="b",
+    cost=cost,
+    distributions=distributions,
+    sharding=sharding,
+)  # fmt: skip
+
+KERNELS = (
+    Kernel(
+        name="gathered",
+        op="paged_attention",
+        platforms=PLATFORMS,
+        version=1,
+        supports=xla.supports,
+        forward=xla.forward,
+        memory_bounded=True,
+        profitable=xla.profitable,
+    ),
+)

@@ -1,0 +1,186 @@
+"""Paged attention: attention whose keys and values are pages gathered by one table.
+
+Formula    k[b, p z + o, k, h] = k_pages[table[b, p], o, k, h], and v alike; then
+           attention over them
+Looks like attention, with a gather of pages above both of its contractions.
+Must hold  keys and values are whole pages of two pools with the same axes, named by
+           the same table, in the table's order, and nothing else is done to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rewriter.canonicalize import LAYOUT_PRIMITIVES, Pages
+from rewriter.finder import Finder
+from rewriter.graph import Node
+from rewriter.match import ReaderPattern
+from rewriter.normal_form import TRUE, Algebra, Index, OverBudget
+from rewriter.patterns import attention
+from rewriter.patterns.attention import ANCHORS, STEPS
+from rewriter.reading import (
+    Group,
+    Operand,
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+)
+
+NAME = "paged_attention"
+AXES = ("kpzh", "pkzh", "pzkh")
+"""Axes of a pool by the parameter ``heads_axis``."""
+
+
+def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of attention around an exponential, as over pages."""
+    looking = _looking_through(find)
+    if looking is None:
+        return
+    for reading in attention.propose(looking, anchor):
+        try:
+            yield paged(looking, reading)
+        except Refused as refusal:
+            find.missed(NAME, anchor, refusal)
+            looking.found.add((reading.op, reading.value))
+        if find.done(NAME, reading.value):
+            looking.found.add((reading.op, reading.value))
+
+
+def _looking_through(find: Finder) -> Finder | None:
+    """The search with gathers of pages taken apart; None if there are none."""
+    if NAME not in find.cache:
+        found = frozenset(
+            node.outs[0]
+            for node in find.graph.nodes
+            if node.prim == "gather" and _of_pages(find, node)
+        )
+        find.cache[NAME] = (
+            dataclasses.replace(
+                find, gathers=found, misses={}, found=set(), cache={}, _barren=set(),
+                _asked={}, _names={},
+            )
+            if found
+            else None
+        )  # fmt: skip
+    return find.cache[NAME]
+
+
+def _of_pages(find: Finder, node: Node) -> bool:
+    """Whether a gather is of several pages of an array with heads."""
+    taken = node.params["slice_sizes"]
+    return len(taken) == 4 and sum(n > 1 for n in taken) >= 2
+
+
+def paged(find: Finder, reading: Reading) -> Reading:
+    """A reading of attention as one over pages.
+
+    Raises:
+        Refused: If keys and values are not pages that one table names.
+    """
+    alg = find.algebra
+    if reading.joined:
+        raise Refused("pages", "keys are in several arrays", score=0.2)
+    keys, values = (_leaf(alg, reading.operands[name]) for name in "kv")
+    if keys.name[2:] != values.name[2:] or keys.rows != values.rows:
+        text = "keys and values are gathered by different tables"
+        raise Refused("table", text, score=0.5)
+    if keys.axes != values.axes:
+        text = "pages of keys and of values have different axes"
+        raise Refused("pages", text, score=0.5)
+    if keys.axes not in AXES:
+        text = "pages have other axes than heads, positions and features"
+        raise Refused("pages", text, score=0.5)
+    numbers = alg.of_atom(alg.atom("leaf", keys.name.table, keys.rows))
+    own = {
+        "k_pages": _pool(find, keys.name.array),
+        "v_pages": _pool(find, values.name.array),
+        "table": operand(numbers, reading.out_groups[0], keys.page),
+    }
+    rest = {n: o for n, o in reading.operands.items() if n not in ("k", "v")}
+    params = {
+        **reading.params,
+        "heads_axis": AXES.index(keys.axes),
+        "wraps": keys.name.wraps,
+        "fills": keys.name.fills,
+    }
+    return dataclasses.replace(
+        reading, op=NAME, operands={**rest, **own}, params=params
+    )
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Keys or values that are gathered.
+
+    Attributes:
+        name: The pool and the table.
+        axes: The pool's axes: heads k, pages p, positions z, features h.
+        rows: The table's index arguments.
+        page: Of the indices of keys, that of a page; none if there is one page.
+    """
+
+    name: Pages
+    axes: str
+    rows: tuple[Index, ...]
+    page: Group
+
+
+def _leaf(alg: Algebra, source: Operand) -> _Gathered:
+    """Keys or values as pages of a pool."""
+    (poly, (_, s, heads, width)), *more = source.parts
+    ((flag, mono), c), *others = poly.items()
+    plain = not more and not others and flag == TRUE and c == 1 and len(mono) == 1
+    atom, exponent = mono[0]
+    if not plain or exponent != 1 or alg.kind(atom) != "leaf":
+        raise Refused("pages", "keys or values are not pages as they are", score=0.2)
+    _, name, args = alg.defs[atom]
+    if not isinstance(name, Pages):
+        raise Refused("pages", "keys or values are not gathered pages", score=0.2)
+    letters = ""
+    for a in args[:3]:
+        kind = {(): "k", tuple(heads): "k", tuple(width): "h"}
+        kind |= {(i,): "z" for i in s}
+        letters += kind.get(tuple(_plain(a)), "?")
+    axes = letters[: name.axis] + "p" + letters[name.axis :]
+    page = tuple(i for i in s if all(a != i for a in args[:3]))
+    return _Gathered(name, axes, args[3:], page)
+
+
+def _plain(a: Index) -> list[int]:
+    """The indices of an argument, most significant first; of another one, -1."""
+    try:
+        return flat_indices(a)
+    except OverBudget:
+        return [-1]
+
+
+def _pool(find: Finder, name: int) -> Operand:
+    """All pages, as they lie in memory.
+
+    Raises:
+        Refused: If they are a part of an array, which a kernel would have copied.
+    """
+    alg, shape = find.algebra, find.graph.shape(name)
+    node = find.graph.node_of(name)
+    cut = node is not None and node.prim in LAYOUT_PRIMITIVES
+    if cut or len(shape) != 4 or name in _steps(find):
+        text = "pages are of a part of an array, which a kernel would copy"
+        raise Refused("pages", text, score=0.5)
+    at = tuple(alg.new_index(n) for n in shape)
+    groups = (() if i is None else (i,) for i in at)
+    return operand(alg.of_atom(alg.atom("leaf", name, at)), *groups)
+
+
+def _steps(find: Finder) -> set[int]:
+    """Values that a loop takes out of an array at each step."""
+    found: set[int] = set()
+    for scope, node in find.loops.items():
+        first = node.params["num_consts"] + node.params["num_carry"]
+        found |= {scope.env[v] for v in scope.jaxpr.invars[first:]}
+    return found
+
+
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS, frozenset({"gather"}))
