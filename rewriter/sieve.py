@@ -1,9 +1,10 @@
-"""Which patterns a program can hold at all: one pass over its equations.
+"""Which patterns a program can hold at all: its primitives, then their order.
 
 Every pattern names the steps that its regions consist of, such as a contraction,
 an exponential and another contraction. A pattern is possible if a path through
 equations that regions look through takes all steps in order. Most programs
-without a site are told here, before a graph is built.
+without a site are told here, before a graph is built, and many of those by the
+names of their primitives alone, before a path is followed.
 """
 
 from __future__ import annotations
@@ -38,16 +39,37 @@ class Step:
 
 def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
     """The patterns of which a program may hold a site."""
-    sieve = _Sieve(patterns)
-    sieve.body(jaxpr, [NOTHING] * len(jaxpr.invars))
-    seen = sieve.rules.keys()
-    return [
+    names = primitives(jaxpr)
+    named = [
         p
         for p in patterns
-        if not p.anchors.isdisjoint(seen)
-        and p.needs <= seen
-        and (not p.steps or p.name in sieve.found)
+        if p.needs <= names
+        and not p.anchors.isdisjoint(names)
+        and not any(step.prims.isdisjoint(names) for step in p.steps)
     ]
+    sieve = _Sieve(named)
+    sieve.body(jaxpr, [NOTHING] * len(jaxpr.invars))
+    return [p for p in named if not p.steps or p.name in sieve.found]
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    """The names of a program's primitives, at any depth."""
+    found: set[Any] = set()
+    seen: set[int] = set()
+    bodies = [jaxpr]
+    while bodies:
+        eqns = bodies.pop().eqns
+        if id(eqns) in seen:
+            continue
+        seen.add(id(eqns))
+        here = {eqn.primitive for eqn in eqns}
+        found |= here
+        outer = {p for p in here if p.name in _jax.BODIES}
+        if outer:
+            for eqn in eqns:
+                if eqn.primitive in outer:
+                    bodies += _bodies(eqn)
+    return {p.name for p in found}
 
 
 @dataclass(frozen=True)
@@ -145,10 +167,10 @@ class _Sieve:
     def _equations(self, eqns: Sequence[Any], env: dict[Any, Taken]) -> None:
         variable, rules, get = _jax.Var, self.rules, env.get
         for eqn in eqns:
+            if not self.open:
+                return  # nothing is left to be found
             name = eqn.primitive.name
             rule = rules.get(name) or self._rule(name)
-            if not self.open and not rule.inner:
-                continue  # only the names of primitives are still asked for
             bits = 0
             for a in eqn.invars:
                 if a.__class__ is variable:
