@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.tpu.config import ANY, SMALLEST, SMALLEST_BACKWARD
+from rewriter.kernels.attention.tpu.config import (
+    ANY,
+    SMALLEST,
+    SMALLEST_BACKWARD,
+    backward_runnable,
+    runnable,
+)
 from rewriter.kernels.attention.tpu.config import BackwardBlocks as BackwardBlocks
 from rewriter.kernels.attention.tpu.config import Blocks as Blocks
 from rewriter.kernels.attention.tpu.config import (
@@ -48,9 +54,9 @@ def supports(spec: Spec) -> Verdict:
     if not verdict.ok:
         return verdict
     found = [_dropped(spec)]
-    if not configs(spec, ANY):
+    if not any(runnable(spec, ANY)):
         found.append(fits(SMALLEST, spec, ANY))
-    if not backward_configs(spec, ANY):
+    if not any(backward_runnable(spec, ANY)):
         found.append(fits_backward(SMALLEST_BACKWARD, spec, ANY))
     return all_of(*found)
 

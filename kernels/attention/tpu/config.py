@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,17 +97,23 @@ def default(spec: Spec, device: Device) -> Blocks:
 
 def configs(spec: Spec, device: Device) -> list[Blocks]:
     """Returns configs worth measuring, the likeliest first."""
-    size = extent(spec)
-    proposed = list(COSTS)
-    if size[0] <= FEW:  # a step takes longer than reading few keys
-        proposed = [Blocks(FEW, k, FEW, k) for k in (4096, 2048, 1024, 512)]
-    found = dict.fromkeys(clipped(c, *size) for c in proposed)
-    good = [c for c in found if fits(c, spec, device).ok]
+    size, good = extent(spec), list(runnable(spec, device))
     if size[0] <= FEW:
         return good
     column = int(generation(device).name in LIKE_V6E)
     costs = {clipped(c, *size): cost[column] for c, cost in reversed(COSTS.items())}
     return sorted(good, key=lambda c: _time(spec, size, c, costs[c]))
+
+
+def runnable(spec: Spec, device: Device) -> Iterator[Blocks]:
+    """Yields the configs that can run, in no order of time."""
+    size = extent(spec)
+    proposed = list(COSTS)
+    if size[0] <= FEW:  # a step takes longer than reading few keys
+        proposed = [Blocks(FEW, k, FEW, k) for k in (4096, 2048, 1024, 512)]
+    for config in dict.fromkeys(clipped(c, *size) for c in proposed):
+        if fits(config, spec, device).ok:
+            yield config
 
 
 def _time(
@@ -288,8 +295,17 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardBlocks]:
     costs = {
         backward_clipped(c, *size): cost for c, cost in reversed(BACKWARD_COSTS.items())
     }
-    good = [c for c in costs if fits_backward(c, spec, device).ok]
+    good = backward_runnable(spec, device)
     return sorted(good, key=lambda c: _time(spec, size, c, costs[c]))
+
+
+def backward_runnable(spec: Spec, device: Device) -> Iterator[BackwardBlocks]:
+    """Yields the configs of the backward that can run, in no order of time."""
+    size = spec.shape("q")[1], spec.shape("k")[1]
+    found = (backward_clipped(c, *size) for c in reversed(BACKWARD_COSTS))
+    for config in dict.fromkeys(found):
+        if fits_backward(config, spec, device).ok:
+            yield config
 
 
 def fits_backward(config: BackwardBlocks, spec: Spec, device: Device) -> Verdict:
