@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from rewriter import _jax, errors
+from rewriter import _jax, errors, promotion
 from rewriter.kernel import Kernel
 from rewriter.uses import (
     Shaped,
@@ -94,9 +94,10 @@ def call_forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result of a kernel, and what it saves for its backward."""
     named = dict(zip(use.names, operands, strict=True))
-    if not residuals:
-        return kernel.forward(**named, **dict(use.params)), ()
-    both = kernel.forward(**named, **dict(use.params), residuals=True)
+    with promotion.as_usual():
+        if not residuals:
+            return kernel.forward(**named, **dict(use.params)), ()
+        both = kernel.forward(**named, **dict(use.params), residuals=True)
     if not (isinstance(both, tuple) and len(both) == 2):
         raise errors.KernelError(
             f"kernel {kernel.name!r} of {kernel.op} returned {type(both).__name__}",
@@ -122,10 +123,11 @@ def call_backward(
     named = dict(zip(use.names, args[:n], strict=True))
     out, saved = (args[n], args[n + 1 : -1]) if use.keeps_out else (None, args[n:-1])
     assert kernel.backward is not None
-    given = kernel.backward(
-        **named, out=out, residuals=tuple(saved), cotangent=args[-1],
-        **dict(use.params),
-    )  # fmt: skip
+    with promotion.as_usual():
+        given = kernel.backward(
+            **named, out=out, residuals=tuple(saved), cotangent=args[-1],
+            **dict(use.params),
+        )  # fmt: skip
     absent = tuple(w for w in wrt if given.get(w) is None)
     rest: Mapping[str, Any] = {}
     if absent:

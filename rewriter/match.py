@@ -344,7 +344,8 @@ def replacement_forms(
 
     def reference(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in op.operands}
-        seen.update(operands)
+        for name, x in operands.items():
+            seen[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return referenced(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:

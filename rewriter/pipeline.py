@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
+from rewriter import promotion
 from rewriter.config import Config
 from rewriter.fold import Folded, fold
 from rewriter.forms import of_one_form
@@ -49,7 +50,7 @@ def rewrite(
 
     clock = _Clock()
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    with _paused_collection():
+    with _paused_collection(), promotion.as_usual():
         patterns = possible(closed_jaxpr, patterns)
         if not patterns:
             return Rewritten(closed_jaxpr, seconds=clock.seconds)
@@ -78,7 +79,7 @@ def tasks(
     from rewriter.patterns.sets import in_force
 
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    with _paused_collection():
+    with _paused_collection(), promotion.as_usual():
         patterns = possible(closed_jaxpr, patterns)
         if not patterns:
             return []

@@ -37,9 +37,10 @@ def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax
     except (TypeError, _HoldsArrays):
         return op.reference(**operands, **params)
     gradients = jaxpr_as_fun(found)
+    names = tuple(operands)  # its values are of a trace, which would be kept
 
     def reference(*arrays: jax.Array) -> jax.Array:
-        return referenced(op, dict(zip(operands, arrays, strict=True)), params)
+        return referenced(op, dict(zip(names, arrays, strict=True)), params)
 
     def forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         return reference(*arrays), arrays

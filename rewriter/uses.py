@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter import _jax, errors
+from rewriter import _jax, errors, promotion
 from rewriter.kernel import Kernel, Spec
 from rewriter.op import Op
 
@@ -63,12 +63,14 @@ class Use:
     def reference(self, *operands: jax.Array) -> jax.Array:
         """The op's reference on the operands in order."""
         named = dict(zip(self.names, operands, strict=True))
-        return self.op.reference(**named, **dict(self.params))
+        with promotion.as_usual():
+            return self.op.reference(**named, **dict(self.params))
 
     def general(self, *operands: jax.Array) -> jax.Array:
         """The same in the form that every transformation takes."""
         named = dict(zip(self.names, operands, strict=True))
-        return (self.op.general or self.op.reference)(**named, **dict(self.params))
+        with promotion.as_usual():
+            return (self.op.general or self.op.reference)(**named, **dict(self.params))
 
     def spec(self, operands: Sequence[Shaped]) -> Spec:
         """Returns what kernels are chosen by."""

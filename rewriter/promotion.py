@@ -1,0 +1,25 @@
+"""How dtypes and ranks are promoted in code of ours, whatever a user's code obeys."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+
+@contextlib.contextmanager
+def as_usual() -> Iterator[None]:
+    """Within, ``jax_numpy_dtype_promotion`` and ``jax_numpy_rank_promotion`` are unset.
+
+    Kernels, references, and what is written around them rely on both promotions. A
+    user's program that forbids them is traced before.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> with jax.numpy_rank_promotion("raise"), as_usual():
+        ...     (jnp.ones((2, 3)) + jnp.ones(3)).shape
+        (2, 3)
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
