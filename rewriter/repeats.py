@@ -49,14 +49,9 @@ class Numbered:
         self.first = [0, *ends[:-1]] if ends else []
         self.results: list[Any] = list(itertools.chain.from_iterable(outs))
         self.maker = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0)).tolist()
-        kinds: dict[Any, int] = {}
-        codes = [
-            kinds.setdefault(
-                (eqn.primitive, vs[0].aval.shape if vs else None), 1 + len(kinds)
-            )
-            for eqn, vs in zip(self.eqns, outs, strict=True)
-        ]
-        self.codes = np.array(codes, np.int64)
+        shapes = _codes([vs[0].aval.shape if vs else None for vs in outs])
+        primitives = _codes([eqn.primitive for eqn in self.eqns])
+        self.codes = 1 + shapes + primitives * (1 + shapes.max(initial=0))
         for at in [k for k, eqn in enumerate(self.eqns) if eqn.effects]:
             self.codes[at] = -at  # like no other
         self.number = dict(zip(self.results, range(len(self.results)), strict=True))
@@ -65,6 +60,12 @@ class Numbered:
     def variable(self, number: int) -> Any:
         """The variable of a number."""
         return self.results[number] if number >= 0 else self.inputs[-1 - number]
+
+
+def _codes(things: Sequence[Any]) -> np.ndarray:
+    """A number for each thing from zero on, equal for equal ones."""
+    number = {thing: k for k, thing in enumerate(dict.fromkeys(things))}
+    return np.fromiter(map(number.__getitem__, things), np.int64, len(things))
 
 
 @dataclass(frozen=True, eq=False)

@@ -147,6 +147,8 @@ class _Unfolding:
         self.like: dict[Any, Any] = {}  # a compared turn's variable to the model's
         self.made: dict[int, dict[int, dict[Any, Any]]] = {}  # by cut and turn
         self.sources: dict[tuple[int, str], Any] = {}
+        self.read: set[Any] = set()  # by turns that are written, of what is left in
+        self.handed: set[Any] = set()  # by them, to what is left in
 
     def program(self) -> Any:
         """The whole program."""
@@ -160,22 +162,25 @@ class _Unfolding:
             atom = self._now(self.whole.number[var])
             if atom is not var:
                 changed[var] = atom
-        eqns = list(short.eqns)
-        if changed:
-            eqns = [_jax.reading(e, changed) for e in eqns]
-        starts = [folded.kept[self.origins.position[id(e)]] for e in short.eqns]
-        for start, turns in reversed(written):
-            at = bisect.bisect_left(starts, start)
-            eqns[at:at] = turns
         outs = list(folded.whole.outvars)
         for k, atom in zip(folded.results, short.outvars, strict=False):
             literal = _jax.is_literal(atom)
             outs[k] = atom if literal else changed.get(atom, atom)
         for k in set(range(len(outs))) - set(folded.results):
             outs[k] = self._now(self.whole.number[outs[k]])
-        eqns, read = live(eqns, outs)
-        if read.difference(folded.whole.constvars, folded.whole.invars):
+        left = [_jax.reading(e, changed) for e in short.eqns]
+        start_of = {
+            id(e): folded.kept[self.origins.position[id(old)]]
+            for e, old in zip(left, short.eqns, strict=True)
+        }
+        eqns, read = live(left, [*outs, *self.read])
+        known = folded.whole.constvars, folded.whole.invars, self.handed
+        if read.difference(*known):
             raise Unlike("a variable is read that nothing makes")
+        starts = [start_of[id(e)] for e in eqns]
+        for start, turns in reversed(written):
+            at = bisect.bisect_left(starts, start)
+            eqns[at:at] = turns
         return _jax.with_equations(folded.whole, eqns, outs)
 
     # ------------------------------------------------------------- one run
@@ -366,6 +371,7 @@ class _Unfolding:
         made = self.position.get(v, -1)
         if u is not v or v in self.given or made >= here.start:
             return None
+        self.read.add(v)
         return lambda turn: v
 
     # ------------------------------------------------------------- variables
@@ -388,9 +394,14 @@ class _Unfolding:
                 if _jax.is_literal(atom):
                     return atom
                 if self.place.get(atom) == (index, cut.like):
-                    return self._made(index, atom)(_known(self.made[index], turn))
+                    atom = self._made(index, atom)(_known(self.made[index], turn))
+                    self.handed.add(atom)
+                    return atom
                 raise Unlike("a value is not made any more")
-        return self.instead.get(var, var)
+        atom = self.instead.get(var, var)
+        if not _jax.is_literal(atom):
+            self.read.add(atom)
+        return atom
 
     # ------------------------------------------------------------- equations
     def _source(self, at: int, label: str) -> Any:
