@@ -349,6 +349,8 @@ def _looking(
         return lambda passes, methods: none
     by_name = {k.name: k for k in kernels if device.platform in k.platforms}
     known = sources(config, device, spec.op)
+    if not known:
+        return lambda passes, methods: none
 
     def look(passes: str, methods: Sequence[str]) -> Any:
         def holds(m: Measurement) -> bool:

@@ -21,10 +21,17 @@ Source = tuple[str, Sequence[Entry]]
 
 
 def sources(config: Config, device: Device, op: str) -> list[Source]:
-    """Where measurements may be found, the strongest first."""
+    """Where measurements of a device may be found, the strongest first."""
     found: list[Source] = [("tuned", _given(t).entries) for t in config.tuned[::-1]]
-    if config.tune == "off":
-        return found
+    if config.tune != "off":
+        found += _kept(device, op)
+    own = [(name, [e for e in es if e[0].device == device.kind]) for name, es in found]
+    return [(name, entries) for name, entries in own if entries]
+
+
+def _kept(device: Device, op: str) -> list[Source]:
+    """What this machine measured, and what comes with the package."""
+    found: list[Source] = []
     if jax.process_count() == 1:  # all hosts must compile one program
         mine = cache.entries(device.kind, op)
         here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
