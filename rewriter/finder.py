@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,8 @@ class Finder:
     """The state of one search over one program.
 
     With ``fast``, what attention gives for rows without keys may change. Results of
-    gathers in ``gathers`` are taken as pages of what is gathered.
+    gathers in ``gathers`` are taken as pages of what is gathered. ``pieces`` are values
+    that are leaves wherever they are met.
     """
 
     graph: Graph
@@ -45,6 +47,7 @@ class Finder:
     regions: Regions
     fast: bool = False
     gathers: frozenset[int] = frozenset()
+    pieces: frozenset[int] = frozenset()
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
     found: set[tuple[str, int]] = field(default_factory=set)
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -54,7 +57,7 @@ class Finder:
 
     def __post_init__(self) -> None:
         self._numbers = Evaluator(self.graph, self.algebra)
-        self._layers = tuple(layers(self.graph))
+        self._layers = (*layers(self.graph), *self.pieces)
 
     def evaluator(
         self,
@@ -80,12 +83,16 @@ class Finder:
         return ev
 
     def _leaves_at(self, place: Place) -> dict[int, int]:
-        """Values that are leaves wherever they are met: single layers of a stack."""
+        """Values that are leaves wherever they are met: layers of a stack, pieces."""
         key = id(place.scope)
         if key not in self._names:
             here = (v for v in self._layers if v in place.defined)
             self._names[key] = {v: v for v in here}
         return self._names[key]
+
+    def at_pieces(self, pieces: frozenset[int]) -> Finder:
+        """The same search, in which some values are leaves wherever they are met."""
+        return dataclasses.replace(self, pieces=pieces, _names={})
 
     def layout_leaves(self, ev: RegionEvaluator, *values: int) -> set[int]:
         """Leaves under values when only layout and scale are looked through."""

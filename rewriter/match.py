@@ -23,6 +23,7 @@ from rewriter.reference import referenced
 from rewriter.region import Place, Regions
 from rewriter.registry import registry
 from rewriter.sieve import Step
+from rewriter.stacked import pieces
 from rewriter.template import Template, apply, template
 from rewriter.verdict import Reason
 
@@ -217,6 +218,7 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
         if problem is not None:
             find.missed(pattern.name, anchor, problem)
             continue
+        reading, spec = _of_pieces(find, pattern, anchor, reading, spec)
         leaves = leaves_of(reading)
         inner = frozenset(_region_values(find, reading.value, set(leaves)))
         if any((pattern.name, v) in find.found for v in inner):
@@ -235,6 +237,23 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
         memory.nothing.add((pattern.name, anchor))
     find.settle(pattern.name, anchor, bool(found))
     return found
+
+
+def _of_pieces(
+    find: Finder, pattern: Pattern, anchor: Node, reading: Reading, spec: Spec
+) -> tuple[Reading, Spec]:
+    """The reading with pieces as its leaves, if other pieces are read beside it."""
+    leaves = leaves_of(reading)
+    inner = _region_values(find, reading.value, set(leaves))
+    cut = pieces(find.graph, leaves, inner)
+    if cut:
+        for other in pattern.propose(find.at_pieces(cut), anchor):
+            if other.value == reading.value:
+                found, problem = _check(find, pattern.op, other)
+                if problem is None and found == spec:
+                    return other, found
+                break
+    return reading, spec
 
 
 def _match(find, pattern, anchor, reading, spec, value, leaves, inner) -> Match:

@@ -1,13 +1,17 @@
-"""A graph in, the values that are one layer of an array stacked over layers.
+"""A graph in, the values that are operands though they are cut out of larger ones.
 
 A model that iterates over stacked weights takes one of them out per layer. That
 one is the operand: its gradient is a value of the program, while the gradient of
-the whole array is only complete when all layers have added theirs.
+the whole array is only complete when all layers have added theirs. So are pieces of
+an array of which others belong to something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Set
+
+import jax.numpy as jnp
 
 from rewriter.canonicalize import TRANSPARENT
 from rewriter.graph import Graph, Node
@@ -54,3 +58,48 @@ def _given(graph: Graph, value: int) -> bool:
     while node is not None and node.prim in _AROUND:
         node = graph.node_of(node.ins[0])
     return node is None
+
+
+_CUTS = frozenset({"slice", "split", "unstack"})
+_BEFORE = _AROUND | {"reshape", "transpose", "squeeze", "expand_dims"}
+
+
+def pieces(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[int]:
+    """Pieces of leaves that a region reads without the rest.
+
+    As of one projection that is cut into queries, keys, values and what is no part of
+    attention: the gradient of the whole is no gradient of the region's, those of the
+    pieces are.
+
+    Args:
+        graph: The program.
+        leaves: What the region reads.
+        inner: Values between those and the region's result, the result too.
+    """
+    found: set[int] = set()
+    for leaf in leaves:
+        if jnp.issubdtype(graph.dtype(leaf), jnp.floating):
+            cut = _cut(graph, leaf, inner)
+            if sum(_size(graph, v) for v in cut) != _size(graph, leaf):
+                found |= cut
+    return frozenset(found)
+
+
+def _cut(graph: Graph, leaf: int, inner: Set[int]) -> set[int]:
+    """Pieces of a value in a region; none if it is read whole too."""
+    found: set[int] = set()
+    stack = [leaf]
+    while stack:
+        for node in graph.users(stack.pop()):
+            inside = inner.intersection(node.outs)
+            if node.prim in _CUTS:
+                found |= inside
+            elif inside and node.prim in _BEFORE:
+                stack += inside
+            elif inside:
+                return set()
+    return found
+
+
+def _size(graph: Graph, value: int) -> int:
+    return math.prod(graph.shape(value))
