@@ -11,7 +11,7 @@ from rewriter.config import Config
 from rewriter.decision import Decision, decide
 from rewriter.device import Device
 from rewriter.errors import KernelError, UnknownKernel, caller, known
-from rewriter.implementation import XLA, Implementation, by_thumb, configured
+from rewriter.implementation import RING, XLA, Implementation, by_thumb, configured
 from rewriter.kernel import Kernel, Spec
 from rewriter.key import BOTH, FORWARD, PROGRAM, Key, key_of
 from rewriter.measurement import (
@@ -41,16 +41,19 @@ class Choice:
             where nothing was measured), ``"estimated"`` (by a model of the device) or
             ``"heuristic"``.
         not_chosen: (name, reason) for everything else.
+        ring: Whether it computes parts of operands that go from device to device.
     """
 
     implementation: Implementation
     origin: str
     not_chosen: tuple[tuple[str, str], ...] = field(default=())
+    ring: bool = False
 
     @property
     def kernel(self) -> str:
         """The kernels' names; ``"xla"`` leaves the program as written."""
-        return self.implementation.name
+        name = self.implementation.name
+        return f"{RING} of {name}" if self.ring else name
 
 
 AS_WRITTEN = Implementation()
@@ -282,15 +285,18 @@ def _first(
     """The first name that can be had; the reasons against those before go to `why`."""
     by_name = {k.name: k for k in kernels}
     for name in names:
-        if name not in (XLA, REFERENCE, *by_name):
+        if name not in (XLA, REFERENCE, RING, *by_name):
             raise UnknownKernel(
                 f"{spec.op} has no kernel {name!r}",
-                next_step=known(name, [*by_name, REFERENCE, XLA]),
+                next_step=known(name, [*by_name, REFERENCE, XLA, RING]),
                 where=caller(),
             )
     for name in names:
         if name in (XLA, REFERENCE):
             return name
+        if name == RING:
+            why.append((name, "nothing goes around devices as its operands are split"))
+            continue
         kernel = by_name[name]
         # One for another platform is lowered only there, on a device not known yet.
         elsewhere = Device("", kernel.platforms[0])

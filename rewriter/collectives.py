@@ -19,7 +19,10 @@ KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
     "collective-broadcast", "ragged-all-to-all",
 )  # fmt: skip
-_LINE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(?:-start)?\(")
+_LINE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
+_WITH_OPERANDS = ("all-gather", "collective-permute")
+"""Kinds whose start gives what it reads, what it will have read, and contexts."""
+
 _SHAPE = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 Collectives = dict[str, tuple[int, int]]
@@ -35,13 +38,20 @@ def collectives_in(text: str) -> Collectives:
     Example:
         >>> collectives_in("%a = f32[8,4]{1,0} all-gather(%b), dimensions={0}")
         {'all-gather': (1, 128)}
+        >>> text = "%p = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start("
+        >>> collectives_in(text)
+        {'collective-permute': (1, 32)}
     """
     found: dict[str, list[int]] = defaultdict(list)
-    for shapes, kind in _LINE.findall(text):
+    for shapes, kind, start in _LINE.findall(text):
+        arrays = _SHAPE.findall(shapes)
+        if start and kind in _WITH_OPERANDS:
+            arrays = [a for a in arrays if a[0] != "u32" or a[2]]  # without contexts
+            arrays = arrays[len(arrays) // 2 :]
         found[kind].append(
             sum(
                 math.prod(int(d) for d in dims.split(",") if d) * int(bits or 8) // 8
-                for _, bits, dims in _SHAPE.findall(shapes)
+                for _, bits, dims in arrays
             )
         )
     return {kind: (len(sizes), sum(sizes)) for kind, sizes in sorted(found.items())}

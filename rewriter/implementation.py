@@ -16,6 +16,9 @@ from rewriter.verdict import all_of
 XLA = "xla"
 """The name of the choice to leave the program as written."""
 
+RING = "ring"
+"""The name under which passing operands from device to device may be asked for."""
+
 Settings = tuple[tuple[str, Any], ...] | None
 """A config as (field, value) pairs; None for the kernel's rule of thumb."""
 

@@ -243,6 +243,9 @@ class Kernel:
             tuning tries it only with ``isolate=True``, and benches only by its name.
         runs_on: Says, with reasons, whether it runs on a device of its platforms.
             Where a program is exported for a platform, the device's kind is not known.
+        merges: Whether what its forward saves is one array, the log-sum-exp of each row
+            of scores, -inf without any, and `backward` reads that and the result only:
+            results of parts are then merged by it, and `backward` given the whole's.
     """
 
     name: str
@@ -272,6 +275,7 @@ class Kernel:
     )
     tried: bool = True
     runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
+    merges: bool = False
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"

@@ -13,16 +13,18 @@ import jax
 from rewriter import device, site
 from rewriter.backward_place import runs_again
 from rewriter.choose import Choice, choose
+from rewriter.choose_ring import by_parts
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.fold import Cut, Folded
 from rewriter.gradients import Backward
 from rewriter.graph import Scope
-from rewriter.implementation import XLA, build
+from rewriter.implementation import XLA, Implementation, build
 from rewriter.kernel import PLATFORMS, Kernel, Spec
 from rewriter.key import Key
 from rewriter.match import Match
 from rewriter.plan import Site
+from rewriter.ring import passed_around
 from rewriter.shards import Shards, local_spec, spread
 from rewriter.splice import Splice
 
@@ -195,6 +197,8 @@ def _by_platform(
     match, choice = p.match, p.choice
     kernels, kinds = match.pattern.kernels, dict(config.targets)
     made = build(choice.implementation, match.op, kernels)
+    if choice.ring:
+        return _ring_by_platform(p, config, target, made)
     if choice.origin == "forced":
         return _where_it_runs(made, target)
     pairs, spec = [("default", made)], spec_on_device(match, p.shards)
@@ -206,6 +210,27 @@ def _by_platform(
                 continue  # as written it needs less memory than the op's reference
             if there.implementation != choice.implementation:
                 pairs.append((other, build(there.implementation, match.op, kernels)))
+    return tuple(pairs)
+
+
+def _ring_by_platform(
+    p: Placed, config: Config, target: Device, made: Kernel | None
+) -> tuple[tuple[str, Kernel | None], ...]:
+    """A kernel per platform for parts that go around: each saves what merges them."""
+    match, shards = p.match, p.shards
+    rule = match.op.spread({**match.op.defaults, **match.reading.params})
+    assert isinstance(shards, Shards)
+    assert rule is not None
+    assert rule.ring is not None
+    kernels, kinds = match.pattern.kernels, dict(config.targets)
+    pairs, spec = [("default", made)], spec_on_device(match, shards)
+    for other in PLATFORMS:
+        if other != target.platform:
+            its = device.of(kinds.get(other, other), other)
+            count = shards.parts(shards.ring)
+            there = by_parts(rule.ring, spec, count, config, kernels, its)
+            if isinstance(there, Implementation) and there != p.choice.implementation:
+                pairs.append((other, build(there, match.op, kernels)))
     return tuple(pairs)
 
 
@@ -228,6 +253,8 @@ def _call(
     names = set(op.operands)
 
     def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
+        if isinstance(shards, Shards) and shards.passed:
+            return passed_around(op, shards, operands, params, kernels)
         return site.bind(op, operands, params, kernels)
 
     def call(**given: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +14,13 @@ from rewriter import autotune, device
 from rewriter.as_written import NotTaken, as_written, spelling_of
 from rewriter.backward_place import home_of, lies_at, residuals_place
 from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
+from rewriter.choose_ring import choose_ring
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.fold import Folded
 from rewriter.gradients import Backward
 from rewriter.graph import Graph, Scope
-from rewriter.implementation import XLA
+from rewriter.implementation import RING, XLA
 from rewriter.key import BOTH, FORWARD, Key, key_of
 from rewriter.locate import Located
 from rewriter.match import Match
@@ -125,6 +127,8 @@ def _at_its_places(
         if why:
             made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
         copies = match.copies if scope is match.node.scope else 0
+        if made.ring and isinstance(shards, Shards):
+            shards = shards.around
         yield Placed(match, scope, position, made, its, copies, shards)
 
 
@@ -240,11 +244,32 @@ def chosen(
     if isinstance(shards, str):
         names = [k.name for k in kernels] or [""]
         return Choice(AS_WRITTEN, "heuristic", tuple((n, shards) for n in names))
+    ring = () if shards is None else _ring(match, shards, config, target, kept)
+    if isinstance(ring, Choice):
+        return ring
     spelling = functools.partial(spelling_of, graph, match, backward.get(id(match)))
-    return choose(
+    choice = choose(
         spec_on_device(match, shards), config, kernels, target, kept, match.where,
         str if shards else spelling,
     )  # fmt: skip
+    others = [x for x in choice.not_chosen if not ring or x[0] != RING]
+    return dataclasses.replace(choice, not_chosen=(*others, *ring))
+
+
+def _ring(
+    match: Match, shards: Shards, config: Config, target: Device, kept: int
+) -> Choice | tuple[tuple[str, str], ...]:
+    """The choice to pass operands around; else why not, if they could be."""
+    params = {**match.op.defaults, **match.reading.params}
+    rule = match.op.spread(params)
+    if shards.around is None or rule is None or rule.ring is None:
+        return ()
+    spec = spec_on_device(match, shards.around)
+    count = shards.parts(shards.around.ring)
+    kernels = match.pattern.kernels
+    given = rule.ring, spec, count, config, kernels, target
+    found = choose_ring(*given, kept, match.where)
+    return ((RING, found),) if isinstance(found, str) else found
 
 
 def _made_again(

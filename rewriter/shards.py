@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,9 @@ class Shards:
             than it has.
         kept: (operand, how it is split in the program) for those: floats are computed
             so, and then gathered.
+        passed: (operand, mesh axes) for each whose parts go from device to device.
+        around: The same with operands passed around instead of gathered, if the op
+            says that they may be.
     """
 
     mesh: Any
@@ -50,17 +53,33 @@ class Shards:
     summed: Axes = ()
     gathered: tuple[tuple[str, Axes], ...] = ()
     kept: tuple[tuple[str, PartitionSpec], ...] = ()
+    passed: tuple[tuple[str, Axes], ...] = ()
+    around: Shards | None = None
+
+    @property
+    def ring(self) -> Axes:
+        """The mesh axes around which operands are passed; () if none are."""
+        return self.passed[0][1] if self.passed else ()
+
+    def parts(self, axes: Axes) -> int:
+        """Returns how many parts there are of what is split over these axes."""
+        return math.prod(self.mesh.shape[a] for a in axes)
 
     @property
     def text(self) -> str:
         """In words, such as ``"b over data, n over model; k, v gathered over seq"``."""
         split = [f"{letter} over {' and '.join(axes)}" for letter, axes in self.letters]
-        by_axes: dict[Axes, list[str]] = {}
-        for name, axes in self.gathered:
-            by_axes.setdefault(axes, []).append(name)
-        moved = [f"{', '.join(n)} gathered over {' and '.join(a)}"
-                 for a, n in by_axes.items()]  # fmt: skip
+        moved = [*_moves(self.passed, "passed around"),
+                 *_moves(self.gathered, "gathered over")]  # fmt: skip
         return "; ".join([", ".join(split) or "replicated", *moved])
+
+
+def _moves(moved: Sequence[tuple[str, Axes]], how: str) -> list[str]:
+    """Operands that move in one way, in words, those over the same axes together."""
+    by_axes: dict[Axes, list[str]] = {}
+    for name, axes in moved:
+        by_axes.setdefault(axes, []).append(name)
+    return [f"{', '.join(n)} {how} {' and '.join(a)}" for a, n in by_axes.items()]
 
 
 def shards_of(
@@ -100,6 +119,19 @@ def shards_of(
     for letter, axes in chosen.items():
         parts = math.prod(sizes[a] for a in axes)
         _check_divides(letter, parts, letters, shapes)
+    shards = _spread_by(rule, chosen, letters, shapes, known, mesh)
+    return replace(shards, around=_around(rule, chosen, letters, shapes, known, mesh))
+
+
+def _spread_by(
+    rule: Sharding,
+    chosen: Mapping[str, Axes],
+    letters: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+    known: Mapping[str, Split],
+    mesh: Any,
+) -> Shards:
+    """How an op is spread with these letters split."""
     specs: dict[str, Split] = {}
     gathered = []
     for name, shape in shapes.items():
@@ -119,6 +151,36 @@ def shards_of(
         tuple(gathered),
         tuple((n, partition_spec(known[n])) for n, _ in gathered),
     )
+
+
+def _around(
+    rule: Sharding,
+    chosen: Mapping[str, Axes],
+    letters: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+    known: Mapping[str, Split],
+    mesh: Any,
+) -> Shards | None:
+    """How it is spread with operands passed around; None if they cannot be.
+
+    They have to be split as the result is, into equal parts.
+    """
+    ring = rule.ring
+    axes = chosen.get(ring.beside, ()) if ring else ()
+    if ring is None or not axes:
+        return None
+    for name in {*ring.moving} & {*ring.passed}:
+        if known[name][letters[name].index(ring.letter)] != axes:
+            return None
+    try:
+        count = math.prod(mesh.shape[a] for a in axes)
+        _check_divides(ring.letter, count, letters, shapes)
+    except NoShards:
+        return None
+    split = {**chosen, ring.letter: axes}
+    shards = _spread_by(rule, split, letters, shapes, known, mesh)
+    passed = tuple((n, axes) for n in ring.passed if n in shapes)
+    return replace(shards, letters=tuple(chosen.items()), passed=passed)
 
 
 def _letters(dims: str, name: str, rank: int) -> list[str]:
@@ -210,7 +272,7 @@ def local_spec(
 
     Args:
         op: The op.
-        shards: How it is spread.
+        shards: How it is spread; of operands that are passed around one part is seen.
         operands: Shapes and dtypes by name.
         params: The op's parameters.
     """
@@ -220,6 +282,8 @@ def local_spec(
         name: jax.ShapeDtypeStruct(_local(x.shape, specs[name], sizes), x.dtype)
         for name, x in operands.items()
     }
+    if shards.passed:
+        return spec_of(op, structs, params)
     rule = op.spread(params)
     assert rule is not None
     own: list[Mapping[str, Any]] = []
@@ -276,6 +340,8 @@ def spread(
 
     def on_device(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, _jax.vary_alike(arrays), strict=True))
+        if shards.passed:  # which knows of positions itself
+            return compute(given, params)
         parts = {
             letter: Part(jax.lax.axis_index(axes), math.prod(sizes[a] for a in axes))
             for letter, axes in shards.letters

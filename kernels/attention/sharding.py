@@ -1,4 +1,7 @@
-"""How attention is spread over devices: batch, heads, and queries by position."""
+"""How attention is spread over devices: batch, heads, and queries by position.
+
+Keys that are split as queries are gathered, or go around a ring.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.ring import RING
 from rewriter.op import Part, Sharding
 
 if TYPE_CHECKING:
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 def sharding(params: Mapping[str, Any]) -> Sharding:
     """Returns how a use may be spread; every part of the queries sees all keys."""
     del params
-    return Sharding(frozenset("btn"), follows={"k": "n"}, local=_local)
+    return Sharding(frozenset("btn"), follows={"k": "n"}, local=_local, ring=RING)
 
 
 def _local(

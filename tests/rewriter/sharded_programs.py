@@ -2,7 +2,8 @@
 
 ``python -m tests.rewriter.sharded_programs [--only OP] [--write FILE]`` prints a line
 for each case: an op or a model, a mesh, a pass; and fails if a rewritten program gives
-other numbers, needs collectives that the original does not, or more memory.
+other numbers, needs collectives that the original does not, or more memory. Keys that
+go around a ring are sent from device to device instead of gathered and summed.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Case:
         specs: How its arguments are split.
         refused: Whether it has to be left to XLA.
         brief: Whether its training step is part of every run of the tests.
+        ring: Whether keys of attention go around a ring.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Case:
     specs: Any
     refused: bool = False
     brief: bool = False
+    ring: bool = False
 
     @property
     def text(self) -> str:
@@ -136,6 +139,8 @@ CASES = (
     Case("attention", BOTH, three(P("data", None, "model")), brief=True),
     Case("attention", WITH_SEQ, three(P("data", "seq")), brief=True),
     Case("attention", ALL, three(P("data", "seq", "model"))),
+    Case("attention", SEQ, three(P(None, "seq")), ring=True),
+    Case("attention", WITH_SEQ, three(P("data", "seq")), brief=True, ring=True),
     Case("attention", SEQ, (NONE, P(None, "seq"), P(None, "seq")), refused=True),
     Case("attention", MODEL, three(P(None, None, None, "model")), refused=True,
          brief=True),
@@ -163,6 +168,8 @@ CASES = (
     Case("decoder", BOTH, (of_layers(fsdp="data", model="model"), ROWS)),
     Case("decoder", ALL, (of_layers(fsdp="data", model="model"), P("data", "seq")),
          brief=True),
+    Case("decoder", ALL, (of_layers(fsdp="data", model="model"), P("data", "seq")),
+         ring=True),
 )  # fmt: skip
 
 PROGRAMS = {f.__name__: f for f in
@@ -250,7 +257,8 @@ def compared(case: Case, passes: str) -> dict[str, Any]:
     f = PROGRAMS[case.name]
     f = train_step(f) if passes == "train step" else f
     args = placed(operands(case.name), case.specs, mesh)
-    original, fast = jax.jit(f), rewriter.optimize(f, implementation=FORCED)
+    forced = {**FORCED, "attention": "ring"} if case.ring else FORCED
+    original, fast = jax.jit(f), rewriter.optimize(f, implementation=forced)
     before, after = (g.lower(*args).compile() for g in (original, fast))
     sites = fast.report(*args).sites
     return {
@@ -258,6 +266,7 @@ def compared(case: Case, passes: str) -> dict[str, Any]:
         "mesh": case.text,
         "pass": passes,
         "specs": _text(case.specs),
+        "ring": case.ring,
         "error": error(after(*args), before(*args)),
         "original": collectives_in(before.as_text()),
         "rewritten": collectives_in(after.as_text()),
@@ -286,14 +295,26 @@ def faults(line: Mapping[str, Any], case: Case) -> list[str]:
     if bool(line["kept"]) != case.refused or not line["sites"]:
         wrong.append(f"{line['replaced']} replaced, {line['kept']} kept")
     before, after = line["original"], line["rewritten"]
-    if extra := set(after) - set(before):
+    instead = {"collective-permute"} if case.ring else set()
+    if extra := set(after) - set(before) - instead:
         wrong.append(f"also {', '.join(extra)}")
-    moved = [sum(size for _, size in found.values()) for found in (after, before)]
+    moved = [received(found) for found in (after, before)]
     if moved[0] > moved[1]:
         wrong.append(f"{moved[0]} B between devices, {moved[1]} B before")
+    passed = any("passed around" in text for text in line["sites"])
+    if passed != case.ring:
+        wrong.append("gathered" if case.ring else "passed around")
     if line["memory_after"] > 1.05 * line["memory_before"] + (64 << 10):
         wrong.append(f"{line['memory_after']} B, {line['memory_before']} B before")
     return wrong
+
+
+def received(collectives: Mapping[str, tuple[int, int]]) -> int:
+    """Bytes that a device is sent, about: a sum is scattered, and then gathered."""
+    return sum(
+        size * (2 if kind == "all-reduce" else 1)
+        for kind, (_, size) in collectives.items()
+    )
 
 
 def main() -> int:

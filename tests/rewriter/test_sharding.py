@@ -56,8 +56,8 @@ def devices(count: int) -> str:
 
 @pytest.mark.parametrize(
     "command",
-    [("sharded_calls",), ("sharded_programs", "--brief")],
-    ids=["calls", "programs"],
+    [("sharded_calls",), ("sharded_ring",), ("sharded_programs", "--brief")],
+    ids=["calls", "ring", "programs"],
 )
 def test_on_eight_devices(command: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     ended(started(*command, XLA_FLAGS=devices(8), REWRITER_CACHE_DIR=str(tmp_path)))
@@ -82,6 +82,13 @@ def test_two_hosts_make_one_program(tmp_path: pathlib.Path) -> None:
 def test_compiled_for_eight_chips_that_are_not_there() -> None:
     said = ended(started("sharded_ahead", "tpu", "v5e:2x4", "norm"))
     assert said.count("user_norm by_pallas b over data") == 2
+
+
+@pytest.mark.slow
+@tpu.needs_compiler
+def test_a_ring_of_chips_that_are_not_there() -> None:
+    said = ended(started("sharded_ahead", "tpu", "v5e:2x4", "ring"))
+    assert said.count("attention ring of mosaic_tpu t over data") == 2
 
 
 SHAPES = {
@@ -155,6 +162,22 @@ def test_what_a_busy_axis_splits_otherwise_is_gathered() -> None:
     assert found.text.endswith("f over model; w_gate, w_up gathered over data")
 
 
+def test_keys_that_are_split_as_queries_are_may_go_around() -> None:
+    around = spread("attention", q=P("data"), k=P("data"), v=P("data")).around
+    assert around is None
+    rows = dict.fromkeys("qkv", P("model", "data"))
+    found = spread("attention", **rows)
+    assert found.text == "b over model, t over data; k, v gathered over data"
+    assert found.around is not None
+    assert found.around.text == "b over model, t over data; k, v passed around data"
+    assert dict(found.around.specs)["k"] == P("model", "data", None, None)
+    assert not found.around.gathered
+    assert spread("attention", **{**rows, "v": P("model")}).around is None
+    short = dict.fromkeys("kv", (8, 30, 2, 16))
+    assert spread("attention", **rows, shapes=short).around is None
+    assert spread("rms_norm", x=P("data")).around is None
+
+
 @pytest.mark.parametrize(
     ("mode", "specs", "letters", "summed"),
     [
@@ -192,5 +215,10 @@ def test_kernels_are_chosen_for_one_device() -> None:
     assert spec.shape("bias") == (1, 4, 32, 32)
     assert spec.shape("offset") == (1,)  # which the mask reads
     assert not seen("attention", found).has("offset")
+    rows = spread("attention", **dict.fromkeys("qkv", P(None, "data"))).around
+    assert rows is not None
+    part = seen("attention", rows, window=(None, 0))
+    assert part.shape("k") == (8, 8, 2, 16)
+    assert not part.has("offset")  # a ring knows of positions
     experts = spread("ragged_dot", rhs=P("data"))
     assert seen("ragged_dot", experts).shape("group_sizes") == (2,)

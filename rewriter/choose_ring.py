@@ -1,0 +1,109 @@
+"""A site spread over devices in, whether its operands go around or are gathered out.
+
+They are passed around where that is asked for, as the implementation ``"ring"``, or
+where the op's rule says that it pays; each part is computed by the kernel that would be
+chosen for it, if what that saves lets results be merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rewriter.choose import Choice, choose, usable
+from rewriter.config import Config
+from rewriter.device import Device
+from rewriter.errors import KernelError, caller
+from rewriter.implementation import RING, XLA, Implementation, by_thumb
+from rewriter.kernel import Kernel, Spec
+from rewriter.op import Ring
+from rewriter.verdict import Verdict
+
+
+def choose_ring(
+    ring: Ring,
+    spec: Spec,
+    count: int,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    kept: int = 0,
+    where: str = "",
+) -> Choice | str:
+    """Returns the choice to pass operands around, or why they are gathered.
+
+    Args:
+        ring: How they would be passed around.
+        spec: What one device has.
+        count: The number of devices in the ring.
+        config: Forced kernels, numerics, measurements.
+        kernels: The op's kernels, best first.
+        device: Where it will run.
+        kept: How often gathered operands would be kept for gradients.
+        where: The user's line, for errors.
+
+    Raises:
+        KernelError: If it cannot be, and nothing else was asked for.
+    """
+    forced = next((f for f in config.implementation if f[0] == spec.op), None)
+    asked = forced is not None and forced[1][:1] == (RING,)
+    if forced and not asked:
+        return f"{', '.join((*forced[1], *forced[2]))} was asked for"
+    if config.numerics == "strict" and not asked:
+        return "numerics='strict', and a ring sums in another order"
+    made = by_parts(ring, spec, count, config, kernels, device)
+    if isinstance(made, str):
+        if forced and forced[1:] == ((RING,), ()):
+            raise KernelError(
+                f"implementation={{{spec.op!r}: {RING!r}}} cannot be had: {made}",
+                next_step=f"Add {XLA!r} as the last of a list to leave such sites as "
+                "they are",
+                where=where or caller(),
+            )
+        return made
+    if asked:
+        return Choice(made, "forced", ring=True)
+    verdict = ring.pays(spec, count, kept)
+    return Choice(made, "heuristic", ring=True) if verdict.ok else _reasons(verdict)
+
+
+def by_parts(
+    ring: Ring,
+    spec: Spec,
+    count: int,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+) -> Implementation | str:
+    """Returns what computes each part, or why no kernel does.
+
+    Args:
+        ring: How operands would be passed around.
+        spec: What one device has.
+        count: The number of devices in the ring.
+        config: Measurements; what it forces is not looked at.
+        kernels: The op's kernels, best first.
+        device: Where it will run.
+    """
+    verdict = ring.supports(spec, count)
+    if not verdict.ok:
+        return _reasons(verdict)
+    parts = [
+        replace(spec, params=tuple(sorted(p.items()))) for p in ring.uses(spec, count)
+    ]
+    able = [
+        k
+        for k in kernels
+        if k.merges and all(usable(k, p, device, config).ok for p in parts)
+    ]
+    if not able:
+        return f"no kernel for {device.platform} gives parts that can be merged"
+    config = replace(config, implementation=())
+    chosen = choose(parts[-1], config, kernels, device).implementation
+    if chosen.kernels in [(k.name,) for k in able] and chosen.forward != XLA:
+        return chosen
+    return by_thumb(parts[-1], device, next((k for k in able if k.tried), able[0]))
+
+
+def _reasons(verdict: Verdict) -> str:
+    return "; ".join(r.text for r in verdict.reasons)
