@@ -1,8 +1,8 @@
 """A site spread over devices in, whether its operands go around or are gathered out.
 
-They are passed around where that is asked for, as the implementation ``"ring"``, or
-where the op's rule says that it pays; each part is computed by the kernel that would be
-chosen for it, if what that saves lets results be merged.
+They are passed around where that is asked for, as the implementation ``"ring"``; or
+where the op's rule says that it pays, and what the kernel that would be chosen for a
+part saves lets results be merged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def choose_ring(
         return f"{', '.join((*forced[1], *forced[2]))} was asked for"
     if config.numerics == "strict" and not asked:
         return "numerics='strict', and a ring sums in another order"
-    made = by_parts(ring, spec, count, config, kernels, device)
+    made = by_parts(ring, spec, count, config, kernels, device, others=asked)
     if isinstance(made, str):
         if forced and forced[1:] == ((RING,), ()):
             raise KernelError(
@@ -74,6 +74,7 @@ def by_parts(
     config: Config,
     kernels: Sequence[Kernel],
     device: Device,
+    others: bool = True,
 ) -> Implementation | str:
     """Returns what computes each part, or why no kernel does.
 
@@ -84,6 +85,7 @@ def by_parts(
         config: Measurements; what it forces is not looked at.
         kernels: The op's kernels, best first.
         device: Where it will run.
+        others: Whether any kernel will do, if the one that would be chosen will not.
     """
     verdict = ring.supports(spec, count)
     if not verdict.ok:
@@ -102,6 +104,8 @@ def by_parts(
     chosen = choose(parts[-1], config, kernels, device).implementation
     if chosen.kernels in [(k.name,) for k in able] and chosen.forward != XLA:
         return chosen
+    if not others:
+        return f"{chosen.name}, which is best for a part, gives none that can be merged"
     return by_thumb(parts[-1], device, next((k for k in able if k.tried), able[0]))
 
 

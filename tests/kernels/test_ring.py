@@ -13,7 +13,9 @@ import pytest
 from rewriter.kernel import Spec, spec_of
 from rewriter.kernels.attention import KERNELS, OP
 from rewriter.kernels.attention.ring import RING
+from rewriter.kernels.attention.ring.passes import merged
 from rewriter.kernels.attention.ring.turns import seen, turns
+from tests.kernels import tpu
 from tests.kernels.test_attention import TOLERANCE, exact
 
 KERNEL = next(k for k in KERNELS if k.name == "memory_bounded")
@@ -126,6 +128,43 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     check(arrays, {"window": CAUSAL}, "float32", loose=10)
 
 
+def test_what_kernels_for_tpus_save_of_parts_is_merged() -> None:
+    """One half of the keys, then the other; gradients from what is known of both."""
+    tpu_kernel = next(k for k in KERNELS if k.name == "mosaic_tpu")
+    assert tpu_kernel.merges
+    assert tpu_kernel.backward is not None
+    rng = np.random.default_rng(2)
+    arrays = {
+        n: jnp.asarray(rng.standard_normal((1, 256, 2, 64)), "float32") for n in "qkv"
+    }
+    up = jnp.asarray(rng.standard_normal((1, 256, 2, 64)), "float32")
+    want, true = exact(arrays, up, {"window": CAUSAL})
+    halves = [
+        ({"window": CAUSAL, "shift": shift, "empty_rows": "zero"}, keys)
+        for shift, keys in ((0, slice(0, 128)), (-128, slice(128, 256)))
+    ]
+    parts = [
+        ({**arrays, **{n: arrays[n][:, keys] for n in "kv"}}, {**OP.defaults, **params})
+        for params, keys in halves
+    ]
+    with tpu.interpreted():
+        found = [tpu_kernel.forward(**x, **p, residuals=True) for x, p in parts]
+        shape = found[0][1][0].shape
+        out, lse = merged(*((o, kept.reshape(1, 2, 256)) for o, (kept,) in found))
+        grads = [
+            tpu_kernel.backward(
+                **x, **p, out=out, residuals=(lse.reshape(shape),), cotangent=up
+            )
+            for x, p in parts
+        ]
+    joint = {n: joined([g[n] for g in grads]) for n in "kv"}
+    joint["q"] = grads[0]["q"] + grads[1]["q"]
+    for got, wanted in ((out, want), *((joint[n], true[n]) for n in "qkv")):
+        np.testing.assert_allclose(
+            got, wanted, rtol=0, atol=2e-5 * np.abs(wanted).max()
+        )
+
+
 # ---------------------------------------------------------------------- turns
 @pytest.mark.parametrize(
     "window", [(a, b) for a in (None, 0, 3, 9) for b in (None, -2, 0, 6)]
@@ -172,6 +211,13 @@ def part(keys: int = PART, more: Any = (), **params: Any) -> Spec:
     return spec_of(OP, {**arrays, **dict(more)}, params)
 
 
+def symbolic() -> Spec:
+    """What one device sees of any number of sequences."""
+    (b,) = jax.export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((b, PART, 2, 8), jnp.float32)
+    return spec_of(OP, {"q": x, "k": x, "v": x}, {})
+
+
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
@@ -181,6 +227,7 @@ def part(keys: int = PART, more: Any = (), **params: Any) -> Spec:
         (part(window=(None, -16)), "hides each device's own keys"),
         (part(more={"kv_lengths": jnp.ones(1, int)}), "sees no key"),
         (part(window=(None, -1)), "sees no key"),
+        (symbolic(), "some are symbolic"),
     ],
 )  # fmt: skip
 def test_refused(spec: Spec, why: str) -> None:

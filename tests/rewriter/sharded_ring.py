@@ -137,6 +137,18 @@ def differentiated_outside() -> None:
     close(step(*ARGS), exact(gradients(layers), *PLAIN))
 
 
+def mapped_and_exported() -> None:
+    """Under vmap, and as an exported program."""
+    fast = ringed(in_shardings=(ROWS,) * 3)
+    two = [jnp.stack([x, x[:, ::-1]]) for x in PLAIN]
+    both = jax.jit(jax.vmap(gradients(fast), (0, 0, None)))
+    want = exact(jax.vmap(gradients(attention), (0, 0, None)), *two[:2], PLAIN[2])
+    close(both(*two[:2], PLAIN[2]), want)
+    assert "ppermute" in str(both.trace(*two[:2], PLAIN[2]).jaxpr)
+    made = jax.export.export(fast)(*PLAIN)
+    close(made.call(*ARGS), exact(attention, *PLAIN))
+
+
 def over_two_axes() -> None:
     """A ring of all devices, along two axes of the mesh."""
     rows = NamedSharding(MESH, P(None, ("data", "seq")))
@@ -202,18 +214,21 @@ def asked_for() -> None:
 def where_it_pays() -> None:
     """Long sequences go around by themselves, short ones are gathered."""
 
-    def of(t: int, **options: Any) -> Any:
-        spec = NamedSharding(MESH, P("data", "seq"))
-        x = jax.ShapeDtypeStruct((2, t, 8, 128), jnp.float32, sharding=spec)
+    def of(t: int, dtype: str = "float32", **options: Any) -> Any:
+        x = jax.ShapeDtypeStruct((2, t, 8, 128), dtype, sharding=ROWS)
         return one_site(rewriter.optimize(attention, **options), x, x, x)
 
     site = of(8192)
     assert (site.kernel, site.sharding, site.origin) == (RING, AROUND, "heuristic")
+    assert of(16384, "bfloat16", target="tpu_v5e").kernel == "ring of mosaic_tpu"
     site = of(4096)
     assert "k, v gathered over seq" in site.sharding
     why = dict(site.not_chosen)["ring"]
     assert "1024 queries a device" in why
     assert "gathered on each device are few" in why
+    for target in ("tpu_v5e", "h200"):
+        why = dict(of(8192, target=target).not_chosen)["ring"]
+        assert why == "xla, which is best for a part, gives none that can be merged"
     strict = of(8192, numerics="strict")
     assert not strict.replaced
     assert "strict" in dict(strict.not_chosen)["ring"]
@@ -235,8 +250,8 @@ def less_memory() -> None:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     for check in (
-        values, segments, differentiated_outside, over_two_axes, explicit, asked_for,
-        where_it_pays, less_memory,
+        values, segments, differentiated_outside, mapped_and_exported, over_two_axes,
+        explicit, asked_for, where_it_pays, less_memory,
     ):  # fmt: skip
         check()
         print(check.__name__, flush=True)

@@ -26,6 +26,8 @@ OPERANDS = frozenset({"q", "k", "v", "q_segments", "kv_segments", "kv_lengths"})
 
 def supports(spec: Spec, count: int) -> Verdict:
     """Returns whether a ring computes a use of which one device has this part."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
     more = sorted(set(spec.operands) - OPERANDS)
     found = [YES]
     if more:
