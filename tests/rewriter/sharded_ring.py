@@ -115,6 +115,30 @@ def segments() -> None:
     )
 
 
+def lengths() -> None:
+    """Padded sequences, one of them all padding, whose queries give a mean."""
+
+    def f(q: Any, k: Any, v: Any, of_keys: Any) -> jax.Array:
+        k, v = (jnp.repeat(x, 2, 2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k)
+        keep = jnp.tril(jnp.ones((64, 64), bool))
+        keep = keep & (jnp.arange(64) < of_keys[:, None])[:, None, None]
+        least = float(jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(jnp.where(keep, scores, least))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    def step(q: Any, k: Any, v: Any, of_keys: Any) -> Any:
+        return gradients(lambda *a: f(*a, of_keys))(q, k, v)
+
+    counts = jnp.array([37, 0])
+    args = (*ARGS, jax.device_put(counts, NamedSharding(MESH, P("data"))))
+    for g in (f, step):
+        fast = ringed(g)
+        close(fast(*args), exact(lambda *a, g=g: g(*a, counts), *PLAIN))
+        site = one_site(fast, *args)
+        assert (site.sharding, site.params["empty_rows"]) == (AROUND, "mean"), site
+
+
 def differentiated_outside() -> None:
     """Gradients of an optimized function, and gradients of those."""
     fast = ringed(in_shardings=(ROWS,) * 3)
@@ -250,8 +274,8 @@ def less_memory() -> None:
 if __name__ == "__main__":
     warnings.simplefilter("error")
     for check in (
-        values, segments, differentiated_outside, mapped_and_exported, over_two_axes,
-        explicit, asked_for, where_it_pays, less_memory,
+        values, segments, lengths, differentiated_outside, mapped_and_exported,
+        over_two_axes, explicit, asked_for, where_it_pays, less_memory,
     ):  # fmt: skip
         check()
         print(check.__name__, flush=True)

@@ -39,18 +39,7 @@ def supports(spec: Spec, count: int) -> Verdict:
         found.append(no("sizes", text))
     elif turns(window, shift, t, count)[0].before is None:
         found.append(no("window", "the window hides each device's own keys"))
-    if spec.param("empty_rows") != "zero" and _may_be_empty(spec):
-        text = "a row that sees no key would have to be told of on all devices"
-        found.append(no("empty", text))
     return all_of(*found)
-
-
-def _may_be_empty(spec: Spec) -> bool:
-    """Whether some query may see no key, not even that of its own position."""
-    left, right = spec.param("window")
-    at = -spec.param("shift")
-    hidden = (left is not None and at < -left) or (right is not None and at > right)
-    return hidden or spec.has("kv_lengths") or spec.has("kv_segments")
 
 
 def uses(spec: Spec, count: int) -> tuple[Mapping[str, Any], ...]:

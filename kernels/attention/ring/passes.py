@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.ring.empty import filled, given_back, may_be_empty
 from rewriter.kernels.attention.ring.turns import Seen, Turn, turns
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def forward(
             seen: [b, n, t], with axes of size 1 between.
 
     Returns:
-        [b, t, n, e], 0 in rows without keys, and [b, n, t].
+        [b, t, n, e] and [b, n, t], -inf in rows without keys.
     """
     index, ahead = lax.axis_index(axes), turns_of(operands, params, count)
     here = _passed(operands)
@@ -69,6 +70,8 @@ def forward(
         here, state = lax.optimization_barrier((coming, state))
     assert state is not None
     out, lse = state
+    if may_be_empty(operands, params):
+        out = filled(out, lse, operands["v"], params, axes)
     return out.astype(dtype), lse
 
 
@@ -124,6 +127,8 @@ def backward(
         grads = _sent(grads, axes, count, by)
         here, dq, grads = lax.optimization_barrier((coming, dq, grads))
     dk, dv = jax.tree.map(jnp.add, own, grads)
+    if may_be_empty(operands, params):
+        dv = given_back(dv, lse, cotangent, params, axes, count)
     return {"q": dq.astype(operands["q"].dtype), "k": dk, "v": dv}
 
 
