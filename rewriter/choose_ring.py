@@ -2,7 +2,8 @@
 
 They are passed around where that is asked for, as the implementation ``"ring"``; or
 where the op's rule says that it pays, and what the kernel that would be chosen for a
-part saves lets results be merged.
+part saves lets results be merged. Names that are asked for behind that are kernels for
+its parts, the first that can be had.
 """
 
 from __future__ import annotations
@@ -82,10 +83,11 @@ def by_parts(
         ring: How operands would be passed around.
         spec: What one device has.
         count: The number of devices in the ring.
-        config: Measurements; what it forces is not looked at.
+        config: Measurements, and the kernels asked for.
         kernels: The op's kernels, best first.
         device: Where it will run.
-        others: Whether any kernel will do, if the one that would be chosen will not.
+        others: Whether any kernel will do, if those will not that are asked for, or
+            would be chosen.
     """
     verdict = ring.supports(spec, count)
     if not verdict.ok:
@@ -100,9 +102,14 @@ def by_parts(
     ]
     if not able:
         return f"no kernel for {device.platform} gives parts that can be merged"
+    asked = [name for f in config.implementation if f[0] == spec.op for name in f[1]]
+    named = {k.name: k for k in able}
+    for name in asked:
+        if name in named:
+            return by_thumb(parts[-1], device, named[name])
     config = replace(config, implementation=())
     chosen = choose(parts[-1], config, kernels, device).implementation
-    if chosen.kernels in [(k.name,) for k in able] and chosen.forward != XLA:
+    if chosen.forward in named and len(chosen.kernels) == 1:
         return chosen
     if not others:
         return f"{chosen.name}, which is best for a part, gives none that can be merged"

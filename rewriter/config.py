@@ -52,7 +52,8 @@ class Config:
             was measured to be faster so.
         implementation: ``((op, forward, backward), ...)``: the kernels to use,
             as tuples of names, the first that can be had; an error if none can.
-            ``"ring"``, as the first, passes operands from device to device.
+            ``"ring"``, as the first, passes operands from device to device, and
+            computes parts by the first of the others that can be had.
         verify: ``once`` compares each site with its reference while tracing.
         target: The device kind to build for, such as ``"h200"``; ``None`` is the
             default device.

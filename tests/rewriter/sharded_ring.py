@@ -221,6 +221,15 @@ def asked_for() -> None:
         close(fast(*args), exact(attention, *PLAIN))
         assert one_site(fast, *args).kernel == "memory_bounded"
 
+    x = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16, sharding=ROWS)
+    for kernel, target in (("hopper", "h200"), ("mosaic_tpu", "tpu_v5e")):
+        named = {"attention": ["ring", kernel]}
+        fast = rewriter.optimize(attention, implementation=named, target=target)
+        assert one_site(fast, x, x, x).kernel == f"ring of {kernel}"
+        if kernel == "hopper":
+            lowered = fast.trace(x, x, x).lower(lowering_platforms=("cuda",))
+            assert "mosaic_gpu" in lowered.as_text()
+
     def biased(q: Any, k: Any, v: Any) -> jax.Array:
         scores = jnp.einsum("btnh,bsnh->bnts", q, k) + jnp.sin(jnp.arange(64.0))
         return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
