@@ -171,14 +171,11 @@ class _Sieve:
                 return  # nothing is left to be found
             name = eqn.primitive.name
             rule = rules.get(name) or self._rule(name)
-            bits = 0
-            for a in eqn.invars:
-                if a.__class__ is variable:
-                    bits |= get(a, NOTHING)[0]
-            if rule.begun or bits:
-                self._step(eqn, env, rule, bits)
-            elif rule.inner:
-                self._inner(eqn, env, bits)
+            taken = [t for a in eqn.invars if a.__class__ is variable and (t := get(a))]
+            if rule.inner:
+                self._inner(eqn, env)
+            elif taken or rule.begun:
+                self._step(eqn, env, rule, taken)
 
     def _rule(self, name: str) -> _Rule:
         """What an equation does to paths; every primitive is asked for once.
@@ -194,42 +191,34 @@ class _Sieve:
         )
         return self.rules[name]
 
-    def _step(self, eqn: Any, env: dict[Any, Taken], rule: _Rule, bits: int) -> None:
-        if rule.inner:
-            self._inner(eqn, env, bits)
-            return
+    def _step(
+        self, eqn: Any, env: dict[Any, Taken], rule: _Rule, taken: Sequence[Taken]
+    ) -> None:
+        bits = _bits(taken)
         begun, out = rule.begun, bits & rule.kept | rule.begun
         if begun and not is_contraction(eqn):
             begun, out = 0, bits  # an outer product is local
         if bits and rule.moves:
-            out |= self._moved(eqn, env, bits, rule.moves)
+            out |= self._moved(bits, taken, rule.moves)
         if not out:
             return
         if not out & self.tracked:
-            taken = out, NOTHING[1]
+            after = out, NOTHING[1]
         elif begun or eqn.primitive.name in PIECES:
             for var in eqn.outvars:
                 env[var] = out, frozenset({next(self.origins)})
             return
         else:
-            taken = out, self._origins(eqn, env)
+            after = out, _origins(taken)
         for var in eqn.outvars:
-            env[var] = taken
+            env[var] = after
 
-    @staticmethod
-    def _origins(eqn: Any, env: dict[Any, Taken]) -> frozenset[int]:
-        found = [o for a in eqn.invars if (o := _read(env, a)[1])]
-        if len(found) == 1:
-            return found[0]
-        union = frozenset().union(*found)
-        return union if len(union) <= MANY else frozenset(sorted(union)[:MANY])
-
-    def _moved(self, eqn: Any, env: Any, bits: int, moves: Sequence[_Move]) -> int:
+    def _moved(self, bits: int, taken: Sequence[Taken], moves: Sequence[_Move]) -> int:
         out = 0
         for move in moves:
             if not bits & move.before or move.complete in self.found:
                 continue
-            if move.joins and not _joined(eqn, env, move):
+            if move.joins and not _joined(taken, move):
                 continue
             out |= move.after
             if move.complete:
@@ -237,14 +226,14 @@ class _Sieve:
                 self.open.discard(move.complete)
         return out
 
-    def _inner(self, eqn: Any, env: dict[Any, Taken], bits: int) -> None:
+    def _inner(self, eqn: Any, env: dict[Any, Taken]) -> None:
         replayed = eqn.primitive.name in REPLAYED
         args = [_read(env, a) for a in eqn.invars]
         for body in _bodies(eqn):
             given = args
             if not replayed or len(args) != len(body.invars):
                 origins = frozenset().union(*(o for _, o in args))
-                given = [(bits, origins)] * len(body.invars)
+                given = [(_bits(args), origins)] * len(body.invars)
             outs = self.body(body, given)
             if replayed and len(outs) == len(eqn.outvars):
                 env.update(zip(eqn.outvars, outs, strict=True))
@@ -259,8 +248,22 @@ def _read(env: dict[Any, Taken], atom: Any) -> Taken:
     return env.get(atom, NOTHING) if atom.__class__ is _jax.Var else NOTHING
 
 
-def _joined(eqn: Any, env: dict[Any, Taken], move: _Move) -> bool:
-    taken = [_read(env, a) for a in eqn.invars]
+def _bits(taken: Sequence[Taken]) -> int:
+    bits = 0
+    for mine, _ in taken:
+        bits |= mine
+    return bits
+
+
+def _origins(taken: Sequence[Taken]) -> frozenset[int]:
+    found = {origins for _, origins in taken if origins}
+    if len(found) == 1:
+        return found.pop()
+    union = frozenset().union(*found)
+    return union if len(union) <= MANY else frozenset(sorted(union)[:MANY])
+
+
+def _joined(taken: Sequence[Taken], move: _Move) -> bool:
     return any(
         mine & move.before and other & move.joins and len(a | b) > 1
         for i, (mine, a) in enumerate(taken)
@@ -277,6 +280,9 @@ def is_contraction(eqn: Any) -> bool:
 
 
 def _bodies(eqn: Any) -> list[Any]:
+    body = _jax.call_body(eqn)
+    if body is not None:
+        return [body]
     out = []
     for value in eqn.params.values():
         if hasattr(value, "eqns"):
