@@ -8,6 +8,7 @@ they hold values of a trace around.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rewriter import _jax
@@ -114,8 +115,8 @@ def _before(scope: Scope, position: int, body: Scope) -> bool:
 
 def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
     """Whether gradients are computed in a body, in calls that can be dissolved."""
-    values = (backward.cotangent, *backward.results)
-    found = [first_defined(graph, v, home) for v in values]
+    found = [first_defined(graph, v, home) for v in backward.results]
+    found.append(first_had(graph, backward.cotangent, home))
     return all(f is not None and _free(f[1], home) for f in found)
 
 
@@ -157,3 +158,24 @@ def first_defined(
         if body is home:
             found.append(((*path, position), scope, position))
     return min(found, key=lambda f: f[0], default=None)
+
+
+def first_had(
+    graph: Graph, value: int, home: Scope
+) -> tuple[tuple[float, ...], Scope, int] | None:
+    """As `first_defined`; also of a value that a checkpoint in a body returns.
+
+    What a call returns is had in the call before.
+    """
+    node, found = graph.node_of(value), first_defined(graph, value, home)
+    if node is None or found is not None:
+        return found
+    having = []
+    for scope in (node.scope, *(s for s, _, _ in node.copies)):
+        while scope is not None:
+            body, path = home_of(scope)
+            had = scope.first_var.get(value)
+            if body is home and had is not None:
+                having.append(((*path, had[0], math.inf), scope, had[0]))
+            scope = scope.parent
+    return min(having, key=lambda f: f[0], default=None)

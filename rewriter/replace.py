@@ -17,7 +17,13 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.backward_place import first_defined, home_of, lies_at, route
+from rewriter.backward_place import (
+    first_defined,
+    first_had,
+    home_of,
+    lies_at,
+    route,
+)
 from rewriter.gradients import Backward
 from rewriter.graph import Scope
 from rewriter.key import Key
@@ -158,8 +164,8 @@ class _Work:
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
         start = splice.scope if home is first else home
         scopes = {id(start): start}
-        for value in (*found, backward.cotangent):
-            _, at, _ = first_defined(self.graph, value, home)  # type: ignore[misc]
+        given = first_had(self.graph, backward.cotangent, home)
+        for _, at, _ in (*found.values(), given):  # type: ignore[misc]
             scopes[id(at)] = at
         if len(scopes) > 1:  # the results cross calls
             self._inlined_to(home, *scopes.values())

@@ -34,14 +34,18 @@ LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div"
 def cotangents(graph: Graph, match: Match) -> list[int]:
     """Values that meet a region in a product and could be its cotangent.
 
-    Those of the result's dtype come first.
+    Those of the result's dtype come first; of them, those that meet more than one value
+    of the region: what all layers share meets the cotangents of all of them.
     """
     dtype = graph.dtype(match.value)
-    found = dict.fromkeys(_meeting(graph, match))
-    return sorted(found, key=lambda v: graph.dtype(v) != dtype)
+    met: dict[int, set[int]] = {}
+    for value, where in _meeting(graph, match):
+        met.setdefault(value, set()).add(where)
+    return sorted(met, key=lambda v: (graph.dtype(v) != dtype, len(met[v]) < 2))
 
 
-def _meeting(graph: Graph, match: Match) -> Iterator[int]:
+def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
+    """(value, the region's value that it meets), the region's last ones first."""
     region = match.inner | {v for _, v in match.leaves}
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
     for value in sorted(region, reverse=True):
@@ -57,7 +61,7 @@ def _meeting(graph: Graph, match: Match) -> Iterator[int]:
                         continue
                     # Casts of one result add up their cotangents before its dtype.
                     if graph.dtype(x) == dtype or _is_wider(graph.dtype(x), dtype):
-                        yield x
+                        yield x, value
 
 
 def _under_layout(graph: Graph, value: int) -> Iterator[int]:

@@ -360,3 +360,55 @@ def test_gradients_that_residuals_do_not_reach_are_named() -> None:
     report = rewriter.explain(jax.grad(loss))(large)
     assert report.counts(backward=True)["attention"] == 0
     assert "another loop, branch or checkpoint" in str(report)
+
+
+def rms(x, scale):
+    return scale * x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_cotangent_out_of_a_checkpoint(jitted: bool) -> None:
+    """Norms are outside, what reads them is recomputed."""
+    around = jax.jit if jitted else lambda f: f
+
+    @around
+    @jax.checkpoint
+    def mix(x, w):
+        return jnp.tanh(x @ w["q"]) @ w["o"]
+
+    loss = unrolled(lambda p, x: x + mix(rms(x, p["scale1"]), p))
+    step = jax.value_and_grad(loss)
+    report = rewriter.explain(step)(PARAMS, X)
+    assert report.counts(backward=True)["rms_norm"] == LAYERS
+    fast = rewriter.optimize(step, implementation=FORCED)
+    text = str(fast.jaxpr(PARAMS, X))
+    assert text.count("rewriter_site_backward[") == LAYERS
+    assert "rsqrt" not in text
+    equal(fast(PARAMS, X), step(PARAMS, X))
+
+
+def test_a_cotangent_that_stays_in_a_checkpoint() -> None:
+    """A norm's own dx is added up in the recomputation: no op outside can have it."""
+
+    def layer(p, x):
+        h = rms(x, p["scale1"])
+        return x + jax.checkpoint(lambda h, x, w: jnp.tanh(h @ w) * x)(h, x, p["q"])
+
+    step = jax.value_and_grad(unrolled(layer))
+    fast = rewriter.optimize(step, implementation=FORCED)
+    equal(fast(PARAMS, X), step(PARAMS, X))
+
+
+def test_layers_that_share_their_scale() -> None:
+    """What all layers share meets the cotangents of all of them."""
+
+    def loss(params, x):
+        for p in params * 2:
+            x = x + jnp.tanh(rms(x, params[0]["scale1"]) @ p["q"]) @ p["o"]
+        return (x**2).mean()
+
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    report = rewriter.explain(step)(PARAMS, X)
+    assert report.counts(backward=True)["rms_norm"] == 2 * LAYERS
+    fast = rewriter.optimize(step, implementation=FORCED)
+    equal(fast(PARAMS, X), step(PARAMS, X))
