@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel
+from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels import attention
-from rewriter.kernels.paged_attention import xla
+from rewriter.kernels.paged_attention import tpu, xla
 from rewriter.kernels.paged_attention.cost import cost
 from rewriter.kernels.paged_attention.reference import (
     distributions,
@@ -32,6 +32,19 @@ OP = Op(
 )  # fmt: skip
 
 KERNELS = (
+    Kernel(
+        name="mosaic_tpu",
+        op="paged_attention",
+        platforms=("tpu",),
+        version=1,
+        supports=tpu.supports,
+        tried=False,
+        forward=tpu.forward,
+        memory_bounded=True,
+        profitable=tpu.profitable,
+        steps=tpu.steps,
+        space=Space(tpu.Chunk, tpu.default, tpu.configs, tpu.fits),
+    ),
     Kernel(
         name="gathered",
         op="paged_attention",

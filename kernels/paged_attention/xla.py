@@ -36,8 +36,11 @@ def as_attention(spec: Spec) -> Spec:
 
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: it does what the program does, and attention's own kernels can."""
-    del spec, platform
-    return no("gather", "it gathers pages as the program does")
+    del spec
+    text = "it gathers pages as the program does"
+    if platform != "tpu":
+        text += "; a kernel that reads them where they lie is for TPUs"
+    return no("gather", text)
 
 
 def forward(**given: Any) -> Array:
