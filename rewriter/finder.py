@@ -141,6 +141,15 @@ class Finder:
         scans = [n for n in self.graph.nodes if n.prim == "scan"]
         return {n.scope.children[n.position][0]: n for n in scans}
 
+    @functools.cached_property
+    def steps(self) -> frozenset[int]:
+        """Values that scans take out of arrays, one at each step."""
+        found: set[int] = set()
+        for scope, node in self.loops.items():
+            body, constants, carries, _ = _jax.scan_parts(node.eqn)
+            found |= {scope.env[v] for v in body.invars[constants + carries :]}
+        return frozenset(found)
+
     def uncast(self, value: int) -> int:
         """The value under lossless casts of floats."""
         node = self.graph.node_of(value)

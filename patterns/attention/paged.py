@@ -166,21 +166,12 @@ def _pool(find: Finder, name: int) -> Operand:
     alg, shape = find.algebra, find.graph.shape(name)
     node = find.graph.node_of(name)
     cut = node is not None and node.prim in LAYOUT_PRIMITIVES
-    if cut or len(shape) != 4 or name in _steps(find):
+    if cut or len(shape) != 4 or name in find.steps:
         text = "pages are of a part of an array, which a kernel would copy"
         raise Refused("pages", text, score=0.5)
     at = tuple(alg.new_index(n) for n in shape)
     groups = (() if i is None else (i,) for i in at)
     return operand(alg.of_atom(alg.atom("leaf", name, at)), *groups)
-
-
-def _steps(find: Finder) -> set[int]:
-    """Values that a loop takes out of an array at each step."""
-    found: set[int] = set()
-    for scope, node in find.loops.items():
-        first = node.params["num_consts"] + node.params["num_carry"]
-        found |= {scope.env[v] for v in scope.jaxpr.invars[first:]}
-    return found
 
 
 PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS, frozenset({"gather"}))

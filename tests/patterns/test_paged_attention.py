@@ -267,6 +267,25 @@ def test_layers_share_one_proof() -> None:
     assert {s.form for s in report.sites} == {"paged_attention"}
 
 
+def in_scan(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
+    def layer(q: Any, pools: Any) -> Any:
+        own = pools or (k, v)
+        out = program(SPELLINGS["index"], q, *own, table, lengths)
+        return jnp.sin(out), None
+
+    stacked = (k, v) if k.ndim == 5 else None
+    return jax.lax.scan(layer, q, stacked, length=3)[0]
+
+
+def test_pools_that_a_scan_reads() -> None:
+    q, k, v, *rest = inputs()
+    report = check(in_scan, (q, k, v, *rest))
+    assert report.counts()["attention"] == 3
+    stacks = [jnp.stack([x, x + 1, -x]) for x in (k, v)]  # a layer would be copied
+    (site,) = rewriter.explain(in_scan, implementation=FORCED)(q, *stacks, *rest).sites
+    assert (site.op, site.form) == ("attention", "")
+
+
 # -------------------------------------------------------------------------- the op
 def test_the_op() -> None:
     assert registry().op("paged_attention") is OP
