@@ -283,14 +283,8 @@ def _first(
     why: list[tuple[str, str]],
 ) -> str | None:
     """The first name that can be had; the reasons against those before go to `why`."""
+    check_names(names, spec, kernels)
     by_name = {k.name: k for k in kernels}
-    for name in names:
-        if name not in (XLA, REFERENCE, RING, *by_name):
-            raise UnknownKernel(
-                f"{spec.op} has no kernel {name!r}",
-                next_step=known(name, [*by_name, REFERENCE, XLA, RING]),
-                where=caller(),
-            )
     for name in names:
         if name in (XLA, REFERENCE):
             return name
@@ -306,6 +300,18 @@ def _first(
             return name
         why.append((name, _reasons(verdict)))
     return None
+
+
+def check_names(names: Sequence[str], spec: Spec, kernels: Sequence[Kernel]) -> None:
+    """Raises `UnknownKernel` if one of the names that are asked for is none."""
+    there = [*(k.name for k in kernels), REFERENCE, XLA, RING]
+    for name in names:
+        if name not in there:
+            raise UnknownKernel(
+                f"{spec.op} has no kernel {name!r}",
+                next_step=known(name, there),
+                where=caller(),
+            )
 
 
 # --------------------------------------------------------------------- measured

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rewriter.choose import Choice, choose, usable
-from rewriter.config import Config
+from rewriter.choose import Choice, check_names, choose, usable
+from rewriter.config import Config, Names
 from rewriter.device import Device
 from rewriter.errors import KernelError, caller
 from rewriter.implementation import RING, XLA, Implementation, by_thumb
@@ -45,16 +45,20 @@ def choose_ring(
 
     Raises:
         KernelError: If it cannot be, and nothing else was asked for.
+        UnknownKernel: If the op has no kernel of a name that is asked for.
     """
-    forced = next((f for f in config.implementation if f[0] == spec.op), None)
-    asked = forced is not None and forced[1][:1] == (RING,)
-    if forced and not asked:
-        return f"{', '.join((*forced[1], *forced[2]))} was asked for"
+    forward, backward = _asked(spec, config)
+    asked = forward[:1] == (RING,)
+    if (forward or backward) and not asked:
+        return f"{', '.join((*forward, *backward))} was asked for"
     if config.numerics == "strict" and not asked:
         return "numerics='strict', and a ring sums in another order"
-    made = by_parts(ring, spec, count, config, kernels, device, others=asked)
+    check_names((*forward, *backward), spec, kernels)
+    made: Implementation | str = "gradients go around with it, by no other kernel"
+    if not backward:
+        made = by_parts(ring, spec, count, config, kernels, device, others=asked)
     if isinstance(made, str):
-        if forced and forced[1:] == ((RING,), ()):
+        if forward == (RING,):
             raise KernelError(
                 f"implementation={{{spec.op!r}: {RING!r}}} cannot be had: {made}",
                 next_step=f"Add {XLA!r} as the last of a list to leave such sites as "
@@ -102,9 +106,8 @@ def by_parts(
     ]
     if not able:
         return f"no kernel for {device.platform} gives parts that can be merged"
-    asked = [name for f in config.implementation if f[0] == spec.op for name in f[1]]
     named = {k.name: k for k in able}
-    for name in asked:
+    for name in _asked(spec, config)[0]:
         if name in named:
             return by_thumb(parts[-1], device, named[name])
     config = replace(config, implementation=())
@@ -114,6 +117,12 @@ def by_parts(
     if not others:
         return f"{chosen.name}, which is best for a part, gives none that can be merged"
     return by_thumb(parts[-1], device, next((k for k in able if k.tried), able[0]))
+
+
+def _asked(spec: Spec, config: Config) -> tuple[Names, Names]:
+    """The names asked for for each pass; () for none."""
+    found = (f[1:] for f in config.implementation if f[0] == spec.op)
+    return next(found, ((), ()))
 
 
 def _reasons(verdict: Verdict) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rewriter
-from rewriter.errors import KernelError
+from rewriter.errors import KernelError, UnknownKernel
 from tests.rewriter.sharded_programs import attention, memory
 
 MESH = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
@@ -221,6 +221,13 @@ def asked_for() -> None:
         close(fast(*args), exact(attention, *PLAIN))
         assert one_site(fast, *args).kernel == "memory_bounded"
 
+    with pytest.raises(UnknownKernel, match="no kernel 'ribbon'"):
+        rewriter.optimize(attention, implementation={"attention": ["ring", "ribbon"]})(
+            *ARGS
+        )
+    passes = {"attention": {"forward": "ring", "backward": "memory_bounded"}}
+    with pytest.raises(KernelError, match="gradients go around with it"):
+        rewriter.optimize(attention, implementation=passes)(*ARGS)
     x = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16, sharding=ROWS)
     for kernel, target in (("hopper", "h200"), ("mosaic_tpu", "tpu_v5e")):
         named = {"attention": ["ring", kernel]}
