@@ -48,28 +48,28 @@ def choose_ring(
         UnknownKernel: If the op has no kernel of a name that is asked for.
     """
     forward, backward = _asked(spec, config)
-    asked = forward[:1] == (RING,)
-    if (forward or backward) and not asked:
-        return f"{', '.join((*forward, *backward))} was asked for"
-    if config.numerics == "strict" and not asked:
-        return "numerics='strict', and a ring sums in another order"
-    check_names((*forward, *backward), spec, kernels)
-    made: Implementation | str = "gradients go around with it, by no other kernel"
-    if not backward:
-        made = by_parts(ring, spec, count, config, kernels, device, others=asked)
-    if isinstance(made, str):
-        if forward == (RING,):
+    given = ring, spec, count, config, kernels, device
+    if forward[:1] == (RING,):
+        check_names((*forward, *backward), spec, kernels)
+        own = "gradients go around with it, by no other kernel"
+        made = own if backward else by_parts(*given)
+        if isinstance(made, str) and forward == (RING,):
             raise KernelError(
                 f"implementation={{{spec.op!r}: {RING!r}}} cannot be had: {made}",
                 next_step=f"Add {XLA!r} as the last of a list to leave such sites as "
                 "they are",
                 where=where or caller(),
             )
-        return made
-    if asked:
-        return Choice(made, "forced", ring=True)
-    verdict = ring.pays(spec, count, kept)
-    return Choice(made, "heuristic", ring=True) if verdict.ok else _reasons(verdict)
+        return made if isinstance(made, str) else Choice(made, "forced", ring=True)
+    if forward or backward:
+        return f"{', '.join((*forward, *backward))} was asked for"
+    if config.numerics == "strict":
+        return "numerics='strict', and a ring sums in another order"
+    verdict = ring.supports(spec, count)
+    if verdict.ok:
+        verdict = ring.pays(spec, count, kept)
+    made = by_parts(*given, others=False) if verdict.ok else _reasons(verdict)
+    return made if isinstance(made, str) else Choice(made, "heuristic", ring=True)
 
 
 def by_parts(

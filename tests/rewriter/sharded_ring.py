@@ -173,6 +173,16 @@ def mapped_and_exported() -> None:
     close(made.call(*ARGS), exact(attention, *PLAIN))
 
 
+def of_several_platforms() -> None:
+    """What is chosen for a TPU runs on CPUs too, whose kernel saves another array."""
+    named = {"attention": ["ring", "mosaic_tpu"]}
+    step = rewriter.optimize(
+        gradients(attention), implementation=named, target="tpu_v5e"
+    )
+    assert one_site(step, *ARGS).kernel == "ring of mosaic_tpu"
+    close(step(*ARGS), exact(gradients(attention), *PLAIN))
+
+
 def over_two_axes() -> None:
     """A ring of all devices, along two axes of the mesh."""
     rows = NamedSharding(MESH, P(None, ("data", "seq")))
@@ -291,7 +301,8 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     for check in (
         values, segments, lengths, differentiated_outside, mapped_and_exported,
-        over_two_axes, explicit, asked_for, where_it_pays, less_memory,
+        of_several_platforms, over_two_axes, explicit, asked_for, where_it_pays,
+        less_memory,
     ):  # fmt: skip
         check()
         print(check.__name__, flush=True)
