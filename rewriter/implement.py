@@ -107,6 +107,37 @@ def _pushforward(
     return jax.jvp(of, tuple(operands[i] for i in at), tuple(tangents))[1]
 
 
+def transposed(
+    use: Use, linear: Sequence[int], batch: Sequence[Mask]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the reference's transpose in operands that it is linear in.
+
+    Args:
+        use: The use of the op.
+        linear: Which operands those are, by number.
+        batch: For each level, which arguments have its axis.
+
+    Returns:
+        A function of the operands, of which only types count for the linear ones, and
+        the cotangent.
+    """
+
+    def run(*args: Any) -> tuple[jax.Array, ...]:
+        *operands, cotangent = args
+
+        def of(*chosen: jax.Array) -> jax.Array:
+            full = list(operands)
+            for i, value in zip(linear, chosen, strict=True):
+                full[i] = value
+            return _vmapped(use.general, batch)(*full)
+
+        types = [shaped(operands[i]) for i in linear]
+        structs = [jax.ShapeDtypeStruct(s, d) for s, d in types]
+        return jax.linear_transpose(of, *structs)(cotangent)
+
+    return run
+
+
 def backward(
     use: Use,
     kernel: Kernel | None,

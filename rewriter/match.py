@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from rewriter import _jax
 from rewriter.canonicalize import Evaluator, NeedSplit, values_named
@@ -163,7 +164,7 @@ def search(
     memory = _Memory()
     for node in graph.nodes:
         patterns_here = by_anchor.get(node.prim)
-        if patterns_here is None:
+        if patterns_here is None or not _of_numbers(graph, node):
             continue
         again: dict[str, tuple[Template, list[Match]] | None] = {}
         for pattern in patterns_here:
@@ -180,6 +181,20 @@ def search(
             with _kept_apart(find, pattern, node, failures):
                 matches += _at(find, pattern, node, memory)
     return Found(tuple(matches), tuple(_misses(find, matches)), tuple(failures))
+
+
+def _of_numbers(graph: Graph, node: Node) -> bool:
+    """Whether an equation gives numbers at all, and no complex or 8-bit ones."""
+    for value in node.outs:
+        dtype = graph.dtype(value)
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
+        if (
+            0 in graph.shape(value)
+            or narrow
+            or jnp.issubdtype(dtype, jnp.complexfloating)
+        ):
+            return False
+    return True
 
 
 @contextlib.contextmanager

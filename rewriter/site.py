@@ -4,7 +4,8 @@ In: an op, its operands, its parameters and a kernel per platform. Out: the
 result, as one equation.
 
 - ``rewriter_site`` computes the op, and residuals if it is differentiated. Its
-  JVP is itself and ``rewriter_site_tangent``.
+  JVP is itself and ``rewriter_site_tangent``. In operands that the op is linear in it
+  transposes to the reference's transpose.
 - ``rewriter_site_tangent`` is the reference's JVP, linear in the tangents. It
   transposes to ``rewriter_site_backward``.
 - ``rewriter_site_backward`` gives the cotangents, linear in its last argument.
@@ -245,6 +246,25 @@ def _site_jvp(
     return outs, [along, *(_zero_of(r) for r in outs[1:])]
 
 
+def _site_transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    use: Use,
+    batch: tuple[Mask, ...],
+    residuals: bool,
+) -> list[Any]:
+    """Of a use that is linear in some operands, as attention is in its values."""
+    del residuals
+    linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    results: list[Any] = [None] * len(args)
+    if not _is_zero(cotangents[0]):
+        operands = [x.aval if i in linear else x for i, x in enumerate(args)]
+        grads = implement.transposed(use, linear, batch)(*operands, cotangents[0])
+        for i, grad in zip(linear, grads, strict=True):
+            results[i] = grad
+    return results
+
+
 def _tangent_jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
@@ -469,6 +489,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 for _primitive in (site_p, site_on_devices_p):
     _register(_primitive, _site_aval, many=True)
     ad.primitive_jvps[_primitive] = _site_jvp
+    ad.primitive_transposes[_primitive] = _site_transpose
 for _primitive in (backward_p, backward_on_devices_p):
     _register(_primitive, _backward_aval, many=True)
     ad.primitive_jvps[_primitive] = _backward_jvp

@@ -20,7 +20,7 @@ from rewriter.errors import (
     UnknownPattern,
 )
 from rewriter.replace import Rewritten
-from tests.rewriter.programs import FORCED, block, inputs
+from tests.rewriter.programs import FORCED, attention, block, inputs
 
 engine = importlib.import_module("rewriter.analysis")
 
@@ -451,3 +451,25 @@ def test_results_of_sites_stay_weak(looped: bool, derived: bool) -> None:
     for a, b in zip(*map(jax.tree.leaves, (fast(x), program(x))), strict=True):
         assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 4, 16), (2, 0, 4, 16), (2, 8, 4, 0)])
+def test_without_numbers_nothing_is_found(shape: tuple[int, ...]) -> None:
+    """And nothing is warned of."""
+    x = jnp.ones(shape)
+    fast = rewriter.optimize(attention, strict=True)
+    assert fast(x, x, x).shape == shape
+    assert not fast.report().sites
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "complex64"])
+def test_numbers_of_other_kinds_are_left_alone(dtype: str) -> None:
+    def plain(q, k, v):
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    x = jnp.linspace(-1, 1, 1024).reshape(2, 8, 4, 16).astype(dtype)
+    fast = rewriter.optimize(plain, strict=True)
+    got, want = (f(x, x, x).astype("complex64") for f in (fast, jax.jit(plain)))
+    np.testing.assert_array_equal(got, want)
+    assert not fast.report().sites

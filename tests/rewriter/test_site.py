@@ -225,6 +225,22 @@ def test_without_jit_sites_run_step_by_step() -> None:
     assert calls[-1][0] == "backward"
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_values_are_linear_without_a_derivative(batched: bool) -> None:
+    q, k, v = _operands()
+    many = lambda f: jax.vmap(f) if batched else f
+    v = jnp.stack([v, 2 * v]) if batched else v
+    kernel, _ = soft.recording()
+    both = _bound(kernel), _plain()
+    bound, plain = (many(lambda v, f=f: f(q, k, v)) for f in both)
+    up = jnp.cos(jnp.arange(plain(v).size, dtype=v.dtype)).reshape(plain(v).shape)
+    for function in (bound, jax.jit(bound)):
+        (got,) = jax.linear_transpose(function, v)(up)
+        np.testing.assert_allclose(
+            got, jax.vjp(plain, v)[1](up)[0], rtol=1e-5, atol=1e-6
+        )
+
+
 def test_empty_arrays() -> None:
     kernel, _ = soft.recording()
     q, k, v = _operands()
