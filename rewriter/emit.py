@@ -15,6 +15,16 @@ from rewriter.normal_form import TRUE, Algebra, Index, OverBudget, Poly
 Groups = Sequence[Sequence[int]]
 
 
+def shaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """The array in a shape; most have it already, which JAX takes long to tell."""
+    return x if x.shape == tuple(shape) else x.reshape(tuple(shape))
+
+
+def ordered(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The array with its axes in an order; most are in it already."""
+    return x if list(axes) == list(range(x.ndim)) else x.transpose(axes)
+
+
 class Emitter:
     """Builds arrays from polynomials.
 
@@ -60,7 +70,7 @@ class Emitter:
             whole = full or any(n > 1 for n in have)
             target += sizes if whole else [1] * len(group)
             shape.append(math.prod(sizes) if whole else 1)
-        x = jnp.broadcast_to(x, tuple(target)).reshape(tuple(shape))
+        x = shaped(jnp.broadcast_to(x, tuple(target)), shape)
         return x if dtype is None else x.astype(dtype)
 
     def _single(self, p: Poly, order: list[int]) -> jax.Array | None:
@@ -139,9 +149,9 @@ class Emitter:
         if len(set(labels)) != len(labels):
             return self._gather(self.arrays[name], args, order)
         where = {i: k for k, i in enumerate(labels)}
-        x = x.transpose([where[i] for i in order if i in where])
+        x = ordered(x, [where[i] for i in order if i in where])
         present = iter(x.shape)
-        return x.reshape(tuple(next(present) if i in where else 1 for i in order))
+        return shaped(x, [next(present) if i in where else 1 for i in order])
 
     def _simplify(self, x: jax.Array, labels: list[Any], k: int):
         """One layout step that turns the argument of axis k into plainer ones."""

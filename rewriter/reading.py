@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.emit import Emitter
+from rewriter.emit import Emitter, ordered, shaped
 from rewriter.normal_form import Algebra, Index, OverBudget, Poly
 from rewriter.region import Place
 
@@ -162,18 +162,18 @@ class Reading:
         operands = {name: o.array(emitter) for name, o in self.operands.items()}
         out = call(**operands, **(self.params if params is None else params))
         ids = [i for group in self.out_groups for i in group]
-        out = out.reshape(tuple(self.algebra.sizes[i] for i in ids))
+        out = shaped(out, [self.algebra.sizes[i] for i in ids])
         order = [i for a in self.args for i in flat_indices(a)]
         missing = [i for i in order if i not in ids]
         if missing:
             raise OverBudget("the result is broadcast along an axis")
-        out = out.transpose([ids.index(i) for i in order])
+        out = ordered(out, [ids.index(i) for i in order])
         for poly, join in ((self.times, jnp.multiply), (self.plus, jnp.add)):
             if poly is not None:
                 factor = emitter.array(poly, [(i,) for i in order], full=False)
                 wide = jnp.promote_types(out.dtype, emitter.dtype)
                 out = join(out.astype(wide), factor.astype(wide))
-        return out.reshape(shape).astype(dtype)
+        return shaped(out, shape).astype(dtype)
 
 
 def flat_indices(a: Index) -> list[int]:
