@@ -388,9 +388,9 @@ class _Work:
             found += [jnp.zeros(*like) for like in zeros]
             return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
 
-        places = tuple(
-            list(dict(splice.match.leaves).values()).index(v) for v in values
-        )
+        here = dict(splice.match.leaves)
+        names = leaves_of(splice.match.reading)
+        places = tuple(k for k, v in enumerate(names) if here[v] in values)
         result = graph.avals[backward.cotangent]
         own = graph.avals[splice.match.value]
         results = (*(backward.grads[v] for v in values), *backward.others)
