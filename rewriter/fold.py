@@ -117,8 +117,9 @@ def fold(closed_jaxpr: Any) -> Folded | None:
         made[first[lo] : first[hi]] = False
         read.append(run.reads[out.start : out.stop].reshape(-1))
     kept = tuple(np.flatnonzero(~gone).tolist())
-    given = np.unique(np.concatenate(read))
-    given = given[given >= 0]
+    numbers = np.concatenate(read)
+    given = np.zeros(len(program.results), bool)  # to the turns that are left out
+    given[numbers[numbers >= 0]] = True
     variable, number = _jax.Var, program.number
     more = dict.fromkeys(
         a
@@ -126,7 +127,7 @@ def fold(closed_jaxpr: Any) -> Folded | None:
         for a in eqns[k].invars
         if a.__class__ is variable and number[a] >= 0 and not made[number[a]]
     )
-    handed = [program.results[n] for n in given[made[given]].tolist()]
+    handed = [program.results[n] for n in np.flatnonzero(given & made).tolist()]
     outs = closed_jaxpr.outvars
     results = tuple(
         k

@@ -146,7 +146,7 @@ class _Unfolding:
         self.given = set(short.invars[len(short.invars) - more :])
         self.like: dict[Any, Any] = {}  # a compared turn's variable to the model's
         self.made: dict[int, dict[int, dict[Any, Any]]] = {}  # by cut and turn
-        self.sources: dict[tuple[int, str], Any] = {}
+        self.sources: dict[tuple[int, str], Any] = {}  # by position and model's label
         self.read: set[Any] = set()  # by turns that are written, of what is left in
         self.handed: set[Any] = set()  # by them, to what is left in
 
@@ -229,7 +229,7 @@ class _Unfolding:
                 outs.append(made[v])
         ins = [read(turn) for read in plan.reads]
         if plan.label is not None:
-            source = self._source(at, self._label(here, plan, turn))
+            source = self._source(here, plan, turn, at)
         else:
             source = self.whole.eqns[at].source_info
         return plan.eqn.replace(invars=ins, outvars=outs, source_info=source)
@@ -404,12 +404,15 @@ class _Unfolding:
         return atom
 
     # ------------------------------------------------------------- equations
-    def _source(self, at: int, label: str) -> Any:
-        key = at, label
-        if key not in self.sources:
-            source = self.whole.eqns[at].source_info
-            self.sources[key] = _jax.scoped(source, label)
-        return self.sources[key]
+    def _source(self, here: _Turns, plan: _Plan, turn: int, at: int) -> Any:
+        """The source of an equation, under the label of its site in that turn."""
+        key = at, plan.label
+        found = self.sources.get(key)
+        if found is None:
+            label = self._label(here, plan, turn)
+            found = _jax.scoped(self.whole.eqns[at].source_info, label)
+            self.sources[key] = found
+        return found
 
     def _label(self, here: _Turns, plan: _Plan, turn: int) -> str:
         """The label of the site of a turn that is like one of the model's sites."""
