@@ -16,7 +16,7 @@ from rewriter.device import Device
 from rewriter.kernel import Spec, spec_of
 from rewriter.kernels.attention import cudnn
 from rewriter.registry import registry
-from rewriter.sources import shipped
+from rewriter.sources import shipped, sources
 from rewriter.verdict import YES, no
 
 T = 1024
@@ -173,6 +173,13 @@ def test_shipped_measurements_choose_for_a_device_that_is_not_here() -> None:
     assert forward.implementation.backward_config == both.implementation.backward_config
     few = chosen(ragged(256))
     assert (few.kernel, few.origin) == ("xla", "shipped")
+
+
+def test_measurements_are_looked_for_among_those_of_the_device() -> None:
+    here = device.named("h200")
+    found = dict(sources(Config(), here, "ragged_dot"))
+    assert {key.device for key, _ in found["shipped"]} == {here.kind}
+    assert "shipped" not in dict(sources(Config(), on("cpu"), "ragged_dot"))
 
 
 def test_near_shapes_choose_where_there_are_no_equal_ones() -> None:

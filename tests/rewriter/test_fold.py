@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from rewriter import fold, pipeline
+from rewriter import _jax, fold, pipeline
 from rewriter.config import resolve
 from rewriter.repeats import Numbered, runs
 
@@ -269,3 +269,21 @@ def test_gradients_that_are_terms_of_a_sum(around) -> None:
     assert short.sites == whole.sites
     assert sum(s.backward for s in short.sites) == len(short.sites) == 3 * LAYERS
     assert all(bool(s.again) == (around is jax.checkpoint) for s in short.sites)
+
+
+def test_gradients_of_equal_sites_are_traced_once(monkeypatch) -> None:
+    traced: list[int] = []
+    trace = _jax.trace_placed
+
+    def counted(code, avals):
+        traced.append(len(avals))
+        return trace(code, avals)
+
+    monkeypatch.setattr(_jax, "trace_placed", counted)
+    program = jax.make_jaxpr(jax.value_and_grad(loss))(weights(), X)
+    rewritten = pipeline.rewrite(program, CONFIG)
+    assert {s.op for s in rewritten.sites if s.backward} == {
+        "attention", "gated_linear_unit", "rms_norm",
+    }  # fmt: skip
+    # Both passes of each op, and of the first norm, of which the input has no gradient.
+    assert len(traced) == 8

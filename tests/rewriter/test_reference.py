@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
+from rewriter import _jax
 from rewriter.op import Op
 from rewriter.reference import differentiable, referenced
 from rewriter.registry import registry
@@ -47,3 +49,26 @@ def test_a_reference_that_holds_an_array_is_not_kept() -> None:
     with jax.checking_leaks():
         np.testing.assert_array_equal(jax.jit(gradient)(jnp.arange(3.0)), [0, 1, 2])
         np.testing.assert_array_equal(jax.jit(gradient)(jnp.full(3, 5.0)), [5, 5, 5])
+
+
+def test_a_trace_is_one_equation_of_what_it_is_part_of() -> None:
+    op = registry().op("attention")
+    x = jnp.ones((2, 6, 2, 4))
+    given = {"q": x, "k": x, "v": x}
+    traced = jax.make_jaxpr(lambda: referenced(op, given, {"scale": 0.5}))()
+    assert len(traced.eqns) == 1
+    assert len(traced.eqns[0].params["jaxpr"].eqns) > 10
+
+
+def test_traces_of_our_own_are_those_of_jax() -> None:
+    table = np.arange(6.0, dtype=np.float32)
+
+    def code(x, y):
+        return [jnp.where(x > 0, y, 1), (x @ y.T) * table[0], jnp.sin(table), 2.0]
+
+    structs = [jax.ShapeDtypeStruct((4, 8), jnp.float32)] * 2
+    got, want = _jax.trace_flat(code, structs), jax.make_jaxpr(code)(*structs)
+    assert str(got) == str(want)
+    x = jnp.ones((4, 8))
+    for a, b in zip(jaxpr_as_fun(got)(x, x), code(x, x), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rewriter import pipeline
+from rewriter import pipeline, sieve
 from rewriter.config import Config
 from rewriter.patterns.sets import in_force
 from rewriter.sieve import possible
@@ -85,3 +85,18 @@ def test_calls_of_one_body_are_told_apart() -> None:
 
     assert names(gate, X) == {"gated_linear_unit"}
     assert not names(own_input, X)
+
+
+def test_a_missing_primitive_is_told_before_paths_are_followed(monkeypatch) -> None:
+    monkeypatch.setattr(sieve._Sieve, "_step", None)  # not called
+    assert not names(lambda x: jnp.abs(x @ W) @ V, X)
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint])
+def test_primitives_at_any_depth(around) -> None:
+    def loop(x):
+        step = around(lambda c: jax.lax.cond(c.sum() > 0, jnp.sin, jnp.cos, c))
+        return jax.lax.while_loop(lambda c: c.max() < 3, step, x)
+
+    found = sieve.primitives(jax.make_jaxpr(loop)(X))
+    assert {"while", "cond", "sin", "cos", "reduce_max", "gt"} <= found
