@@ -35,7 +35,7 @@ def same_literal(a: Any, b: Any) -> bool:
     """Whether two literals are the same number, to the bit, of the same type."""
     if a is b or (a.val is b.val and a.aval == b.aval):
         return True
-    if a.aval != b.aval:
+    if a.aval != b.aval or is_opaque(a.val):
         return False
     return np.asarray(a.val).tobytes() == np.asarray(b.val).tobytes()
 
@@ -57,6 +57,14 @@ def is_drop(var: Any) -> bool:
 def is_tracer(value: Any) -> bool:
     """Whether a value is being traced."""
     return isinstance(value, core.Tracer)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether a value's numbers cannot be read: it is traced, or a random key."""
+    return is_tracer(value) or (
+        isinstance(value, jax.Array)
+        and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+    )
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:

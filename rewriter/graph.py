@@ -117,6 +117,8 @@ class Graph:
 
     def literal(self, val: Any, aval: Any) -> int:
         """The value number of a literal."""
+        if _jax.is_opaque(val):
+            return self._constant(val, aval)
         if np.shape(val):
             number = self._new(aval)
             self.constants[number] = val
@@ -201,15 +203,13 @@ class Graph:
         return self._signatures.setdefault(call, len(self._signatures))
 
     def _constant(self, const: Any, aval: Any) -> int:
-        if _jax.is_tracer(const):
-            key = ("tracer", id(const))
-        elif np.shape(const) == ():
+        opaque = _jax.is_opaque(const)
+        if not opaque and np.shape(const) == ():
             return self.literal(const, aval)
-        else:
-            key = ("const", id(const))
+        key = ("const", id(const))
         if key not in self._literals:
             self._literals[key] = self._new(aval)
-            if not _jax.is_tracer(const):
+            if not opaque:
                 self.constants[self._literals[key]] = const
         return self._literals[key]
 

@@ -473,3 +473,21 @@ def test_numbers_of_other_kinds_are_left_alone(dtype: str) -> None:
     got, want = (f(x, x, x).astype("complex64") for f in (fast, jax.jit(plain)))
     np.testing.assert_array_equal(got, want)
     assert not fast.report().sites
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_random_keys_as_constants(many: bool) -> None:
+    """A program that holds random keys is rewritten like any other."""
+    key = jax.random.key(0)
+    keys = jax.random.split(key) if many else key
+
+    def dropped(q, k, v):
+        mine = keys[1] if many else jax.random.fold_in(keys, 1)
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k))
+        keep = jax.random.bernoulli(mine, 0.9, weights.shape)
+        return jnp.einsum("bnts,bsnh->btnh", jnp.where(keep, weights / 0.9, 0), v)
+
+    q = jax.random.normal(key, (2, 8, 2, 16))
+    fast = rewriter.optimize(dropped, implementation={"attention": "reference"})
+    assert fast.report(q, q, q).counts()["attention"] == 1
+    np.testing.assert_allclose(fast(q, q, q), dropped(q, q, q), atol=1e-6)
