@@ -130,7 +130,10 @@ def _estimated(task: Task, on: Device, made: Implementation) -> Measurement:
     if not isinstance(simulated, str):
         method, cycles = SIMULATED, simulated["cycles"]
     elif calls:
-        method, cycles = BUNDLES, _cycles_of_steps(task, made, calls, said["bundles"])
+        counted = _cycles_of_steps(task, made, calls, said["bundles"])
+        if isinstance(counted, str):
+            return _without(task, made, counted)
+        method, cycles = BUNDLES, counted
     else:  # it compiled before: what fails is the compilation that simulates
         why = simulated.replace("does not compile", "no estimate: not simulated")
         return _without(task, made, why)
@@ -153,8 +156,8 @@ def _cycles_of_steps(
     made: Implementation,
     calls: Sequence[Called],
     bundles: Mapping[str, int],
-) -> float:
-    """Bundles of each kernel, as often as its steps are run."""
+) -> float | str:
+    """Bundles of each kernel, as often as its steps are run; or why none are known."""
     known: dict[str, float] = {}
     by_name = {k.name: k for k in task.kernels}
     for name in made.kernels:
@@ -167,7 +170,7 @@ def _cycles_of_steps(
     for call in calls:
         steps = known.get(call.name, call.steps)
         if not steps:
-            raise ValueError(f"the grid of {call.name} depends on values")
+            return f"no estimate: the grid of {call.name} depends on values"
         total += steps * bundles[call.name]
     return total
 

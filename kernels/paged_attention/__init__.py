@@ -42,7 +42,6 @@ KERNELS = (
         forward=tpu.forward,
         memory_bounded=True,
         profitable=tpu.profitable,
-        steps=tpu.steps,
         space=Space(tpu.Chunk, tpu.default, tpu.configs, tpu.fits),
     ),
     Kernel(

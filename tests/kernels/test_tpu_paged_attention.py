@@ -128,8 +128,6 @@ def test_what_it_takes(given: Spec, kind: device.Device) -> None:
     found, _ = worth_measuring(KERNEL.space, given, kind, 8)
     assert found[0] == tpu.default(given, kind)
     assert all(tpu.fits(c, given, kind).ok for c in found)
-    steps = tpu.steps(given, None, None, "forward")["paged_attention"]
-    assert steps >= given.shape("q")[0]
 
 
 @pytest.mark.parametrize(

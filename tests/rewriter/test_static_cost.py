@@ -111,6 +111,9 @@ def test_bundles_rank_what_the_simulator_does_not_take(
     args = task, named("tpu_v5e"), [made], time.monotonic() + 60, lambda done, of: None
     (found,) = static_cost.estimated(*args)
     assert (found.method, found.median_us) == (BUNDLES, 3.0)  # 1.5 GHz
+    compiled["calls"] = [{**call, "steps": 0}]
+    (found,) = static_cost.estimated(*args)
+    assert found.problem == "no estimate: the grid of k depends on values"
     compiled["calls"] = []
     (found,) = static_cost.estimated(*args)
     assert found.problem.startswith("no estimate")  # the program itself compiled

@@ -16,7 +16,6 @@ from rewriter.kernels.paged_attention.reference import AXES
 from rewriter.kernels.paged_attention.tpu.config import ANY, Chunk, fits, sizes
 from rewriter.kernels.paged_attention.tpu.config import configs as configs
 from rewriter.kernels.paged_attention.tpu.config import default as default
-from rewriter.kernels.paged_attention.tpu.config import steps as steps
 from rewriter.tpu import LANES
 from rewriter.verdict import YES, Verdict, all_of, no
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,12 @@ MOST_PAGES = 16
 """Pages of a step: each is an operand of its own."""
 
 COLUMNS = 1024
-"""Keys of all heads in a step, from which reading them takes longer than the step."""
+"""Keys of all heads in a step, if there are as many.
+
+With 32 queries, 8 heads of 128 and pages of 16 in bfloat16, a step of 1, 2, 4 and 8
+pages takes 408, 504, 821 and 1411 instruction bundles on a v5e (libtpu 0.0.50), and
+reading 8 pages takes 960 cycles.
+"""
 
 
 @dataclass(frozen=True)
@@ -101,22 +105,6 @@ def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
         text = f"{words >> 10} KiB of SMEM of {SMEM >> 10} KiB for the steps"
         found.append(no("smem", text))
     return all_of(*found)
-
-
-def steps(
-    spec: Spec, config: Chunk | None, backward_config: None, passes: str
-) -> Mapping[str, float]:
-    """Returns steps by kernel, if all pages of all sequences are read.
-
-    Args:
-        spec: The use.
-        config: How many pages a step reads; None for the rule of thumb.
-        backward_config: Unused: there is no backward.
-        passes: Unused.
-    """
-    del backward_config, passes
-    use, chunk = sizes(spec), config or default(spec, ANY)
-    return {"paged_attention": float(use.b * -(-use.p // chunk.pages))}
 
 
 def vmem(config: Chunk, use: Sizes) -> int:
