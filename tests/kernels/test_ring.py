@@ -251,15 +251,21 @@ def test_taken(spec: Spec) -> None:
     assert RING.supports(spec, COUNT).ok
 
 
-def test_few_keys_or_queries_are_gathered() -> None:
-    def of(t: int, n: int, heads: int) -> Spec:
-        one = jax.ShapeDtypeStruct((1, t, heads, 128), jnp.bfloat16)
+def test_few_keys_are_gathered_and_those_of_few_queries_for_gradients() -> None:
+    def pays(t: int, n: int, count: int, kept: int, window: Any = FULL) -> str:
+        keys = jax.ShapeDtypeStruct((1, t, 8, 128), jnp.bfloat16)
         q = jax.ShapeDtypeStruct((1, t, n, 128), jnp.bfloat16)
-        return spec_of(OP, {"q": q, "k": one, "v": one}, {})
+        spec = spec_of(OP, {"q": q, "k": keys, "v": keys}, {"window": window})
+        return "; ".join(r.text for r in RING.pays(spec, count, kept).reasons)
 
-    assert RING.pays(of(8192, 8, 8), 8, 0).ok
-    assert not RING.pays(of(1024, 8, 8), 8, 0).ok
-    assert not RING.pays(of(1024, 8, 8), 32, 0).ok  # too few to hide the moves behind
-    assert RING.pays(of(1024, 16, 8), 32, 0).ok
-    assert not RING.pays(of(2048, 8, 8), 4, 0).ok
-    assert RING.pays(of(2048, 8, 8), 4, 16).ok  # kept in 16 layers
+    assert not pays(2048, 8, 8, 0)  # 64 MiB
+    assert pays(1024, 8, 8, 0) == (
+        "keys and values of 32768 KiB gathered on each device are few"
+    )
+    assert "32768 KiB" in pays(2048, 8, 4, 1)
+    assert not pays(2048, 8, 4, 2)  # in two layers
+    assert not pays(1024, 8, 16, 0)
+    assert "it moves 1.5 times" in pays(1024, 8, 16, 1)
+    assert "1024 queries a device are too few" in pays(1024, 8, 16, 1)
+    assert not pays(1024, 16, 16, 1)  # two of which read each key
+    assert not pays(1024, 8, 16, 1, (4096, 0))  # to a quarter of the devices
