@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import Kernel
+from rewriter.kernel import Kernel, Space
+from rewriter.kernels.ragged_gated_linear_unit import tpu
 from rewriter.kernels.ragged_gated_linear_unit.cost import cost
+from rewriter.kernels.ragged_gated_linear_unit.estimate import estimate
 from rewriter.kernels.ragged_gated_linear_unit.reference import (
     distributions,
     general,
@@ -33,4 +35,45 @@ OP = Op(
     parts="ragged_dot",
 )  # fmt: skip
 
-KERNELS: tuple[Kernel, ...] = ()
+BACKWARD = Space(
+    tpu.Tiles, tpu.default_backward, tpu.configs_of_parts, tpu.fits_backward
+)
+
+KERNELS = (
+    Kernel(
+        name="mosaic_tpu",
+        op="ragged_gated_linear_unit",
+        platforms=("tpu",),
+        version=1,
+        supports=tpu.supports,
+        tried=False,
+        forward=tpu.forward,
+        backward=tpu.backward,
+        memory_bounded=True,
+        profitable=tpu.profitable,
+        estimate=estimate,
+        saves_out=False,
+        space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
+        backward_space=BACKWARD,
+        steps=tpu.steps,
+    ),
+    # What the whole is compared with; where it is best the parts are taken.
+    Kernel(
+        name="by_parts",
+        op="ragged_gated_linear_unit",
+        platforms=("tpu",),
+        version=1,
+        supports=tpu.supports_parts,
+        tried=False,
+        forward=tpu.forward_by_parts,
+        backward=tpu.backward,
+        memory_bounded=True,
+        profitable=tpu.profitable,
+        estimate=estimate,
+        saves_out=False,
+        space=Space(
+            tpu.Tiles, tpu.default_of_parts, tpu.configs_of_parts, tpu.fits_parts
+        ),
+        backward_space=BACKWARD,
+    ),
+)

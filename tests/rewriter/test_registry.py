@@ -44,8 +44,9 @@ def test_importing_the_registry_loads_no_kernel() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", "gated_linear_unit", "layer_norm", "ragged_dot", "rms_norm"],
-)
+    ["attention", "gated_linear_unit", "layer_norm", "ragged_dot",
+     "ragged_gated_linear_unit", "rms_norm"],
+)  # fmt: skip
 def test_shipped_ops_are_whole(name: str) -> None:
     op = registry().op(name)
     assert op.name == name

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.activations import ACTIVATIONS
 from rewriter.device import Device
 from rewriter.kernel import Spec
+from rewriter.kernels.activations_tpu import ON_TPU, WITHOUT
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
 from rewriter.kernels.gated_linear_unit.tpu.config import (
@@ -34,9 +34,6 @@ from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_
 from rewriter.verdict import YES, Verdict, all_of, no
 
 DTYPES = ("bfloat16", "float32")
-WITHOUT = ("elu", "selu", "celu")
-"""Activations by ``expm1``, which the compiler does not have."""
-
 PRECISIONS = (None, "default", "high", "highest")
 
 
@@ -180,7 +177,9 @@ def _taken(
     operands = {"x": x.reshape(math.prod(x.shape[:-1]), x.shape[-1])}
     operands |= {"w_gate": w_gate, "w_up": w_up}
     biases = {n: given[n] for n in ("b_gate", "b_up") if given.get(n) is not None}
-    return operands | biases, functools.partial(_joined, **_params(**given))
+    return operands | biases, functools.partial(
+        combine, **_params(**given), activations=ON_TPU
+    )
 
 
 def _params(
@@ -196,27 +195,6 @@ def _params(
     del b_gate, b_up
     return {"activation": activation, "beta": beta, "clip_gate": clip_gate,
             "clip_up": clip_up, "up_shift": up_shift}  # fmt: skip
-
-
-def _joined(gate: jax.Array, up: jax.Array, **params: Any) -> jax.Array:
-    """The op's `combine`, in what the compiler for TPUs has."""
-    given = {**ACTIVATIONS, "gelu_erf": _gelu_erf}
-    return combine(gate, up, **params, activations=given)
-
-
-@jax.custom_jvp
-def _erf(y: jax.Array) -> jax.Array:
-    """JAX's own derivative asks for an accuracy that the compiler does not know."""
-    return jax.lax.erf(y)
-
-
-_erf.defjvps(lambda t, out, y: t * (2 / math.sqrt(math.pi)) * jnp.exp(-y * y))
-
-
-def _gelu_erf(y: jax.Array, beta: float) -> jax.Array:
-    """Exact up to float32's rounding of 1; there is no ``erfc``."""
-    del beta
-    return 0.5 * y * (1 + _erf(y * math.sqrt(0.5)))
 
 
 def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:

@@ -13,7 +13,13 @@ import jax.numpy as jnp
 
 from rewriter.kernels.ragged_dot import xla
 from rewriter.kernels.ragged_dot.products import Product
-from rewriter.kernels.ragged_dot.tpu.config import Tiles, smallest
+from rewriter.kernels.ragged_dot.tpu.config import (
+    NAMES,
+    Tiles,
+    blocks,
+    smallest,
+    vmem,
+)
 from rewriter.kernels.ragged_dot.tpu.config import configs as configs
 from rewriter.kernels.ragged_dot.tpu.config import default as default
 from rewriter.kernels.ragged_dot.tpu.config import (
@@ -90,8 +96,14 @@ def forward(
     n = rhs.shape[1 if mode == "transposed" else -1]
     items = lhs.dtype.itemsize, rhs.dtype.itemsize, dtype.itemsize
     product = Product(mode, *lhs.shape, n, len(group_sizes), items)
-    run = product_of_groups if mode == "contracting" else rows_times_matrices
-    out = run(lhs, rhs, group_sizes, product, dtype, precision, config or Tiles())
+    tiles = config or Tiles()
+    if mode == "contracting":
+        out = product_of_groups(lhs, rhs, group_sizes, product, dtype, precision, tiles)
+    else:
+        (out,) = rows_times_matrices(
+            lhs, [rhs], group_sizes, product, [dtype], precision,
+            blocks(product, tiles), vmem(product, tiles), NAMES[mode],
+        )  # fmt: skip
     return (out, ()) if residuals else out
 
 

@@ -1,4 +1,4 @@
-"""Rows times their group's matrix, on a TPU.
+"""Rows times their group's matrix, or matrices, on a TPU.
 
 The result's columns are in blocks; for each, tiles of rows follow one another, and the
 sum over lhs's columns runs in each. A tile that is all one group's is multiplied at
@@ -8,6 +8,8 @@ the group are multiplied.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,45 +20,52 @@ from jax.experimental import pallas as pl
 from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.ragged_dot.products import Product
 from rewriter.kernels.ragged_dot.tpu import schedule
-from rewriter.kernels.ragged_dot.tpu.config import (
-    NAMES,
-    Blocks,
-    Tiles,
-    blocks,
-    vmem,
-)
+from rewriter.kernels.ragged_dot.tpu.config import Blocks
 from rewriter.kernels.ragged_dot.tpu.step import Step
 
 if TYPE_CHECKING:
     from jax import Array
 
 
+Finish = Callable[..., Sequence[Any]]
+"""``finish(*products)`` gives results of float32 blocks of the products."""
+
+
 def rows_times_matrices(
     lhs: Array,
-    rhs: Array,
+    rhs: Sequence[Array],
     group_sizes: Array,
     product: Product,
-    dtype: Any,
+    dtypes: Sequence[Any],
     precision: str | None,
-    tiles: Tiles,
-) -> Array:
-    """Returns each row times its group's matrix; zeros for rows of no group.
+    blocks: Blocks,
+    vmem: int,
+    name: str,
+    finish: Finish = lambda *products: products,
+    first: Sequence[int] | None = None,
+) -> Sequence[Array]:
+    """Returns each row times its group's matrices; zeros for rows of no group.
 
     Args:
         lhs: [m, k].
-        rhs: [g, k, n]; [g, n, k] if transposed.
+        rhs: [g, k, n] each; [g, n, k] if transposed.
         group_sizes: int [g].
-        product: Its sizes.
-        dtype: The result's dtype.
+        product: The sizes of one of the products.
+        dtypes: The results' dtypes.
         precision: As for `mosaic_tpu.dot`.
-        tiles: The config.
+        blocks: The sizes of blocks.
+        vmem: Bytes of VMEM that it takes.
+        name: The kernel's name, as profilers show it.
+        finish: What becomes of the products; it gives zeros for zeros.
+        first: The block of each array's columns at which its matrices begin.
 
     Returns:
-        [m, n].
+        [m, n] for each dtype.
     """
-    b, transposed = blocks(product, tiles), product.mode == "transposed"
+    b, transposed = blocks, product.mode == "transposed"
     table, count = schedule.of_rows(group_sizes, product.m, b.m)
     steps, parts = len(table) // schedule.FIELDS, -(-product.k // b.k)
+    begin = first or [0] * len(rhs)
 
     def at(step: Step, k: Any) -> Any:  # stays where nothing is multiplied
         return k if parts == 1 else jnp.where(step(schedule.HIGH) > 0, k, parts - 1)
@@ -65,34 +74,40 @@ def rows_times_matrices(
         step = Step(table, steps, s)
         return step(schedule.READ), at(step, k)
 
-    def right(j: Any, s: Any, k: Any, table: Any) -> Any:
+    def right(begin: int, j: Any, s: Any, k: Any, table: Any) -> Any:
         step = Step(table, steps, s)
-        place = (j, at(step, k)) if transposed else (at(step, k), j)
+        column = j + begin if begin else j
+        place = (column, at(step, k)) if transposed else (at(step, k), column)
         return step(schedule.GROUP), *place
 
     def made(j: Any, s: Any, k: Any, table: Any) -> Any:
         return Step(table, steps, s)(schedule.TILE), j
 
-    def body(table: Any, lhs: Any, rhs: Any, out: Any, sums: Any = None) -> None:
+    def body(table: Any, lhs: Any, *refs: Any) -> None:
         step = Step(table, steps, pl.program_id(1))
         part = 0 if parts == 1 else pl.program_id(2)
-        _Tile(product, b, precision, step, part, parts, lhs, rhs, out, sums).run()
+        ends = len(rhs), len(rhs) + len(dtypes)
+        matrices, out, sums = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
+        _Tile(
+            product, b, precision, step, part, parts, lhs, matrices, out, sums, finish
+        ).run()
 
-    (out,) = mosaic_tpu.call(
+    block = (None, b.n, b.k) if transposed else (None, b.k, b.n)
+    sums = [mosaic_tpu.VMEM((b.m, b.n), jnp.float32)] * len(rhs)
+    return mosaic_tpu.call(
         body,
-        NAMES[product.mode],
+        name,
         mosaic_tpu.Grid((-(-product.n // b.n), count, parts), 1),
         [
             pl.BlockSpec((b.m, b.k), left),
-            pl.BlockSpec((None, b.n, b.k) if transposed else (None, b.k, b.n), right),
+            *(pl.BlockSpec(block, functools.partial(right, i)) for i in begin),
         ],
-        [pl.BlockSpec((b.m, b.n), made)],
-        [mosaic_tpu.shaped((product.m, product.n), dtype, lhs)],
-        [mosaic_tpu.VMEM((b.m, b.n), jnp.float32)] if product.k > b.step else [],
+        [pl.BlockSpec((b.m, b.n), made) for _ in dtypes],
+        [mosaic_tpu.shaped((product.m, product.n), dtype, lhs) for dtype in dtypes],
+        sums if product.k > b.step else [],
         prefetched=1,
-        vmem=vmem(product, tiles),
-    )(table, lhs, rhs)
-    return out
+        vmem=vmem,
+    )(table, lhs, *rhs)
 
 
 @dataclass(frozen=True)
@@ -106,9 +121,10 @@ class _Tile:
     part: Any
     parts: int
     lhs: Any
-    rhs: Any
-    out: Any
-    sums: Any
+    rhs: Sequence[Any]
+    out: Sequence[Any]
+    sums: Sequence[Any]
+    finish: Finish
 
     def run(self) -> None:
         step, rows = self.step, self.blocks.m
@@ -118,7 +134,8 @@ class _Tile:
 
         @pl.when(~whole & first & (self.part == 0))
         def _() -> None:
-            self.out[...] = jnp.zeros_like(self.out)
+            for out in self.out:
+                out[...] = jnp.zeros_like(out)
 
         @pl.when(~whole & some)
         def _() -> None:
@@ -136,43 +153,52 @@ class _Tile:
         """Adds to the sums of some rows; stores them when they are complete."""
         size, step = self.blocks.k, self.blocks.step
         if step == size and self.parts == 1:
-            self.store(rows, self.part_of(rows, pl.ds(0, size)), whole)
+            self.store(rows, self.parts_of(rows, pl.ds(0, size)), whole)
             return
 
         @pl.when(self.part == 0)
         def _() -> None:
-            self.sums[rows, :] = jnp.zeros((rows.size, self.blocks.n), jnp.float32)
+            for total in self.sums:
+                total[rows, :] = jnp.zeros((rows.size, self.blocks.n), jnp.float32)
 
-        def add(i: Any, _: Any) -> None:
-            columns = pl.ds(pl.multiple_of(i * step, step), step)
-            self.sums[rows, :] += self.part_of(rows, columns)
+        def add(columns: Any) -> None:
+            parts = self.parts_of(rows, columns)
+            for total, part in zip(self.sums, parts, strict=True):
+                total[rows, :] += part
 
-        lax.fori_loop(0, size // step, add, None)
+        def turn(i: Any, _: Any) -> None:
+            add(pl.ds(pl.multiple_of(i * step, step), step))
+
+        lax.fori_loop(0, size // step, turn, None)
         if size % step:
-            columns = pl.ds(size - size % step, size % step)
-            self.sums[rows, :] += self.part_of(rows, columns)
+            add(pl.ds(size - size % step, size % step))
 
         @pl.when(self.part == self.parts - 1)
         def _() -> None:
-            self.store(rows, self.sums[rows, :], whole)
+            self.store(rows, [total[rows, :] for total in self.sums], whole)
 
-    def part_of(self, rows: Any, columns: Any) -> Array:
-        """Returns the product over some of lhs's columns."""
-        transposed = self.product.mode == "transposed"
-        left = self.lhs[rows, columns]
-        right = self.rhs[:, columns] if transposed else self.rhs[columns, :]
+    def parts_of(self, rows: Any, columns: Any) -> list[Array]:
+        """Returns the products over some of lhs's columns."""
+        across = int(self.product.mode == "transposed")
+        left, rest = self.lhs[rows, columns], None
         if self.product.k % self.blocks.k:  # what lies beyond is undefined
             rest = self.product.k - self.part * self.blocks.k - columns.start
             left = mosaic_tpu.masked(left, 1, 0, rest)
-            right = mosaic_tpu.masked(right, int(transposed), 0, rest)
-        return mosaic_tpu.dot(left, right, (1, int(transposed)), self.precision)
+        made = []
+        for rhs in self.rhs:
+            right = rhs[:, columns] if across else rhs[columns, :]
+            if rest is not None:
+                right = mosaic_tpu.masked(right, across, 0, rest)
+            made.append(mosaic_tpu.dot(left, right, (1, across), self.precision))
+        return made
 
-    def store(self, rows: Any, made: Array, whole: bool) -> None:
+    def store(self, rows: Any, products: Sequence[Array], whole: bool) -> None:
         """Writes rows of the group, and leaves those of others."""
-        if whole:
-            self.out[rows, :] = made.astype(self.out.dtype)
-            return
-        row = lax.broadcasted_iota(jnp.int32, made.shape, 0) + rows.start
-        mine = (row >= self.step(schedule.LOW)) & (row < self.step(schedule.HIGH))
-        old = self.out[rows, :].astype(jnp.float32)
-        self.out[rows, :] = jnp.where(mine, made, old).astype(self.out.dtype)
+        for out, made in zip(self.out, self.finish(*products), strict=True):
+            if whole:
+                out[rows, :] = made.astype(out.dtype)
+                continue
+            row = lax.broadcasted_iota(jnp.int32, made.shape, 0) + rows.start
+            mine = (row >= self.step(schedule.LOW)) & (row < self.step(schedule.HIGH))
+            old = out[rows, :].astype(jnp.float32)
+            out[rows, :] = jnp.where(mine, made, old).astype(out.dtype)

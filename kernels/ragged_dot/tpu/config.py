@@ -102,24 +102,34 @@ def fits_backward(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def _fits(config: Tiles, spec: Spec, device: Device, backward: bool) -> Verdict:
+    if not (verdict := aligned(config)).ok:
+        return verdict
+    found, room = [YES], tpu.generation(device).vmem
+    for product in products(spec, backward):
+        if (size := vmem(product, config)) > room:
+            text = f"{size >> 10} KiB of VMEM of {room >> 10} KiB"
+            found.append(no("vmem", text))
+        found.append(table_fits(product, blocks(product, config).m))
+    return all_of(*found)
+
+
+def aligned(config: Tiles) -> Verdict:
+    """Returns whether tiles are whole registers."""
     found = [YES]
     for name, unit in (("block_m", 16), ("chunk", 16), ("block_k", tpu.LANES),
                        ("block_n", tpu.LANES), ("step_k", tpu.LANES)):  # fmt: skip
         if (size := getattr(config, name)) % unit or size <= 0:
             found.append(no(name, f"{size} is no multiple of {unit}"))
-    if not all_of(*found).ok:
-        return all_of(*found)
-    room = tpu.generation(device).vmem
-    for product in products(spec, backward):
-        if (size := vmem(product, config)) > room:
-            text = f"{size >> 10} KiB of VMEM of {room >> 10} KiB"
-            found.append(no("vmem", text))
-        rows = blocks(product, config).m
-        size = 4 * FIELDS * most_steps(product.m, product.groups, rows)
-        if size > SMEM:
-            text = f"{size >> 10} KiB of SMEM of {SMEM >> 10} KiB for the steps"
-            found.append(no("smem", text))
     return all_of(*found)
+
+
+def table_fits(product: Product, rows: int) -> Verdict:
+    """Returns whether what is known of the steps over tiles of rows fits into SMEM."""
+    size = 4 * FIELDS * most_steps(product.m, product.groups, rows)
+    if size > SMEM:
+        text = f"{size >> 10} KiB of SMEM of {SMEM >> 10} KiB for the steps"
+        return no("smem", text)
+    return YES
 
 
 def default(spec: Spec, device: Device) -> Tiles:
