@@ -21,7 +21,12 @@ from rewriter.patterns.gated_linear_unit.activation import activated
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.forms import every
 from rewriter.patterns.gated_linear_unit.products import products
-from rewriter.patterns.ragged_dot import ROWS_BY_MATRICES, precision_of, roles
+from rewriter.patterns.ragged_dot import (
+    ROWS_BY_MATRICES,
+    precision_of,
+    roles,
+    stored,
+)
 from rewriter.patterns.ragged_dot.dense_experts import RAGGED
 from rewriter.reading import Reading, Refused, operand
 
@@ -113,6 +118,9 @@ def _operands(find: Finder, dot: Node) -> tuple[int, int, int]:
     if roles(find, dot) != ROWS_BY_MATRICES:
         raise Refused("dimensions", "no ragged dot of rows by matrices", score=0.2)
     x, w, sizes = dot.ins
+    matrices = ROWS_BY_MATRICES[2]
+    if stored(find, w, matrices) != matrices:  # a ragged dot takes them as they are
+        raise Refused("stored", "the matrices are stored transposed", score=0.2)
     return x, w, sizes
 
 

@@ -75,5 +75,6 @@ KERNELS = (
             tpu.Tiles, tpu.default_of_parts, tpu.configs_of_parts, tpu.fits_parts
         ),
         backward_space=BACKWARD,
+        steps=tpu.steps_of_parts,
     ),
 )

@@ -60,7 +60,7 @@ def read(find: Finder, node: Node) -> Reading:
     if contracting:
         mode, rhs_axes = "contracting", ("k0", "n0")
         lhs_axes = ("k0", "m0")
-    elif _stored(find, node.ins[1], right) == ("g0", "n0", "k0"):
+    elif stored(find, node.ins[1], right) == ("g0", "n0", "k0"):
         mode, rhs_axes = "transposed", ("g0", "n0", "k0")
     else:
         mode, rhs_axes = "forward", ("g0", "k0", "n0")
@@ -111,7 +111,7 @@ def roles(find: Finder, node: Node) -> tuple[bool, tuple[str, ...], tuple[str, .
     return forms[form], left, right
 
 
-def _stored(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str, ...]:
+def stored(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str, ...]:
     """The roles in the order in which the array under layout has its axes."""
     node = find.graph.node_of(value)
     while node is not None and node.prim in ("transpose", "copy"):

@@ -132,6 +132,8 @@ def test_steps_are_counted() -> None:
     tiles = Tiles(256, 256, 128, 128, 128)
     counted = tpu.steps(spec(m=1000, k=512, f=384, g=4), tiles, tiles, "forward")
     assert counted == {"ragged_gated_linear_unit": 7 * 3 * 4}
+    parts = tpu.steps_of_parts(spec(m=1000, k=512, f=384), tiles, tiles, "forward")
+    assert parts == {"ragged_dot": 7 * 3 * 4}
     both = tpu.steps(spec(m=1000), tiles, tiles, "forward_and_vjp")
     assert set(both) == {"ragged_gated_linear_unit", "ragged_dot_transposed",
                          "ragged_dot_of_groups"}  # fmt: skip

@@ -28,6 +28,7 @@ def operands(seed: int = 0, dtype: Any = "float32") -> dict[str, Any]:
     r = np.random.default_rng(seed)
     one, both = (G, K, F), (G, K, 2 * F)
     shapes = {"x": (M, K), "y": (M, K), "w": one, "u": one, "b": both}
+    shapes["t"] = (G, F, K)
     made = {n: r.standard_normal(s).astype(jnp.dtype(dtype)) for n, s in shapes.items()}
     sizes = {
         "n": np.array([7, 0, 30, 5], "int32"),
@@ -229,7 +230,14 @@ def added(x, w, u, n):
     return jax.nn.silu(lax.ragged_dot(x, w, n)) * (lax.ragged_dot(x, u, n) + 1)
 
 
+def stored_transposed(x, t, w, n):
+    """Ragged dots read them as they are; the unit would have them copied."""
+    gate = lax.ragged_dot(x, t.swapaxes(1, 2), n)
+    return jax.nn.silu(gate) * lax.ragged_dot(x, w, n)
+
+
 LOOK_ALIKES = (
+    stored_transposed,
     other_sizes, other_rows, of_the_product, two_activations, gate_alone, no_activation,
     another_function, other_precision, in_turns, overlapping, rows_moved, added,
 )  # fmt: skip

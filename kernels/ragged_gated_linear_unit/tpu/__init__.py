@@ -45,6 +45,9 @@ from rewriter.kernels.ragged_gated_linear_unit.tpu.config import (
     fits_parts as fits_parts,
 )
 from rewriter.kernels.ragged_gated_linear_unit.tpu.config import steps as steps
+from rewriter.kernels.ragged_gated_linear_unit.tpu.config import (
+    steps_of_parts as steps_of_parts,
+)
 from rewriter.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:

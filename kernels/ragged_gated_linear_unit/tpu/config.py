@@ -171,6 +171,12 @@ def steps(
         turns = most_steps(p.m, p.groups, b.m)
         made[NAME] = turns * -(-p.n // b.n) * -(-p.k // b.step)
     if passes != "forward":
-        part = part_of(spec)
-        made |= ragged_dot.steps(part, backward_config, backward_config, "vjp")
+        made |= steps_of_parts(spec, config, backward_config, "vjp")
     return made
+
+
+def steps_of_parts(
+    spec: Spec, config: Tiles, backward_config: Tiles, passes: str
+) -> dict[str, int]:
+    """Returns how often the code of each kernel of a ragged dot runs."""
+    return ragged_dot.steps(part_of(spec), config, backward_config, passes)
