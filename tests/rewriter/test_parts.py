@@ -22,9 +22,12 @@ TARGET = "tpu_v6e"
 M, K, F, G = 4096, 2048, 1024, 4
 
 
+def hidden(x: Any, w: Any, u: Any, n: Any) -> Any:
+    return jax.nn.silu(lax.ragged_dot(x, w, n)) * lax.ragged_dot(x, u, n)
+
+
 def unit(x: Any, w: Any, u: Any, d: Any, n: Any) -> Any:
-    hidden = jax.nn.silu(lax.ragged_dot(x, w, n)) * lax.ragged_dot(x, u, n)
-    return lax.ragged_dot(hidden, d, n)
+    return lax.ragged_dot(hidden(x, w, u, n), d, n)
 
 
 def of_halves(x: Any, b: Any, d: Any, n: Any) -> Any:
@@ -257,6 +260,20 @@ def test_programs_for_tpus_hold_it(generation: str) -> None:
 
 
 @on_tpu.needs_compiler
+def test_gradients_and_batches_for_tpus() -> None:
+    """The forward keeps both branches; their ragged dots' kernels take over."""
+    fast = rewriter.optimize(hidden, target="tpu_v5e", implementation=FORCED)
+    x, w, u, _, n = specs(unit, 512, 256, 384)
+    total = lambda *given: jnp.sum(jnp.sin(fast(*given).astype(jnp.float32)))
+    text = on_tpu.compiled("v5e", jax.grad(total, (0, 1, 2)), x, w, u, n)
+    for name in (UNIT, "ragged_dot_transposed", "ragged_dot_of_groups"):
+        assert name in text
+    x = jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+    many = jax.vmap(fast, (0, None, None, None))
+    assert UNIT in on_tpu.compiled("v5e", many, x, w, u, n)
+
+
+@on_tpu.needs_compiler
 @pytest.mark.parametrize("split", ["m", "f", "g"])
 def test_spread_over_chips(split: str) -> None:
     """Rows, columns or experts over four chips; no operand is gathered."""
@@ -270,9 +287,6 @@ def test_spread_over_chips(split: str) -> None:
         jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.NamedSharding(mesh, p))
         for s, p in ((x, of_x), (w, of_w), (w, of_w), (n, P()))
     ]
-
-    def hidden(x: Any, w: Any, u: Any, n: Any) -> Any:
-        return jax.nn.silu(lax.ragged_dot(x, w, n)) * lax.ragged_dot(x, u, n)
 
     fast = rewriter.optimize(
         hidden, target="tpu_v5e", implementation=FORCED,
