@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
+import jax.numpy as jnp
 import numpy as np
 
 from rewriter.canonicalize.choice import choose, ramp
@@ -31,7 +32,6 @@ def _elementwise(name: str, f: Callable[..., Poly]) -> None:
     RULES[name] = lambda ev, node, args, mode: f(ev, *ev.operands(node, args, mode))
 
 
-_elementwise("add", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b)))  # a + b
 _elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
 _elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
@@ -58,6 +58,24 @@ _elementwise(  # 1 - a^2
     "one_minus_square",
     lambda ev, a: ev.alg.add(ev.alg.const(1), ev.alg.power(a, 2), -1.0),
 )
+
+
+@rule("add")
+def _add(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    """A + b; what rounding makes of a sum of weights and a number to guard it."""
+    a, b = ev.operands(node, args, mode)
+    for guard, p in ((a, b), (b, a)):
+        low = ev.alg.as_constant(guard) if len(guard) == 1 else None
+        if low is not None and 0 < low < _half_a_step(ev, node) and at_least_one(ev, p):
+            ev.notes.add(f"a sum of weights is not changed by {low:.4g}")
+            return p
+    return _gentle(ev, ev.alg.add(a, b))
+
+
+def _half_a_step(ev: Evaluator, node: Node) -> float:
+    """What is too little to change any number from one on, in a result's dtype."""
+    dtype = ev.g.dtype(node.outs[0])
+    return float(jnp.finfo(dtype).eps) / 2 if kind_of(dtype) == "f" else 0.0
 
 
 def _product(alg: Algebra, a: Poly, b: Poly) -> Poly:

@@ -239,6 +239,13 @@ def _(q, k, v, w):
     return weigh(e / (e.sum(-1, keepdims=True) * 0.5 + w[:, None] ** 2), v)
 
 
+@attention("denominator_plus_much", "what is added to the denominator is no guard")
+def _(q, k, v):
+    s = scores(q, k)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return weigh(e / (e.sum(-1, keepdims=True) + 0.25), v)
+
+
 @attention("not_normalised", "no denominator")
 def _(q, k, v):
     return weigh(jnp.exp(scores(q, k)), v)
