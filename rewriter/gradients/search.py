@@ -76,13 +76,14 @@ def _each_once(
     """Those that share no gradient with one that has more of them, or comes first.
 
     The same op of a value and of its copy, as one that was offloaded, have the same
-    gradient of a bias. The forward of a ragged dot is the gradient of its gradient.
+    gradient of a bias. The forward of a ragged dot is the gradient of its gradient,
+    and that of one row's norm is the gradient of its scale's: the earlier one is it.
     """
     taken: set[int] = set()
     forwards: set[int] = set()
     kept: dict[int, Backward] = {}
     those = [m for m in matches if id(m) in found]
-    for match in sorted(those, key=lambda m: -len(found[id(m)].grads)):
+    for match in sorted(those, key=lambda m: (-len(found[id(m)].grads), m.value)):
         results = found[id(match)].results
         if match.value not in taken and (taken | forwards).isdisjoint(results):
             taken.update(results)

@@ -412,3 +412,24 @@ def test_layers_that_share_their_scale() -> None:
     assert report.counts(backward=True)["rms_norm"] == 2 * LAYERS
     fast = rewriter.optimize(step, implementation=FORCED)
     equal(fast(PARAMS, X), step(PARAMS, X))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_norm_of_one_row(centred: bool) -> None:
+    """The gradient of the scale looks like a norm with the cotangent as its scale."""
+
+    def loss(x, scale, bias, w):
+        mean = x.mean(-1, keepdims=True) if centred else 0.0
+        x = x - mean
+        y = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+        return (((y + bias if centred else y) @ w) ** 2).mean()
+
+    p = PARAMS[0]
+    step = jax.value_and_grad(loss, (0, 1, 2, 3) if centred else (0, 1, 3))
+    args = X[0, 0], p["scale1"], p["bias2"], p["q"]
+    report = rewriter.explain(step)(*args)
+    name = "layer_norm" if centred else "rms_norm"
+    counts = report.counts(), report.counts(backward=True)
+    assert [{k: v for k, v in c.items() if v} for c in counts] == [{name: 1}] * 2
+    fast = rewriter.optimize(step, implementation=FORCED)
+    equal(fast(*args), step(*args))
