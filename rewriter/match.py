@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -138,11 +138,19 @@ class NearMiss:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome of a search."""
+    """The outcome of a search.
+
+    Attributes:
+        matches: What was found.
+        misses: What almost was, outside of that.
+        failures: What went wrong.
+        refused: (op, result of an anchor) to why the region there is not that op.
+    """
 
     matches: tuple[Match, ...]
     misses: tuple[NearMiss, ...]
     failures: tuple[Reason, ...]
+    refused: Mapping[tuple[str, int], str]
 
 
 def search(
@@ -180,7 +188,9 @@ def search(
                 continue
             with _kept_apart(find, pattern, node, failures):
                 matches += _at(find, pattern, node, memory)
-    return Found(tuple(matches), tuple(_misses(find, matches)), tuple(failures))
+    refused = {at: why.text for at, (_, why) in find.misses.items() if why.score >= 0.5}
+    misses = tuple(_misses(find, matches))
+    return Found(tuple(matches), misses, tuple(failures), refused)
 
 
 def _of_numbers(graph: Graph, node: Node) -> bool:

@@ -85,10 +85,11 @@ def tasks(
             return []
         graph = Graph(closed_jaxpr)
         regions = Regions(graph)
-        found = search(regions, patterns, config.numerics).matches
+        found = search(regions, patterns, config.numerics)
+        every = found.matches
         if placement is not None:
-            found = of_one_form(found, config, target_of(config))
-        matches, whole = apart(found), wholes(regions, found, config)
+            every = of_one_form(found, config, target_of(config))
+        matches, whole = apart(every), wholes(regions, every, config)
         backward, _, _ = search_gradients(graph, matches)
         made = []
         for some, of in ((matches, backward), (whole, {})):
@@ -136,7 +137,7 @@ def _whole(
     regions = Regions(graph)
     found = search(regions, patterns, config.numerics)
     clock("match")
-    matches = of_one_form(found.matches, config, target_of(config))
+    matches = of_one_form(found, config, target_of(config))
     matches = parted(regions, matches, config, placement)
     clock("forms")
     backward, why, problems = search_gradients(graph, matches)

@@ -220,6 +220,20 @@ def test_look_alikes(f: Any) -> None:
     )  # fmt: skip
 
 
+def test_the_report_says_why_it_is_not_paged() -> None:
+    def layers(q: Any, *rest: Any) -> Any:
+        for _ in range(3):
+            q = jnp.sin(two_tables(q, *rest))
+        return q
+
+    report = rewriter.explain(layers)(*inputs())
+    for site in report.sites:
+        assert "by different tables" in dict(site.not_chosen)["paged_attention"]
+    assert len(report.sites) == 3
+    assert not report.misses
+    assert "by different tables" in report.why_not("attention")
+
+
 def test_a_mask_not_by_length_is_an_operand() -> None:
     def f(q: Any, k: Any, v: Any, table: Any, mask: Any) -> Any:
         k, v = joined(k[table]), joined(v[table])
@@ -284,6 +298,7 @@ def test_pools_that_a_scan_reads() -> None:
     stacks = [jnp.stack([x, x + 1, -x]) for x in (k, v)]  # a layer would be copied
     (site,) = rewriter.explain(in_scan, implementation=FORCED)(q, *stacks, *rest).sites
     assert (site.op, site.form) == ("attention", "")
+    assert "a kernel would copy" in dict(site.not_chosen)["paged_attention"]
 
 
 # -------------------------------------------------------------------------- the op

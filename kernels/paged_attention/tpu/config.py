@@ -56,7 +56,7 @@ class Sizes:
         columns: Keys of all heads on a page.
         h: Width of keys.
         e: Width of values.
-        itemsize: Bytes of a number of keys.
+        itemsize: Bytes of a number of keys or values, the larger.
     """
 
     b: int
@@ -74,7 +74,8 @@ def sizes(spec: Spec) -> Sizes:
     axes = AXES[spec.param("heads_axis", 2)]
     pool = dict(zip(axes, spec.shape("k_pages"), strict=True))
     e = spec.shape("v_pages")[3]
-    itemsize = jnp.dtype(spec.dtype("k_pages")).itemsize
+    types = (jnp.dtype(spec.dtype(n)) for n in ("k_pages", "v_pages"))
+    itemsize = max(x.itemsize for x in types)
     p = spec.shape("table")[1]
     return Sizes(b, n * t, p, pool["z"] * pool["k"], h, e, itemsize)
 

@@ -189,7 +189,7 @@ def _call(
     def body(*refs: Any) -> None:
         _Step(p, many, chunks, dict(zip(names, refs, strict=True))).run()
 
-    itemsize = pools[0].dtype.itemsize
+    itemsize = max(x.dtype.itemsize for x in pools)
     columns = p.size * p.heads
     use = Sizes(b, rows, chunks * many, columns, h, e, itemsize)
     call = mosaic_tpu.call(
