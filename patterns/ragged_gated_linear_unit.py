@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from rewriter.finder import Finder, RegionEvaluator
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
@@ -36,7 +38,8 @@ NAME = "ragged_gated_linear_unit"
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the products below a ragged dot."""
     for product in products(find, anchor):
-        if find.done(NAME, product.outs[0]):
+        value = _rounded(find, product.outs[0])
+        if find.done(NAME, value):
             return
         for act, up in (product.ins, product.ins[::-1]):
             dots = [find.regions.above(value, RAGGED) for value in (act, up)]
@@ -44,7 +47,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
                 continue
             (gate_dot,), (up_dot,) = dots
             try:
-                yield read(find, product, act, up, gate_dot, up_dot)
+                yield read(find, value, act, up, gate_dot, up_dot)
                 return
             except Refused as refusal:
                 find.missed(NAME, anchor, refusal)
@@ -52,16 +55,26 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
                 find.missed(NAME, anchor, Refused("budget", str(error), score=0.2))
 
 
+def _rounded(find: Finder, value: int) -> int:
+    """A value in the narrower type that is all that is read of it, if one is."""
+    g, users = find.graph, find.graph.users(value)
+    if len(users) != 1 or users[0].prim != "convert_element_type":
+        return value
+    (made,) = users[0].outs
+    narrower = g.dtype(made).itemsize < g.dtype(value).itemsize
+    return made if narrower and jnp.issubdtype(g.dtype(made), jnp.floating) else value
+
+
 def read(
-    find: Finder, product: Node, act: int, up: int, gate_dot: Node, up_dot: Node
+    find: Finder, value: int, act: int, up: int, gate_dot: Node, up_dot: Node
 ) -> Reading:
-    """The reading of one product.
+    """The reading of a product of two values.
 
     Raises:
         Refused: If the form is not that of a gated linear unit of ragged dots.
         OverBudget: If the form grows too large.
     """
-    g, alg, value = find.graph, find.algebra, product.outs[0]
+    g, alg = find.graph, find.algebra
     x, w, sizes = _operands(find, gate_dot)
     also = _operands(find, up_dot)
     if (x, sizes) != (also[0], also[2]):

@@ -177,6 +177,30 @@ def test_precision_is_kept() -> None:
     assert match.reading.params["precision"] == "highest"
 
 
+def in_float32(x, w, u, n):
+    gate, up = (
+        lax.ragged_dot(x, m, n, preferred_element_type=jnp.float32) for m in (w, u)
+    )
+    return jax.nn.silu(gate) * up
+
+
+def test_it_is_rounded_where_nothing_reads_more_of_it() -> None:
+    """Then no result in float32 is written, and read again for the cast."""
+
+    def rounded(x, w, u, n):
+        return in_float32(x, w, u, n).astype(x.dtype)
+
+    def both(x, w, u, n):
+        return (y := in_float32(x, w, u, n)).astype(x.dtype), jnp.sin(y)
+
+    (match,), _ = found(rounded, "bfloat16")
+    assert match.reading.params["out_dtype"] == "bfloat16"
+    (match,), _ = found(both, "bfloat16")
+    assert match.reading.params["out_dtype"] == "float32"
+    (match,), _ = found(in_float32, "bfloat16")
+    assert match.reading.params["out_dtype"] == "float32"
+
+
 # ------------------------------------------------------------------- look-alikes
 def other_sizes(x, w, u, n, o):
     return jax.nn.silu(lax.ragged_dot(x, w, n)) * lax.ragged_dot(x, u, o)
