@@ -17,17 +17,21 @@ from rewriter import errors
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = (
+    "README.md", "kernels/README.md", "patterns/README.md", "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)  # fmt: skip
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
 
 
 def modules() -> list[str]:
     """Every module of the package, kernels and patterns included."""
-    found = [f"rewriter.{m.name}" for m in pkgutil.iter_modules(rewriter.__path__)]
+    found = [m.name for m in pkgutil.walk_packages(rewriter.__path__, "rewriter.")]
     for folder in ("kernels", "patterns"):
         package = importlib.import_module(f"rewriter.{folder}")
-        for m in pkgutil.iter_modules(package.__path__):
-            found.append(f"rewriter.{folder}.{m.name}")
-    return [m for m in found if m != "rewriter.__main__"]
+        within = pkgutil.walk_packages(package.__path__, f"rewriter.{folder}.")
+        found += [m.name for m in within]
+    return [m for m in dict.fromkeys(found) if m != "rewriter.__main__"]
 
 
 @pytest.mark.parametrize("name", modules())
@@ -53,6 +57,14 @@ def test_readme_begins_with_two_commands():
         'python3 -m pip install -e ".[test]" && python3 -m rewriter demo',
         "python3 -m pytest",
     ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    for link in links:
+        path = (ROOT / page).parent / link
+        assert "://" in link or path.exists(), link
 
 
 def test_public_names():

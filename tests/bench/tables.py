@@ -1,4 +1,4 @@
-"""The README's tables, from data: ``python3 -m tests.bench.tables --write``.
+"""The tables of the pages, from data: ``python3 -m tests.bench.tables --write``.
 
 Without ``--write``, prints them. Supported ops come from the registry, figures
 from ``tests/bench/results``, versions from ``versions.json`` there.
@@ -325,11 +325,15 @@ TABLES = {
 }
 
 
+PAGES = ("README.md", "kernels/README.md")
+"""What has tables."""
+
+
 def filled(text: str) -> str:
-    """Returns the README with every table made anew."""
-    for name, make in TABLES.items():
+    """Returns a page with every table that it has made anew."""
+    for name in re.findall(r"<!-- table: (\w+) -->", text):
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        table = make()
+        table = TABLES[name]()
         text = re.sub(
             pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S
         )
@@ -340,9 +344,9 @@ def main() -> None:
     """Prints or writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
-    readme = ROOT / "README.md"
     if parser.parse_args().write:
-        readme.write_text(filled(readme.read_text()))
+        for page in (ROOT / name for name in PAGES):
+            page.write_text(filled(page.read_text()))
         return
     print("\n\n".join(make() for make in TABLES.values()))
 

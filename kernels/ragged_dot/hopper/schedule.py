@@ -109,7 +109,7 @@ def part_of_tile(valid: Any, piece: int, rows: int) -> tuple[Any, Any, Any]:
 
     Example:
         >>> part_of_tile(5, 4, 8), part_of_tile(5, 2, 8), part_of_tile(5, 1, 8)
-        ((True, 0, 0), (False, 4, 6), (True, 4, 5))
+        ((True, 0, 4), (False, 4, 6), (True, 4, 5))
     """
     spare = rows - 1 - valid
     above = ~(2 * piece - 1)
