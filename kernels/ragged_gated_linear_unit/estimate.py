@@ -1,8 +1,8 @@
 """How long a gated linear unit of experts takes on a TPU: whole, and by its parts.
 
 Shares of the peak, by the compiler's own simulation with groups that are known before
-(libtpu 0.0.50, bfloat16, groups of 1024 rows), of the unit and of one ragged dot of
-ours, in tiles of 512 rows:
+(``tests/bench/results/tpu_experts_cycles.json``; libtpu 0.0.50, bfloat16, four groups,
+tiles of 512 rows), of the unit and of one ragged dot of ours:
 
 m k f              v5e            v5p            v6e
 4096 4096 2048     0.91   0.92    0.91   0.92    0.82   0.80
