@@ -178,7 +178,7 @@ class Finder:
             elif node.prim == "add" and 0 in numbers:
                 value = node.ins[1 if numbers[0] == 0 else 0]
             elif (
-                node.prim in ("neg", "transpose", "reshape")
+                node.prim in ("neg", "transpose", "reshape", "squeeze", "rev")
                 or (node.prim in TRANSPARENT and len(node.ins) == 1)
                 or (node.prim == "div" and known[1])
             ):

@@ -240,6 +240,11 @@ def _(x, w_gate, w_up):
     return (jax.nn.silu(rows @ w_gate) * (rows @ w_up)).reshape(B, T, F)
 
 
+@glu("reversed_twice")
+def _(x, w_gate, w_up):
+    return jax.nn.silu(x @ w_gate) * (x[:, ::-1][:, ::-1] @ w_up)
+
+
 @glu("hidden_first", out="fbt")
 def _(x, w_gate, w_up):
     gate = jnp.einsum("btk,kf->fbt", x, w_gate)

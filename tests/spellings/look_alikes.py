@@ -1185,6 +1185,11 @@ def _(x, w_gate, w_up, y):
     return jax.nn.silu(x @ w_gate) * (y @ w_up)
 
 
+@glu("reversed_input", "one branch reads the rows in reverse")
+def _(x, w_gate, w_up):
+    return jax.nn.silu(x @ w_gate) * (x[:, ::-1] @ w_up)
+
+
 @glu("gate_of_value", "the gated value is not a product of x", dict(y="btf"))
 def _(x, w_gate, w_up, y):
     return jax.nn.sigmoid(x @ w_gate) * y
