@@ -15,6 +15,7 @@ from rewriter.kernels.attention import KERNELS, OP
 from rewriter.kernels.attention.ring import RING
 from rewriter.kernels.attention.ring.passes import merged
 from rewriter.kernels.attention.ring.turns import seen, turns
+from tests import slow
 from tests.kernels import tpu
 from tests.kernels.test_attention import TOLERANCE, exact
 
@@ -113,7 +114,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow.first(8, CASES))
 def test_all_keys_are_attended_to(case: str) -> None:
     more, params = CASES[case]
     check(operands(**more), {"scale": 0.3, **params}, "float32")

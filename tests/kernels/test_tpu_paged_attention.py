@@ -15,6 +15,7 @@ from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.paged_attention import KERNELS, OP, tpu
 from rewriter.kernels.paged_attention.reference import AXES
 from rewriter.kernels.paged_attention.tpu import schedule
+from tests import slow
 from tests.kernels import tpu as on_tpu
 from tests.kernels.test_attention import close
 from tests.kernels.test_attention import exact as attention
@@ -232,7 +233,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow.first(12, CASES))
 def test_numbers(case: str) -> None:
     with on_tpu.interpreted():
         check(**CASES[case])
@@ -290,7 +291,7 @@ def program(given: Spec, there: device.Device) -> tuple[Any, Any]:
 
 
 @on_tpu.needs_compiler
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", slow.first(2, COMPILED))
 @pytest.mark.parametrize("generation", on_tpu.KINDS)
 def test_it_is_compiled_for_each_generation(generation: str, case: str) -> None:
     there = on_tpu.KINDS[generation]

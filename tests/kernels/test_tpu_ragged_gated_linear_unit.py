@@ -19,6 +19,7 @@ from rewriter.kernels.ragged_gated_linear_unit import KERNELS, OP, tpu
 from rewriter.kernels.ragged_gated_linear_unit.estimate import estimate
 from rewriter.kernels.ragged_gated_linear_unit.tpu import config
 from rewriter.kernels.ragged_gated_linear_unit.tpu.config import Tiles
+from tests import slow
 from tests.kernels import tpu as on_tpu
 from tests.kernels.test_hopper_ragged_dot import SIZES, ranges
 
@@ -222,7 +223,7 @@ SMALL = Tiles(256, 128, 128, 128, 128)
 TILES = [SMALL, Tiles(128, 256, 384, 128, 64), Tiles(512, 512, 256, 256, 32)]
 
 
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("case", slow.first(5, SIZES))
 def test_numbers(case: str) -> None:
     m, sizes = SIZES[case]
     halves = HALVES[len(case) % 3]
@@ -231,14 +232,14 @@ def test_numbers(case: str) -> None:
     check(given, up, halves, SMALL, precision="highest")
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("tiles", slow.first(1, TILES), ids=str)
 @pytest.mark.parametrize("halves", HALVES)
 def test_numbers_in_bfloat16(halves: str | None, tiles: Tiles) -> None:
     given, up = make([70, 0, 300, 20], 430, 260, 384, halves, "bfloat16")
     check(given, up, halves, tiles)
 
 
-@pytest.mark.parametrize("act", COMPUTED)
+@pytest.mark.parametrize("act", slow.first(4, COMPUTED))
 def test_activations(act: str) -> None:
     given, up = make([70, 0, 50], 130, 64, 128, None, "float32")
     check(given, up, None, None, act, precision="highest")
@@ -281,6 +282,7 @@ def test_matrices_without_rows_do_not_leak() -> None:
     assert not np.asarray(out)[70:].any()
 
 
+@pytest.mark.slow
 def test_patterns_of_empty_groups() -> None:
     """All of them, for five groups."""
     call = jax.jit(lambda x: tpu.forward(**x, config=Tiles(64, 128, 128, 128, 32)))
@@ -321,19 +323,18 @@ def test_memory(
 
 # ----------------------------------------------------------------------- compiled
 CORE = [
-    (None, (1024, 2048, 1408, 8), "bfloat16", None, None),
     ("gate_up", (256, 512, 768, 64), "bfloat16", None, "float32"),
+    (None, (1024, 2048, 1408, 8), "bfloat16", None, None),
     (None, (300, 330, 200, 5), "float32", "highest", "bfloat16"),
 ]
 
 
 @on_tpu.needs_compiler
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize(("halves", "shape", "dtype", "precision", "out"), CORE)
-def test_compiles(
-    generation: str, halves: Any, shape: Any, dtype: str, precision: Any, out: Any
-) -> None:
+@pytest.mark.parametrize("case", slow.first(1, CORE), ids=str)
+def test_compiles(generation: str, case: Any) -> None:
     """The forward, the forward that keeps both branches, and the gradients."""
+    halves, shape, dtype, precision, out = case
     given = operands(*shape, halves, dtype)
     params = {"halves": halves, "precision": precision, "out_dtype": out}
     use, here = spec_of(OP, given, params), on_tpu.KINDS[generation]

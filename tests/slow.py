@@ -1,0 +1,16 @@
+"""Cases of which only some run by default: the others with ``pytest -m slow``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def first(count: int, cases: Iterable[Any]) -> list[Any]:
+    """Returns parameters of a test, of which those behind the first ones are slow."""
+    return [
+        case if i < count else pytest.param(case, marks=pytest.mark.slow)
+        for i, case in enumerate(cases)
+    ]
