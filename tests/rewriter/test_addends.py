@@ -12,6 +12,7 @@ import pytest
 import rewriter
 from rewriter.gradients.addends import read_as_a_sum, returned, terms
 from rewriter.graph import Graph
+from tests import slow
 from tests.rewriter.test_gradients import FORCED, equal, normal, scanned, unrolled
 from tests.rewriter.test_stacked import in_float64
 
@@ -76,7 +77,7 @@ def same_in_float64(fast: Callable, step: Callable, *args) -> None:
         equal(fast(*wide), step(*wide), tolerance=1e-12)
 
 
-@pytest.mark.parametrize("argnums", [0, (0, 1)], ids=["weights", "input_too"])
+@pytest.mark.parametrize("argnums", slow.first(1, [(0, 1), 0]), ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_gradient_beside_a_skip_connection(name: str, argnums) -> None:
     loss, expected = PROGRAMS[name]

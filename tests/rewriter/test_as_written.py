@@ -20,6 +20,7 @@ from rewriter.config import Config
 from rewriter.implementation import Implementation
 from rewriter.measurement import Measurement, of_spelling
 from rewriter.registry import registry
+from tests import slow
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,9 @@ def on_leaves(task: programs.Task):
     return inputs.with_leaves(task, drawn)
 
 
-@pytest.mark.parametrize("passes", ["forward", "forward_and_vjp", "differentiated"])
+@pytest.mark.parametrize(
+    "passes", slow.first(2, ["forward_and_vjp", "differentiated", "forward"])
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_region_on_its_own_computes_what_the_op_does(name: str, passes: str) -> None:
     fn, args = PROGRAMS[name]

@@ -12,6 +12,7 @@ import pytest
 
 import rewriter
 from rewriter import demo
+from tests import slow
 from tests.examples import train
 from tests.rewriter.test_gradients import (
     CONTEXTS,
@@ -117,7 +118,7 @@ STEPS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["unrolled", "scan_of_remat"])
+@pytest.mark.parametrize("name", slow.first(1, ["scan_of_remat", "unrolled"]))
 @pytest.mark.parametrize("step", STEPS, ids=lambda s: s.__name__)
 def test_steps_around_the_gradients(step: Callable, name: str) -> None:
     loss, count = CONTEXTS[name]
@@ -151,7 +152,7 @@ def named(p, x):
     return block(p, jax.ad_checkpoint.checkpoint_name(x, "hidden"))
 
 
-@pytest.mark.parametrize("around", [unrolled, scanned])
+@pytest.mark.parametrize("around", slow.first(1, [scanned, unrolled]))
 @pytest.mark.parametrize("policy", SAVING)
 def test_policies_of_checkpoints(policy: str, around: Callable) -> None:
     layer = jax.checkpoint(named, policy=SAVING[policy])
