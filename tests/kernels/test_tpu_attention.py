@@ -33,6 +33,7 @@ from rewriter.kernels.attention.tpu.schedule import (
 )
 from rewriter.kernels.attention.tpu.sizes import together
 from rewriter.tpu import GENERATIONS
+from tests import slow
 from tests.kernels import tpu
 from tests.kernels.test_attention import CASES, close, exact, lengths, make
 
@@ -242,7 +243,7 @@ QUICK = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", slow.first(8, QUICK))
 def test_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "together", lambda spec: "")
     with tpu.interpreted():
@@ -337,7 +338,7 @@ COMPILED = {
 
 
 @tpu.needs_compiler
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", slow.first(1, reversed(COMPILED)))
 @pytest.mark.parametrize("generation", [g.name for g in GENERATIONS])
 def test_it_is_compiled_for_each_generation(generation: str, case: str) -> None:
     there = device.of(tpu.KINDS[generation].kind, "tpu")
