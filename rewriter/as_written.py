@@ -22,7 +22,8 @@ from jax.extend.core import jaxpr_as_fun
 from rewriter import _jax
 from rewriter.gradients import Backward
 from rewriter.graph import Graph, Scope
-from rewriter.match import Match, leaves_of
+from rewriter.match import Match
+from rewriter.reading import leaves_of
 
 LARGEST = 2000
 """Equations of a region at most."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rewriter import _jax
 from rewriter.graph import Scope
-from rewriter.match import Match, leaves_of
+from rewriter.match import Match
 from rewriter.op import OUT
 from rewriter.propagation import (
     Placement,
@@ -21,6 +21,7 @@ from rewriter.propagation import (
     propagated,
     split_by,
 )
+from rewriter.reading import leaves_of
 from rewriter.region import Regions
 from rewriter.replace import replace
 from rewriter.shards import NoShards, Shards, shards_of

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 
-from rewriter import _jax
-from rewriter.canonicalize import Evaluator, NeedSplit, values_named
+from rewriter.check import check
 from rewriter.finder import Finder
 from rewriter.graph import Graph, Node
-from rewriter.kernel import Kernel, Spec, spec_of
-from rewriter.normal_form import Algebra, OverBudget
+from rewriter.kernel import Kernel, Spec
+from rewriter.normal_form import Algebra
 from rewriter.op import Op
-from rewriter.reading import Reading, Refused
-from rewriter.reference import referenced
+from rewriter.reading import Reading, Refused, leaves_of
 from rewriter.region import Place, Regions
 from rewriter.registry import registry
 from rewriter.sieve import Step
@@ -239,7 +235,7 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
         covered = memory.covered.setdefault(pattern.name, set())
         if find.done(pattern.name, reading.value) or reading.value in covered:
             continue
-        spec, problem = _check(find, pattern.op, reading)
+        spec, problem = check(find.graph, pattern.op, reading)
         if problem is not None:
             find.missed(pattern.name, anchor, problem)
             continue
@@ -274,7 +270,7 @@ def _of_pieces(
     if cut:
         for other in pattern.propose(find.at_pieces(cut), anchor):
             if other.value == reading.value:
-                found, problem = _check(find, pattern.op, other)
+                found, problem = check(find.graph, pattern.op, other)
                 if problem is None and found == spec:
                     return other, found
                 break
@@ -328,120 +324,6 @@ def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
         memory.covered.setdefault(pattern.name, set()).update(inner)
         matches.append(_match(find, pattern, anchor, *read))
     return matches
-
-
-def _check(
-    find: Finder, op: Op, reading: Reading
-) -> tuple[Spec | None, Refused | None]:
-    """The op's shapes in a reading's code, and why the code is not proved, if so."""
-    reading.algebra.work = 0
-    try:
-        spec, want = replacement_forms(find.graph, op, reading)
-        difference = _difference(reading, want, reading.args)
-    except OverBudget as error:
-        return None, Refused("budget", str(error), score=0.7)
-    if not difference:
-        return spec, None
-    return None, Refused(
-        "unequal",
-        f"the region is not equal to {op.name} with what was read off it",
-        difference=difference,
-        score=0.8,
-    )
-
-
-def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
-    """How the region differs from its replacement, or ''; piece by piece."""
-    alg = reading.algebra
-    try:
-        if reading.form is not None and args == reading.args:
-            have = reading.form
-        else:
-            have = reading.evaluator.poly(reading.value, args)
-        new = want(args)
-    except NeedSplit as need:
-        edges = [0, *need.cuts, alg.sizes[need.index]]
-        for lo, hi in itertools.pairwise(edges):
-            at = alg.affine(alg.new_index(hi - lo), 1, lo)
-            part = tuple(alg.subst_index(a, {need.index: at}) for a in args)
-            found = _difference(reading, want, part)
-            if found:
-                return found
-        return ""
-    if not alg.add(have, new, -1.0):
-        return ""
-    return f"{alg.show(have)}  is not  {alg.show(new)}"
-
-
-def replacement_forms(
-    graph: Graph, op: Op, reading: Reading
-) -> tuple[Spec, Callable[[tuple[Any, ...]], Any]]:
-    """The op's shapes, and index arguments to the form of the emitted code.
-
-    The code, with the op's reference, is traced like any program, so that its
-    operands' layout, the op and the result's layout are all part of the check.
-    """
-    names = leaves_of(reading)
-    avals = [graph.avals[v] for v in names]
-    params = {**reading.params, **reading.check_params}
-    seen: dict[str, Any] = {}
-
-    def reference(**given: Any) -> jax.Array:
-        operands = {k: v for k, v in given.items() if k in op.operands}
-        for name, x in operands.items():
-            seen[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return referenced(op, operands, params)
-
-    def code(*arrays: jax.Array) -> jax.Array:
-        given = dict(zip(names, arrays, strict=True))
-        return reading.build(
-            reference,
-            given,
-            graph.shape(reading.value),
-            graph.dtype(reading.value),
-            params,
-        )
-
-    traced = _jax.trace_flat(code, avals)
-    ev, (out,) = traced_forms(Graph(traced), reading, names)
-    spec = spec_of(op, seen, dict(reading.params))
-    return spec, lambda args: ev.poly(out, args)
-
-
-def traced_forms(
-    graph: Graph, reading: Reading, names: Sequence[int]
-) -> tuple[Evaluator, tuple[int, ...]]:
-    """An evaluator of code traced for a reading, and the code's results.
-
-    Args:
-        graph: The code's graph.
-        reading: What it is code for; forms are made in its algebra.
-        names: What the code's inputs are called as leaves.
-    """
-    top = graph.top
-    inputs = [top.env[v] for v in top.jaxpr.invars]
-    ev = Evaluator(
-        graph,
-        reading.algebra,
-        expand_all=True,
-        names=dict(zip(inputs, names, strict=True)),
-        **reading.check_options,
-    )
-    ev.private = True
-    return ev, tuple(top.env[v] for v in top.jaxpr.outvars)
-
-
-def leaves_of(reading: Reading) -> tuple[int, ...]:
-    """Values that the replacement reads, in a fixed order."""
-    alg = reading.algebra
-    atoms: set[int] = set()
-    pieces = (p for joined in reading.joined.values() for p in joined.pieces)
-    for operand in (*reading.operands.values(), *pieces):
-        atoms |= operand.leaves(alg)
-    for poly in (reading.times, reading.plus):
-        atoms |= alg.poly_leaves(poly or {})
-    names = {name for a in atoms for name in values_named(alg.defs[a][1])}
-    return tuple(sorted(names - reading.joined.keys()))
 
 
 def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:

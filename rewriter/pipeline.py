@@ -14,7 +14,6 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import promotion
 from rewriter.config import Config
 from rewriter.fold import Folded, fold
-from rewriter.forms import of_one_form
 from rewriter.gradients import search_gradients
 from rewriter.graph import Graph
 from rewriter.locate import located
@@ -26,6 +25,7 @@ from rewriter.propagation import Placement
 from rewriter.region import Regions
 from rewriter.replace import Rewritten, replace
 from rewriter.sieve import possible
+from rewriter.special_form import of_one_form
 from rewriter.unfold import Labels, Unlike, unfold
 
 log = logging.getLogger("rewriter.pipeline")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,9 +56,3 @@ class Site:
     sharding: str = ""
     parts: tuple[str, ...] = ()
     form: str = ""
-
-    def numbered(self, index: int) -> Site:
-        """The same with a number; `dataclasses.replace` takes longer for hundreds."""
-        made = copy.copy(self)
-        object.__setattr__(made, "index", index)
-        return made

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter.canonicalize import values_named
 from rewriter.emit import Emitter, ordered, shaped
 from rewriter.normal_form import Algebra, Index, OverBudget, Poly
 from rewriter.region import Place
@@ -222,3 +223,16 @@ def _digit(alg: Algebra, a: Index) -> tuple[int, int] | None:
 def size(alg: Algebra, group: Group) -> int:
     """Number of positions of a group of indices."""
     return math.prod(alg.sizes[i] for i in group)
+
+
+def leaves_of(reading: Reading) -> tuple[int, ...]:
+    """Returns the values that the code of a reading reads, in a fixed order."""
+    alg = reading.algebra
+    atoms: set[int] = set()
+    pieces = (p for joined in reading.joined.values() for p in joined.pieces)
+    for operand in (*reading.operands.values(), *pieces):
+        atoms |= operand.leaves(alg)
+    for poly in (reading.times, reading.plus):
+        atoms |= alg.poly_leaves(poly or {})
+    names = {name for a in atoms for name in values_named(alg.defs[a][1])}
+    return tuple(sorted(names - reading.joined.keys()))

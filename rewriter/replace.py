@@ -27,8 +27,9 @@ from rewriter.backward_place import (
 from rewriter.gradients import Backward
 from rewriter.graph import Scope
 from rewriter.key import Key
-from rewriter.match import NearMiss, leaves_of
+from rewriter.match import NearMiss
 from rewriter.plan import Site
+from rewriter.reading import leaves_of
 from rewriter.reference import gradient_function
 from rewriter.region import Regions
 from rewriter.splice import Splice, as_placed

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Set
 from rewriter.canonicalize import TRANSPARENT
 from rewriter.finder import Finder
 from rewriter.graph import Node
-from rewriter.match import ReaderPattern, leaves_of
+from rewriter.match import ReaderPattern
 from rewriter.normal_form import OverBudget
 from rewriter.patterns.attention.assembly import NAME, Assembly
 from rewriter.patterns.attention.blocks import (
@@ -28,7 +28,7 @@ from rewriter.patterns.attention.blocks import (
 )
 from rewriter.patterns.attention.joined import over_all_keys
 from rewriter.patterns.attention.softmax import exponents, softmax_parts
-from rewriter.reading import Reading, Refused, split_digits
+from rewriter.reading import Reading, Refused, leaves_of, split_digits
 from rewriter.sieve import Step
 
 ANCHORS = frozenset({"exp", "exp2"})

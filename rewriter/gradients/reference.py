@@ -9,9 +9,11 @@ import jax
 
 from rewriter import _jax
 from rewriter.canonicalize import Evaluator
+from rewriter.check import traced_forms
 from rewriter.gradients.cotangents import is_float
 from rewriter.graph import Graph
-from rewriter.match import Match, leaves_of, traced_forms
+from rewriter.match import Match
+from rewriter.reading import leaves_of
 from rewriter.reference import differentiable, gradient_function
 
 

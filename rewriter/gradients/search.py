@@ -135,11 +135,12 @@ def _proved(
                 graph, match, cotangent, reference, memory.returned
             )
         except (OverBudget, NotImplementedError) as error:
-            # A form that is too large, or a reference without a rule, such as that
-            # of a ragged contraction.
+            # Too large a form; or JAX cannot differentiate the reference, as that of
+            # a ragged contraction.
             large = isinstance(error, OverBudget)
-            text = f"too large to compare ({error})" if large else str(error)
-            memory.unproved[key] = text.splitlines()[0]
+            name = match.op.name
+            what = "too large to compare" if large else f"JAX has no rule for {name}"
+            memory.unproved[key] = f"{what}: {error}".splitlines()[0]
             continue
         if found and (best is None or len(found.grads) > len(best.grads)):
             more = best = found
