@@ -1,8 +1,8 @@
 """A site spread over devices in, whether its operands go around or are gathered out.
 
 They are passed around where that is asked for, as the implementation ``"ring"``; or
-where the op's rule says that it pays, and what the kernel that would be chosen for a
-part saves lets results be merged. Names that are asked for behind that are kernels for
+where the program holds the gradients, the op's rule says that it pays, and what the
+kernel that would be chosen for a part saves lets results be merged. Names that are asked for behind that are kernels for
 its parts, the first that can be had.
 """
 
@@ -19,6 +19,13 @@ from rewriter.implementation import RING, XLA, Implementation, by_thumb
 from rewriter.kernel import Kernel, Spec
 from rewriter.op import Ring
 from rewriter.verdict import Verdict
+
+
+NO_GRADIENTS = (
+    "it would pay, but has no jax.jvp, and this program holds no gradients; to be asked "
+    "for where none is needed"
+)
+"""Why no ring is chosen by itself: the program may be differentiated in any mode."""
 
 
 def choose_ring(
@@ -69,7 +76,9 @@ def choose_ring(
     if verdict.ok:
         verdict = ring.pays(spec, count, kept)
     made = by_parts(*given, others=False) if verdict.ok else _reasons(verdict)
-    return made if isinstance(made, str) else Choice(made, "heuristic", ring=True)
+    if isinstance(made, str):
+        return made
+    return Choice(made, "heuristic", ring=True) if kept else NO_GRADIENTS
 
 
 def by_parts(
