@@ -2,8 +2,8 @@
 
 They are passed around where that is asked for, as the implementation ``"ring"``; or
 where the program holds the gradients, the op's rule says that it pays, and what the
-kernel that would be chosen for a part saves lets results be merged. Names that are asked for behind that are kernels for
-its parts, the first that can be had.
+kernel that would be chosen for a part saves lets results be merged. Names that are
+asked for behind that are kernels for its parts, the first that can be had.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from rewriter.kernel import Kernel, Spec
 from rewriter.op import Ring
 from rewriter.verdict import Verdict
 
-
 NO_GRADIENTS = (
-    "it would pay, but has no jax.jvp, and this program holds no gradients; to be asked "
-    "for where none is needed"
+    "it would pay, but has no jax.jvp, and this program holds no gradients; to be "
+    "asked for where none is needed"
 )
 """Why no ring is chosen by itself: the program may be differentiated in any mode."""
 

@@ -29,31 +29,32 @@ from rewriter.kernels.ragged_gated_linear_unit import tpu as unit
 from tests.bench import estimates, record
 
 GROUPS, ROWS = 4, 512
-STEP = {"v5e": 1024, "v5p": 1024, "v6e": 2048}
-"""What is summed in one piece of code, by generation."""
+GENERATIONS = ("v5e", "v5p", "v6e")
 
 WANTED = tuple(
     ("cycles", generation, name)
-    for generation in STEP
+    for generation in GENERATIONS
     for name in (
-        "unit 4096 2048 1024", "dot 4096 2048 1024", "joined 4096 2048 1024",
-        "unit 4096 4096 2048", "dot 4096 4096 2048",
+        "unit 4096 2048 1024 2048", "dot 4096 2048 1024 2048",
+        "joined 4096 2048 1024 0", "unit 4096 4096 2048 4096",
+        "dot 4096 4096 2048 4096", "dot 4096 4096 2048 2048",
+        "dot 4096 4096 2048 1024",
     )
 )  # fmt: skip
-"""Mode, generation, and what of which m k f."""
+"""Mode, generation, and what of which m k f, with how much of k summed at once."""
 
 
 def program(name: str, generation: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Returns what a name stands for, and its arguments."""
     what, *sizes = name.split()
-    m, k, f = map(int, sizes)
+    m, k, f, step = map(int, sizes)
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     x, w = shape(m, k), shape(GROUPS, k, f)
     n = jax.ShapeDtypeStruct((GROUPS,), jnp.int32)
     if what == "joined":
         return lambda gate, up: jax.nn.silu(gate) * up, (shape(m, f),) * 2
     columns = 512 if what == "unit" else 1024
-    tiles = Tiles(ROWS, k, columns, STEP[generation], 128)
+    tiles = Tiles(ROWS, k, columns, step, 128)
     _calculate_steps(m // GROUPS)
     if what == "dot":
         return lambda x, w, n: ragged_dot.forward(x, w, n, config=tiles), (x, w, n)

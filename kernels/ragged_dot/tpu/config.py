@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -155,15 +156,16 @@ SMALLEST = Tiles(256, 256, 256, 256, 128)
 def _ladder(spec: Spec, device: Device) -> list[Tiles]:
     """Returns tiles worth having, from the largest to the smallest.
 
-    Cycles by the compiler's own simulation, libtpu 0.0.50, bfloat16; groups of 1024
-    rows, m k n 4096 4096 2048; the peak is 523k on v5e, 262k on v5p, 131k on v6e:
+    Cycles by the compiler's own simulation, libtpu 0.0.50, bfloat16 (those by steps are
+    recorded in ``tests/bench/results/tpu_experts_cycles.json``); groups of 1024 rows,
+    m k n 4096 4096 2048; the peak is 523k on v5e, 262k on v5p, 131k on v6e:
 
     tiles                  v5e    v5p    v6e
     128 4096 256           728k                  XLA's own tiles
     512 1024 1024          566k
     512 4096 1024          571k   284k   174k    in steps of 1024
-    512 4096 1024          565k          165k    in steps of 2048
-    512 4096 1024          550k          154k    in steps of 4096
+    512 4096 1024          565k   281k   165k    in steps of 2048
+    512 4096 1024          550k   274k   154k    in steps of 4096
     512 4096 512           544k                  in steps of 4096
     1024 4096 1024                       149k    in steps of 4096
     512 4096 1024          598k          375k    groups of 128 rows, in chunks of 128
@@ -177,16 +179,28 @@ def _ladder(spec: Spec, device: Device) -> list[Tiles]:
     Each step of columns reads and writes the sums; with steps of 4096 a program takes
     3.5 s to compile, with steps of 1024, those of the lines with chunks, 1.2 s.
     """
-    mean = spec.shape("lhs")[0] // spec.shape("group_sizes")[0]
     dtypes = spec.dtype("lhs"), spec.dtype("rhs")
-    # Matrix units of 128 x 128 up to v5p, of 256 x 256 from v6e on.
-    wide = tpu.generation(device).name in ("v6e", "7x")
-    # Products of float32 are several for one.
-    step, chunk = 512 if "float32" in dtypes else 4096, 256 if wide else 128
-    # Tiles that groups share take longer: few of them should be shared.
-    rows = 1024 if mean >= 4096 else 512
+    mean = spec.shape("lhs")[0] // spec.shape("group_sizes")[0]
+    rows, step, chunk = pieces(mean, dtypes, device)
     made = [Tiles(rows, k, 1024, min(k, step), chunk) for k in (8192, 4096, 2048, 1024)]
     return made + [Tiles(512, k, 512, min(k, step), chunk) for k in (1024, 512)]
+
+
+def pieces(mean: int, dtypes: Sequence[str], device: Device) -> tuple[int, int, int]:
+    """Returns rows of a tile, what of k is summed at once, and rows of a chunk.
+
+    Args:
+        mean: Rows of a group.
+        dtypes: The operands'.
+        device: The TPU.
+    """
+    # Tiles that groups share take longer: few of them should be shared.
+    rows = 1024 if mean >= 4096 else 512
+    # Products of float32 are several for one.
+    step = 512 if "float32" in dtypes else 4096
+    # Matrix units of 128 x 128 up to v5p, of 256 x 256 from v6e on.
+    wide = tpu.generation(device).name in ("v6e", "7x")
+    return rows, step, 256 if wide else 128
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:

@@ -123,11 +123,8 @@ SMALLEST = Tiles(256, 256, 256, 256, 128)
 def _ladder(spec: Spec, device: Device) -> list[Tiles]:
     """Returns tiles worth having, from the largest to the smallest."""
     mean = spec.shape("x")[0] // spec.shape("group_sizes")[0]
-    wide = tpu.generation(device).name in ("v6e", "7x")
-    step, chunk = (2048, 256) if wide else (1024, 128)
-    if "float32" in (spec.dtype("x"), spec.dtype("w")):  # several products for one
-        step //= 4
-    rows = 1024 if mean >= 4096 else 512
+    dtypes = spec.dtype("x"), spec.dtype("w")
+    rows, step, chunk = ragged_dot.pieces(mean, dtypes, device)
     made = [Tiles(rows, k, 512, min(k, step), chunk) for k in (8192, 4096, 2048, 1024)]
     return made + [Tiles(256, k, 512, min(k, step), chunk) for k in (1024, 512)]
 
