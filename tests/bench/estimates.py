@@ -6,6 +6,7 @@ when it is loaded, and its simulator may end the process.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -23,6 +24,22 @@ from tests.kernels import tpu
 
 Wanted = tuple[tuple[str, str, str], ...]
 """Modes ("cycles" or "bundles"), generations, and names of programs."""
+
+
+def run(name: str, wanted: Wanted, seconds: float, of: tuple[str, ...] = ("",)) -> None:
+    """Fills a record from the command line, as the main function of its module.
+
+    Args:
+        name: The record's, and its module's in ``tests.bench``.
+        wanted: As for `fill`.
+        seconds: How long each may take, unless ``--seconds`` says it.
+        of: As for `fill`.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=pathlib.Path, default=record.named(name))
+    parser.add_argument("--seconds", type=float, default=seconds)
+    asked = parser.parse_args()
+    fill(asked.json, f"tests.bench.{name}", wanted, asked.seconds, of)
 
 
 def fill(

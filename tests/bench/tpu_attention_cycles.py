@@ -16,8 +16,6 @@ only bundles are known.
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.bench import estimates, record
+from tests.bench import estimates
 
 WIDTH = 128
 OURS, TOKENS = 4096, 8192
@@ -154,15 +152,5 @@ def _splash(sizes: list[int], kinds: set[str], heads: int) -> Any:
     return _gradients(jax.vmap(made), kinds), _arrays(TOKENS, heads)
 
 
-def main() -> None:
-    """Fills the record."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    asked = parser.parse_args()
-    path = asked.json or record.named("tpu_attention_cycles")
-    estimates.fill(path, "tests.bench.tpu_attention_cycles", WANTED, asked.seconds)
-
-
 if __name__ == "__main__":
-    main()
+    estimates.run("tpu_attention_cycles", WANTED, 600.0)

@@ -12,8 +12,6 @@ simulator does not see that it waits for memory. XLA's own ragged dot it does no
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ from rewriter.kernels.ragged_dot import tpu as ragged_dot
 from rewriter.kernels.ragged_dot.tpu import by_rows, schedule
 from rewriter.kernels.ragged_dot.tpu.config import Tiles
 from rewriter.kernels.ragged_gated_linear_unit import tpu as unit
-from tests.bench import estimates, record
+from tests.bench import estimates
 
 GROUPS, ROWS = 4, 512
 GENERATIONS = ("v5e", "v5p", "v6e")
@@ -97,15 +95,5 @@ def _calculate_steps(rows: int) -> None:
     mosaic_tpu.call = without_table
 
 
-def main() -> None:
-    """Fills the record."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=300.0)
-    asked = parser.parse_args()
-    path = asked.json or record.named("tpu_experts_cycles")
-    estimates.fill(path, "tests.bench.tpu_experts_cycles", WANTED, asked.seconds)
-
-
 if __name__ == "__main__":
-    main()
+    estimates.run("tpu_experts_cycles", WANTED, 300.0)

@@ -12,8 +12,6 @@ all of k. Its own limit on memory refuses larger ones.
 
 from __future__ import annotations
 
-import argparse
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +25,7 @@ from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.ragged_dot.products import products
 from rewriter.kernels.ragged_dot.tpu import config
 from rewriter.registry import registry
-from tests.bench import estimates, record
+from tests.bench import estimates
 
 SIZES = ((4096, 2048, 2048, 4), (8192, 2048, 1024, 8))
 """m, k, n and groups: of what is multiplied; of rows, if they are what is summed."""
@@ -145,16 +143,5 @@ def steps(name: str, generation: str) -> int:
     return -(-m // b.m) * -(-k // b.step) * -(-n // b.n)
 
 
-def main() -> None:
-    """Fills the record."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--seconds", type=float, default=600.0)
-    asked = parser.parse_args()
-    path = asked.json or record.named("tpu_ragged_bundles")
-    of = ("ragged_dot", "gmm", "tgmm")
-    estimates.fill(path, "tests.bench.tpu_ragged_bundles", WANTED, asked.seconds, of)
-
-
 if __name__ == "__main__":
-    main()
+    estimates.run("tpu_ragged_bundles", WANTED, 600.0, ("ragged_dot", "gmm", "tgmm"))

@@ -230,13 +230,7 @@ def make(
 
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
-
-
-def close(got: Any, want: Any) -> None:
-    size = max(1.0, np.abs(want).max(initial=0.0))
-    error = np.abs(np.asarray(got, np.float64) - want).max(initial=0.0)
-    assert got.shape == want.shape
-    assert error <= TOLERANCE[str(got.dtype)] * size
+close = functools.partial(on_tpu.close, tolerance=TOLERANCE)
 
 
 def check(

@@ -184,13 +184,7 @@ def exact(given: dict[str, Any], up: Any, halves: str | None, act: str) -> Any:
 
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-
-
-def close(got: Any, want: Any) -> None:
-    size = max(1.0, np.abs(want).max(initial=0.0))
-    error = np.abs(np.asarray(got, np.float64) - want).max(initial=0.0)
-    assert got.shape == want.shape
-    assert error <= TOLERANCE[str(got.dtype)] * size
+close = functools.partial(on_tpu.close, tolerance=TOLERANCE)
 
 
 def check(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -34,6 +35,14 @@ def compiled(generation: str, function: Callable[..., Any], *specs: Any) -> str:
     text = program.as_text()
     assert "tpu_custom_call" in text
     return text
+
+
+def close(got: Any, want: np.ndarray, tolerance: Mapping[str, float]) -> None:
+    """Asserts an array's shape, and its error beside the largest entry, by dtype."""
+    size = max(1.0, np.abs(want).max(initial=0.0))
+    error = np.abs(np.asarray(got, np.float64) - want).max(initial=0.0)
+    assert got.shape == want.shape
+    assert error <= tolerance[str(got.dtype)] * size
 
 
 @contextmanager

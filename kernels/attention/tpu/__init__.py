@@ -41,16 +41,21 @@ if TYPE_CHECKING:
 TYPES = ("bfloat16", "float32")
 
 
-def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernels take a use: bfloat16 or float32, sizes known."""
+def sized(spec: Spec) -> Verdict:
+    """Returns whether all sizes of a use are known, and none is 0."""
     if spec.symbolic:
         return no("symbolic", "the TPU kernel wants sizes that are numbers")
-    found = [
+    empty = [
         no("empty", f"{name} has shape {shape}, and an axis of size 0")
         for name, shape in spec.shapes
         if 0 in shape
     ]
-    verdict = all_of(_types(spec), *found)
+    return all_of(YES, *empty)
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernels take a use: bfloat16 or float32, sizes known."""
+    verdict = all_of(sized(spec), _types(spec))
     if not verdict.ok:
         return verdict
     found = [_dropped(spec)]

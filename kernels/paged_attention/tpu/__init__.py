@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernel import spec_of
+from rewriter.kernels.attention.tpu import sized
 from rewriter.kernels.paged_attention.cost import copied
 from rewriter.kernels.paged_attention.reference import AXES
 from rewriter.kernels.paged_attention.tpu.config import ANY, Chunk, fits, sizes
@@ -35,14 +36,7 @@ COPIED = 4 << 20
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel takes a use: few queries, masks by position."""
-    if spec.symbolic:
-        return no("symbolic", "the TPU kernel wants sizes that are numbers")
-    found = [
-        no("empty", f"{name} has shape {shape}, and an axis of size 0")
-        for name, shape in spec.shapes
-        if 0 in shape
-    ]
-    verdict = all_of(_types(spec), *found)
+    verdict = all_of(sized(spec), _types(spec))
     if not verdict.ok:
         return verdict
     others = ", ".join(n for n in spec.operands if n not in TAKEN)
