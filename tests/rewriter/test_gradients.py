@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 import rewriter
+from rewriter.gradients import search
+from rewriter.normal_form import OverBudget
+from tests.rewriter.programs import attention
 
 D, N, T, LAYERS = 32, 4, 16, 3
 OPS = ("attention", "rms_norm", "layer_norm", "gated_linear_unit")
@@ -433,3 +436,18 @@ def test_norm_of_one_row(centred: bool) -> None:
     assert [{k: v for k, v in c.items() if v} for c in counts] == [{name: 1}] * 2
     fast = rewriter.optimize(step, implementation=FORCED)
     equal(fast(*args), step(*args))
+
+
+def test_gradients_too_large_to_compare_are_a_reason(monkeypatch) -> None:
+    """The forward is left alone, and the report says what was in the way."""
+
+    def large(*args):
+        raise OverBudget("more than 9 terms")
+
+    monkeypatch.setattr(search, "proved_gradients", large)
+    q = jax.ShapeDtypeStruct((1, 2048, 4, 64), jnp.float32)
+    step = jax.grad(lambda q: (attention(q, q, q) ** 2).sum())
+    (site,) = rewriter.explain(step)(q).sites
+    assert not site.replaced
+    why = dict(site.not_chosen)["memory_bounded"]
+    assert "too large to compare: more than 9 terms" in why
