@@ -98,7 +98,7 @@ def compiled(kernel: Kernel, config: Any, mode: str, args: Sequence[Any]) -> Any
     try:
         return run.lower(*args).compile()
     except Exception as problem:
-        return str(problem).splitlines()[0][:120]
+        return (str(problem).splitlines() or [repr(problem)])[0][:120]
 
 
 def contestants(
@@ -113,6 +113,8 @@ def contestants(
     spec = spec_of(registry().op("ragged_dot"), given, {"mode": mode})
     found = []
     for kernel in registry().kernels("ragged_dot"):
+        if on.platform not in kernel.platforms:
+            continue
         assert kernel.space is not None
         first = kernel.space.default(spec, on)
         if kernel.name == "hopper":
