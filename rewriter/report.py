@@ -258,6 +258,8 @@ def _kernel(site: Site) -> str:
         return f"{form}{site.kernel} [{site.origin}]"
     why = dict(site.not_chosen)
     reason = next(iter(why.values()), "as fast") if len(set(why.values())) < 2 else ""
+    if reason and len(why) == 1 and site.origin == "estimated":
+        reason = f"{next(iter(why))} is {reason}"  # or the time would seem XLA's
     return f"xla: {reason}" if reason else "xla: kept"
 
 

@@ -191,7 +191,8 @@ def difference(before: Any, after: Any) -> jax.Array:
 
     def one(before: jax.Array, after: jax.Array) -> jax.Array:
         a, b = before.astype(jnp.float32), after.astype(jnp.float32)
-        return jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(a**2))
+        gap, size = jnp.sum((a - b) ** 2), jnp.sum(a**2)
+        return jnp.sqrt(jnp.where(gap == 0, 0.0, gap / size))
 
     apart = jax.tree.map(one, before, after)
     return jnp.max(jnp.stack(jax.tree.leaves(apart)))
