@@ -66,12 +66,12 @@ KERNELS = (
         version=1,
         supports=hopper.supports,
         runs_on=hopper.runs_on,
-        tried=False,
         forward=hopper.forward,
         backward=hopper.backward,
         memory_bounded=True,
         merges=True,
         profitable=hopper.profitable,
+        estimate=estimate,
         space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
         backward_space=Space(
             hopper.BackwardTiles,

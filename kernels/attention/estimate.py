@@ -1,9 +1,11 @@
-"""How long attention takes by XLA, over blocks, and by cuDNN: a model of each.
+"""How long attention takes by XLA, over blocks, by cuDNN and by Hopper's kernel: models.
 
 XLA writes and reads the scores several times, all of them, whatever the mask. The loop
 over blocks does so in float32 within a few blocks, and leaves out most hidden ones.
-cuDNN multiplies what is seen. The constants are those of an H200; what XLA takes on
-TPUs agrees with published rates of v5p, v6e and TPU7x within a factor of two.
+cuDNN and our kernel for Hopper GPUs multiply what is seen, equally fast within a tenth
+(``tests/bench/results/hopper_attention_h200.json``); cuDNN is compiled sooner, and so
+goes first. The constants are those of an H200; what XLA takes on TPUs agrees with
+published rates of v5p, v6e and TPU7x within a factor of two.
 
 b, t, n, h                          model and measured; ms
 4 4096 16 128 full bf16   forward   cudnn  0.9  0.8   memory_bounded 7.4  6.7
@@ -20,6 +22,7 @@ from collections.abc import Mapping
 from rewriter.device import Device
 from rewriter.estimate import item, seconds
 from rewriter.kernel import Spec
+from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.cudnn import untried
 
@@ -42,12 +45,15 @@ BOTH = 2.8
 DENSE, FUSED, FUSED_BOTH = 0.6, 0.75, 0.62
 """Shares of the peak: XLA's products, cuDNN's forward, cuDNN's with gradients."""
 
+OWN = 0.99
+"""What of cuDNN's rate our kernel for Hopper GPUs is taken to reach."""
+
 FULL_WIDTH = 128
 """Narrower heads have smaller shares in cuDNN, as the root of their width."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"cudnn"``."""
+    """Returns seconds: of ``"xla"``, ``"memory_bounded"``, ``"cudnn"``, ``"hopper"``."""
     (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
     size, scores = item(spec, "q"), b * n * t * s
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
@@ -75,6 +81,15 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         launches=3 if passes == "forward" else 8,
     )  # fmt: skip
     cudnn = max(cudnn, seconds(device, 0.0, seen.bytes))
+    own = cudnn / OWN
+    if passes != "forward" and not _gradients_on_hopper(spec, device):
+        own = estimate(spec, device, "forward")["hopper"] + loop * (1 - 1 / BOTH)
     if untried(spec):
         cudnn = math.inf
-    return {"xla": xla, "memory_bounded": loop, "cudnn": cudnn}
+    return {"xla": xla, "memory_bounded": loop, "cudnn": cudnn, "hopper": own}
+
+
+def _gradients_on_hopper(spec: Spec, device: Device) -> bool:
+    """Whether gradients are computed by a kernel there, and not by the loop."""
+    tiles = hopper.backward_default(spec, device)
+    return hopper.fits_backward(tiles, spec, device).ok

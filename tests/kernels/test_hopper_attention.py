@@ -18,6 +18,7 @@ from rewriter import device
 from rewriter.implementation import Implementation, settings
 from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import hopper
+from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper import backward_kernel, config, forward_kernel
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
@@ -296,11 +297,25 @@ def test_programs_are_exported_without_a_gpu(name: str) -> None:
     assert artifact.manifest["custom_calls"] == ["mosaic_gpu_v2"]
 
 
-def test_it_is_chosen_only_where_it_was_measured() -> None:
+def test_it_is_chosen_for_hopper_gpus_where_cudnn_is_not() -> None:
     for target in ("h200", "h100"):
         (site,) = rewriter.explain(attention, target=target, tune="off")(X, X, X).sites
-        assert site.kernel != "hopper"
-        assert "measured" in dict(site.not_chosen)["hopper"]
+        assert (site.kernel, site.origin) == ("hopper", "estimated")
+    (site,) = rewriter.explain(attention, target="a100", tune="off")(X, X, X).sites
+    assert site.kernel != "hopper"
+    assert "no Hopper GPU" in dict(site.not_chosen)["hopper"]
+    # Of "cuda" alone it is not known which GPU it is.
+    exported = rewriter.export(attention, platforms=("cuda",))(X, X, X)
+    assert exported.manifest["custom_calls"] == []
+
+
+def test_gradients_that_it_leaves_to_the_loop_are_estimated_as_such() -> None:
+    wide = spec(shape=(2, 256, 4, 256), window=CAUSAL, scale=0.125)
+    narrow = spec(window=CAUSAL, scale=0.125)
+    for its, loop in ((wide, True), (narrow, False)):
+        forward, both = (estimate(its, H200, x) for x in ("forward", "forward_and_vjp"))
+        gradients = both["hopper"] - forward["hopper"]
+        assert (gradients > 0.5 * both["memory_bounded"]) == loop
 
 
 def test_other_gpus_are_told_why() -> None:
