@@ -6,11 +6,14 @@ One function per need, one comment per difference between versions (0.10.2, 0.11
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -30,6 +33,9 @@ SWIZZLE = 128
 
 ACCUMULATOR = plgpu.Layout.WGMMA
 """How tensor cores leave a product in a warpgroup's registers."""
+
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+"""How a value for each of its columns lies there."""
 
 
 def kernel(
@@ -115,6 +121,27 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
+def loaded(reference: Any, layout: Any) -> Array:
+    """Returns [n] of memory in registers: for rows or for columns."""
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    if index is not None and index.default is inspect.Parameter.empty:
+        return plgpu.load(reference, (), layout=layout)  # 0.10 wants one
+    return plgpu.load(reference, layout=layout)  # 0.11 warns of one, 0.12 has none
+
+
+def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
+    """Returns [rows, columns] that repeat some columns of one row.
+
+    Args:
+        reference: float32 [n] in global memory, n a multiple of `shape`'s columns.
+        first: The first column; from n on, the last ones are taken.
+        shape: [64 a, columns].
+    """
+    first = jnp.minimum(first, reference.shape[0] - shape[1])
+    part = reference.at[pl.ds(pl.multiple_of(first, shape[1]), shape[1])]
+    return lax.broadcast_in_dim(loaded(part, COLUMNS), shape, [1])
+
+
 def zeros(shape: tuple[int, ...]) -> Array:
     """Returns float32 [64 a, columns] of zeros in registers, to add products to."""
 
@@ -128,17 +155,42 @@ def zeros(shape: tuple[int, ...]) -> Array:
     return emit()
 
 
-def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
-    """Returns ``total + left.T @ right`` where both are given 64 columns at a time.
+def add_product(total: Array, left: Any, right: Any) -> Array:
+    """Returns ``total + left @ right`` where right is given 64 columns at a time.
 
     The sum is there, and the shared memory free, after a `plgpu.wgmma_wait`; until then
     it may only be added to, and then goes through a `jax.lax.optimization_barrier`.
 
     Args:
         total: float32 [64 a, 64 b], from `zeros` or this function.
+        left: Shared memory [64 a, 64], 16 bits, `tiles`.
+        right: Shared memory [b, 64, 64].
+    """
+    return _added(total, left, right, lambda left: left)
+
+
+def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
+    """Returns ``total + left.T @ right`` where both are given 64 columns at a time.
+
+    As for `add_product`, but for the first operand.
+
+    Args:
+        total: float32 [64 a, 64 b], from `zeros` or this function.
         left: Shared memory [a, rows, 64], 16 bits, `tiles`.
         right: Shared memory [b, rows, 64].
     """
+
+    def turned(left: Any) -> Any:
+        every = slice(None)
+        # [chunks, rows / 8, 1, 8, 64] → [chunks, rows / 8, 8, 64]
+        left = mgpu.memref_slice(left, (every, every, 0))
+        return mgpu.memref_transpose(left, (0, 1, 3, 2))
+
+    return _added(total, left, right, turned)
+
+
+def _added(total: Array, left: Any, right: Any, turned: Callable[[Any], Any]) -> Array:
+    """Emits a product, with the first operand turned to [rows, columns] of tiles."""
     given = plgpu.RefType(transforms(left.dtype))
 
     @plgpu.inline_mgpu(
@@ -150,12 +202,11 @@ def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
     def emit(context: Any, total: Any, left: Any, right: Any) -> Any:
         del context
         every = slice(None)
-        # [chunks, rows / 8, 1, 8, 64] → [chunks, rows / 8, 8, 64]
-        left, right = (mgpu.memref_slice(x, (every, every, 0)) for x in (left, right))
-        left = mgpu.memref_transpose(left, (0, 1, 3, 2))
+        # [chunks, rows / 8, 1, 8, 64] → [rows / 8, chunks, 8, 64]
+        right = mgpu.memref_slice(right, (every, every, 0))
         right = mgpu.memref_transpose(right, (1, 0, 2, 3))
         before = mgpu.WGMMAAccumulator.from_registers(total, sync=False)
-        after = mgpu.wgmma(before, left, right, swizzle=SWIZZLE)
+        after = mgpu.wgmma(before, turned(left), right, swizzle=SWIZZLE)
         text = "wgmma.commit_group.sync.aligned;"
         void = ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, [], text, "", has_side_effects=True)

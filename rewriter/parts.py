@@ -24,8 +24,8 @@ from rewriter.splice import obstacle, places
 
 log = logging.getLogger("rewriter.parts")
 
-BY_PARTS = "by_parts"
-"""The name of kernels that compute a whole by kernels of its parts: for comparison."""
+BY_PARTS = ("by_parts", "by_parts_hopper")
+"""The names of kernels that compute a whole by kernels of its parts: for comparison."""
 
 
 def apart(matches: Sequence[Match]) -> tuple[Match, ...]:
@@ -92,7 +92,7 @@ def parted(
     for m in found:
         choice = chosen(graph, m, config, target, {}, 0, spread.get(id(m)))
         log.debug("%s at %s: %s", m.op.name, m.where, choice.kernel)
-        if choice.kernel not in (XLA, BY_PARTS):
+        if choice.kernel not in (XLA, *BY_PARTS):
             taken[m.value] = m
     inside = {id(p) for m in taken.values() for p in m.parts}
     kept = [taken.get(m.value) if m.op.parts else m for m in matches]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.gated_linear_unit import tpu, xla
+from rewriter.kernels.gated_linear_unit import hopper, tpu, xla
 from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
@@ -47,6 +47,22 @@ KERNELS = (
         backward_space=Space(
             tpu.Tiles, tpu.default_backward, tpu.configs, tpu.fits_backward
         ),
+    ),
+    Kernel(
+        name="hopper",
+        op="gated_linear_unit",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper.supports,
+        runs_on=hopper.runs_on,
+        tried=False,
+        forward=hopper.forward,
+        backward=hopper.backward,
+        memory_bounded=True,
+        saves_out=False,
+        profitable=hopper.profitable,
+        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+        backward_space=Space(xla.Block, xla.default, xla.configs),
     ),
     Kernel(
         name="memory_bounded",

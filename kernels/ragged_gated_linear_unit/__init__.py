@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import Kernel, Space
-from rewriter.kernels.ragged_gated_linear_unit import tpu
+from rewriter.kernels.ragged_gated_linear_unit import hopper, tpu
 from rewriter.kernels.ragged_gated_linear_unit.cost import cost
 from rewriter.kernels.ragged_gated_linear_unit.estimate import estimate
 from rewriter.kernels.ragged_gated_linear_unit.reference import (
@@ -35,6 +35,10 @@ OP = Op(
     parts="ragged_dot",
 )  # fmt: skip
 
+PARTS_ON_HOPPER = Space(
+    hopper.Tiles, hopper.default_of_parts, hopper.configs_of_parts, hopper.fits_parts
+)
+
 BACKWARD = Space(
     tpu.Tiles, tpu.default_backward, tpu.configs_of_parts, tpu.fits_backward
 )
@@ -57,6 +61,22 @@ KERNELS = (
         backward_space=BACKWARD,
         steps=tpu.steps,
     ),
+    Kernel(
+        name="hopper",
+        op="ragged_gated_linear_unit",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper.supports,
+        runs_on=hopper.runs_on,
+        tried=False,
+        forward=hopper.forward,
+        backward=hopper.backward,
+        memory_bounded=True,
+        profitable=hopper.profitable,
+        saves_out=False,
+        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+        backward_space=PARTS_ON_HOPPER,
+    ),
     # What the whole is compared with; where it is best the parts are taken.
     Kernel(
         name="by_parts",
@@ -76,5 +96,21 @@ KERNELS = (
         ),
         backward_space=BACKWARD,
         steps=tpu.steps_of_parts,
+    ),
+    Kernel(
+        name="by_parts_hopper",
+        op="ragged_gated_linear_unit",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper.supports_parts,
+        runs_on=hopper.runs_on,
+        tried=False,
+        forward=hopper.forward_by_parts,
+        backward=hopper.backward,
+        memory_bounded=True,
+        profitable=hopper.profitable,
+        saves_out=False,
+        space=PARTS_ON_HOPPER,
+        backward_space=PARTS_ON_HOPPER,
     ),
 )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.activations import ACTIVATIONS
+from rewriter.kernel import Spec
 from rewriter.kernels.ragged_gated_linear_unit.reference import branches
 
 if TYPE_CHECKING:
@@ -125,3 +126,14 @@ def backward(
 def kept_dtype(x: Array, w: Array, w_up: Array | None) -> Any:
     """Returns the dtype of the branches: that of a product of the operands."""
     return jnp.result_type(*(a for a in (x, w, w_up) if a is not None))
+
+
+def part_of(spec: Spec) -> Spec:
+    """Returns the use of a ragged dot that a part of a use is."""
+    names = {"lhs": "x", "rhs": "w", "group_sizes": "group_sizes"}
+    return Spec(
+        "ragged_dot",
+        tuple((name, spec.shape(own)) for name, own in names.items()),
+        tuple((name, spec.dtype(own)) for name, own in names.items()),
+        (("mode", "forward"), ("out_dtype", None), ("precision", None)),
+    )

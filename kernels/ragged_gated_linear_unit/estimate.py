@@ -22,11 +22,8 @@ from rewriter.estimate import seconds
 from rewriter.kernel import Spec
 from rewriter.kernels.ragged_dot.tpu_estimate import LIKE
 from rewriter.kernels.ragged_dot.tpu_estimate import estimate as of_dot
-from rewriter.kernels.ragged_gated_linear_unit.tpu.config import (
-    Unit,
-    part_of,
-    unit_of,
-)
+from rewriter.kernels.ragged_gated_linear_unit.by_parts import part_of
+from rewriter.kernels.ragged_gated_linear_unit.tpu.config import Unit, unit_of
 
 SHARES = {"v5e": 0.95, "v5p": 0.85, "v6e": 0.85}
 """Of the peak, where both branches are computed in one pass."""

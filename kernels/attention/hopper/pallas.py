@@ -5,7 +5,6 @@ One function per need, one comment per difference between versions.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from rewriter.kernels.mosaic import PROGRAM as PROGRAM
 from rewriter.kernels.mosaic import WARPGROUP as WARPGROUP
 from rewriter.kernels.mosaic import barriers as barriers
 from rewriter.kernels.mosaic import kernel as kernel
+from rewriter.kernels.mosaic import loaded as loaded
 
 if TYPE_CHECKING:
     from jax import Array
@@ -77,14 +77,6 @@ def zeros(shape: tuple[int, ...], value: float = 0.0) -> Array:
 
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """How a value for each column of an array of 64 rows lies in registers."""
-
-
-def loaded(reference: Any, layout: Any) -> Array:
-    """Returns [n] of shared memory in registers: for rows or for columns."""
-    index = inspect.signature(plgpu.load).parameters.get("idx")
-    if index is not None and index.default is inspect.Parameter.empty:
-        return plgpu.load(reference, (), layout=layout)  # 0.10 wants one
-    return plgpu.load(reference, layout=layout)  # 0.11 warns of one, 0.12 has none
 
 
 def across(x: Array, shape: tuple[int, ...]) -> Array:

@@ -25,8 +25,8 @@ from rewriter.kernels.ragged_dot.hopper.config import (
     WARPGROUPS,
     Tiles,
 )
+from rewriter.kernels.ragged_dot.hopper.store import ROWS, store
 from rewriter.kernels.ragged_dot.hopper.store import scratch as stored
-from rewriter.kernels.ragged_dot.hopper.store import store
 from rewriter.kernels.ragged_dot.ranges import bounds
 
 if TYPE_CHECKING:
@@ -220,7 +220,8 @@ class _Block:
             row = tile.row + above * config.rows
             column = tile.column + before * config.columns
             store(
-                sums, self.shared["stored"], warpgroup, out.at[tile.group], row, column,
+                lambda i, j, wide: sums[i : i + ROWS, j : j + wide], sums.shape,
+                self.shared["stored"], warpgroup, out.at[tile.group], row, column,
                 out.shape[1] - row,
             )  # fmt: skip
 

@@ -4,10 +4,14 @@ A block of threads takes tiles of the result, one after the other. Its last warp
 only copies: `STEP` columns of the tile's rows and the matrix's rows that they meet, as
 shared memory becomes free, also for the tile after this one. The two others multiply.
 A warpgroup without rows of the group lets its parts pass.
+
+Rows may be multiplied by several matrices of their group in one pass, and their
+products be combined before they are stored, as for a gated linear unit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels import mosaic
 from rewriter.kernels.ragged_dot.hopper import schedule
+from rewriter.kernels.ragged_dot.hopper.branches import Branch, biased, blocks, pieces
+from rewriter.kernels.ragged_dot.hopper.branches import scratch as right_scratch
 from rewriter.kernels.ragged_dot.hopper.config import (
     REGISTERS,
     STEP,
@@ -53,32 +59,83 @@ def rows_times_matrices(
     Returns:
         [m, n].
     """
-    m, n = lhs.shape[0], rhs.shape[1 if transposed else 2]
-    table = schedule.of_rows(group_sizes, m, config.block_m)
-    out = jax.ShapeDtypeStruct((m, n), dtype)
-    parts = config.sharing if config.by_columns else 1
-    rhs_tile = (config.columns, STEP) if transposed else (STEP, config.columns)
+    n = rhs.shape[1 if transposed else 2]
+    given = "ragged_dot", lhs, [Branch(rhs)], n, group_sizes
+    (out,) = combined(*given, [lambda product: product], dtype, config, transposed)
+    return out
+
+
+def combined(
+    name: str,
+    lhs: Array,
+    branches: Sequence[Branch],
+    n: int,
+    group_sizes: Array | None,
+    results: Sequence[Callable[..., Any]],
+    dtype: Any,
+    config: Tiles,
+    transposed: bool = False,
+) -> Sequence[Array]:
+    """Returns what is made of each row's products with its group's matrices.
+
+    Products of rows of no group are zeros.
+
+    Args:
+        name: The kernel's name, as profilers show it.
+        lhs: [m, k], bfloat16 or float16.
+        branches: The matrices; if there are several, their tiles share the columns of
+            a tile.
+        n: Columns of each branch.
+        group_sizes: int [g]; None if all rows are of the only group.
+        results: For each result what it is of float32 blocks of all branches.
+        dtype: The results' dtype.
+        config: The tiles.
+        transposed: Whether the last axis of the only branch's matrices is summed.
+
+    Returns:
+        [m, n] for each result.
+    """
+    m, count = lhs.shape[0], len(branches)
+    arrays = {id(b.matrices): b.matrices for b in branches}
+    biases = [b.bias for b in branches if b.bias is not None]
+    most, tables = schedule.OneGroup(m, config.block_m).count, []
+    if group_sizes is not None:
+        tables = [schedule.of_rows(group_sizes, m, config.block_m)]
+        most = schedule.most_tiles(m, len(group_sizes), config.block_m)
     scratch = {
         "left": mosaic.tiles_and_rows(
             (config.stages, config.block_m // config.rows, config.rows, STEP),
             (config.stages, config.block_m, STEP),
             lhs.dtype,
         ),
-        "right": mosaic.tiles((config.stages, parts, *rhs_tile), rhs.dtype),
+        "right": right_scratch(config, count, transposed, lhs.dtype),
         "stored": stored(dtype),
-        "ready": mosaic.barriers(config.owners * config.stages, 1 + parts),
+        "ready": mosaic.barriers(
+            config.owners * config.stages, 1 + len(pieces(config, count))
+        ),
         "free": mosaic.barriers(config.stages, config.sharing),
     }
 
-    def body(lhs: Any, rhs: Any, table: Any, out: Any, **shared: Any) -> None:
-        _Block(config, transposed, lhs, rhs, table, out, shared).run()
+    def body(lhs: Any, *references: Any, **shared: Any) -> None:
+        given = iter(references)
+        matrices = {key: next(given) for key in arrays}
+        rows = [next(given) for _ in biases]
+        tiles = [schedule.Listed(next(given)) for _ in tables]
+        here = iter(rows)
+        _Block(
+            config, transposed, lhs,
+            [matrices[id(b.matrices)] for b in branches],
+            [b.first for b in branches],
+            [None if b.bias is None else next(here) for b in branches],
+            tiles[0] if tiles else schedule.OneGroup(m, config.block_m),
+            results, list(given), shared,
+        ).run()  # fmt: skip
 
-    most = schedule.most_tiles(m, len(group_sizes), config.block_m)
-    programs = min(config.programs, most * -(-n // config.block_n))
-    (made,) = mosaic.kernel(
-        body, "ragged_dot", [out], scratch, programs, WARPGROUPS + 1
-    )(lhs, rhs, table)
-    return made
+    own = config.block_n // count
+    return mosaic.kernel(
+        body, name, [jax.ShapeDtypeStruct((m, n), dtype)] * len(results), scratch,
+        min(config.programs, most * -(-n // own)), WARPGROUPS + 1,
+    )(lhs, *arrays.values(), *biases, *tables)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,10 +160,17 @@ class _Block:
     config: Tiles
     transposed: bool
     lhs: Any
-    rhs: Any
-    table: Any
-    out: Any
+    rhs: Sequence[Any]
+    firsts: Sequence[int]
+    biases: Sequence[Any]
+    tiles: schedule.Listed | schedule.OneGroup
+    results: Sequence[Callable[..., Any]]
+    outs: Sequence[Any]
     shared: dict[str, Any]
+
+    @property
+    def branches(self) -> int:
+        return len(self.rhs)
 
     def run(self) -> None:
         warpgroup = lax.axis_index(mosaic.WARPGROUP)
@@ -127,8 +191,9 @@ class _Block:
         `step` counts the parts of all tiles before. A tile's numbers are read while
         the one before it is computed.
         """
-        columns = -(-self.out.shape[1] // self.config.block_n)
-        rows = self.table[0, 0]
+        wide = self.config.block_n // self.branches
+        columns = -(-self.outs[0].shape[1] // wide)
+        rows = self.tiles.count
         program, programs = (
             lax.axis_index(mosaic.PROGRAM),
             lax.axis_size(mosaic.PROGRAM),
@@ -138,16 +203,14 @@ class _Block:
         def read(i: Any) -> tuple[Any, ...]:
             index = jnp.minimum(i * programs + program, total - 1)
             row, column = schedule.place(index, rows, columns, self.config.width)
-            numbers = (self.table[row + 1, x] for x in range(schedule.FIELDS))
-            return (*numbers, column)
+            return (*self.tiles.tile(row), column)
 
         def one(i: Any, carry: Any) -> Any:
             step, (group, row, count, any_, column) = carry
             after = read(i + 1)
             steps = any_ * (self.lhs.shape[1] // STEP)
             owner = lax.rem(i, jnp.int32(self.config.owners))
-            column = column * self.config.block_n
-            body(_Tile(owner, group, row, count, column, steps), step)
+            body(_Tile(owner, group, row, count, column * wide, steps), step)
             return step + steps, after
 
         turns = lax.div(total - program + programs - 1, jnp.int32(programs))
@@ -174,13 +237,14 @@ class _Block:
                     self.lhs.at[pl.ds(tile.row, config.block_m), along],
                     left.at[slot], self.ready(tile, slot),
                 )  # fmt: skip
-                for j in range(x["right"].shape[1]):
-                    first = pl.multiple_of(tile.column + j * config.columns, 64)
-                    across = pl.ds(first, config.columns)
+                for piece in pieces(config, self.branches):
+                    column = self.firsts[piece.branch] + piece.column
+                    first = pl.multiple_of(tile.column + column, 64)
+                    across = pl.ds(first, piece.columns)
                     place = (across, along) if self.transposed else (along, across)
                     plgpu.copy_gmem_to_smem(
-                        self.rhs.at[tile.group, *place],
-                        x["right"].at[slot, j], self.ready(tile, slot),
+                        self.rhs[piece.branch].at[tile.group, *place],
+                        x["right"].at[slot, *piece.place], self.ready(tile, slot),
                     )  # fmt: skip
 
             lax.fori_loop(0, tile.steps, part, None)
@@ -196,15 +260,23 @@ class _Block:
         above, before = (0, part) if config.by_columns else (part, 0)
 
         def mine(tile: _Tile, step: Any) -> None:
-            row, column = above * config.rows, before * config.columns
+            columns = config.columns // self.branches
+            row, column = above * config.rows, before * columns
             rows = tile.rows - row
 
             def some(height: int) -> None:
                 sums = self.product(tile, step, above, before, height)
-                store(
-                    sums, self.shared["stored"], warpgroup, self.out,
-                    tile.row + row, tile.column + column, rows,
-                )  # fmt: skip
+                first = tile.column + column
+                for out, result in zip(self.outs, self.results, strict=True):
+
+                    def block(i: int, j: int, wide: int, result: Any = result) -> Any:
+                        each = blocks(sums, self.branches, i, j, wide)
+                        return result(*biased(each, self.biases, first + j))
+
+                    store(
+                        block, (height, columns), self.shared["stored"], warpgroup, out,
+                        tile.row + row, first, rows,
+                    )  # fmt: skip
 
             # Tensor cores take 64 rows at once; those without any are left out.
             for height in range(64, config.rows + 1, 64):
@@ -249,25 +321,38 @@ class _Block:
         def free(i: Any) -> None:
             plgpu.barrier_arrive(x["free"].at[self.slot(step + i)])
 
-        def summed(sums: Any) -> Any:
-            def part(i: Any, _: Any) -> None:
+        def added(add: Callable[..., Any], sums: Any) -> Any:
+            """Adds the products of all parts; sums go from each to the next."""
+
+            def part(i: Any, sums: Any) -> Any:
                 slot = self.slot(step + i)
                 plgpu.barrier_wait(self.ready(tile, slot))
                 right = x["right"].at[slot, before]
                 right = right.transpose((1, 0)) if self.transposed else right
-                rows = left.at[slot, above, pl.ds(0, height)]
-                plgpu.wgmma(sums, rows, right)
+                sums = add(sums, left.at[slot, above, pl.ds(0, height)], right)
                 plgpu.wgmma_wait(int(config.behind))
                 if config.behind:
                     pl.when(i > 0)(lambda: free(i - 1))
                 else:
                     free(i)
+                return sums
 
-            lax.fori_loop(0, tile.steps, part, None)
-            return lax.optimization_barrier(sums[...])
+            return lax.fori_loop(0, tile.steps, part, sums)
+
+        def of_one(sums: Any) -> Any:
+            added(lambda _, rows, right: plgpu.wgmma(sums, rows, right), None)
+            return sums[...]
 
         shape = (height, config.columns)
-        made = pl.run_scoped(summed, plgpu.ACC(shape, jnp.float32))
+        if self.branches == 1:
+            made = pl.run_scoped(
+                lambda sums: lax.optimization_barrier(of_one(sums)),
+                plgpu.ACC(shape, jnp.float32),
+            )
+        else:
+            made = added(mosaic.add_product, mosaic.zeros(shape))
+            plgpu.wgmma_wait(0)
+            made = lax.optimization_barrier(made)
         if config.behind:
             pl.when(tile.steps > 0)(lambda: free(tile.steps - 1))
         return made

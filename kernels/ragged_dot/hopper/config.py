@@ -83,6 +83,11 @@ class Tiles:
         return self.block_n // self.sharing if self.by_columns else self.block_n
 
     @property
+    def parts(self) -> int:
+        """Parts of a tile's columns, one for each warpgroup that shares them."""
+        return self.sharing if self.by_columns else 1
+
+    @property
     def chunks(self) -> dict[str, tuple[int, int]]:
         """Warpgroups' parts of lhs and rhs, and 64 columns each of such a part.
 

@@ -6,6 +6,7 @@ spare. Rows of no group are a group of their own, of which nothing is multiplied
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -58,6 +59,50 @@ def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
     table = jnp.stack([x.astype(jnp.int32) for x in made], 1)
     count = jnp.minimum(after[-1] + -(-(m - total) // rows), most)
     return jnp.concatenate([jnp.pad(count[None, None], ((0, 0), (0, 3))), table])
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Tiles that `of_rows` lists, as a kernel reads them."""
+
+    table: Any
+
+    @property
+    def count(self) -> Any:
+        """How many tiles there are."""
+        return self.table[0, 0]
+
+    def tile(self, index: Any) -> tuple[Any, ...]:
+        """Returns a tile's numbers."""
+        return tuple(self.table[index + 1, x] for x in range(FIELDS))
+
+
+@dataclass(frozen=True)
+class OneGroup:
+    """Tiles of rows that are all of one group, which need no list.
+
+    Attributes:
+        m: Rows.
+        rows: Those of a tile.
+
+    Example:
+        >>> [x.item() for x in OneGroup(100, 64).tile(1)]
+        [0, 64, 36, 1]
+    """
+
+    m: int
+    rows: int
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return -(-self.m // self.rows)
+
+    def tile(self, index: Any) -> tuple[Any, ...]:
+        """Returns a tile's numbers."""
+        first = index * self.rows
+        made = 0, first, jnp.minimum(self.rows, self.m - first), 1
+        return tuple(jnp.int32(x) for x in made)
 
 
 def place(index: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
-"""Sums in registers in, rows of an array in global memory out, and no row more."""
+"""Blocks in registers in, rows of an array in global memory out, and no row more."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,12 +23,21 @@ def scratch(dtype: Any) -> Any:
 
 
 def store(
-    sums: Any, shared: Any, warpgroup: Any, out: Any, row: Any, column: Any, rows: Any
+    block: Callable[[int, int, int], Any],
+    shape: tuple[int, int],
+    shared: Any,
+    warpgroup: Any,
+    out: Any,
+    row: Any,
+    column: Any,
+    rows: Any,
 ) -> None:
-    """Stores the first rows of a warpgroup's sums.
+    """Stores the first rows of a warpgroup's part of a result.
 
     Args:
-        sums: float32 [64 a, columns], in registers.
+        block: Gives a block of it from a row and a column on, so many columns wide:
+            [`ROWS`, columns], in registers.
+        shape: Rows and columns of it.
         shared: The two views that `scratch` makes.
         warpgroup: Which warpgroup this is.
         out: A reference [m, n] to global memory; columns past n are left out.
@@ -38,15 +48,13 @@ def store(
     by_tile, by_row = shared
     wide = by_tile.shape[-1]
     places = [
-        (i, j) for i in range(0, sums.shape[0], ROWS)
-        for j in range(0, sums.shape[1], wide)
+        (i, j) for i in range(0, shape[0], ROWS) for j in range(0, shape[1], wide)
     ]  # fmt: skip
     for count, (i, j) in enumerate(places):
         part = count % 2
         # The part's last copy is the one before the last, but for the first.
         plgpu.wait_smem_to_gmem(min(count, 1), wait_read_only=True)
-        block = sums[i : i + ROWS, j : j + wide].astype(out.dtype)
-        by_tile.at[warpgroup, part][...] = block
+        by_tile.at[warpgroup, part][...] = block(i, j, wide).astype(out.dtype)
         plgpu.commit_smem()
         here = jnp.where(column + j < out.shape[1], rows - i, 0)
         _copy(

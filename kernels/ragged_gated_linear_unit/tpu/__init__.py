@@ -16,13 +16,13 @@ from rewriter import tpu
 from rewriter.kernels.activations_tpu import ON_TPU, WITHOUT
 from rewriter.kernels.ragged_dot import tpu as ragged_dot
 from rewriter.kernels.ragged_gated_linear_unit import by_parts
+from rewriter.kernels.ragged_gated_linear_unit.by_parts import part_of
 from rewriter.kernels.ragged_gated_linear_unit.tpu.config import (
     NAME,
     SMALLEST,
     Tiles,
     Unit,
     blocks,
-    part_of,
     smallest,
     vmem,
 )

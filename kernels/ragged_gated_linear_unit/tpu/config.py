@@ -13,6 +13,7 @@ from rewriter.kernels.ragged_dot.products import Product
 from rewriter.kernels.ragged_dot.tpu import config as ragged_dot
 from rewriter.kernels.ragged_dot.tpu.config import Blocks, Tiles
 from rewriter.kernels.ragged_dot.tpu.schedule import most_steps
+from rewriter.kernels.ragged_gated_linear_unit.by_parts import part_of
 from rewriter.verdict import YES, Verdict, all_of, no
 
 NAME = "ragged_gated_linear_unit"
@@ -45,17 +46,6 @@ def unit_of(spec: Spec) -> Unit:
     items = item(spec.dtype("x")), max(map(item, matrices)), out
     kept = jnp.result_type(spec.dtype("x"), *matrices).itemsize
     return Unit(Product("forward", m, k, f, groups, items), kept, halves)
-
-
-def part_of(spec: Spec) -> Spec:
-    """Returns the use of a ragged dot that a part of a use is."""
-    names = {"lhs": "x", "rhs": "w", "group_sizes": "group_sizes"}
-    return Spec(
-        "ragged_dot",
-        tuple((name, spec.shape(own)) for name, own in names.items()),
-        tuple((name, spec.dtype(own)) for name, own in names.items()),
-        (("mode", "forward"), ("out_dtype", None), ("precision", None)),
-    )
 
 
 def blocks(unit: Unit, tiles: Tiles) -> Blocks:

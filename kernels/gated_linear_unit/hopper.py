@@ -1,0 +1,141 @@
+"""The gated linear unit on Hopper: both branches in one pass over x.
+
+Pallas takes half a second to import, so that the kernel itself is imported where it is
+first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels import gated_tiles
+from rewriter.kernels.activations_hopper import ON_HOPPER
+from rewriter.kernels.gated_linear_unit import xla
+from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
+from rewriter.kernels.gated_tiles import fits as fits
+from rewriter.kernels.hopper import runs_on as runs_on
+from rewriter.kernels.ragged_dot import hopper as ragged_dot
+from rewriter.kernels.ragged_dot.hopper import profitable as profitable
+from rewriter.kernels.ragged_dot.hopper.config import Tiles
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.device import Device
+    from rewriter.kernel import Spec
+
+NAME = "gated_linear_unit"
+"""The kernel, as profilers show it."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernel takes this use: 16 bits, k and f multiples of 64."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    base = xla.supports(spec)
+    if not base.ok:
+        return base
+    found = [YES, ragged_dot.supports(part_of(spec))]
+    if spec.dtype("w_up") != spec.dtype("x"):
+        text = f"w_up is {spec.dtype('w_up')}, and x {spec.dtype('x')}"
+        found.append(no("dtype", text))
+    for name in ("rows_gate", "rows_up"):
+        if spec.has(name):
+            found.append(no(name, "rows that are added to a branch are not taken"))
+    return all_of(*found, gated_tiles.computes(str(spec.param("activation"))))
+
+
+def part_of(spec: Spec) -> Spec:
+    """Returns the use of a ragged dot, of one group, that a branch of a use is."""
+    *rows, k = spec.shape("x")
+    lhs, rhs = (math.prod(rows), k), (1, *spec.shape("w_gate"))
+    dtypes = ("lhs", spec.dtype("x")), ("rhs", spec.dtype("w_gate"))
+    return type(spec)(
+        "ragged_dot",
+        (("lhs", lhs), ("rhs", rhs), ("group_sizes", (1,))),
+        (*dtypes, ("group_sizes", "int32")),
+        (("mode", "forward"), ("out_dtype", spec.param("out_dtype"))),
+    )
+
+
+def _rows(spec: Spec) -> int:
+    return math.prod(spec.shape("x")[:-1])
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the rule of thumb."""
+    del device
+    return gated_tiles.default(_rows(spec))
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns tiles worth measuring, the likeliest first."""
+    del device
+    return gated_tiles.configs(_rows(spec))
+
+
+def forward(
+    *,
+    x: Array,
+    w_gate: Array,
+    w_up: Array,
+    b_gate: Array | None = None,
+    b_up: Array | None = None,
+    activation: str = "silu",
+    beta: float = 1.0,
+    clip_gate: Bounds = (None, None),
+    clip_up: Bounds = (None, None),
+    up_shift: float = 0.0,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns the result, as `reference` does; there are no residuals.
+
+    Products of 16-bit numbers are exact in the float32 that they are summed in, so
+    that `precision` changes nothing.
+
+    Args:
+        x: [..., k], bfloat16 or float16.
+        w_gate: [k, f].
+        w_up: [k, f].
+        b_gate: [f].
+        b_up: [f].
+        activation: As in `reference`.
+        beta: As in `reference`.
+        clip_gate: As in `reference`.
+        clip_up: As in `reference`.
+        up_shift: As in `reference`.
+        precision: As in `jax.lax.dot`.
+        out_dtype: The result's dtype, x's or float32; x's by default.
+        residuals: Whether to return ``(result, ())``.
+        config: The tiles; their columns are those of both branches.
+    """
+    from rewriter.kernels.ragged_dot.hopper.branches import Branch
+    from rewriter.kernels.ragged_dot.hopper.by_rows import combined
+
+    del precision
+    rows, k = math.prod(x.shape[:-1]), x.shape[-1]
+    branches = [
+        Branch(w[None], bias=None if b is None else b.astype(jnp.float32))
+        for w, b in ((w_gate, b_gate), (w_up, b_up))
+    ]
+    join = functools.partial(
+        combine, activation=activation, beta=beta, clip_gate=clip_gate,
+        clip_up=clip_up, up_shift=up_shift, activations=ON_HOPPER,
+    )  # fmt: skip
+    f, dtype = w_gate.shape[1], jnp.dtype(out_dtype or x.dtype)
+    given = NAME, x.reshape(rows, k), branches, f, None, [join], dtype
+    (out,) = combined(*given, config or Tiles())
+    out = out.reshape(*x.shape[:-1], f)
+    return (out, ()) if residuals else out
+
+
+backward = xla.backward
+"""The cotangents of every operand by XLA, block by block: branches are not kept."""

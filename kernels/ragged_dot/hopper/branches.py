@@ -1,0 +1,110 @@
+"""What rows are multiplied by: where it lies in shared memory, and in the sums.
+
+One matrix per group makes one branch. Those of several lie side by side in a tile, so
+that one product of a tile of rows computes all: a gated linear unit has two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rewriter.kernels import mosaic
+from rewriter.kernels.ragged_dot.hopper.config import STEP, Tiles
+
+if TYPE_CHECKING:
+    from jax import Array
+
+WIDE = 64
+"""Columns of a piece of a tile of several branches: a row of 128 bytes."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Some columns of a matrix per group.
+
+    Attributes:
+        matrices: [g, k, n or more]; [g, n, k] if transposed.
+        first: The first of its columns, a multiple of 64.
+        bias: float32 [n], added to each row of the product.
+    """
+
+    matrices: Array
+    first: int = 0
+    bias: Array | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one copy brings of a step's matrices.
+
+    Attributes:
+        branch: Which branch it is of.
+        place: Where it goes, in a stage of shared memory.
+        column: Its first column in the tile of that branch.
+        columns: How many it has.
+    """
+
+    branch: int
+    place: tuple[int, ...]
+    column: int
+    columns: int
+
+
+def pieces(config: Tiles, branches: int) -> list[Piece]:
+    """Returns what is copied for a step: each part whole, or 64 columns at a time.
+
+    Args:
+        config: The tiles.
+        branches: How many branches share a tile's columns.
+
+    Example:
+        >>> [(p.branch, p.place, p.column) for p in pieces(Tiles(), 2)]
+        [(0, (0, 0), 0), (0, (0, 1), 64), (1, (0, 2), 0), (1, (0, 3), 64)]
+    """
+    parts, columns = config.parts, config.columns
+    if branches == 1:
+        return [Piece(0, (i,), i * columns, columns) for i in range(parts)]
+    own = columns // branches
+    return [
+        Piece(j // own, (i, j // WIDE), i * own + j % own, WIDE)
+        for i in range(parts)
+        for j in range(0, columns, WIDE)
+    ]
+
+
+def scratch(config: Tiles, branches: int, transposed: bool, dtype: Any) -> Any:
+    """Returns shared memory for the pieces: [stages, *place, ...]."""
+    if branches > 1:
+        place = config.parts, config.columns // WIDE
+        return mosaic.tiles((config.stages, *place, STEP, WIDE), dtype)
+    part = (config.columns, STEP) if transposed else (STEP, config.columns)
+    return mosaic.tiles((config.stages, config.parts, *part), dtype)
+
+
+def blocks(sums: Any, branches: int, row: int, column: int, wide: int) -> list[Any]:
+    """Returns a block of each branch, of 64 rows.
+
+    Args:
+        sums: float32 [rows, columns of all branches], in registers.
+        branches: How many those are.
+        row: The block's first row.
+        column: Its first column in a branch.
+        wide: Its columns.
+    """
+    own = sums.shape[1] // branches
+    firsts = (i * own + column for i in range(branches))
+    return [sums[row : row + 64, j : j + wide] for j in firsts]
+
+
+def biased(blocks: Sequence[Any], biases: Sequence[Any], column: Any) -> Iterator[Any]:
+    """Yields blocks of the branches with their biases.
+
+    Args:
+        blocks: float32 [64, wide] for each branch.
+        biases: References to float32 [n], None where there is none.
+        column: The blocks' first column; where it is past n nothing is stored.
+    """
+    for block, bias in zip(blocks, biases, strict=True):
+        yield block if bias is None else block + mosaic.row(bias, column, block.shape)
