@@ -121,12 +121,18 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def loaded(reference: Any, layout: Any) -> Array:
-    """Returns [n] of memory in registers: for rows or for columns."""
+def loaded(reference: Any, layout: Any, optimized: bool = True) -> Array:
+    """Returns [n] of memory in registers: for rows or for columns.
+
+    Args:
+        reference: The memory.
+        layout: How it lies in registers.
+        optimized: Whether to refuse what takes many loads, as from global memory.
+    """
     index = inspect.signature(plgpu.load).parameters.get("idx")
     if index is not None and index.default is inspect.Parameter.empty:
-        return plgpu.load(reference, (), layout=layout)  # 0.10 wants one
-    return plgpu.load(reference, layout=layout)  # 0.11 warns of one, 0.12 has none
+        return plgpu.load(reference, (), layout=layout, optimized=optimized)  # 0.10
+    return plgpu.load(reference, layout=layout, optimized=optimized)  # from 0.11 on
 
 
 def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
@@ -139,7 +145,7 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
     """
     first = jnp.minimum(first, reference.shape[0] - shape[1])
     part = reference.at[pl.ds(pl.multiple_of(first, shape[1]), shape[1])]
-    return lax.broadcast_in_dim(loaded(part, COLUMNS), shape, [1])
+    return lax.broadcast_in_dim(loaded(part, COLUMNS, optimized=False), shape, [1])
 
 
 def zeros(shape: tuple[int, ...]) -> Array:

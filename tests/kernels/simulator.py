@@ -264,6 +264,22 @@ def _add_product_of_rows(
     return total
 
 
+def _add_product(total: np.ndarray, left: Reference, right: Reference) -> np.ndarray:
+    """Adds to `total` itself, when it is waited for."""
+
+    def run() -> None:
+        a, b = left.view(), np.concatenate(list(right.view()), 1)
+        total[...] += a.astype(np.float32) @ b.astype(np.float32)
+
+    HERE.products.append(run)
+    return total
+
+
+def _row(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray:
+    first = min(first, reference.shape[0] - shape[1])
+    return np.broadcast_to(reference.view()[first : first + shape[1]], shape)
+
+
 def _multiply(accumulator: Accumulator, a: Any, b: Reference) -> None:
     def run() -> None:
         left = a.view() if isinstance(a, Reference) else a
@@ -460,8 +476,10 @@ def simulated() -> Iterator[None]:
 
 @contextmanager
 def simulated_ragged_dot() -> Iterator[None]:
-    """Within, those of ragged dots do."""
+    """Within, those of ragged dots and gated linear units do."""
     with _replaced((by_rows, by_groups, schedule, store), mosaic) as patch:
         patch.setattr(mosaic, "zeros", lambda shape: np.zeros(shape, np.float32))
+        patch.setattr(mosaic, "add_product", _add_product)
         patch.setattr(mosaic, "add_product_of_rows", _add_product_of_rows)
+        patch.setattr(mosaic, "row", _row)
         yield

@@ -120,7 +120,8 @@ def test_estimates(generation: str, passes: str) -> None:
     for halves in HALVES:
         given = spec(halves, m=8192, k=2048, f=1408, g=8)
         found = estimate(given, here, passes)
-        assert set(found) == {"xla", *(k.name for k in KERNELS)}
+        on_tpus = {k.name for k in KERNELS if "tpu" in k.platforms}
+        assert set(found) == {"xla", *on_tpus}
         assert found["by_parts"] <= found["xla"]
         if passes == "vjp":
             assert found["mosaic_tpu"] == found["by_parts"]
