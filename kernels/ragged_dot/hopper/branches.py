@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rewriter.kernels import mosaic
 from rewriter.kernels.ragged_dot.hopper.config import STEP, Tiles
-
-if TYPE_CHECKING:
-    from jax import Array
 
 WIDE = 64
 """Columns of a piece of a tile of several branches: a row of 128 bytes."""
@@ -22,7 +19,7 @@ WIDE = 64
 
 @dataclass(frozen=True)
 class Branch:
-    """Some columns of a matrix per group.
+    """Some columns of a matrix per group: arrays, or references to them.
 
     Attributes:
         matrices: [g, k, n or more]; [g, n, k] if transposed.
@@ -30,9 +27,9 @@ class Branch:
         bias: float32 [n], added to each row of the product.
     """
 
-    matrices: Array
+    matrices: Any
     first: int = 0
-    bias: Array | None = None
+    bias: Any = None
 
 
 @dataclass(frozen=True)
@@ -83,28 +80,23 @@ def scratch(config: Tiles, branches: int, transposed: bool, dtype: Any) -> Any:
     return mosaic.tiles((config.stages, config.parts, *part), dtype)
 
 
-def blocks(sums: Any, branches: int, row: int, column: int, wide: int) -> list[Any]:
-    """Returns a block of each branch, of 64 rows.
+def blocks(
+    sums: Any, branches: Sequence[Branch], row: int, column: int, wide: int, first: Any
+) -> Iterator[Any]:
+    """Yields a block of 64 rows of each branch, with its bias.
 
     Args:
         sums: float32 [rows, columns of all branches], in registers.
-        branches: How many those are.
+        branches: What those are, their biases references.
         row: The block's first row.
         column: Its first column in a branch.
         wide: Its columns.
+        first: Which column of the result a branch's first one is.
     """
-    own = sums.shape[1] // branches
-    firsts = (i * own + column for i in range(branches))
-    return [sums[row : row + 64, j : j + wide] for j in firsts]
-
-
-def biased(blocks: Sequence[Any], biases: Sequence[Any], column: Any) -> Iterator[Any]:
-    """Yields blocks of the branches with their biases.
-
-    Args:
-        blocks: float32 [64, wide] for each branch.
-        biases: References to float32 [n], None where there is none.
-        column: The blocks' first column; where it is past n nothing is stored.
-    """
-    for block, bias in zip(blocks, biases, strict=True):
-        yield block if bias is None else block + mosaic.row(bias, column, block.shape)
+    own = sums.shape[1] // len(branches)
+    for i, branch in enumerate(branches):
+        start = i * own + column
+        block = sums[row : row + 64, start : start + wide]
+        if branch.bias is not None:
+            block = block + mosaic.row(branch.bias, first + column, block.shape)
+        yield block

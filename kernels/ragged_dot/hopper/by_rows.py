@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels import mosaic
 from rewriter.kernels.ragged_dot.hopper import schedule
-from rewriter.kernels.ragged_dot.hopper.branches import Branch, biased, blocks, pieces
-from rewriter.kernels.ragged_dot.hopper.branches import scratch as right_scratch
+from rewriter.kernels.ragged_dot.hopper.branches import Branch, blocks, pieces
+from rewriter.kernels.ragged_dot.hopper.branches import scratch as of_matrices
 from rewriter.kernels.ragged_dot.hopper.config import (
     REGISTERS,
     STEP,
@@ -96,11 +96,10 @@ def combined(
         [m, n] for each result.
     """
     m, count = lhs.shape[0], len(branches)
-    arrays = {id(b.matrices): b.matrices for b in branches}
-    biases = [b.bias for b in branches if b.bias is not None]
-    most, tables = schedule.OneGroup(m, config.block_m).count, []
+    tiles, table = schedule.OneGroup(m, config.block_m), None
+    most = tiles.count
     if group_sizes is not None:
-        tables = [schedule.of_rows(group_sizes, m, config.block_m)]
+        table = schedule.of_rows(group_sizes, m, config.block_m)
         most = schedule.most_tiles(m, len(group_sizes), config.block_m)
     scratch = {
         "left": mosaic.tiles_and_rows(
@@ -108,34 +107,30 @@ def combined(
             (config.stages, config.block_m, STEP),
             lhs.dtype,
         ),
-        "right": right_scratch(config, count, transposed, lhs.dtype),
+        "right": of_matrices(config, count, transposed, lhs.dtype),
         "stored": stored(dtype),
         "ready": mosaic.barriers(
             config.owners * config.stages, 1 + len(pieces(config, count))
         ),
         "free": mosaic.barriers(config.stages, config.sharing),
     }
+    given, tree = jax.tree.flatten(([(b.matrices, b.bias) for b in branches], table))
 
     def body(lhs: Any, *references: Any, **shared: Any) -> None:
-        given = iter(references)
-        matrices = {key: next(given) for key in arrays}
-        rows = [next(given) for _ in biases]
-        tiles = [schedule.Listed(next(given)) for _ in tables]
-        here = iter(rows)
-        _Block(
-            config, transposed, lhs,
-            [matrices[id(b.matrices)] for b in branches],
-            [b.first for b in branches],
-            [None if b.bias is None else next(here) for b in branches],
-            tiles[0] if tiles else schedule.OneGroup(m, config.block_m),
-            results, list(given), shared,
-        ).run()  # fmt: skip
+        outs = references[len(given) :]
+        arrays, table = jax.tree.unflatten(tree, references[: len(given)])
+        right = [
+            Branch(matrices, b.first, bias)
+            for b, (matrices, bias) in zip(branches, arrays, strict=True)
+        ]
+        listed = tiles if table is None else schedule.Listed(table)
+        _Block(config, transposed, lhs, right, listed, results, outs, shared).run()
 
-    own = config.block_n // count
+    wide = config.block_n // count
     return mosaic.kernel(
         body, name, [jax.ShapeDtypeStruct((m, n), dtype)] * len(results), scratch,
-        min(config.programs, most * -(-n // own)), WARPGROUPS + 1,
-    )(lhs, *arrays.values(), *biases, *tables)  # fmt: skip
+        min(config.programs, most * -(-n // wide)), WARPGROUPS + 1,
+    )(lhs, *given)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -160,17 +155,11 @@ class _Block:
     config: Tiles
     transposed: bool
     lhs: Any
-    rhs: Sequence[Any]
-    firsts: Sequence[int]
-    biases: Sequence[Any]
+    branches: Sequence[Branch]
     tiles: schedule.Listed | schedule.OneGroup
     results: Sequence[Callable[..., Any]]
     outs: Sequence[Any]
     shared: dict[str, Any]
-
-    @property
-    def branches(self) -> int:
-        return len(self.rhs)
 
     def run(self) -> None:
         warpgroup = lax.axis_index(mosaic.WARPGROUP)
@@ -191,7 +180,7 @@ class _Block:
         `step` counts the parts of all tiles before. A tile's numbers are read while
         the one before it is computed.
         """
-        wide = self.config.block_n // self.branches
+        wide = self.config.block_n // len(self.branches)
         columns = -(-self.outs[0].shape[1] // wide)
         rows = self.tiles.count
         program, programs = (
@@ -237,13 +226,14 @@ class _Block:
                     self.lhs.at[pl.ds(tile.row, config.block_m), along],
                     left.at[slot], self.ready(tile, slot),
                 )  # fmt: skip
-                for piece in pieces(config, self.branches):
-                    column = self.firsts[piece.branch] + piece.column
+                for piece in pieces(config, len(self.branches)):
+                    branch = self.branches[piece.branch]
+                    column = branch.first + piece.column
                     first = pl.multiple_of(tile.column + column, 64)
                     across = pl.ds(first, piece.columns)
                     place = (across, along) if self.transposed else (along, across)
                     plgpu.copy_gmem_to_smem(
-                        self.rhs[piece.branch].at[tile.group, *place],
+                        branch.matrices.at[tile.group, *place],
                         x["right"].at[slot, *piece.place], self.ready(tile, slot),
                     )  # fmt: skip
 
@@ -260,7 +250,7 @@ class _Block:
         above, before = (0, part) if config.by_columns else (part, 0)
 
         def mine(tile: _Tile, step: Any) -> None:
-            columns = config.columns // self.branches
+            columns = config.columns // len(self.branches)
             row, column = above * config.rows, before * columns
             rows = tile.rows - row
 
@@ -270,8 +260,7 @@ class _Block:
                 for out, result in zip(self.outs, self.results, strict=True):
 
                     def block(i: int, j: int, wide: int, result: Any = result) -> Any:
-                        each = blocks(sums, self.branches, i, j, wide)
-                        return result(*biased(each, self.biases, first + j))
+                        return result(*blocks(sums, self.branches, i, j, wide, first))
 
                     store(
                         block, (height, columns), self.shared["stored"], warpgroup, out,
@@ -344,7 +333,7 @@ class _Block:
             return sums[...]
 
         shape = (height, config.columns)
-        if self.branches == 1:
+        if len(self.branches) == 1:
             made = pl.run_scoped(
                 lambda sums: lax.optimization_barrier(of_one(sums)),
                 plgpu.ACC(shape, jnp.float32),
