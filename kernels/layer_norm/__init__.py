@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, pays_on_cpu
-from rewriter.kernels import norm_rows
+from rewriter.kernels import norm_rows, norm_rows_hopper
 from rewriter.kernels.layer_norm import xla
 from rewriter.kernels.layer_norm.cost import cost
 from rewriter.kernels.layer_norm.estimate import estimate
@@ -24,6 +24,7 @@ OP = Op(
 
 KERNELS = (
     norm_rows.kernel("layer_norm", centred=True, estimate=estimate),
+    norm_rows_hopper.kernel("layer_norm", centred=True, by_xla=xla),
     Kernel(
         name="memory_bounded",
         op="layer_norm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, pays_on_cpu
-from rewriter.kernels import norm_rows
+from rewriter.kernels import norm_rows, norm_rows_hopper
 from rewriter.kernels.rms_norm import xla
 from rewriter.kernels.rms_norm.cost import cost
 from rewriter.kernels.rms_norm.estimate import estimate
@@ -24,6 +24,7 @@ OP = Op(
 
 KERNELS = (
     norm_rows.kernel("rms_norm", centred=False, estimate=estimate),
+    norm_rows_hopper.kernel("rms_norm", centred=False, by_xla=xla),
     Kernel(
         name="memory_bounded",
         op="rms_norm",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels import mosaic
+from rewriter.kernels import mosaic, mosaic_rows, norm_rows_hopper_kernel
 from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel, pallas
 from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, schedule, store
 
@@ -58,6 +59,8 @@ class _Block:
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.turns = [0] * warpgroups
+        self.met: dict[range, int] = {}
+        """How many warpgroups of a range came to wait for the others of it."""
         self.first: int | None = None
         """The warpgroup that goes as far as it can before another passes a wait."""
         self.first_waits: Callable[[], bool] | None = None
@@ -80,6 +83,15 @@ class _Block:
         if self.first in (None, warpgroup):
             return True
         return self.first_waits is not None and not self.first_waits()
+
+    def meet(self, warpgroups: range) -> None:
+        """Waits until all of some warpgroups are here."""
+        with self.changed:
+            before = self.met.get(warpgroups, 0)
+            self.met[warpgroups] = before + 1
+            self.changed.notify_all()
+        wanted = (before // len(warpgroups) + 1) * len(warpgroups)
+        self.wait(lambda: self.met[warpgroups] >= wanted, f"all of {warpgroups}")
 
     def ended(self, warpgroup: int) -> None:
         with self.changed:
@@ -189,8 +201,15 @@ def _wait(barrier: tuple[Barriers, int]) -> None:
 
 
 # -------------------------------------------------------------------- copies
-def _load(source: Reference, target: Reference, barrier: tuple[Barriers, int]) -> None:
+def _load(
+    source: Reference,
+    target: Reference,
+    barrier: tuple[Barriers, int],
+    oob_mode: Any = None,
+) -> None:
     place = target.view()
+    if oob_mode is not None:
+        assert place.shape == source.view().shape, "a copy reaches over the edge"
     place[...] = 0
     got = source.view()
     place[tuple(slice(0, size) for size in got.shape)] = got
@@ -351,11 +370,25 @@ def _allocated(kind: Any) -> Any:
     if isinstance(kind, plgpu.Barrier):
         return Barriers(int(np.prod(kind.num_barriers)), kind.num_arrivals)
     if isinstance(kind, plgpu.RefUnion):
-        parts = kind.refs
-        flat = _poison((max(int(np.prod(x.shape)) for x in parts),), parts[0].dtype)
-        views = (flat[: int(np.prod(x.shape))].reshape(x.shape) for x in parts)
-        return tuple(Reference(x) for x in views)
+        size = max(sum(map(_nbytes, jax.tree.leaves(part))) for part in kind.refs)
+        flat = np.full(size, 255, np.uint8)  # NaN in every float
+        return tuple(_views(flat, part) for part in kind.refs)
     return Reference(_poison(kind.shape, kind.dtype))
+
+
+def _nbytes(kind: Any) -> int:
+    return int(np.prod(kind.shape)) * np.dtype(kind.dtype).itemsize
+
+
+def _views(flat: np.ndarray, part: Any) -> Any:
+    """References to memory that is laid out as a tree of kinds, one after another."""
+    kinds, tree = jax.tree.flatten(part)
+    ends = np.cumsum([_nbytes(kind) for kind in kinds])
+    views = [
+        flat[end - _nbytes(kind) : end].view(kind.dtype).reshape(kind.shape)
+        for kind, end in zip(kinds, ends, strict=True)
+    ]
+    return tree.unflatten([Reference(x) for x in views])
 
 
 # ------------------------------------------------------------- what is replaced
@@ -389,6 +422,27 @@ def _hide(
     if fill is not None:
         other = np.where(column <= end[:, None], fill[:, None], other)
     return np.where(keep, scores, other)
+
+
+LATE_S = 0.0
+"""How long the first warpgroup of a team takes to read the sums of all."""
+
+
+def _sums(values: Sequence[Any], shared: Reference, warpgroups: int) -> list[Any]:
+    team, part = divmod(HERE.warpgroup, warpgroups)
+    place = shared.view()
+    assert place.shape == (len(values), 4 * warpgroups)
+    for row, value in zip(place, values, strict=True):
+        row[4 * part : 4 * part + 4] = value.reshape(4, -1).sum(1, dtype=np.float32)
+    HERE.block.meet(range(team * warpgroups, (team + 1) * warpgroups))
+    if part == 0:
+        time.sleep(LATE_S)
+    return list(place.sum(1, dtype=np.float32))
+
+
+def _write(reference: Reference, value: np.ndarray) -> None:
+    assert value.dtype == reference.dtype
+    reference[...] = value
 
 
 def _wait_for_turn(warpgroups: int) -> None:
@@ -439,6 +493,7 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
         div=lambda x, y: int(x) // int(y),
         axis_index=_axis_index,
         axis_size=lambda _: HERE.programs,
+        rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
         broadcast_in_dim=_broadcast,
         optimization_barrier=lambda x: x,
     )
@@ -482,4 +537,18 @@ def simulated_ragged_dot() -> Iterator[None]:
         patch.setattr(mosaic, "add_product", _add_product)
         patch.setattr(mosaic, "add_product_of_rows", _add_product_of_rows)
         patch.setattr(mosaic, "row", _row)
+        yield
+
+
+@contextmanager
+def simulated_norms() -> Iterator[None]:
+    """Within, those of norms of rows do."""
+    with _replaced((norm_rows_hopper_kernel,), mosaic) as patch:
+        every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
+        f32 = lambda shape: np.zeros(shape, np.float32)
+        patch.setattr(mosaic_rows, "sums", _sums)
+        patch.setattr(mosaic_rows, "zeros", f32)
+        patch.setattr(mosaic_rows, "store", _write)
+        patch.setattr(mosaic_rows, "wait_for_block", every)
+        patch.setattr(mosaic_rows, "loaded", lambda x: x.view().astype(np.float32))
         yield

@@ -1,0 +1,223 @@
+"""Rows spread over the lanes of a team of warpgroups, in Pallas Mosaic GPU.
+
+A warpgroup has an array of ``128 * vector`` columns, `vector` neighbours in each lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import memref as memory
+
+if TYPE_CHECKING:
+    from jax import Array
+
+LANES = 128
+"""Lanes of a warpgroup: four warps of 32."""
+
+LAST_NAMED = 15
+"""The last of PTX's 16 named barriers. Mosaic takes 0 for a block and 1 to 8 for its
+warpgroups; teams take them from the last one on, so that only the eighth team of one
+warpgroup has one that is its warpgroup's too."""
+
+
+def spread(width: int) -> Any:
+    """Returns how `width` columns lie in registers."""
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=width // LANES)
+
+
+def loaded(reference: Any) -> Array:
+    """Returns [128 * vector] of memory in registers, as float32."""
+    width, dtype = reference.shape[0], reference.dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((width,), dtype, layout=spread(width)),
+    )
+    def emit(context: Any, source: ir.Value) -> Any:
+        del context
+        place, kind, alignment = _of_lane(source)
+        value = llvm.load(kind, place, alignment=alignment)
+        layout = mgpu.WGStridedFragLayout((width,), width // LANES)
+        registers = np.array([value], dtype=object)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=layout, _is_signed=None
+        )
+
+    return emit(reference).astype(jnp.float32)
+
+
+def store(reference: Any, value: Array) -> None:
+    """Writes registers, spread like `loaded` ones, to memory of the same dtype."""
+
+    @plgpu.inline_mgpu(arg_types=(spread(value.shape[0]), plgpu.RefType()))
+    def emit(context: Any, value: Any, target: ir.Value) -> None:
+        del context
+        place, _, alignment = _of_lane(target)
+        llvm.store(value.registers.item(), place, alignment=alignment)
+
+    emit(value, reference)
+
+
+def zeros(width: int) -> Array:
+    """Returns float32 [width] of zeros in registers."""
+    return plgpu.layout_cast(jnp.zeros((width,), jnp.float32), spread(width))
+
+
+def wait_for_block() -> None:
+    """Waits until all warpgroups of the block are here."""
+
+    @plgpu.inline_mgpu()
+    def emit(context: Any) -> None:
+        del context
+        _assembly("bar.sync 0;", "~{memory}")
+
+    emit()
+
+
+def sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Array]:
+    """Returns the sum of each array over all columns of a team's: float32 scalars.
+
+    All warpgroups of the team wait for each other in it, once.
+
+    Args:
+        values: float32 [width] each; a power of two of them, 32 at most.
+        shared: float32 [values, 4 * warpgroups] of shared memory: another one than at
+            the last call, since a warp may still read that one.
+        warpgroups: Warpgroups of a team.
+    """
+    layout = spread(values[0].shape[0])
+    number = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*(layout for _ in values), plgpu.RefType()),
+        return_type=tuple(number for _ in values),
+    )
+    def emit(context: Any, *given: Any) -> Any:
+        del context
+        *arrays, shared = given
+        _share([_over_registers(x) for x in arrays], shared, warpgroups)
+        _wait_for_team(warpgroups)
+        return tuple(_total(shared, i) for i in range(len(arrays)))
+
+    return list(emit(*values, shared))
+
+
+# --------------------------------------------------------------------- in a lane
+def _of_lane(memory: ir.Value) -> tuple[ir.Value, ir.Type, int]:
+    """Where in [128 * vector] of memory a lane's are, their type and alignment.
+
+    Compilers do not always find the alignment by themselves, and then take the columns
+    one by one.
+    """
+    kind = ir.MemRefType(memory.type)
+    vector = kind.shape[0] // LANES
+    size = vector * utils.bytewidth(kind.element_type)
+    lane = arith.andi(_thread(), _integer(LANES - 1))
+    offset = arith.muli(lane, _integer(size))
+    byte = ir.IntegerType.get_signless(8)
+    place = utils.getelementptr(utils.memref_ptr(memory), [offset], byte)
+    return place, ir.VectorType.get((vector,), kind.element_type), min(size, 16)
+
+
+def _over_registers(array: Any) -> ir.Value:
+    """The sum of what a lane has of an array: float32."""
+    parts = []
+    for register in array.registers.flat:
+        size = ir.VectorType(register.type).shape[0]
+        parts += [_element(register, i) for i in range(size)]
+    return _summed(parts)
+
+
+def _total(shared: ir.Value, index: int) -> Any:
+    """The sum of a row of shared memory, as a number that all lanes have."""
+    width = ir.MemRefType(shared.type).shape[1]
+    number = ir.F32Type.get()
+    kind, start = ir.VectorType.get((4,), number), utils.memref_ptr(shared)
+    parts = []
+    for first in range(0, width, 4):
+        place = utils.getelementptr(start, [index * width + first], number)
+        four = llvm.load(kind, place, alignment=16)
+        parts += [_element(four, i) for i in range(4)]
+    return mgpu.FragmentedArray.splat(_summed(parts), (), is_signed=None)
+
+
+def _summed(parts: list[ir.Value]) -> ir.Value:
+    """The sum of numbers, neighbours first."""
+    while len(parts) > 1:
+        paired = [arith.addf(a, b) for a, b in zip(parts[::2], parts[1::2])]  # noqa: B905
+        parts = paired + parts[2 * len(paired) :]
+    return parts[0]
+
+
+def _element(value: ir.Value, index: int) -> ir.Value:
+    place = ir.DenseI64ArrayAttr.get([index])
+    return vector.extract(value, dynamic_position=[], static_position=place)
+
+
+# ------------------------------------------------------------------- over a warp
+def _share(parts: list[ir.Value], shared: ir.Value, warpgroups: int) -> None:
+    """Writes the sums over a warp of several numbers to its column of shared memory.
+
+    While there are several, half of the lanes go on with one half of them and the other
+    lanes with the other, so that n of them take n - 1 exchanges and log2(32 / n) more,
+    not 5 n. Lanes with the same sum write the same to the same place.
+    """
+    thread = _thread()
+    distance, which = 16, _integer(0)
+    while distance:
+        bit = arith.andi(thread, _integer(distance))
+        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, _integer(0))
+        if len(parts) > 1:
+            half = len(parts) // 2
+            pairs = list(zip(parts[:half], parts[half:], strict=True))
+            kept = [arith.select(upper, b, a) for a, b in pairs]
+            sent = [arith.select(upper, a, b) for a, b in pairs]
+            one = arith.extui(ir.IntegerType.get_signless(32), upper)
+            which = arith.addi(arith.addi(which, which), one)
+        else:
+            kept = sent = parts
+        got = [_exchanged(x, distance) for x in sent]
+        parts = [arith.addf(a, b) for a, b in zip(kept, got, strict=True)]
+        distance //= 2
+    warp = arith.remui(arith.shrui(thread, _integer(5)), _integer(4 * warpgroups))
+    index = ir.IndexType.get()
+    place = [arith.index_cast(index, x) for x in (which, warp)]
+    memory.store(parts[0], shared, place)
+
+
+def _exchanged(value: ir.Value, distance: int) -> ir.Value:
+    """What the lane so far from this one, in the same warp, has of a number."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+    return llvm.inline_asm(value.type, [value], text, "=f,f", has_side_effects=True)
+
+
+def _wait_for_team(warpgroups: int) -> None:
+    """Waits until all warps of a team are here."""
+    shift = _integer(7)
+    team = arith.divui(arith.shrui(_thread(), shift), _integer(warpgroups))
+    name = arith.subi(_integer(LAST_NAMED), team)
+    text = f"bar.sync $0, {LANES * warpgroups};"
+    _assembly(text, "r,~{memory}", name)
+
+
+def _thread() -> ir.Value:
+    number = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(number, [], "mov.u32 $0, %tid.x;", "=r")
+
+
+def _assembly(text: str, constraints: str, *given: ir.Value) -> None:
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(given), text, constraints, has_side_effects=True)
+
+
+def _integer(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
