@@ -36,8 +36,8 @@ up what all lanes have."""
 REGISTERS = 512
 """Registers that all warpgroups of a block have, for the same lane of each."""
 
-MORE_REGISTERS = 64
-"""Registers per lane for everything but sums over rows."""
+MORE_REGISTERS = 48
+"""Registers per lane for everything but sums over rows: ptxas spills none then."""
 
 MORE = 1 << 10
 """Bytes of shared memory for barriers."""
@@ -222,16 +222,18 @@ def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:
 def proposed(norm: Norm, backward: bool, programs: int) -> list[Teams]:
     """Returns configs worth measuring, the likeliest first."""
     first = usual(norm, backward, programs)
-    rows, together = first.rows, first.warpgroups
+    rows, shared, teams = first.rows, first.warpgroups, first.teams
     made = [
-        Teams(r, together, teams, stages, programs)
-        for r in (rows, 2 * rows, rows // 2)
-        for teams in (first.teams, first.teams // 2, 2 * first.teams)
-        for stages in (3, 4, 2, 6)
-    ]
-    made += [
-        Teams(rows, 2 * together, teams, stages, programs)
-        for teams in (first.teams // 2, first.teams)
-        for stages in (3, 2, 4)
+        Teams(r, w, t, stages, programs)
+        for r, w, t in (
+            (rows, shared, teams),
+            (rows, shared, teams // 2),
+            (2 * rows, shared, teams // 2),
+            (rows // 2, shared, 2 * teams),
+            (rows, shared, 2 * teams),
+            (rows, 2 * shared, teams // 2),
+            (rows, 2 * shared, teams),
+        )
+        for stages in (first.stages, 2 * first.stages)
     ]
     return [c for c in made if verdict_of(c, norm, backward).ok]
