@@ -124,7 +124,10 @@ def _of_lane(memory: ir.Value) -> tuple[ir.Value, ir.Type, int]:
     lane = arith.andi(_thread(), _integer(LANES - 1))
     offset = arith.muli(lane, _integer(size))
     byte = ir.IntegerType.get_signless(8)
-    place = utils.getelementptr(utils.memref_ptr(memory), [offset], byte)
+    start = utils.memref_ptr(memory)
+    if not utils.is_smem_ref(memory):  # then it is global memory, not just any
+        start = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), start)
+    place = utils.getelementptr(start, [offset], byte)
     return place, ir.VectorType.get((vector,), kind.element_type), min(size, 16)
 
 

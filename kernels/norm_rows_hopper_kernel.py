@@ -110,9 +110,11 @@ def _call(
     rows = rows_of(norm.m, config)
     slots = config.teams * config.stages
     rings = [plgpu.SMEM((slots, rows, norm.d), x.dtype) for x in arrays.values()]
-    added = plgpu.SMEM((max(1, len(norm.summed)), norm.d), jnp.float32)
+    sums = len(out) > 1 and config.teams > 1
+    added = [plgpu.SMEM((norm.d,), jnp.float32) for _ in norm.summed if sums]
     scratch: dict[str, Any] = {
-        "rows": plgpu.RefUnion(rings, [added]),
+        # Sums over rows are added up once all rows were read.
+        "rows": plgpu.RefUnion(rings, added),
         "sums": plgpu.SMEM(
             (config.teams, 2, len(arrays) * rows, 4 * config.warpgroups), jnp.float32
         ),
@@ -431,15 +433,16 @@ class _Team:
             sums: This team's: of each name, and each chunk of columns.
         """
         last = self.config.teams - 1
-        (added,) = self.shared["rows"][1]
+        added = self.shared["rows"][1]
 
         def add(team: int) -> None:
             for i, parts in enumerate(sums):
                 for chunk, value in enumerate(parts):
-                    place = added.at[i, self.columns(chunk)]
-                    value = value + mosaic_rows.loaded(place) if team else value
-                    if team == last:
-                        place = self.out[1 + i].at[self.program, self.columns(chunk)]
+                    columns = self.columns(chunk)
+                    if team > 0:
+                        value = value + mosaic_rows.loaded(added[i].at[columns])
+                    done = self.out[1 + i].at[self.program, columns]
+                    place = done if team == last else added[i].at[columns]
                     mosaic_rows.store(place, value)
 
         for team in range(self.config.teams if sums else 0):

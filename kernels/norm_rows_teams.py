@@ -198,12 +198,13 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
 # --------------------------------------------------------------- what is proposed
 def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
     """Yields configs, the likeliest first."""
-    able = [w for w in (1, 2, 4, 8) if norm.d % (w * LANES) == 0]
+    able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
     enough = [w for w in able if norm.d <= w * SPREAD]
+    narrow = 1 << max(1, SPREAD // norm.d).bit_length() - 1
     for warpgroups in enough + [w for w in reversed(able) if w not in enough]:
         for stages in (3, 2):
-            for teams in range(max(1, FOUR // warpgroups), 0, -1):
-                for rows in dict.fromkeys((min(FOUR, max(1, SPREAD // norm.d)), 1)):
+            for teams in range(FOUR // warpgroups, 0, -1):
+                for rows in dict.fromkeys((min(FOUR, narrow), 1)):
                     yield Teams(rows, warpgroups, teams, stages, programs)
 
 
