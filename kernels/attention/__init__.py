@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
-from rewriter.kernels.attention import cudnn, hopper, tpu, xla
+from rewriter.kernels.attention import cudnn, hopper, hopper_decode, tpu, xla
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.reference import (
@@ -78,6 +78,24 @@ KERNELS = (
             hopper.backward_default,
             hopper.backward_configs,
             hopper.fits_backward,
+        ),
+    ),
+    Kernel(
+        name="hopper_decode",
+        op="attention",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper_decode.supports,
+        runs_on=hopper_decode.runs_on,
+        tried=False,
+        forward=hopper_decode.forward,
+        memory_bounded=True,
+        profitable=hopper_decode.profitable,
+        space=Space(
+            hopper_decode.Split,
+            hopper_decode.default,
+            hopper_decode.configs,
+            hopper_decode.fits,
         ),
     ),
     Kernel(

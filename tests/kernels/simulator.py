@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels import mosaic, mosaic_rows, norm_rows_hopper_kernel
 from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel, pallas
+from rewriter.kernels.attention.hopper_decode import decode, kernel, line, merge
 from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, schedule, store
 
 PATIENCE_S = 20.0
@@ -398,6 +399,14 @@ def _for(start: Any, end: Any, body: Callable[[int, Any], Any], carry: Any) -> A
     return carry
 
 
+def _while(
+    condition: Callable[[Any], Any], body: Callable[[Any], Any], carry: Any
+) -> Any:
+    while condition(carry):
+        carry = body(carry)
+    return carry
+
+
 def _axis_index(name: str) -> int:
     return HERE.warpgroup if name == pallas.WARPGROUP else HERE.program
 
@@ -485,10 +494,12 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
         wgmma=_multiply,
         wgmma_wait=_wait_for_products,
         wgmma_accumulator_load=_result,
+        layout_cast=lambda x, _: x,
     )
     plain = _Instead(
         lax,
         fori_loop=_for,
+        while_loop=_while,
         rem=lambda x, y: int(x) % int(y),
         div=lambda x, y: int(x) // int(y),
         axis_index=_axis_index,
@@ -517,16 +528,29 @@ def simulated() -> Iterator[None]:
     """Within, the kernels of attention take numpy arrays and run on the simulator."""
     with _replaced((forward_kernel, backward_kernel), pallas) as patch:
         patch.setattr(backward_kernel, "jax", _Instead(jax, new_ref=np.array))
-        patch.setattr(
-            pallas, "zeros", lambda shape, value=0.0: np.full(shape, value, np.float32)
-        )
-        patch.setattr(pallas, "rows", lambda value: np.full((64,), value, np.int32))
-        patch.setattr(pallas, "row_positions", lambda n: np.arange(n, dtype=np.int32))
-        patch.setattr(pallas, "loaded", lambda x, layout: x.view().copy())
-        patch.setattr(pallas, "hide", _hide)
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)
+        _replace_shims(patch)
         yield
+
+
+@contextmanager
+def simulated_decode() -> Iterator[None]:
+    """Within, that of attention of few queries does."""
+    with _replaced((decode, kernel, line, merge), pallas) as patch:
+        _replace_shims(patch)
+        yield
+
+
+def _replace_shims(patch: pytest.MonkeyPatch) -> None:
+    """Replaces what attention needs of Pallas."""
+    patch.setattr(
+        pallas, "zeros", lambda shape, value=0.0: np.full(shape, value, np.float32)
+    )
+    patch.setattr(pallas, "rows", lambda value: np.full((64,), value, np.int32))
+    patch.setattr(pallas, "row_positions", lambda n: np.arange(n, dtype=np.int32))
+    patch.setattr(pallas, "loaded", lambda x, layout: x.view().copy())
+    patch.setattr(pallas, "hide", _hide)
 
 
 @contextmanager

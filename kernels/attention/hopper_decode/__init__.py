@@ -1,0 +1,114 @@
+"""Few queries against many keys on Hopper GPUs: what it takes, and the kernel.
+
+Pallas takes half a second to import, so that the kernels themselves are imported where
+they are first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.attention.hopper_decode.config import ROWS
+from rewriter.kernels.attention.hopper_decode.config import Split as Split
+from rewriter.kernels.attention.hopper_decode.config import configs as configs
+from rewriter.kernels.attention.hopper_decode.config import default as default
+from rewriter.kernels.attention.hopper_decode.config import fits as fits
+from rewriter.kernels.hopper import runs_on as runs_on
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.kernel import Spec
+
+OPERANDS = frozenset({"q", "k", "v", "kv_lengths", "offset"})
+TYPES = ("bfloat16", "float16")
+WIDEST = 256
+"""Columns of a tensor core's product, and so the widest head."""
+
+MOST_BLOCKS = 1 << 30
+"""Blocks of keys of all pairs: they are counted in int32."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether it takes a use: few queries of 16 bits, masked by position."""
+    if spec.symbolic:
+        return no("symbolic", "the Hopper decode kernel wants sizes that are numbers")
+    verdict = all_of(*_operands(spec), *_types(spec), *_numbers(spec), *_empty(spec))
+    if verdict.ok:
+        verdict = all_of(*_sizes(spec))
+    return _importable() if verdict.ok else verdict
+
+
+def _operands(spec: Spec) -> list[Verdict]:
+    more = ", ".join(sorted(set(spec.operands) - OPERANDS))
+    text = f"the Hopper decode kernel does not take {more}"
+    return [no("operands", text)] if more else []
+
+
+def _types(spec: Spec) -> list[Verdict]:
+    kinds = {str(jnp.dtype(spec.dtype(name))) for name in "qkv"}
+    out = spec.param("out_dtype")
+    kinds |= {str(jnp.dtype(out))} if out else set()
+    if len(kinds) == 1 and kinds <= set(TYPES):
+        return []
+    every = ", ".join(sorted(kinds))
+    text = f"the Hopper decode kernel takes one 16-bit float, not {every}"
+    return [no("dtype", text)]
+
+
+def _numbers(spec: Spec) -> list[Verdict]:
+    given = {"scale": spec.param("scale", 1.0), "softcap": spec.param("softcap") or 1.0}
+    return [
+        no(name, f"{name} is {x}, not positive") for name, x in given.items() if x <= 0
+    ]
+
+
+def _empty(spec: Spec) -> list[Verdict]:
+    return [
+        no("empty", f"{name} has shape {shape}, and an axis of size 0")
+        for name, shape in spec.shapes
+        if 0 in shape
+    ]
+
+
+def _sizes(spec: Spec) -> list[Verdict]:
+    (b, t, n, h), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
+    found = []
+    for name, width in (("q", h), ("v", spec.shape("v")[3])):
+        if width % 16 or width > WIDEST:
+            text = f"heads of {name} are {width} wide, not 16, 32, ... {WIDEST}"
+            found.append(no("width", text))
+    if (rows := t * (n // heads)) > ROWS:
+        text = f"{rows} queries of a key head, more than the {ROWS} of a product"
+        found.append(no("queries", text))
+    if b * s * heads > MOST_BLOCKS:
+        text = f"{b * s * heads} keys of all heads, more than {MOST_BLOCKS}"
+        found.append(no("keys", text))
+    return found
+
+
+@functools.cache
+def _importable() -> Verdict:
+    try:
+        from rewriter.kernels.attention.hopper_decode import decode
+    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
+        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
+    del decode
+    return YES
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: it is taken where it was measured to be fastest, or is asked for."""
+    del spec, platform
+    return no("measure", "chosen only where it was measured to be fastest")
+
+
+def forward(**given: Any) -> Array:
+    """Returns attention; see `rewriter.kernels.attention.hopper_decode.decode`."""
+    from rewriter.kernels.attention.hopper_decode import decode
+
+    return decode.forward(**given)

@@ -1,0 +1,137 @@
+"""What the decode kernel may be tuned by, and what fits into an SM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
+from rewriter.verdict import Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.device import Device
+    from rewriter.kernel import Spec
+
+ROWS = 64
+"""Rows that a tensor core multiplies at once: queries of all heads of a key head."""
+
+REGISTERS = {2: (216, 40), 3: (128, 40)}
+"""By number of readers: registers per lane for the warpgroup of each that computes and
+for the one that copies. All lanes of an SM together have 512 x 128. One reader is given
+as many as it asks for."""
+
+OTHERS = 40
+"""Registers per lane for all but tiles: maxima, sums, addresses."""
+
+AT_START = {1: 255, 2: 128, 3: 80}
+"""By number of readers: registers per lane that all warpgroups start with. ptxas wants
+room in them for a product and `BESIDES` (12.9: 94 for 128 columns, 158 for 256)."""
+
+BESIDES = 30
+
+BARRIERS = 2 << 10
+"""Bytes for barriers, log-sum-exps and alignment, at most."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The config of the kernel.
+
+    Attributes:
+        block_kv: Keys of a block.
+        stages: Blocks of k and of v that shared memory holds for each reader.
+        readers: Readers of a block of threads: pairs of a warpgroup that copies and
+            one that computes, each with keys of its own.
+        programs: Blocks of threads.
+    """
+
+    block_kv: int = 64
+    stages: int = 2
+    readers: int = 2
+    programs: int = PROCESSORS
+
+
+def rows_of(t: int, group: int) -> int:
+    """Returns the rows of a key head's queries, in eights, as they are copied."""
+    return -(-t * group // 8) * 8
+
+
+def default(spec: Spec, device: Device) -> Split:
+    """Returns the rule of thumb: the first of `configs` that fits.
+
+    It was not measured yet.
+    """
+    return next(c for c in configs(spec, device) if fits(c, spec, device).ok)
+
+
+def configs(spec: Spec, device: Device) -> list[Split]:
+    """Returns configs worth measuring, the likeliest first."""
+    here = processors(device)
+    return [
+        Split(*sizes, here)
+        for sizes in (
+            (64, 2, 2), (32, 5, 2), (64, 5, 1), (128, 2, 1), (32, 4, 2), (32, 3, 3),
+            (64, 4, 2), (64, 3, 3), (128, 2, 2), (32, 8, 2), (64, 3, 1), (64, 2, 1),
+            (32, 2, 2), (32, 2, 1), (16, 2, 1),
+        )
+    ]  # fmt: skip
+
+
+def shared_memory(config: Split, rows: int, h: int, e: int) -> int:
+    """Returns bytes of shared memory.
+
+    Args:
+        config: The config.
+        rows: As `rows_of` gives them.
+        h: Width of q and k.
+        e: Width of v.
+    """
+    blocks = config.readers * config.stages * config.block_kv * (h + e)
+    queries = (ROWS + (QUERIES * config.readers - 1) * rows) * h
+    stored = config.readers * STORED * ROWS * stored_columns(e)
+    return 2 * (blocks + queries) + 4 * stored + BARRIERS
+
+
+QUERIES = 2
+"""Pieces whose queries shared memory holds for each reader."""
+
+STORED = 2
+"""Parts of a result that shared memory holds for each reader, on their way out."""
+
+
+def stored_columns(e: int) -> int:
+    """Returns the columns of a part of a float32 result: a row of 128 bytes, or 64."""
+    return 16 if e % 32 else 32
+
+
+def fits(config: Split, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: shared memory, registers, block sizes."""
+    del device
+    b, t, n, h = spec.shape("q")
+    del b
+    heads, e = spec.shape("k")[2], spec.shape("v")[3]
+    return fits_sizes(config, rows_of(t, n // heads), h, e)
+
+
+def fits_sizes(config: Split, rows: int, h: int, e: int) -> Verdict:
+    """Returns the same for so many rows, heads of width h and values of width e."""
+    found = []
+    block = config.block_kv
+    if block % 16 or not 16 <= block <= 256:
+        found.append(no("block_kv", f"{block} is no multiple of 16 to 256"))
+    if config.stages < 2:
+        found.append(no("stages", f"{config.stages} stages, fewer than 2"))
+    if not 1 <= config.readers <= 3:
+        found.append(no("readers", f"{config.readers} readers, not 1, 2 or 3"))
+        return all_of(*found)
+    if (size := shared_memory(config, rows, h, e)) > SHARED_MEMORY:
+        text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+        found.append(no("shared_memory", text))
+    # An accumulator of 64 rows has half a register of float32 per column and lane.
+    most = REGISTERS.get(config.readers, (240,))[0] - OTHERS
+    if (used := block // 2 + block // 4 + e // 2) > most:
+        found.append(no("registers", f"{used} registers for tiles, of {most}"))
+    start = AT_START[config.readers] - BESIDES
+    if (used := max(block, e) // 2) > start:
+        found.append(no("registers", f"{used} registers for a product, of {start}"))
+    return all_of(*found)

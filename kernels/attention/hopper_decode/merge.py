@@ -1,0 +1,102 @@
+"""Pieces of results in, results out: weighted by their log-sum-exps, row by row."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import pallas
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.kernels.attention.hopper_decode.kernel import Problem
+
+LOG2E = math.log2(math.e)
+
+AT_ONCE = 4
+"""Pieces that are read at a time, none waiting for another."""
+
+
+def merged(
+    p: Problem, ends: Array, parts: Array, lse: Array, zero: bool, dtype: Any
+) -> Array:
+    """Returns the result, [b, t, n, e].
+
+    Args:
+        p: The problem.
+        ends: int32 [b], as `Line` has it.
+        parts: float32 [pieces, rows, columns], from `kernel.pieces`.
+        lse: float32 [pieces, 64].
+        zero: Whether rows without keys are 0, and not NaN.
+        dtype: The result's dtype.
+    """
+    t, columns = p.mask.t, p.columns
+    out = jax.ShapeDtypeStruct((p.b * t * p.n, columns), dtype)
+
+    def body(ends: Any, parts: Any, lse: Any, out: Any) -> None:
+        index = lax.axis_index(pallas.PROGRAM)
+        token, head = lax.div(index, jnp.int32(p.n)), lax.rem(index, jnp.int32(p.n))
+        sequence, query = lax.div(token, jnp.int32(t)), lax.rem(token, jnp.int32(t))
+        key_head = lax.div(head, jnp.int32(p.group))
+        row = query * p.group + head - key_head * p.group
+        pair = sequence * p.heads + key_head
+        first, last = p.line(ends).readers_of(pair)
+        total = row_of(parts, lse, row, first + pair, last + pair, zero)
+        out.at[index][...] = total.astype(dtype)
+
+    programs = p.b * t * p.n
+    (made,) = pallas.kernel(body, "attention_merge", [out], {}, programs, 1)(
+        ends, parts, lse
+    )
+    return made[:, : p.e].reshape(p.b, t, p.n, p.e)
+
+
+def row_of(parts: Any, lse: Any, row: Any, first: Any, last: Any, zero: bool) -> Array:
+    """Returns one row of the result, float32 [columns], from its pieces.
+
+    Args:
+        parts: A reference [pieces, rows, columns].
+        lse: A reference [pieces, 64].
+        row: The row.
+        first: The first piece.
+        last: The last piece.
+        zero: Whether a row without keys is 0, and not NaN.
+    """
+    layout = plgpu.Layout.WG_STRIDED((parts.shape[2],), vec_size=1)
+
+    def some(i: Any, carry: Any) -> Any:
+        total, top, norm = carry
+        found = []
+        for j in range(AT_ONCE):
+            piece = first + i * AT_ONCE + j
+            there = piece <= last
+            piece = jnp.minimum(piece, last)
+            mine = pallas.scalar(lse, piece, row)
+            part = pallas.loaded(parts.at[piece, row], layout)
+            found.append((there, jnp.where(there, mine, -jnp.inf), part))
+        higher = top
+        for _, mine, _ in found:
+            higher = jnp.maximum(higher, mine)
+        least = jnp.where(higher == -jnp.inf, 0.0, higher)
+        fade = jnp.exp2((top - least) * LOG2E)
+        total, norm = total * fade, norm * fade
+        for there, mine, part in found:
+            weight = jnp.exp2((mine - least) * LOG2E)
+            norm = norm + weight
+            total = total + jnp.where(there, part * weight, 0.0)
+        return total, higher, norm
+
+    count = lax.div(last - first + AT_ONCE, jnp.int32(AT_ONCE))
+    nothing = plgpu.layout_cast(jnp.zeros(parts.shape[2:], jnp.float32), layout)
+    start = nothing, jnp.float32(-jnp.inf), jnp.float32(0)
+    total, _, norm = lax.fori_loop(0, count, some, start)
+    inverse = 1.0 / norm
+    if zero:
+        inverse = jnp.where(norm == 0.0, 0.0, inverse)
+    return total * inverse
