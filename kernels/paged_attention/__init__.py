@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels import attention
-from rewriter.kernels.paged_attention import tpu, xla
+from rewriter.kernels.paged_attention import hopper, tpu, xla
 from rewriter.kernels.paged_attention.cost import cost
 from rewriter.kernels.paged_attention.reference import (
     distributions,
@@ -32,6 +32,19 @@ OP = Op(
 )  # fmt: skip
 
 KERNELS = (
+    Kernel(
+        name="hopper_decode",
+        op="paged_attention",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper.supports,
+        runs_on=hopper.runs_on,
+        tried=False,
+        forward=hopper.forward,
+        memory_bounded=True,
+        profitable=hopper.profitable,
+        space=Space(hopper.Split, hopper.default, hopper.configs, hopper.fits),
+    ),
     Kernel(
         name="mosaic_tpu",
         op="paged_attention",

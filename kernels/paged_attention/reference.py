@@ -47,6 +47,23 @@ def gathered(
     return taken.reshape(b, p * z, k, h)
 
 
+def numbered(table: Array, count: int, wraps: bool) -> tuple[Array, Array]:
+    """Returns the pages that a table names, and which sequences name others.
+
+    Args:
+        table: int [b, p].
+        count: How many pages there are.
+        wraps: Whether a negative number counts from the end.
+
+    Returns:
+        int32 [b, p], each within the pool, and bool [b].
+    """
+    if wraps:
+        table = jnp.where(table < 0, table + count, table)
+    beyond = ((table < 0) | (table >= count)).any(1)
+    return jnp.clip(table, 0, count - 1).astype(jnp.int32), beyond
+
+
 def reference(
     q: Array,
     k_pages: Array,

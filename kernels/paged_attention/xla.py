@@ -39,7 +39,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     del spec
     text = "it gathers pages as the program does"
     if platform != "tpu":
-        text += "; a kernel that reads them where they lie is for TPUs"
+        text += "; a kernel that reads them where they lie is chosen for TPUs alone"
     return no("gather", text)
 
 

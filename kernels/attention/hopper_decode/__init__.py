@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.device import Device
+from rewriter.kernel import spec_of
 from rewriter.kernels.attention.hopper_decode.config import ROWS
 from rewriter.kernels.attention.hopper_decode.config import Split as Split
 from rewriter.kernels.attention.hopper_decode.config import configs as configs
@@ -28,6 +30,9 @@ OPERANDS = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 TYPES = ("bfloat16", "float16")
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
+
+ANY = Device("", "cuda")
+"""A GPU of unknown kind."""
 
 MOST_BLOCKS = 1 << 30
 """Blocks of keys of all pairs: they are counted in int32."""
@@ -107,8 +112,17 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("measure", "chosen only where it was measured to be fastest")
 
 
-def forward(**given: Any) -> Array:
-    """Returns attention; see `rewriter.kernels.attention.hopper_decode.decode`."""
+def forward(*, config: Split | None = None, **given: Any) -> Array:
+    """Returns attention; see `rewriter.kernels.attention.hopper_decode.decode`.
+
+    Args:
+        config: How the work is split, by default by the rule of thumb.
+        **given: Operands and parameters of attention.
+    """
+    from rewriter.kernels.attention import OP
     from rewriter.kernels.attention.hopper_decode import decode
 
-    return decode.forward(**given)
+    operands = {n: x for n, x in given.items() if n in OP.operands}
+    params = {n: x for n, x in given.items() if n not in operands}
+    config = config or default(spec_of(OP, operands, params), ANY)
+    return decode.forward(**given, config=config)

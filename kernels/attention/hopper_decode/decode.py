@@ -9,8 +9,9 @@ import numpy as np
 
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper_decode.config import Split
-from rewriter.kernels.attention.hopper_decode.kernel import Pages, Problem, pieces
+from rewriter.kernels.attention.hopper_decode.kernel import pieces
 from rewriter.kernels.attention.hopper_decode.merge import merged
+from rewriter.kernels.attention.hopper_decode.problem import Pages, Problem
 
 if TYPE_CHECKING:
     from jax import Array
@@ -24,7 +25,7 @@ def forward(
     q: Array,
     k: Array,
     v: Array,
-    config: Split | None = None,
+    config: Split,
     **given: Any,
 ) -> Array:
     """Returns attention [b, t, n, e], as `reference` does, for what `supports` takes.
@@ -39,7 +40,7 @@ def forward(
     s = k.shape[1]
     pages = Pages(size=s, count=1, axes="pzkh", listed=False)
     k, v = (_even(x) for x in (k, v))
-    return attend(q, k, v, None, pages, s, k.shape[2], config or Split(), **given)
+    return attend(q, k, v, None, pages, s, k.shape[2], config, **given)
 
 
 def _even(x: Array) -> Array:

@@ -23,91 +23,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
+from rewriter.kernels.attention.hopper.blocks import FAR, Range
 from rewriter.kernels.attention.hopper_decode.config import (
     QUERIES,
     REGISTERS,
     ROWS,
     STORED,
-    Split,
-    rows_of,
     stored_columns,
 )
-from rewriter.kernels.attention.hopper_decode.line import Line
+from rewriter.kernels.attention.hopper_decode.problem import Problem
 
 if TYPE_CHECKING:
     from jax import Array
 
 LOG2E = math.log2(math.e)
-
-LANES = 128
-"""Columns of partial results are padded to as many, as `merge` reads them."""
-
-
-@dataclass(frozen=True)
-class Pages:
-    """How keys and values lie in memory.
-
-    Attributes:
-        size: Keys of a page; of a sequence if there is no table.
-        count: Pages of a sequence.
-        axes: The letters of the arrays' axes: k for heads, p for pages, or sequences if
-            there is no table, z for positions and h for the width, which is last.
-        listed: Whether a table names each sequence's pages.
-    """
-
-    size: int
-    count: int
-    axes: str
-    listed: bool
-
-
-@dataclass(frozen=True)
-class Problem:
-    """All that is known while tracing."""
-
-    b: int
-    n: int
-    heads: int
-    h: int
-    e: int
-    mask: Mask
-    scale: float
-    softcap: float | None
-    pages: Pages
-    config: Split
-
-    @property
-    def group(self) -> int:
-        return self.n // self.heads
-
-    @property
-    def rows(self) -> int:
-        return rows_of(self.mask.t, self.group)
-
-    @property
-    def columns(self) -> int:
-        return -(-self.e // LANES) * LANES
-
-    @property
-    def programs(self) -> int:
-        most = self.b * self.heads * -(-self.mask.s // self.config.block_kv)
-        return min(self.config.programs, -(-most // self.config.readers))
-
-    def line(self, ends: Any) -> Line:
-        """Returns the line of blocks, given where sequences end in it."""
-        readers = self.programs * self.config.readers
-        return Line(readers, self.b, self.heads, ends)
-
-    def blocks(self, offset: Any, length: Any) -> Range:
-        """Returns the blocks that a sequence's queries read.
-
-        Args:
-            offset: What is added to positions at run time, 0 or None for nothing.
-            length: Keys before it are seen, None for all.
-        """
-        at = self.mask.shift if offset is None else self.mask.shift + offset
-        return blocks_of(self.mask, 0, self.mask.t, self.config.block_kv, at, length)
 
 
 def pieces(
@@ -464,5 +393,5 @@ class _Reader:
 
 
 def tanh(x: Array) -> Array:
-    """Returns tanh(x), as exact for small x as for large ones."""
+    """Returns the hyperbolic tangent, as exact for small x as for large ones."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))

@@ -15,7 +15,7 @@ from rewriter.kernels.attention.hopper import pallas
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.kernels.attention.hopper_decode.kernel import Problem
+    from rewriter.kernels.attention.hopper_decode.problem import Problem
 
 LOG2E = math.log2(math.e)
 

@@ -23,12 +23,11 @@ from rewriter.kernels.attention.tpu.forward_kernel import LEAST, across
 from rewriter.kernels.attention.tpu.schedule import divided
 from rewriter.kernels.attention.tpu.scores import LOG2E
 from rewriter.kernels.mosaic_tpu import LANES
-from rewriter.kernels.paged_attention.reference import AXES
+from rewriter.kernels.paged_attention.reference import AXES, numbered
 from rewriter.kernels.paged_attention.tpu.config import Chunk, Sizes, vmem
 from rewriter.kernels.paged_attention.tpu.schedule import (
     Seen,
     Steps,
-    numbered,
     seen,
     steps,
 )

@@ -129,23 +129,6 @@ def steps(table: Array, first: Array, last: Array, pages: int) -> Steps:
     return Steps(*(x.astype(jnp.int32) for x in found), ends[-1])
 
 
-def numbered(table: Array, count: int, wraps: bool) -> tuple[Array, Array]:
-    """Returns the pages that a table names, and which sequences name others.
-
-    Args:
-        table: int [b, p].
-        count: How many pages there are.
-        wraps: Whether a negative number counts from the end.
-
-    Returns:
-        int32 [b, p], each within the pool, and bool [b].
-    """
-    if wraps:
-        table = jnp.where(table < 0, table + count, table)
-    beyond = ((table < 0) | (table >= count)).any(1)
-    return jnp.clip(table, 0, count - 1).astype(jnp.int32), beyond
-
-
 def many(b: int, p: int, pages: int) -> int:
     """Returns how many int32 of SMEM the steps take at most."""
     chunks = -(-p // pages)
