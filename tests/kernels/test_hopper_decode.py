@@ -32,7 +32,6 @@ from tests.kernels.test_hopper_attention import (
     split,
 )
 
-
 # -------------------------------------------------------------- the line of blocks
 LINES = [
     ([1, 40, 3, 1, 7], 3, 8),
@@ -277,7 +276,7 @@ def test_it_is_chosen_only_where_it_was_measured() -> None:
 
 # ---------------------------------------------------------------- on a Hopper GPU
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], Split | None]] = {
-    **{name: case for name, case in SIMULATED.items()},
+    **SIMULATED,
     "grouped": ((4, 1, 4096, 32, 8, 128, 128), {}, None),
     "8 queries of a head": ((3, 1, 5000, 32, 4, 128, 128), {"kv_lengths": (1, 5000, 3333)}, None),
     "no groups": ((2, 1, 1000, 8, 8, 128, 128), {}, None),
