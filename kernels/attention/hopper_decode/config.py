@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 ROWS = 64
 """Rows that a tensor core multiplies at once: queries of all heads of a key head."""
 
-REGISTERS = {2: (216, 40), 3: (128, 40)}
+REGISTERS = {2: (216, 40), 3: (120, 40)}
 """By number of readers: registers per lane for the warpgroup of each that computes and
-for the one that copies. All lanes of an SM together have 512 x 128. One reader is given
-as many as it asks for."""
+for the one that copies: together not more than both start with. One reader is given as
+many as it asks for."""
 
 OTHERS = 40
 """Registers per lane for all but tiles: maxima, sums, addresses."""
