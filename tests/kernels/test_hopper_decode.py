@@ -130,6 +130,7 @@ def test_configs_that_cannot_run_are_pruned() -> None:
     assert "registers for a product" in why(32, 2, 2, e=256)
     assert "multiple of 16" in why(72, 2, 1)
     assert "fewer than 2" in why(64, 1)
+    assert "34 stages of all readers, of 32" in why(16, 17, 2)
     assert "not 1, 2 or 3" in why(64, 2, 4)
 
 

@@ -29,6 +29,9 @@ room in them for a product and `BESIDES` (12.9: 94 for 128 columns, 158 for 256)
 
 BESIDES = 30
 
+MOST_STAGES = 32
+"""A group of barriers has as many at most."""
+
 BARRIERS = 2 << 10
 """Bytes for barriers, log-sum-exps and alignment, at most."""
 
@@ -121,6 +124,8 @@ def fits_sizes(config: Split, rows: int, h: int, e: int) -> Verdict:
         found.append(no("block_kv", f"{block} is no multiple of 16 to 256"))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
+    if (count := config.stages * config.readers) > MOST_STAGES:
+        found.append(no("stages", f"{count} stages of all readers, of {MOST_STAGES}"))
     if not 1 <= config.readers <= 3:
         found.append(no("readers", f"{config.readers} readers, not 1, 2 or 3"))
         return all_of(*found)
