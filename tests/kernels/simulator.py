@@ -24,7 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels import mosaic, mosaic_rows, norm_rows_hopper_kernel
-from rewriter.kernels.attention.hopper import backward_kernel, forward_kernel, pallas
+from rewriter.kernels.attention.hopper import (
+    backward_kernel,
+    forward_kernel,
+    pallas,
+    terms,
+)
 from rewriter.kernels.attention.hopper_decode import decode, kernel, line, merge
 from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, schedule, store
 
@@ -364,6 +369,8 @@ def _warpgroup(
 
 
 def _poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    if np.issubdtype(dtype, np.integer):
+        return np.full(shape, np.iinfo(dtype).max, dtype)
     return np.full(shape, np.nan, dtype)
 
 
@@ -526,7 +533,7 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
 @contextmanager
 def simulated() -> Iterator[None]:
     """Within, the kernels of attention take numpy arrays and run on the simulator."""
-    with _replaced((forward_kernel, backward_kernel), pallas) as patch:
+    with _replaced((forward_kernel, backward_kernel, terms), pallas) as patch:
         patch.setattr(backward_kernel, "jax", _Instead(jax, new_ref=np.array))
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)
@@ -548,7 +555,8 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
         pallas, "zeros", lambda shape, value=0.0: np.full(shape, value, np.float32)
     )
     patch.setattr(pallas, "rows", lambda value: np.full((64,), value, np.int32))
-    patch.setattr(pallas, "row_positions", lambda n: np.arange(n, dtype=np.int32))
+    for name in ("row_positions", "column_positions"):
+        patch.setattr(pallas, name, lambda n: np.arange(n, dtype=np.int32))
     patch.setattr(pallas, "loaded", lambda x, layout: x.view().copy())
     patch.setattr(pallas, "hide", _hide)
 

@@ -29,6 +29,7 @@ class Mask:
         lengths: Whether only keys before a length given at run time are seen.
         offsets: Whether an offset is given at run time.
         mean: Whether a row that sees no key gives the mean of all values.
+        more: Whether other operands hide keys too.
     """
 
     t: int
@@ -39,6 +40,7 @@ class Mask:
     lengths: bool = False
     offsets: bool = False
     mean: bool = False
+    more: bool = False
 
     @property
     def hides(self) -> bool:
@@ -48,6 +50,8 @@ class Mask:
     @property
     def may_be_empty(self) -> bool:
         """Whether there may be rows that see no key."""
+        if self.more:
+            return True
         if self.lengths or self.offsets:
             return self.hides
         first, last = self.shift, self.t - 1 + self.shift
@@ -66,8 +70,11 @@ class Mask:
 
     @property
     def averages(self) -> bool:
-        """Whether rows must be averaged over all keys, seen or not."""
-        return self.mean and self.may_be_empty
+        """Whether rows must be averaged over all keys, seen or not.
+
+        Where others than positions hide keys, such rows are known at the end alone.
+        """
+        return self.mean and self.may_be_empty and not self.more
 
 
 @dataclass(frozen=True)
@@ -117,21 +124,21 @@ def blocks_of(
         Range(start=0, whole=0, part=2, end=4, limit=256)
     """
     count = -(-mask.s // keys)
-    limit = mask.s if length is None else _clip(length, 0, mask.s)
+    limit = mask.s if length is None else clip(length, 0, mask.s)
     first = first_row + offset
-    last = _least(first_row + rows, mask.t) - 1 + offset
+    last = least(first_row + rows, mask.t) - 1 + offset
     low, whole_low, high, whole_high = 0, 0, limit, limit
     if mask.left is not None:
         left = min(mask.left, FAR)
-        low, whole_low = _clip(first - left, 0, mask.s), _clip(last - left, 0, mask.s)
+        low, whole_low = clip(first - left, 0, mask.s), clip(last - left, 0, mask.s)
     if mask.right is not None:
         right = min(mask.right, FAR)
-        high = _least(_clip(last + right + 1, 0, mask.s), limit)
-        whole_high = _least(_clip(first + right + 1, 0, mask.s), limit)
-    start = _least(_div(low, keys), count - 1)
-    end = _most(_div(high + (keys - 1), keys), start + 1)
-    whole = _clip(_div(whole_low + (keys - 1), keys), start, end)
-    part = _clip(_div(whole_high, keys), whole, end)
+        high = least(clip(last + right + 1, 0, mask.s), limit)
+        whole_high = least(clip(first + right + 1, 0, mask.s), limit)
+    start = least(_div(low, keys), count - 1)
+    end = most(_div(high + (keys - 1), keys), start + 1)
+    whole = clip(_div(whole_low + (keys - 1), keys), start, end)
+    part = clip(_div(whole_high, keys), whole, end)
     if mask.averages:
         some = _any_empty(mask, first, last, limit)
         start, whole = _pick(some, 0, start), _pick(some, 0, whole)
@@ -153,16 +160,19 @@ def _static(*values: Any) -> bool:
     return all(isinstance(v, int) for v in values)
 
 
-def _least(x: Any, y: Any) -> Any:
+def least(x: Any, y: Any) -> Any:
+    """Returns the smaller of two integers."""
     return min(x, y) if _static(x, y) else jnp.minimum(x, y)
 
 
-def _most(x: Any, y: Any) -> Any:
+def most(x: Any, y: Any) -> Any:
+    """Returns the larger of two integers."""
     return max(x, y) if _static(x, y) else jnp.maximum(x, y)
 
 
-def _clip(x: Any, low: Any, high: Any) -> Any:
-    return _most(_least(x, high), low)
+def clip(x: Any, low: Any, high: Any) -> Any:
+    """Returns x, or the end of low to high that it is beyond."""
+    return most(least(x, high), low)
 
 
 def _pick(condition: Any, x: Any, y: Any) -> Any:

@@ -26,6 +26,8 @@ from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, apart
 from rewriter.kernels.attention.hopper.order import Order
+from rewriter.kernels.attention.hopper.segments import reach, within
+from rewriter.kernels.attention.hopper.terms import Block, Terms, terms_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -49,6 +51,7 @@ class _Problem:
     softcap: float | None
     config: Tiles
     saves: bool
+    terms: Terms
 
     @property
     def group(self) -> int:
@@ -57,6 +60,11 @@ class _Problem:
     @property
     def apart(self) -> bool:
         return apart(self.config, self.h, self.e)
+
+    @property
+    def natural(self) -> bool:
+        """Whether scores are compared as natural logarithms; see `_Tile.seen`."""
+        return self.terms.natural
 
     @functools.cached_property
     def order(self) -> Order:
@@ -67,7 +75,9 @@ class _Problem:
             bytes_of_pair=max(1, both),
             programs=self.config.programs,
             work=tuple(
-                blocks_of(
+                1
+                if self.terms.segments
+                else blocks_of(
                     self.mask, i * rows, rows, self.config.block_kv, self.mask.shift
                 ).count
                 for i in range(-(-self.mask.t // rows))
@@ -80,8 +90,14 @@ def forward(
     k: Array,
     v: Array,
     *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
     kv_lengths: Array | None = None,
     offset: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
     scale: float = 1.0,
     window: tuple[int | None, int | None] = (None, None),
     shift: int = 0,
@@ -97,8 +113,14 @@ def forward(
         q: [b, t, n, h], bfloat16 or float16.
         k: [b, s, k, h].
         v: [b, s, k, e].
+        bias: float [b|1, n|1, t|1, s|1].
+        mask: bool [b|1, n|1, t|1, s|1].
+        q_segments: int [b|1, t].
+        kv_segments: int [b|1, s].
         kv_lengths: int [b|1].
         offset: int [b|1].
+        alibi: float [n].
+        sinks: float [n].
         scale: Multiplies the scores; positive.
         window: As in `reference`.
         shift: As in `reference`.
@@ -113,18 +135,33 @@ def forward(
     b, t, n, h = q.shape
     s, heads, e = k.shape[1], k.shape[2], v.shape[3]
     left, right = window
-    mask = Mask(
-        t, s, left, right, shift, kv_lengths is not None, offset is not None,
-        empty_rows == "mean",
+    terms, arrays = terms_of(
+        t, s, bias=bias, mask=mask, q_segments=q_segments, kv_segments=kv_segments,
+        alibi=alibi, sinks=sinks,
     )  # fmt: skip
-    p = _Problem(b, n, heads, h, e, mask, scale, softcap, config or Tiles(), residuals)
-    numbers = [
-        jnp.broadcast_to(x.astype(jnp.int32), (b,))
-        for x in (kv_lengths, offset)
-        if x is not None
-    ]
-    zero = empty_rows == "zero" and mask.may_be_empty
-    made = _call(p, zero, *(even(x) for x in (q, k, v)), *numbers)
+    seen = Mask(
+        t, s, left, right, shift, kv_lengths is not None, offset is not None,
+        empty_rows == "mean" and not terms.sinks, terms.hides,
+    )  # fmt: skip
+    config = config or Tiles()
+    p = _Problem(b, n, heads, h, e, seen, scale, softcap, config, residuals, terms)
+    named = {"q": even(q), "k": even(k), "v": even(v)}
+    if p.order.table is not None:
+        named["table"] = jnp.asarray(p.order.table)
+    for name, x in (("lengths", kv_lengths), ("offsets", offset)):
+        if x is not None:
+            named[name] = jnp.broadcast_to(x.astype(jnp.int32), (b,))
+    named |= arrays
+    if terms.segments:
+        assert q_segments is not None
+        assert kv_segments is not None
+        named["reach"] = jnp.broadcast_to(
+            reach(q_segments, kv_segments, config.rows, config.block_kv),
+            (b, len(p.order.work), 4),
+        )
+    if seen.mean and seen.more:
+        named["means"] = v.astype(jnp.float32).mean(1)
+    made = _call(p, empty_rows == "zero" and seen.may_be_empty, named)
     out = made[0][:, :t]
     return (out, (made[1][:, :, :t],)) if residuals else out
 
@@ -135,12 +172,10 @@ def even(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
 
 
-def _call(
-    p: _Problem, zero: bool, q: Array, k: Array, v: Array, *numbers: Array
-) -> Any:
+def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     config, wgs, stages = p.config, p.config.warpgroups, p.config.stages
     width, deep = pallas.swizzle(p.h), pallas.swizzle(p.e, config.block_kv)
-    flat = pallas.swizzle(p.e)
+    flat, q, terms = pallas.swizzle(p.e), named["q"], p.terms
     out = [jax.ShapeDtypeStruct((p.b, q.shape[1], p.n, p.e), q.dtype)]
     q_tiles = pallas.tiles((wgs, 64, p.h), q.dtype, width)
     o_tiles = pallas.tiles((wgs, 64, p.e), q.dtype, flat)
@@ -152,9 +187,11 @@ def _call(
         **{
             name: pallas.barriers(stages, arrivals)
             for name, arrivals in (
-                ("k_ready", 1), ("v_ready", 1), ("k_free", wgs), ("v_free", wgs)
+                ("k_ready", 1 + terms.copies(wgs)), ("v_ready", 1),
+                ("k_free", wgs), ("v_free", wgs),
             )
         },
+        **terms.scratch(stages, wgs, config.block_kv),
     }  # fmt: skip
     if p.apart:
         scratch |= {"q_tiles": q_tiles, "o_tiles": o_tiles}
@@ -165,33 +202,28 @@ def _call(
         out.append(jax.ShapeDtypeStruct((p.b, p.n, rows), jnp.float32))
         scratch |= {"lse_rows": plgpu.SMEM((wgs, 64), jnp.float32)}
 
-    def body(*references: Any, **named: Any) -> None:
-        _Block(p, zero, references, named).run()
+    outputs = ("out", "lse") if p.saves else ("out",)
+
+    def body(*references: Any, **memory: Any) -> None:
+        given = dict(zip((*named, *outputs), references, strict=True))
+        _Block(p, zero, given, memory).run()
 
     programs = p.order.blocks
-    if p.order.table is not None:
-        numbers = (jnp.asarray(p.order.table), *numbers)
     return pallas.kernel(body, "attention", out, scratch, programs, wgs + 1)(
-        q, k, v, *numbers
+        *named.values()
     )
 
 
 class _Block:
     """What one block of threads does."""
 
-    def __init__(self, p: _Problem, zero: bool, references: Any, named: Any):
-        self.p, self.zero = p, zero
-        given = list(references)
-        self.q, self.k, self.v = given[:3]
-        given = given[3:]
-        self.table = given.pop(0) if p.order.table is not None else None
-        self.lengths = given.pop(0) if p.mask.lengths else None
-        self.offsets = given.pop(0) if p.mask.offsets else None
-        self.out = given.pop(0)
-        self.lse = given.pop(0) if p.saves else None
-        if "shared" in named:
-            named["q_tiles"], named["o_tiles"] = named.pop("shared")
-        self.named = named
+    def __init__(
+        self, p: _Problem, zero: bool, given: dict[str, Any], memory: dict[str, Any]
+    ):
+        self.p, self.zero, self.given = p, zero, given
+        if "shared" in memory:
+            memory["q_tiles"], memory["o_tiles"] = memory.pop("shared")
+        self.named = memory
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
 
     def run(self) -> None:
@@ -212,19 +244,19 @@ class _Block:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""
         order = self.p.order
         of = lambda index, steps: body(_Tile(self, order.place(index)), steps)
-        pallas.over_tiles(order, self.table, of, steps)
+        pallas.over_tiles(order, self.given.get("table"), of, steps)
 
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
-        p, x = self.p, self.named
+        p, x, given = self.p, self.named, self.given
 
         def one(tile: _Tile, step: Any) -> Any:
             for w in range(p.config.warpgroups):
                 plgpu.barrier_wait(x["q_free"].at[w])
                 rows = pl.ds(tile.first + 64 * w, 64)
                 plgpu.copy_gmem_to_smem(
-                    self.q.at[tile.b, rows, tile.n],
+                    given["q"].at[tile.b, rows, tile.n],
                     x["q_tiles"].at[w], x["q_ready"].at[w],
                 )  # fmt: skip
 
@@ -232,17 +264,33 @@ class _Block:
                 slot = lax.rem(step, jnp.int32(p.config.stages))
                 first = (tile.range.end - 1 - i) * p.config.block_kv
                 keys = pl.ds(first, p.config.block_kv)
-                for name, source in (("k", self.k), ("v", self.v)):
+                for name in "kv":
                     plgpu.barrier_wait(x[f"{name}_free"].at[slot])
                     plgpu.copy_gmem_to_smem(
-                        source.at[tile.b, keys, tile.head],
+                        given[name].at[tile.b, keys, tile.head],
                         x[f"{name}_tiles"].at[slot], x[f"{name}_ready"].at[slot],
                     )  # fmt: skip
+                    if name == "k":
+                        self.copy_terms(tile, first, slot)
                 return step + 1
 
             return lax.fori_loop(0, tile.range.count, block, step)
 
         self.over_tiles(one, jnp.int32(0))
+
+    def copy_terms(self, tile: _Tile, first: Any, slot: Any) -> None:
+        """Copies what changes the scores of a block of keys."""
+        config, x = self.p.config, self.named
+        place = Block(
+            tile.b, tile.n, tile.first, first, config.block_kv, config.warpgroups, slot
+        )
+        ready = x["k_ready"].at[slot]
+        self.p.terms.copy(
+            place, self.given,
+            lambda source, name, at: plgpu.copy_gmem_to_smem(
+                source, x[name].at[at], ready
+            ),
+        )  # fmt: skip
 
     # ---------------------------------------------------------------- computing
     def compute(self) -> None:
@@ -274,14 +322,18 @@ class _Tile:
         self.b, self.n = lax.div(pair, jnp.int32(p.n)), lax.rem(pair, jnp.int32(p.n))
         self.head = lax.div(self.n, jnp.int32(p.group))
         self.offset: Any = p.mask.shift
-        if block.offsets is not None:
-            self.offset = self.offset + pallas.scalar(block.offsets, self.b)
+        given = block.given
+        if "offsets" in given:
+            self.offset = self.offset + pallas.scalar(given["offsets"], self.b)
         length = None
-        if block.lengths is not None:
-            length = pallas.scalar(block.lengths, self.b)
+        if "lengths" in given:
+            length = pallas.scalar(given["lengths"], self.b)
         self.range = blocks_of(
             p.mask, self.first, p.config.rows, p.config.block_kv, self.offset, length
         )
+        if "reach" in given:
+            ends = (pallas.scalar(given["reach"], self.b, row, i) for i in range(4))
+            self.range = within(self.range, *ends)
         self.mine = self.first + 64 * block.warpgroup
         self.shape = (64, p.config.block_kv)
 
@@ -301,7 +353,7 @@ class _Tile:
         loops = [(r.end - r.part, r.end - r.whole, False)]
         if self.hides:
             loops = [(1, r.end - r.part, True), *loops]
-        if self.p.mask.left is not None:
+        if self.p.mask.left is not None or self.p.terms.segments:
             loops += [(r.end - r.whole, r.count, True)]
         for start, end, part in loops:
             begin = jnp.maximum(start, 1)
@@ -318,7 +370,9 @@ class _Tile:
     @property
     def hides(self) -> bool:
         """Whether there may be blocks that are seen in part."""
-        return self.p.mask.hides or self.p.mask.s % self.p.config.block_kv > 0
+        mask = self.p.mask
+        cut = mask.s % self.p.config.block_kv > 0
+        return mask.hides or cut or self.p.terms.segments
 
     def multiply_keys(self, scores: Any, slot: Any) -> None:
         q = self.x["q_tiles"].at[self.block.warpgroup]
@@ -334,12 +388,11 @@ class _Tile:
             return scores[...]
 
         found = pl.run_scoped(product, plgpu.ACC(self.shape, jnp.float32))
-        plgpu.barrier_arrive(self.x["k_free"].at[slot])
-        top, total = pallas.zeros((64,), -jnp.inf), pallas.zeros((64,))
-        found = self.seen(found, 0, True)
+        found = self.seen_and_freed(found, 0, slot, True)
+        top, total = self.first_sums()
         weights, top, total, _ = self.weigh(found, top, total)
         out = pallas.zeros((64, self.p.e))
-        return out, top, total, weights.astype(self.block.q.dtype)
+        return out, top, total, weights.astype(self.block.given["q"].dtype)
 
     def step(self, i: Any, step: Any, carry: Any, part: bool) -> Any:
         """The scores of the i-th block beside the product of the one before and v."""
@@ -362,15 +415,14 @@ class _Tile:
                 pallas.pass_turn(config.warpgroups)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
-            plgpu.barrier_arrive(x["k_free"].at[slot])
-            found = self.seen(found, i, part)
+            found = self.seen_and_freed(found, i, slot, part)
             found = self.weigh(found, top, total)
             # Holds the exponentials before the wait for the product with v.
             new, higher, sums, fade = lax.optimization_barrier(found)
             made = lax.optimization_barrier(result[...])
             plgpu.barrier_arrive(x["v_free"].at[before])
             made = made * pallas.along(fade, made.shape)
-            return made, higher, sums, new.astype(self.block.q.dtype)
+            return made, higher, sums, new.astype(self.block.given["q"].dtype)
 
         return pl.run_scoped(
             products,
@@ -394,17 +446,64 @@ class _Tile:
         return out, top, total
 
     # ------------------------------------------------------------------ softmax
-    def seen(self, scores: Array, i: Any, part: bool) -> Array:
+    def seen_and_freed(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
+        """Returns `seen`, and gives back the memory of the i-th block's keys."""
+        free = self.x["k_free"].at[slot]
+        if not self.p.terms.parts:
+            plgpu.barrier_arrive(free)
+            return self.seen(scores, i, slot, part)
+        found = lax.optimization_barrier(self.seen(scores, i, slot, part))
+        plgpu.barrier_arrive(free)  # of terms too, which are read by now
+        return found
+
+    def first_sums(self) -> tuple[Array, Array]:
+        """Returns maxima and sums before the first key: [64]."""
+        p = self.p
+        if not p.terms.sinks:
+            return pallas.zeros((64,), -jnp.inf), pallas.zeros((64,))
+        sink = pallas.scalar(self.block.given["sinks"], self.n)
+        if not p.natural:
+            sink = sink / p.scale if p.softcap is None else sink * LOG2E
+        top = pallas.zeros((64,)) + sink
+        return (top + self.lean() if p.terms.slopes else top), pallas.zeros((64,), 1.0)
+
+    def lean(self) -> Array:
+        """Returns what slopes take from scores by a row's place in its tile: [64]."""
+        rows = pallas.row_positions(64).astype(jnp.float32)
+        return rows * pallas.scalar(self.block.given["slopes"], self.n)
+
+    def sloped(self, scores: Array, key: Any) -> Array:
+        """Returns scores with distances from the tile's first row, times the slope.
+
+        What is left out for other rows, `lean`, is the same for all of a row's keys.
+        """
+        slope = pallas.scalar(self.block.given["slopes"], self.n)
+        away = pallas.column_positions(self.shape[1]) + (key - self.mine - self.offset)
+        return scores + pallas.across(away.astype(jnp.float32) * slope, self.shape)
+
+    def seen(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
         """Returns the scores of the i-th block, -inf for keys that are not seen.
 
-        Those that are bent are multiplied with the scale and log2(e), others not yet.
+        Those that something is added to are multiplied with the scale, those that are
+        bent alone with the scale and log2(e), others not yet.
         """
-        p, mask = self.p, self.p.mask
+        p, mask, terms = self.p, self.p.mask, self.p.terms
+        key = (self.range.end - 1 - i) * p.config.block_kv
         if p.softcap is not None:
-            scores = _capped(scores * (p.scale / p.softcap)) * (p.softcap * LOG2E)
+            unit = 1.0 if p.natural else LOG2E
+            scores = _capped(scores * (p.scale / p.softcap)) * (p.softcap * unit)
+        elif p.natural:
+            scores = scores * p.scale
+        if terms.slopes:
+            scores = self.sloped(scores, key)
+        mine = self.block.warpgroup
+        scores = terms.added(scores, self.x, slot, mine)
         if not (part and self.hides):
             return scores
-        key = (self.range.end - 1 - i) * p.config.block_kv
+        if terms.segments:
+            scores = terms.within_segments(scores, self.x, slot, mine)
+        if not (mask.hides or mask.s % p.config.block_kv):
+            return scores
         first, last = self.keys_of_rows()
         first = None if first is None else first - key
         if not mask.averages:
@@ -435,6 +534,11 @@ class _Tile:
         """Returns weights, new maxima, new sums, and what to fade by."""
         c = self.p.scale * LOG2E if self.p.softcap is None else 1.0
         higher = jnp.maximum(top, scores.max(axis=1))
+        if self.p.natural:
+            least = jnp.where(higher == -jnp.inf, 0.0, higher)
+            weights = jnp.exp2((scores - pallas.along(least, self.shape)) * LOG2E)
+            fade = jnp.exp2((top - least) * LOG2E)
+            return weights, higher, total * fade + weights.sum(axis=1), fade
         least = jnp.where(higher == -jnp.inf, 0.0, higher) * c
         weights = jnp.exp2(scores * c - pallas.along(least, self.shape))
         fade = jnp.exp2(top * c - least)
@@ -448,23 +552,30 @@ class _Tile:
         if self.block.zero:
             inverse = jnp.where(total == 0.0, 0.0, inverse)
         out = out * pallas.along(inverse, out.shape)
+        if "means" in self.block.given:
+            mean = self.block.given["means"].at[self.b, self.head]
+            mean = pallas.across(pallas.loaded(mean, pallas.COLUMNS), out.shape)
+            out = jnp.where(pallas.along(total, out.shape) == 0.0, mean, out)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        x["o_tiles"].at[mine][...] = out.astype(self.block.out.dtype)
+        given = self.block.given
+        x["o_tiles"].at[mine][...] = out.astype(given["out"].dtype)
         if p.saves:
             c = p.scale if p.softcap is None else 1 / LOG2E
-            lse = top * c + jnp.log(total)
+            lse = top * (1.0 if p.natural else c) + jnp.log(total)
+            if p.terms.slopes:
+                lse = lse - self.lean()
             if p.mask.averages:
                 lse = jnp.where(self.empty(), -jnp.inf, lse)
             x["lse_rows"].at[mine][...] = lse
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
             x["o_tiles"].at[mine],
-            self.block.out.at[self.b, pl.ds(self.mine, 64), self.n],
+            given["out"].at[self.b, pl.ds(self.mine, 64), self.n],
         )
         if p.saves:
             plgpu.copy_smem_to_gmem(
                 x["lse_rows"].at[mine],
-                self.block.lse.at[self.b, self.n, pl.ds(self.mine, 64)],
+                given["lse"].at[self.b, self.n, pl.ds(self.mine, 64)],
             )
 
 

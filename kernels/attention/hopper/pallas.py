@@ -69,6 +69,25 @@ def wide_tiles(shape: tuple[int, ...]) -> Any:
     return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
 
 
+def table_tiles(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns shared memory for [..., 64, columns] that are copied in and then read.
+
+    Args:
+        shape: The shape; 32 divides the columns.
+        dtype: int8, a 16-bit float or float32.
+    """
+    size = jnp.dtype(dtype).itemsize
+    width = next(x for x in (128, 64, 32) if shape[-1] * size % x == 0)
+    tiling = plgpu.TilingTransform((8, width // size))
+    transforms = (tiling, plgpu.SwizzleTransform(width))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def lines(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns shared memory for numbers of rows or of columns, 32 of them or more."""
+    return plgpu.SMEM(shape, dtype)
+
+
 def zeros(shape: tuple[int, ...], value: float = 0.0) -> Array:
     """Returns float32 [64, n] or [64] of one value, in registers."""
     layout = TILE if len(shape) == 2 else ROWS
@@ -97,6 +116,11 @@ def rows(value: Any) -> Array:
 def row_positions(count: int) -> Array:
     """Returns int32 [64]: the index of each row."""
     return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=ROWS)
+
+
+def column_positions(count: int) -> Array:
+    """Returns int32 [count]: the index of each column."""
+    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=COLUMNS)
 
 
 def hide(

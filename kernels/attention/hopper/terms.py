@@ -1,0 +1,266 @@
+"""What changes scores beside positions: operands in, the parts that blocks read out.
+
+Biases and masks come in three forms, by what they differ along: all of rows and
+columns, which are read in tiles; columns alone, which are a number a key; rows alone.
+Thin biases and masks of a form become one array, -inf where a mask hides. Scores and
+all that is added to them are natural logarithms: a bias of the lowest float is then
+still one, as it is in the formula, and no infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from rewriter.kernels.attention.hopper import pallas
+
+if TYPE_CHECKING:
+    from jax import Array
+
+ROWS, COLUMNS, TABLE = "rows", "columns", "table"
+
+
+@dataclass(frozen=True)
+class Part:
+    """An array of which every block of scores reads a part.
+
+    Attributes:
+        form: `TABLE` for [b|1, n|1, rows, columns], `ROWS` for [b|1, n|1, rows],
+            `COLUMNS` for [b|1, n|1, columns].
+        dtype: The elements' type.
+        batches: Whether batch entries differ.
+        heads: Whether query heads do.
+    """
+
+    form: str
+    dtype: str
+    batches: bool
+    heads: bool
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which of these operands there are, as far as it is known while tracing.
+
+    Attributes:
+        parts: By name: "bias" and "mask" are tables, "row_terms" and "column_terms"
+            numbers that are added, "row_segments" and "column_segments" integers, of
+            which equal ones see each other.
+        slopes: Whether each head has a slope, which is multiplied with distances.
+        sinks: Whether each head has a score that joins its rows' sums.
+        hiding: Names of parts whose -inf hides.
+        adding: Whether some part is added.
+        transposed: Whether rows are keys and columns queries.
+    """
+
+    parts: tuple[tuple[str, Part], ...] = ()
+    slopes: bool = False
+    sinks: bool = False
+    hiding: frozenset[str] = frozenset()
+    adding: bool = False
+    transposed: bool = False
+
+    @property
+    def natural(self) -> bool:
+        """Whether scores are scaled before they are compared."""
+        return self.adding or self.slopes
+
+    @property
+    def segments(self) -> bool:
+        """Whether there are segments."""
+        return "row_segments" in dict(self.parts)
+
+    @property
+    def hides(self) -> bool:
+        """Whether rows may be left without keys."""
+        return bool(self.parts)
+
+    def copies(self, warpgroups: int) -> int:
+        """Returns how many copies a block's parts are."""
+        return sum(1 if x.form == COLUMNS else warpgroups for _, x in self.parts)
+
+    def scratch(self, stages: int, warpgroups: int, block: int) -> dict[str, Any]:
+        """Returns shared memory for blocks of so many columns, by name."""
+        made = {}
+        for name, part in self.parts:
+            dtype = jnp.dtype(part.dtype)
+            if part.form == TABLE:
+                shape = (stages, warpgroups, 64, block)
+                made[name] = pallas.table_tiles(shape, dtype)
+            else:
+                shape = (block,) if part.form == COLUMNS else (warpgroups, 64)
+                made[name] = pallas.lines((stages, *shape), dtype)
+        return made
+
+    def copy(self, block: Block, given: Mapping[str, Any], send: Any) -> None:
+        """Copies a block's parts: ``send(source, name, place in shared memory)``."""
+        for name, part in self.parts:
+            source = given[name]
+            lead = (block.b if part.batches else 0, block.n if part.heads else 0)
+            columns = pl.ds(block.column, block.columns)
+            if part.form == COLUMNS:
+                send(source.at[(*lead, columns)], name, (block.slot,))
+                continue
+            for w in range(block.warpgroups):
+                at = (*lead, pl.ds(block.row + 64 * w, 64))
+                at = (*at, columns) if part.form == TABLE else at
+                send(source.at[at], name, (block.slot, w))
+
+    def added(
+        self, scores: Array, memory: Mapping[str, Any], slot: Any, warpgroup: Any
+    ) -> Array:
+        """Returns scores with what is added, -inf for what tables and lines hide.
+
+        Args:
+            scores: float32 [64, columns], in natural logarithms if `natural`.
+            memory: References to `scratch`.
+            slot: The stage.
+            warpgroup: Which 64 rows of a tile.
+        """
+        parts, shape = dict(self.parts), scores.shape
+        if "bias" in parts:
+            tile = memory["bias"].at[slot, warpgroup][...]
+            scores = scores + tile.astype(jnp.float32)
+        if "mask" in parts:
+            tile = memory["mask"].at[slot, warpgroup][...]
+            scores = jnp.where(tile != 0, scores, -jnp.inf)
+        for name, at, layout, spread in (
+            ("column_terms", (slot,), pallas.COLUMNS, pallas.across),
+            ("row_terms", (slot, warpgroup), pallas.ROWS, pallas.along),
+        ):
+            if name not in parts:
+                continue
+            wide = spread(pallas.loaded(memory[name].at[at], layout), shape)
+            if self.adding:
+                scores = scores + wide
+            if name in self.hiding:
+                scores = jnp.where(wide == -jnp.inf, -jnp.inf, scores)
+        return scores
+
+    def within_segments(
+        self, scores: Array, memory: Mapping[str, Any], slot: Any, warpgroup: Any
+    ) -> Array:
+        """Returns scores with -inf where row and column differ in segment."""
+        rows = pallas.loaded(memory["row_segments"].at[slot, warpgroup], pallas.ROWS)
+        columns = pallas.loaded(memory["column_segments"].at[slot], pallas.COLUMNS)
+        rows, columns = (
+            pallas.along(rows, scores.shape), pallas.across(columns, scores.shape)
+        )  # fmt: skip
+        return jnp.where(rows == columns, scores, -jnp.inf)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a block of scores is, and where in shared memory its parts go."""
+
+    b: Any
+    n: Any
+    row: Any
+    column: Any
+    columns: int
+    warpgroups: int
+    slot: Any
+
+
+def terms_of(
+    t: int,
+    s: int,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
+) -> tuple[Terms, dict[str, Array]]:
+    """Returns what there is, and its arrays by name, "slopes" and "sinks" among them.
+
+    Args:
+        t: Queries.
+        s: Keys.
+        bias: float [b|1, n|1, t|1, s|1].
+        mask: bool [b|1, n|1, t|1, s|1].
+        q_segments: int [b|1, t].
+        kv_segments: int [b|1, s]; segments count if both are there.
+        alibi: float [n].
+        sinks: float [n].
+    """
+    arrays: dict[str, Array] = {}
+    hiding = set()
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is None:
+            continue
+        if 1 not in x.shape[2:]:
+            arrays[name] = x.astype(_type_of_table(x.dtype))
+            continue
+        thin, line = ("column_terms", x[:, :, 0]) if x.shape[2] == 1 else (
+            "row_terms", x[..., 0]
+        )  # fmt: skip
+        size = s if x.shape[2] == 1 else t
+        line = jnp.broadcast_to(line, (*line.shape[:2], size))
+        if name == "bias":
+            arrays[thin] = line.astype(jnp.float32)
+        else:
+            hiding.add(thin)
+            shown = jnp.where(line, arrays.get(thin, jnp.float32(0)), -jnp.inf)
+            arrays[thin] = shown.astype(jnp.float32)
+    if q_segments is not None and kv_segments is not None:
+        for name, x in (("row_segments", q_segments), ("column_segments", kv_segments)):
+            arrays[name] = x.astype(jnp.int32)[:, None]
+    parts = tuple((name, _part(name, x)) for name, x in arrays.items())
+    arrays = {name: _whole(x, dict(parts)[name].form) for name, x in arrays.items()}
+    for name, x in (("slopes", alibi), ("sinks", sinks)):
+        if x is not None:
+            arrays[name] = x.astype(jnp.float32)
+    terms = Terms(
+        parts, alibi is not None, sinks is not None, frozenset(hiding), bias is not None
+    )
+    return terms, arrays
+
+
+def _type_of_table(dtype: Any) -> Any:
+    if dtype == jnp.bool_:
+        return jnp.int8
+    return dtype if str(dtype) in ("bfloat16", "float16") else jnp.float32
+
+
+def _part(name: str, x: Array) -> Part:
+    form = TABLE if x.ndim == 4 else ROWS if name.startswith("row") else COLUMNS
+    return Part(form, str(x.dtype), x.shape[0] > 1, x.shape[1] > 1)
+
+
+def _whole(x: Array, form: str) -> Array:
+    """Adds rows up to a multiple of 8, columns up to one of 128 bytes."""
+    more = [0] * x.ndim
+    more[-1] = -x.shape[-1] % (128 // x.dtype.itemsize)
+    if form == TABLE:
+        more[-2] = -x.shape[-2] % 8
+    return jnp.pad(x, [(0, m) for m in more]) if any(more) else x
+
+
+def transposed(
+    terms: Terms, arrays: Mapping[str, Array]
+) -> tuple[Terms, dict[str, Array]]:
+    """Returns the same of transposed scores: rows are keys, columns queries."""
+    names = {x: y for x, y in _TURNED.items() if x in arrays}
+    turned = {
+        names.get(name, name): _whole(x.swapaxes(2, 3), TABLE) if x.ndim == 4 else x
+        for name, x in arrays.items()
+    }
+    parts = tuple(
+        (names.get(name, name), replace(part, form=_TURNED.get(part.form, part.form)))
+        for name, part in terms.parts
+    )
+    hiding = frozenset(names.get(x, x) for x in terms.hiding)
+    return replace(terms, parts=parts, hiding=hiding, transposed=True), turned
+
+
+_TURNED = {
+    ROWS: COLUMNS, COLUMNS: ROWS,
+    "row_terms": "column_terms", "column_terms": "row_terms",
+    "row_segments": "column_segments", "column_segments": "row_segments",
+}  # fmt: skip
