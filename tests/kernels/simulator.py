@@ -461,6 +461,11 @@ def _write(reference: Reference, value: np.ndarray) -> None:
     reference[...] = value
 
 
+def _sloped(scores: np.ndarray, first: np.ndarray, slope: np.ndarray) -> np.ndarray:
+    columns = np.arange(scores.shape[1], dtype=np.float32)[None]
+    return scores + (first[:, None] + slope[:, None] * columns)
+
+
 def _wait_for_turn(warpgroups: int) -> None:
     del warpgroups
     block, mine = HERE.block, HERE.warpgroup
@@ -514,6 +519,7 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
         rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
         broadcast_in_dim=_broadcast,
         optimization_barrier=lambda x: x,
+        cond=lambda condition, yes, no: yes() if condition else no(),
     )
     of_kernels = _Instead(
         pl,
@@ -555,8 +561,8 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
         pallas, "zeros", lambda shape, value=0.0: np.full(shape, value, np.float32)
     )
     patch.setattr(pallas, "rows", lambda value: np.full((64,), value, np.int32))
-    for name in ("row_positions", "column_positions"):
-        patch.setattr(pallas, name, lambda n: np.arange(n, dtype=np.int32))
+    patch.setattr(pallas, "row_positions", lambda n: np.arange(n, dtype=np.int32))
+    patch.setattr(pallas, "sloped", _sloped)
     patch.setattr(pallas, "loaded", lambda x, layout: x.view().copy())
     patch.setattr(pallas, "hide", _hide)
 

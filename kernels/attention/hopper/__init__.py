@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
+from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
 from rewriter.kernels.attention.hopper.config import BackwardTiles as BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles as Tiles
 from rewriter.kernels.attention.hopper.config import (
@@ -24,7 +25,7 @@ from rewriter.kernels.attention.hopper.config import configs as configs
 from rewriter.kernels.attention.hopper.config import default as default
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import fits_backward as fits_backward
-from rewriter.kernels.attention.hopper.config import fits_backward_widths
+from rewriter.kernels.attention.hopper.config import fits_backward_widths, fits_widths
 from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.verdict import YES, Verdict, all_of, no
 
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
 
     from rewriter.kernel import Spec
 
-OPERANDS = frozenset({"q", "k", "v", "kv_lengths", "offset"})
+OPERANDS = frozenset(
+    {
+        "q", "k", "v", "bias", "mask", "q_segments", "kv_segments", "kv_lengths",
+        "offset", "alibi", "sinks",
+    }
+)  # fmt: skip
 TYPES = ("bfloat16", "float16")
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
@@ -44,7 +50,9 @@ def supports(spec: Spec) -> Verdict:
     if spec.symbolic:
         return no("symbolic", "the Hopper kernel wants sizes that are numbers")
     verdict = all_of(_operands(spec), _types(spec), _sizes(spec), _numbers(spec))
-    return _importable() if verdict.ok else verdict
+    if not verdict.ok:
+        return verdict
+    return all_of(_room(spec), _importable())
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -92,6 +100,13 @@ def _numbers(spec: Spec) -> Verdict:
     return all_of(*found)
 
 
+def _room(spec: Spec) -> Verdict:
+    """Whether the smallest tiles fit, beside which wide heads leave little memory."""
+    smallest = Tiles(32, 2, 2)
+    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    return fits_widths(smallest, h, e, beside_in(spec))
+
+
 @functools.cache
 def _importable() -> Verdict:
     try:
@@ -110,14 +125,21 @@ def forward(**given: Any) -> Any:
 
 
 def backward(**given: Any) -> dict[str, Array]:
-    """Returns the cotangents of q, k and v from the result and its log-sum-exp.
+    """Returns the cotangents of float operands from the result and its log-sum-exp.
 
-    Wide heads and soft caps are left to `rewriter.kernels.attention.xla`.
+    Wide heads and soft caps are left to `rewriter.kernels.attention.xla`, and so are
+    the cotangents of a bias and of slopes: compilers leave them out if no one asks.
     """
     config = given.pop("config", None) or BackwardTiles()
     widths = given["q"].shape[3], given["v"].shape[3]
-    if given.get("softcap") is not None or not fits_backward_widths(config, *widths).ok:
+    fits = fits_backward_widths(config, *widths, beside_of(given))
+    if given.get("softcap") is not None or not fits.ok:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 
-    return backward_kernel.backward(**given, config=config)
+    grads = backward_kernel.backward(**given, config=config)
+    left = {"bias", "alibi"} & given.keys()
+    if left:
+        others = xla.backward(**given)
+        grads |= {name: others[name] for name in left}
+    return grads

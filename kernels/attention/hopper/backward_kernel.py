@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper.config import CHANGES, REGISTERS, BackwardTiles
-from rewriter.kernels.attention.hopper.forward_kernel import even
+from rewriter.kernels.attention.hopper.forward_kernel import even, row_sums
 from rewriter.kernels.attention.hopper.order import Order
+from rewriter.kernels.attention.hopper.segments import reach, within
+from rewriter.kernels.attention.hopper.terms import (
+    Block,
+    Terms,
+    terms_of,
+    transposed,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -61,10 +68,16 @@ class _Problem:
     stages: int
     warpgroups: int
     programs: int
+    terms: Terms
 
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of numbers of queries."""
+        return ("lse", "delta", "rest") if self.terms.adding else ("lse", "delta")
 
     @functools.cached_property
     def order(self) -> Order:
@@ -79,7 +92,9 @@ class _Problem:
                 1, 2 * self.mask.s * (self.h + self.e) * self.group // self.shared
             ),
             programs=self.programs,
-            work=tuple(r.count * self.group for r in ranges),
+            work=tuple(
+                self.group * (1 if self.terms.segments else r.count) for r in ranges
+            ),
         )
 
 
@@ -91,8 +106,14 @@ def backward(
     out: Array,
     residuals: tuple[Array, ...],
     cotangent: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
     kv_lengths: Array | None = None,
     offset: Array | None = None,
+    alibi: Array | None = None,
+    sinks: Array | None = None,
     scale: float = 1.0,
     window: tuple[int | None, int | None] = (None, None),
     shift: int = 0,
@@ -101,7 +122,7 @@ def backward(
     out_dtype: str | None = None,
     config: BackwardTiles | None = None,
 ) -> dict[str, Array]:
-    """Returns the cotangents of q, k and v.
+    """Returns the cotangents of q, k and v, and of sinks.
 
     Args:
         q: [b, t, n, h].
@@ -110,8 +131,14 @@ def backward(
         out: [b, t, n, e], from the forward.
         residuals: ``(lse,)``, float32 [b, n, t].
         cotangent: [b, t, n, e].
+        bias: As in the forward, as all that follow.
+        mask: bool [b|1, n|1, t|1, s|1].
+        q_segments: int [b|1, t].
+        kv_segments: int [b|1, s].
         kv_lengths: int [b|1].
         offset: int [b|1].
+        alibi: float [n].
+        sinks: float [n].
         scale: As in the forward.
         window: As in the forward.
         shift: As in the forward.
@@ -135,35 +162,92 @@ def backward(
     delta = jnp.einsum(
         "btne,btne->bnt", up, out, preferred_element_type=jnp.float32
     )  # fmt: skip
+    given = {
+        "bias": bias, "mask": mask, "q_segments": q_segments,
+        "kv_segments": kv_segments, "alibi": alibi, "sinks": sinks,
+    }  # fmt: skip
+    given = {name: x for name, x in given.items() if x is not None}
+    terms, extra = terms_of(t, s, **given)
+    extra.pop("sinks", None)
     empty = lse == -jnp.inf
-    rows = (
-        _padded(jnp.where(empty, jnp.inf, lse * LOG2E), config, jnp.inf),
-        _padded(jnp.where(empty, 0.0, delta), config, 0.0),
-    )
+    unit, rest = (1.0 if terms.natural else LOG2E), None
+    if terms.adding:
+        again = functools.partial(
+            row_sums, q, k, v, **given, kv_lengths=kv_lengths, offset=offset,
+            scale=scale, window=window, shift=shift,
+        )  # fmt: skip
+        lse, rest = _apart(lse, again)
+    rows = {
+        "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, jnp.inf),
+        "delta": _padded(jnp.where(empty, 0.0, delta), config, 0.0),
+    }
+    if rest is not None:
+        rows["rest"] = _padded(rest * LOG2E, config, 0.0)
     common = {"b": b, "h": h, "e": e, "scale": scale, "programs": config.programs,
               "stages": config.stages, "warpgroups": config.warpgroups}  # fmt: skip
+    turned, extra_turned = transposed(terms, extra)
     of_keys = _Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,
-        mask=Mask(s, t, right, left, -shift, False, offsets is not None), **common,
+        mask=Mask(
+            s, t, right, left, -shift, False, offsets is not None, more=terms.hides
+        ),
+        terms=turned, **common,
     )  # fmt: skip
     of_queries = _Problem(
         heads=n, group=1, shared=n // heads, block=config.keys,
-        mask=Mask(t, s, left, right, shift, lengths is not None, offsets is not None),
-        **common,
+        mask=Mask(
+            t, s, left, right, shift, lengths is not None, offsets is not None,
+            more=terms.hides,
+        ),
+        terms=terms, **common,
     )  # fmt: skip
-    arrays = [even(x) for x in (q, k, v, up)]
-    numbers = {"lengths": lengths, "offsets": offsets}
+    named = dict(zip("qkvg", map(even, (q, k, v, up)), strict=True)) | rows
+    for name, x in (("lengths", lengths), ("offsets", offsets)):
+        if x is not None:
+            named[name] = x
+    by_key, by_query = named | extra_turned, named | extra
+    if terms.segments:
+        assert q_segments is not None
+        assert kv_segments is not None
+        by_key["reach"] = _reach(of_keys, kv_segments, q_segments)
+        by_query["reach"] = _reach(of_queries, q_segments, kv_segments)
     if config.fused:
-        total = jax.new_ref(jnp.zeros(arrays[0].shape, jnp.float32))
-        dk, dv = _call(_Fused, of_keys, arrays, rows, numbers, total)
+        total = jax.new_ref(jnp.zeros(named["q"].shape, jnp.float32))
+        dk, dv = _call(_Fused, of_keys, by_key | {"dq": total})
         dq = (total[...] * scale).astype(q.dtype)
     else:
-        dk, dv = _call(_OfKeys, of_keys, arrays, rows, numbers)
-        (dq,) = _call(_OfQueries, of_queries, arrays, rows, numbers)
+        dk, dv = _call(_OfKeys, of_keys, by_key)
+        (dq,) = _call(_OfQueries, of_queries, by_query)
     dv = dv[:, :s]
     if of_queries.mask.may_be_empty:
         dv = _with_empty_rows(dv, empty, cotangent, empty_rows)
-    return {"q": dq[:, :t], "k": dk[:, :s], "v": dv}
+    grads = {"q": dq[:, :t], "k": dk[:, :s], "v": dv}
+    if sinks is not None:
+        share = jnp.exp(sinks.astype(jnp.float32)[:, None] - residuals[0]) * delta
+        share = jnp.where(empty, 0.0, share).sum((0, 2))
+        grads["sinks"] = (-share).astype(sinks.dtype)
+    return grads
+
+
+def _reach(p: _Problem, rows: Array, columns: Array) -> Array:
+    """Returns which blocks each tile of a kernel meets: int32 [b, tiles, 4]."""
+    found = reach(rows, columns, p.rows, p.block)
+    return jnp.broadcast_to(found, (p.b, *found.shape[1:]))
+
+
+LARGE = 1000.0
+"""A log-sum-exp beyond which it does not tell how many keys share a row: that of 4096
+scores of -1e9 is -1e9 itself in float32."""
+
+
+def _apart(lse: Array, again: Callable[[], tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Returns log-sum-exps as two terms, of which the second is small.
+
+    A bias of -1e9 for a whole row takes the digits of the sum. The maxima and sums are
+    then computed again, which costs another forward.
+    """
+    large = jnp.isfinite(lse) & (jnp.abs(lse) > LARGE)
+    return lax.cond(jnp.any(large), again, lambda: (lse, jnp.zeros_like(lse)))
 
 
 def _padded(x: Array, config: BackwardTiles, value: float) -> Array:
@@ -186,23 +270,16 @@ def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Arr
     return (dv.astype(jnp.float32) + share).astype(dv.dtype)
 
 
-def _call(
-    kind: Any,
-    p: _Problem,
-    arrays: Sequence[Array],
-    rows: tuple[Array, Array],
-    numbers: dict[str, Array | None],
-    total: Any = None,
-) -> Any:
-    """Runs one of the kernels: its results. `total` is memory for dq to be added to."""
-    q = arrays[0]
-    named = dict(zip("qkvg", arrays, strict=True))
-    named |= {"lse": rows[0], "delta": rows[1]}
-    named |= {x: a for x, a in numbers.items() if a is not None}
+def _call(kind: Any, p: _Problem, named: dict[str, Any]) -> Any:
+    """Runs one of the kernels on arrays by name, and returns its results.
+
+    A "dq" among them is a reference to memory that is added to.
+    """
+    q, dq = named["q"], named.pop("dq", None)
     if p.order.table is not None:
         named["table"] = jnp.asarray(p.order.table)
-    if total is not None:
-        named["dq"] = total
+    if dq is not None:
+        named["dq"] = dq
     out = [jax.ShapeDtypeStruct(named[x].shape, q.dtype) for x in kind.results]
     scratch = kind.scratch(p, q.dtype)
 
@@ -241,28 +318,38 @@ class _Kernel(abc.ABC):
             deep = pallas.swizzle(width) if stays else pallas.swizzle(width, p.block)
             made[name] = pallas.tiles((*shape, width), dtype, deep)
         return made | {
-            "ready": pallas.barriers(p.warpgroups, cls.copies()),
+            "ready": pallas.barriers(p.warpgroups, cls.copies(p)),
             "done": pallas.barriers(p.warpgroups),
-            "first_ready": pallas.barriers(p.stages, cls.copies_passing()),
-            "second_ready": pallas.barriers(p.stages, cls.copies_passing()),
+            "first_ready": pallas.barriers(
+                p.stages, cls.copies_first(p) + p.terms.copies(p.warpgroups)
+            ),
+            "second_ready": pallas.barriers(p.stages, cls.copies_second()),
             "free": pallas.barriers(p.stages, p.warpgroups),
             **cls.row_memory(p),
+            **p.terms.scratch(p.stages, p.warpgroups, p.block),
         }
 
     @classmethod
-    def copies(cls) -> int:
+    def copies(cls, p: _Problem) -> int:
         """Copies of a warpgroup's tiles."""
+        del p
         return 2
 
     @classmethod
-    def copies_passing(cls) -> int:
-        """Copies of a block, for each of the two arrays."""
+    def copies_first(cls, p: _Problem) -> int:
+        """Copies of a block that its scores want, beside `Terms`."""
+        del p
+        return 1
+
+    @classmethod
+    def copies_second(cls) -> int:
+        """Copies of a block that their changes want."""
         return 1
 
     @classmethod
     @abc.abstractmethod
     def row_memory(cls, p: _Problem) -> dict[str, Any]:
-        """Returns shared memory for lse and delta."""
+        """Returns shared memory for numbers of queries: lse, delta, rest."""
 
     def run(self) -> None:
         most, least = REGISTERS[self.p.warpgroups]
@@ -296,9 +383,10 @@ class _Kernel(abc.ABC):
         plgpu.barrier_wait(self.memory["ready"].at[mine])
         tile.start = step
         loops = [(r.whole, r.part, False)]
-        if p.mask.hides or p.mask.s % p.block or tile.length is not None:
+        cut = p.mask.s % p.block or tile.length is not None
+        if p.mask.hides or cut or p.terms.segments:
             loops += [(r.part, r.end, True)]
-        if p.mask.left is not None:
+        if p.mask.left is not None or p.terms.segments:
             loops = [(r.start, r.whole, True), *loops]
 
         def head(i: Any, carry: Any) -> Any:
@@ -344,7 +432,49 @@ class _Kernel(abc.ABC):
             self.given[name].at[at], self.memory[name].at[to], barrier
         )
 
+    def send_terms(self, tile: _Tile, n: Any, j: Any, slot: Any) -> None:
+        """Copies what changes the scores of a block and of query head n."""
+        p, ready = self.p, self.memory["first_ready"].at[slot]
+        place = Block(tile.b, n, tile.first, j * p.block, p.block, p.warpgroups, slot)
+        p.terms.copy(
+            place, self.given,
+            lambda source, name, at: plgpu.copy_gmem_to_smem(
+                source, self.memory[name].at[at], ready
+            ),
+        )  # fmt: skip
+
+    def scores(
+        self, tile: _Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
+    ) -> Array:
+        """Returns products as scores, -inf for what is not seen.
+
+        Those that something is added to are multiplied with the scale, others not yet.
+        """
+        p, mine = self.p, self.warpgroup
+        if p.terms.natural:
+            found = found * p.scale
+        if p.terms.slopes:
+            found = self.sloped(tile, found, j, step)
+        found = p.terms.added(found, self.memory, slot, mine)
+        if not part:
+            return found
+        if p.terms.segments:
+            found = p.terms.within_segments(found, self.memory, slot, mine)
+        return self.hidden(tile, found, j)
+
+    def weights(self, scores: Array, lse: Any, rest: Any) -> Array:
+        """Returns weights from scores, and from what is taken off: as wide as they."""
+        p = self.p
+        if not p.terms.natural:
+            return jnp.exp2(scores * (p.scale * LOG2E) - lse)
+        found = (scores - lse) * LOG2E
+        return jnp.exp2(found if rest is None else found - rest)
+
     # What differs:
+    @abc.abstractmethod
+    def sloped(self, tile: _Tile, scores: Array, j: Any, step: Any) -> Array:
+        """Returns scores with distances times the slope of the query head."""
+
     @abc.abstractmethod
     def copy_tile(self, tile: _Tile, w: int) -> None:
         """Copies what stays for a tile."""
@@ -411,6 +541,10 @@ class _Tile:
             self.length = pallas.scalar(kernel.given["lengths"], self.b)
         limit = self.length if p.mask.lengths else None
         self.range = blocks_of(p.mask, self.first, p.rows, p.block, self.offset, limit)
+        if "reach" in kernel.given:
+            table = kernel.given["reach"]
+            ends = (pallas.scalar(table, self.b, row, i) for i in range(4))
+            self.range = within(self.range, *ends)
         if self.length is not None and not p.mask.lengths:  # rows may be past it
             self.range = _without_rows(self.range, self.first + p.rows > self.length)
         self.mine = self.first + 64 * kernel.warpgroup
@@ -427,13 +561,16 @@ class _OfKeys(_Kernel):
     sign = -1
 
     @classmethod
-    def copies_passing(cls) -> int:
+    def copies_first(cls, p: _Problem) -> int:
+        return 2 + p.terms.adding
+
+    @classmethod
+    def copies_second(cls) -> int:
         return 2
 
     @classmethod
     def row_memory(cls, p: _Problem) -> dict[str, Any]:
-        rows = plgpu.SMEM((p.stages, p.block), jnp.float32)
-        return {"lse": rows, "delta": rows}
+        return {x: plgpu.SMEM((p.stages, p.block), jnp.float32) for x in p.numbers}
 
     def copy_tile(self, tile: _Tile, w: int) -> None:
         rows = pl.ds(tile.first + 64 * w, 64)
@@ -448,6 +585,30 @@ class _OfKeys(_Kernel):
             barrier = self.memory[f"{kind}_ready"].at[slot]
             self.send(name, (tile.b, rows, head), slot, barrier)
             self.send(row, (tile.b, head, rows), slot, barrier)
+        if self.p.terms.adding:
+            barrier = self.memory["first_ready"].at[slot]
+            self.send("rest", (tile.b, head, rows), slot, barrier)
+        self.send_terms(tile, head, j, slot)
+
+    def head(self, tile: _Tile, step: Any) -> Any:
+        """Returns the query head of a step: those of the group come in order."""
+        if self.p.group == 1:
+            return tile.head
+        turn = lax.div(step - tile.start, jnp.int32(tile.range.count))
+        return tile.head * self.p.group + turn
+
+    def sloped(self, tile: _Tile, scores: Array, j: Any, step: Any) -> Array:
+        slope = pallas.scalar(self.given["slopes"], self.head(tile, step))
+        away = pallas.row_positions(64) + (tile.mine + tile.offset - j * self.p.block)
+        each = pallas.zeros((64,))
+        return pallas.sloped(scores, away.astype(jnp.float32) * slope, each - slope)
+
+    def across(self, name: str, slot: Any, shape: tuple[int, ...]) -> Array | None:
+        """Returns numbers of a block's queries in every row; None if there are none."""
+        if name not in self.memory:
+            return None
+        found = pallas.loaded(self.memory[name].at[slot], pallas.COLUMNS)
+        return pallas.across(found, shape)
 
     def begin(self, tile: _Tile) -> Any:
         return pallas.zeros((64, self.p.h)), pallas.zeros((64, self.p.e))
@@ -469,17 +630,15 @@ class _OfKeys(_Kernel):
             dk[...], dv[...] = carry
             plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
             plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
-            lse = pallas.loaded(x["lse"].at[slot], pallas.COLUMNS)
+            lse = self.across("lse", slot, shape)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
-            if part:
-                found = self.hidden(tile, found, j)
-            found = found * (p.scale * LOG2E) - pallas.across(lse, shape)
-            weights = lax.optimization_barrier(jnp.exp2(found))
+            found = self.scores(tile, found, j, slot, step, part)
+            found = self.weights(found, lse, self.across("rest", slot, shape))
+            weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             plgpu.wgmma(dv, weights.astype(dtype), x["g"].at[slot])
-            delta = pallas.loaded(x["delta"].at[slot], pallas.COLUMNS)
-            change = weights * (change - pallas.across(delta, shape))
+            change = weights * (change - self.across("delta", slot, shape))
             change = change.astype(dtype)
             plgpu.wgmma(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
@@ -539,12 +698,12 @@ class _Fused(_OfKeys):
 
         @pl.when(place == mine)
         def _() -> None:
-            self.add(tile, j, lax.div(step - tile.start, tile.range.count), place)
+            self.add(tile, j, self.head(tile, step), place)
 
         return made
 
-    def add(self, tile: _Tile, j: Any, i: Any, place: Any) -> None:
-        """Adds a block's dS k to dq of the i-th query head."""
+    def add(self, tile: _Tile, j: Any, head: Any, place: Any) -> None:
+        """Adds a block's dS k to dq of a query head."""
         p, x = self.p, self.memory
         plgpu.barrier_wait(x["changes_ready"].at[place])
 
@@ -559,7 +718,7 @@ class _Fused(_OfKeys):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         x["sums"].at[place][...] = total
         plgpu.commit_smem()
-        rows, head = pl.ds(j * p.block, p.block), tile.head * p.group + i
+        rows = pl.ds(j * p.block, p.block)
         plgpu.copy_smem_to_gmem(
             x["sums"].at[place],
             self.given["dq"].at[tile.b, rows, head],
@@ -582,19 +741,19 @@ class _OfQueries(_Kernel):
     sign = 1
 
     @classmethod
-    def copies(cls) -> int:
-        return 4
+    def copies(cls, p: _Problem) -> int:
+        return 2 + len(p.numbers)
 
     @classmethod
     def row_memory(cls, p: _Problem) -> dict[str, Any]:
-        rows = plgpu.SMEM((p.warpgroups, 64), jnp.float32)
-        return {"lse": rows, "delta": rows}
+        shape = (p.warpgroups, 64)
+        return {x: plgpu.SMEM(shape, jnp.float32) for x in p.numbers}
 
     def copy_tile(self, tile: _Tile, w: int) -> None:
         rows, barrier = pl.ds(tile.first + 64 * w, 64), self.memory["ready"].at[w]
         for name in self.fixed:
             self.send(name, (tile.b, rows, tile.head), w, barrier)
-        for name in ("lse", "delta"):
+        for name in self.p.numbers:
             self.send(name, (tile.b, tile.head, rows), w, barrier)
 
     def copy_block(self, tile: _Tile, i: Any, j: Any, slot: Any) -> None:
@@ -604,17 +763,30 @@ class _OfQueries(_Kernel):
         for name, kind in (("k", "first"), ("v", "second")):
             barrier = self.memory[f"{kind}_ready"].at[slot]
             self.send(name, (tile.b, rows, head), slot, barrier)
+        self.send_terms(tile, tile.head, j, slot)
 
     def begin(self, tile: _Tile) -> Any:
-        lse, delta = (
-            pallas.loaded(self.memory[x].at[self.warpgroup], pallas.ROWS)
-            for x in ("lse", "delta")
-        )
-        return pallas.zeros((64, self.p.h)), lse, delta
+        numbers = {
+            x: pallas.loaded(self.memory[x].at[self.warpgroup], pallas.ROWS)
+            for x in self.p.numbers
+        }
+        if self.p.terms.slopes:  # see `sloped`
+            rows = pallas.row_positions(64).astype(jnp.float32)
+            slope = pallas.scalar(self.given["slopes"], tile.head)
+            numbers["lse"] = numbers["lse"] + rows * slope
+        return pallas.zeros((64, self.p.h)), *numbers.values()
+
+    def sloped(self, tile: _Tile, scores: Array, j: Any, step: Any) -> Array:
+        """Adds distances from the tile's first row; lse makes up for other rows."""
+        del step
+        slope = pallas.scalar(self.given["slopes"], tile.head)
+        away = jnp.asarray(j * self.p.block - tile.mine - tile.offset, jnp.float32)
+        each = pallas.zeros((64,))
+        return pallas.sloped(scores, each + away * slope, each + slope)
 
     def step(self, tile: _Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
         p, x, mine = self.p, self.memory, self.warpgroup
-        dq_before, lse, delta = carry
+        dq_before, lse, delta, *rest = carry
         slot = lax.rem(step, jnp.int32(p.stages))
         shape, dtype = (64, p.block), self.given["q"].dtype
         for name in ("first_ready", "second_ready"):
@@ -626,10 +798,10 @@ class _OfQueries(_Kernel):
             plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[slot].transpose((1, 0)))
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
-            if part:
-                found = self.hidden(tile, found, j)
-            found = found * (p.scale * LOG2E) - pallas.along(lse, shape)
-            weights = lax.optimization_barrier(jnp.exp2(found))
+            found = self.scores(tile, found, j, slot, step, part)
+            wide = [pallas.along(x, shape) for x in (lse, *rest)]
+            found = self.weights(found, wide[0], wide[1] if rest else None)
+            weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             change = weights * (change - pallas.along(delta, shape))
             plgpu.wgmma(dq, change.astype(dtype), x["k"].at[slot])
@@ -643,7 +815,7 @@ class _OfQueries(_Kernel):
             plgpu.ACC(shape, jnp.float32),
             plgpu.ACC((64, p.h), jnp.float32),
         )
-        return made, lse, delta
+        return made, lse, delta, *rest
 
     def store(self, tile: _Tile, carry: Any) -> None:
         self.put(carry[0] * self.p.scale, "q", "dq", tile)

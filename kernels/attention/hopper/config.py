@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from rewriter.kernels.attention.hopper.beside import NONE, Beside, beside_in
 from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.verdict import YES, Verdict, all_of, no
 
@@ -77,6 +78,7 @@ def default(spec: Spec, device: Device) -> Tiles:
     h, e = spec.shape("q")[3], spec.shape("v")[3]
     left, right = spec.param("window", (None, None))
     hides = left is not None or right is not None or spec.has("kv_lengths")
+    beside = beside_in(spec)
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
     if max(h, e) <= 64:
         best = Tiles(128, 4, 3)
@@ -88,10 +90,14 @@ def default(spec: Spec, device: Device) -> Tiles:
         best = Tiles(160, 2, 2, turns=False)
     else:
         best = Tiles(128, 2, 2, turns=hides)
-    # Other widths of values take more memory: 32 keys are few enough for all.
-    smaller = Tiles(32, 2, 2, turns=False)
-    made = best if fits_widths(best, h, e).ok else smaller
+    # Other widths of values and tables take more memory: 32 keys are few enough.
+    tried = (best, *(_SMALLER if beside.copied or beside.slopes else ()))
+    smallest = Tiles(32, 2, 2, turns=False)
+    made = next((x for x in tried if fits_widths(x, h, e, beside).ok), smallest)
     return replace(made, programs=processors(device))
+
+
+_SMALLER = (Tiles(128, 2, 2), Tiles(96, 2, 2), Tiles(64, 2, 2, turns=False))
 
 
 LONG, LONG_CAUSAL = 2048, 8192
@@ -109,6 +115,11 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
 
 def _configs(spec: Spec) -> list[Tiles]:
     width = max(spec.shape("q")[3], spec.shape("v")[3])
+    if beside_in(spec).copied:
+        return [
+            *_SMALLER, Tiles(128, 2, 3), Tiles(64, 2, 3), Tiles(64, 3, 2),
+            Tiles(128, 2, 2, turns=False), Tiles(128, 2, 2, programs=0),
+        ]  # fmt: skip
     if width <= 64:
         return [
             Tiles(128, 4, 3), Tiles(128, 4, 3, turns=False), Tiles(96, 4, 3),
@@ -126,7 +137,9 @@ def _configs(spec: Spec) -> list[Tiles]:
     ]  # fmt: skip
 
 
-def shared_memory(config: Tiles, h: int, e: int, apart: bool) -> int:
+def shared_memory(
+    config: Tiles, h: int, e: int, apart: bool, beside: Beside = NONE
+) -> int:
     """Returns bytes of shared memory for heads of width h and values of width e.
 
     Args:
@@ -134,24 +147,26 @@ def shared_memory(config: Tiles, h: int, e: int, apart: bool) -> int:
         h: Width of q and k.
         e: Width of v.
         apart: Whether the result has memory of its own, and not that of q.
+        beside: What scores read beside q and k.
     """
     q, out = config.rows * h, config.rows * e
     blocks = config.stages * config.block_kv * (h + e)
     tiles = 2 * (blocks + (q + out if apart else max(q, out)))
-    return tiles + 4 * config.rows + BARRIERS
+    others = beside.nbytes(config.stages, config.rows, config.block_kv)
+    return tiles + others + 4 * config.rows + BARRIERS
 
 
 BARRIERS = 1 << 10
 """Bytes for barriers and alignment, at most."""
 
 
-def apart(config: Tiles, h: int, e: int) -> bool:
+def apart(config: Tiles, h: int, e: int, beside: Beside = NONE) -> bool:
     """Returns whether shared memory holds the result beside the next tile's q.
 
     It must if they differ in width, since one warpgroup's rows would then lie in what
     is another's.
     """
-    room = shared_memory(config, h, e, True) <= SHARED_MEMORY
+    room = shared_memory(config, h, e, True, beside) <= SHARED_MEMORY
     return h != e or (config.programs > 0 and room)
 
 
@@ -167,24 +182,29 @@ def registers(config: Tiles, e: int) -> int:
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: shared memory, registers, block sizes."""
     del device
-    return fits_widths(config, spec.shape("q")[3], spec.shape("v")[3])
+    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    return fits_widths(config, h, e, beside_in(spec))
 
 
-def fits_widths(config: Tiles, h: int, e: int) -> Verdict:
+def fits_widths(config: Tiles, h: int, e: int, beside: Beside = NONE) -> Verdict:
     """Returns the same for heads of width h and values of width e."""
     found = [YES]
     if config.warpgroups not in REGISTERS:
         found.append(no("warpgroups", f"{config.warpgroups} warpgroups, not 2 or 3"))
         return all_of(*found)
-    size = shared_memory(config, h, e, h != e)
+    size = shared_memory(config, h, e, h != e, beside)
     if size > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
     most = REGISTERS[config.warpgroups][0] - OTHERS
-    if (used := registers(config, e)) > most:
+    used = registers(config, e) + beside.registers(config.block_kv)
+    if used > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     if config.block_kv % 16 or not 16 <= config.block_kv <= 256:
         found.append(no("block_kv", f"{config.block_kv} is no multiple of 16 to 256"))
+    if beside.copied and config.block_kv % 32:
+        text = f"{config.block_kv} is no multiple of 32, as tables and segments want"
+        found.append(no("block_kv", text))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
     return all_of(*found)
@@ -202,6 +222,9 @@ CHANGES = 2
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     """Returns the rule of thumb, by the heads' width."""
     width = max(spec.shape("q")[3], spec.shape("v")[3])
+    beside = beside_in(spec)
+    if beside.copied or beside.slopes:
+        return BackwardTiles(64, 64, 2, 2, processors(device))
     return BackwardTiles(64, 128, 3 if width <= 64 else 2, 2, processors(device))
 
 
@@ -224,10 +247,13 @@ def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     del device
     if spec.param("softcap") is not None:
         return no("softcap", "the Hopper kernel has no gradients of soft caps")
-    return fits_backward_widths(config, spec.shape("q")[3], spec.shape("v")[3])
+    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    return fits_backward_widths(config, h, e, beside_in(spec))
 
 
-def fits_backward_widths(config: BackwardTiles, h: int, e: int) -> Verdict:
+def fits_backward_widths(
+    config: BackwardTiles, h: int, e: int, beside: Beside = NONE
+) -> Verdict:
     """Returns the same for heads of width h and values of width e."""
     found = [YES]
     if config.warpgroups not in REGISTERS:
@@ -238,6 +264,12 @@ def fits_backward_widths(config: BackwardTiles, h: int, e: int) -> Verdict:
             found.append(no(name, f"{block} is no multiple of 64 to 256"))
         size = 2 * (h + e) * (64 * config.warpgroups + config.stages * block)
         size += 8 * config.stages * block + BARRIERS
+        if beside.copied:
+            rows, columns = 64 * config.warpgroups, block
+            if name == "queries":
+                beside = beside.transposed
+            size += beside.nbytes(config.stages, rows, columns)
+            size += 4 * config.stages * columns
         if config.fused:  # changes of scores in 16 bits, and dq
             size += config.warpgroups * (CHANGES * 2 * 64 * block + 4 * block * h)
         if size > SHARED_MEMORY:

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.beside import Beside, beside_of
 from rewriter.kernels.attention.hopper.blocks import FAR, Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, apart
 from rewriter.kernels.attention.hopper.order import Order
@@ -52,6 +53,8 @@ class _Problem:
     config: Tiles
     saves: bool
     terms: Terms
+    beside: Beside
+    splits: bool
 
     @property
     def group(self) -> int:
@@ -59,7 +62,14 @@ class _Problem:
 
     @property
     def apart(self) -> bool:
-        return apart(self.config, self.h, self.e)
+        return apart(self.config, self.h, self.e, self.beside)
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names of what is saved of each row."""
+        if not self.saves:
+            return ()
+        return ("lse", "rest") if self.splits else ("lse",)
 
     @property
     def natural(self) -> bool:
@@ -105,6 +115,7 @@ def forward(
     empty_rows: str = "nan",
     out_dtype: str | None = None,
     residuals: bool = False,
+    apart: bool = False,
     config: Tiles | None = None,
 ) -> Any:
     """Returns attention, as `reference` does, for what `supports` takes.
@@ -129,22 +140,28 @@ def forward(
         out_dtype: q's.
         residuals: Whether to return ``(result, (lse,))``, lse float32 [b, n, t], -inf
             for rows without keys.
+        apart: Whether lse is instead a row's maximum and the logarithm of its sum.
         config: The tiles.
     """
     del out_dtype
     b, t, n, h = q.shape
     s, heads, e = k.shape[1], k.shape[2], v.shape[3]
     left, right = window
-    terms, arrays = terms_of(
-        t, s, bias=bias, mask=mask, q_segments=q_segments, kv_segments=kv_segments,
-        alibi=alibi, sinks=sinks,
-    )  # fmt: skip
+    given = {
+        "bias": bias, "mask": mask, "q_segments": q_segments,
+        "kv_segments": kv_segments, "alibi": alibi, "sinks": sinks,
+    }  # fmt: skip
+    given = {name: x for name, x in given.items() if x is not None}
+    terms, arrays = terms_of(t, s, **given)
     seen = Mask(
         t, s, left, right, shift, kv_lengths is not None, offset is not None,
         empty_rows == "mean" and not terms.sinks, terms.hides,
     )  # fmt: skip
     config = config or Tiles()
-    p = _Problem(b, n, heads, h, e, seen, scale, softcap, config, residuals, terms)
+    p = _Problem(
+        b, n, heads, h, e, seen, scale, softcap, config, residuals, terms,
+        beside_of(given), apart,
+    )  # fmt: skip
     named = {"q": even(q), "k": even(k), "v": even(v)}
     if p.order.table is not None:
         named["table"] = jnp.asarray(p.order.table)
@@ -163,7 +180,30 @@ def forward(
         named["means"] = v.astype(jnp.float32).mean(1)
     made = _call(p, empty_rows == "zero" and seen.may_be_empty, named)
     out = made[0][:, :t]
-    return (out, (made[1][:, :, :t],)) if residuals else out
+    return (out, tuple(x[:, :, :t] for x in made[1:])) if residuals else out
+
+
+def row_sums(
+    q: Array, k: Array, v: Array, *, sinks: Array | None = None, **given: Any
+) -> tuple[Array, Array]:
+    """Returns each row's largest score, and the logarithm of its sum beside it.
+
+    Args:
+        q: [b, t, n, h].
+        k: [b, s, k, h].
+        v: [b, s, k, e], of which 16 columns are read.
+        sinks: float [n].
+        **given: The other operands and parameters of `forward`, of which some are
+            added to scores.
+
+    Returns:
+        Two of float32 [b, n, t], -inf for rows without keys.
+    """
+    smallest = Tiles(32, 2, 2, turns=False)
+    return forward(
+        q, k, v[..., :16], sinks=sinks, **given, residuals=True, apart=True,
+        config=smallest,
+    )[1]  # fmt: skip
 
 
 def even(x: Array) -> Array:
@@ -199,10 +239,11 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
         scratch |= {"shared": plgpu.RefUnion(q_tiles, o_tiles)}
     if p.saves:
         rows = len(p.order.work) * config.rows
-        out.append(jax.ShapeDtypeStruct((p.b, p.n, rows), jnp.float32))
-        scratch |= {"lse_rows": plgpu.SMEM((wgs, 64), jnp.float32)}
+        for name in p.saved:
+            out.append(jax.ShapeDtypeStruct((p.b, p.n, rows), jnp.float32))
+            scratch[f"{name}_rows"] = plgpu.SMEM((wgs, 64), jnp.float32)
 
-    outputs = ("out", "lse") if p.saves else ("out",)
+    outputs = ("out", *p.saved)
 
     def body(*references: Any, **memory: Any) -> None:
         given = dict(zip((*named, *outputs), references, strict=True))
@@ -478,8 +519,9 @@ class _Tile:
         What is left out for other rows, `lean`, is the same for all of a row's keys.
         """
         slope = pallas.scalar(self.block.given["slopes"], self.n)
-        away = pallas.column_positions(self.shape[1]) + (key - self.mine - self.offset)
-        return scores + pallas.across(away.astype(jnp.float32) * slope, self.shape)
+        away = jnp.asarray(key - self.mine - self.offset, jnp.float32)
+        each = pallas.zeros((64,))
+        return pallas.sloped(scores, each + away * slope, each + slope)
 
     def seen(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
         """Returns the scores of the i-th block, -inf for keys that are not seen.
@@ -560,23 +602,33 @@ class _Tile:
         given = self.block.given
         x["o_tiles"].at[mine][...] = out.astype(given["out"].dtype)
         if p.saves:
-            c = p.scale if p.softcap is None else 1 / LOG2E
-            lse = top * (1.0 if p.natural else c) + jnp.log(total)
-            if p.terms.slopes:
-                lse = lse - self.lean()
-            if p.mask.averages:
-                lse = jnp.where(self.empty(), -jnp.inf, lse)
-            x["lse_rows"].at[mine][...] = lse
+            self.put_sums(top, total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
             x["o_tiles"].at[mine],
             given["out"].at[self.b, pl.ds(self.mine, 64), self.n],
         )
-        if p.saves:
+        for name in p.saved:
             plgpu.copy_smem_to_gmem(
-                x["lse_rows"].at[mine],
-                given["lse"].at[self.b, self.n, pl.ds(self.mine, 64)],
+                x[f"{name}_rows"].at[mine],
+                given[name].at[self.b, self.n, pl.ds(self.mine, 64)],
             )
+
+    def put_sums(self, top: Array, total: Array) -> None:
+        """Puts the rows' log-sum-exp into shared memory, or its two terms."""
+        p, x, mine = self.p, self.x, self.block.warpgroup
+        if p.terms.slopes:
+            top = top - self.lean()
+        c = p.scale if p.softcap is None else 1 / LOG2E
+        top, rest = top * (1.0 if p.natural else c), jnp.log(total)
+        if p.splits:
+            x["lse_rows"].at[mine][...] = top
+            x["rest_rows"].at[mine][...] = rest
+            return
+        lse = top + rest
+        if p.mask.averages:
+            lse = jnp.where(self.empty(), -jnp.inf, lse)
+        x["lse_rows"].at[mine][...] = lse
 
 
 def _capped(x: Array) -> Array:

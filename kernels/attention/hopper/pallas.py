@@ -118,9 +118,44 @@ def row_positions(count: int) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=ROWS)
 
 
-def column_positions(count: int) -> Array:
-    """Returns int32 [count]: the index of each column."""
-    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=COLUMNS)
+def sloped(scores: Array, first: Array, slope: Array) -> Array:
+    """Returns scores plus ``first + slope * column``.
+
+    Eight columns at a time, each from those before: products with all columns would
+    take a quarter of the registers that the scores take.
+
+    Args:
+        scores: float32 [64, n].
+        first: float32 [64].
+        slope: float32 [64].
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, ROWS, ROWS),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=TILE),
+    )
+    def emit(context: Any, scores: Any, first: Any, slope: Any) -> Any:
+        del context
+        now, slope = (
+            x.broadcast_in_dim((64, 8), (0,), scores.layout) for x in (first, slope)
+        )
+        number = ir.IntegerType.get_signless(32)
+        column = mgpu.FragmentedArray.broadcasted_iota(
+            number, (64, 8), 1, scores.layout, is_signed=True
+        )
+        now = now + slope * column.astype(ir.F32Type.get())
+        ahead = slope * 8.0
+        parts = []
+        for start in range(0, scores.shape[1], 8):
+            parts.append((scores[:, start : start + 8] + now).registers)
+            now = now + ahead
+        return mgpu.FragmentedArray(
+            _registers=np.concatenate(parts, axis=1),
+            _layout=scores.layout,
+            _is_signed=None,
+        )
+
+    return emit(scores, first, slope)
 
 
 def hide(

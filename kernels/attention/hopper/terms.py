@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.beside import table_type
 
 if TYPE_CHECKING:
     from jax import Array
@@ -195,7 +196,7 @@ def terms_of(
         if x is None:
             continue
         if 1 not in x.shape[2:]:
-            arrays[name] = x.astype(_type_of_table(x.dtype))
+            arrays[name] = x.astype(table_type(x.dtype))
             continue
         thin, line = ("column_terms", x[:, :, 0]) if x.shape[2] == 1 else (
             "row_terms", x[..., 0]
@@ -220,12 +221,6 @@ def terms_of(
         parts, alibi is not None, sinks is not None, frozenset(hiding), bias is not None
     )
     return terms, arrays
-
-
-def _type_of_table(dtype: Any) -> Any:
-    if dtype == jnp.bool_:
-        return jnp.int8
-    return dtype if str(dtype) in ("bfloat16", "float16") else jnp.float32
 
 
 def _part(name: str, x: Array) -> Part:
