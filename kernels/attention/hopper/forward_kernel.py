@@ -523,6 +523,10 @@ class _Tile:
         each = pallas.zeros((64,))
         return pallas.sloped(scores, each + away * slope, each + slope)
 
+    def key(self, i: Any) -> Any:
+        """Returns the first key of the i-th block."""
+        return (self.range.end - 1 - i) * self.p.config.block_kv
+
     def seen(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
         """Returns the scores of the i-th block, -inf for keys that are not seen.
 
@@ -530,14 +534,13 @@ class _Tile:
         bent alone with the scale and log2(e), others not yet.
         """
         p, mask, terms = self.p, self.p.mask, self.p.terms
-        key = (self.range.end - 1 - i) * p.config.block_kv
         if p.softcap is not None:
             unit = 1.0 if p.natural else LOG2E
             scores = _capped(scores * (p.scale / p.softcap)) * (p.softcap * unit)
         elif p.natural:
             scores = scores * p.scale
         if terms.slopes:
-            scores = self.sloped(scores, key)
+            scores = self.sloped(scores, self.key(i))
         mine = self.block.warpgroup
         scores = terms.added(scores, self.x, slot, mine)
         if not (part and self.hides):
@@ -546,6 +549,7 @@ class _Tile:
             scores = terms.within_segments(scores, self.x, slot, mine)
         if not (mask.hides or mask.s % p.config.block_kv):
             return scores
+        key = self.key(i)
         first, last = self.keys_of_rows()
         first = None if first is None else first - key
         if not mask.averages:
