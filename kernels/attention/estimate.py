@@ -1,4 +1,4 @@
-"""How long attention takes by XLA, over blocks, by cuDNN and by Hopper's kernel: models.
+"""How long attention takes by XLA, over blocks, by cuDNN, on Hopper: a model of each.
 
 XLA writes and reads the scores several times, all of them, whatever the mask. The loop
 over blocks does so in float32 within a few blocks, and leaves out most hidden ones.
@@ -53,7 +53,7 @@ FULL_WIDTH = 128
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns seconds: of ``"xla"``, ``"memory_bounded"``, ``"cudnn"``, ``"hopper"``."""
+    """Returns seconds by name: "xla", "memory_bounded", "cudnn" and "hopper"."""
     (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
     size, scores = item(spec, "q"), b * n * t * s
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
