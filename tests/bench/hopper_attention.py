@@ -1,11 +1,14 @@
 """Our attention on a Hopper GPU against cuDNN's and XLA's.
 
   python3 -m tests.bench.hopper_attention [--configs] [--cases "A;B"] [--json PATH]
+  python3 -m tests.bench.hopper_attention --beside    # cases with other operands alone
 
 Milliseconds are the device's by CUPTI, medians of runs that take turns on three sets of
 normal operands, compiling and first runs left out; a gradient returns the result too.
-TF/s count 4·b·n·pairs·h operations, pairs being what the mask leaves, and 3.5 times
-that with gradients. The error is the result's against cuDNN's, both rounded to 16 bits.
+TF/s count 4·b·n·pairs·h operations, pairs being what window and segments leave, and 3.5
+times that with gradients, which are those of q, k and v. The error is the result's
+against cuDNN's, or that of XLA over blocks where cuDNN has none: both rounded to 16
+bits. cuDNN is given segments as a table of masks and slopes as one of biases.
 """
 
 from __future__ import annotations
@@ -23,23 +26,35 @@ from rewriter import device, timing
 from rewriter.kernel import spec_of, worth_measuring
 from rewriter.kernels.attention.cost import seen
 from rewriter.kernels.attention.hopper import BackwardTiles
-from rewriter.kernels.attention.reference import usual
+from rewriter.kernels.attention.reference import relative_position, usual, visible
 from rewriter.registry import registry
 from tests.bench import record
 
 NONE, CAUSAL = (None, None), (None, 0)
-CASES: dict[str, tuple[tuple[int, ...], tuple[int | None, int | None]]] = {
-    "full, 128 wide, 4k": ((4, 4096, 16, 16, 128), NONE),
-    "causal, 128 wide, 4k": ((4, 4096, 16, 16, 128), CAUSAL),
-    "causal, 128 wide, 16k": ((1, 16384, 16, 16, 128), CAUSAL),
-    "causal, 8 key heads of 32, 4k": ((4, 4096, 32, 8, 128), CAUSAL),
-    "full, 128 wide, 1k": ((16, 1024, 16, 16, 128), NONE),
-    "causal, 64 wide, 2k": ((8, 2048, 32, 32, 64), CAUSAL),
-    "full, 64 wide, 16k": ((1, 16384, 16, 16, 64), NONE),
-    "window of 1024, 64 wide, 8k": ((2, 8192, 16, 16, 64), (1023, 0)),
-    "causal, 256 wide, 4k": ((2, 4096, 16, 16, 256), CAUSAL),
-}
-"""(b, t, heads, heads of k, width) and window, by name."""
+Window = tuple[int | None, int | None]
+CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
+    "full, 128 wide, 4k": ((4, 4096, 16, 16, 128), NONE, ()),
+    "causal, 128 wide, 4k": ((4, 4096, 16, 16, 128), CAUSAL, ()),
+    "causal, 128 wide, 16k": ((1, 16384, 16, 16, 128), CAUSAL, ()),
+    "causal, 8 key heads of 32, 4k": ((4, 4096, 32, 8, 128), CAUSAL, ()),
+    "full, 128 wide, 1k": ((16, 1024, 16, 16, 128), NONE, ()),
+    "causal, 64 wide, 2k": ((8, 2048, 32, 32, 64), CAUSAL, ()),
+    "full, 64 wide, 16k": ((1, 16384, 16, 16, 64), NONE, ()),
+    "window of 1024, 64 wide, 8k": ((2, 8192, 16, 16, 64), (1023, 0), ()),
+    "causal, 256 wide, 4k": ((2, 4096, 16, 16, 256), CAUSAL, ()),
+    "pair bias and mask, 4 heads of 32, 384": (
+        (512, 384, 4, 4, 32), NONE, ("bias", "mask"),
+    ),
+    "pair bias and mask, 4 heads of 32, 512": (
+        (256, 512, 4, 4, 32), NONE, ("bias", "mask"),
+    ),
+    "segments, causal, 128 wide, 8k": ((2, 8192, 16, 16, 128), CAUSAL, ("segments",)),
+    "slopes, causal, 128 wide, 4k": ((4, 4096, 16, 16, 128), CAUSAL, ("alibi",)),
+    "sinks, window of 1024, 64 wide, 8k": (
+        (1, 8192, 32, 4, 64), (1023, 0), ("sinks",),
+    ),
+}  # fmt: skip
+"""(b, t, heads, heads of k, width), window and other operands, by name."""
 
 SETS, TURNS = 3, 20
 
@@ -53,62 +68,134 @@ def operands(shape: tuple[int, ...], seed: int) -> list[jax.Array]:
     ]
 
 
-def cudnn(scale: float, window: tuple[int | None, int | None]) -> Callable[..., Any]:
-    """Returns cuDNN's attention."""
-    return lambda q, k, v: jax.nn.dot_product_attention(
-        q, k, v, scale=scale, is_causal=window[1] is not None,
-        local_window_size=None if window[0] is None else (window[0], 0),
-        implementation="cudnn",
-    )  # fmt: skip
+def beside(
+    shape: tuple[int, ...], names: tuple[str, ...], seed: int
+) -> dict[str, jax.Array]:
+    """Returns other operands by the op's names.
+
+    A bias of all pairs for each head, bfloat16; a mask of keys, nine in ten seen;
+    packed documents of 100 to 3000 tokens; slopes from 1/2 to 1/256; normal sinks.
+    """
+    b, t, n, _, _ = shape
+    made: dict[str, jax.Array] = {}
+    key = jax.random.key(seed)
+    if "bias" in names:
+        made["bias"] = jax.random.normal(key, (1, n, t, t), jnp.bfloat16)
+    if "mask" in names:
+        made["mask"] = jax.random.bernoulli(key, 0.9, (b, 1, 1, t))
+    if "segments" in names:
+        ends = np.cumsum(np.random.default_rng(seed).integers(100, 3000, (b, t)), 1)
+        ids = [np.searchsorted(x, np.arange(t), side="right") for x in ends]
+        made["q_segments"] = made["kv_segments"] = jnp.asarray(np.stack(ids), jnp.int32)
+    if "alibi" in names:
+        made["alibi"] = 2.0 ** -jnp.linspace(1, 8, n)
+    if "sinks" in names:
+        made["sinks"] = jax.random.normal(key, (n,))
+    return made
+
+
+def pairs(shape: tuple[int, ...], window: Window, other: dict[str, jax.Array]) -> float:
+    """Returns how many keys the queries of a batch entry see, all together."""
+    b, t = shape[:2]
+    if "q_segments" not in other:
+        return seen(t, t, window, 0)[0]
+    rows = (other["q_segments"][i : i + 1] for i in range(b))
+    count = lambda x: visible(t, t, q_segments=x, kv_segments=x, window=window).sum()
+    return float(np.mean([int(jax.jit(count)(x)) for x in rows]))
+
+
+def cudnn(scale: float, window: Window) -> Callable[..., Any]:
+    """Returns cuDNN's attention of q, k, v, and of biases, masks, segments, slopes."""
+
+    def run(
+        q: Any,
+        k: Any,
+        v: Any,
+        bias: Any = None,
+        mask: Any = None,
+        q_segments: Any = None,
+        kv_segments: Any = None,
+        alibi: Any = None,
+    ) -> Any:
+        t, s = q.shape[1], k.shape[1]
+        whole = lambda x: jnp.broadcast_to(x, (*x.shape[:2], t, s))
+        if q_segments is not None:
+            mask = (q_segments[:, :, None] == kv_segments[:, None])[:, None]
+        if alibi is not None:
+            away = relative_position(t, s, None, 0).astype(q.dtype)
+            bias = alibi.astype(q.dtype)[:, None, None] * away
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=window[1] is not None,
+            bias=None if bias is None else whole(bias),
+            mask=None if mask is None else whole(mask),
+            local_window_size=None if window[0] is None else (window[0], 0),
+            implementation="cudnn",
+        )
+
+    return run  # fmt: skip
 
 
 def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of q, k, v and a cotangent: the result and gradients."""
+    """Returns a function of q, k, v, a cotangent and others: result and gradients."""
 
-    def both(q: Any, k: Any, v: Any, up: Any) -> Any:
-        out, back = jax.vjp(function, q, k, v)
+    def both(q: Any, k: Any, v: Any, up: Any, other: Any) -> Any:
+        out, back = jax.vjp(lambda *x: function(*x, **other), q, k, v)
         return out, *back(up)
 
     return both
 
 
-def candidates(
-    shape: tuple[int, ...], window: tuple[int | None, int | None], every: bool
-) -> dict[tuple[str, str], Callable[..., Any]]:
-    """Returns functions of q, k, v and a cotangent by (pass, name).
+def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Returns functions of q, k, v, a cotangent and others by (pass, name).
 
     Args:
-        shape: As in `CASES`.
-        window: As in `CASES`.
+        name: Of `CASES`.
         every: Whether to take every config, and not the rules of thumb alone.
     """
+    shape, window, names = CASES[name]
     scale = shape[4] ** -0.5
     params = {"scale": scale, "window": window}
     ours = registry().kernel("attention", "hopper")
     q, k, v, _ = jax.eval_shape(lambda: operands(shape, 0))
-    spec = spec_of(registry().op("attention"), {"q": q, "k": k, "v": v}, params)
+    other = beside(shape, names, 0)
+    named = {"q": q, "k": k, "v": v, **other}
+    spec = spec_of(registry().op("attention"), named, params)
     found, _ = worth_measuring(ours.space, spec, device.attached(), 24 if every else 1)
     backward, _ = worth_measuring(
         ours.backward_space, spec, device.attached(), 24 if every else 1
     )
     fused = BackwardTiles(fused=True)
-    if ours.backward_space.fits(fused, spec, device.attached()).ok:
+    if not names and ours.backward_space.fits(fused, spec, device.attached()).ok:
         backward = (*backward, fused)
-    plain = {"cudnn": cudnn(scale, window)}
+    plain: dict[str, Callable[..., Any]] = {}
+    if "sinks" not in names:
+        plain["cudnn"] = cudnn(scale, window)
+    if names:
+        blocks = registry().kernel("attention", "memory_bounded").forward
+        plain["memory_bounded"] = lambda q, k, v, **other: blocks(
+            q=q, k=k, v=v, **other, **params
+        )
     if shape[0] * shape[2] * shape[1] ** 2 <= 1 << 31:  # scores of 8 GiB in float32
-        plain["xla"] = lambda q, k, v: usual(q, k, v, **params)
+        plain["xla"] = lambda q, k, v, **other: usual(q, k, v, **other, **params)
     made: dict[tuple[str, str], Callable[..., Any]] = {}
-    for name, run in plain.items():
-        made["forward", name] = lambda q, k, v, up, run=run: run(q, k, v)
-        made["forward_and_vjp", name] = gradients(run)
+    for by, run in plain.items():
+        made["forward", by] = lambda q, k, v, up, other, run=run: run(q, k, v, **other)
+        if by != "memory_bounded":
+            made["forward_and_vjp", by] = gradients(run)
     for config in found:
-        made["forward", str(config)] = lambda q, k, v, up, config=config: ours.forward(
-            q=q, k=k, v=v, config=config, **params
+        made["forward", str(config)] = lambda q, k, v, up, other, config=config: (
+            ours.forward(q=q, k=k, v=v, **other, config=config, **params)
         )
     for config in backward:
 
-        def both(q: Any, k: Any, v: Any, up: Any, config: Any = config) -> Any:
-            named = {"q": q, "k": k, "v": v, **params}
+        def both(
+            q: Any, k: Any, v: Any, up: Any, other: Any, config: Any = config
+        ) -> Any:
+            named = {"q": q, "k": k, "v": v, **other, **params}
             out, kept = ours.forward(**named, config=found[0], residuals=True)
             assert ours.backward is not None
             grads = ours.backward(
@@ -122,10 +209,12 @@ def candidates(
 
 def measured(name: str, every: bool) -> list[dict[str, Any]]:
     """Returns a row for each pass and candidate of a case."""
-    shape, window = CASES[name]
-    sets = [operands(shape, seed) for seed in range(SETS)]
+    shape, window, names = CASES[name]
+    sets = [
+        [*operands(shape, seed), beside(shape, names, seed)] for seed in range(SETS)
+    ]
     programs, results, rows = {}, {}, []
-    for key, run in candidates(shape, window, every).items():
+    for key, run in candidates(name, every).items():
         try:
             program = jax.jit(run).lower(*sets[0]).compile()
             out = jax.block_until_ready(program(*sets[0]))
@@ -136,18 +225,19 @@ def measured(name: str, every: bool) -> list[dict[str, Any]]:
         first = out[0] if isinstance(out, tuple) else out
         programs[key] = program
         results[key] = np.asarray(first, np.float32)
-    (b, t, n, _, h), exact = shape, results["forward", "cudnn"]
-    pairs, _ = seen(t, t, window, 0)
+    b, _, n, _, h = shape
+    by = "cudnn" if ("forward", "cudnn") in results else "memory_bounded"
+    exact, each = results["forward", by], pairs(shape, window, sets[0][-1])
     times = timing.measure(list(programs.values()), sets, TURNS)
-    for (passes, by), samples in zip(programs, times, strict=True):
-        flops = 4 * b * n * pairs * h * (1 if passes == "forward" else 3.5)
-        gap = np.linalg.norm(results[passes, by] - exact) / np.linalg.norm(exact)
+    for (passes, what), samples in zip(programs, times, strict=True):
+        flops = 4 * b * n * each * h * (1 if passes == "forward" else 3.5)
+        gap = np.linalg.norm(results[passes, what] - exact) / np.linalg.norm(exact)
         rows.append({
-            "case": name, "pass": passes, "by": by,
+            "case": name, "pass": passes, "by": what,
             "ms": round(samples.median * 1e3, 4),
             "sigma_percent": round(100 * samples.sigma / samples.median, 1),
             "tflops": round(flops / samples.median / 1e12),
-            "against_cudnn": float(f"{gap:.1e}"),
+            f"against_{by}": float(f"{gap:.1e}"),
         })  # fmt: skip
     return rows
 
@@ -156,11 +246,19 @@ def main() -> None:
     """Prints a line per measurement; writes all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", action="store_true")
-    parser.add_argument("--cases", default=";".join(CASES))
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--beside", action="store_true")
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
     rows = []
-    for name in given.cases.split(";"):
+    chosen = (
+        given.cases.split(";")
+        if given.cases
+        else [
+            name for name, (_, _, names) in CASES.items() if names or not given.beside
+        ]
+    )
+    for name in chosen:
         for row in measured(name, given.configs):
             print(*row.values(), sep="   ", flush=True)
             rows.append(row)

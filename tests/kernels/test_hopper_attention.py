@@ -52,8 +52,8 @@ def spec(
     [
         (spec(jnp.float32), "16-bit float, not float32"),
         (spec(out_dtype="float32"), "bfloat16, float32"),
-        (spec(more=("alibi",)), "does not take alibi"),
-        (spec(more=("mask", "bias")), "does not take bias, mask"),
+        (spec(more=("dropout",)), "does not take dropout"),
+        (spec(more=("prefix", "dropout")), "does not take dropout, prefix"),
         (spec(shape=(2, 256, 4, 72)), "heads of q are 72 wide"),
         (spec(shape=(2, 256, 4, 320)), "heads of q are 320 wide"),
         (spec(values=40), "heads of v are 40 wide"),
