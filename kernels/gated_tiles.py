@@ -36,6 +36,7 @@ def default(rows: int) -> Tiles:
 def configs(rows: int) -> list[Tiles]:
     """Returns tiles worth measuring for groups of so many rows, the likeliest first."""
     made = [Tiles(width=16), APART, Tiles(width=4), Tiles(256, 128)]
+    made += [Tiles(behind=False, late=t) for t in (0, 300, 600)] + [Tiles(late=300)]
     if rows <= 512:
         made += [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]
     return made

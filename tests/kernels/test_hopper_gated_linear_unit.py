@@ -37,7 +37,7 @@ PARTS = registry().kernel(EXPERTS, "by_parts_hopper")
 BIASES = ("b_gate", "b_up")
 TILES = [
     Tiles(), Tiles(64, 256), Tiles(256, 128, behind=False), APART, Tiles(64, 512, 2),
-    Tiles(64, 256, apart=True),
+    Tiles(64, 256, apart=True), Tiles(behind=False, late=300),
 ]  # fmt: skip
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
 """Of the largest entry."""
