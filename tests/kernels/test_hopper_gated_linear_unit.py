@@ -41,10 +41,12 @@ TILES = [
 ]  # fmt: skip
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
 """Of the largest entry."""
+OF_GRADIENTS = 2e-2
+"""The same where branches, or their cotangents, were rounded to 16 bits before."""
 
 
-def close(got: Any, want: Any, dtype: Any = None) -> None:
-    tolerance = TOLERANCE[str(dtype or got.dtype)]
+def close(got: Any, want: Any, tolerance: float | None = None) -> None:
+    tolerance = tolerance or TOLERANCE[str(got.dtype)]
     got = np.asarray(got, np.float64)
     assert got.shape == want.shape
     error = np.abs(got - want).max(initial=0.0)
@@ -268,7 +270,7 @@ def test_experts_simulated(case: str, tiles: Tiles) -> None:
     close(got, want)
     np.testing.assert_array_equal(got, again)
     gate, up = (np.asarray(x, np.float64) for x in kept)
-    close(gate / (1 + np.exp(-gate)) * up, want, "bfloat16")
+    close(gate / (1 + np.exp(-gate)) * up, want, OF_GRADIENTS)
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
@@ -327,7 +329,7 @@ def check_experts(
     close(made.pop("out"), out)
     assert set(made) == set(grads)
     for name, want in grads.items():
-        close(made[name], want)
+        close(made[name], want, OF_GRADIENTS)
 
 
 @pytest.mark.gpu
@@ -379,7 +381,7 @@ def test_dense(case: str, tiles: Tiles) -> None:
     made = jax.jit(run)(given, up)
     assert set(made) == set(want)
     for name, x in want.items():
-        close(made[name], x)
+        close(made[name], x, None if name == "out" else OF_GRADIENTS)
 
 
 @pytest.mark.gpu
@@ -391,7 +393,7 @@ def test_activations_on_a_gpu(activation: str) -> None:
     want = exact_dense(given, up, **params)["out"]
     wide = UNIT.forward(**given, **params, out_dtype="float32")
     # Fast tanh has 11 bits.
-    close(wide, want, "float16" if activation == "tanh" else "float32")
+    close(wide, want, 1e-3 if activation == "tanh" else None)
 
 
 @pytest.mark.gpu
