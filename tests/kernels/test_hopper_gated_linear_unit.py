@@ -300,18 +300,17 @@ def test_activations(activation: str) -> None:
 def test_the_simulator_sees_parts_that_are_freed_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where a product may still run, the part before it is freed, not its own."""
-    given, _ = make_dense((128, 640), 128)
-    tiles = Tiles(128, 256, 2, programs=1)
-    waits = by_rows.plgpu.wgmma_wait
-    assert waits is not None
+    """With two stages the next part would be where a product still reads."""
+    given, up = make_dense((128, 640), 128)
+    want = exact_dense(given, up)["out"]
+    early = lambda left: simulator._wait_for_products(left and left + 1)
     with simulator.simulated_ragged_dot():
-        right = UNIT.forward(**given, config=tiles)
-        monkeypatch.setattr(
-            by_rows.plgpu, "wgmma_wait", lambda n: simulator._wait_for_products(n + 1)
-        )
-        with pytest.raises(AssertionError):
-            np.testing.assert_array_equal(UNIT.forward(**given, config=tiles), right)
+        call = functools.partial(UNIT.forward, **given)
+        close(call(config=Tiles(stages=2, programs=1)), want)
+        monkeypatch.setattr(by_rows.plgpu, "wgmma_wait", early)
+        wrong = call(config=Tiles(stages=2, programs=1))
+    with pytest.raises(AssertionError):
+        close(wrong, want)
 
 
 # ------------------------------------------------------------------------ on a GPU
