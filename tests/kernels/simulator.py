@@ -563,7 +563,8 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas, "rows", lambda value: np.full((64,), value, np.int32))
     patch.setattr(pallas, "row_positions", lambda n: np.arange(n, dtype=np.int32))
     patch.setattr(pallas, "sloped", _sloped)
-    patch.setattr(pallas, "loaded", lambda x, layout: x.view().copy())
+    for name in ("loaded", "read"):
+        patch.setattr(pallas, name, lambda x, layout: x.view().copy())
     patch.setattr(pallas, "hide", _hide)
 
 

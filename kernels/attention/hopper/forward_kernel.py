@@ -600,7 +600,7 @@ class _Tile:
         out = out * pallas.along(inverse, out.shape)
         if "means" in self.block.given:
             mean = self.block.given["means"].at[self.b, self.head]
-            mean = pallas.across(pallas.loaded(mean, pallas.COLUMNS), out.shape)
+            mean = pallas.across(pallas.read(mean, pallas.COLUMNS), out.shape)
             out = jnp.where(pallas.along(total, out.shape) == 0.0, mean, out)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         given = self.block.given

@@ -1,0 +1,444 @@
+"""Attention on Hopper with operands beside q, k and v: segments, slopes, tables."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rewriter import device
+from rewriter.kernel import Spec, spec_of, worth_measuring
+from rewriter.kernels.attention import hopper
+from rewriter.kernels.attention.hopper import (
+    backward_kernel,
+    config,
+    forward_kernel,
+    terms,
+)
+from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
+from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
+from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
+from rewriter.kernels.attention.hopper.segments import reach, within
+from rewriter.kernels.attention.reference import reference, visible
+from rewriter.registry import registry
+from tests.kernels import simulator
+from tests.kernels.test_hopper_attention import (
+    CAUSAL,
+    LIMITS,
+    error,
+    exact,
+    needs_hopper,
+    operands,
+)
+from tests.slow import first
+
+H200 = device.named("h200")
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def spec(width: int = 64, values: int = 0, **more: tuple[tuple[int, ...], str]) -> Spec:
+    q = jax.ShapeDtypeStruct((2, 300, 4, width), jnp.bfloat16)
+    v = jax.ShapeDtypeStruct((2, 300, 4, values or width), jnp.bfloat16)
+    given = {"q": q, "k": q, "v": v}
+    given |= {n: jax.ShapeDtypeStruct(*x) for n, x in more.items()}
+    return spec_of(registry().op("attention"), given, {})
+
+
+TABLE = ((2, 4, 300, 300), "float32")
+MASK = ((2, 1, 300, 300), "bool")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        spec(bias=TABLE),
+        spec(128, bias=TABLE, mask=MASK),
+        spec(256, bias=((1, 1, 1, 300), "bfloat16")),
+        spec(mask=((2, 1, 300, 1), "bool")),
+        spec(128, q_segments=((2, 300), "int32"), kv_segments=((1, 300), "int32")),
+        spec(128, alibi=((4,), "float32"), sinks=((4,), "bfloat16")),
+    ],
+)
+def test_what_it_takes(given: Spec) -> None:
+    assert hopper.supports(given).ok, hopper.supports(given)
+    of = registry().kernel("attention", "hopper")
+    for space in (of.space, of.backward_space):
+        found, _ = worth_measuring(space, given, H200, 24)
+        if space is of.space or given.shape("q")[3] < 256:
+            assert found[0] == space.default(given, H200)
+
+
+def test_what_leaves_no_memory_is_refused() -> None:
+    verdict = hopper.supports(spec(256, 240, bias=TABLE, mask=MASK))
+    assert "KiB of shared memory of 227 KiB" in verdict.reasons[0].text
+
+
+def test_tables_take_shared_memory() -> None:
+    beside = beside_in(spec(128, bias=TABLE))
+    assert config.fits_widths(Tiles(128), 128, 128).ok
+    assert not config.fits_widths(Tiles(128), 128, 128, beside).ok
+    assert config.fits_widths(Tiles(64), 128, 128, beside).ok
+    verdict = config.fits_widths(Tiles(80), 64, 64, beside)
+    assert "80 is no multiple of 32" in verdict.reasons[0].text
+    assert config.fits_backward_widths(BackwardTiles(64, 64), 128, 128, beside).ok
+    wide = BackwardTiles(64, 128, 3)
+    assert config.fits_backward_widths(wide, 64, 64).ok
+    assert not config.fits_backward_widths(wide, 64, 64, beside).ok
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": ((1, 2, 130, 200), "float32")},
+    "narrow": {
+        "bias": ((2, 1, 130, 200), "bfloat16"), "mask": ((2, 1, 1, 200), "bool"),
+    },
+    "thin": {"bias": ((2, 2, 130, 1), "bfloat16"), "mask": ((1, 1, 1, 1), "bool")},
+    "mask": {"mask": ((2, 2, 130, 200), "bool")},
+    "segments": {
+        "q_segments": ((1, 130), "int32"), "kv_segments": ((2, 200), "int32"),
+        "alibi": ((2,), "float32"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_memory_is_counted_as_it_is_taken(name: str, turned: bool) -> None:
+    given = {n: jnp.zeros(*x) for n, x in FORMS[name].items()}
+    found, arrays = terms.terms_of(130, 200, **given)
+    beside = beside_of(given)
+    if turned:
+        (found, arrays), beside = terms.transposed(found, arrays), beside.transposed
+    scratch = found.scratch(2, 3, 64)
+    taken = sum(np.prod(x.shape) * x.dtype.itemsize for x in scratch.values())
+    assert taken == beside.nbytes(2, 192, 64)
+    assert set(scratch) == set(arrays) - {"slopes"}
+
+
+def test_blocks_that_segments_leave_against_a_table() -> None:
+    """Whole blocks are seen whole; what is left out is seen by no row."""
+    random = np.random.default_rng(0)
+    packed = lambda n: np.sort(random.integers(0, 4, (2, n)), 1).astype(np.int32)
+    shuffled = lambda n: random.integers(0, 3, (2, n)).astype(np.int32)
+    apart = lambda n: np.full((2, n), n, np.int32)
+    for t, s, rows, keys in ((300, 260, 64, 32), (100, 500, 128, 64), (1, 70, 192, 32)):
+        for draw in (packed, shuffled, apart):
+            for window, shift in (((None, None), 0), (CAUSAL, 40), ((30, 5), -9)):
+                q, k = draw(t), draw(s)
+                table = np.asarray(reach(q, k, rows, keys))
+                seen = np.broadcast_to(
+                    visible(t, s, q_segments=q, kv_segments=k, window=window,
+                            shift=shift), (2, 1, t, s),
+                )  # fmt: skip
+                mask = Mask(t, s, *window, shift, more=True)
+                for b in range(2):
+                    for i in range(-(-t // rows)):
+                        before = blocks_of(mask, i * rows, rows, keys, shift)
+                        r = within(before, *map(int, table[b, i]))
+                        tile = seen[b, 0, i * rows : (i + 1) * rows]
+                        assert 0 <= r.start <= r.whole <= r.part <= r.end
+                        assert 1 <= r.count <= -(-s // keys)
+                        assert r.end <= -(-s // keys)
+                        assert not tile[:, : r.start * keys].any()
+                        assert not tile[:, r.end * keys :].any()
+                        inside = tile[:, r.whole * keys : r.part * keys]
+                        assert inside.all()
+                        assert inside.shape[1] == (r.part - r.whole) * keys
+
+
+def test_packed_segments_read_their_own_blocks() -> None:
+    ids = np.repeat(np.arange(4, dtype=np.int32), 1024)[None]
+    table = np.asarray(reach(ids, ids, 128, 128))[0]
+    np.testing.assert_array_equal(table[9], [8, 8, 16, 16])
+    crossing = np.asarray(reach(ids[:, 64:], ids, 128, 128))[0]
+    np.testing.assert_array_equal(crossing[7], [0, 16, 16, 16])
+
+
+LOWERED: dict[str, tuple[int, dict[str, Any], Tiles]] = {
+    name: (64, given, Tiles(64, 2, 3)) for name, given in FORMS.items()
+} | {
+    "wide": (256, FORMS["narrow"], Tiles(32, 2, 2, turns=False)),
+    "sinks": (128, {"sinks": ((2,), "bfloat16")}, Tiles(160, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", first(4, LOWERED))
+def test_it_is_lowered_without_a_gpu(name: str) -> None:
+    h, more, tiles = LOWERED[name]
+    given = {n: jax.ShapeDtypeStruct(*x) for n, x in more.items()}
+    sizes = {"q": (2, 130, 2, h), "k": (2, 200, 2, h), "v": (2, 200, 2, h)}
+    given |= {n: jax.ShapeDtypeStruct(x, jnp.bfloat16) for n, x in sizes.items()}
+
+    def run(given: Any, up: Any) -> Any:
+        both = {**given, "window": CAUSAL, "empty_rows": "mean", "scale": 0.125}
+        out, kept = hopper.forward(**both, residuals=True, config=tiles)
+        tile = BackwardTiles(64, 64, 2)
+        return hopper.backward(
+            **both, out=out, residuals=kept, cotangent=up, config=tile
+        )
+
+    exported = jax.export.export(jax.jit(run), platforms=["cuda"])(given, given["q"])
+    moving = {n for n, x in given.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    grads = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    assert {n: x.shape for n, x in grads.items()} == {n: given[n].shape for n in moving}
+    text = exported.mlir_module()
+    named = [f"attention_{x}" for x in ("dk_dv", "dq")]
+    assert all(x in text for x in named) == (h <= 128)
+
+
+# --------------------------------------------------------------------- numbers
+Case = tuple[tuple[int, ...], dict[str, Any], Tiles | None, BackwardTiles]
+CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; drawn and given; configs
+    "segments": (
+        (2, 300, 200, 2, 1, 32, 32), {"segments": "packed", "window": CAUSAL},
+        Tiles(64, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
+    ),
+    "pair": (
+        (2, 130, 140, 2, 2, 32, 32),
+        {"bias": ((1, 2, 130, 140), "float32"), "mask": (2, 1, 1, 140)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "slopes and sinks": (
+        (2, 200, 150, 4, 2, 32, 32),
+        {"alibi": (4,), "sinks": (4,), "window": (70, 3), "offset": (-90, 10)},
+        Tiles(64, 3, 2, 3, False), BackwardTiles(64, 64, 2, 2, 3),
+    ),
+    "table of masks": (
+        (1, 130, 140, 4, 2, 32, 32),
+        {"mask": (1, 4, 130, 140), "hidden": 7, "empty_rows": "mean"},
+        Tiles(64, 2, 3, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "lowest": (
+        (2, 100, 140, 2, 1, 32, 32),
+        {"bias": ((2, 1, 1, 140), "float32"), "lowest": True},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "segments in no order": (
+        (2, 200, 260, 2, 1, 32, 32),
+        {"segments": "shuffled", "window": (50, 20), "empty_rows": "mean"},
+        Tiles(64, 2, 3, 3), BackwardTiles(64, 64, 2, 3, 3),
+    ),
+    "segments of their own": (
+        (1, 150, 260, 2, 2, 32, 32), {"segments": "apart", "empty_rows": "zero"},
+        Tiles(32, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
+    ),
+    "rows without keys, nan": (
+        (1, 130, 140, 2, 2, 32, 32), {"mask": (1, 2, 130, 140), "hidden": 7},
+        Tiles(128, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "rows without keys, sinks": (
+        (1, 130, 140, 2, 2, 32, 32),
+        {"mask": (1, 1, 130, 140), "hidden": 7, "sinks": (2,)},
+        Tiles(128, 2, 2, 2), BackwardTiles(64, 128, 2, 2, 2),
+    ),
+    "thin ones": (
+        (2, 130, 140, 2, 2, 32, 32),
+        {"bias": ((2, 1, 130, 1), "bfloat16"), "mask": (1, 2, 1, 140),
+         "empty_rows": "zero", "hidden": 140},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "all at once": (
+        (2, 203, 150, 4, 2, 64, 32),
+        {"bias": ((1, 4, 203, 150), "bfloat16"), "mask": (2, 1, 203, 150),
+         "segments": "packed", "alibi": (4,), "sinks": (4,), "window": (100, None),
+         "shift": -30, "kv_lengths": (150, 77)},
+        Tiles(32, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
+    ),
+}  # fmt: skip
+
+
+def drawn(case: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """The other operands and parameters of a case, as numpy arrays."""
+    random = np.random.default_rng(1)
+    b, t, s, _, _, h, _ = shape
+    made: dict[str, Any] = {"scale": h**-0.5}
+    for name, x in case.items():
+        if name == "bias":
+            made[name] = np.asarray(random.normal(size=x[0]), jnp.dtype(x[1]))
+        elif name == "mask":
+            made[name] = random.random(x) < 0.5
+            made[name][..., : case.get("hidden", 0), :] = False
+        elif name == "lowest":  # of some keys, and of all of the first batch entry
+            hidden = random.random(made["bias"].shape) < 0.3
+            hidden[0] = True
+            made["bias"] = np.where(hidden, np.float32(LOWEST), made["bias"])
+        elif name == "segments":
+            for key, size in (("q_segments", t), ("kv_segments", s)):
+                ids = random.integers(0, 4, (b, size))
+                ids = np.sort(ids, 1) if x == "packed" else ids
+                ids = ids + 9 * (key == "q_segments") if x == "apart" else ids
+                made[key] = ids.astype(np.int32)
+        elif name in ("alibi", "sinks"):
+            made[name] = random.uniform(0.1, 1.0, x).astype(np.float32)
+        elif name in ("kv_lengths", "offset"):
+            made[name] = np.asarray(x, np.int32)
+        elif name != "hidden":
+            made[name] = x
+    return made
+
+
+def wanted(q: Any, k: Any, v: Any, up: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The result and gradients in float64."""
+    moving = {"q": q, "k": k, "v": v}
+    moving |= {n: given[n] for n in ("bias", "alibi", "sinks") if n in given}
+    rest = {n: x for n, x in given.items() if n not in moving}
+    with jax.enable_x64(True):
+        wide = {n: np.asarray(x, np.float64) for n, x in moving.items()}
+
+        @jax.jit
+        def both(wide: Any, up: Any) -> Any:
+            out, back = jax.vjp(lambda x: reference(**x, **rest), wide)
+            return {"out": out, **back(up)[0]}
+
+        return both(wide, np.asarray(up, np.float64))
+
+
+@pytest.mark.parametrize("name", first(4, CASES))
+def test_its_code_run_by_threads(name: str) -> None:
+    """Numbers, memory that is handed on, and barriers, with no GPU."""
+    shape, case, tiles, back = CASES[name]
+    q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
+    given = drawn(case, shape)
+    want = wanted(q, k, v, up, given)
+    with simulator.simulated():
+        out, residuals = forward_kernel.forward(
+            q, k, v, residuals=True, config=tiles, **given
+        )
+        got = backward_kernel.backward(
+            q, k, v, out=out, residuals=residuals, cotangent=up, config=back, **given
+        )
+    for which, x in {"out": out, **got}.items():
+        assert error(x, np.asarray(want[which])) <= LIMITS["bfloat16"], which
+
+
+def test_what_is_hidden_may_be_anything() -> None:
+    """NaN in keys that a mask or segments hide does not reach the result."""
+    shape = (1, 130, 140, 2, 2, 32, 32)
+    q, k, v, _ = (np.array(x) for x in operands(shape, "bfloat16"))
+    k[:, 70:] = np.nan
+    seen = np.arange(140) < 70
+    ids = np.where(seen, 0, 1).astype(np.int32)[None]
+    hiders = {
+        "table": {"mask": np.broadcast_to(seen, (1, 2, 130, 140))},
+        "keys": {
+            "mask": seen[None, None, None],
+            "bias": np.zeros((1, 1, 1, 140), np.float32),
+        },
+        "segments": {"q_segments": np.zeros((1, 130), np.int32), "kv_segments": ids},
+    }
+    want = wanted(q, k[:, :70], v[:, :70], q, {})["out"]
+    tiles = Tiles(64, 2, 2, 2, turns=False)
+    for name, given in hiders.items():
+        with simulator.simulated():
+            got = forward_kernel.forward(q, k, v, config=tiles, **given)
+        assert error(got, np.asarray(want)) <= LIMITS["bfloat16"], name
+
+
+# ---------------------------------------------------------------- on a Hopper GPU
+WIDE: dict[str, Case] = {
+    "pairs of a fold": (
+        (64, 384, 384, 4, 4, 32, 32),
+        {"bias": ((1, 4, 384, 384), "bfloat16"), "mask": (64, 1, 1, 384)},
+        None, BackwardTiles(),
+    ),
+    "pairs, float32": (
+        (8, 333, 333, 4, 4, 32, 32),
+        {"bias": ((1, 4, 333, 333), "float32"), "mask": (8, 1, 1, 333)},
+        None, BackwardTiles(),
+    ),
+    "wide tables": (
+        (2, 300, 500, 4, 2, 128, 128),
+        {"bias": ((2, 4, 300, 500), "float32"), "mask": (2, 1, 300, 500)},
+        None, BackwardTiles(),
+    ),
+    "three warpgroups": (
+        (2, 300, 500, 4, 2, 64, 64), {"mask": (2, 1, 300, 500), "window": (90, 90)},
+        Tiles(64, 2, 3), BackwardTiles(64, 64, 2, 3),
+    ),
+    "packed": (
+        (2, 2500, 2500, 4, 2, 128, 128), {"segments": "packed", "window": CAUSAL},
+        None, BackwardTiles(),
+    ),
+    "slopes": (
+        (2, 700, 700, 4, 4, 64, 64), {"alibi": (4,), "window": CAUSAL},
+        None, BackwardTiles(64, 128, 2),
+    ),
+    "slopes, far": (
+        (1, 300, 4000, 4, 4, 128, 128), {"alibi": (4,), "shift": 3700},
+        None, BackwardTiles(),
+    ),
+    "sinks": (
+        (2, 700, 700, 8, 2, 64, 64), {"sinks": (8,), "window": (127, 0)},
+        None, BackwardTiles(64, 128, 3),
+    ),
+    "soft cap": (
+        (2, 300, 300, 2, 2, 64, 64),
+        {"bias": ((2, 1, 300, 300), "bfloat16"), "softcap": 4.0, "sinks": (2,)},
+        None, BackwardTiles(),
+    ),
+    "values of 256": (
+        (1, 300, 300, 2, 2, 256, 256), {"segments": "packed", "alibi": (2,)},
+        None, BackwardTiles(),
+    ),
+    "one row": (
+        (3, 1, 200, 2, 2, 64, 64), {"bias": ((3, 2, 1, 200), "float32")},
+        None, BackwardTiles(),
+    ),
+    "one key": (
+        (3, 200, 1, 2, 2, 64, 64), {"mask": (3, 2, 200, 1), "empty_rows": "zero"},
+        None, BackwardTiles(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", [*CASES, *WIDE])
+def test_numbers_against_float64(name: str) -> None:
+    shape, case, tiles, back = {**CASES, **WIDE}[name]
+    arrays = dict(zip(("q", "k", "v"), operands(shape, "bfloat16"), strict=False))
+    up, given = operands(shape, "bfloat16")[3], drawn(case, shape)
+    others = {n: jnp.asarray(x) for n, x in given.items() if isinstance(x, np.ndarray)}
+    params = {n: x for n, x in given.items() if n not in others}
+    its = spec_of(registry().op("attention"), {**arrays, **others}, params)
+    assert hopper.supports(its).ok
+    tiles = tiles or hopper.default(its, H200)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(arrays: Any, saves: bool) -> Any:
+        made = hopper.forward(**arrays, **params, residuals=saves, config=tiles)
+        if not saves:
+            return made
+        out, kept = made
+        grads = hopper.backward(
+            **arrays, **params, out=out, residuals=kept, cotangent=up, config=back
+        )
+        return {"out": out, **grads}
+
+    both = {**arrays, **others}
+    got, alone, again = run(both, True), run(both, False), run(both, True)
+    np.testing.assert_array_equal(np.asarray(got["out"]), np.asarray(alone))
+    want = wanted(*(np.asarray(x) for x in arrays.values()), np.asarray(up), given)
+    assert error(got["out"], np.asarray(want["out"])) <= LIMITS["bfloat16"]
+    for which, x in want.items():
+        assert error(got[which], np.asarray(x)) <= 3 * LIMITS["bfloat16"], which
+        if which in ("out", "q", "k", "v"):  # a race would show as a change
+            np.testing.assert_array_equal(
+                np.asarray(got[which]), np.asarray(again[which])
+            )
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_what_is_hidden_may_be_anything_there_too() -> None:
+    q, k, v, _ = operands((2, 300, 300, 2, 2, 64, 64), "bfloat16")
+    seen = np.arange(300) < 170
+    bad = k.at[:, 170:].set(jnp.nan)
+    run = jax.jit(functools.partial(hopper.forward, scale=0.125))
+    want = exact(q, k[:, :170], v[:, :170], scale=0.125)
+    for mask in (seen[None, None, None], np.broadcast_to(seen, (1, 2, 300, 300))):
+        got = run(q=q, k=bad, v=v, mask=jnp.asarray(mask))
+        assert error(got, want) <= LIMITS["bfloat16"]
