@@ -134,21 +134,18 @@ def sleep(nanoseconds: int) -> None:
     emit()
 
 
-def loaded(reference: Any, layout: Any) -> Array:
-    """Returns [n] of shared memory in registers: for rows or for columns."""
-    return _loaded(reference, layout)
+def loaded(reference: Any, layout: Any, optimized: bool = True) -> Array:
+    """Returns [n] of memory in registers: for rows or for columns.
 
-
-def read(reference: Any, layout: Any) -> Array:
-    """Returns [n] of global memory in registers: for rows or for columns."""
-    return _loaded(reference, layout, optimized=False)
-
-
-def _loaded(reference: Any, layout: Any, **more: Any) -> Array:
+    Args:
+        reference: The memory.
+        layout: How it lies in registers.
+        optimized: Whether to refuse what takes many loads, as from global memory.
+    """
     index = inspect.signature(plgpu.load).parameters.get("idx")
     if index is not None and index.default is inspect.Parameter.empty:
-        return plgpu.load(reference, (), layout=layout, **more)  # 0.10 wants one
-    return plgpu.load(reference, layout=layout, **more)  # 0.11 warns, 0.12 has none
+        return plgpu.load(reference, (), layout=layout, optimized=optimized)  # 0.10
+    return plgpu.load(reference, layout=layout, optimized=optimized)  # from 0.11 on
 
 
 def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:

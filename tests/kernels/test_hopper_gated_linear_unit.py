@@ -21,7 +21,7 @@ from rewriter.kernels.ragged_dot.hopper import by_rows
 from rewriter.kernels.ragged_dot.hopper.config import Tiles
 from rewriter.registry import registry
 from tests import slow
-from tests.kernels import simulator
+from tests.kernels import bits, simulator
 from tests.kernels.test_hopper_ragged_dot import HARDEST, SIZES, on_hopper
 from tests.kernels.test_tpu_gated_linear_unit import structs
 from tests.kernels.test_tpu_ragged_gated_linear_unit import (
@@ -408,4 +408,4 @@ def test_results_are_the_same_each_time(tiles: Tiles) -> None:
     close(first[0], exact(given, up, None, "silu")[0])
     for _ in range(20):
         again = jax.tree.map(np.asarray, call(given))
-        jax.tree.map(np.testing.assert_array_equal, first, again)
+        bits.assert_same(first, again)

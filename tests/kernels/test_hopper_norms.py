@@ -24,7 +24,7 @@ from rewriter.kernels.norm_rows_teams import (
     vector_of,
 )
 from rewriter.registry import registry
-from tests.kernels import simulator
+from tests.kernels import bits, simulator
 from tests.kernels.test_tpu_norms import ALL, OPS, exact, layer, loss, make, names, rms
 
 H200 = device.named("h200")
@@ -355,4 +355,4 @@ def test_many_rows_are_the_same_each_time(config: Teams, op: str) -> None:
     check(op, given, up, first)
     for _ in range(20):
         again = jax.tree.map(np.asarray, call(given, up))
-        jax.tree.map(np.testing.assert_array_equal, first, again)
+        bits.assert_same(first, again)

@@ -21,7 +21,6 @@ from rewriter.kernels.mosaic import WARPGROUP as WARPGROUP
 from rewriter.kernels.mosaic import barriers as barriers
 from rewriter.kernels.mosaic import kernel as kernel
 from rewriter.kernels.mosaic import loaded as loaded
-from rewriter.kernels.mosaic import read as read
 
 if TYPE_CHECKING:
     from jax import Array
@@ -97,6 +96,11 @@ def zeros(shape: tuple[int, ...], value: float = 0.0) -> Array:
 
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 """How a value for each column of an array of 64 rows lies in registers."""
+
+
+def read(reference: Any, layout: Any) -> Array:
+    """Returns [n] of global memory in registers: for rows or for columns."""
+    return loaded(reference, layout, optimized=False)
 
 
 def across(x: Array, shape: tuple[int, ...]) -> Array:
