@@ -87,10 +87,10 @@ KERNELS = (
         version=1,
         supports=hopper_decode.supports,
         runs_on=hopper_decode.runs_on,
-        tried=False,
         forward=hopper_decode.forward,
         memory_bounded=True,
         profitable=hopper_decode.profitable,
+        estimate=estimate,
         space=Space(
             hopper_decode.Split,
             hopper_decode.default,

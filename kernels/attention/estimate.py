@@ -45,15 +45,23 @@ BOTH = 2.8
 DENSE, FUSED, FUSED_BOTH = 0.6, 0.75, 0.62
 """Shares of the peak: XLA's products, cuDNN's forward, cuDNN's with gradients."""
 
-OWN = 0.99
-"""What of cuDNN's rate our kernel for Hopper GPUs is taken to reach."""
+OWN, TILE = 0.99, 128
+"""What of cuDNN's rate our kernel for Hopper GPUs is taken to reach, and how many
+queries of a head it multiplies at once."""
+
+FEW = 64
+"""Up to so many rows of a key head, queries of its group together, keys are what takes
+time: XLA reads them at `READ` of the bandwidth, our kernel for that at `STREAMED`
+(``tests/bench/results/hopper_decode_h200.json``, 32 MiB to 1 GiB of keys)."""
+
+READ, STREAMED = 0.26, 0.95
 
 FULL_WIDTH = 128
 """Narrower heads have smaller shares in cuDNN, as the root of their width."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns seconds by name: "xla", "memory_bounded", "cudnn" and "hopper"."""
+    """Returns seconds by name: of "xla" and the kernels in plain JAX and for GPUs."""
     (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
     size, scores = item(spec, "q"), b * n * t * s
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
@@ -76,17 +84,24 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         compute=DENSE, item=size, launches=longer * 4 * max(1.0, t / 2048),
     )  # fmt: skip
     fused = FUSED if passes == "forward" else FUSED_BOTH
-    cudnn = seconds(
-        device, seen.flops, 0.0, compute=fused * min(1.0, math.sqrt(h / FULL_WIDTH)),
-        launches=3 if passes == "forward" else 8,
-    )  # fmt: skip
-    cudnn = max(cudnn, seconds(device, 0.0, seen.bytes))
-    own = cudnn / OWN
+    fused *= min(1.0, math.sqrt(h / FULL_WIDTH))
+    launches = 3 if passes == "forward" else 8
+    padded = seen.flops * max(1.0, TILE / max(t, 1))
+    least = seconds(device, 0.0, seen.bytes)
+    cudnn = seconds(device, seen.flops, 0.0, compute=fused, launches=launches)
+    own = seconds(device, padded, 0.0, compute=OWN * fused, launches=launches)
+    cudnn, own = max(cudnn, least), max(own, least)
     if passes != "forward" and not _gradients_on_hopper(spec, device):
         own = estimate(spec, device, "forward")["hopper"] + loop * (1 - 1 / BOTH)
     if untried(spec):
         cudnn = math.inf
-    return {"xla": xla, "memory_bounded": loop, "cudnn": cudnn, "hopper": own}
+    few = math.inf
+    if passes == "forward" and device.platform == "cuda":
+        few = seconds(device, 0.0, moved, memory=STREAMED, launches=2)
+        if t * n // max(spec.shape("k")[2], 1) <= FEW:
+            xla = max(xla, seconds(device, 0.0, moved, memory=READ))
+    made = {"xla": xla, "memory_bounded": loop, "cudnn": cudnn}
+    return made | {"hopper": own, "hopper_decode": few}
 
 
 def _gradients_on_hopper(spec: Spec, device: Device) -> bool:

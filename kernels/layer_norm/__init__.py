@@ -24,7 +24,7 @@ OP = Op(
 
 KERNELS = (
     norm_rows.kernel("layer_norm", centred=True, estimate=estimate),
-    norm_rows_hopper.kernel("layer_norm", centred=True, by_xla=xla),
+    norm_rows_hopper.kernel("layer_norm", centred=True, by_xla=xla, estimate=estimate),
     Kernel(
         name="memory_bounded",
         op="layer_norm",

@@ -17,18 +17,23 @@ from rewriter.kernels.layer_norm.cost import cost
 REACHED = {"forward": 0.85, "vjp": 0.3, "forward_and_vjp": 0.3}
 """Shares of the bandwidth."""
 
+ON_HOPPER = 0.85
+"""The share that our kernel for Hopper GPUs reached there
+(``tests/bench/results/hopper_norms_h200.json``)."""
+
 ON_TPU = 5 / 9
 """What the TPU kernel takes of XLA's time with gradients: they read and write arrays of
 rows five times, and XLA's programs for TPUs nine times."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"mosaic_tpu"``."""
+    """Returns seconds by name: of ``"xla"`` and the platform's kernels."""
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
     work = cost(shapes, dtypes, params, passes)
     each = seconds(device, 0.0, work.bytes, memory=REACHED[passes])
     if device.platform != "tpu":
-        return {"xla": each, "memory_bounded": each}
+        own = seconds(device, 0.0, work.bytes, memory=ON_HOPPER)
+        return {"xla": each, "memory_bounded": each, "hopper": own}
     share = 1.0 if passes == "forward" else ON_TPU
     launch = seconds(device, 0.0, 0.0)
     ours = launch + (each - launch) * share

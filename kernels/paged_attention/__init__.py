@@ -6,6 +6,7 @@ from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels import attention
 from rewriter.kernels.paged_attention import hopper, tpu, xla
 from rewriter.kernels.paged_attention.cost import cost
+from rewriter.kernels.paged_attention.estimate import estimate
 from rewriter.kernels.paged_attention.reference import (
     distributions,
     reference,
@@ -39,10 +40,10 @@ KERNELS = (
         version=1,
         supports=hopper.supports,
         runs_on=hopper.runs_on,
-        tried=False,
         forward=hopper.forward,
         memory_bounded=True,
         profitable=hopper.profitable,
+        estimate=estimate,
         space=Space(hopper.Split, hopper.default, hopper.configs, hopper.fits),
     ),
     Kernel(

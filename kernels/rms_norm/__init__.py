@@ -24,7 +24,7 @@ OP = Op(
 
 KERNELS = (
     norm_rows.kernel("rms_norm", centred=False, estimate=estimate),
-    norm_rows_hopper.kernel("rms_norm", centred=False, by_xla=xla),
+    norm_rows_hopper.kernel("rms_norm", centred=False, by_xla=xla, estimate=estimate),
     Kernel(
         name="memory_bounded",
         op="rms_norm",

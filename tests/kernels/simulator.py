@@ -125,11 +125,15 @@ class Reference:
         return self.array.dtype
 
     def view(self) -> np.ndarray:
-        at = [
-            slice(int(i.start), int(i.start) + i.size) if isinstance(i, pl.Slice) else i
-            for i in self.index
-        ]
+        at = [self.place(axis, i) for axis, i in enumerate(self.index)]
         return self.array[tuple(at)]
+
+    def place(self, axis: int, index: Any) -> Any:
+        if not isinstance(index, pl.Slice):
+            return index
+        if index.size == self.array.shape[axis] == 1:
+            return slice(0, 1)  # such an axis is dropped from copies, and its start
+        return slice(int(index.start), int(index.start) + index.size)
 
     def sizes(self) -> list[int]:
         """Sizes of the part, also where it reaches over the edge."""

@@ -337,6 +337,7 @@ SIMULATED = {  # m, k, n, group sizes
     "several tiles": (230, 128, 320, [70, 0, 130, 20]),
     "rows left over": (200, 64, 128, [3, 0, 90]),
     "many steps": (460, 448, 64, [400, 1, 59]),
+    "one row of one": (1, 64, 64, [0, 1]),
 }
 PAIRS = [
     (case, tiles)

@@ -54,6 +54,10 @@ def product_of_groups(
     Returns:
         [g, k, n].
     """
+    if len(lhs) == 1:
+        # Mosaic drops axes of size 1 from copies of size 1, and with them where they
+        # begin: rows past the end would be the first row, and not zeros.
+        lhs, rhs = (jnp.pad(x, ((0, 1), (0, 0))) for x in (lhs, rhs))
     (m, k), n, groups = lhs.shape, rhs.shape[1], len(group_sizes)
     starts, ends = bounds(group_sizes, m)
     table = jnp.stack([starts, ends - starts], 1)

@@ -1,0 +1,32 @@
+"""How long paged attention takes: pages gathered and then read, or read where they lie.
+
+The constants are those of attention with few queries on an H200. XLA reads and writes
+all pages of the table, and then reads what it wrote; our kernel for Hopper GPUs took
+0.99 to 1.06 of its time for keys and values that lie in order, from 256 MiB on
+(``tests/bench/results/hopper_decode_h200.json``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.device import Device
+from rewriter.estimate import seconds
+from rewriter.kernel import Spec
+from rewriter.kernels.attention.estimate import READ, STREAMED
+from rewriter.kernels.paged_attention.cost import copied
+
+PAGED = 0.95
+"""What of the bandwidth is left by going from page to page."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"xla"`` and ``"hopper_decode"``."""
+    pages = copied(dict(spec.shapes), dict(spec.dtypes), dict(spec.params))
+    gathered = seconds(device, 0.0, 2 * pages, memory=STREAMED)
+    ours = seconds(device, 0.0, pages, memory=STREAMED * PAGED, launches=2)
+    return {
+        "xla": gathered + seconds(device, 0.0, pages, memory=READ),
+        "hopper_decode": ours if passes == "forward" else math.inf,
+    }
