@@ -562,7 +562,7 @@ class _OfKeys(_Kernel):
 
     @classmethod
     def copies_first(cls, p: _Problem) -> int:
-        return 2 + p.terms.adding
+        return 2 + bool(p.terms.adding)
 
     @classmethod
     def copies_second(cls) -> int:

@@ -54,21 +54,19 @@ class Terms:
         slopes: Whether each head has a slope, which is multiplied with distances.
         sinks: Whether each head has a score that joins its rows' sums.
         hiding: Names of parts whose -inf hides.
-        adding: Whether some part is added.
-        transposed: Whether rows are keys and columns queries.
+        adding: Names of parts that are added.
     """
 
     parts: tuple[tuple[str, Part], ...] = ()
     slopes: bool = False
     sinks: bool = False
     hiding: frozenset[str] = frozenset()
-    adding: bool = False
-    transposed: bool = False
+    adding: frozenset[str] = frozenset()
 
     @property
     def natural(self) -> bool:
         """Whether scores are scaled before they are compared."""
-        return self.adding or self.slopes
+        return bool(self.adding) or self.slopes
 
     @property
     def segments(self) -> bool:
@@ -136,7 +134,7 @@ class Terms:
             if name not in parts:
                 continue
             wide = spread(pallas.loaded(memory[name].at[at], layout), shape)
-            if self.adding:
+            if name in self.adding:
                 scores = scores + wide
             if name in self.hiding:
                 scores = jnp.where(wide == -jnp.inf, -jnp.inf, scores)
@@ -191,12 +189,13 @@ def terms_of(
         sinks: float [n].
     """
     arrays: dict[str, Array] = {}
-    hiding = set()
+    hiding, adding = set(), set()
     for name, x in (("bias", bias), ("mask", mask)):
         if x is None:
             continue
         if 1 not in x.shape[2:]:
             arrays[name] = x.astype(table_type(x.dtype))
+            adding |= {name} - {"mask"}
             continue
         thin, line = ("column_terms", x[:, :, 0]) if x.shape[2] == 1 else (
             "row_terms", x[..., 0]
@@ -204,6 +203,7 @@ def terms_of(
         size = s if x.shape[2] == 1 else t
         line = jnp.broadcast_to(line, (*line.shape[:2], size))
         if name == "bias":
+            adding.add(thin)
             arrays[thin] = line.astype(jnp.float32)
         else:
             hiding.add(thin)
@@ -218,8 +218,12 @@ def terms_of(
         if x is not None:
             arrays[name] = x.astype(jnp.float32)
     terms = Terms(
-        parts, alibi is not None, sinks is not None, frozenset(hiding), bias is not None
-    )
+        parts,
+        alibi is not None,
+        sinks is not None,
+        frozenset(hiding),
+        frozenset(adding),
+    )  # fmt: skip
     return terms, arrays
 
 
@@ -250,8 +254,11 @@ def transposed(
         (names.get(name, name), replace(part, form=_TURNED.get(part.form, part.form)))
         for name, part in terms.parts
     )
-    hiding = frozenset(names.get(x, x) for x in terms.hiding)
-    return replace(terms, parts=parts, hiding=hiding, transposed=True), turned
+    hiding, adding = (
+        frozenset(names.get(x, x) for x in given)
+        for given in (terms.hiding, terms.adding)
+    )
+    return replace(terms, parts=parts, hiding=hiding, adding=adding), turned
 
 
 _TURNED = {
