@@ -15,6 +15,7 @@ from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.hopper import (
     backward_kernel,
+    classes,
     config,
     forward_kernel,
     terms,
@@ -22,7 +23,6 @@ from rewriter.kernels.attention.hopper import (
 from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
-from rewriter.kernels.attention.hopper.segments import reach, within
 from rewriter.kernels.attention.reference import reference, visible
 from rewriter.registry import registry
 from tests.kernels import bits, simulator
@@ -36,6 +36,7 @@ from tests.kernels.test_hopper_attention import (
 )
 from tests.slow import first
 
+Array = np.ndarray
 H200 = device.named("h200")
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -118,43 +119,67 @@ def test_memory_is_counted_as_it_is_taken(name: str, turned: bool) -> None:
     assert set(scratch) == set(arrays) - {"slopes"}
 
 
+def check(mask: Mask, some: Any, every: Any, table: Array, cut: Any) -> None:
+    """Whole blocks are seen whole by all heads; what is left out is seen by none."""
+    rows, keys = cut
+    for b, n, i in np.ndindex(table.shape[:3]):
+        before = blocks_of(mask, i * rows, rows, keys, mask.shift)
+        r = classes.within(before, *map(int, table[b, n, i]))
+        assert 0 <= r.start <= r.whole <= r.part <= r.end <= -(-mask.s // keys)
+        assert r.count >= 1
+        tile = np.asarray(some)[b, n, i * rows : (i + 1) * rows]
+        assert not tile[:, : r.start * keys].any()
+        assert not tile[:, r.end * keys :].any()
+        tile = np.asarray(every)[b, n, i * rows : (i + 1) * rows]
+        inside = tile[:, r.whole * keys : r.part * keys]
+        assert inside.all()
+        assert inside.shape[1] == (r.part - r.whole) * keys
+
+
 def test_blocks_that_segments_leave_against_a_table() -> None:
-    """Whole blocks are seen whole; what is left out is seen by no row."""
     random = np.random.default_rng(0)
     packed = lambda n: np.sort(random.integers(0, 4, (2, n)), 1).astype(np.int32)
     shuffled = lambda n: random.integers(0, 3, (2, n)).astype(np.int32)
     apart = lambda n: np.full((2, n), n, np.int32)
-    for t, s, rows, keys in ((300, 260, 64, 32), (100, 500, 128, 64), (1, 70, 192, 32)):
+    for t, s, *cut in ((300, 260, 64, 32), (100, 500, 128, 64), (1, 70, 192, 32)):
         for draw in (packed, shuffled, apart):
+            q, k = draw(t), draw(s)
+            table = np.asarray(classes.table(2, t, s, *cut, segments=(q, k)))
             for window, shift in (((None, None), 0), (CAUSAL, 40), ((30, 5), -9)):
-                q, k = draw(t), draw(s)
-                table = np.asarray(reach(q, k, rows, keys))
-                seen = np.broadcast_to(
-                    visible(t, s, q_segments=q, kv_segments=k, window=window,
-                            shift=shift), (2, 1, t, s),
-                )  # fmt: skip
+                given = {"window": window, "shift": shift}
+                seen = visible(t, s, q_segments=q, kv_segments=k, **given)
                 mask = Mask(t, s, *window, shift, more=True)
-                for b in range(2):
-                    for i in range(-(-t // rows)):
-                        before = blocks_of(mask, i * rows, rows, keys, shift)
-                        r = within(before, *map(int, table[b, i]))
-                        tile = seen[b, 0, i * rows : (i + 1) * rows]
-                        assert 0 <= r.start <= r.whole <= r.part <= r.end
-                        assert 1 <= r.count <= -(-s // keys)
-                        assert r.end <= -(-s // keys)
-                        assert not tile[:, : r.start * keys].any()
-                        assert not tile[:, r.end * keys :].any()
-                        inside = tile[:, r.whole * keys : r.part * keys]
-                        assert inside.all()
-                        assert inside.shape[1] == (r.part - r.whole) * keys
+                check(mask, seen, seen, table, cut)
+
+
+@pytest.mark.parametrize("form", [(2, 3, 150, 300), (1, 3, 1, 300), (2, 1, 150, 1)])
+def test_blocks_that_masks_leave_against_a_table(form: tuple[int, ...]) -> None:
+    n, rows, keys = np.ogrid[: form[1], : form[2], : form[3]]
+    near = np.broadcast_to(np.abs(keys - rows - 20 * n) < 90, form)
+    mask, cut = Mask(150, 300, more=True), (64, 32)
+    for seen in (near, np.random.default_rng(0).random(form) < 0.9):
+        wide = np.broadcast_to(seen, (*form[:2], 150, 300))
+        table = np.asarray(classes.table(form[0], 150, 300, *cut, seen))
+        check(mask, wide, wide, table, cut)
+        of_all = np.asarray(classes.table(form[0], 150, 300, *cut, seen, group=form[1]))
+        check(mask, wide.any(1)[:, None], wide.all(1)[:, None], of_all, cut)
+
+
+def test_masks_of_few_blocks_are_read_whole() -> None:
+    assert classes.table(1, 150, 200, 64, 32, np.ones((1, 1, 1, 200), bool)) is None
+    assert classes.table(1, 150, 300, 64, 32, np.ones((1, 1, 1, 300), bool)) is not None
 
 
 def test_packed_segments_read_their_own_blocks() -> None:
     ids = np.repeat(np.arange(4, dtype=np.int32), 1024)[None]
-    table = np.asarray(reach(ids, ids, 128, 128))[0]
-    np.testing.assert_array_equal(table[9], [8, 8, 16, 16])
-    crossing = np.asarray(reach(ids[:, 64:], ids, 128, 128))[0]
-    np.testing.assert_array_equal(crossing[7], [0, 16, 16, 16])
+    table = np.asarray(classes.table(1, 4096, 4096, 128, 128, segments=(ids, ids)))
+    np.testing.assert_array_equal(table[0, 0, 9], [8, 8, 16, 16])
+    later = np.roll(ids, -64, 1)
+    table = np.asarray(classes.table(1, 4096, 4096, 128, 128, segments=(later, ids)))
+    np.testing.assert_array_equal(table[0, 0, 7], [0, 16, 16, 16])
+    causal = np.tril(np.ones((1, 1, 1024, 1024), bool))
+    table = np.asarray(classes.table(1, 1024, 1024, 128, 64, causal))
+    np.testing.assert_array_equal(table[0, 0, 5], [0, 0, 10, 12])
 
 
 LOWERED: dict[str, tuple[int, dict[str, Any], Tiles]] = {
@@ -211,10 +236,20 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; drawn and given; con
         {"mask": (1, 4, 130, 140), "hidden": 7, "empty_rows": "mean"},
         Tiles(64, 2, 3, 2), BackwardTiles(64, 64, 2, 2, 2),
     ),
+    "blocks of masks": (
+        (1, 130, 540, 4, 2, 32, 32), {"near": (1, 4, 130, 540), "empty_rows": "zero"},
+        Tiles(32, 3, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
+    ),
     "lowest": (
         (2, 100, 140, 2, 1, 32, 32),
         {"bias": ((2, 1, 1, 140), "float32"), "lowest": True},
         Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "keys that pad": (
+        (2, 130, 540, 2, 1, 32, 32),
+        {"bias": ((1, 1, 1, 540), "float32"), "near": (2, 1, 1, 540),
+         "window": (400, 400), "alibi": (2,)},
+        Tiles(32, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
     ),
     "segments in no order": (
         (2, 200, 260, 2, 1, 32, 32),
@@ -254,30 +289,42 @@ def drawn(case: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     """The other operands and parameters of a case, as numpy arrays."""
     random = np.random.default_rng(1)
     b, t, s, _, _, h, _ = shape
+    case = dict(case)
     made: dict[str, Any] = {"scale": h**-0.5}
-    for name, x in case.items():
-        if name == "bias":
-            made[name] = np.asarray(random.normal(size=x[0]), jnp.dtype(x[1]))
-        elif name == "mask":
-            made[name] = random.random(x) < 0.5
-            made[name][..., : case.get("hidden", 0), :] = False
-        elif name == "lowest":  # of some keys, and of all of the first batch entry
-            hidden = random.random(made["bias"].shape) < 0.3
+    if "bias" in case:
+        form, dtype = case.pop("bias")
+        made["bias"] = np.asarray(random.normal(size=form), jnp.dtype(dtype))
+        if case.pop("lowest", False):  # of all keys of the first batch entry
+            hidden = random.random(form) < 0.3
             hidden[0] = True
             made["bias"] = np.where(hidden, np.float32(LOWEST), made["bias"])
-        elif name == "segments":
-            for key, size in (("q_segments", t), ("kv_segments", s)):
-                ids = random.integers(0, 4, (b, size))
-                ids = np.sort(ids, 1) if x == "packed" else ids
-                ids = ids + 9 * (key == "q_segments") if x == "apart" else ids
-                made[key] = ids.astype(np.int32)
-        elif name in ("alibi", "sinks"):
-            made[name] = random.uniform(0.1, 1.0, x).astype(np.float32)
-        elif name in ("kv_lengths", "offset"):
-            made[name] = np.asarray(x, np.int32)
-        elif name != "hidden":
-            made[name] = x
-    return made
+    if "mask" in case:
+        made["mask"] = random.random(case.pop("mask")) < 0.5
+        made["mask"][..., : case.pop("hidden", 0), :] = False
+    if "near" in case:  # blocks that are hidden, whole and in between
+        form = case.pop("near")
+        n, rows, keys = np.ogrid[: form[1], : form[2], : form[3]]
+        near = (keys - rows * 2 + 50 * n < 260) & (keys >= 70)
+        made["mask"] = np.broadcast_to(near, form)
+    if "segments" in case:
+        made |= segments(case.pop("segments"), random, (b, t), (b, s))
+    for name in ("alibi", "sinks"):
+        if name in case:
+            made[name] = random.uniform(0.1, 1.0, case.pop(name)).astype(np.float32)
+    for name in ("kv_lengths", "offset"):
+        if name in case:
+            made[name] = np.asarray(case.pop(name), np.int32)
+    return made | case
+
+
+def segments(
+    kind: str, random: np.random.Generator, *forms: tuple[int, int]
+) -> dict[str, Array]:
+    """Four packed documents; segments in no order; some that have nothing in common."""
+    q, k = (random.integers(0, 4, form).astype(np.int32) for form in forms)
+    if kind == "packed":
+        q, k = np.sort(q, 1), np.sort(k, 1)
+    return {"q_segments": q + 9 * (kind == "apart"), "kv_segments": k}
 
 
 def wanted(q: Any, k: Any, v: Any, up: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -296,7 +343,7 @@ def wanted(q: Any, k: Any, v: Any, up: Any, given: dict[str, Any]) -> dict[str, 
         return both(wide, np.asarray(up, np.float64))
 
 
-@pytest.mark.parametrize("name", first(4, CASES))
+@pytest.mark.parametrize("name", first(5, CASES))
 def test_its_code_run_by_threads(name: str) -> None:
     """Numbers, memory that is handed on, and barriers, with no GPU."""
     shape, case, tiles, back = CASES[name]
@@ -357,6 +404,10 @@ WIDE: dict[str, Case] = {
     "three warpgroups": (
         (2, 300, 500, 4, 2, 64, 64), {"mask": (2, 1, 300, 500), "window": (90, 90)},
         Tiles(64, 2, 3), BackwardTiles(64, 64, 2, 3),
+    ),
+    "documents by a mask": (
+        (2, 1500, 1500, 4, 2, 128, 128), {"near": (2, 4, 1500, 1500)},
+        None, BackwardTiles(),
     ),
     "packed": (
         (2, 2500, 2500, 4, 2, 128, 128), {"segments": "packed", "window": CAUSAL},

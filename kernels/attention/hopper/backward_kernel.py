@@ -24,12 +24,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper.config import CHANGES, REGISTERS, BackwardTiles
-from rewriter.kernels.attention.hopper.forward_kernel import even, row_sums
+from rewriter.kernels.attention.hopper.forward_kernel import (
+    even,
+    pair_of,
+    read_within,
+    row_sums,
+)
 from rewriter.kernels.attention.hopper.order import Order
-from rewriter.kernels.attention.hopper.segments import reach, within
 from rewriter.kernels.attention.hopper.terms import (
     Block,
     Terms,
@@ -206,11 +210,16 @@ def backward(
         if x is not None:
             named[name] = x
     by_key, by_query = named | extra_turned, named | extra
-    if terms.segments:
-        assert q_segments is not None
-        assert kv_segments is not None
-        by_key["reach"] = _reach(of_keys, kv_segments, q_segments)
-        by_query["reach"] = _reach(of_queries, q_segments, kv_segments)
+    turned_mask = None if mask is None else mask.swapaxes(2, 3)
+    for p, arrays, hiding, segments in (
+        (of_keys, by_key, turned_mask, pair_of(kv_segments, q_segments)),
+        (of_queries, by_query, mask, pair_of(q_segments, kv_segments)),
+    ):
+        found = classes.table(
+            b, p.mask.t, p.mask.s, p.rows, p.block, hiding, segments, p.group
+        )
+        if found is not None:
+            arrays["reach"] = found
     if config.fused:
         total = jax.new_ref(jnp.zeros(named["q"].shape, jnp.float32))
         dk, dv = _call(_Fused, of_keys, by_key | {"dq": total})
@@ -227,12 +236,6 @@ def backward(
         share = jnp.where(empty, 0.0, share).sum((0, 2))
         grads["sinks"] = (-share).astype(sinks.dtype)
     return grads
-
-
-def _reach(p: _Problem, rows: Array, columns: Array) -> Array:
-    """Returns which blocks each tile of a kernel meets: int32 [b, tiles, 4]."""
-    found = reach(rows, columns, p.rows, p.block)
-    return jnp.broadcast_to(found, (p.b, *found.shape[1:]))
 
 
 LARGE = 1000.0
@@ -384,9 +387,9 @@ class _Kernel(abc.ABC):
         tile.start = step
         loops = [(r.whole, r.part, False)]
         cut = p.mask.s % p.block or tile.length is not None
-        if p.mask.hides or cut or p.terms.segments:
+        if p.mask.hides or cut or self.classed:
             loops += [(r.part, r.end, True)]
-        if p.mask.left is not None or p.terms.segments:
+        if p.mask.left is not None or self.classed:
             loops = [(r.start, r.whole, True), *loops]
 
         def head(i: Any, carry: Any) -> Any:
@@ -455,12 +458,14 @@ class _Kernel(abc.ABC):
             found = found * p.scale
         if p.terms.slopes:
             found = self.sloped(tile, found, j, step)
-        found = p.terms.added(found, self.memory, slot, mine)
-        if not part:
-            return found
-        if p.terms.segments:
-            found = p.terms.within_segments(found, self.memory, slot, mine)
-        return self.hidden(tile, found, j)
+        hides = part or not self.classed
+        found = p.terms.added(found, self.memory, slot, mine, hides)
+        return self.hidden(tile, found, j) if part else found
+
+    @property
+    def classed(self) -> bool:
+        """Whether masks and segments hide in some blocks alone."""
+        return "reach" in self.given
 
     def weights(self, scores: Array, lse: Any, rest: Any) -> Array:
         """Returns weights from scores, and from what is taken off: as wide as they."""
@@ -543,8 +548,7 @@ class _Tile:
         self.range = blocks_of(p.mask, self.first, p.rows, p.block, self.offset, limit)
         if "reach" in kernel.given:
             table = kernel.given["reach"]
-            ends = (pallas.scalar(table, self.b, row, i) for i in range(4))
-            self.range = within(self.range, *ends)
+            self.range = read_within(table, self.range, self.b, self.head, row)
         if self.length is not None and not p.mask.lengths:  # rows may be past it
             self.range = _without_rows(self.range, self.first + p.rows > self.length)
         self.mine = self.first + 64 * kernel.warpgroup

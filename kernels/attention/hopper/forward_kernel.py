@@ -22,12 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.beside import Beside, beside_of
-from rewriter.kernels.attention.hopper.blocks import FAR, Mask, blocks_of
+from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, apart
 from rewriter.kernels.attention.hopper.order import Order
-from rewriter.kernels.attention.hopper.segments import reach, within
 from rewriter.kernels.attention.hopper.terms import Block, Terms, terms_of
 
 if TYPE_CHECKING:
@@ -169,13 +168,11 @@ def forward(
         if x is not None:
             named[name] = jnp.broadcast_to(x.astype(jnp.int32), (b,))
     named |= arrays
-    if terms.segments:
-        assert q_segments is not None
-        assert kv_segments is not None
-        named["reach"] = jnp.broadcast_to(
-            reach(q_segments, kv_segments, config.rows, config.block_kv),
-            (b, len(p.order.work), 4),
-        )
+    found = classes.table(
+        b, t, s, config.rows, config.block_kv, mask, pair_of(q_segments, kv_segments)
+    )
+    if found is not None:
+        named["reach"] = found
     if seen.mean and seen.more:
         named["means"] = v.astype(jnp.float32).mean(1)
     made = _call(p, empty_rows == "zero" and seen.may_be_empty, named)
@@ -204,6 +201,11 @@ def row_sums(
         q, k, v[..., :16], sinks=sinks, **given, residuals=True, apart=True,
         config=smallest,
     )[1]  # fmt: skip
+
+
+def pair_of(rows: Array | None, columns: Array | None) -> tuple[Array, Array] | None:
+    """Returns segments, which count if both are there."""
+    return None if rows is None or columns is None else (rows, columns)
 
 
 def even(x: Array) -> Array:
@@ -373,8 +375,7 @@ class _Tile:
             p.mask, self.first, p.config.rows, p.config.block_kv, self.offset, length
         )
         if "reach" in given:
-            ends = (pallas.scalar(given["reach"], self.b, row, i) for i in range(4))
-            self.range = within(self.range, *ends)
+            self.range = read_within(given["reach"], self.range, self.b, self.n, row)
         self.mine = self.first + 64 * block.warpgroup
         self.shape = (64, p.config.block_kv)
 
@@ -394,7 +395,7 @@ class _Tile:
         loops = [(r.end - r.part, r.end - r.whole, False)]
         if self.hides:
             loops = [(1, r.end - r.part, True), *loops]
-        if self.p.mask.left is not None or self.p.terms.segments:
+        if self.p.mask.left is not None or self.classed:
             loops += [(r.end - r.whole, r.count, True)]
         for start, end, part in loops:
             begin = jnp.maximum(start, 1)
@@ -413,7 +414,12 @@ class _Tile:
         """Whether there may be blocks that are seen in part."""
         mask = self.p.mask
         cut = mask.s % self.p.config.block_kv > 0
-        return mask.hides or cut or self.p.terms.segments
+        return mask.hides or cut or self.classed
+
+    @property
+    def classed(self) -> bool:
+        """Whether masks and segments hide in some blocks alone."""
+        return "reach" in self.block.given
 
     def multiply_keys(self, scores: Any, slot: Any) -> None:
         q = self.x["q_tiles"].at[self.block.warpgroup]
@@ -542,12 +548,9 @@ class _Tile:
         if terms.slopes:
             scores = self.sloped(scores, self.key(i))
         mine = self.block.warpgroup
-        scores = terms.added(scores, self.x, slot, mine)
-        if not (part and self.hides):
-            return scores
-        if terms.segments:
-            scores = terms.within_segments(scores, self.x, slot, mine)
-        if not (mask.hides or mask.s % p.config.block_kv):
+        hides = part or not self.classed
+        scores = terms.added(scores, self.x, slot, mine, hides)
+        if not (part and (mask.hides or mask.s % p.config.block_kv)):
             return scores
         key = self.key(i)
         first, last = self.keys_of_rows()
@@ -633,6 +636,20 @@ class _Tile:
         if p.mask.averages:
             lse = jnp.where(self.empty(), -jnp.inf, lse)
         x["lse_rows"].at[mine][...] = lse
+
+
+def read_within(table: Any, r: Range, b: Any, head: Any, row: Any) -> Range:
+    """Returns what `classes.table` leaves of a tile's blocks.
+
+    Args:
+        table: A reference to it.
+        r: The blocks that positions leave.
+        b: The batch entry.
+        head: The head.
+        row: The tile.
+    """
+    lead = (b, head if table.shape[1] > 1 else 0, row)
+    return classes.within(r, *(pallas.scalar(table, *lead, i) for i in range(4)))
 
 
 def _capped(x: Array) -> Array:

@@ -110,37 +110,46 @@ class Terms:
                 send(source.at[at], name, (block.slot, w))
 
     def added(
-        self, scores: Array, memory: Mapping[str, Any], slot: Any, warpgroup: Any
+        self,
+        scores: Array,
+        memory: Mapping[str, Any],
+        slot: Any,
+        warpgroup: Any,
+        part: bool,
     ) -> Array:
-        """Returns scores with what is added, -inf for what tables and lines hide.
+        """Returns scores with what is added, -inf for what masks and segments hide.
 
         Args:
             scores: float32 [64, columns], in natural logarithms if `natural`.
             memory: References to `scratch`.
             slot: The stage.
             warpgroup: Which 64 rows of a tile.
+            part: Whether masks and segments may hide some.
         """
         parts, shape = dict(self.parts), scores.shape
         if "bias" in parts:
             tile = memory["bias"].at[slot, warpgroup][...]
             scores = scores + tile.astype(jnp.float32)
-        if "mask" in parts:
+        if part and "mask" in parts:
             tile = memory["mask"].at[slot, warpgroup][...]
             scores = jnp.where(tile != 0, scores, -jnp.inf)
         for name, at, layout, spread in (
             ("column_terms", (slot,), pallas.COLUMNS, pallas.across),
             ("row_terms", (slot, warpgroup), pallas.ROWS, pallas.along),
         ):
-            if name not in parts:
+            hides = part and name in self.hiding
+            if not (hides or name in self.adding):
                 continue
             wide = spread(pallas.loaded(memory[name].at[at], layout), shape)
             if name in self.adding:
                 scores = scores + wide
-            if name in self.hiding:
+            if hides:
                 scores = jnp.where(wide == -jnp.inf, -jnp.inf, scores)
+        if part and self.segments:
+            scores = self._within_segments(scores, memory, slot, warpgroup)
         return scores
 
-    def within_segments(
+    def _within_segments(
         self, scores: Array, memory: Mapping[str, Any], slot: Any, warpgroup: Any
     ) -> Array:
         """Returns scores with -inf where row and column differ in segment."""

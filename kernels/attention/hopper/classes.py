@@ -1,0 +1,150 @@
+"""Segments and masks in, the blocks that each tile of rows meets out.
+
+A block is left out of a tile if no row sees any of its columns, and is whole if all
+rows see all of them. Both are computed before a kernel runs, as four integers a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.attention.hopper.blocks import Range, clip, least, most
+
+if TYPE_CHECKING:
+    from jax import Array
+
+FEW = 8
+"""Blocks below which masks are not classed: what is read for a tile would take longer
+than what is left out."""
+
+Classes = tuple["Array", "Array"]
+"""Which blocks each tile sees some of, and all of: bool [b|1, n|1, tiles|1, blocks|1].
+"""
+
+
+def of_segments(rows: Array, columns: Array, tile: int, block: int) -> Classes:
+    """Returns what tiles see within their segments.
+
+    By the least and the greatest segment of tile and block: of segments in no order,
+    blocks count as seen in which nothing is.
+
+    Args:
+        rows: int [b|1, t].
+        columns: int [b|1, s].
+        tile: Rows of a tile.
+        block: Columns of a block.
+    """
+    low, high = (x[:, None, :, None] for x in _ends(rows, tile))
+    first, last = (x[:, None, None] for x in _ends(columns, block))
+    some = (first <= high) & (last >= low)
+    return some, (low == high) & (first == last) & (low == first)
+
+
+def _ends(x: Array, size: int) -> tuple[Array, Array]:
+    """Returns the least and greatest of each group of `size`: [b|1, groups] each."""
+    more = -x.shape[1] % size
+    groups = jnp.pad(x, ((0, 0), (0, more)), mode="edge")
+    groups = groups.reshape(x.shape[0], -1, size)
+    return groups.min(-1), groups.max(-1)
+
+
+def of_mask(mask: Array, tile: int, block: int) -> Classes:
+    """Returns what a mask, bool [b|1, n|1, rows|1, columns|1], lets tiles see."""
+    some = _grouped(_grouped(mask, 3, block, jnp.any), 2, tile, jnp.any)
+    return some, _grouped(_grouped(mask, 3, block, jnp.all), 2, tile, jnp.all)
+
+
+def _grouped(
+    x: Array, axis: int, size: int, reduce: Callable[..., Array]
+) -> Array:  # fmt: skip
+    """Returns groups of `size` along an axis as one each; an axis of size 1 stays."""
+    if x.shape[axis] == 1:
+        return x
+    more = [(0, 0)] * x.ndim
+    more[axis] = (0, -x.shape[axis] % size)
+    x = jnp.pad(x, more, constant_values=reduce is jnp.all)
+    x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return reduce(x, axis=axis + 1)
+
+
+def merged(classes: Classes, group: int) -> Classes:
+    """Returns what any and what all of `group` adjacent heads see."""
+    some, whole = classes
+    if some.shape[1] == 1:
+        return classes
+    apart = lambda x: x.reshape(x.shape[0], -1, group, *x.shape[2:])
+    return apart(some).any(2), apart(whole).all(2)
+
+
+def reach(classes: Sequence[Classes], b: int, tiles: int, blocks: int) -> Array:
+    """Returns start, whole, part and end of a `Range` for each tile.
+
+    Args:
+        classes: What is seen by all of these.
+        b: Batch entries.
+        tiles: Tiles of rows.
+        blocks: Blocks of columns.
+
+    Returns:
+        int32 [b, n|1, tiles, 4].
+    """
+    some, whole = classes[0]
+    for more, all_of in classes[1:]:
+        some, whole = some & more, whole & all_of
+    shape = (b, some.shape[1], tiles, blocks)
+    some, whole = jnp.broadcast_to(some, shape), jnp.broadcast_to(whole, shape)
+    start = jnp.argmax(some, axis=-1)
+    end = jnp.where(some.any(-1), blocks - jnp.argmax(some[..., ::-1], axis=-1), start)
+    first = jnp.where(whole.any(-1), jnp.argmax(whole, axis=-1), end)
+    other = ~whole & (jnp.arange(blocks) >= first[..., None])
+    part = jnp.where(other.any(-1), jnp.argmax(other, axis=-1), blocks)
+    part = jnp.maximum(jnp.minimum(part, end), first)
+    return jnp.stack([start, first, part, end], axis=-1).astype(jnp.int32)
+
+
+def table(
+    b: int,
+    rows: int,
+    columns: int,
+    tile: int,
+    block: int,
+    mask: Array | None = None,
+    segments: tuple[Array, Array] | None = None,
+    group: int = 1,
+) -> Array | None:
+    """Returns `reach` of a kernel, or None if it is to read all that positions leave.
+
+    Args:
+        b: Batch entries.
+        rows: Rows of scores.
+        columns: Columns of scores.
+        tile: Rows of a tile.
+        block: Columns of a block.
+        mask: bool [b|1, n|1, rows|1, columns|1].
+        segments: Those of rows, int [b|1, rows], and of columns.
+        group: Query heads of a tile.
+    """
+    tiles, blocks = -(-rows // tile), -(-columns // block)
+    if segments is None and (mask is None or blocks < FEW):
+        return None
+    found = [] if segments is None else [of_segments(*segments, tile, block)]
+    if mask is not None:
+        found.append(merged(of_mask(mask, tile, block), group))
+    return reach(found, b, tiles, blocks)
+
+
+def within(r: Range, start: Any, whole: Any, part: Any, end: Any) -> Range:
+    """Returns the blocks of a range that are left; at least one is read.
+
+    Example:
+        >>> within(Range(0, 0, 5, 6, 384), 2, 3, 4, 5)
+        Range(start=2, whole=3, part=4, end=5, limit=384)
+    """
+    start = most(r.start, start)
+    end = most(least(r.end, end), start + 1)
+    whole = clip(most(r.whole, whole), start, end)
+    part = clip(least(r.part, part), whole, end)
+    return Range(start, whole, part, end, r.limit)
