@@ -26,7 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels import mosaic, mosaic_rows, norm_rows_hopper_kernel
 from rewriter.kernels.attention.hopper import (
     backward_kernel,
+    backward_of_keys,
+    backward_of_queries,
+    backward_tiles,
     forward_kernel,
+    forward_tile,
     pallas,
     terms,
 )
@@ -543,7 +547,11 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
 @contextmanager
 def simulated() -> Iterator[None]:
     """Within, the kernels of attention take numpy arrays and run on the simulator."""
-    with _replaced((forward_kernel, backward_kernel, terms), pallas) as patch:
+    kernels = (
+        forward_kernel, forward_tile, backward_kernel, backward_tiles,
+        backward_of_keys, backward_of_queries, terms,
+    )  # fmt: skip
+    with _replaced(kernels, pallas) as patch:
         patch.setattr(backward_kernel, "jax", _Instead(jax, new_ref=np.array))
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.blocks import Range, clip, least, most
 
 if TYPE_CHECKING:
@@ -148,3 +149,17 @@ def within(r: Range, start: Any, whole: Any, part: Any, end: Any) -> Range:
     whole = clip(most(r.whole, whole), start, end)
     part = clip(least(r.part, part), whole, end)
     return Range(start, whole, part, end, r.limit)
+
+
+def left(table: Any, r: Range, b: Any, head: Any, row: Any) -> Range:
+    """Returns what `table` leaves of a tile's blocks.
+
+    Args:
+        table: A reference to it.
+        r: The blocks that positions leave.
+        b: The batch entry.
+        head: The head.
+        row: The tile.
+    """
+    lead = (b, head if table.shape[1] > 1 else 0, row)
+    return within(r, *(pallas.scalar(table, *lead, i) for i in range(4)))

@@ -95,19 +95,19 @@ class Terms:
                 made[name] = pallas.lines((stages, *shape), dtype)
         return made
 
-    def copy(self, block: Block, given: Mapping[str, Any], send: Any) -> None:
+    def copy(self, place: Place, given: Mapping[str, Any], send: Any) -> None:
         """Copies a block's parts: ``send(source, name, place in shared memory)``."""
         for name, part in self.parts:
             source = given[name]
-            lead = (block.b if part.batches else 0, block.n if part.heads else 0)
-            columns = pl.ds(block.column, block.columns)
+            lead = (place.b if part.batches else 0, place.n if part.heads else 0)
+            columns = pl.ds(place.column, place.columns)
             if part.form == COLUMNS:
-                send(source.at[(*lead, columns)], name, (block.slot,))
+                send(source.at[(*lead, columns)], name, (place.slot,))
                 continue
-            for w in range(block.warpgroups):
-                at = (*lead, pl.ds(block.row + 64 * w, 64))
+            for w in range(place.warpgroups):
+                at = (*lead, pl.ds(place.row + 64 * w, 64))
                 at = (*at, columns) if part.form == TABLE else at
-                send(source.at[at], name, (block.slot, w))
+                send(source.at[at], name, (place.slot, w))
 
     def added(
         self,
@@ -162,7 +162,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Block:
+class Place:
     """Where a block of scores is, and where in shared memory its parts go."""
 
     b: Any

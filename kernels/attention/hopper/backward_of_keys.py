@@ -1,0 +1,209 @@
+"""dk and dv of tiles of keys, and what those add to dq: two kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
+from rewriter.kernels.attention.hopper.config import CHANGES
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+class OfKeys(Kernel):
+    """dk and dv of tiles of keys."""
+
+    name = "attention_dk_dv"
+    fixed, passing, results = ("k", "v"), ("q", "g"), ("k", "v")
+    outputs = ("dk", "dv")
+    sign = -1
+
+    @classmethod
+    def copies_first(cls, p: Problem) -> int:
+        """Copies of a block's queries, with lse and what is beside it."""
+        return 2 + bool(p.terms.adding)
+
+    @classmethod
+    def copies_second(cls) -> int:
+        """Copies of a block's cotangents, with delta."""
+        return 2
+
+    @classmethod
+    def row_memory(cls, p: Problem) -> dict[str, Any]:
+        """Returns shared memory for numbers of queries."""
+        return {x: plgpu.SMEM((p.stages, p.block), jnp.float32) for x in p.numbers}
+
+    def copy_tile(self, tile: Tile, w: int) -> None:
+        """Copies what stays for a tile."""
+        rows = pl.ds(tile.first + 64 * w, 64)
+        for name in self.fixed:
+            at = (tile.b, rows, tile.head)
+            self.send(name, at, w, self.memory["ready"].at[w])
+
+    def copy_block(self, tile: Tile, i: Any, j: Any, slot: Any) -> None:
+        """Copies a block that passes."""
+        head = tile.head * self.p.group + i
+        rows = pl.ds(j * self.p.block, self.p.block)
+        for name, row, kind in (("q", "lse", "first"), ("g", "delta", "second")):
+            barrier = self.memory[f"{kind}_ready"].at[slot]
+            self.send(name, (tile.b, rows, head), slot, barrier)
+            self.send(row, (tile.b, head, rows), slot, barrier)
+        if self.p.terms.adding:
+            barrier = self.memory["first_ready"].at[slot]
+            self.send("rest", (tile.b, head, rows), slot, barrier)
+        self.send_terms(tile, head, j, slot)
+
+    def head(self, tile: Tile, step: Any) -> Any:
+        """Returns the query head of a step: those of the group come in order."""
+        if self.p.group == 1:
+            return tile.head
+        turn = lax.div(step - tile.start, jnp.int32(tile.range.count))
+        return tile.head * self.p.group + turn
+
+    def sloped(self, tile: Tile, scores: Array, j: Any, step: Any) -> Array:
+        """Returns scores with distances times the slope of the query head."""
+        slope = pallas.scalar(self.given["slopes"], self.head(tile, step))
+        away = pallas.row_positions(64) + (tile.mine + tile.offset - j * self.p.block)
+        each = pallas.zeros((64,))
+        return pallas.sloped(scores, away.astype(jnp.float32) * slope, each - slope)
+
+    def across(self, name: str, slot: Any, shape: tuple[int, ...]) -> Array | None:
+        """Returns numbers of a block's queries in every row; None if there are none."""
+        if name not in self.memory:
+            return None
+        found = pallas.loaded(self.memory[name].at[slot], pallas.COLUMNS)
+        return pallas.across(found, shape)
+
+    def begin(self, tile: Tile) -> Any:
+        """Returns zeros to sum up in, and what a tile's steps read."""
+        return pallas.zeros((64, self.p.h)), pallas.zeros((64, self.p.e))
+
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sums with a block added."""
+        return self.changed(tile, j, step, carry, part)[0]
+
+    def changed(
+        self, tile: Tile, j: Any, step: Any, carry: Any, part: bool
+    ) -> tuple[Any, Array]:
+        """Returns new (dk, dv), and dSᵀ in 16 bits: [64, block]."""
+        p, x, mine = self.p, self.memory, self.warpgroup
+        slot = lax.rem(step, jnp.int32(p.stages))
+        shape, dtype = (64, p.block), self.given["q"].dtype
+        for name in ("first_ready", "second_ready"):
+            plgpu.barrier_wait(x[name].at[slot])
+
+        def products(scores: Any, changes: Any, dk: Any, dv: Any) -> Any:
+            dk[...], dv[...] = carry
+            plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
+            plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
+            lse = self.across("lse", slot, shape)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = lax.optimization_barrier(found)
+            found = self.scores(tile, found, j, slot, step, part)
+            found = self.weights(found, lse, self.across("rest", slot, shape))
+            weights = lax.optimization_barrier(found)
+            change = lax.optimization_barrier(changes[...])
+            plgpu.wgmma(dv, weights.astype(dtype), x["g"].at[slot])
+            change = weights * (change - self.across("delta", slot, shape))
+            change = change.astype(dtype)
+            plgpu.wgmma(dk, change, x["q"].at[slot])
+            made = dk[...], dv[...]
+            plgpu.barrier_arrive(x["free"].at[slot])
+            return made, change
+
+        return pl.run_scoped(
+            products,
+            plgpu.ACC(shape, jnp.float32),
+            plgpu.ACC(shape, jnp.float32),
+            plgpu.ACC((64, p.h), jnp.float32),
+            plgpu.ACC((64, p.e), jnp.float32),
+        )
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sums of a tile."""
+        dk, dv = carry
+        dk = dk * self.p.scale
+        self.put(dk, "k", "dk", tile)
+        self.put(dv, "v", "dv", tile)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+
+
+class Fused(OfKeys):
+    """dk and dv of tiles of keys, and what they add to dq.
+
+    The warpgroups leave their dSᵀ of a block in shared memory, in one of two places in
+    turn. The warpgroup of that number multiplies it with all keys of the tile and adds
+    the product to dq in global memory.
+    """
+
+    name = "attention_backward"
+
+    @classmethod
+    def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
+        """Returns shared memory by name."""
+        shape = (CHANGES, p.warpgroups, 64, p.block)
+        return super().scratch(p, dtype) | {
+            "changes": pallas.tiles(shape, dtype, pallas.swizzle(p.block)),
+            "changes_ready": pallas.barriers(CHANGES, p.warpgroups),
+            "changes_free": pallas.barriers(CHANGES),
+            "added": pallas.barriers(1, p.warpgroups),
+            "sums": pallas.wide_tiles((CHANGES, p.block, p.h)),
+        }
+
+    def compute(self) -> None:
+        """Computes this warpgroup's rows of every tile."""
+        plgpu.barrier_arrive(self.memory["changes_free"].at[self.warpgroup])
+        super().compute()
+
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sums with a block added."""
+        x, mine = self.memory, self.warpgroup
+        made, change = self.changed(tile, j, step, carry, part)
+        place = lax.rem(step, jnp.int32(CHANGES))
+        plgpu.barrier_wait(x["changes_free"].at[place])
+        x["changes"].at[place, mine][...] = change
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(x["changes_ready"].at[place])
+
+        @pl.when(place == mine)
+        def _() -> None:
+            self.add(tile, j, self.head(tile, step), place)
+
+        return made
+
+    def add(self, tile: Tile, j: Any, head: Any, place: Any) -> None:
+        """Adds a block's dS k to dq of a query head."""
+        p, x = self.p, self.memory
+        plgpu.barrier_wait(x["changes_ready"].at[place])
+
+        def product(total: Any) -> Any:
+            for w in range(p.warpgroups):
+                change = x["changes"].at[place, w].transpose((1, 0))
+                plgpu.wgmma(total, change, x["k"].at[w])
+            return total[...]
+
+        total = pl.run_scoped(product, plgpu.ACC((p.block, p.h), jnp.float32))
+        plgpu.barrier_arrive(x["changes_free"].at[place])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        x["sums"].at[place][...] = total
+        plgpu.commit_smem()
+        rows = pl.ds(j * p.block, p.block)
+        plgpu.copy_smem_to_gmem(
+            x["sums"].at[place],
+            self.given["dq"].at[tile.b, rows, head],
+            reduction_op="add",
+        )
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Stores dk and dv where k and v were, once all have multiplied with k."""
+        plgpu.barrier_arrive(self.memory["added"].at[0])
+        plgpu.barrier_wait(self.memory["added"].at[0])
+        super().store(tile, carry)

@@ -1,0 +1,114 @@
+"""dq of tiles of queries: a kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+class OfQueries(Kernel):
+    """dq of tiles of queries."""
+
+    name = "attention_dq"
+    fixed, passing, results = ("q", "g"), ("k", "v"), ("q",)
+    outputs = ("dq",)
+    sign = 1
+
+    @classmethod
+    def copies(cls, p: Problem) -> int:
+        """Copies of a warpgroup's tiles: two arrays, and their rows' numbers."""
+        return 2 + len(p.numbers)
+
+    @classmethod
+    def row_memory(cls, p: Problem) -> dict[str, Any]:
+        """Returns shared memory for numbers of queries."""
+        shape = (p.warpgroups, 64)
+        return {x: plgpu.SMEM(shape, jnp.float32) for x in p.numbers}
+
+    def copy_tile(self, tile: Tile, w: int) -> None:
+        """Copies what stays for a tile."""
+        rows, barrier = pl.ds(tile.first + 64 * w, 64), self.memory["ready"].at[w]
+        for name in self.fixed:
+            self.send(name, (tile.b, rows, tile.head), w, barrier)
+        for name in self.p.numbers:
+            self.send(name, (tile.b, tile.head, rows), w, barrier)
+
+    def copy_block(self, tile: Tile, i: Any, j: Any, slot: Any) -> None:
+        """Copies a block that passes."""
+        del i
+        head = lax.div(tile.head, jnp.int32(self.p.shared))
+        rows = pl.ds(j * self.p.block, self.p.block)
+        for name, kind in (("k", "first"), ("v", "second")):
+            barrier = self.memory[f"{kind}_ready"].at[slot]
+            self.send(name, (tile.b, rows, head), slot, barrier)
+        self.send_terms(tile, tile.head, j, slot)
+
+    def begin(self, tile: Tile) -> Any:
+        """Returns zeros to sum up in, and what a tile's steps read."""
+        numbers = {
+            x: pallas.loaded(self.memory[x].at[self.warpgroup], pallas.ROWS)
+            for x in self.p.numbers
+        }
+        if self.p.terms.slopes:  # see `sloped`
+            rows = pallas.row_positions(64).astype(jnp.float32)
+            slope = pallas.scalar(self.given["slopes"], tile.head)
+            numbers["lse"] = numbers["lse"] + rows * slope
+        return pallas.zeros((64, self.p.h)), *numbers.values()
+
+    def sloped(self, tile: Tile, scores: Array, j: Any, step: Any) -> Array:
+        """Adds distances from the tile's first row; lse makes up for other rows."""
+        del step
+        slope = pallas.scalar(self.given["slopes"], tile.head)
+        away = jnp.asarray(j * self.p.block - tile.mine - tile.offset, jnp.float32)
+        each = pallas.zeros((64,))
+        return pallas.sloped(scores, each + away * slope, each + slope)
+
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sums with a block added."""
+        p, x, mine = self.p, self.memory, self.warpgroup
+        dq_before, lse, delta, *rest = carry
+        slot = lax.rem(step, jnp.int32(p.stages))
+        shape, dtype = (64, p.block), self.given["q"].dtype
+        for name in ("first_ready", "second_ready"):
+            plgpu.barrier_wait(x[name].at[slot])
+
+        def products(scores: Any, changes: Any, dq: Any) -> Any:
+            dq[...] = dq_before
+            plgpu.wgmma(scores, x["q"].at[mine], x["k"].at[slot].transpose((1, 0)))
+            plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[slot].transpose((1, 0)))
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = lax.optimization_barrier(found)
+            found = self.scores(tile, found, j, slot, step, part)
+            wide = [pallas.along(x, shape) for x in (lse, *rest)]
+            found = self.weights(found, wide[0], wide[1] if rest else None)
+            weights = lax.optimization_barrier(found)
+            change = lax.optimization_barrier(changes[...])
+            change = weights * (change - pallas.along(delta, shape))
+            plgpu.wgmma(dq, change.astype(dtype), x["k"].at[slot])
+            made = dq[...]
+            plgpu.barrier_arrive(x["free"].at[slot])
+            return made
+
+        made = pl.run_scoped(
+            products,
+            plgpu.ACC(shape, jnp.float32),
+            plgpu.ACC(shape, jnp.float32),
+            plgpu.ACC((64, p.h), jnp.float32),
+        )
+        return made, lse, delta, *rest
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sums of a tile."""
+        self.put(carry[0] * self.p.scale, "q", "dq", tile)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])

@@ -1,0 +1,346 @@
+"""What the kernels of gradients have in common: tiles that stay, blocks that pass."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import classes, pallas
+from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
+from rewriter.kernels.attention.hopper.config import REGISTERS
+from rewriter.kernels.attention.hopper.order import Order
+from rewriter.kernels.attention.hopper.terms import Place, Terms
+
+if TYPE_CHECKING:
+    from jax import Array
+
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that is known while tracing.
+
+    Attributes:
+        mask: Of rows of a tile and columns of a block: queries and keys for dq, keys
+            and queries for dk and dv.
+        block: Columns of a block.
+        heads: Heads of what the tiles are of.
+        group: Query heads that a tile of keys meets, one after the other; 1 for dq.
+        shared: Query heads of a key head; 1 for dk and dv.
+    """
+
+    b: int
+    heads: int
+    group: int
+    shared: int
+    h: int
+    e: int
+    mask: Mask
+    scale: float
+    block: int
+    stages: int
+    warpgroups: int
+    programs: int
+    terms: Terms
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Names of numbers of queries."""
+        return ("lse", "delta", "rest") if self.terms.adding else ("lse", "delta")
+
+    @functools.cached_property
+    def order(self) -> Order:
+        """The order in which tiles are taken."""
+        tiles = range(0, self.mask.t, self.rows)
+        ranges = [
+            blocks_of(self.mask, i, self.rows, self.block, self.mask.shift)
+            for i in tiles
+        ]
+        return Order(
+            pairs=self.b * self.heads,
+            bytes_of_pair=max(
+                1, 2 * self.mask.s * (self.h + self.e) * self.group // self.shared
+            ),
+            programs=self.programs,
+            work=tuple(
+                self.group * (1 if self.terms.segments else r.count) for r in ranges
+            ),
+        )
+
+
+class Kernel(abc.ABC):
+    """What the two kernels have in common: tiles that stay, blocks that pass."""
+
+    name: str
+    fixed: tuple[str, str]
+    """The arrays whose tiles stay, of widths h and e."""
+    passing: tuple[str, str]
+    """The arrays whose blocks pass, of widths h and e."""
+    results: tuple[str, ...]
+    """The arrays like which the results are."""
+    outputs: tuple[str, ...]
+
+    def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
+        self.p, self.given, self.memory = p, given, memory
+        self.warpgroup = lax.axis_index(pallas.WARPGROUP)
+
+    @classmethod
+    def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
+        """Returns shared memory by name."""
+        made = {}
+        for name, width in zip((*cls.fixed, *cls.passing), (p.h, p.e) * 2, strict=True):
+            stays = name in cls.fixed
+            shape = (p.warpgroups, 64) if stays else (p.stages, p.block)
+            deep = pallas.swizzle(width) if stays else pallas.swizzle(width, p.block)
+            made[name] = pallas.tiles((*shape, width), dtype, deep)
+        return made | {
+            "ready": pallas.barriers(p.warpgroups, cls.copies(p)),
+            "done": pallas.barriers(p.warpgroups),
+            "first_ready": pallas.barriers(
+                p.stages, cls.copies_first(p) + p.terms.copies(p.warpgroups)
+            ),
+            "second_ready": pallas.barriers(p.stages, cls.copies_second()),
+            "free": pallas.barriers(p.stages, p.warpgroups),
+            **cls.row_memory(p),
+            **p.terms.scratch(p.stages, p.warpgroups, p.block),
+        }
+
+    @classmethod
+    def copies(cls, p: Problem) -> int:
+        """Copies of a warpgroup's tiles."""
+        del p
+        return 2
+
+    @classmethod
+    def copies_first(cls, p: Problem) -> int:
+        """Copies of a block that its scores want, beside `Terms`."""
+        del p
+        return 1
+
+    @classmethod
+    def copies_second(cls) -> int:
+        """Copies of a block that their changes want."""
+        return 1
+
+    @classmethod
+    @abc.abstractmethod
+    def row_memory(cls, p: Problem) -> dict[str, Any]:
+        """Returns shared memory for numbers of queries: lse, delta, rest."""
+
+    def run(self) -> None:
+        """Runs what is this warpgroup's part."""
+        most, least = REGISTERS[self.p.warpgroups]
+        computes = self.warpgroup < self.p.warpgroups
+
+        @pl.when(computes)
+        def _() -> None:
+            plgpu.set_max_registers(most, action="increase")
+            self.compute()
+
+        @pl.when(jnp.logical_not(computes))
+        def _() -> None:
+            plgpu.set_max_registers(least, action="decrease")
+            self.copy()
+
+    def over_tiles(self, body: Any) -> None:
+        """Runs ``steps = body(tile, steps)`` for this block's tiles."""
+        order, table = self.p.order, self.given.get("table")
+        of = lambda index, steps: body(Tile(self, order.place(index)), steps)
+        pallas.over_tiles(order, table, of, jnp.int32(0))
+
+    def compute(self) -> None:
+        """Computes this warpgroup's rows of every tile."""
+        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+        for slot in range(self.p.stages):
+            plgpu.barrier_arrive(self.memory["free"].at[slot])
+        self.over_tiles(self.compute_tile)
+        plgpu.wait_smem_to_gmem(0)
+
+    def compute_tile(self, tile: Tile, step: Any) -> Any:
+        """Computes and stores 64 rows; returns the blocks read so far."""
+        p, r, mine = self.p, tile.range, self.warpgroup
+        plgpu.barrier_wait(self.memory["ready"].at[mine])
+        tile.start = step
+        loops = [(r.whole, r.part, False)]
+        cut = p.mask.s % p.block or tile.length is not None
+        if p.mask.hides or cut or self.classed:
+            loops += [(r.part, r.end, True)]
+        if p.mask.left is not None or self.classed:
+            loops = [(r.start, r.whole, True), *loops]
+
+        def head(i: Any, carry: Any) -> Any:
+            before = step + i * r.count - r.start
+            for start, end, part in loops:
+                body = lambda j, c, part=part: self.step(tile, j, before + j, c, part)
+                carry = lax.fori_loop(start, jnp.maximum(start, end), body, carry)
+            return carry
+
+        carry = self.begin(tile)
+        if p.group == 1:
+            carry = head(0, carry)
+        else:
+            carry = lax.fori_loop(0, p.group, head, carry)
+        self.store(tile, carry)
+        return step + r.count * p.group
+
+    def copy(self) -> None:
+        """Fills shared memory as it becomes free."""
+        p, x = self.p, self.memory
+
+        def one(tile: Tile, step: Any) -> Any:
+            for w in range(p.warpgroups):
+                plgpu.barrier_wait(x["done"].at[w])
+                self.copy_tile(tile, w)
+
+            def head(i: Any, step: Any) -> Any:
+                def block(j: Any, step: Any) -> Any:
+                    slot = lax.rem(step, jnp.int32(p.stages))
+                    plgpu.barrier_wait(x["free"].at[slot])
+                    self.copy_block(tile, i, j, slot)
+                    return step + 1
+
+                return lax.fori_loop(tile.range.start, tile.range.end, block, step)
+
+            return lax.fori_loop(0, p.group, head, step)
+
+        self.over_tiles(one)
+
+    def send(self, name: str, at: tuple[Any, ...], to: Any, barrier: Any) -> None:
+        """Copies a part of an array to its place in shared memory."""
+        plgpu.copy_gmem_to_smem(
+            self.given[name].at[at], self.memory[name].at[to], barrier
+        )
+
+    def send_terms(self, tile: Tile, n: Any, j: Any, slot: Any) -> None:
+        """Copies what changes the scores of a block and of query head n."""
+        p, ready = self.p, self.memory["first_ready"].at[slot]
+        place = Place(tile.b, n, tile.first, j * p.block, p.block, p.warpgroups, slot)
+        p.terms.copy(
+            place, self.given,
+            lambda source, name, at: plgpu.copy_gmem_to_smem(
+                source, self.memory[name].at[at], ready
+            ),
+        )  # fmt: skip
+
+    def scores(
+        self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
+    ) -> Array:
+        """Returns products as scores, -inf for what is not seen.
+
+        Those that something is added to are multiplied with the scale, others not yet.
+        """
+        p, mine = self.p, self.warpgroup
+        if p.terms.natural:
+            found = found * p.scale
+        if p.terms.slopes:
+            found = self.sloped(tile, found, j, step)
+        hides = part or not self.classed
+        found = p.terms.added(found, self.memory, slot, mine, hides)
+        return self.hidden(tile, found, j) if part else found
+
+    @property
+    def classed(self) -> bool:
+        """Whether masks and segments hide in some blocks alone."""
+        return "reach" in self.given
+
+    def weights(self, scores: Array, lse: Any, rest: Any) -> Array:
+        """Returns weights from scores, and from what is taken off: as wide as they."""
+        p = self.p
+        if not p.terms.natural:
+            return jnp.exp2(scores * (p.scale * LOG2E) - lse)
+        found = (scores - lse) * LOG2E
+        return jnp.exp2(found if rest is None else found - rest)
+
+    # What differs:
+    @abc.abstractmethod
+    def sloped(self, tile: Tile, scores: Array, j: Any, step: Any) -> Array:
+        """Returns scores with distances times the slope of the query head."""
+
+    @abc.abstractmethod
+    def copy_tile(self, tile: Tile, w: int) -> None:
+        """Copies what stays for a tile."""
+
+    @abc.abstractmethod
+    def copy_block(self, tile: Tile, i: Any, j: Any, slot: Any) -> None:
+        """Copies a block that passes."""
+
+    @abc.abstractmethod
+    def begin(self, tile: Tile) -> Any:
+        """Returns what is summed, at the start of a tile."""
+
+    @abc.abstractmethod
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sums with a block added."""
+
+    @abc.abstractmethod
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sums of a tile."""
+
+    def put(self, x: Array, name: str, output: str, tile: Tile) -> None:
+        """Writes rows to where a tile was, and from there to the result."""
+        place = self.memory[name].at[self.warpgroup]
+        place[...] = x.astype(self.given[output].dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(tile.mine, 64)
+        plgpu.copy_smem_to_gmem(place, self.given[output].at[tile.b, rows, tile.head])
+
+    def hidden(self, tile: Tile, scores: Array, j: Any) -> Array:
+        """Returns scores with -inf where a row does not see a column."""
+        mask = self.p.mask
+        start = j * self.p.block
+        at = pallas.row_positions(64) + (tile.mine + tile.offset - start)
+        first = None if mask.left is None else at - min(mask.left, FAR)
+        last = pallas.rows(tile.range.limit - 1 - start)
+        if mask.right is not None:
+            last = jnp.minimum(at + min(mask.right, FAR), last)
+        if tile.length is not None and not mask.lengths:
+            row = pallas.row_positions(64) + tile.mine
+            last = jnp.where(row < pallas.rows(tile.length), last, -1)
+        return pallas.hide(scores, first, last)
+
+
+def _without_rows(r: Range, some: Any) -> Range:
+    """Returns blocks that are seen in part from the first whole one on, if `some`."""
+    return replace(r, part=jnp.where(some, r.whole, r.part))
+
+
+class Tile:
+    """Where a tile of rows is, and which blocks of columns it meets."""
+
+    def __init__(self, kernel: Kernel, place: tuple[Any, Any]):
+        p, (row, pair) = kernel.p, place
+        heads = jnp.int32(p.heads)
+        self.first = row * p.rows
+        self.b, self.head = lax.div(pair, heads), lax.rem(pair, heads)
+        self.offset: Any = p.mask.shift
+        if "offsets" in kernel.given:
+            self.offset = self.offset + kernel.sign * pallas.scalar(
+                kernel.given["offsets"], self.b
+            )
+        self.length = None
+        if "lengths" in kernel.given:
+            self.length = pallas.scalar(kernel.given["lengths"], self.b)
+        limit = self.length if p.mask.lengths else None
+        self.range = blocks_of(p.mask, self.first, p.rows, p.block, self.offset, limit)
+        if "reach" in kernel.given:
+            table = kernel.given["reach"]
+            self.range = classes.left(table, self.range, self.b, self.head, row)
+        if self.length is not None and not p.mask.lengths:  # rows may be past it
+            self.range = _without_rows(self.range, self.first + p.rows > self.length)
+        self.mine = self.first + 64 * kernel.warpgroup
+        self.start: Any = 0
+        """Blocks that were read before this tile."""

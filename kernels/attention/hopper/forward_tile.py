@@ -1,0 +1,315 @@
+"""A tile of query rows in, what a warpgroup computes of 64 of them out.
+
+Scores of a block of keys become weights by a running softmax: see
+`rewriter.kernels.attention.hopper.forward_kernel`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import classes, pallas
+from rewriter.kernels.attention.hopper.blocks import FAR, blocks_of
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.kernels.attention.hopper.forward_kernel import _Block
+
+LOG2E = math.log2(math.e)
+
+
+class Tile:
+    """One tile of rows: where it is, and what a warpgroup computes of it."""
+
+    def __init__(self, block: _Block, place: tuple[Any, Any]):
+        p = block.p
+        row, pair = place
+        self.block, self.p, self.x = block, p, block.named
+        self.first = row * p.config.rows
+        self.b, self.n = lax.div(pair, jnp.int32(p.n)), lax.rem(pair, jnp.int32(p.n))
+        self.head = lax.div(self.n, jnp.int32(p.group))
+        self.offset: Any = p.mask.shift
+        given = block.given
+        if "offsets" in given:
+            self.offset = self.offset + pallas.scalar(given["offsets"], self.b)
+        length = None
+        if "lengths" in given:
+            length = pallas.scalar(given["lengths"], self.b)
+        self.range = blocks_of(
+            p.mask, self.first, p.config.rows, p.config.block_kv, self.offset, length
+        )
+        if "reach" in given:
+            self.range = classes.left(given["reach"], self.range, self.b, self.n, row)
+        self.mine = self.first + 64 * block.warpgroup
+        self.shape = (64, p.config.block_kv)
+
+    def slot(self, i: Any, step: Any) -> Any:
+        """Where the i-th block is; `step` blocks were read before this tile."""
+        return lax.rem(step + i, jnp.int32(self.p.config.stages))
+
+    def compute(self, step: Any) -> Any:
+        """Computes and stores 64 rows; returns the blocks read so far.
+
+        The last block comes first: under a causal mask it is the one that is seen in
+        part, so that those after it need no comparisons.
+        """
+        r, x, mine = self.range, self.x, self.block.warpgroup
+        plgpu.barrier_wait(x["q_ready"].at[mine])
+        carry = self.begin(step)
+        loops = [(r.end - r.part, r.end - r.whole, False)]
+        if self.hides:
+            loops = [(1, r.end - r.part, True), *loops]
+        if self.p.mask.left is not None or self.classed:
+            loops += [(r.end - r.whole, r.count, True)]
+        for start, end, part in loops:
+            begin = jnp.maximum(start, 1)
+            body = lambda i, c, part=part: self.step(i, step, c, part)
+            carry = lax.fori_loop(begin, jnp.maximum(end, begin), body, carry)
+        if self.p.apart:
+            plgpu.barrier_arrive(x["q_free"].at[mine])
+        self.store(*self.finish(step, carry))
+        if not self.p.apart:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(x["q_free"].at[mine])
+        return step + r.count
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be blocks that are seen in part."""
+        mask = self.p.mask
+        cut = mask.s % self.p.config.block_kv > 0
+        return mask.hides or cut or self.classed
+
+    @property
+    def classed(self) -> bool:
+        """Whether masks and segments hide in some blocks alone."""
+        return "reach" in self.block.given
+
+    def multiply_keys(self, scores: Any, slot: Any) -> None:
+        """Starts the product of this warpgroup's queries with a block's keys."""
+        q = self.x["q_tiles"].at[self.block.warpgroup]
+        plgpu.wgmma(scores, q, self.x["k_tiles"].at[slot].transpose((1, 0)))
+
+    def begin(self, step: Any) -> Any:
+        """Returns (result, maxima, sums, weights) after the scores of one block."""
+        slot = self.slot(0, step)
+        plgpu.barrier_wait(self.x["k_ready"].at[slot])
+
+        def product(scores: Any) -> Any:
+            self.multiply_keys(scores, slot)
+            return scores[...]
+
+        found = pl.run_scoped(product, plgpu.ACC(self.shape, jnp.float32))
+        found = self.seen_and_freed(found, 0, slot, True)
+        top, total = self.first_sums()
+        weights, top, total, _ = self.weigh(found, top, total)
+        out = pallas.zeros((64, self.p.e))
+        return out, top, total, weights.astype(self.block.given["q"].dtype)
+
+    def step(self, i: Any, step: Any, carry: Any, part: bool) -> Any:
+        """The scores of the i-th block beside the product of the one before and v."""
+        out, top, total, weights = carry
+        config, x = self.p.config, self.x
+        slot, before = self.slot(i, step), self.slot(i - 1, step)
+
+        # Waits before the accumulator is made zero: ptxas then sees that it is, and
+        # leaves out what makes it so (32 of 489 instructions for heads of 64).
+        plgpu.barrier_wait(x["k_ready"].at[slot])
+        if config.turns:
+            pallas.wait_for_turn(config.warpgroups)
+
+        def products(scores: Any, result: Any) -> Any:
+            result[...] = out
+            self.multiply_keys(scores, slot)
+            plgpu.barrier_wait(x["v_ready"].at[before])
+            plgpu.wgmma(result, weights, x["v_tiles"].at[before])
+            if config.turns:
+                pallas.pass_turn(config.warpgroups)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = lax.optimization_barrier(found)
+            found = self.seen_and_freed(found, i, slot, part)
+            found = self.weigh(found, top, total)
+            # Holds the exponentials before the wait for the product with v.
+            new, higher, sums, fade = lax.optimization_barrier(found)
+            made = lax.optimization_barrier(result[...])
+            plgpu.barrier_arrive(x["v_free"].at[before])
+            made = made * pallas.along(fade, made.shape)
+            return made, higher, sums, new.astype(self.block.given["q"].dtype)
+
+        return pl.run_scoped(
+            products,
+            plgpu.ACC(self.shape, jnp.float32),
+            plgpu.ACC((64, self.p.e), jnp.float32),
+        )
+
+    def finish(self, step: Any, carry: Any) -> Any:
+        """Returns (result, maxima, sums) with the last block's weights times v."""
+        out, top, total, weights = carry
+        slot = self.slot(self.range.count - 1, step)
+        plgpu.barrier_wait(self.x["v_ready"].at[slot])
+
+        def product(result: Any) -> Any:
+            result[...] = out
+            plgpu.wgmma(result, weights, self.x["v_tiles"].at[slot])
+            return result[...]
+
+        out = pl.run_scoped(product, plgpu.ACC(out.shape, jnp.float32))
+        plgpu.barrier_arrive(self.x["v_free"].at[slot])
+        return out, top, total
+
+    # ------------------------------------------------------------------ softmax
+    def seen_and_freed(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
+        """Returns `seen`, and gives back the memory of the i-th block's keys."""
+        free = self.x["k_free"].at[slot]
+        if not self.p.terms.parts:
+            plgpu.barrier_arrive(free)
+            return self.seen(scores, i, slot, part)
+        found = lax.optimization_barrier(self.seen(scores, i, slot, part))
+        plgpu.barrier_arrive(free)  # of terms too, which are read by now
+        return found
+
+    def first_sums(self) -> tuple[Array, Array]:
+        """Returns maxima and sums before the first key: [64]."""
+        p = self.p
+        if not p.terms.sinks:
+            return pallas.zeros((64,), -jnp.inf), pallas.zeros((64,))
+        sink = pallas.scalar(self.block.given["sinks"], self.n)
+        if not p.natural:
+            sink = sink / p.scale if p.softcap is None else sink * LOG2E
+        top = pallas.zeros((64,)) + sink
+        return (top + self.lean() if p.terms.slopes else top), pallas.zeros((64,), 1.0)
+
+    def lean(self) -> Array:
+        """Returns what slopes take from scores by a row's place in its tile: [64]."""
+        rows = pallas.row_positions(64).astype(jnp.float32)
+        return rows * pallas.scalar(self.block.given["slopes"], self.n)
+
+    def sloped(self, scores: Array, key: Any) -> Array:
+        """Returns scores with distances from the tile's first row, times the slope.
+
+        What is left out for other rows, `lean`, is the same for all of a row's keys.
+        """
+        slope = pallas.scalar(self.block.given["slopes"], self.n)
+        away = jnp.asarray(key - self.mine - self.offset, jnp.float32)
+        each = pallas.zeros((64,))
+        return pallas.sloped(scores, each + away * slope, each + slope)
+
+    def key(self, i: Any) -> Any:
+        """Returns the first key of the i-th block."""
+        return (self.range.end - 1 - i) * self.p.config.block_kv
+
+    def seen(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
+        """Returns the scores of the i-th block, -inf for keys that are not seen.
+
+        Those that something is added to are multiplied with the scale, those that are
+        bent alone with the scale and log2(e), others not yet.
+        """
+        p, mask, terms = self.p, self.p.mask, self.p.terms
+        if p.softcap is not None:
+            unit = 1.0 if p.natural else LOG2E
+            scores = _capped(scores * (p.scale / p.softcap)) * (p.softcap * unit)
+        elif p.natural:
+            scores = scores * p.scale
+        if terms.slopes:
+            scores = self.sloped(scores, self.key(i))
+        mine = self.block.warpgroup
+        hides = part or not self.classed
+        scores = terms.added(scores, self.x, slot, mine, hides)
+        if not (part and (mask.hides or mask.s % p.config.block_kv)):
+            return scores
+        key = self.key(i)
+        first, last = self.keys_of_rows()
+        first = None if first is None else first - key
+        if not mask.averages:
+            return pallas.hide(scores, first, last - key)
+        empty = self.empty()
+        last = jnp.where(empty, -1, last - key)
+        fill = jnp.where(empty, 0.0, -jnp.inf)
+        return pallas.hide(scores, first, last, fill, pallas.rows(mask.s - 1 - key))
+
+    def keys_of_rows(self) -> tuple[Array | None, Array]:
+        """Returns the first (None for 0) and last key that each row sees: [64]."""
+        mask = self.p.mask
+        at = pallas.row_positions(64) + (self.mine + self.offset)
+        first, last = None, pallas.rows(self.range.limit - 1)
+        if mask.right is not None:
+            last = jnp.minimum(at + min(mask.right, FAR), last)
+        if mask.left is not None:
+            first = at - min(mask.left, FAR)
+        return first, last
+
+    def empty(self) -> Array:
+        """Returns which rows see no key, bool [64]."""
+        first, last = self.keys_of_rows()
+        none = last < 0
+        return none if first is None else none | (first > last)
+
+    def weigh(self, scores: Array, top: Array, total: Array) -> tuple[Array, ...]:
+        """Returns weights, new maxima, new sums, and what to fade by."""
+        c = self.p.scale * LOG2E if self.p.softcap is None else 1.0
+        higher = jnp.maximum(top, scores.max(axis=1))
+        if self.p.natural:
+            least = jnp.where(higher == -jnp.inf, 0.0, higher)
+            weights = jnp.exp2((scores - pallas.along(least, self.shape)) * LOG2E)
+            fade = jnp.exp2((top - least) * LOG2E)
+            return weights, higher, total * fade + weights.sum(axis=1), fade
+        least = jnp.where(higher == -jnp.inf, 0.0, higher) * c
+        weights = jnp.exp2(scores * c - pallas.along(least, self.shape))
+        fade = jnp.exp2(top * c - least)
+        return weights, higher, total * fade + weights.sum(axis=1), fade
+
+    # ------------------------------------------------------------------ storing
+    def store(self, out: Array, top: Array, total: Array) -> None:
+        """Writes the rows, and their log-sum-exp if it is asked for."""
+        p, x, mine = self.p, self.x, self.block.warpgroup
+        inverse = 1.0 / total
+        if self.block.zero:
+            inverse = jnp.where(total == 0.0, 0.0, inverse)
+        out = out * pallas.along(inverse, out.shape)
+        if "means" in self.block.given:
+            mean = self.block.given["means"].at[self.b, self.head]
+            mean = pallas.across(pallas.read(mean, pallas.COLUMNS), out.shape)
+            out = jnp.where(pallas.along(total, out.shape) == 0.0, mean, out)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        given = self.block.given
+        x["o_tiles"].at[mine][...] = out.astype(given["out"].dtype)
+        if p.saves:
+            self.put_sums(top, total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            x["o_tiles"].at[mine],
+            given["out"].at[self.b, pl.ds(self.mine, 64), self.n],
+        )
+        for name in p.saved:
+            plgpu.copy_smem_to_gmem(
+                x[f"{name}_rows"].at[mine],
+                given[name].at[self.b, self.n, pl.ds(self.mine, 64)],
+            )
+
+    def put_sums(self, top: Array, total: Array) -> None:
+        """Puts the rows' log-sum-exp into shared memory, or its two terms."""
+        p, x, mine = self.p, self.x, self.block.warpgroup
+        if p.terms.slopes:
+            top = top - self.lean()
+        c = p.scale if p.softcap is None else 1 / LOG2E
+        top, rest = top * (1.0 if p.natural else c), jnp.log(total)
+        if p.splits:
+            x["lse_rows"].at[mine][...] = top
+            x["rest_rows"].at[mine][...] = rest
+            return
+        lse = top + rest
+        if p.mask.averages:
+            lse = jnp.where(self.empty(), -jnp.inf, lse)
+        x["lse_rows"].at[mine][...] = lse
+
+
+def _capped(x: Array) -> Array:
+    """Returns tanh(x), as exact for small x as for large ones."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
