@@ -26,6 +26,7 @@ from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.reference import reference, visible
 from rewriter.programs import Task, function
 from rewriter.registry import registry
+from tests import slow
 from tests.kernels import bits, simulator
 
 H200 = device.named("h200")
@@ -437,7 +438,7 @@ def simulated(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", SIMULATED)
+@pytest.mark.parametrize("name", slow.first(5, SIMULATED))
 def test_its_code_run_by_threads(name: str, fused: bool) -> None:
     """Numbers, memory that is handed on, and barriers, with no GPU."""
     shape, given, tiles, back = SIMULATED[name]

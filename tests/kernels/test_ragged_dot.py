@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rewriter.kernel import spec_of
 from rewriter.kernels.ragged_dot import KERNELS, OP, tiled
 from rewriter.kernels.ragged_dot.reference import sample
+from tests import slow
 
 MODES = ("forward", "transposed", "contracting")
 # Relative to the largest entry, for sums of up to 300 products.
@@ -114,7 +115,7 @@ PAIRS = [
     [{}, {"kernel": TILED}, {"kernel": TILED, "config": SMALL}],
     ids=["loop", "tiled", "small_tiles"],
 )
-@pytest.mark.parametrize(("case", "mode"), PAIRS)
+@pytest.mark.parametrize(("case", "mode"), slow.first(10, PAIRS, several=True))
 def test_value_and_gradients(case: str, mode: str, more: dict[str, Any]) -> None:
     lhs, rhs, up, sizes = make(case, mode)
     out, *grads = run(lhs, rhs, sizes, up, mode, **more)

@@ -243,7 +243,7 @@ QUICK = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow.first(8, QUICK))
+@pytest.mark.parametrize("case", slow.first(5, QUICK))
 def test_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "together", lambda spec: "")
     with tpu.interpreted():
@@ -339,7 +339,7 @@ COMPILED = {
 
 @tpu.needs_compiler
 @pytest.mark.parametrize("case", slow.first(1, reversed(COMPILED)))
-@pytest.mark.parametrize("generation", [g.name for g in GENERATIONS])
+@pytest.mark.parametrize("generation", slow.first(2, ["v5e", "v6e", "v4", "v5p", "7x"]))
 def test_it_is_compiled_for_each_generation(generation: str, case: str) -> None:
     there = device.of(tpu.KINDS[generation].kind, "tpu")
     text = tpu.compiled(generation, *program(COMPILED[case], there))

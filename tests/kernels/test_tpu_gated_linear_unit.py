@@ -15,6 +15,7 @@ from rewriter.activations import ACTIVATIONS
 from rewriter.kernel import spec_of, worth_measuring
 from rewriter.kernels.gated_linear_unit import KERNELS, OP, tpu
 from rewriter.kernels.gated_linear_unit.tpu.config import Tiles
+from tests import slow
 from tests.kernels import tpu as on_tpu
 
 KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
@@ -152,7 +153,7 @@ COMPILED = [((1024, 1024), 1536, (), "bfloat16"), ((100, 330), 200, BIASES, "flo
 
 @on_tpu.needs_compiler
 @pytest.mark.parametrize(("shape", "f", "biases", "dtype"), COMPILED)
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", slow.first(2, GENERATIONS))
 def test_compiles(generation: str, shape: Any, f: int, biases: Any, dtype: str) -> None:
     given, here = structs(shape, f, biases, dtype), on_tpu.KINDS[generation]
     use = spec_of(OP, given, {})

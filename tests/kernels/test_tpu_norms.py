@@ -14,6 +14,7 @@ from rewriter import ahead_of_time, device
 from rewriter.kernel import spec_of, worth_measuring
 from rewriter.kernels.norm_rows import Rows, chunk_of, rows_of
 from rewriter.registry import registry
+from tests import slow
 from tests.kernels import tpu as on_tpu
 
 OPS = ("rms_norm", "layer_norm")
@@ -101,7 +102,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow.first(6, CASES))
 def test_numbers(case: str, op: str) -> None:
     shape, wanted, config = CASES[case]
     given, up = make(op, shape, wanted)
@@ -184,7 +185,7 @@ COMPILED = [
 
 @on_tpu.needs_compiler
 @pytest.mark.parametrize(("shape", "dtype"), COMPILED)
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", slow.first(2, GENERATIONS))
 @pytest.mark.parametrize("op", OPS)
 def test_compiles(op: str, generation: str, shape: Any, dtype: str) -> None:
     its, use = kernel(op), spec(op, shape, dtype=dtype)

@@ -266,7 +266,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "mode"), PAIRS)
+@pytest.mark.parametrize(("case", "mode"), slow.first(9, PAIRS, several=True))
 def test_numbers(case: str, mode: str) -> None:
     m, sizes = SIZES[case]
     check(*make(sizes, m, 200, 330, mode, "float32"), mode, SMALL, precision="highest")
@@ -327,7 +327,7 @@ CORE = [
 
 
 @on_tpu.needs_compiler
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", slow.first(2, GENERATIONS))
 @pytest.mark.parametrize(("mode", "shape", "dtype", "precision", "out"), CORE)
 def test_compiles(
     generation: str, mode: str, shape: Any, dtype: str, precision: Any, out: Any

@@ -67,7 +67,7 @@ def _both(case: str, dtype: str = "float32") -> tuple[Any, Any, list[jax.Array]]
 
 
 @pytest.mark.parametrize("transform", transforms.TRANSFORMS)
-@pytest.mark.parametrize("case", slow.first(2, ["causal", "ragged", "everything"]))
+@pytest.mark.parametrize("case", slow.first(1, ["everything", "causal", "ragged"]))
 def test_every_transform_agrees_with_float64(case: str, transform: str) -> None:
     transforms.check(transform, *_both(case))
 

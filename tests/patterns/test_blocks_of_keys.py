@@ -14,6 +14,7 @@ from jax import lax
 
 import rewriter
 from rewriter.oracle import in_float64
+from tests import slow
 
 B, N, T, H, S, BLOCK = 2, 2, 16, 8, 24, 8
 SCALE = H**-0.5
@@ -393,7 +394,7 @@ DIFFERENTIATED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", slow.first(12, FOUND))
 def test_found(name: str) -> None:
     fn, params, (mask, bias) = FOUND[name]
     report = rewriter.explain(fn)(Q, K, V)
