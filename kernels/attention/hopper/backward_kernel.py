@@ -25,15 +25,8 @@ from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
 from rewriter.kernels.attention.hopper.backward_tiles import LOG2E, Problem
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.config import BackwardTiles
-from rewriter.kernels.attention.hopper.forward_kernel import (
-    even,
-    pair_of,
-    row_sums,
-)
-from rewriter.kernels.attention.hopper.terms import (
-    terms_of,
-    transposed,
-)
+from rewriter.kernels.attention.hopper.forward_kernel import even, pair_of, row_sums
+from rewriter.kernels.attention.hopper.terms import terms_of, transposed
 
 if TYPE_CHECKING:
     from jax import Array

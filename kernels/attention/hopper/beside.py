@@ -52,8 +52,8 @@ class Beside:
     def registers(self, columns: int) -> int:
         """Returns registers per lane, as far as ptxas 12.9 was seen to run out of them.
 
-        For blocks of 160 keys slopes spilled 28 bytes, and masks for blocks of 128 keys
-        with 3 warpgroups 20 bytes (``heads of 64``).
+        For blocks of 160 keys and heads of 128, slopes spilled 28 bytes; for blocks of
+        128 keys, heads of 64 and 3 warpgroups, tables of masks 20 bytes.
         """
         wide = max(0, columns - 128) if self.copied or self.slopes else 0
         return len(self.tables) * columns // 8 + wide
