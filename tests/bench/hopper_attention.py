@@ -1,7 +1,7 @@
 """Our attention on a Hopper GPU against cuDNN's and XLA's.
 
   python3 -m tests.bench.hopper_attention [--configs] [--cases "A;B"] [--json PATH]
-  python3 -m tests.bench.hopper_attention --beside    # cases with other operands alone
+  python3 -m tests.bench.hopper_attention --beside [...]   # with other operands alone
 
 Milliseconds are the device's by CUPTI, medians of runs that take turns on three sets of
 normal operands, compiling and first runs left out; a gradient returns the result too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -343,10 +344,9 @@ def wanted(q: Any, k: Any, v: Any, up: Any, given: dict[str, Any]) -> dict[str, 
         return both(wide, np.asarray(up, np.float64))
 
 
-@pytest.mark.parametrize("name", first(5, CASES))
-def test_its_code_run_by_threads(name: str) -> None:
-    """Numbers, memory that is handed on, and barriers, with no GPU."""
+def simulated(name: str, fused: bool) -> None:
     shape, case, tiles, back = CASES[name]
+    back = dataclasses.replace(back, fused=fused)
     q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
     given = drawn(case, shape)
     want = wanted(q, k, v, up, given)
@@ -359,6 +359,18 @@ def test_its_code_run_by_threads(name: str) -> None:
         )
     for which, x in {"out": out, **got}.items():
         assert error(x, np.asarray(want[which])) <= LIMITS["bfloat16"], which
+
+
+@pytest.mark.parametrize("name", first(5, CASES))
+def test_its_code_run_by_threads(name: str) -> None:
+    """Numbers, memory that is handed on, and barriers, with no GPU."""
+    simulated(name, fused=False)
+
+
+@pytest.mark.parametrize("name", first(1, ["lowest", "segments", "pair"]))
+def test_one_kernel_for_all_gradients_run_by_threads(name: str) -> None:
+    """Rows past the last key have infinite weights for rows of low scores."""
+    simulated(name, fused=True)
 
 
 def test_what_is_hidden_may_be_anything() -> None:

@@ -179,6 +179,20 @@ class Fused(OfKeys):
 
         return made
 
+    def scores(
+        self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
+    ) -> Array:
+        """Returns scores, -inf for rows past the last key.
+
+        Their weights, which dk and dv leave out, may be infinite if all scores of a
+        query are low; in dq they are multiplied with keys of zeros.
+        """
+        found = super().scores(tile, found, j, slot, step, part)
+        if self.p.mask.t % self.p.rows == 0:
+            return found
+        rows = pallas.along(pallas.row_positions(64) + tile.mine, found.shape)
+        return jnp.where(rows < self.p.mask.t, found, -jnp.inf)
+
     def add(self, tile: Tile, j: Any, head: Any, place: Any) -> None:
         """Adds a block's dS k to dq of a query head."""
         p, x = self.p, self.memory

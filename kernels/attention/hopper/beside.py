@@ -52,11 +52,11 @@ class Beside:
     def registers(self, columns: int) -> int:
         """Returns registers per lane, as far as ptxas 12.9 was seen to run out of them.
 
-        For blocks of 160 keys and heads of 128, slopes spilled 28 bytes; for blocks of
+        For blocks of 144 keys and heads of 128, slopes spilled 16 bytes; for blocks of
         128 keys, heads of 64 and 3 warpgroups, tables of masks 20 bytes.
         """
-        wide = max(0, columns - 128) if self.copied or self.slopes else 0
-        return len(self.tables) * columns // 8 + wide
+        wide = columns > 128 and (self.copied or self.slopes)
+        return len(self.tables) * columns // 8 + 64 * wide
 
 
 NONE = Beside()

@@ -220,11 +220,13 @@ CHANGES = 2
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
-    """Returns the rule of thumb, by the heads' width."""
-    width = max(spec.shape("q")[3], spec.shape("v")[3])
-    beside = beside_in(spec)
-    if beside.copied or beside.slopes:
-        return BackwardTiles(64, 64, 2, 2, processors(device))
+    """Returns the rule of thumb, by the heads' width and by what scores read."""
+    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    width, beside = max(h, e), beside_in(spec)
+    if beside.copied or beside.slopes:  # untried; ptxas spills more with 128 keys
+        best = BackwardTiles(64, 128 if width <= 64 else 64, 2, 2, processors(device))
+        fits = fits_backward_widths(best, h, e, beside).ok
+        return best if fits else replace(best, keys=64)
     return BackwardTiles(64, 128, 3 if width <= 64 else 2, 2, processors(device))
 
 
