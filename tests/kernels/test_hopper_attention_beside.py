@@ -24,7 +24,7 @@ from rewriter.kernels.attention.hopper import (
 from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
-from rewriter.kernels.attention.reference import reference, visible
+from rewriter.kernels.attention.reference import reference, usual, visible
 from rewriter.registry import registry
 from tests.kernels import bits, simulator
 from tests.kernels.test_hopper_attention import (
@@ -457,6 +457,13 @@ WIDE: dict[str, Case] = {
 }  # fmt: skip
 
 
+def slopes_as_written(arrays: Any, params: Any, up: Any) -> Any:
+    """Returns the cotangent of slopes of the op as usually written, in 16 bits."""
+    run = lambda slopes: usual(**{**arrays, "alibi": slopes}, **params)
+    out, back = jax.vjp(run, arrays["alibi"])
+    return back(up.astype(out.dtype))[0]
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("name", [*CASES, *WIDE])
@@ -483,7 +490,10 @@ def test_numbers_against_float64(name: str) -> None:
     want = wanted(*(np.asarray(x) for x in arrays.values()), np.asarray(up), given)
     assert error(got["out"], np.asarray(want["out"])) <= LIMITS["bfloat16"]
     for which, x in want.items():
-        assert error(got[which], np.asarray(x)) <= 3 * LIMITS["bfloat16"], which
+        limit = 3 * LIMITS["bfloat16"]
+        if which == "alibi":  # a sum whose terms cancel: as written it is far worse
+            limit = error(slopes_as_written(both, params, up), np.asarray(x)) / 2
+        assert error(got[which], np.asarray(x)) <= limit, which
         if which in ("out", "q", "k", "v"):  # a race would show as a change
             bits.assert_same(got[which], again[which])
 
