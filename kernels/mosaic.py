@@ -121,19 +121,6 @@ def barriers(count: int, arrivals: int = 1) -> Any:
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
-def sleep(nanoseconds: int) -> None:
-    """Lets a warpgroup sleep for about so long."""
-
-    @plgpu.inline_mgpu()
-    def emit(context: Any) -> None:
-        del context
-        void = ir.Type.parse("!llvm.void")
-        text = f"nanosleep.u32 {nanoseconds};"
-        llvm.inline_asm(void, [], text, "", has_side_effects=True)
-
-    emit()
-
-
 def loaded(reference: Any, layout: Any, optimized: bool = True) -> Array:
     """Returns [n] of memory in registers: for rows or for columns.
 

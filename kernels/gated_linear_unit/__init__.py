@@ -55,7 +55,6 @@ KERNELS = (
         version=1,
         supports=hopper.supports,
         runs_on=hopper.runs_on,
-        tried=False,
         forward=hopper.forward,
         backward=hopper.backward,
         memory_bounded=True,

@@ -19,7 +19,6 @@ from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
 from rewriter.kernels.gated_tiles import fits as fits
 from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.kernels.ragged_dot import hopper as ragged_dot
-from rewriter.kernels.ragged_dot.hopper import profitable as profitable
 from rewriter.kernels.ragged_dot.hopper.config import Tiles
 from rewriter.verdict import YES, Verdict, all_of, no
 
@@ -48,6 +47,12 @@ def supports(spec: Spec) -> Verdict:
         if spec.has(name):
             found.append(no(name, "rows that are added to a branch are not taken"))
     return all_of(*found, gated_tiles.computes(str(spec.param("activation"))))
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: XLA, which is compiled sooner, took 1.02 of its time on an H200."""
+    del spec, platform
+    return no("measure", "chosen only where it was measured to be faster than XLA")
 
 
 def part_of(spec: Spec) -> Spec:

@@ -50,9 +50,12 @@ def by_hand(p: Weights, x: jax.Array, heads: int) -> jax.Array:
 
 
 Attend = Callable[[Weights, jax.Array, int], jax.Array]
+Norm = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def layer(p: Weights, x: jax.Array, heads: int, attend: Attend) -> jax.Array:
+def layer(
+    p: Weights, x: jax.Array, heads: int, attend: Attend, norm: Norm
+) -> jax.Array:
     """One decoder layer."""
     x = x + attend(p, norm(x, p["n1"]), heads)
     h = norm(x, p["n2"])
@@ -60,10 +63,11 @@ def layer(p: Weights, x: jax.Array, heads: int, attend: Attend) -> jax.Array:
 
 
 def loss_of(
-    heads: int, checkpointed: bool = False, attend: Attend = attention
-) -> Callable[..., jax.Array]:
+    heads: int, checkpointed: bool = False, attend: Attend = attention,
+    norm: Norm = norm,
+) -> Callable[..., jax.Array]:  # fmt: skip
     """Cross entropy of (weights, token ids [b, t + 1])."""
-    one = lambda p, x: layer(p, x, heads, attend)
+    one = lambda p, x: layer(p, x, heads, attend, norm)
     if checkpointed:
         one = jax.checkpoint(one)
 

@@ -588,7 +588,6 @@ def simulated_ragged_dot() -> Iterator[None]:
         patch.setattr(mosaic, "add_product", _add_product)
         patch.setattr(mosaic, "add_product_of_rows", _add_product_of_rows)
         patch.setattr(mosaic, "row", _row)
-        patch.setattr(mosaic, "sleep", lambda nanoseconds: time.sleep(0.05))
         yield
 
 

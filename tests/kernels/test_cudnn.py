@@ -15,6 +15,7 @@ from rewriter.kernels.attention import cudnn
 from rewriter.kernels.attention.reference import reference
 from rewriter.registry import registry
 from tests import slow
+from tests.kernels.float64 import float64
 
 
 def spec(dtype: Any = jnp.bfloat16, more: tuple[str, ...] = (), **params: Any) -> Spec:
@@ -130,7 +131,7 @@ def compared(operands, cotangent, params, limit: float) -> None:
         np.asarray(cudnn._seen(given, params["window"]))
         if set(given) - {"q", "k", "v"} else True, out.shape,
     )  # fmt: skip
-    with jax.enable_x64(True):
+    with float64():
         wide = {
             n: np.asarray(x, np.float64) if n in floats else np.asarray(x)
             for n, x in given.items()
@@ -266,7 +267,7 @@ def test_numbers_against_float64(shape: str, dtype: str, window: tuple) -> None:
 
     out, alone, back = jax.jit(ours)(q, k, v, g)
     assert out.dtype == q.dtype
-    with jax.enable_x64(True):
+    with float64():
         wide = [np.asarray(x, np.float64) for x in (q, k, v, g)]
         want, pull = jax.vjp(lambda *x: reference(*x, **params), *wide[:3])
         grads = pull(wide[3])

@@ -28,6 +28,7 @@ from rewriter.programs import Task, function
 from rewriter.registry import registry
 from tests import slow
 from tests.kernels import bits, simulator
+from tests.kernels.float64 import float64
 
 H200 = device.named("h200")
 CAUSAL, NONE = (None, 0), (None, None)
@@ -560,14 +561,14 @@ def split(params: dict[str, Any], h: int) -> tuple[dict[str, Any], dict[str, Any
 
 
 def exact(q: Any, k: Any, v: Any, **given: Any) -> np.ndarray:
-    with jax.enable_x64(True):
+    with float64():
         wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v)]
         return np.asarray(reference(*wide, **given))
 
 
 def exact_gradients(q: Any, k: Any, v: Any, up: Any, **given: Any) -> list[np.ndarray]:
     """The result and the gradients of q, k and v."""
-    with jax.enable_x64(True):
+    with float64():
         wide = [np.asarray(x, np.float64) for x in (q, k, v, up)]
         out, back = jax.vjp(lambda *x: reference(*x, **given), *wide[:3])
         return [np.asarray(x) for x in (out, *back(wide[3]))]
@@ -658,7 +659,7 @@ def test_programs_run_on_it(name: str) -> None:
     given = operands((2, 384, 384, 4, 4, 64, 64), "bfloat16")[:3]
     fast = rewriter.optimize(PROGRAMS[name], implementation=FORCED)
     assert "mosaic_gpu" in fast.lower(*given).as_text()
-    with jax.enable_x64(True):
+    with float64():
         wide = [np.asarray(x.astype(jnp.float32), np.float64) for x in given]
         want = jax.tree.leaves(PROGRAMS[name](*wide))
     for got, right in zip(jax.tree.leaves(fast(*given)), want, strict=True):

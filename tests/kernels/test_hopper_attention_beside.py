@@ -27,6 +27,7 @@ from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
 from rewriter.kernels.attention.reference import reference, usual, visible
 from rewriter.registry import registry
 from tests.kernels import bits, simulator
+from tests.kernels.float64 import float64
 from tests.kernels.test_hopper_attention import (
     CAUSAL,
     LIMITS,
@@ -333,7 +334,7 @@ def wanted(q: Any, k: Any, v: Any, up: Any, given: dict[str, Any]) -> dict[str, 
     moving = {"q": q, "k": k, "v": v}
     moving |= {n: given[n] for n in ("bias", "alibi", "sinks") if n in given}
     rest = {n: x for n, x in given.items() if n not in moving}
-    with jax.enable_x64(True):
+    with float64():
         wide = {n: np.asarray(x, np.float64) for n, x in moving.items()}
 
         @jax.jit

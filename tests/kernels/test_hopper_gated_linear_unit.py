@@ -22,6 +22,7 @@ from rewriter.kernels.ragged_dot.hopper.config import Tiles
 from rewriter.registry import registry
 from tests import slow
 from tests.kernels import bits, simulator
+from tests.kernels.float64 import float64
 from tests.kernels.test_hopper_ragged_dot import HARDEST, SIZES, on_hopper
 from tests.kernels.test_tpu_gated_linear_unit import structs
 from tests.kernels.test_tpu_ragged_gated_linear_unit import (
@@ -37,7 +38,7 @@ PARTS = registry().kernel(EXPERTS, "by_parts_hopper")
 BIASES = ("b_gate", "b_up")
 TILES = [
     Tiles(), Tiles(64, 256), Tiles(256, 128, behind=False), APART, Tiles(64, 512, 2),
-    Tiles(64, 256, apart=True), Tiles(behind=False, late=300),
+    Tiles(64, 256, apart=True), Tiles(behind=False),
 ]  # fmt: skip
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}
 """Of the largest entry."""
@@ -164,10 +165,15 @@ def of_experts(x: Any, w: Any, w_up: Any, group_sizes: Any) -> Any:
     return jax.nn.silu(gate) * up
 
 
-def test_experts_are_taken_whole_where_asked_for() -> None:
+def test_experts_are_taken_whole_on_hopper_gpus() -> None:
     given = operands(8192, 2048, 2048, 64).values()
-    report = rewriter.explain(of_experts, target="h200", tune="off")(*given)
-    assert {s.op for s in report.sites} == {"ragged_dot"}
+    for target, ops in (("h200", [EXPERTS]), ("a100", ["ragged_dot"] * 2)):
+        report = rewriter.explain(of_experts, target=target, tune="off")(*given)
+        assert [s.op for s in report.sites] == ops
+    assert report.counts()["ragged_dot"] == 2
+    differentiated = jax.grad(lambda *x: of_experts(*x).sum())
+    report = rewriter.explain(differentiated, target="h200", tune="off")(*given)
+    assert {s.op for s in report.sites} == {"ragged_dot"}  # branches are needed
     for kernel, ops in (("hopper", [EXPERTS]), ("by_parts_hopper", ["ragged_dot"] * 2)):
         forced = {EXPERTS: kernel}
         explained = rewriter.explain(of_experts, target="h200", implementation=forced)
@@ -235,7 +241,7 @@ def make_dense(
 
 def exact_dense(given: Any, up: Any, **params: Any) -> dict[str, Any]:
     """The result and its gradients in float64."""
-    with jax.enable_x64(True):
+    with float64():
         wide = {n: jnp.asarray(np.asarray(y, np.float64)) for n, y in given.items()}
         plain = lambda o: registry().op(DENSE).reference(**o, **params)
         out, back = jax.vjp(plain, wide)
@@ -292,7 +298,7 @@ def test_activations(activation: str) -> None:
     """Next to zero too, where a sum with 1 has few digits."""
     y = np.linspace(-9, 9, 4001, dtype=np.float32)
     got = ON_HOPPER[activation](jnp.asarray(y), 0.7)
-    with jax.enable_x64(True):
+    with float64():
         want = ACTIVATIONS[activation](jnp.asarray(y, jnp.float64), 0.7)
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
 

@@ -18,6 +18,7 @@ from rewriter.kernels.paged_attention import KERNELS, hopper
 from rewriter.kernels.paged_attention.reference import AXES, reference
 from tests import slow
 from tests.kernels import bits, simulator
+from tests.kernels.float64 import float64
 from tests.kernels.test_hopper_attention import H200, LIMITS, error, needs_hopper
 from tests.kernels.test_tpu_paged_attention import MASK, arguments, decode, spec
 
@@ -73,7 +74,7 @@ def operands(
 
 def exact(given: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
     """The formula in float64."""
-    with jax.enable_x64(True):
+    with float64():
         wide = {
             n: jnp.asarray(
                 x, np.float64 if jnp.issubdtype(x.dtype, np.floating) else None

@@ -21,6 +21,7 @@ from rewriter.kernels.ragged_gated_linear_unit.tpu import config
 from rewriter.kernels.ragged_gated_linear_unit.tpu.config import Tiles
 from tests import slow
 from tests.kernels import tpu as on_tpu
+from tests.kernels.float64 import float64
 from tests.kernels.test_hopper_ragged_dot import SIZES, ranges
 
 KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
@@ -160,7 +161,7 @@ def make(
 
 def exact(given: dict[str, Any], up: Any, halves: str | None, act: str) -> Any:
     """The result and its gradients in float64, group by group."""
-    with jax.enable_x64(True):
+    with float64():
         x, w = (jnp.asarray(given[n], jnp.float64) for n in ("x", "w"))
         names = ["x", "w", "w_up"] if halves is None else ["x", "w"]
         more = [] if halves else [jnp.asarray(given["w_up"], jnp.float64)]

@@ -248,8 +248,6 @@ class _Block:
         self.free_all(warpgroup)
         part = 0 if config.apart else warpgroup
         above, before = (0, part) if config.by_columns else (part, 0)
-        if config.late:
-            pl.when(warpgroup > 0)(lambda: mosaic.sleep(config.late))
 
         def mine(tile: _Tile, step: Any) -> None:
             columns = config.columns // len(self.branches)

@@ -43,8 +43,6 @@ class Tiles:
         apart: Whether each warpgroup has tiles of its own, so that one stores while
             the other multiplies.
         programs: Blocks of threads, which take one tile after the other.
-        late: Nanoseconds by which the second warpgroup of a tile begins later than the
-            first one: it then stays behind, and multiplies while the other one stores.
     """
 
     block_m: int = 128
@@ -54,7 +52,6 @@ class Tiles:
     behind: bool = True
     apart: bool = False
     programs: int = PROCESSORS
-    late: int = 0
 
     @property
     def by_columns(self) -> bool:
