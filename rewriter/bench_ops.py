@@ -260,7 +260,7 @@ def bench_ops(
     Example:
         >>> found = bench_ops(named_uses("rms_norm", "small"), mode="vjp", turns=1)
         >>> [r.implementation for r in found.rows]
-        ['xla', 'memory_bounded']
+        ['xla', 'memory_bounded', 'hopper']
     """
     if mode not in MODES:
         choose = f"Choose {', '.join(MODES)}"

@@ -340,13 +340,42 @@ def _measured(
             gradient = of_spelling(gradient, spelling()) if gradient else ()
             made = _with_backward(made, gradient)
         timed = {name for m in found for name in m.implementation.kernels}
+        others = [
+            k for k in kernels
+            if device.platform in k.platforms and k.name not in timed
+        ]  # fmt: skip
         refused = [
             (k.name, _reasons(usable(k, spec, device, config)) or "not measured")
-            for k in kernels
-            if device.platform in k.platforms and k.name not in timed
+            for k in others
         ]
+        here = [k for k in others if usable(k, spec, device, config).ok]
+        faster = _far_faster(spec, here, device, passes, decision.best.median_us)
+        if faster is not None:
+            rest = [(n, why) for n, why in refused if n != faster.name]
+            lost = (decision.best.implementation.name, "its time, measured, is longer")
+            made = by_thumb(spec, device, faster)
+            return Choice(made, "estimated", (lost, *_by_kernel(decision), *rest))
         return Choice(made, origin, (*_by_kernel(decision), *refused))
     return None
+
+
+def _far_faster(
+    spec: Spec,
+    kernels: Sequence[Kernel],
+    device: Device,
+    passes: str,
+    best_us: float | None,
+) -> Kernel | None:
+    """The kernel of those not measured whose model says that it is far faster."""
+    margin = MARGIN.get(device.platform)
+    if margin is None or best_us is None or not (device.flops and device.bandwidth):
+        return None
+    times = {
+        k: 1e6 * k.estimate(spec, device, passes)[k.name]
+        for k in kernels if k.estimate is not None
+    }  # fmt: skip
+    best = min(times, key=times.__getitem__, default=None)
+    return best if best is not None and times[best] < margin * best_us else None
 
 
 def _looking(

@@ -270,10 +270,11 @@ def test_a_decoding_program_is_exported_with_it() -> None:
     assert "attention_decode" not in plain.mlir_module()
 
 
-def test_it_is_chosen_only_where_it_was_measured() -> None:
+def test_it_is_chosen_on_hopper_gpus() -> None:
     (site,) = rewriter.explain(attention, target="h200", tune="off")(*ARGS).sites
-    assert site.kernel != "hopper_decode"
-    assert "measured" in dict(site.not_chosen)["hopper_decode"]
+    assert (site.kernel, site.origin) == ("hopper_decode", "estimated")
+    (site,) = rewriter.explain(attention, target="a100", tune="off")(*ARGS).sites
+    assert "no Hopper GPU" in dict(site.not_chosen)["hopper_decode"]
 
 
 # ---------------------------------------------------------------- on a Hopper GPU
