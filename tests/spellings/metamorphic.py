@@ -9,6 +9,10 @@ and gradients, and a match is one with its backward. In full, with the result st
         --out tests/bench/results/metamorphic.json
     python -m tests.spellings.metamorphic --count 2000 --gradients \\
         --out tests/bench/results/metamorphic_gradients.json
+
+One of them alone, by its number, with its program and what the report says of it:
+
+    python -m tests.spellings.metamorphic --number 467 --only keeping
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -114,15 +118,15 @@ def with_gradients(spelling: Spelling) -> tuple[Callable, tuple]:
 
 
 def mutants(
-    kind: str, count: int, seed: int = 0, gradients: bool = False
+    kind: str, numbers: Iterable[int], seed: int = 0, gradients: bool = False
 ) -> Iterator[Mutant]:
-    """Random mutants; `kind` is "keeping" or "changing".
+    """The random mutants of some numbers; `kind` is "keeping" or "changing".
 
     With `gradients` they are mutants of programs that return gradients too.
     """
     usable = [s for s in SPELLINGS if s.count and (s.gradients or not gradients)]
     programs: dict[str, tuple] = {}
-    for i in range(count):
+    for i in numbers:
         rng = np.random.default_rng([seed, i])
         spelling = usable[int(rng.integers(len(usable)))]
         if spelling.name not in programs:
@@ -176,7 +180,7 @@ def run_keeping(
     outcome = Outcome()
     before: dict[str, int] = {}
     compared = []
-    for i, mutant in enumerate(mutants("keeping", count, seed, gradients)):
+    for i, mutant in enumerate(mutants("keeping", range(count), seed, gradients)):
         spelling, case = mutant.spelling, mutant.case
         if spelling.name not in before:
             sites, _ = found(mutant, mutant.original)
@@ -202,7 +206,7 @@ def run_changing(count: int, seed: int = 0, gradients: bool = False) -> Outcome:
     """Mutations that change the meaning."""
     outcome = Outcome()
     compared = []
-    for mutant in mutants("changing", count, seed, gradients):
+    for mutant in mutants("changing", range(count), seed, gradients):
         outcome.tried += 1
         sites, failure = found(mutant, mutant.case.fn)
         if failure:
@@ -242,6 +246,16 @@ def kinds(failures: dict[str, str]) -> Counter:
     return Counter(name.split(": ")[1].split(" at ")[0] for name in failures)
 
 
+def show(kind: str, number: int, seed: int, gradients: bool) -> None:
+    """Prints one mutant, its program, and the report of it."""
+    (mutant,) = mutants(kind, [number], seed, gradients)
+    fn, args = mutant.case.fn, mutant.case.args
+    print(mutant.name, jax.make_jaxpr(fn)(*args), sep="\n")
+    for what in (mutant.original, fn):
+        report = rewriter.explain(what)(*args)
+        print(report, *report.sites, sep="\n")
+
+
 def main() -> int:
     """Runs both, prints a summary, stores the outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -249,9 +263,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--only", choices=["keeping", "changing"])
+    parser.add_argument("--number", type=int, help="show this one alone")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     jax.config.update("jax_disable_most_optimizations", True)
+    if options.number is not None:
+        kind = options.only or "keeping"
+        show(kind, options.number, options.seed, options.gradients)
+        return 0
     start = time.perf_counter()
     keep, change = Outcome(), Outcome()
     if options.only != "changing":
