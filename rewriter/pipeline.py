@@ -90,9 +90,9 @@ def tasks(
         if placement is not None:
             every = of_one_form(found, config, target_of(config))
         matches, whole = apart(every), wholes(regions, every, config)
-        backward, _, _ = search_gradients(graph, matches)
+        its = search_gradients(regions, matches)
         made = []
-        for some, of in ((matches, backward), (whole, {})):
+        for some, of in ((its.matches, its.backward), (whole, {})):
             spread = {} if placement is None else located(regions, some, placement)
             made += tasks_of(graph, some, of, gradients, spread)
         return made
@@ -140,11 +140,11 @@ def _whole(
     matches = of_one_form(found, config, target_of(config))
     matches = parted(regions, matches, config, placement)
     clock("forms")
-    backward, why, problems = search_gradients(graph, matches)
+    its = search_gradients(regions, matches)
     clock("gradients")
-    spread = {} if placement is None else located(regions, matches, placement)
+    spread = {} if placement is None else located(regions, its.matches, placement)
     clock("placement")
-    plan = planned(regions, matches, config, backward, why, folded, spread)
+    plan = planned(regions, its.matches, config, its.backward, its.why, folded, spread)
     clock("choose")
     program, origins = replace(regions, plan.splices)
     graph.release()
@@ -156,7 +156,7 @@ def _whole(
         program,
         tuple(plan.sites),
         found.misses,
-        (*found.failures, *problems),
+        (*found.failures, *its.failures),
         clock.seconds,
         plan.key,
     )

@@ -7,7 +7,8 @@ normal form must be that of `jax.vjp` of the op's reference.
 
 Data flows from `cotangents`, which says what may be the cotangent and what is
 computed from it, by way of `reference` and `proof` to `search`, which asks
-`known` first whether the same equations were proved before.
+`known` first whether the same equations were proved before. A match whose result
+has no cotangent in the program may be one of a value further down: see `relaid`.
 """
 
 from __future__ import annotations

@@ -13,9 +13,11 @@ from rewriter.gradients.cotangents import cotangents, is_float
 from rewriter.gradients.known import Known, found_again, known
 from rewriter.gradients.proof import proved_gradients
 from rewriter.gradients.reference import traced_gradients
+from rewriter.gradients.relaid import Relaid
 from rewriter.graph import Graph
 from rewriter.match import Match
 from rewriter.normal_form import OverBudget
+from rewriter.region import Regions
 from rewriter.verdict import Reason
 
 log = logging.getLogger("rewriter.gradients")
@@ -45,29 +47,63 @@ class Memory:
     unproved: dict[int, str] = field(default_factory=dict)
 
 
-def search_gradients(
-    graph: Graph, matches: Sequence[Match]
-) -> tuple[dict[int, Backward], dict[int, str], list[Reason]]:
-    """By the id of a match, its gradients; why there are none; and what went wrong."""
+@dataclass(frozen=True)
+class Gradients:
+    """The outcome of a search.
+
+    Attributes:
+        matches: The matches; those of which only the result in another layout has
+            gradients are taken down to that.
+        backward: By the id of a match, its gradients.
+        why: By the id of a match, why it has none.
+        failures: What went wrong.
+    """
+
+    matches: tuple[Match, ...]
+    backward: Mapping[int, Backward]
+    why: Mapping[int, str]
+    failures: tuple[Reason, ...]
+
+
+def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
+    """The gradients that a program computes of matches."""
+    graph = regions.graph
     memory = Memory(returned(graph))
+    relaid = Relaid(regions, memory.returned)
     found: dict[int, Backward] = {}
     failures: list[Reason] = []
+    taken: list[Match] = []
     for match in reversed(matches):  # the last one lacks no gradient of its input
         try:
-            backward = find_backward(graph, match, memory)
+            match, backward = _at_its_cotangent(graph, match, memory, relaid)
         except Exception as error:
             log.debug("gradients of %s failed", match.op.name, exc_info=error)
             text = f"{match.op.name}: {type(error).__name__}: {error}"
             failures.append(Reason("internal", text, match.where))
-            continue
+            backward = None
+        taken.append(match)
         if backward is not None:
             found[id(match)] = backward
+    matches = tuple(reversed(taken))
     why = {
         id(m): memory.unproved[id(m.reading)]
         for m in matches
         if id(m) not in found and id(m.reading) in memory.unproved
     }
-    return _each_once(found, matches), why, failures
+    return Gradients(matches, _each_once(found, matches), why, tuple(failures))
+
+
+def _at_its_cotangent(
+    graph: Graph, match: Match, memory: Memory, relaid: Relaid
+) -> tuple[Match, Backward | None]:
+    """A match with its gradients; taken down to where its result has a cotangent."""
+    backward = find_backward(graph, match, memory)
+    if backward is None:
+        for lower in relaid.below(match):
+            backward = find_backward(graph, lower, memory)
+            if backward is not None:
+                return lower, backward
+    return match, backward
 
 
 def _each_once(

@@ -1,0 +1,86 @@
+"""Programs in an order or layout that a library's rewriting leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rewriter
+from tests.rewriter.test_gradients import FORCED, equal, normal
+
+B, T, N, H, E, LAYERS = 2, 6, 3, 4, 5, 2
+
+
+def sites(fn: Callable, *args) -> list:
+    """The sites of a function; swapped for their references, its numbers stay."""
+    report = rewriter.explain(fn)(*args)
+    assert not report.failures
+    fast = rewriter.optimize(fn, implementation=FORCED, strict=True)
+    equal(jax.jit(fast)(*args), jax.jit(fn)(*args))
+    return report.sites
+
+
+# --------------------------------------------- results without a cotangent
+def weights_of(q, k):
+    return jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) * 0.5, -1)
+
+
+def transposed(o):
+    return o.transpose(0, 2, 1, 3)
+
+
+def backward(p, q, k, v, ct, scale=1.0):
+    """Gradients of attention; the cotangent stays in the layout of the arguments."""
+    dv = jnp.einsum("bnts,btne->bsne", p, ct) * scale
+    dp = jnp.einsum("btne,bsne->bnts", ct, v) * scale
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * 0.5
+    return jnp.einsum("bnts,bsnh->btnh", ds, k), jnp.einsum("bnts,btnh->bsnh", ds, q), dv
+
+
+def layers(layer: Callable) -> Callable:
+    """Several calls of a layer, each with arguments of its own."""
+    return lambda *args: [layer(*(a[i] for a in args)) for i in range(LAYERS)]
+
+
+def only_transposed(q, k, v, ct):
+    p = weights_of(q, k)
+    out = transposed(jnp.einsum("bnts,bsne->bnte", p, v))
+    return out, backward(p, q, k, v, ct)
+
+
+def scaled_too(q, k, v, ct):
+    p = weights_of(q, k)
+    out = transposed(jnp.einsum("bnts,bsne->bnte", p, v) * -2.0)
+    return out, backward(p, q, k, v, ct, -2.0)
+
+
+def axes_joined(q, k, v, ct):
+    p = weights_of(q, k)
+    out = jnp.einsum("bnts,bsne->bnte", p, v)
+    out = out.reshape(B * N, T, E).reshape(B, N, T, E)
+    return transposed(out), backward(p, q, k, v, ct)
+
+
+def read_beside(q, k, v, ct):
+    p = weights_of(q, k)
+    out = jnp.einsum("bnts,bsne->bnte", p, v)
+    return transposed(out), out + 1, backward(p, q, k, v, ct)
+
+
+ARGS = tuple(
+    normal(LAYERS, B, T, N, size, seed=i) for i, size in enumerate((H, H, E, E))
+)
+
+
+@pytest.mark.parametrize("layer", [only_transposed, scaled_too, axes_joined])
+def test_the_cotangent_is_of_the_result_in_another_layout(layer: Callable) -> None:
+    found = sites(layers(layer), *ARGS)
+    assert [(s.op, s.backward, s.repeats) for s in found] == [("attention", True, 1)] * 2
+
+
+def test_a_result_that_is_read_twice_has_another_cotangent() -> None:
+    found = sites(layers(read_beside), *ARGS)
+    assert [(s.op, s.backward) for s in found] == [("attention", False)] * 2
