@@ -57,7 +57,11 @@ LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | POWERS | frozenset({
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings of the products below an activation."""
+    """The reading of a product below an activation, if one is a gated linear unit.
+
+    A unit that is multiplied by more comes after one that is not: so are the products
+    of a unit's gradients, by the cotangent.
+    """
     g = find.graph
     if not jnp.issubdtype(g.dtype(anchor.ins[-1]), jnp.floating):
         return
@@ -65,11 +69,12 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     dots = [n for i in operands for n in _linear(find, i)]
     if not dots or len(dots) > 3:
         return
-    miss: Refused | None = None
     sources = set().union(*(_inputs(find, n) for n in dots))
     below = products(find, anchor)
     if any(find.done(NAME, product.outs[0]) for product in below):
         return
+    miss: Refused | None = None
+    multiplied: Reading | None = None
     for product in below:
         if not any(
             _inputs(find, n) & sources for i in product.ins for n in _linear(find, i)
@@ -77,20 +82,37 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             continue
         if find.barren(NAME, anchor):
             return
-        for act_side in (0, 1):
-            act, up = product.ins[act_side], product.ins[1 - act_side]
-            if not (act == anchor.outs[0] or find.regions.depends(act, anchor.outs[0])):
-                continue
-            try:
-                yield read(find, anchor, product, act, up, dots)
-                return
-            except Refused as refusal:
-                if miss is None or refusal.score > miss.score:
-                    miss = refusal.with_traceback(None)
-            except OverBudget as error:
-                miss = miss or Refused("budget", str(error), score=0.2)
-    if miss is not None:
+        found = _of_product(find, anchor, product, dots)
+        if isinstance(found, Refused):
+            miss = found if miss is None or found.score > miss.score else miss
+        elif found is not None and found.times is None:
+            yield found
+            return
+        else:
+            multiplied = multiplied or found
+    if multiplied is not None:
+        yield multiplied
+    elif miss is not None:
         find.missed(NAME, anchor, miss)
+
+
+def _of_product(
+    find: Finder, anchor: Node, product: Node, dots: list[Node]
+) -> Reading | Refused | None:
+    """The reading of one product, or what stands in its way the least."""
+    miss: Refused | None = None
+    for act_side in (0, 1):
+        act, up = product.ins[act_side], product.ins[1 - act_side]
+        if not (act == anchor.outs[0] or find.regions.depends(act, anchor.outs[0])):
+            continue
+        try:
+            return read(find, anchor, product, act, up, dots)
+        except Refused as refusal:
+            if miss is None or refusal.score > miss.score:
+                miss = refusal.with_traceback(None)
+        except OverBudget as error:
+            miss = miss or Refused("budget", str(error), score=0.2)
+    return miss
 
 
 def _linear(find: Finder, value: int) -> list[Node]:

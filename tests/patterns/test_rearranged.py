@@ -84,3 +84,30 @@ def test_the_cotangent_is_of_the_result_in_another_layout(layer: Callable) -> No
 def test_a_result_that_is_read_twice_has_another_cotangent() -> None:
     found = sites(layers(read_beside), *ARGS)
     assert [(s.op, s.backward) for s in found] == [("attention", False)] * 2
+
+
+# ------------------------------------------------- gradients before results
+def test_a_unit_comes_before_products_of_its_gradients() -> None:
+    def step(x, w_gate, w_up, ct):
+        g, u = x @ w_gate, x @ w_up
+        s = jax.nn.sigmoid(g)
+        dg = ct * u * s + g * (ct * u) * (s * (1 - s))
+        du = g * s * ct
+        dx = du @ w_up.T + dg @ w_gate.T
+        return g * s * u, dx, x.T @ dg, x.T @ du
+
+    shapes = ((7, 4), (4, 6), (4, 6), (7, 6))
+    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    (site,) = sites(step, *args)
+    assert site.backward
+    assert site.params["activation"] == "silu"
+
+
+def test_a_unit_that_is_multiplied_is_still_one() -> None:
+    def fn(x, w_gate, w_up, keep):
+        g, u = x @ w_gate, x @ w_up
+        return jax.nn.silu(g) * (u * keep)
+
+    shapes = ((7, 4), (4, 6), (4, 6), (7, 6))
+    (site,) = sites(fn, *(normal(*shape, seed=i) for i, shape in enumerate(shapes)))
+    assert site.params["activation"] == "silu"
