@@ -40,10 +40,9 @@ from rewriter.normal_form import (
     TooMuchWork,
 )
 
-SAME_NUMBER = TRANSPARENT | {
-    "broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "expand_dims",
-    "stop_gradient",
-}  # fmt: skip
+SAME_NUMBER = (
+    TRANSPARENT | LAYOUT_PRIMITIVES | {"convert_element_type", "stop_gradient"}
+)
 """Primitives that keep a number which stands at every position."""
 
 

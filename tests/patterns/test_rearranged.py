@@ -111,3 +111,16 @@ def test_a_unit_that_is_multiplied_is_still_one() -> None:
     shapes = ((7, 4), (4, 6), (4, 6), (7, 6))
     (site,) = sites(fn, *(normal(*shape, seed=i) for i, shape in enumerate(shapes)))
     assert site.params["activation"] == "silu"
+
+
+# ------------------------------------------------------------ ones laid out
+@pytest.mark.parametrize("moved", [lambda x: x[::-1], jnp.transpose, lambda x: x[2:]])
+def test_weights_summed_by_a_product_with_ones(moved: Callable) -> None:
+    def fn(q, k, v):
+        e = jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k))
+        ones = moved(jnp.ones((T + 2, T)))[:T, :T]
+        total = jnp.einsum("bnts,su->btnu", e, ones)[..., :1]
+        return transposed(jnp.einsum("bnts,bsne->bnte", e, v)) / total
+
+    (site,) = sites(fn, *(a[0] for a in ARGS[:3]))
+    assert site.op == "attention"
