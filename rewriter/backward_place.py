@@ -45,7 +45,9 @@ def residuals_place(
         first, where, at = min(found, key=lambda f: f[0])  # type: ignore
         if (*path, position) < first:
             return (scope, position), position
-        if where is scope and _known_at(scope, at, leaves):
+        while where is not scope and where.kind == "call":
+            where, at = where.parent, where.call - 1  # in front of the call
+        if where is scope and at >= 0 and _known_at(scope, at, leaves):
             return (scope, position), at
     for scope, position in places:
         bodies = route(backward, graph, scope)
