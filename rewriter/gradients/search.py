@@ -37,6 +37,7 @@ class Memory:
         reference: By the id of a reading, its reference's gradients, traced.
         proved: By the id of a reading, gradients that were found, the most first.
         failed: How many regions of a reading had none.
+        alone: And how many had none in another layout of the result either.
         unproved: Why gradients of a reading could not be told from others.
     """
 
@@ -44,6 +45,7 @@ class Memory:
     reference: dict[int, Graph] = field(default_factory=dict)
     proved: dict[int, list[Known]] = field(default_factory=dict)
     failed: collections.Counter[int] = field(default_factory=collections.Counter)
+    alone: collections.Counter[int] = field(default_factory=collections.Counter)
     unproved: dict[int, str] = field(default_factory=dict)
 
 
@@ -98,12 +100,15 @@ def _at_its_cotangent(
 ) -> tuple[Match, Backward | None]:
     """A match with its gradients; taken down to where its result has a cotangent."""
     backward = find_backward(graph, match, memory)
-    if backward is None:
-        for lower in relaid.below(match):
-            backward = find_backward(graph, lower, memory)
-            if backward is not None:
-                return lower, backward
-    return match, backward
+    key = id(match.reading)
+    if backward is not None or memory.alone[key] >= ATTEMPTS:
+        return match, backward
+    for lower in relaid.below(match):
+        backward = find_backward(graph, lower, memory)
+        if backward is not None:
+            return lower, backward
+    memory.alone[key] += 1
+    return match, None
 
 
 def _each_once(
