@@ -233,7 +233,7 @@ class Finder:
         self,
         ev: RegionEvaluator,
         scores: frozenset[int],
-        products: Sequence[Node],
+        products: Sequence[tuple[Node, int]],
         value: int,
         keep: int,
         factor: tuple[frozenset[int], float],

@@ -28,6 +28,8 @@ ABSORBS = 5e8  # an addend that swallows scores below LARGE in float32
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
 
+_SAME_SIZE = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
+
 Abstract = Any  # ("c", number or bool) or one of the names above
 
 
@@ -35,7 +37,7 @@ def empty_row(
     ev: Evaluator,
     keep: int,
     scores: frozenset[int],
-    products: Sequence[Node],
+    products: Sequence[tuple[Node, int]],
     value: int,
     factor: tuple[frozenset[int], float] = (frozenset(), 1.0),
 ) -> str:
@@ -45,7 +47,8 @@ def empty_row(
         ev: The evaluator that made the region's form.
         keep: Which keys are kept, as a boolean function.
         scores: Results of the contractions of queries with keys.
-        products: The contractions of the weights with the values.
+        products: The contractions of the weights with the values, and which operand
+            the weights are.
         value: The region's result.
         factor: What the weights are multiplied by, as by dropout: arrays that are
             taken to be one, and a number.
@@ -127,7 +130,8 @@ class _Row:
 
     def __init__(self, ev, truth, scores, products, ones):
         self.ev, self.g, self.truth, self.ones = ev, ev.g, truth, ones
-        self.scores, self.products = scores, products
+        self.scores = scores
+        self.products = {node.outs[0]: side for node, side in products}
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
         self.blocks: list[tuple[int, float]] = []
@@ -177,8 +181,8 @@ class _Row:
             return UNKNOWN if whole is None else self(whole)
         if node.prim == "scan":
             return self._scan(node, value)
-        if node in self.products:
-            return self._product(node)
+        if value in self.products:
+            return self._product(node, self.products[value])
         with np.errstate(all="ignore"):
             return self._step(node, value)
 
@@ -208,16 +212,38 @@ class _Row:
                 return bool(table >> row & 1)
         return None
 
-    def _product(self, node: Node) -> Abstract:
-        weights = [self(i) for i in node.ins]
-        known = [w for w in weights if isinstance(w, tuple)]
-        if len(known) != 1:
+    def _product(self, node: Node, side: int) -> Abstract:
+        weight = self(node.ins[side])
+        if not isinstance(weight, tuple):
             return UNKNOWN
         (lc, _), _ = node.params["dimension_numbers"]
         n = math.prod(self.g.shape(node.ins[0])[int(d)] for d in lc)
         x = 1 + len(self.blocks) * GOLDEN % 1
         self.blocks.append((n, x))
-        return ("c", float(known[0][1]) * n * x)
+        return ("c", float(weight[1]) * self._scale(node.ins[1 - side]) * n * x)
+
+    def _scale(self, value: int) -> float:
+        """The number that the region multiplies a value by, seen through layout."""
+        scale, node = 1.0, self.g.node_of(value)
+        while node is not None and value not in self.ev.leaf_values:
+            numbers = [self.ev.number(i) for i in node.ins]
+            if node.prim in ("mul", "div") and numbers[1] is not None:
+                scale *= numbers[1] if node.prim == "mul" else 1 / numbers[1]
+                value = node.ins[0]
+            elif node.prim == "mul" and numbers[0] is not None:
+                scale, value = scale * numbers[0], node.ins[1]
+            elif node.prim in ("add", "sub") and numbers[1] == 0:
+                value = node.ins[0]
+            elif node.prim == "add" and numbers[0] == 0:
+                value = node.ins[1]
+            elif node.prim == "neg":
+                scale, value = -scale, node.ins[0]
+            elif len(node.ins) == 1 and node.prim in _SAME_SIZE:
+                value = node.ins[0]
+            else:
+                break
+            node = self.g.node_of(value)
+        return scale
 
     def _scan(self, node: Node, value: int) -> Abstract:
         """A loop over blocks of keys, step by step; the row is masked in each."""

@@ -26,7 +26,7 @@ class Rows:
             else self.find.empty_rows(
                 self.ev,
                 self.scores,
-                [n for n, _ in self.products],
+                self.products,
                 self.value,
                 kept,
                 self._dropped(),

@@ -130,3 +130,20 @@ def test_weights_summed_by_a_product_with_ones(moved: Callable) -> None:
 
     (site,) = sites(fn, *(a[0] for a in ARGS[:3]))
     assert site.op == "attention"
+
+
+# ------------------------------------------------------- numbers apart
+MASK = jnp.tril(jnp.ones((T, T), bool)) & (jnp.arange(T) > 1)
+"""The first two queries see no key."""
+
+
+@pytest.mark.parametrize("value_read_too", [False, True])
+def test_values_that_are_scaled_apart_from_the_weights(value_read_too: bool) -> None:
+    def fn(q, k, v):
+        s = jnp.einsum("btnh,bsnh->bnts", q, k)
+        p = jax.nn.softmax(jnp.where(MASK, s, -1e9), -1)
+        v = v * 0.25
+        return jnp.einsum("bnts,bsne->btne", p * 4, v), v if value_read_too else ()
+
+    (site,) = sites(fn, *(a[0] for a in ARGS[:3]))
+    assert site.params["empty_rows"] == "mean"
