@@ -35,7 +35,6 @@ def _elementwise(name: str, f: Callable[..., Poly]) -> None:
 _elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
 _elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
-_elementwise("mul", lambda ev, a, b: _gentle(ev, _product(ev.alg, a, b), 0))  # a b
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
 _elementwise("log", lambda ev, a: ev.alg.log(a))
@@ -58,6 +57,17 @@ _elementwise(  # 1 - a^2
     "one_minus_square",
     lambda ev, a: ev.alg.add(ev.alg.const(1), ev.alg.power(a, 2), -1.0),
 )
+
+
+@rule("mul")
+def _mul(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    """A b; of a value with itself, where it is an absolute one, the square."""
+    if node.ins[0] == node.ins[1]:
+        made = ev._expandable(node.ins[0], mode)
+        if made is not None and made.prim == "abs":
+            return _whole_power(ev, made.ins[0], args, mode, 2)
+    a, b = ev.operands(node, args, mode)
+    return _gentle(ev, _product(ev.alg, a, b), 0)
 
 
 @rule("add")

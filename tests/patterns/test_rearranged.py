@@ -147,3 +147,12 @@ def test_values_that_are_scaled_apart_from_the_weights(value_read_too: bool) -> 
 
     (site,) = sites(fn, *(a[0] for a in ARGS[:3]))
     assert site.params["empty_rows"] == "mean"
+
+
+def test_an_absolute_value_times_itself() -> None:
+    def fn(x):
+        size = jnp.abs(x)
+        return x * jax.lax.rsqrt(jnp.mean(size * size, -1, keepdims=True) + 1e-6)
+
+    (site,) = sites(fn, normal(3, 8))
+    assert site.op == "rms_norm"
