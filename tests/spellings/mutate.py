@@ -18,6 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
+from rewriter import _jax
+
 Values = list[jax.Array]
 Rule = Callable[[JaxprEqn, Values, np.random.Generator], Values]
 
@@ -140,8 +142,11 @@ def bind(eqn: JaxprEqn, values: Values, inlined: bool = False) -> Values:
 
 
 def as_function(closed: ClosedJaxpr) -> Callable:
-    """The program as a function of its inputs."""
-    run = jaxpr_as_fun(closed)
+    """The program as a function of its inputs, without what nobody reads.
+
+    Equations that are written otherwise stay behind unread, and would be found there.
+    """
+    run = jaxpr_as_fun(_jax.pruned(closed))
 
     def mutated(*args):
         return run(*args)
