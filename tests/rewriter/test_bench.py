@@ -564,7 +564,7 @@ def test_command_for_a_function(capsys, tmp_path):
     [
         (["--op", "atention"], "Did you mean 'attention'"),
         (["--op", "rms_norm", "--shapes", "huge"], "others, simulated, small, targets"),
-        (["--op", "rms_norm", "--implementations", "cudnn"], "Known: hopper, memory_bounded"),
+        (["--op", "rms_norm", "--implementations", "cudnn"], "Known: hopper, memory"),
         (["--op", "rms_norm", "--mode", "fast"], "Choose forward, vjp"),
         ([*BLOCK, "--op", "rms_norm"], "--op with tests.rewriter.programs:block"),
         (["--patterns=-rms_norm"], "--patterns without a function"),
