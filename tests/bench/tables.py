@@ -24,7 +24,7 @@ from rewriter.key import Key
 from rewriter.registry import registry
 from rewriter.report import size
 from rewriter.sources import shipped
-from tests.bench import record
+from tests.bench import hopper_table, record
 from tests.bench import tpu_ragged_bundles as ragged
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -290,6 +290,20 @@ def tpu_ragged() -> str:
     )
 
 
+def hopper() -> str:
+    """Our kernels for Hopper GPUs beside XLA and cuDNN."""
+    head, rows = hopper_table.table()
+    data = json.loads(record.named("hopper_norms_h200").read_text())
+    benches = ("attention", "decode", "norms", "glu")
+    commands = ", ".join(f"`python3 -m tests.bench.hopper_{x}`" for x in benches)
+    return (
+        f"{_table(head, rows)}\n\nMicroseconds on the device by CUPTI, medians of 20 "
+        "runs in turns on three sets of inputs; bfloat16; both is the result and its "
+        f"gradients. Reproduce with {commands} ({data['device']}, jax {data['jax']}, "
+        f"{data['date']})."
+    )
+
+
 def versions() -> str:
     """One row per supported pair of Python and JAX."""
     pairs = json.loads(record.named("versions").read_text())["tested"]
@@ -319,6 +333,7 @@ TABLES = {
     "decoder": decoder,
     "public_decoder": public_decoder,
     "training": training,
+    "hopper": hopper,
     "tpu_attention": tpu_attention,
     "tpu_ragged": tpu_ragged,
     "versions": versions,
