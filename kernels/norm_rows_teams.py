@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY
 from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.kernel import Spec
 
 LANES = 128
 """Lanes of a warpgroup."""
@@ -41,6 +44,17 @@ MORE_REGISTERS = 48
 
 MORE = 1 << 10
 """Bytes of shared memory for barriers."""
+
+MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
+"""Columns, and bytes of all rows at least, that were measured on an H200
+(``tests/bench/results/hopper_norms_h200.json``, ``decoder_norms_h200.json``)."""
+
+
+def measured(spec: Spec) -> bool:
+    """Returns whether a use is among the sizes that were measured, not only taken."""
+    shape = spec.shape("x")
+    size = math.prod(shape) * jnp.dtype(spec.dtype("x")).itemsize
+    return shape[-1] in MEASURED_COLUMNS and size >= MEASURED_BYTES
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from rewriter.estimate import item, seconds
 from rewriter.kernel import Spec
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.cost import cost
-from rewriter.kernels.attention.cudnn import untried
+from rewriter.kernels.attention.cudnn import SMALL, untried
 
 PASSES, MASKED = 4.5, 2.0
 """How often XLA reads or writes the scores, in the operands' type; how often more
@@ -55,6 +55,9 @@ time: XLA reads them at `READ` of the bandwidth, our kernel for that at `STREAME
 (``tests/bench/results/hopper_decode_h200.json``, 32 MiB to 1 GiB of keys)."""
 
 READ, STREAMED = 0.26, 0.95
+
+LEAST = 16 << 20
+"""Bytes of keys and values below which decoding was not measured."""
 
 FULL_WIDTH = 128
 """Narrower heads have smaller shares in cuDNN, as the root of their width."""
@@ -95,8 +98,10 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         own = estimate(spec, device, "forward")["hopper"] + loop * (1 - 1 / BOTH)
     if untried(spec):
         cudnn = math.inf
+    if 4 * scores < SMALL:  # as for cuDNN, of which that was measured
+        own = math.inf
     few = math.inf
-    if passes == "forward" and device.platform == "cuda":
+    if passes == "forward" and device.platform == "cuda" and moved >= LEAST:
         few = seconds(device, 0.0, moved, memory=STREAMED, launches=2)
         if t * n // max(spec.shape("k")[2], 1) <= FEW:
             xla = max(xla, seconds(device, 0.0, moved, memory=READ))

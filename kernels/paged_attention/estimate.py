@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from rewriter.device import Device
 from rewriter.estimate import seconds
 from rewriter.kernel import Spec
-from rewriter.kernels.attention.estimate import READ, STREAMED
+from rewriter.kernels.attention.estimate import LEAST, READ, STREAMED
 from rewriter.kernels.paged_attention.cost import copied
 
 PAGED = 0.95
@@ -26,7 +26,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     pages = copied(dict(spec.shapes), dict(spec.dtypes), dict(spec.params))
     gathered = seconds(device, 0.0, 2 * pages, memory=STREAMED)
     ours = seconds(device, 0.0, pages, memory=STREAMED * PAGED, launches=2)
+    tried = passes == "forward" and pages >= LEAST
     return {
         "xla": gathered + seconds(device, 0.0, pages, memory=READ),
-        "hopper_decode": ours if passes == "forward" else math.inf,
+        "hopper_decode": ours if tried else math.inf,
     }

@@ -106,7 +106,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("norm", [rms, layer])
 def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
     given = (
-        jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16),
         jax.ShapeDtypeStruct((1024,), jnp.float32),
     )
     both = jax.grad(loss(norm), (0, 1))
@@ -114,6 +114,10 @@ def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
     assert (site.kernel, site.origin, site.backward) == ("hopper", "estimated", True)
     (site,) = rewriter.explain(norm, target="h200", tune="off")(*given).sites
     assert site.kernel == "xla"  # as fast
+    fewer = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), given[1]
+    (site,) = rewriter.explain(both, target="h200", tune="off")(*fewer).sites
+    assert site.kernel == "xla"
+    assert "no estimate" in dict(site.not_chosen)["hopper"]
     (site,) = rewriter.explain(both, target="a100", tune="off")(*given).sites
     assert "no Hopper GPU" in dict(site.not_chosen)["hopper"]
     forced = {op: ["hopper", "xla"] for op in OPS}

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 import rewriter
+from rewriter import device
+from rewriter.choose import choose
+from rewriter.config import Config
 from rewriter.kernel import Spec, worth_measuring
 from rewriter.kernels.attention.hopper_decode import Split
 from rewriter.kernels.paged_attention import KERNELS, hopper
@@ -53,6 +56,17 @@ def test_pages_that_it_takes(size: int) -> None:
         assert c.block_kv % size == 0 or size % c.block_kv == 0
     wrong = hopper.fits(Split(48), spec(size=64), H200)
     assert "48 keys and pages of 64 do not divide" in wrong.reasons[0].text
+
+
+@pytest.mark.parametrize(
+    ("target", "pages", "wins"),
+    [("h200", 64, True), ("h200", 1, False), ("a100", 64, False)],
+)
+def test_it_is_chosen_on_hopper_gpus(target: str, pages: int, wins: bool) -> None:
+    """From so many keys on that it was measured."""
+    given, on = spec(size=64, p=pages), device.named(target)
+    found = choose(given, Config(tune="off"), KERNELS, on, 0)
+    assert (found.kernel == "hopper_decode") == wins
 
 
 # ------------------------------------------------------------------------- numbers
