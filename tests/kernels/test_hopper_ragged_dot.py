@@ -20,6 +20,7 @@ from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, config, sched
 from rewriter.kernels.ragged_dot.hopper.config import Tiles
 from rewriter.kernels.ragged_dot.ranges import bounds
 from rewriter.registry import registry
+from tests import slow
 from tests.kernels import simulator
 from tests.kernels.test_ragged_dot import MODES, exact, exact_grads
 
@@ -80,7 +81,7 @@ def check_tiles(sizes: Any, m: int, rows: int, table: Any) -> None:
 of_rows = jax.jit(schedule.of_rows, static_argnums=(1, 2))
 
 
-@pytest.mark.parametrize("rows", [64, 128, 256])
+@pytest.mark.parametrize("rows", slow.first(1, [64, 128, 256]))
 @pytest.mark.parametrize("case", SIZES)
 def test_tiles_of_rows(case: str, rows: int) -> None:
     m, sizes = SIZES[case]
@@ -253,7 +254,9 @@ LOWERED = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "tiles", "dtype"), LOWERED)
+@pytest.mark.parametrize(
+    ("mode", "tiles", "dtype"), slow.first(3, LOWERED, several=True)
+)
 def test_lowers_on_a_cpu(mode: str, tiles: Tiles, dtype: str) -> None:
     given = operands(mode=mode, dtype=jnp.dtype(dtype))
     up = jax.eval_shape(lambda x: OP.reference(**x, mode=mode), given)
@@ -347,7 +350,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("case", "tiles"), PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "tiles"), slow.first(5, reversed(PAIRS), several=True), ids=str
+)
 def test_simulated(case: str, tiles: Tiles, mode: str) -> None:
     """The kernels' own code, a Python thread per warpgroup, few blocks: many turns."""
     m, k, n, sizes = SIMULATED[case]

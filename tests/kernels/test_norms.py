@@ -57,7 +57,7 @@ def test_every_transform_agrees_with_float64(case: str, transform: str) -> None:
 
 
 @pytest.mark.parametrize("transform", FEW)
-@pytest.mark.parametrize("case", sorted(set(CASES) - set(MAIN)))
+@pytest.mark.parametrize("case", slow.first(4, sorted(set(CASES) - set(MAIN))))
 def test_optional_operands_agree_with_float64(case: str, transform: str) -> None:
     transforms.check(transform, *_both(case, "float32"))
 

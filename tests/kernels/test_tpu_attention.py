@@ -303,7 +303,10 @@ def test_all_at_once(dtype: str, fused: bool) -> None:
         check("everything", dtype, fused)
 
 
-@pytest.mark.parametrize(("case", "cores"), [("odd", 2), ("gqa", 1), ("bias keys", 2)])
+@pytest.mark.parametrize(
+    ("case", "cores"),
+    slow.first(1, [("gqa", 1), ("odd", 2), ("bias keys", 2)], several=True),
+)
 def test_memory(case: str, cores: int, capfd: pytest.CaptureFixture[str]) -> None:
     with tpu.simulated(capfd, cores):
         check(case, fused=case != "odd")

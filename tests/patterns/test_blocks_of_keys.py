@@ -546,7 +546,9 @@ def equations(program: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("fn", [scanned, looped, unrolled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fn", slow.first(1, [scanned, looped, unrolled]), ids=lambda f: f.__name__
+)
 def test_differentiated_before(fn: Callable[..., Any]) -> None:
     """Where the gradients are in the program, it gives the same numbers."""
     new = rewriter.optimize(
