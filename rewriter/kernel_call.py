@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rewriter import _jax, errors, promotion
 from rewriter.kernel import Kernel
@@ -43,13 +44,26 @@ def accepted(
 ) -> tuple[Shaped, ...] | None:
     """Returns the residuals of a kernel on these operands; None if it refuses.
 
+    Those without elements are left out: they need no saving, and XLA's compiler
+    crashes where one enters a `jax.shard_map` (jaxlib before 0.12).
+
     Raises:
         KernelError: If the kernel gives another shape or dtype than the
             reference.
     """
-    if kernel is None:
-        return None
+    saved = None if kernel is None else _saved(use, kernel, operands)
+    return None if saved is None else tuple(s for s in saved if not _is_empty(s))
+
+
+def _saved(
+    use: Use, kernel: Kernel, operands: Sequence[Shaped]
+) -> tuple[Shaped, ...] | None:
+    """All the residuals of a kernel; None if it refuses."""
     return memoised(_accepted, operands)(use, kernel, tuple(operands), wide_numbers())
+
+
+def _is_empty(value: Shaped) -> bool:
+    return any(isinstance(d, int) and d == 0 for d in value[0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,7 +75,7 @@ def _accepted(
     try:
         if not kernel.supports(use.spec(operands)).ok:
             return None
-        call = functools.partial(call_forward, use, kernel, kernel.backward is not None)
+        call = functools.partial(_forward, use, kernel, kernel.backward is not None)
         with _jax.on_one_device():
             out, residuals = jax.eval_shape(call, *structs(operands))
     except Exception:
@@ -93,6 +107,14 @@ def call_forward(
     use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result of a kernel, and what it saves for its backward."""
+    out, saved = _forward(use, kernel, residuals, *operands)
+    return out, tuple(r for r in saved if not _is_empty(shaped(r)))
+
+
+def _forward(
+    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array
+) -> tuple[Any, tuple[Any, ...]]:
+    """The same with residuals that have no elements."""
     named = dict(zip(use.names, operands, strict=True))
     with promotion.as_usual():
         if not residuals:
@@ -121,8 +143,13 @@ def call_backward(
     """
     n = len(use.names)
     named = dict(zip(use.names, args[:n], strict=True))
-    out, saved = (args[n], args[n + 1 : -1]) if use.keeps_out else (None, args[n:-1])
+    out, given_back = (args[n], args[n + 1 :]) if use.keeps_out else (None, args[n:])
     assert kernel.backward is not None
+    kept = iter(given_back[:-1])
+    saved = [
+        jnp.zeros(*s) if _is_empty(s) else next(kept)
+        for s in _saved(use, kernel, [shaped(a) for a in args[:n]]) or ()
+    ]
     with promotion.as_usual():
         given = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],

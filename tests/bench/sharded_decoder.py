@@ -1,7 +1,7 @@
 """A training step of Hugging Face's Llama on several GPUs, as written and rewritten.
 
   python3 -m tests.bench.sharded_decoder [--small] [--repeats N] [--layers N]
-      [--json PATH]
+      [--mesh DATA,MODEL ...] [--implementation OP=NAME ...] [--json PATH]
 
 The model of `tests.bench.public_decoder` with AdamW, on every mesh of data × model
 axes that the devices here allow, and on one of them alone: rows of the batch are split
@@ -109,8 +109,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="to try it on CPUs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=decoder.LAYERS)
+    parser.add_argument("--mesh", nargs="+", metavar="DATA,MODEL")
+    parser.add_argument("--implementation", nargs="+", default=[], metavar="OP=NAME")
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
+    forced = dict(part.split("=") for part in given.implementation)
+    chosen = [tuple(map(int, part.split(","))) for part in given.mesh or ()]
     size = (given.layers, decoder.WIDTH, decoder.HEADS, decoder.HIDDEN, decoder.TOKENS)
     tokens = 4096
     if given.small:
@@ -120,7 +124,7 @@ def main() -> None:
     step = step_of(public_decoder.loss_of(model, False), optimizer)
     weights = public_decoder.weights_of(model)
     rows = []
-    for data, parts in meshes(jax.device_count()):
+    for data, parts in chosen or meshes(jax.device_count()):
         devices = jax.devices()[: data * parts]
         mesh = jax.make_mesh(
             (data, parts), ("data", "model"), (AxisType.Auto,) * 2, devices=devices
@@ -130,7 +134,7 @@ def main() -> None:
         ids = jax.device_put(ids, NamedSharding(mesh, P("data")))
         on = placed(weights, mesh)
         args = (on, placed(optimizer.init(on), mesh), ids)
-        fast = rewriter.optimize(step)
+        fast = rewriter.optimize(step, implementation=forced)
         row = {
             "data, model": (data, parts),
             "batch_and_tokens": list(ids.shape),
@@ -144,6 +148,9 @@ def main() -> None:
         command = f"python3 -m tests.bench.sharded_decoder --repeats {given.repeats}"
         command += f" --layers {given.layers}" * (given.layers != decoder.LAYERS)
         command += " --small" * given.small
+        for flag in ("mesh", "implementation"):
+            if parts := getattr(given, flag):
+                command += f" --{flag} " + " ".join(parts)
         versions = {"transformers": transformers.__version__, "flax": flax.__version__}
         record.write(given.json, command, **versions, results=rows)
 

@@ -44,7 +44,12 @@ OP = Op(
 
 
 def recording(
-    name: str = "recording", *, times: float = 1.0, extra: bool = False, **options: Any
+    name: str = "recording",
+    *,
+    times: float = 1.0,
+    extra: bool = False,
+    empty: bool = False,
+    **options: Any,
 ) -> tuple[Kernel, list[tuple[Any, ...]]]:
     """Returns a kernel with residuals and the list of calls made to it.
 
@@ -52,6 +57,7 @@ def recording(
         name: The kernel's name.
         times: The result is multiplied by this, to tell kernels apart.
         extra: Whether to save a second residual.
+        empty: Whether to save one without elements before all others.
         options: Further fields of the kernel.
     """
     calls: list[tuple[Any, ...]] = []
@@ -65,6 +71,8 @@ def recording(
         lse = jax.nn.logsumexp(s, -1)
         out = jnp.einsum("bts,bse->bte", jnp.exp(s - lse[..., None]), v) * times
         saved = (lse, lse[:, 0].sum(-1)) if extra else (lse,)
+        if empty:
+            saved = (jnp.zeros((0, 2), jnp.int8), *saved)
         return (out.astype(q.dtype), saved) if residuals else out.astype(q.dtype)
 
     def backward(
@@ -72,7 +80,9 @@ def recording(
         bias: Any = None, lengths: Any = None, scale: float = 1.0,
     ) -> dict[str, jax.Array]:  # fmt: skip
         calls.append(("backward", q.shape, k.shape, len(residuals)))
-        p = jnp.exp(_scores(q, k, bias, lengths, scale) - residuals[0][..., None])
+        assert not empty or residuals[0].shape == (0, 2), residuals[0]
+        lse = residuals[int(empty)]
+        p = jnp.exp(_scores(q, k, bias, lengths, scale) - lse[..., None])
         dp = jnp.einsum("bte,bse->bts", cotangent, v)
         ds = p * (dp - (cotangent * out).sum(-1, keepdims=True))
         grads = {
