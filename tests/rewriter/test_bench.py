@@ -500,7 +500,11 @@ def test_peers_that_are_not_installed_are_a_line():
     assert {n for n, _ in functions} | set(missing) == {"tokamax", "torch"}
     assert all("not installed" in m or "only" in m for m in missing.values())
     (norm,) = bench_ops.named_uses("rms_norm", "small")
-    assert bench_peers.candidates(norm, "cpu") == ([], {})
+    functions, missing = bench_peers.candidates(norm, "cpu")
+    assert {n for n, _ in functions} | set(missing) == {"tokamax", "torch"}
+    (ragged, *_) = bench_ops.named_uses("ragged_dot", "small")
+    functions, missing = bench_peers.candidates(ragged, "cpu")
+    assert {n for n, _ in functions} | set(missing) == {"tokamax"}
     masked = spec_of(
         registry().op("attention"),
         {n: jax.ShapeDtypeStruct((1, 8, 2, 4), "float32") for n in "qkv"},
