@@ -21,7 +21,10 @@ KINDS = (
 )  # fmt: skip
 _LINE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _WITH_OPERANDS = ("all-gather", "collective-permute")
-"""Kinds whose start gives what it reads, what it will have read, and contexts."""
+"""Kinds whose start gives what it reads, what it will have read, and contexts.
+
+Other kinds do so too where the operands are a tuple of their own.
+"""
 
 _SHAPE = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
@@ -41,11 +44,13 @@ def collectives_in(text: str) -> Collectives:
         >>> text = "%p = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start("
         >>> collectives_in(text)
         {'collective-permute': (1, 32)}
+        >>> collectives_in("%r = ((bf16[8]), bf16[8]) all-reduce-start(")
+        {'all-reduce': (1, 16)}
     """
     found: dict[str, list[int]] = defaultdict(list)
     for shapes, kind, start in _LINE.findall(text):
         arrays = _SHAPE.findall(shapes)
-        if start and kind in _WITH_OPERANDS:
+        if start and (kind in _WITH_OPERANDS or shapes.startswith("((")):
             arrays = [a for a in arrays if a[0] != "u32" or a[2]]  # without contexts
             arrays = arrays[len(arrays) // 2 :]
         found[kind].append(

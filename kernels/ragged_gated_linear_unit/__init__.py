@@ -6,6 +6,9 @@ from rewriter.kernel import Kernel, Space
 from rewriter.kernels.ragged_gated_linear_unit import hopper, tpu
 from rewriter.kernels.ragged_gated_linear_unit.cost import cost
 from rewriter.kernels.ragged_gated_linear_unit.estimate import estimate
+from rewriter.kernels.ragged_gated_linear_unit.hopper_estimate import (
+    estimate as hopper_estimate,
+)
 from rewriter.kernels.ragged_gated_linear_unit.reference import (
     distributions,
     general,
@@ -68,11 +71,11 @@ KERNELS = (
         version=1,
         supports=hopper.supports,
         runs_on=hopper.runs_on,
-        tried=False,
         forward=hopper.forward,
         backward=hopper.backward,
         memory_bounded=True,
         profitable=hopper.profitable,
+        estimate=hopper_estimate,
         saves_out=False,
         space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
         backward_space=PARTS_ON_HOPPER,
@@ -104,11 +107,11 @@ KERNELS = (
         version=1,
         supports=hopper.supports_parts,
         runs_on=hopper.runs_on,
-        tried=False,
         forward=hopper.forward_by_parts,
         backward=hopper.backward,
         memory_bounded=True,
         profitable=hopper.profitable,
+        estimate=hopper_estimate,
         saves_out=False,
         space=PARTS_ON_HOPPER,
         backward_space=PARTS_ON_HOPPER,

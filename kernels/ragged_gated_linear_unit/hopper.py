@@ -14,6 +14,7 @@ from rewriter.kernels.activations_hopper import ON_HOPPER
 from rewriter.kernels.gated_tiles import fits as fits
 from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.kernels.ragged_dot import hopper as ragged_dot
+from rewriter.kernels.ragged_dot.hopper import profitable as profitable
 from rewriter.kernels.ragged_dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged_gated_linear_unit import by_parts
 from rewriter.kernels.ragged_gated_linear_unit.by_parts import part_of
@@ -39,12 +40,6 @@ def supports(spec: Spec) -> Verdict:
         text = f"half of {columns} columns is no multiple of {STEP}"
         found.append(no("halves", text))
     return all_of(*found, gated_tiles.computes(spec.param("activation")))
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: not all of its tests came to an end on a GPU yet."""
-    del spec, platform
-    return no("untried", "not tested in full on a GPU: taken where it is asked for")
 
 
 def supports_parts(spec: Spec) -> Verdict:

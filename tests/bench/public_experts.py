@@ -24,7 +24,7 @@ from tunix.models.gemma4.model import Gemma4, ModelConfig
 from tests.bench import passes, record
 
 LAYERS, TOKENS = 6, 32768
-BATCHES = ((1, 4096),)
+BATCHES = ((1, 2048), (1, 4096))
 SMALL = {
     "num_layers": 2, "num_embed": 512, "embed_dim": 128, "hidden_dim": 256,
     "num_heads": 4, "head_dim": 32, "num_kv_heads": 2, "num_global_kv_heads": 2,

@@ -77,6 +77,11 @@ def public_decoder() -> str:
     return _passes(json.loads(record.named("public_decoder_h200").read_text()))
 
 
+def public_experts() -> str:
+    """One row per pass of a public library's decoder with experts."""
+    return _passes(json.loads(record.named("public_experts_h200").read_text()))
+
+
 def _passes(data: dict) -> str:
     by_hand = "by_hand" in data["results"][0]
     rows = []
@@ -95,7 +100,7 @@ def _passes(data: dict) -> str:
     )  # fmt: skip
     versions = ", ".join(
         f"{name} {data[name]}"
-        for name in ("jax", "flax", "transformers")
+        for name in ("jax", "flax", "transformers", "tunix")
         if name in data
     )
     note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
@@ -201,6 +206,25 @@ def sharded() -> str:
         "--xla_force_host_platform_device_count=8 python3 -m "
         f"tests.rewriter.sharded_programs` (jax {data['jax']})."
     )
+
+
+def sharded_decoder() -> str:
+    """One row per mesh of GPUs that a public library's training step ran on."""
+    path = "sharded_decoder_h200.json"
+    data = json.loads((record.RESULTS / path).read_text())
+    rows = []
+    for row in data["results"]:
+        old, new = row["written"], row["rewritten"]
+        parts, b = row["data, model"], row["batch_and_tokens"][0]
+        rows.append((
+            f"{parts[0]} data × {parts[1]} model", b, _or_failed(old), _or_failed(new),
+            f"{old['ms'] / new['ms']:.1f}×", *(size(x["bytes"]) for x in (old, new)),
+            *(_moved(x["collectives"]) for x in (old, new)),
+        ))  # fmt: skip
+    head = ("mesh", "rows of 4096", "original", "rewritten", "gain",
+            "memory per GPU", "after", "moved", "after")  # fmt: skip
+    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
+    return f"{_table(head, rows)}\n\nReproduce with {note}."
 
 
 def _split_over(specs: dict) -> str:
@@ -326,12 +350,14 @@ def _table(head: tuple, rows: list) -> str:
 
 TABLES = {
     "sharded": sharded,
+    "sharded_decoder": sharded_decoder,
     "explain": explained,
     "supported": supported,
     "tuned": tuned,
     "measured": measured,
     "decoder": decoder,
     "public_decoder": public_decoder,
+    "public_experts": public_experts,
     "training": training,
     "hopper": hopper,
     "tpu_attention": tpu_attention,

@@ -28,6 +28,7 @@ from rewriter import autotune, device
 from rewriter.bench_ops import named_uses
 from rewriter.candidate import Candidate, compile_one
 from rewriter.decision import decide
+from rewriter.implementation import XLA
 from rewriter.inputs import inputs
 from rewriter.key import BOTH, FORWARD, Key
 from rewriter.measurement import Measurement
@@ -209,8 +210,16 @@ def worth_shipping(measurements: Sequence[Measurement]) -> tuple[Measurement, ..
     return tuple(kept.values())
 
 
+def _xla(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    return tuple(m for m in measurements if m.implementation.name == XLA)
+
+
 def ship(given: argparse.Namespace) -> None:
-    """Puts a tuned file into the package: by op, without what could not run."""
+    """Puts a tuned file into the package: by op, without what could not run.
+
+    What is in the package of other uses stays, and XLA's time of a use that has none
+    now, as where there was too little memory for it this time.
+    """
     tuned = Tuned.load(given.tuned)
     for op in sorted({key.op for key, _ in tuned.entries}):
         entries = tuple(
@@ -221,7 +230,11 @@ def ship(given: argparse.Namespace) -> None:
         slug = entries[0][0].device.lower().replace(" ", "_")
         path = pathlib.Path(f"kernels/{op}/tuned/{slug}.json")
         path.parent.mkdir(exist_ok=True)
-        Tuned(entries).save(path)
+        old = dict(Tuned.load(path).entries) if path.exists() else {}
+        new = {key: ms if _xla(ms) else ms + _xla(old.get(key, ()))
+               for key, ms in entries}  # fmt: skip
+        new |= {key: ms for key, ms in old.items() if key not in new}
+        Tuned(tuple(new.items())).save(path)
         print(path, len(entries))
 
 

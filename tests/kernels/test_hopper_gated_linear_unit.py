@@ -165,10 +165,15 @@ def of_experts(x: Any, w: Any, w_up: Any, group_sizes: Any) -> Any:
     return jax.nn.silu(gate) * up
 
 
-def test_experts_are_taken_whole_where_asked_for() -> None:
+def test_experts_are_taken_whole_on_hopper_gpus() -> None:
     given = operands(8192, 2048, 2048, 64).values()
-    report = rewriter.explain(of_experts, target="h200", tune="off")(*given)
-    assert {s.op for s in report.sites} == {"ragged_dot"}
+    for target, ops in (("h200", [EXPERTS]), ("a100", ["ragged_dot"] * 2)):
+        report = rewriter.explain(of_experts, target=target, tune="off")(*given)
+        assert [s.op for s in report.sites] == ops
+    assert report.counts()["ragged_dot"] == 2
+    differentiated = jax.grad(lambda *x: of_experts(*x).sum())
+    report = rewriter.explain(differentiated, target="h200", tune="off")(*given)
+    assert {s.op for s in report.sites} == {"ragged_dot"}  # branches are needed
     for kernel, ops in (("hopper", [EXPERTS]), ("by_parts_hopper", ["ragged_dot"] * 2)):
         forced = {EXPERTS: kernel}
         explained = rewriter.explain(of_experts, target="h200", implementation=forced)

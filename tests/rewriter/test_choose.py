@@ -191,10 +191,7 @@ def test_near_shapes_choose_where_there_are_no_equal_ones() -> None:
 
 
 def test_a_kernel_that_cannot_be_traced_here_is_passed_over() -> None:
-    """cuDNN won, but this machine has none: what is left decides.
-
-    Among what was measured that is XLA, but for Hopper's kernel there is an estimate.
-    """
+    """cuDNN won, but this machine has none: what is left decides."""
     x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
     op = registry().op("attention")
     spec = spec_of(op, {"q": x, "k": x, "v": x}, {"scale": 0.1, "window": (None, 0)})
@@ -202,9 +199,9 @@ def test_a_kernel_that_cannot_be_traced_here_is_passed_over() -> None:
         assert chosen(spec).kernel == "cudnn"
         return
     choice = chosen(spec)
-    assert (choice.kernel, choice.origin) == ("hopper", "estimated")
+    assert (choice.kernel, choice.origin) == ("hopper", "shipped")
     assert "cuDNN" in dict(choice.not_chosen)["cudnn"]
-    assert "measured" in dict(choice.not_chosen)["xla"]
+    assert "times as long" in dict(choice.not_chosen)["xla"]
     kernels = [k for k in registry().kernels("attention") if k.name != "hopper"]
     choice = choose(spec, Config(), kernels, device.named("h200"), 0)
     assert (choice.kernel, choice.origin) == ("xla", "shipped")
@@ -364,14 +361,25 @@ def test_what_does_not_fit_is_estimated_to_be_endless() -> None:
 
 
 def test_estimates_agree_with_what_was_measured_on_an_h200() -> None:
-    """Of kernels within a factor of two and a half, over a range of a thousand."""
+    """Of kernels within a factor of two and a half, over a range of a thousand.
+
+    But for what was not tried, a loop over groups of two rows, and a bias's cotangent.
+    """
     on_it, ratios = device.named("h200"), []
     for op in SHAPES:
         kernels = {k.name: k for k in registry().kernels(op) if k.estimate is not None}
         for key, measured in shipped(op).entries:
             spec = Spec(op, key.shapes, key.dtypes, key.params)
+            few = op == "ragged_dot" and (
+                spec.shape("lhs")[0] < 8 * spec.shape("group_sizes")[0]
+            )
+            left = {"memory_bounded"} if few else set()
+            if op == "attention" and cudnn.untried(spec):
+                left |= {"cudnn"} | ({"hopper"} if key.passes != "forward" else set())
             for m in measured:
                 name = m.implementation.name
+                if name in left:
+                    continue
                 if name in kernels and m.median_us:
                     model = kernels[name].estimate(spec, on_it, key.passes)
                     ratios.append(1e6 * model[name] / m.median_us)
