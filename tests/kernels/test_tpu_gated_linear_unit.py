@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -43,12 +44,16 @@ def make(given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def both(given: Any, up: Any, tiles: Any = None, second: Any = None, **params: Any):
-    out, residuals = tpu.forward(**given, **params, config=tiles, residuals=True)
-    grads = tpu.backward(
-        **given, **params, config=second or tiles, out=None, residuals=residuals,
-        cotangent=up,
-    )  # fmt: skip
-    return {"out": out, **grads}
+    @jax.jit
+    def run(given: Any, up: Any) -> Any:
+        out, residuals = tpu.forward(**given, **params, config=tiles, residuals=True)
+        grads = tpu.backward(
+            **given, **params, config=second or tiles, out=None, residuals=residuals,
+            cotangent=up,
+        )  # fmt: skip
+        return {"out": out, **grads}
+
+    return run(given, up)
 
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1.6e-2}
@@ -57,9 +62,13 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1.6e-2}
 def check(given: Any, up: Any, made: Any, **params: Any) -> None:
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(np.asarray(y, np.float64)) for n, y in given.items()}
-        plain = lambda o: OP.reference(**o, **params)
-        out, back = jax.vjp(plain, wide)
-        want = {"out": out, **back(jnp.asarray(np.asarray(up, np.float64)))[0]}
+
+        @jax.jit  # as one program: every operation alone takes longer to compile
+        def exact(operands: Any, up: Any) -> Any:
+            out, back = jax.vjp(lambda o: OP.reference(**o, **params), operands)
+            return {"out": out, **back(up)[0]}
+
+        want = exact(wide, jnp.asarray(np.asarray(up, np.float64)))
         want = {n: np.asarray(y) for n, y in want.items()}
     assert set(made) == set(want)
     for name, got in made.items():
@@ -152,9 +161,17 @@ COMPILED = [((1024, 1024), 1536, (), "bfloat16"), ((100, 330), 200, BIASES, "flo
 
 
 @on_tpu.needs_compiler
-@pytest.mark.parametrize(("shape", "f", "biases", "dtype"), COMPILED)
-@pytest.mark.parametrize("generation", slow.first(2, GENERATIONS))
-def test_compiles(generation: str, shape: Any, f: int, biases: Any, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("generation", "case"),
+    slow.unless(
+        lambda *of: of in list(zip(GENERATIONS, COMPILED, strict=False)),
+        itertools.product(GENERATIONS, COMPILED),
+        several=True,
+    ),
+    ids=str,
+)
+def test_compiles(generation: str, case: Any) -> None:
+    shape, f, biases, dtype = case
     given, here = structs(shape, f, biases, dtype), on_tpu.KINDS[generation]
     use = spec_of(OP, given, {})
     tiles = tpu.default(use, here), tpu.default_backward(use, here)

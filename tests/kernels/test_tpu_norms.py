@@ -68,11 +68,16 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 8e-3}
 
 def both(op: str, given: Any, up: Any, **more: Any) -> dict[str, Any]:
     its, eps = kernel(op), {"eps": 1e-3}
-    out, residuals = its.forward(**given, **eps, residuals=True, **more)
-    grads = its.backward(
-        **given, **eps, out=None, residuals=residuals, cotangent=up, **more
-    )
-    return {"out": out, **grads}
+
+    @jax.jit  # as one program: every operation alone takes longer to compile
+    def run(given: Any, up: Any) -> Any:
+        out, residuals = its.forward(**given, **eps, residuals=True, **more)
+        grads = its.backward(
+            **given, **eps, out=None, residuals=residuals, cotangent=up, **more
+        )
+        return {"out": out, **grads}
+
+    return run(given, up)
 
 
 def check(op: str, given: Any, up: Any, made: Any) -> None:

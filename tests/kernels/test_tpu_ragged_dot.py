@@ -327,11 +327,17 @@ CORE = [
 
 
 @on_tpu.needs_compiler
-@pytest.mark.parametrize("generation", slow.first(2, GENERATIONS))
-@pytest.mark.parametrize(("mode", "shape", "dtype", "precision", "out"), CORE)
-def test_compiles(
-    generation: str, mode: str, shape: Any, dtype: str, precision: Any, out: Any
-) -> None:
+@pytest.mark.parametrize(
+    ("generation", "case"),
+    slow.unless(
+        lambda *of: of in list(zip(GENERATIONS, CORE, strict=False)),
+        itertools.product(GENERATIONS, CORE),
+        several=True,
+    ),
+    ids=str,
+)
+def test_compiles(generation: str, case: Any) -> None:
+    mode, shape, dtype, precision, out = case
     given = operands(*shape, mode, dtype)
     params = {"mode": mode, "precision": precision, "out_dtype": out}
     use, here = spec_of(OP, given, params), on_tpu.KINDS[generation]
