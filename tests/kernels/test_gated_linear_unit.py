@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from rewriter.activations import ACTIVATIONS
 from rewriter.kernel import spec_of
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.registry import registry
+from tests import slow
 from tests.rewriter import transforms
 
 KERNELS = (("default", "memory_bounded"),)
@@ -43,7 +45,7 @@ def _both(
     return bound, plain, [operands[n] for n in shapes]
 
 
-@pytest.mark.parametrize("transform", transforms.TRANSFORMS)
+@pytest.mark.parametrize("transform", transforms.EACH)
 def test_every_transform_agrees_with_float64(transform: str) -> None:
     transforms.check(transform, *_both({**WEIGHTS, **BIASES, **ADDED}, {}))
 
@@ -65,8 +67,14 @@ def test_clamped_branches_agree_with_float64(transform: str) -> None:
     transforms.check(transform, *_both({**WEIGHTS, "b_up": (5,)}, CLAMPED))
 
 
-@pytest.mark.parametrize("rows", [3, 4, 8, 9, 11])
-@pytest.mark.parametrize("transform", ["jit", "jit_grad", "vmap_of_grad"])
+@pytest.mark.parametrize(
+    ("transform", "rows"),
+    slow.unless(
+        lambda transform, rows: transform == "jit_grad" or rows == 9,
+        itertools.product(["jit", "jit_grad", "vmap_of_grad"], [3, 4, 8, 9, 11]),
+        several=True,
+    ),
+)
 def test_blocks_of_rows_and_a_rest_agree_with_float64(
     transform: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

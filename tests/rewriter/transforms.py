@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests import slow
+
 Function = Callable[..., jax.Array]
 Operands = list[jax.Array]
 Transform = Callable[[Function, Operands], Any]
@@ -20,7 +22,12 @@ reference's own error."""
 
 def _loss(f: Function) -> Function:
     weigh = lambda y: jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
-    return lambda *a: (f(*a) * (1 + weigh(f(*a)))).sum()
+
+    def weighed(*args: jax.Array) -> jax.Array:
+        y = f(*args)
+        return (y * (1 + weigh(y))).sum()
+
+    return weighed
 
 
 def _floats(args: Operands) -> tuple[int, ...]:
@@ -217,6 +224,17 @@ LOW_PRECISION = (
 )  # fmt: skip
 """Transforms that are also run in bfloat16."""
 
+
+OF_EACH_KIND = (
+    "eager", "jit_grad", "jvp", "hessian", "grad_of_grad", "vjp_of_cotangent",
+    "vmap_last_axis", "vmap_one_operand", "vmap_of_grad", "grad_of_vmap_first",
+    "remat", "remat_names", "grad_of_scan_of_remat", "cond",
+)  # fmt: skip
+"""Transforms that every op goes through by default; through the others, which are
+of the same kinds, the op of test_site.py does, and every op where slow tests run."""
+
+EACH = slow.unless(lambda name: name in OF_EACH_KIND, TRANSFORMS)
+"""All transforms as parameters of a test of one op."""
 
 EAGER = ("eager", "grad", "jvp", "vmap")
 """Transforms that run equation by equation."""
