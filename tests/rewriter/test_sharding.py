@@ -20,6 +20,7 @@ from rewriter.kernel import Spec
 from rewriter.propagation import split_by
 from rewriter.registry import registry
 from rewriter.shards import NoShards, Shards, local_spec, shards_of
+from tests import slow
 from tests.kernels import tpu
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,8 +57,16 @@ def devices(count: int) -> str:
 
 @pytest.mark.parametrize(
     "command",
-    [("sharded_calls",), ("sharded_ring",), ("sharded_programs", "--brief")],
-    ids=["calls", "ring", "programs"],
+    slow.first(
+        3,
+        [
+            ("sharded_calls",),
+            ("sharded_ring",),
+            ("sharded_programs", "--brief"),
+            ("sharded_programs", "--only", "attention"),
+        ],
+    ),
+    ids=["calls", "ring", "programs", "programs of attention"],
 )
 def test_on_eight_devices(command: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     ended(started(*command, XLA_FLAGS=devices(8), REWRITER_CACHE_DIR=str(tmp_path)))
