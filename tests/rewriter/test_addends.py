@@ -78,7 +78,13 @@ def same_in_float64(fast: Callable, step: Callable, *args) -> None:
 
 
 @pytest.mark.parametrize("argnums", slow.first(1, [(0, 1), 0]), ids=str)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    slow.unless(
+        lambda name: name not in ("remat", "scan_of_rms_norm", "scan_of_layer_norm"),
+        PROGRAMS,
+    ),
+)
 def test_the_gradient_beside_a_skip_connection(name: str, argnums) -> None:
     loss, expected = PROGRAMS[name]
     step = jax.grad(loss, argnums=argnums)

@@ -14,6 +14,7 @@ import pytest
 
 import rewriter
 from rewriter.errors import RewriterWarning
+from tests import slow
 from tests.spellings.corpus import SPELLINGS
 from tests.spellings.metamorphic import with_gradients
 from tests.spellings.spelling import Spelling
@@ -73,7 +74,7 @@ def test_gradients_that_the_program_takes(name: str) -> None:
 
 
 @pytest.mark.usefixtures("option")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow.first(2, NAMES))
 def test_gradients_of_what_was_rewritten(name: str) -> None:
     spelling = allowed(name)
     step, args = with_gradients(spelling)
