@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -189,10 +190,18 @@ COMPILED = [
 
 
 @on_tpu.needs_compiler
-@pytest.mark.parametrize(("shape", "dtype"), COMPILED)
-@pytest.mark.parametrize("generation", slow.first(2, GENERATIONS))
+@pytest.mark.parametrize(
+    ("generation", "case"),
+    slow.unless(
+        lambda *of: of in list(zip(GENERATIONS, COMPILED, strict=False)),
+        itertools.product(GENERATIONS, COMPILED),
+        several=True,
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("op", OPS)
-def test_compiles(op: str, generation: str, shape: Any, dtype: str) -> None:
+def test_compiles(op: str, generation: str, case: Any) -> None:
+    shape, dtype = case
     its, use = kernel(op), spec(op, shape, dtype=dtype)
     structs = {
         n: jax.ShapeDtypeStruct(use.shape(n), use.dtype(n)) for n in use.operands

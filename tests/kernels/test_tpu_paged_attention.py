@@ -251,8 +251,14 @@ def test_memory(capfd: pytest.CaptureFixture[str], case: str) -> None:
         check(**CASES[case])
 
 
-@pytest.mark.parametrize("fills", [True, False])
-@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize(
+    ("wraps", "fills"),
+    slow.unless(
+        lambda wraps, fills: wraps == fills,
+        itertools.product([True, False], [True, False]),
+        several=True,
+    ),
+)
 def test_numbers_beyond_the_pool(wraps: bool, fills: bool) -> None:
     given = operands()
     given["table"] = given["table"].at[0, 0].set(-1).at[1, 2].set(POOL + 3)
