@@ -79,6 +79,8 @@ def read(
     also = _operands(find, up_dot)
     if (x, sizes) != (also[0], also[2]):
         raise Refused("x", "gate and up are of other rows or groups", score=0.3)
+    if g.shape(value)[0] != g.shape(x)[0]:
+        raise Refused("rows", "some rows of the ragged dots are left out", score=0.3)
     precision = precision_of(gate_dot)
     if precision != precision_of(up_dot):
         raise Refused("precision", "gate and up differ in precision", score=0.3)

@@ -24,6 +24,7 @@ CONDITIONS = 7  # of a mask; every combination of them is tried
 STEPS = 256  # of a loop that is gone through
 GOLDEN = 0.618033988749895  # values of blocks are unlike in every sum of some
 LARGE = 32.0  # scores are taken to be below
+DIGITS = re.compile(r"\(([ts])(?://|%)\d+\)|\(([ts])\*\d+\+\2\)")
 ABSORBS = 5e8  # an addend that swallows scores below LARGE in float32
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
@@ -58,6 +59,8 @@ def empty_row(
     if len(support) > CONDITIONS:
         return UNKNOWN
     names = [literal_name(ev.alg, a, ev.outer) for a in support]
+    if len({name for name, _ in names}) < len(names):
+        return UNKNOWN  # conditions that are not told apart
     never = ev.alg.impossible(support)
     seen: set[Any] = set()
     for row in range(1 << len(support)):
@@ -120,8 +123,8 @@ def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
         return "t" if name[0] == "i" and int(name[1:]) in outer else "s"
 
     text, parts = re.sub(r"\b[ij]\d+", role, alg.show_atom(atom)), 1
-    while parts:  # a position of blocks of keys is a position of keys
-        text, parts = re.subn(r"\(s\*\d+\+s\)", "s", text)
+    while parts:  # digits of a position, and one made of digits, are that position
+        text, parts = re.subn(DIGITS, r"\1\2", text)
     return text
 
 

@@ -171,6 +171,32 @@ def integer_keys_with_scales_on_the_scores(q, k, scales, v):
     return attend(s, v)
 
 
+GROUPS = [normal(2, T, 2, 2, H), *[normal(2, T, 2, H, seed=i) for i in (1, 2)]]
+SEEN = jax.random.bernoulli(jax.random.key(4), 0.2, (2, 2, 2, T, T))
+EACH = SEEN & (jnp.arange(T)[:, None] != 3)  # row 3 sees no key
+
+
+def attend_in_groups(q, k, v, mask):
+    s = jnp.einsum("btkgh,bskh->bkgts", q, k)
+    s = jnp.where(mask, s, -1e30).reshape(2, 4, T, T)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    total = e.sum(-1, keepdims=True).transpose(0, 2, 1, 3)
+    o = jnp.einsum("bkgts,bskh->btkgh", e.reshape(2, 2, 2, T, T), v)
+    return o.reshape(2, T, 4, H) / total
+
+
+@case([*GROUPS, EACH], attention=1)
+def mask_of_groups_of_heads_joined_afterwards(q, k, v, mask):
+    """As a loop over layers gets it that reads a mask made before it."""
+    return attend_in_groups(q, k, v, mask)
+
+
+@case([*GROUPS, EACH[:, 0]], attention=0)
+def mask_read_at_both_digits_of_heads(q, k, v, mask):
+    """Which of the two hides a key of a row is not told apart."""
+    return attend_in_groups(q, k, v, mask[:, None] & mask[:, :, None])
+
+
 @case([*heads(3), jnp.int32(4)], attention=1)
 def causal_window_of_traced_width(q, k, v, width):
     i = jnp.arange(T)
