@@ -124,7 +124,10 @@ def main(platform: str, name: str, only: str = "") -> None:
             passed = {"collective-permute"} if label == "ring" else set()
             assert set(gains[1]) <= set(gains[0]) | passed, gains
             moved = [received(found) for found in gains]
-            assert moved[1] <= moved[0], gains
+            # XLA for GPUs gathers all tokens and computes whole gradients of experts on
+            # every device; parts of tokens give parts of those, and a larger sum here.
+            gathered = platform == "cuda" and label == "ragged_dot" and passes is not f
+            assert moved[1] <= (1.15 if gathered else 1) * moved[0], gains
             site = fast.report(*args).sites[0]
             print("  ", site.op, site.kernel, site.sharding, site.not_chosen)
             assert site.sharding, site
