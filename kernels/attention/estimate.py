@@ -49,6 +49,10 @@ OWN, TILE = 0.99, 128
 """What of cuDNN's rate our kernel for Hopper GPUs is taken to reach, and how many
 queries of a head it multiplies at once."""
 
+UNTRIED = frozenset({"softcap"})
+"""Whose gradients our kernels for Hopper GPUs compute, but were not measured: those are
+estimated to take forever, and computed so only where `tune` or a user says."""
+
 FEW = 64
 """Up to so many rows of a key head, queries of its group together, keys are what takes
 time: XLA reads them at `READ` of the bandwidth, our kernel for that at `STREAMED`
@@ -94,8 +98,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     cudnn = seconds(device, seen.flops, 0.0, compute=fused, launches=launches)
     own = seconds(device, padded, 0.0, compute=OWN * fused, launches=launches)
     cudnn, own = max(cudnn, least), max(own, least)
-    if passes != "forward" and not _gradients_on_hopper(spec, device):
-        own = estimate(spec, device, "forward")["hopper"] + loop * (1 - 1 / BOTH)
+    if passes != "forward":
+        own = _with_gradients(spec, device, own, loop * (1 - 1 / BOTH))
     if untried(spec):
         cudnn = math.inf
     if 4 * scores < SMALL:  # as for cuDNN, of which that was measured
@@ -109,7 +113,21 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     return made | {"hopper": own, "hopper_decode": few}
 
 
-def _gradients_on_hopper(spec: Spec, device: Device) -> bool:
-    """Whether gradients are computed by a kernel there, and not by the loop."""
+def _with_gradients(spec: Spec, device: Device, own: float, loop: float) -> float:
+    """Returns seconds of our kernels for Hopper GPUs, gradients of the loop included.
+
+    Args:
+        spec: A use.
+        device: A Hopper GPU.
+        own: Seconds of both passes by kernels.
+        loop: Seconds of the gradients alone by the loop.
+    """
     tiles = hopper.backward_default(spec, device)
-    return hopper.fits_backward(tiles, spec, device).ok
+    if not hopper.fits_backward(tiles, spec, device).ok:
+        return estimate(spec, device, "forward")["hopper"] + loop
+    return math.inf if _kinds(spec) & UNTRIED else own
+
+
+def _kinds(spec: Spec) -> set[str]:
+    """Returns what of a use gradients are computed differently for."""
+    return {"softcap"} if spec.param("softcap") is not None else set()

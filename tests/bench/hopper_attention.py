@@ -5,10 +5,10 @@
 
 Milliseconds are the device's by CUPTI, medians of runs that take turns on three sets of
 normal operands, compiling and first runs left out; a gradient returns the result too.
-TF/s count 4·b·n·pairs·h operations, pairs being what window and segments leave, and 3.5
-times that with gradients, which are those of q, k and v. The error is the result's
-against cuDNN's, or that of XLA over blocks where cuDNN has none: both rounded to 16
-bits. cuDNN is given segments as a table of masks and slopes as one of biases.
+TF/s count 2·b·n·pairs·(h + e) operations, pairs being what window and segments leave,
+and 3.5 times that with gradients, which are those of q, k and v. The error is the
+result's against cuDNN's, or that of XLA over blocks where cuDNN has none: both rounded
+to 16 bits. cuDNN is given segments as a table of masks and slopes as one of biases.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
     "full, 64 wide, 16k": ((1, 16384, 16, 16, 64), NONE, ()),
     "window of 1024, 64 wide, 8k": ((2, 8192, 16, 16, 64), (1023, 0), ()),
     "causal, 256 wide, 4k": ((2, 4096, 16, 16, 256), CAUSAL, ()),
+    "full, 256 wide, 4k": ((2, 4096, 16, 16, 256), NONE, ()),
+    "causal, 192 wide, values of 128, 4k": ((2, 4096, 16, 16, 192, 128), CAUSAL, ()),
+    "soft cap, causal, 128 wide, 4k": ((2, 4096, 16, 16, 128), CAUSAL, ("softcap",)),
+    "soft cap, causal, 256 wide, 4 key heads of 8, 4k": (
+        (4, 4096, 8, 4, 256), CAUSAL, ("softcap",),
+    ),
+    "soft cap, window of 4096, 256 wide, 4 key heads of 8, 8k": (
+        (2, 8192, 8, 4, 256), (4095, 0), ("softcap",),
+    ),
     "pair bias and mask, 4 heads of 32, 384": (
         (512, 384, 4, 4, 32), NONE, ("bias", "mask"),
     ),
@@ -54,17 +63,22 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
         (1, 8192, 32, 4, 64), (1023, 0), ("sinks",),
     ),
 }  # fmt: skip
-"""(b, t, heads, heads of k, width), window and other operands, by name."""
+"""(b, t, heads, heads of k, width, width of v if it is another), window and other
+operands, by name; "softcap" is a parameter."""
+
+SOFTCAP = 50.0
+"""That of Gemma 2."""
 
 SETS, TURNS = 3, 20
 
 
 def operands(shape: tuple[int, ...], seed: int) -> list[jax.Array]:
     """Returns normal q, k, v and a cotangent, bfloat16."""
-    b, t, n, heads, h = shape
+    (b, t, n, heads, h), e = shape[:5], shape[-1]
+    sizes = ((n, h), (heads, h), (heads, e), (n, e))
     return [
-        jax.random.normal(jax.random.key(4 * seed + i), (b, t, m, h), jnp.bfloat16)
-        for i, m in enumerate((n, heads, heads, n))
+        jax.random.normal(jax.random.key(4 * seed + i), (b, t, *x), jnp.bfloat16)
+        for i, x in enumerate(sizes)
     ]
 
 
@@ -76,7 +90,7 @@ def beside(
     A bias of all pairs for each head, bfloat16; a mask of keys, nine in ten seen;
     packed documents of 100 to 3000 tokens; slopes from 1/2 to 1/256; normal sinks.
     """
-    b, t, n, _, _ = shape
+    b, t, n = shape[:3]
     made: dict[str, jax.Array] = {}
     key = jax.random.key(seed)
     if "bias" in names:
@@ -149,6 +163,13 @@ def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return both
 
 
+def parameters(name: str) -> dict[str, Any]:
+    """Returns the op's parameters in a case."""
+    shape, window, names = CASES[name]
+    capped = {"softcap": SOFTCAP} if "softcap" in names else {}
+    return {"scale": shape[4] ** -0.5, "window": window, **capped}
+
+
 def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., Any]]:
     """Returns functions of q, k, v, a cotangent and others by (pass, name).
 
@@ -157,8 +178,7 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
         every: Whether to take every config, and not the rules of thumb alone.
     """
     shape, window, names = CASES[name]
-    scale = shape[4] ** -0.5
-    params = {"scale": scale, "window": window}
+    params = parameters(name)
     ours = registry().kernel("attention", "hopper")
     q, k, v, _ = jax.eval_shape(lambda: operands(shape, 0))
     other = beside(shape, names, 0)
@@ -172,8 +192,8 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
     if not names and ours.backward_space.fits(fused, spec, device.attached()).ok:
         backward = (*backward, fused)
     plain: dict[str, Callable[..., Any]] = {}
-    if "sinks" not in names:
-        plain["cudnn"] = cudnn(scale, window)
+    if not {"sinks", "softcap"} & set(names):
+        plain["cudnn"] = cudnn(params["scale"], window)
     if names:
         blocks = registry().kernel("attention", "memory_bounded").forward
         plain["memory_bounded"] = lambda q, k, v, **other: blocks(
@@ -225,12 +245,12 @@ def measured(name: str, every: bool) -> list[dict[str, Any]]:
         first = out[0] if isinstance(out, tuple) else out
         programs[key] = program
         results[key] = np.asarray(first, np.float32)
-    b, _, n, _, h = shape
+    (b, _, n, _, h), e = shape[:5], shape[-1]
     by = "cudnn" if ("forward", "cudnn") in results else "memory_bounded"
     exact, each = results["forward", by], pairs(shape, window, sets[0][-1])
     times = timing.measure(list(programs.values()), sets, TURNS)
     for (passes, what), samples in zip(programs, times, strict=True):
-        flops = 4 * b * n * each * h * (1 if passes == "forward" else 3.5)
+        flops = 2 * b * n * each * (h + e) * (1 if passes == "forward" else 3.5)
         gap = np.linalg.norm(results[passes, what] - exact) / np.linalg.norm(exact)
         rows.append({
             "case": name, "pass": passes, "by": what,

@@ -151,10 +151,7 @@ def test_configs_of_the_backward_that_cannot_run_are_pruned() -> None:
         return
     assert why(fused=True) == ""
     assert "by 2 warpgroups" in why(64, 64, 2, 3, fused=True, width=64)
-    soft = spec(softcap=3.0)
-    assert (
-        "soft caps" in hopper.fits_backward(BackwardTiles(), soft, H200).reasons[0].text
-    )
+    assert hopper.fits_backward(BackwardTiles(), spec(softcap=3.0), H200).ok
 
 
 # ------------------------------------------------------------------ how it cuts
@@ -419,6 +416,11 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
     "q shares memory": (
         (1, 300, 200, 2, 2, 128, 128), {}, Tiles(128, 3, 2, 2), BackwardTiles(),
     ),
+    "soft cap": (
+        (1, 203, 181, 2, 1, 32, 32),
+        {"softcap": 2.0, "times": 3, "window": (100, 40), "empty_rows": "zero"},
+        Tiles(64, programs=2), BackwardTiles(programs=2),
+    ),
 }  # fmt: skip
 
 
@@ -426,7 +428,8 @@ def simulated(
     shape: tuple[int, ...], given: dict[str, Any], tiles: Tiles, back: BackwardTiles
 ) -> list[float]:
     """Relative errors of the result and of the gradients of q, k and v."""
-    q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
+    times = given.get("times", 1)
+    q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16", times))
     numbers, params = split(given, shape[5])
     both = {**{n: np.asarray(x) for n, x in numbers.items()}, **params}
     with simulator.simulated():
@@ -713,6 +716,19 @@ BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
     ),
     "other values": ((1, 300, 300, 2, 2, 128, 64), {"window": CAUSAL}, BackwardTiles()),
     "long": ((1, 4096, 4096, 8, 4, 64, 64), {"window": CAUSAL}, BackwardTiles()),
+    "soft cap": (
+        (2, 333, 301, 4, 2, 128, 128), {"softcap": 5.0, "times": 3},
+        BackwardTiles(64, 128),
+    ),
+    "soft cap, window": (
+        (2, 500, 500, 4, 4, 64, 64), {"softcap": 2.0, "window": (200, 0), "times": 3},
+        BackwardTiles(64, 128, 3),
+    ),
+    "soft cap, three warpgroups": (
+        (2, 500, 300, 4, 4, 64, 64),
+        {"softcap": 2.0, "times": 3, "empty_rows": "mean", "kv_lengths": (0, 130)},
+        BackwardTiles(64, 64, 3, 3),
+    ),
 }  # fmt: skip
 
 

@@ -262,6 +262,17 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; drawn and given; con
         (1, 150, 260, 2, 2, 32, 32), {"segments": "apart", "empty_rows": "zero"},
         Tiles(32, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
     ),
+    "soft cap": (
+        (1, 130, 140, 4, 2, 32, 32),
+        {"bias": ((1, 4, 130, 140), "float32"), "mask": (1, 4, 130, 140),
+         "sinks": (4,), "softcap": 2.0},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "soft cap and segments": (
+        (2, 150, 140, 2, 2, 32, 32),
+        {"segments": "packed", "softcap": 1.0, "alibi": (2,), "sinks": (2,)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
     "rows without keys, nan": (
         (1, 130, 140, 2, 2, 32, 32), {"mask": (1, 2, 130, 140), "hidden": 7},
         Tiles(128, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),

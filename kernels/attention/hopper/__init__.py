@@ -127,13 +127,13 @@ def forward(**given: Any) -> Any:
 def backward(**given: Any) -> dict[str, Array]:
     """Returns the cotangents of float operands from the result and its log-sum-exp.
 
-    Wide heads and soft caps are left to `rewriter.kernels.attention.xla`, and so are
-    the cotangents of a bias and of slopes: compilers leave them out if no one asks.
+    Wide heads are left to `rewriter.kernels.attention.xla`, and so are the cotangents
+    of a bias and of slopes: compilers leave them out if no one asks.
     """
     config = given.pop("config", None) or BackwardTiles()
     widths = given["q"].shape[3], given["v"].shape[3]
     fits = fits_backward_widths(config, *widths, beside_of(given))
-    if given.get("softcap") is not None or not fits.ok:
+    if not fits.ok:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 

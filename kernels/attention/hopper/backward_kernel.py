@@ -22,10 +22,11 @@ from jax import lax
 from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.backward_of_keys import Fused, OfKeys
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
-from rewriter.kernels.attention.hopper.backward_tiles import LOG2E, Problem
+from rewriter.kernels.attention.hopper.backward_tiles import Problem
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.config import BackwardTiles
 from rewriter.kernels.attention.hopper.forward_kernel import even, pair_of, row_sums
+from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import terms_of, transposed
 
 if TYPE_CHECKING:
@@ -76,13 +77,12 @@ def backward(
         scale: As in the forward.
         window: As in the forward.
         shift: As in the forward.
-        softcap: None.
+        softcap: As in the forward.
         empty_rows: As in the forward.
         out_dtype: q's.
         config: The tiles.
     """
     del out_dtype
-    assert softcap is None
     config = config or BackwardTiles()
     b, t, n, h = q.shape
     s, heads, e = k.shape[1], k.shape[2], v.shape[3]
@@ -108,7 +108,7 @@ def backward(
     if terms.adding:
         again = functools.partial(
             row_sums, q, k, v, **given, kv_lengths=kv_lengths, offset=offset,
-            scale=scale, window=window, shift=shift,
+            scale=scale, window=window, shift=shift, softcap=softcap,
         )  # fmt: skip
         lse, rest = _apart(lse, again)
     rows = {
@@ -117,8 +117,9 @@ def backward(
     }
     if rest is not None:
         rows["rest"] = _padded(rest * LOG2E, config, 0.0)
-    common = {"b": b, "h": h, "e": e, "scale": scale, "programs": config.programs,
-              "stages": config.stages, "warpgroups": config.warpgroups}  # fmt: skip
+    common = {"b": b, "h": h, "e": e, "scale": scale, "softcap": softcap,
+              "programs": config.programs, "stages": config.stages,
+              "warpgroups": config.warpgroups}  # fmt: skip
     turned, extra_turned = transposed(terms, extra)
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,

@@ -81,6 +81,20 @@ class OfKeys(Kernel):
         found = pallas.loaded(self.memory[name].at[slot], pallas.COLUMNS)
         return pallas.across(found, shape)
 
+    def weigh(
+        self, scores: Array, steep: Array | None, lse: Any, rest: Any
+    ) -> tuple[Array, Array]:
+        """Returns weights, and what changes of weights are multiplied with.
+
+        Both are the same array, or the first has 16 bits, as an operand of products.
+        """
+        weights = self.weights(scores, lse, rest)
+        if steep is None:
+            weights = lax.optimization_barrier(weights)
+            return weights, weights
+        narrow = weights.astype(self.given["q"].dtype)
+        return lax.optimization_barrier((narrow, weights * steep))
+
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to sum up in, and what a tile's steps read."""
         return pallas.zeros((64, self.p.h)), pallas.zeros((64, self.p.e))
@@ -106,12 +120,12 @@ class OfKeys(Kernel):
             lse = self.across("lse", slot, shape)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
-            found = self.scores(tile, found, j, slot, step, part)
-            found = self.weights(found, lse, self.across("rest", slot, shape))
-            weights = lax.optimization_barrier(found)
+            found, steep = self.scores(tile, found, j, slot, step, part)
+            rest = self.across("rest", slot, shape)
+            weights, steep = self.weigh(found, steep, lse, rest)
             change = lax.optimization_barrier(changes[...])
             plgpu.wgmma(dv, weights.astype(dtype), x["g"].at[slot])
-            change = weights * (change - self.across("delta", slot, shape))
+            change = steep * (change - self.across("delta", slot, shape))
             change = change.astype(dtype)
             plgpu.wgmma(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
@@ -181,17 +195,17 @@ class Fused(OfKeys):
 
     def scores(
         self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
-    ) -> Array:
-        """Returns scores, -inf for rows past the last key.
+    ) -> tuple[Array, Array | None]:
+        """Returns scores, -inf for rows past the last key, and how steep they are.
 
         Their weights, which dk and dv leave out, may be infinite if all scores of a
         query are low; in dq they are multiplied with keys of zeros.
         """
-        found = super().scores(tile, found, j, slot, step, part)
+        found, steep = super().scores(tile, found, j, slot, step, part)
         if self.p.mask.t % self.p.rows == 0:
-            return found
+            return found, steep
         rows = pallas.along(pallas.row_positions(64) + tile.mine, found.shape)
-        return jnp.where(rows < self.p.mask.t, found, -jnp.inf)
+        return jnp.where(rows < self.p.mask.t, found, -jnp.inf), steep
 
     def add(self, tile: Tile, j: Any, head: Any, place: Any) -> None:
         """Adds a block's dS k to dq of a query head."""

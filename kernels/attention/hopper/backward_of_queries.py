@@ -88,9 +88,10 @@ class OfQueries(Kernel):
             plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[slot].transpose((1, 0)))
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
-            found = self.scores(tile, found, j, slot, step, part)
+            found, steep = self.scores(tile, found, j, slot, step, part)
             wide = [pallas.along(x, shape) for x in (lse, *rest)]
             found = self.weights(found, wide[0], wide[1] if rest else None)
+            found = found if steep is None else found * steep
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             change = weights * (change - pallas.along(delta, shape))

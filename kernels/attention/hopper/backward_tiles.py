@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,11 @@ from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.order import Order
+from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place, Terms
 
 if TYPE_CHECKING:
     from jax import Array
-
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ class Problem:
     e: int
     mask: Mask
     scale: float
+    softcap: float | None
     block: int
     stages: int
     warpgroups: int
@@ -238,19 +237,25 @@ class Kernel(abc.ABC):
 
     def scores(
         self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
-    ) -> Array:
-        """Returns products as scores, -inf for what is not seen.
+    ) -> tuple[Array, Array | None]:
+        """Returns products as scores, and how these change with scaled products.
 
-        Those that something is added to are multiplied with the scale, others not yet.
+        Scores are -inf for what is not seen. Those that something is added to are
+        multiplied with the scale, those that are bent alone with the scale and log2(e),
+        others not yet. All but bent ones change as products do: the second is None.
         """
-        p, mine = self.p, self.warpgroup
-        if p.terms.natural:
+        p, mine, steep = self.p, self.warpgroup, None
+        if p.softcap is not None:
+            bent = pallas.tanh(found * (p.scale / p.softcap))
+            found = bent * (p.softcap * (1.0 if p.terms.natural else LOG2E))
+            steep = 1.0 - bent * bent
+        elif p.terms.natural:
             found = found * p.scale
         if p.terms.slopes:
             found = self.sloped(tile, found, j, step)
         hides = part or not self.classed
         found = p.terms.added(found, self.memory, slot, mine, hides)
-        return self.hidden(tile, found, j) if part else found
+        return (self.hidden(tile, found, j) if part else found), steep
 
     @property
     def classed(self) -> bool:
@@ -261,7 +266,8 @@ class Kernel(abc.ABC):
         """Returns weights from scores, and from what is taken off: as wide as they."""
         p = self.p
         if not p.terms.natural:
-            return jnp.exp2(scores * (p.scale * LOG2E) - lse)
+            unit = p.scale * LOG2E if p.softcap is None else 1.0
+            return jnp.exp2(scores * unit - lse)
         found = (scores - lse) * LOG2E
         return jnp.exp2(found if rest is None else found - rest)
 

@@ -247,8 +247,6 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     del device
-    if spec.param("softcap") is not None:
-        return no("softcap", "the Hopper kernel has no gradients of soft caps")
     h, e = spec.shape("q")[3], spec.shape("v")[3]
     return fits_backward_widths(config, h, e, beside_in(spec))
 

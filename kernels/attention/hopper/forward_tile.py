@@ -6,7 +6,6 @@ Scores of a block of keys become weights by a running softmax: see
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -16,13 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, blocks_of
+from rewriter.kernels.attention.hopper.pallas import LOG2E
 
 if TYPE_CHECKING:
     from jax import Array
 
     from rewriter.kernels.attention.hopper.forward_kernel import _Block
-
-LOG2E = math.log2(math.e)
 
 
 class Tile:
@@ -214,7 +212,8 @@ class Tile:
         p, mask, terms = self.p, self.p.mask, self.p.terms
         if p.softcap is not None:
             unit = 1.0 if p.natural else LOG2E
-            scores = _capped(scores * (p.scale / p.softcap)) * (p.softcap * unit)
+            bent = pallas.tanh(scores * (p.scale / p.softcap))
+            scores = bent * (p.softcap * unit)
         elif p.natural:
             scores = scores * p.scale
         if terms.slopes:
@@ -308,8 +307,3 @@ class Tile:
         if p.mask.averages:
             lse = jnp.where(self.empty(), -jnp.inf, lse)
         x["lse_rows"].at[mine][...] = lse
-
-
-def _capped(x: Array) -> Array:
-    """Returns tanh(x), as exact for small x as for large ones."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))

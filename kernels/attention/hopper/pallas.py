@@ -5,6 +5,7 @@ One function per need, one comment per difference between versions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from jax import Array
 
     from rewriter.kernels.attention.hopper.order import Order
+
+LOG2E = math.log2(math.e)
 
 TILE = plgpu.Layout.WGMMA
 """How an array of 64 rows lies in a warpgroup's registers."""
@@ -92,6 +95,11 @@ def zeros(shape: tuple[int, ...], value: float = 0.0) -> Array:
     """Returns float32 [64, n] or [64] of one value, in registers."""
     layout = TILE if len(shape) == 2 else ROWS
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def tanh(x: Array) -> Array:
+    """Returns the hyperbolic tangent, as exact for small x as for large ones."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
 
 
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
