@@ -49,7 +49,7 @@ OWN, TILE = 0.99, 128
 """What of cuDNN's rate our kernel for Hopper GPUs is taken to reach, and how many
 queries of a head it multiplies at once."""
 
-UNTRIED = frozenset({"softcap"})
+UNTRIED = frozenset({"softcap", "wide"})
 """Whose gradients our kernels for Hopper GPUs compute, but were not measured: those are
 estimated to take forever, and computed so only where `tune` or a user says."""
 
@@ -125,9 +125,6 @@ def _with_gradients(spec: Spec, device: Device, own: float, loop: float) -> floa
     tiles = hopper.backward_default(spec, device)
     if not hopper.fits_backward(tiles, spec, device).ok:
         return estimate(spec, device, "forward")["hopper"] + loop
-    return math.inf if _kinds(spec) & UNTRIED else own
-
-
-def _kinds(spec: Spec) -> set[str]:
-    """Returns what of a use gradients are computed differently for."""
-    return {"softcap"} if spec.param("softcap") is not None else set()
+    kinds = {"softcap"} if spec.param("softcap") is not None else set()
+    kinds |= {"wide"} if tiles.divided else set()
+    return math.inf if kinds & UNTRIED else own

@@ -145,7 +145,7 @@ class Reference:
         return [i.size for i in self.index if isinstance(i, pl.Slice)] + list(rest)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.view()[index]
+        return self.view()[index].copy()  # registers keep it when memory changes
 
     def __setitem__(self, index: Any, value: Any) -> None:
         place = self.view()

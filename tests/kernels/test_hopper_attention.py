@@ -26,6 +26,7 @@ from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.reference import reference, visible
 from rewriter.programs import Task, function
 from rewriter.registry import registry
+from rewriter.verdict import no
 from tests import slow
 from tests.kernels import bits, simulator
 from tests.kernels.float64 import float64
@@ -144,6 +145,10 @@ def test_configs_of_the_backward_that_cannot_run_are_pruned() -> None:
     assert "registers" in why(128)
     assert "shared memory" in why(64, 128, 3)
     assert "multiple of 64" in why(96)
+    assert why(32, 32) == ""
+    assert "3 warpgroups, not 2" in why(64, 64, 2, 3, divided=True, width=64)
+    assert "shared memory" in why(64, 64, 2, divided=True, width=256)
+    assert why(64, 64, 2, divided=True, v_stages=1, width=256) == ""
     assert "fewer than 2" in why(stages=1)
     assert "registers" in why(width=256)
     if jax.__version_info__ < (0, 11):
@@ -311,13 +316,29 @@ def test_it_is_chosen_for_hopper_gpus_where_cudnn_is_not() -> None:
     assert exported.manifest["custom_calls"] == []
 
 
-def test_gradients_that_it_leaves_to_the_loop_are_estimated_as_such() -> None:
-    wide = spec(shape=(2, 2048, 4, 256), window=CAUSAL, scale=0.125)
-    narrow = spec(shape=(2, 2048, 4, 64), window=CAUSAL, scale=0.125)
-    for its, loop in ((wide, True), (narrow, False)):
+def test_gradients_that_it_leaves_to_the_loop_are_estimated_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    its = spec(shape=(2, 2048, 4, 64), window=CAUSAL, scale=0.125)
+    for loop in (False, True):
+        if loop:
+            monkeypatch.setattr(hopper, "fits_backward", lambda *_: no("", ""))
         forward, both = (estimate(its, H200, x) for x in ("forward", "forward_and_vjp"))
         gradients = both["hopper"] - forward["hopper"]
         assert (gradients > 0.5 * both["memory_bounded"]) == loop
+
+
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"values": 128}])
+def test_gradients_that_were_not_measured_are_not_chosen(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = 192 if "values" in given else 64
+    its = spec(shape=(2, 2048, 4, width), **given)
+    forward, both = (estimate(its, H200, x) for x in ("forward", "forward_and_vjp"))
+    assert forward["hopper"] < forward["xla"]
+    assert both["hopper"] == np.inf
+    monkeypatch.setitem(estimate.__globals__, "UNTRIED", frozenset())
+    assert estimate(its, H200, "forward_and_vjp")["hopper"] < both["xla"]
 
 
 def test_other_gpus_are_told_why() -> None:
@@ -416,6 +437,19 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
     "q shares memory": (
         (1, 300, 200, 2, 2, 128, 128), {}, Tiles(128, 3, 2, 2), BackwardTiles(),
     ),
+    "wide": (
+        (1, 203, 181, 2, 1, 256, 256), {"window": CAUSAL, "empty_rows": "zero"},
+        Tiles(64, programs=2),
+        BackwardTiles(programs=2, divided=True, v_stages=1),
+    ),
+    "wide, other values": (
+        (2, 130, 300, 4, 2, 192, 128), {"window": (70, 5), "softcap": 5.0},
+        Tiles(64, programs=3), BackwardTiles(64, 64, 3, programs=3, divided=True),
+    ),
+    "blocks of 32": (
+        (1, 130, 150, 2, 2, 192, 128), {}, Tiles(64, programs=2),
+        BackwardTiles(32, 32, programs=2),
+    ),
     "soft cap": (
         (1, 203, 181, 2, 1, 32, 32),
         {"softcap": 2.0, "times": 3, "window": (100, 40), "empty_rows": "zero"},
@@ -456,7 +490,7 @@ def test_its_code_run_by_threads(name: str, fused: bool) -> None:
     """Numbers, memory that is handed on, and barriers, with no GPU."""
     shape, given, tiles, back = SIMULATED[name]
     if fused:
-        if back.warpgroups != 2 or back.queries != 64:
+        if back.warpgroups != 2 or back.queries != 64 or back.divided:
             pytest.skip("dq is added up by two warpgroups for 64 queries")
         back = dataclasses.replace(back, fused=True)
     assert max(simulated(shape, given, tiles, back)) <= LIMITS["bfloat16"]
@@ -716,6 +750,50 @@ BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
     ),
     "other values": ((1, 300, 300, 2, 2, 128, 64), {"window": CAUSAL}, BackwardTiles()),
     "long": ((1, 4096, 4096, 8, 4, 64, 64), {"window": CAUSAL}, BackwardTiles()),
+    "width of 256": (
+        (2, 333, 301, 4, 2, 256, 256), {},
+        BackwardTiles(64, 64, divided=True, v_stages=1),
+    ),
+    "width of 256, causal": (
+        (2, 700, 700, 4, 2, 256, 256), {"window": CAUSAL},
+        BackwardTiles(64, 64, divided=True, v_stages=1),
+    ),
+    "width of 256, soft cap": (
+        (2, 500, 500, 8, 4, 256, 256),
+        {"window": (300, 0), "softcap": 5.0, "times": 3},
+        BackwardTiles(64, 64, divided=True, v_stages=1),
+    ),
+    "width of 256, lengths": (
+        (4, 256, 300, 2, 2, 256, 256),
+        {"empty_rows": "mean", "kv_lengths": (0, 1, 130, 300)},
+        BackwardTiles(64, 64, divided=True, v_stages=1),
+    ),
+    "width of 256, blocks of 32": (
+        (2, 333, 301, 4, 2, 256, 256), {"window": CAUSAL, "shift": 17},
+        BackwardTiles(32, 32, divided=True),
+    ),
+    "width of 192": (
+        (2, 400, 333, 3, 3, 192, 192), {"window": CAUSAL, "empty_rows": "zero"},
+        BackwardTiles(64, 64, divided=True),
+    ),
+    "width of 192, values of 128": (
+        (2, 700, 700, 4, 4, 192, 128), {"window": CAUSAL},
+        BackwardTiles(64, 64, 3, divided=True),
+    ),
+    "width of 192, values of 128, offsets": (
+        (3, 100, 300, 4, 2, 192, 128), {"window": CAUSAL, "offset": (0, 200, 57)},
+        BackwardTiles(64, 64, 3, divided=True),
+    ),
+    "width of 192, values of 128, blocks of 32": (
+        (2, 500, 500, 4, 2, 192, 128), {"window": CAUSAL}, BackwardTiles(32, 64, 3),
+    ),
+    "long and wide": (
+        (1, 4096, 4096, 8, 4, 256, 256), {"window": CAUSAL},
+        BackwardTiles(64, 64, divided=True, v_stages=1),
+    ),
+    "divided, width of 128": (
+        (2, 600, 600, 4, 4, 128, 128), {}, BackwardTiles(64, 64, 3, divided=True),
+    ),
     "soft cap": (
         (2, 333, 301, 4, 2, 128, 128), {"softcap": 5.0, "times": 3},
         BackwardTiles(64, 128),

@@ -71,8 +71,8 @@ def test_what_it_takes(given: Spec) -> None:
     of = registry().kernel("attention", "hopper")
     for space in (of.space, of.backward_space):
         found, _ = worth_measuring(space, given, H200, 24)
-        if space is of.space or given.shape("q")[3] < 256:
-            assert found[0] == space.default(given, H200)
+        assert space.default(given, H200) in found
+        assert space.fits(space.default(given, H200), given, H200).ok
 
 
 def test_what_leaves_no_memory_is_refused() -> None:
@@ -188,6 +188,7 @@ LOWERED: dict[str, tuple[int, dict[str, Any], Tiles]] = {
     name: (64, given, Tiles(64, 2, 3)) for name, given in FORMS.items()
 } | {
     "wide": (256, FORMS["narrow"], Tiles(32, 2, 2, turns=False)),
+    "wide and mask": (256, FORMS["mask"], Tiles(32, 2, 2, turns=False)),
     "sinks": (128, {"sinks": ((2,), "bfloat16")}, Tiles(160, 2, 2)),
 }
 
@@ -203,6 +204,8 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
         both = {**given, "window": CAUSAL, "empty_rows": "mean", "scale": 0.125}
         out, kept = hopper.forward(**both, residuals=True, config=tiles)
         tile = BackwardTiles(64, 64, 2)
+        if h > 128:
+            tile = BackwardTiles(32, 32, 2, divided=True)
         return hopper.backward(
             **both, out=out, residuals=kept, cotangent=up, config=tile
         )
@@ -213,7 +216,7 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
     assert {n: x.shape for n, x in grads.items()} == {n: given[n].shape for n in moving}
     text = exported.mlir_module()
     named = [f"attention_{x}" for x in ("dk_dv", "dq")]
-    assert all(x in text for x in named) == (h <= 128)
+    assert all(x in text for x in named)
 
 
 # --------------------------------------------------------------------- numbers
@@ -272,6 +275,17 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; drawn and given; con
         (2, 150, 140, 2, 2, 32, 32),
         {"segments": "packed", "softcap": 1.0, "alibi": (2,), "sinks": (2,)},
         Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "wide": (
+        (1, 130, 140, 4, 2, 192, 128),
+        {"bias": ((1, 4, 130, 140), "bfloat16"), "mask": (1, 1, 130, 140),
+         "alibi": (4,), "sinks": (4,), "softcap": 2.0, "empty_rows": "zero"},
+        Tiles(32, 2, 2, 2), BackwardTiles(64, 32, 2, 2, 2, divided=True, v_stages=1),
+    ),
+    "wide and segments": (
+        (2, 150, 140, 2, 1, 64, 128),
+        {"segments": "packed", "bias": ((2, 1, 150, 1), "float32"), "window": CAUSAL},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, divided=True),
     ),
     "rows without keys, nan": (
         (1, 130, 140, 2, 2, 32, 32), {"mask": (1, 2, 130, 140), "hidden": 7},

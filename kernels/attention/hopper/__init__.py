@@ -127,8 +127,8 @@ def forward(**given: Any) -> Any:
 def backward(**given: Any) -> dict[str, Array]:
     """Returns the cotangents of float operands from the result and its log-sum-exp.
 
-    Wide heads are left to `rewriter.kernels.attention.xla`, and so are the cotangents
-    of a bias and of slopes: compilers leave them out if no one asks.
+    What no tiles fit is left to `rewriter.kernels.attention.xla`, and so are the
+    cotangents of a bias and of slopes: compilers leave them out if no one asks.
     """
     config = given.pop("config", None) or BackwardTiles()
     widths = given["q"].shape[3], given["v"].shape[3]

@@ -3,7 +3,8 @@
 With weights P = exp(scores - lse), dP = dO vᵀ and delta = sum(dO · out) over a row,
 dS = P · (dP - delta); then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k. One kernel has tiles
 of keys, goes over blocks of queries and keeps dk and dv in registers; its scores are
-transposed, so that weights are operands of tensor cores as they are. The other has
+transposed, so that weights are operands of tensor cores as they are. For wide heads its
+warpgroups share a tile, and each keeps one of the sums. The other kernel has
 tiles of queries and goes over blocks of keys for dq. No sums meet in memory: results
 are the same in every run. Source: Dao, "FlashAttention-2" (arXiv 2307.08691), section
 3.1.2; Shah et al., "FlashAttention-3" (arXiv 2407.08608), section 3.
@@ -20,7 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.hopper import classes, pallas
-from rewriter.kernels.attention.hopper.backward_of_keys import Fused, OfKeys
+from rewriter.kernels.attention.hopper.backward_of_keys import (
+    Divided,
+    Fused,
+    OfKeys,
+)
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
 from rewriter.kernels.attention.hopper.blocks import Mask
@@ -126,7 +131,7 @@ def backward(
         mask=Mask(
             s, t, right, left, -shift, False, offsets is not None, more=terms.hides
         ),
-        terms=turned, **common,
+        terms=turned, values=config.stages, divided=config.divided, **common,
     )  # fmt: skip
     of_queries = Problem(
         heads=n, group=1, shared=n // heads, block=config.keys,
@@ -134,7 +139,7 @@ def backward(
             t, s, left, right, shift, lengths is not None, offsets is not None,
             more=terms.hides,
         ),
-        terms=terms, **common,
+        terms=terms, values=config.v_stages or config.stages, **common,
     )  # fmt: skip
     named = dict(zip("qkvg", map(even, (q, k, v, up)), strict=True)) | rows
     for name, x in (("lengths", lengths), ("offsets", offsets)):
@@ -156,7 +161,7 @@ def backward(
         dk, dv = _call(Fused, of_keys, by_key | {"dq": total})
         dq = (total[...] * scale).astype(q.dtype)
     else:
-        dk, dv = _call(OfKeys, of_keys, by_key)
+        dk, dv = _call(Divided if config.divided else OfKeys, of_keys, by_key)
         (dq,) = _call(OfQueries, of_queries, by_query)
     dv = dv[:, :s]
     if of_queries.mask.may_be_empty:

@@ -1,4 +1,4 @@
-"""dk and dv of tiles of keys, and what those add to dq: two kernels."""
+"""dk and dv of tiles of keys, in two ways, and what those add to dq: three kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
-from rewriter.kernels.attention.hopper.config import CHANGES
+from rewriter.kernels.attention.hopper.config import CHANGES, WEIGHTS
 
 if TYPE_CHECKING:
     from jax import Array
@@ -47,8 +47,9 @@ class OfKeys(Kernel):
             at = (tile.b, rows, tile.head)
             self.send(name, at, w, self.memory["ready"].at[w])
 
-    def copy_block(self, tile: Tile, i: Any, j: Any, slot: Any) -> None:
-        """Copies a block that passes."""
+    def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
+        """Copies a block that passes, to where the first array's memory is free."""
+        slot = lax.rem(step, jnp.int32(self.p.stages))
         head = tile.head * self.p.group + i
         rows = pl.ds(j * self.p.block, self.p.block)
         for name, row, kind in (("q", "lse", "first"), ("g", "delta", "second")):
@@ -109,6 +110,7 @@ class OfKeys(Kernel):
         """Returns new (dk, dv), and dSᵀ in 16 bits: [64, block]."""
         p, x, mine = self.p, self.memory, self.warpgroup
         slot = lax.rem(step, jnp.int32(p.stages))
+        (mine,) = pallas.opaque(mine)
         shape, dtype = (64, p.block), self.given["q"].dtype
         for name in ("first_ready", "second_ready"):
             plgpu.barrier_wait(x[name].at[slot])
@@ -148,6 +150,157 @@ class OfKeys(Kernel):
         self.put(dv, "v", "dv", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+
+
+class Divided(OfKeys):
+    """dk and dv of tiles of 64 keys, each by a warpgroup of its own.
+
+    For wide heads, both of which have no room in one's registers. The first computes
+    weights and dv, and leaves weights in shared memory, in 16 bits; the second computes
+    how these change, and dk. What stays is k for the first and v for the second; dv is
+    stored where v was and dk where k was, once both are done.
+    """
+
+    @classmethod
+    def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
+        """Returns shared memory by name."""
+        shape = (WEIGHTS, 64, p.block)
+        return super().scratch(p, dtype) | {
+            "weights": pallas.tiles(shape, dtype, pallas.swizzle(p.block)),
+            "weights_ready": pallas.barriers(WEIGHTS),
+            "weights_free": pallas.barriers(WEIGHTS),
+            "both": pallas.barriers(1, p.warpgroups),
+        }
+
+    @classmethod
+    def copies(cls, p: Problem) -> int:
+        """Copies of what a warpgroup reads of a tile."""
+        del p
+        return 1
+
+    def copy_tile(self, tile: Tile, w: int) -> None:
+        """Copies what stays for a tile, to where a warpgroup has stored."""
+        name = ("v", "k")[w]
+        at = (tile.b, pl.ds(tile.first, 64), tile.head)
+        self.send(name, at, 0, self.memory["ready"].at[1 - w])
+
+    def compute(self) -> None:
+        """Computes this warpgroup's half of every tile."""
+        for w, kind in enumerate((_Weights, _Changes)):
+            run = kind(self.p, self.given, self.memory).run_half
+            pl.when(self.warpgroup == w)(run)
+
+    def run_half(self) -> None:
+        """Does what `Kernel.compute` does."""
+        super().compute()
+
+    def put_apart(self, x: Array, name: str, tile: Tile) -> None:
+        """Writes a sum of a tile where `name` was, once no one reads that."""
+        both = self.memory["both"].at[0]
+        plgpu.barrier_arrive(both)
+        plgpu.barrier_wait(both)
+        self.put(x, name, f"d{name}", tile)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])
+
+    def places(self, step: Any) -> tuple[Any, Any]:
+        """Where a step's block is, and where its weights are."""
+        stages, weights = jnp.int32(self.p.stages), jnp.int32(WEIGHTS)
+        return lax.rem(step, stages), lax.rem(step, weights)
+
+
+class _Weights(Divided):
+    """What the first warpgroup does: weights and dv."""
+
+    def begin(self, tile: Tile) -> Any:
+        """Returns zeros to sum up in."""
+        return pallas.zeros((64, self.p.e))
+
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sum with a block added."""
+        p, x = self.p, self.memory
+        slot, place = self.places(step)
+        (mine,) = pallas.opaque(0)
+        shape, dtype = (64, p.block), self.given["q"].dtype
+        plgpu.barrier_wait(x["first_ready"].at[slot])
+
+        def products(scores: Any, dv: Any) -> Any:
+            dv[...] = carry
+            plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
+            lse = self.across("lse", slot, shape)
+            found = lax.optimization_barrier(scores[...])
+            found, steep = self.scores(tile, found, j, slot, step, part)
+            found = self.weights(found, lse, self.across("rest", slot, shape))
+            passed = found if steep is None else found * steep
+            weights, passed = lax.optimization_barrier(
+                (found.astype(dtype), passed.astype(dtype))
+            )
+            plgpu.barrier_wait(x["second_ready"].at[slot])
+            plgpu.wgmma(dv, weights, x["g"].at[slot])
+            plgpu.barrier_wait(x["weights_free"].at[place])
+            x["weights"].at[place][...] = passed
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(x["weights_ready"].at[place])
+            made = dv[...]
+            plgpu.barrier_arrive(x["free"].at[slot])
+            return made
+
+        return pl.run_scoped(
+            products,
+            plgpu.ACC(shape, jnp.float32),
+            plgpu.ACC((64, p.e), jnp.float32),
+        )
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sum of a tile."""
+        self.put_apart(carry, "v", tile)
+
+
+class _Changes(Divided):
+    """What the second warpgroup does: changes of weights, and dk."""
+
+    def run_half(self) -> None:
+        """Does what `Kernel.compute` does, having said that no weights are there."""
+        for place in range(WEIGHTS):
+            plgpu.barrier_arrive(self.memory["weights_free"].at[place])
+        super().run_half()
+
+    def begin(self, tile: Tile) -> Any:
+        """Returns zeros to sum up in."""
+        return pallas.zeros((64, self.p.h))
+
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sum with a block added."""
+        p, x = self.p, self.memory
+        slot, place = self.places(step)
+        (mine,) = pallas.opaque(0)
+        shape, dtype = (64, p.block), self.given["q"].dtype
+        plgpu.barrier_wait(x["second_ready"].at[slot])
+
+        def products(changes: Any, dk: Any) -> Any:
+            dk[...] = carry
+            plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
+            delta = self.across("delta", slot, shape)
+            change = lax.optimization_barrier(changes[...]) - delta
+            plgpu.barrier_wait(x["weights_ready"].at[place])
+            weights = lax.optimization_barrier(x["weights"].at[place][...])
+            plgpu.barrier_arrive(x["weights_free"].at[place])
+            change = weights.astype(jnp.float32) * change
+            plgpu.barrier_wait(x["first_ready"].at[slot])
+            plgpu.wgmma(dk, change.astype(dtype), x["q"].at[slot])
+            made = dk[...]
+            plgpu.barrier_arrive(x["free"].at[slot])
+            return made
+
+        return pl.run_scoped(
+            products,
+            plgpu.ACC(shape, jnp.float32),
+            plgpu.ACC((64, p.h), jnp.float32),
+        )
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sum of a tile."""
+        self.put_apart(carry * self.p.scale, "k", tile)
 
 
 class Fused(OfKeys):

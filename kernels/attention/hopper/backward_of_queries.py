@@ -25,6 +25,12 @@ class OfQueries(Kernel):
     sign = 1
 
     @classmethod
+    def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
+        """Returns shared memory by name."""
+        free = pallas.barriers(p.values, p.warpgroups)
+        return super().scratch(p, dtype) | {"second_free": free}
+
+    @classmethod
     def copies(cls, p: Problem) -> int:
         """Copies of a warpgroup's tiles: two arrays, and their rows' numbers."""
         return 2 + len(p.numbers)
@@ -43,15 +49,27 @@ class OfQueries(Kernel):
         for name in self.p.numbers:
             self.send(name, (tile.b, tile.head, rows), w, barrier)
 
-    def copy_block(self, tile: Tile, i: Any, j: Any, slot: Any) -> None:
-        """Copies a block that passes."""
+    def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
+        """Copies a block that passes: keys, and values where theirs are free."""
         del i
+        x, slot, second = self.memory, *self.slots(step)
         head = lax.div(tile.head, jnp.int32(self.p.shared))
         rows = pl.ds(j * self.p.block, self.p.block)
-        for name, kind in (("k", "first"), ("v", "second")):
-            barrier = self.memory[f"{kind}_ready"].at[slot]
-            self.send(name, (tile.b, rows, head), slot, barrier)
+        self.send("k", (tile.b, rows, head), slot, x["first_ready"].at[slot])
         self.send_terms(tile, tile.head, j, slot)
+        plgpu.barrier_wait(x["second_free"].at[second])
+        self.send("v", (tile.b, rows, head), second, x["second_ready"].at[second])
+
+    def slots(self, step: Any) -> tuple[Any, Any]:
+        """Where a step's keys and where its values are."""
+        p = self.p
+        return lax.rem(step, jnp.int32(p.stages)), lax.rem(step, jnp.int32(p.values))
+
+    def compute(self) -> None:
+        """Computes this warpgroup's rows of every tile."""
+        for slot in range(self.p.values):
+            plgpu.barrier_arrive(self.memory["second_free"].at[slot])
+        super().compute()
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to sum up in, and what a tile's steps read."""
@@ -77,15 +95,16 @@ class OfQueries(Kernel):
         """Returns the sums with a block added."""
         p, x, mine = self.p, self.memory, self.warpgroup
         dq_before, lse, delta, *rest = carry
-        slot = lax.rem(step, jnp.int32(p.stages))
+        slot, second = self.slots(step)
+        mine, second = pallas.opaque(mine, second)
         shape, dtype = (64, p.block), self.given["q"].dtype
-        for name in ("first_ready", "second_ready"):
-            plgpu.barrier_wait(x[name].at[slot])
+        plgpu.barrier_wait(x["first_ready"].at[slot])
+        plgpu.barrier_wait(x["second_ready"].at[second])
 
         def products(scores: Any, changes: Any, dq: Any) -> Any:
             dq[...] = dq_before
             plgpu.wgmma(scores, x["q"].at[mine], x["k"].at[slot].transpose((1, 0)))
-            plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[slot].transpose((1, 0)))
+            plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[second].transpose((1, 0)))
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
             found, steep = self.scores(tile, found, j, slot, step, part)
@@ -94,6 +113,7 @@ class OfQueries(Kernel):
             found = found if steep is None else found * steep
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
+            plgpu.barrier_arrive(x["second_free"].at[second])
             change = weights * (change - pallas.along(delta, shape))
             plgpu.wgmma(dq, change.astype(dtype), x["k"].at[slot])
             made = dq[...]

@@ -34,6 +34,9 @@ class Problem:
         heads: Heads of what the tiles are of.
         group: Query heads that a tile of keys meets, one after the other; 1 for dq.
         shared: Query heads of a key head; 1 for dk and dv.
+        values: Blocks that shared memory holds of the second array that passes, as it
+            does `stages` of the first.
+        divided: Whether the warpgroups share 64 rows; see `Divided`.
     """
 
     b: int
@@ -50,11 +53,18 @@ class Problem:
     warpgroups: int
     programs: int
     terms: Terms
+    values: int
+    divided: bool = False
+
+    @property
+    def parts(self) -> int:
+        """How many times 64 rows a tile has."""
+        return 1 if self.divided else self.warpgroups
 
     @property
     def rows(self) -> int:
         """Rows of a tile."""
-        return 64 * self.warpgroups
+        return 64 * self.parts
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -96,6 +106,7 @@ class Kernel(abc.ABC):
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
         self.p, self.given, self.memory = p, given, memory
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
+        self.part = 0 if p.divided else self.warpgroup
 
     @classmethod
     def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
@@ -103,19 +114,20 @@ class Kernel(abc.ABC):
         made = {}
         for name, width in zip((*cls.fixed, *cls.passing), (p.h, p.e) * 2, strict=True):
             stays = name in cls.fixed
-            shape = (p.warpgroups, 64) if stays else (p.stages, p.block)
-            deep = pallas.swizzle(width) if stays else pallas.swizzle(width, p.block)
+            stages = p.values if name == cls.passing[1] else p.stages
+            shape = (p.parts, 64) if stays else (stages, p.block)
+            deep = pallas.swizzle(width, p.block)  # alike in all operands of a product
             made[name] = pallas.tiles((*shape, width), dtype, deep)
         return made | {
             "ready": pallas.barriers(p.warpgroups, cls.copies(p)),
             "done": pallas.barriers(p.warpgroups),
             "first_ready": pallas.barriers(
-                p.stages, cls.copies_first(p) + p.terms.copies(p.warpgroups)
+                p.stages, cls.copies_first(p) + p.terms.copies(p.parts)
             ),
-            "second_ready": pallas.barriers(p.stages, cls.copies_second()),
+            "second_ready": pallas.barriers(p.values, cls.copies_second()),
             "free": pallas.barriers(p.stages, p.warpgroups),
             **cls.row_memory(p),
-            **p.terms.scratch(p.stages, p.warpgroups, p.block),
+            **p.terms.scratch(p.stages, p.parts, p.block),
         }
 
     @classmethod
@@ -209,7 +221,7 @@ class Kernel(abc.ABC):
                 def block(j: Any, step: Any) -> Any:
                     slot = lax.rem(step, jnp.int32(p.stages))
                     plgpu.barrier_wait(x["free"].at[slot])
-                    self.copy_block(tile, i, j, slot)
+                    self.copy_block(tile, i, j, step)
                     return step + 1
 
                 return lax.fori_loop(tile.range.start, tile.range.end, block, step)
@@ -227,7 +239,7 @@ class Kernel(abc.ABC):
     def send_terms(self, tile: Tile, n: Any, j: Any, slot: Any) -> None:
         """Copies what changes the scores of a block and of query head n."""
         p, ready = self.p, self.memory["first_ready"].at[slot]
-        place = Place(tile.b, n, tile.first, j * p.block, p.block, p.warpgroups, slot)
+        place = Place(tile.b, n, tile.first, j * p.block, p.block, p.parts, slot)
         p.terms.copy(
             place, self.given,
             lambda source, name, at: plgpu.copy_gmem_to_smem(
@@ -244,7 +256,7 @@ class Kernel(abc.ABC):
         multiplied with the scale, those that are bent alone with the scale and log2(e),
         others not yet. All but bent ones change as products do: the second is None.
         """
-        p, mine, steep = self.p, self.warpgroup, None
+        p, mine, steep = self.p, self.part, None
         if p.softcap is not None:
             bent = pallas.tanh(found * (p.scale / p.softcap))
             found = bent * (p.softcap * (1.0 if p.terms.natural else LOG2E))
@@ -281,8 +293,8 @@ class Kernel(abc.ABC):
         """Copies what stays for a tile."""
 
     @abc.abstractmethod
-    def copy_block(self, tile: Tile, i: Any, j: Any, slot: Any) -> None:
-        """Copies a block that passes."""
+    def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
+        """Copies a block that passes, to where the first array's memory is free."""
 
     @abc.abstractmethod
     def begin(self, tile: Tile) -> Any:
@@ -298,7 +310,7 @@ class Kernel(abc.ABC):
 
     def put(self, x: Array, name: str, output: str, tile: Tile) -> None:
         """Writes rows to where a tile was, and from there to the result."""
-        place = self.memory[name].at[self.warpgroup]
+        place = self.memory[name].at[self.part]
         place[...] = x.astype(self.given[output].dtype)
         plgpu.commit_smem()
         rows = pl.ds(tile.mine, 64)
@@ -347,6 +359,6 @@ class Tile:
             self.range = classes.left(table, self.range, self.b, self.head, row)
         if self.length is not None and not p.mask.lengths:  # rows may be past it
             self.range = _without_rows(self.range, self.first + p.rows > self.length)
-        self.mine = self.first + 64 * kernel.warpgroup
+        self.mine = self.first + 64 * kernel.part
         self.start: Any = 0
         """Blocks that were read before this tile."""

@@ -59,6 +59,10 @@ class BackwardTiles:
         fused: Whether one kernel computes all, which saves two products of seven, and
             adds up dq in memory: in an order that differs from run to run. From jax
             0.11 on.
+        divided: Whether, for dk and dv, two warpgroups share 64 keys: one computes
+            weights and dv, the other how they change, and dk. For wide heads.
+        v_stages: Blocks of v that shared memory holds for dq, where they are free
+            before those of k; 0 for as many as `stages`.
     """
 
     queries: int = 64
@@ -67,6 +71,8 @@ class BackwardTiles:
     warpgroups: int = 2
     programs: int = PROCESSORS
     fused: bool = False
+    divided: bool = False
+    v_stages: int = 0
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -156,7 +162,9 @@ def shared_memory(
     return tiles + others + 4 * config.rows + BARRIERS
 
 
-BARRIERS = 1 << 10
+KIB = 1 << 10
+
+BARRIERS = KIB
 """Bytes for barriers and alignment, at most."""
 
 
@@ -218,16 +226,33 @@ ptxas spills some (12.9: blocks of 160 keys and 3 warpgroups for heads of 64).""
 CHANGES = 2
 """Blocks of changes of scores that shared memory holds, for dq."""
 
+WEIGHTS = 2
+"""Blocks of weights that it holds, where another warpgroup reads them."""
+
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     """Returns the rule of thumb, by the heads' width and by what scores read."""
     h, e = spec.shape("q")[3], spec.shape("v")[3]
     width, beside = max(h, e), beside_in(spec)
+    best = BackwardTiles(64, 128, 3 if width <= 64 else 2)
     if beside.copied or beside.slopes:  # untried; ptxas spills more with 128 keys
-        best = BackwardTiles(64, 128 if width <= 64 else 64, 2, 2, processors(device))
-        fits = fits_backward_widths(best, h, e, beside).ok
-        return best if fits else replace(best, keys=64)
-    return BackwardTiles(64, 128, 3 if width <= 64 else 2, 2, processors(device))
+        best = BackwardTiles(64, 128 if width <= 64 else 64)
+    tried = (best, replace(best, keys=64), *WIDE)
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
+    return replace(next(fitting, best), programs=processors(device))
+
+
+WIDE = (
+    BackwardTiles(64, 64, 3, divided=True),
+    BackwardTiles(64, 64, 2, divided=True),
+    BackwardTiles(64, 64, 2, divided=True, v_stages=1),
+    BackwardTiles(64, 32, 2, divided=True),
+    BackwardTiles(32, 32, 2, divided=True),
+    BackwardTiles(32, 32, 2, divided=True, v_stages=1),
+)
+"""What is tried where dk and dv have no room in one warpgroup's registers, in order:
+heads of 192 and values of 128 take the first, heads of 256 the third, tables of biases
+beside those the others. ptxas spills nothing in any of them (13.0)."""
 
 
 def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
@@ -241,7 +266,11 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
             BackwardTiles(64, 128, 3, 2, here), BackwardTiles(64, 64, 3, 3, here),
             BackwardTiles(128, 128, 2, 2, here), BackwardTiles(64, 64, 3, 2, here),
         ]  # fmt: skip
-    return [BackwardTiles(64, 128, 2, 2, here), BackwardTiles(64, 64, 3, 2, here)]
+    found = [BackwardTiles(64, 128, 2, 2, here), BackwardTiles(64, 64, 3, 2, here)]
+    if max(spec.shape("q")[3], spec.shape("v")[3]) > 128:
+        found += [replace(x, programs=here) for x in WIDE]
+        found += [BackwardTiles(32, 64, 3, 2, here), BackwardTiles(32, 64, 2, 2, here)]
+    return found
 
 
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
@@ -260,16 +289,18 @@ def fits_backward_widths(
         text = f"{config.warpgroups} warpgroups, not 2 or 3"
         return no("warpgroups", text)
     for name, block in (("queries", config.queries), ("keys", config.keys)):
-        if block % 64 or not 64 <= block <= 256:
-            found.append(no(name, f"{block} is no multiple of 64 to 256"))
-        size = 2 * (h + e) * (64 * config.warpgroups + config.stages * block)
-        size += 8 * config.stages * block + BARRIERS
-        if beside.copied:
-            rows, columns = 64 * config.warpgroups, block
-            if name == "queries":
-                beside = beside.transposed
-            size += beside.nbytes(config.stages, rows, columns)
-            size += 4 * config.stages * columns
+        if (block % 64 and block != 32) or not 32 <= block <= 256:
+            found.append(no(name, f"{block} is neither 32 nor a multiple of 64 to 256"))
+        divided = config.divided and name == "queries"
+        rows = 64 if divided else 64 * config.warpgroups
+        values = config.v_stages if name == "keys" else 0
+        size = 2 * (h + e) * rows + 2 * config.stages * block * h
+        size += 2 * (values or config.stages) * block * e
+        size += 2 * 64 * block * WEIGHTS * divided
+        its = beside.transposed if name == "queries" else beside
+        size += its.nbytes(config.stages, rows, block) + BARRIERS
+        # Numbers of queries, and of others, each in memory that begins at a KiB.
+        size += KIB * ((3 if beside.copied else 2) + its.rows + its.columns)
         if config.fused:  # changes of scores in 16 bits, and dq
             size += config.warpgroups * (CHANGES * 2 * 64 * block + 4 * block * h)
         if size > SHARED_MEMORY:
@@ -277,14 +308,17 @@ def fits_backward_widths(
             found.append(no("shared_memory", text))
     # Two accumulators of scores with the weights of one in 16 bits, beside results.
     most = REGISTERS[config.warpgroups][0] - 16
+    sums = max(h, e) if config.divided else h + e
     used = max(
-        config.queries + config.queries // 4 + (h + e) // 2,
+        config.queries + config.queries // 4 + sums // 2,
         config.keys + config.keys // 4 + h // 2,
     )
     if used > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
+    if config.divided and config.warpgroups != 2:
+        found.append(no("divided", f"{config.warpgroups} warpgroups, not 2"))
     if config.fused:
         found.append(_fits_fused(config))
     return all_of(*found)
@@ -293,6 +327,6 @@ def fits_backward_widths(
 def _fits_fused(config: BackwardTiles) -> Verdict:
     if jax.__version_info__ < (0, 11):
         return no("jax", f"jax {jax.__version__} cannot add up dq in memory")
-    if config.warpgroups != CHANGES or config.queries != 64:
+    if config.divided or config.warpgroups != CHANGES or config.queries != 64:
         return no("fused", "dq is added up by 2 warpgroups, for 64 queries at a time")
     return YES

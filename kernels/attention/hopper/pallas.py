@@ -121,6 +121,16 @@ def along(x: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
+def opaque(*numbers: Any) -> tuple[Any, ...]:
+    """Returns integers of which LLVM does not know that a loop leaves them the same.
+
+    Of a place in shared memory that a loop does not change it would compute all that
+    products say of it, two registers for 16 columns, before the loop; for heads of 256
+    ptxas then spilled a hundred (12.9).
+    """
+    return tuple(lax.optimization_barrier(jnp.int32(x)) for x in numbers)
+
+
 def rows(value: Any) -> Array:
     """Returns int32 [64] of one value, in registers."""
     return plgpu.layout_cast(jnp.full((64,), value, jnp.int32), ROWS)
