@@ -57,6 +57,12 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
     "pair bias and mask, 4 heads of 32, 512": (
         (256, 512, 4, 4, 32), NONE, ("bias", "mask"),
     ),
+    "pair bias, its gradient, and mask, 4 heads of 32, 384": (
+        (512, 384, 4, 4, 32), NONE, ("bias", "mask", "dbias"),
+    ),
+    "bias of heads and its gradient, 128 wide, 4k": (
+        (2, 4096, 16, 16, 128), NONE, ("bias", "dbias"),
+    ),
     "segments, causal, 128 wide, 8k": ((2, 8192, 16, 16, 128), CAUSAL, ("segments",)),
     "slopes, causal, 128 wide, 4k": ((4, 4096, 16, 16, 128), CAUSAL, ("alibi",)),
     "sinks, window of 1024, 64 wide, 8k": (
@@ -64,7 +70,7 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 """(b, t, heads, heads of k, width, width of v if it is another), window and other
-operands, by name; "softcap" is a parameter."""
+operands, by name; "softcap" is a parameter, "dbias" the bias's cotangent."""
 
 SOFTCAP = 50.0
 """That of Gemma 2."""
@@ -153,12 +159,21 @@ def cudnn(scale: float, window: Window) -> Callable[..., Any]:
     return run  # fmt: skip
 
 
-def gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of q, k, v, a cotangent and others: result and gradients."""
+def gradients(
+    function: Callable[..., Any], more: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """Returns a function of q, k, v, a cotangent and others: result and gradients.
+
+    Args:
+        function: Of q, k, v and others by name.
+        more: Others of which there are gradients too.
+    """
 
     def both(q: Any, k: Any, v: Any, up: Any, other: Any) -> Any:
-        out, back = jax.vjp(lambda *x: function(*x, **other), q, k, v)
-        return out, *back(up)
+        rest = {x: y for x, y in other.items() if x not in more}
+        moving = {"q": q, "k": k, "v": v, **{x: other[x] for x in more}}
+        out, back = jax.vjp(lambda x: function(**x, **rest), moving)
+        return out, *back(up)[0].values()
 
     return both
 
@@ -179,6 +194,7 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
     """
     shape, window, names = CASES[name]
     params = parameters(name)
+    moving = ("bias",) if "dbias" in names else ()
     ours = registry().kernel("attention", "hopper")
     q, k, v, _ = jax.eval_shape(lambda: operands(shape, 0))
     other = beside(shape, names, 0)
@@ -186,7 +202,10 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
     spec = spec_of(registry().op("attention"), named, params)
     found, _ = worth_measuring(ours.space, spec, device.attached(), 24 if every else 1)
     backward, _ = worth_measuring(
-        ours.backward_space, spec, device.attached(), 24 if every else 1
+        ours.backward_space,
+        spec,
+        device.attached(),
+        24 if every else 1 + len(moving),
     )
     fused = BackwardTiles(fused=True)
     if not names and ours.backward_space.fits(fused, spec, device.attached()).ok:
@@ -205,7 +224,7 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
     for by, run in plain.items():
         made["forward", by] = lambda q, k, v, up, other, run=run: run(q, k, v, **other)
         if by != "memory_bounded":
-            made["forward_and_vjp", by] = gradients(run)
+            made["forward_and_vjp", by] = gradients(run, moving)
     for config in found:
         made["forward", str(config)] = lambda q, k, v, up, other, config=config: (
             ours.forward(q=q, k=k, v=v, **other, config=config, **params)
@@ -221,7 +240,7 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
             grads = ours.backward(
                 **named, out=out, residuals=kept, cotangent=up, config=config
             )
-            return out, *(grads[x] for x in "qkv")
+            return out, *(grads[x] for x in ("q", "k", "v", *moving))
 
         made["forward_and_vjp", str(config)] = both
     return made

@@ -28,6 +28,7 @@ from rewriter.kernels.attention.hopper import (
     backward_kernel,
     backward_of_keys,
     backward_of_queries,
+    backward_of_tables,
     backward_tiles,
     forward_kernel,
     forward_tile,
@@ -549,7 +550,7 @@ def simulated() -> Iterator[None]:
     """Within, the kernels of attention take numpy arrays and run on the simulator."""
     kernels = (
         forward_kernel, forward_tile, backward_kernel, backward_tiles,
-        backward_of_keys, backward_of_queries, terms,
+        backward_of_keys, backward_of_queries, backward_of_tables, terms,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         patch.setattr(backward_kernel, "jax", _Instead(jax, new_ref=np.array))

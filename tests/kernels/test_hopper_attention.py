@@ -19,7 +19,13 @@ from rewriter.implementation import Implementation, settings
 from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.estimate import estimate
-from rewriter.kernels.attention.hopper import backward_kernel, config, forward_kernel
+from rewriter.kernels.attention.hopper import (
+    backward_kernel,
+    backward_of_keys,
+    backward_of_queries,
+    config,
+    forward_kernel,
+)
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
 from rewriter.kernels.attention.hopper.order import Order
@@ -442,6 +448,10 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
         Tiles(64, programs=2),
         BackwardTiles(programs=2, divided=True, v_stages=1),
     ),
+    "wide, three times": (
+        (1, 130, 200, 2, 1, 32, 32), {}, Tiles(64, programs=2),
+        BackwardTiles(64, 64, 3, programs=1, divided=True, v_stages=1),
+    ),
     "wide, other values": (
         (2, 130, 300, 4, 2, 192, 128), {"window": (70, 5), "softcap": 5.0},
         Tiles(64, programs=3), BackwardTiles(64, 64, 3, programs=3, divided=True),
@@ -518,6 +528,38 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
     except simulator.Stuck:
         return
     assert errors[0] > 10 * LIMITS["bfloat16"]
+
+
+@pytest.mark.parametrize("barrier", ["weights_free", "second_free", "done", "both"])
+def test_it_sees_what_is_taken_too_early_of_wide_heads(
+    barrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever does not wait for it overwrites what is in use."""
+    (kind, name) = {
+        "weights_free": (backward_of_keys._Weights, "step"),
+        "second_free": (backward_of_queries.OfQueries, "copy_block"),
+        "done": (backward_of_keys.Divided, "copy"),
+        "both": (backward_of_keys._Weights, "store"),
+    }[barrier]
+    careful = getattr(kind, name)
+
+    def careless(kernel: Any, *given: Any) -> Any:
+        many = simulator.Barriers(len(kernel.memory[barrier].completed), 1)
+        many.completed = [1 << 20] * len(many.completed)
+        many.anyway = True
+        before = kernel.memory
+        kernel.memory = {**before, barrier: many}
+        made = careful(kernel, *given)
+        kernel.memory = before
+        return made
+
+    monkeypatch.setattr(kind, name, careless)
+    shape, given, tiles, back = SIMULATED["wide, three times"]
+    try:
+        errors = simulated(shape, given, tiles, back)
+    except simulator.Stuck:
+        return
+    assert max(errors[1:]) > 10 * LIMITS["bfloat16"]
 
 
 # ---------------------------------------------------------------- on a Hopper GPU

@@ -88,6 +88,7 @@ def test_tables_take_shared_memory() -> None:
     verdict = config.fits_widths(Tiles(80), 64, 64, beside)
     assert "80 is no multiple of 32" in verdict.reasons[0].text
     assert config.fits_backward_widths(BackwardTiles(64, 64), 128, 128, beside).ok
+    assert config.table_stages(BackwardTiles(), 64, 64, beside) == 2
     wide = BackwardTiles(64, 128, 3)
     assert config.fits_backward_widths(wide, 64, 64).ok
     assert not config.fits_backward_widths(wide, 64, 64, beside).ok
@@ -189,6 +190,7 @@ LOWERED: dict[str, tuple[int, dict[str, Any], Tiles]] = {
 } | {
     "wide": (256, FORMS["narrow"], Tiles(32, 2, 2, turns=False)),
     "wide and mask": (256, FORMS["mask"], Tiles(32, 2, 2, turns=False)),
+    "tables": (64, FORMS["bias"], Tiles(64, 2, 3)),
     "sinks": (128, {"sinks": ((2,), "bfloat16")}, Tiles(160, 2, 2)),
 }
 
@@ -203,7 +205,7 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
     def run(given: Any, up: Any) -> Any:
         both = {**given, "window": CAUSAL, "empty_rows": "mean", "scale": 0.125}
         out, kept = hopper.forward(**both, residuals=True, config=tiles)
-        tile = BackwardTiles(64, 64, 2)
+        tile = BackwardTiles(64, 64, 2, tables=name == "tables")
         if h > 128:
             tile = BackwardTiles(32, 32, 2, divided=True)
         return hopper.backward(
@@ -215,7 +217,8 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
     grads = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     assert {n: x.shape for n, x in grads.items()} == {n: given[n].shape for n in moving}
     text = exported.mlir_module()
-    named = [f"attention_{x}" for x in ("dk_dv", "dq")]
+    tables = ["dbias"] if name == "tables" else []
+    named = [f"attention_{x}" for x in ("dk_dv", "dq", *tables)]
     assert all(x in text for x in named)
 
 
@@ -370,9 +373,40 @@ def wanted(q: Any, k: Any, v: Any, up: Any, given: dict[str, Any]) -> dict[str, 
         return both(wide, np.asarray(up, np.float64))
 
 
-def simulated(name: str, fused: bool) -> None:
-    shape, case, tiles, back = CASES[name]
-    back = dataclasses.replace(back, fused=fused)
+TABLES: dict[str, Case] = {  # whose biases have cotangents by the kernel
+    "for each": (
+        (2, 130, 140, 2, 1, 32, 32), {"bias": ((2, 2, 130, 140), "bfloat16")},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=3),
+    ),
+    "for a head": (
+        (3, 200, 150, 2, 2, 32, 64),
+        {"bias": ((1, 2, 200, 150), "float32"), "window": CAUSAL,
+         "empty_rows": "zero"},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=2),
+    ),
+    "for a batch entry": (
+        (2, 70, 270, 4, 2, 32, 32),
+        {"bias": ((2, 1, 70, 270), "bfloat16"), "window": (100, 30), "alibi": (4,),
+         "offset": (-9, 150), "kv_lengths": (200, 270)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=0),
+    ),
+    "for all": (
+        (3, 260, 70, 4, 2, 32, 32),
+        {"bias": ((1, 1, 260, 70), "bfloat16"), "mask": (3, 1, 260, 70),
+         "segments": "packed", "softcap": 2.0, "empty_rows": "zero"},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, warpgroups=3, programs=4),
+    ),
+    "for all, large": (
+        (41, 130, 64, 1, 1, 32, 32),
+        {"bias": ((1, 1, 130, 64), "float16")},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=4),
+    ),
+}  # fmt: skip
+
+
+def simulated(name: str, fused: bool, tables: bool = False) -> None:
+    shape, case, tiles, back = (TABLES if tables else CASES)[name]
+    back = dataclasses.replace(back, fused=fused, tables=tables)
     q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
     given = drawn(case, shape)
     want = wanted(q, k, v, up, given)
@@ -383,6 +417,7 @@ def simulated(name: str, fused: bool) -> None:
         got = backward_kernel.backward(
             q, k, v, out=out, residuals=residuals, cotangent=up, config=back, **given
         )
+    assert ("bias" in got) == tables
     for which, x in {"out": out, **got}.items():
         assert error(x, np.asarray(want[which])) <= LIMITS["bfloat16"], which
 
@@ -397,6 +432,12 @@ def test_its_code_run_by_threads(name: str) -> None:
 def test_one_kernel_for_all_gradients_run_by_threads(name: str) -> None:
     """Rows past the last key have infinite weights for rows of low scores."""
     simulated(name, fused=True)
+
+
+@pytest.mark.parametrize("name", first(3, TABLES))
+def test_cotangents_of_biases_run_by_threads(name: str) -> None:
+    """Sums over all that share a bias, each of them once."""
+    simulated(name, fused=False, tables=True)
 
 
 def test_what_is_hidden_may_be_anything() -> None:
@@ -468,6 +509,22 @@ WIDE: dict[str, Case] = {
         {"bias": ((2, 1, 300, 300), "bfloat16"), "softcap": 4.0, "sinks": (2,)},
         None, BackwardTiles(),
     ),
+    "width of 256, segments and slopes": (
+        (2, 700, 700, 4, 2, 256, 256),
+        {"segments": "packed", "alibi": (4,), "window": CAUSAL},
+        None, BackwardTiles(64, 32, divided=True),
+    ),
+    "width of 256, bias and mask": (
+        (2, 300, 300, 4, 2, 256, 256),
+        {"bias": ((2, 1, 300, 300), "float32"), "mask": (1, 4, 300, 300),
+         "softcap": 5.0, "empty_rows": "zero"},
+        None, BackwardTiles(32, 32, divided=True, v_stages=1),
+    ),
+    "width of 192, values of 128": (
+        (2, 500, 400, 4, 4, 192, 128),
+        {"bias": ((1, 4, 500, 400), "bfloat16"), "sinks": (4,)},
+        None, BackwardTiles(64, 64, 2, divided=True),
+    ),
     "values of 256": (
         (1, 300, 300, 2, 2, 256, 256), {"segments": "packed", "alibi": (2,)},
         None, BackwardTiles(),
@@ -483,6 +540,29 @@ WIDE: dict[str, Case] = {
 }  # fmt: skip
 
 
+LARGE_TABLES: dict[str, Case] = {
+    "for each, 128 wide": (
+        (2, 700, 600, 4, 2, 128, 128),
+        {"bias": ((2, 4, 700, 600), "bfloat16"), "softcap": 5.0},
+        None, BackwardTiles(),
+    ),
+    "for a head, 128 wide": (
+        (3, 700, 700, 4, 4, 128, 128),
+        {"bias": ((1, 4, 700, 700), "float32"), "window": CAUSAL},
+        None, BackwardTiles(),
+    ),
+    "for a head, pairs": (
+        (64, 384, 384, 4, 4, 32, 32),
+        {"bias": ((1, 4, 384, 384), "bfloat16"), "mask": (64, 1, 1, 384)},
+        None, BackwardTiles(64, 128),
+    ),
+    "for all, 192 wide": (
+        (2, 300, 300, 2, 2, 192, 128), {"bias": ((1, 1, 300, 300), "bfloat16")},
+        None, BackwardTiles(64, 64, divided=True),
+    ),
+}  # fmt: skip
+
+
 def slopes_as_written(arrays: Any, params: Any, up: Any) -> Any:
     """Returns the cotangent of slopes of the op as usually written, in 16 bits."""
     run = lambda slopes: usual(**{**arrays, "alibi": slopes}, **params)
@@ -492,9 +572,11 @@ def slopes_as_written(arrays: Any, params: Any, up: Any) -> Any:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("name", [*CASES, *WIDE])
+@pytest.mark.parametrize("name", [*CASES, *WIDE, *TABLES, *LARGE_TABLES])
 def test_numbers_against_float64(name: str) -> None:
-    shape, case, tiles, back = {**CASES, **WIDE}[name]
+    tables = {**TABLES, **LARGE_TABLES}
+    shape, case, tiles, back = {**CASES, **WIDE, **tables}[name]
+    back = dataclasses.replace(back, tables=name in tables)
     arrays = dict(zip(("q", "k", "v"), operands(shape, "bfloat16"), strict=False))
     up, given = operands(shape, "bfloat16")[3], drawn(case, shape)
     others = {n: jnp.asarray(x) for n, x in given.items() if isinstance(x, np.ndarray)}
@@ -520,7 +602,8 @@ def test_numbers_against_float64(name: str) -> None:
         if which == "alibi":  # a sum whose terms cancel: as written it is far worse
             limit = error(slopes_as_written(both, params, up), np.asarray(x)) / 2
         assert error(got[which], np.asarray(x)) <= limit, which
-        if which in ("out", "q", "k", "v"):  # a race would show as a change
+        same = ("out", "q", "k", "v", *(["bias"] if name in tables else []))
+        if which in same:  # a race would show as a change
             bits.assert_same(got[which], again[which])
 
 

@@ -128,7 +128,8 @@ def backward(**given: Any) -> dict[str, Array]:
     """Returns the cotangents of float operands from the result and its log-sum-exp.
 
     What no tiles fit is left to `rewriter.kernels.attention.xla`, and so are the
-    cotangents of a bias and of slopes: compilers leave them out if no one asks.
+    cotangents of slopes, and of a bias but for `BackwardTiles.tables`: compilers leave
+    them out if no one asks.
     """
     config = given.pop("config", None) or BackwardTiles()
     widths = given["q"].shape[3], given["v"].shape[3]
@@ -138,7 +139,7 @@ def backward(**given: Any) -> dict[str, Array]:
     from rewriter.kernels.attention.hopper import backward_kernel
 
     grads = backward_kernel.backward(**given, config=config)
-    left = {"bias", "alibi"} & given.keys()
+    left = {"bias", "alibi"} & given.keys() - grads.keys()
     if left:
         others = xla.backward(**given)
         grads |= {name: others[name] for name in left}

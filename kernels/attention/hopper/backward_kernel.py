@@ -1,12 +1,13 @@
-"""The gradients of attention on Hopper's tensor cores, in two kernels.
+"""The gradients of attention on Hopper's tensor cores, in two kernels or three.
 
 With weights P = exp(scores - lse), dP = dO vᵀ and delta = sum(dO · out) over a row,
 dS = P · (dP - delta); then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k. One kernel has tiles
 of keys, goes over blocks of queries and keeps dk and dv in registers; its scores are
 transposed, so that weights are operands of tensor cores as they are. For wide heads its
-warpgroups share a tile, and each keeps one of the sums. The other kernel has
-tiles of queries and goes over blocks of keys for dq. No sums meet in memory: results
-are the same in every run. Source: Dao, "FlashAttention-2" (arXiv 2307.08691), section
+warpgroups share a tile, and each keeps one of the sums. Another has tiles of queries
+and goes over blocks of keys for dq. The third has tiles of a table of biases, and goes
+over batch entries and heads that share it. No sums meet in memory: results are the same
+in every run. Source: Dao, "FlashAttention-2" (arXiv 2307.08691), section
 3.1.2; Shah et al., "FlashAttention-3" (arXiv 2407.08608), section 3.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,12 +29,23 @@ from rewriter.kernels.attention.hopper.backward_of_keys import (
     OfKeys,
 )
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
+from rewriter.kernels.attention.hopper.backward_of_tables import (
+    OfTables,
+    TableProblem,
+    splits,
+)
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
+from rewriter.kernels.attention.hopper.beside import beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask
-from rewriter.kernels.attention.hopper.config import BackwardTiles
+from rewriter.kernels.attention.hopper.config import (
+    TABLE_BLOCK,
+    BackwardTiles,
+    table_stages,
+)
 from rewriter.kernels.attention.hopper.forward_kernel import even, pair_of, row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import terms_of, transposed
+from rewriter.kernels.hopper import PROCESSORS
 
 if TYPE_CHECKING:
     from jax import Array
@@ -62,7 +75,7 @@ def backward(
     out_dtype: str | None = None,
     config: BackwardTiles | None = None,
 ) -> dict[str, Array]:
-    """Returns the cotangents of q, k and v, and of sinks.
+    """Returns the cotangents of q, k and v, of sinks, and of a bias if it has room.
 
     Args:
         q: [b, t, n, h].
@@ -167,11 +180,36 @@ def backward(
     if of_queries.mask.may_be_empty:
         dv = _with_empty_rows(dv, empty, cotangent, empty_rows)
     grads = {"q": dq[:, :t], "k": dk[:, :s], "v": dv}
+    if config.tables and bias is not None and 1 not in bias.shape[2:]:
+        made = _of_tables(of_queries, config, given, {**named, **extra})
+        grads |= {} if made is None else {"bias": made[..., :t, :s].astype(bias.dtype)}
     if sinks is not None:
         share = jnp.exp(sinks.astype(jnp.float32)[:, None] - residuals[0]) * delta
         share = jnp.where(empty, 0.0, share).sum((0, 2))
         grads["sinks"] = (-share).astype(sinks.dtype)
     return grads
+
+
+def _of_tables(
+    p: Problem, config: BackwardTiles, given: dict[str, Array], named: dict[str, Any]
+) -> Array | None:
+    """Returns the cotangent of a table of biases; None if there is no room for it."""
+    stages = table_stages(config, p.h, p.e, beside_of(given))
+    if stages < 1:
+        return None
+    table = named["bias"]
+    same = {x.name: getattr(p, x.name) for x in fields(p)}
+    same |= {"block": TABLE_BLOCK, "stages": stages, "values": stages}
+    whole = TableProblem(**same, entries=table.shape[:2])
+    blocks = whole.down * whole.across * table.shape[0] * table.shape[1]
+    parts = splits(blocks, whole.members, config.programs or PROCESSORS)
+    dtype = "float32" if parts > 1 else str(table.dtype)
+    whole = replace(whole, splits=parts, dtype=dtype)
+    named.pop("reach", None)
+    size = (table.shape[0] * table.shape[1] * parts, *table.shape[2:])
+    (made,) = _call(OfTables, whole, named, [jax.ShapeDtypeStruct(size, dtype)])
+    made = made.reshape(*table.shape[:2], parts, *table.shape[2:])
+    return made.sum(2) if parts > 1 else made[:, :, 0]
 
 
 LARGE = 1000.0
@@ -209,9 +247,10 @@ def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Arr
     return (dv.astype(jnp.float32) + share).astype(dv.dtype)
 
 
-def _call(kind: Any, p: Problem, named: dict[str, Any]) -> Any:
+def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any = None) -> Any:
     """Runs one of the kernels on arrays by name, and returns its results.
 
+    Results are of shapes `out`, or like arrays that the kernel names.
     A "dq" among them is a reference to memory that is added to.
     """
     q, dq = named["q"], named.pop("dq", None)
@@ -219,7 +258,8 @@ def _call(kind: Any, p: Problem, named: dict[str, Any]) -> Any:
         named["table"] = jnp.asarray(p.order.table)
     if dq is not None:
         named["dq"] = dq
-    out = [jax.ShapeDtypeStruct(named[x].shape, q.dtype) for x in kind.results]
+    like = [jax.ShapeDtypeStruct(named[x].shape, q.dtype) for x in kind.results]
+    out = out or like
     scratch = kind.scratch(p, q.dtype)
 
     def body(*references: Any, **memory: Any) -> None:

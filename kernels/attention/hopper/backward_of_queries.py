@@ -73,15 +73,19 @@ class OfQueries(Kernel):
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to sum up in, and what a tile's steps read."""
+        numbers = self.numbers(tile, (self.warpgroup,))
+        return pallas.zeros((64, self.p.h)), *numbers.values()
+
+    def numbers(self, tile: Tile, at: tuple[Any, ...]) -> dict[str, Array]:
+        """Returns the numbers of a warpgroup's rows by name, from a place in memory."""
         numbers = {
-            x: pallas.loaded(self.memory[x].at[self.warpgroup], pallas.ROWS)
-            for x in self.p.numbers
+            x: pallas.loaded(self.memory[x].at[at], pallas.ROWS) for x in self.p.numbers
         }
         if self.p.terms.slopes:  # see `sloped`
             rows = pallas.row_positions(64).astype(jnp.float32)
             slope = pallas.scalar(self.given["slopes"], tile.head)
             numbers["lse"] = numbers["lse"] + rows * slope
-        return pallas.zeros((64, self.p.h)), *numbers.values()
+        return numbers
 
     def sloped(self, tile: Tile, scores: Array, j: Any, step: Any) -> Array:
         """Adds distances from the tile's first row; lse makes up for other rows."""

@@ -236,9 +236,12 @@ class Kernel(abc.ABC):
             self.given[name].at[at], self.memory[name].at[to], barrier
         )
 
-    def send_terms(self, tile: Tile, n: Any, j: Any, slot: Any) -> None:
+    def send_terms(
+        self, tile: Tile, n: Any, j: Any, slot: Any, ready: Any = None
+    ) -> None:
         """Copies what changes the scores of a block and of query head n."""
-        p, ready = self.p, self.memory["first_ready"].at[slot]
+        p = self.p
+        ready = self.memory["first_ready"].at[slot] if ready is None else ready
         place = Place(tile.b, n, tile.first, j * p.block, p.block, p.parts, slot)
         p.terms.copy(
             place, self.given,

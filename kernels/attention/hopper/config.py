@@ -63,6 +63,8 @@ class BackwardTiles:
             weights and dv, the other how they change, and dk. For wide heads.
         v_stages: Blocks of v that shared memory holds for dq, where they are free
             before those of k; 0 for as many as `stages`.
+        tables: Whether a kernel computes the cotangent of a bias that differs along
+            queries and keys, if it is asked for and has room.
     """
 
     queries: int = 64
@@ -73,6 +75,7 @@ class BackwardTiles:
     fused: bool = False
     divided: bool = False
     v_stages: int = 0
+    tables: bool = False
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -239,8 +242,11 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
         best = BackwardTiles(64, 128 if width <= 64 else 64)
     tried = (best, replace(best, keys=64), *WIDE)
     fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
-    return replace(next(fitting, best), programs=processors(device))
+    return replace(next(fitting, best), programs=processors(device), tables=TABLES)
 
+
+TABLES = False
+"""Whether that is so where no one says: it was not measured on a GPU."""
 
 WIDE = (
     BackwardTiles(64, 64, 3, divided=True),
@@ -260,17 +266,42 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
 
     None is fused: on an H200 that kernel took 1.02 to 1.26 of the best one's time.
     """
-    here = processors(device)
-    if max(spec.shape("q")[3], spec.shape("v")[3]) <= 64:
-        return [
-            BackwardTiles(64, 128, 3, 2, here), BackwardTiles(64, 64, 3, 3, here),
-            BackwardTiles(128, 128, 2, 2, here), BackwardTiles(64, 64, 3, 2, here),
-        ]  # fmt: skip
-    found = [BackwardTiles(64, 128, 2, 2, here), BackwardTiles(64, 64, 3, 2, here)]
-    if max(spec.shape("q")[3], spec.shape("v")[3]) > 128:
-        found += [replace(x, programs=here) for x in WIDE]
-        found += [BackwardTiles(32, 64, 3, 2, here), BackwardTiles(32, 64, 2, 2, here)]
+    found = [replace(x, programs=processors(device)) for x in _backward_configs(spec)]
+    if spec.has("bias") and 1 not in spec.shape("bias")[2:]:
+        best = backward_default(spec, device)
+        found = [replace(best, tables=x) for x in (False, True)] + found
     return found
+
+
+def _backward_configs(spec: Spec) -> list[BackwardTiles]:
+    width = max(spec.shape("q")[3], spec.shape("v")[3])
+    if width <= 64:
+        return [
+            BackwardTiles(64, 128, 3), BackwardTiles(64, 64, 3, 3),
+            BackwardTiles(128, 128, 2), BackwardTiles(64, 64, 3),
+        ]  # fmt: skip
+    narrow = [BackwardTiles(64, 128, 2), BackwardTiles(64, 64, 3)]
+    if width <= 128:
+        return narrow
+    return [*narrow, *WIDE, BackwardTiles(32, 64, 3), BackwardTiles(32, 64, 2)]
+
+
+TABLE_BLOCK = 64
+"""Keys of a block of a table's cotangent."""
+
+
+def table_stages(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
+    """Returns how many members shared memory holds for a table's cotangent; 0 for none.
+
+    Example:
+        >>> [table_stages(BackwardTiles(), x, x, Beside((2,))) for x in (32, 128, 256)]
+        [4, 1, 0]
+    """
+    rows = 64 * config.warpgroups
+    size = 2 * (h + e) * (rows + TABLE_BLOCK) + beside.nbytes(1, rows, TABLE_BLOCK)
+    size += KIB * (3 + beside.rows + beside.columns)
+    room = SHARED_MEMORY - BARRIERS - 4 * rows * TABLE_BLOCK
+    return min(4, room // size)
 
 
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
