@@ -7,8 +7,9 @@ Milliseconds are the device's by CUPTI, medians of runs that take turns on three
 normal operands, compiling and first runs left out; a gradient returns the result too.
 TF/s count 2·b·n·pairs·(h + e) operations, pairs being what window and segments leave,
 and 3.5 times that with gradients, which are those of q, k and v. The error is the
-result's against cuDNN's, or that of XLA over blocks where cuDNN has none: both rounded
-to 16 bits. cuDNN is given segments as a table of masks and slopes as one of biases.
+result's against cuDNN's, or that of XLA (over blocks, where that runs) where cuDNN has
+none: both rounded to 16 bits. cuDNN is given segments as a table of masks and slopes as
+one of biases.
 """
 
 from __future__ import annotations
@@ -265,7 +266,8 @@ def measured(name: str, every: bool) -> list[dict[str, Any]]:
         programs[key] = program
         results[key] = np.asarray(first, np.float32)
     (b, _, n, _, h), e = shape[:5], shape[-1]
-    by = "cudnn" if ("forward", "cudnn") in results else "memory_bounded"
+    others = ("cudnn", "memory_bounded", "xla")
+    by = next(x for x in others if ("forward", x) in results)
     exact, each = results["forward", by], pairs(shape, window, sets[0][-1])
     times = timing.measure(list(programs.values()), sets, TURNS)
     for (passes, what), samples in zip(programs, times, strict=True):
