@@ -12,16 +12,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import rewriter
 from rewriter.kernel import Spec
 from rewriter.propagation import split_by
 from rewriter.registry import registry
 from rewriter.shards import NoShards, Shards, local_spec, shards_of
 from tests import slow
 from tests.kernels import tpu
+from tests.rewriter.sharded_programs import attention
 
 ROOT = pathlib.Path(__file__).parents[2]
 MESH = AbstractMesh((4, 2, 1), ("data", "model", "one"))
@@ -231,3 +234,46 @@ def test_kernels_are_chosen_for_one_device() -> None:
     assert not part.has("offset")  # a ring knows of positions
     experts = spread("ragged_dot", rhs=P("data"))
     assert seen("ragged_dot", experts).shape("group_sizes") == (2,)
+
+
+# ---------------------------------------------------------------- several GPUs
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2)], ids=["data", "model"])
+@pytest.mark.parametrize("kernel", ["cudnn", "hopper", "memory_bounded"])
+def test_a_step_on_two_gpus(parts: tuple[int, int], kernel: str) -> None:
+    """A block's gradients, its heads or its rows on two GPUs, are the original's."""
+    if jax.device_count("cuda") < 2:
+        pytest.skip("needs two GPUs")
+    mesh = jax.make_mesh(parts, ("data", "model"), (AxisType.Auto,) * 2)
+
+    def block(weights: Any, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
+        y = y.astype(x.dtype) * weights["scale"]
+        q, k, v = (jnp.einsum("btd,dnh->btnh", y, w) for w in weights["qkv"])
+        return x + jnp.einsum("btnh,nhd->btd", attention(q, k, v), weights["out"])
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        return (block(weights, block(weights, x)).astype(jnp.float32) ** 2).mean()
+
+    def drawn(seed: int, shape: tuple[int, ...], spec: P, size: float) -> jax.Array:
+        x = size * jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    heads = [drawn(i, (1024, 8, 128), P(None, "model"), 0.03) for i in range(3)]
+    weights = {
+        "qkv": heads, "out": drawn(3, (8, 128, 1024), P("model"), 0.03),
+        "scale": drawn(4, (1024,), P(), 1.0),
+    }  # fmt: skip
+    x = drawn(5, (4, 2048, 1024), P("data"), 1.0)
+    step = jax.value_and_grad(loss)
+    fast = rewriter.optimize(step, implementation={"attention": kernel})
+    (site, *_) = [s for s in fast.report(weights, x).sites if s.op == "attention"]
+    assert site.kernel == kernel, site
+    assert site.sharding, site
+    want = jax.jit(step)(weights, x)
+    for a, b in zip(
+        jax.tree.leaves(fast(weights, x)), jax.tree.leaves(want), strict=True
+    ):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)
