@@ -6,6 +6,7 @@ versions (0.10.2, 0.11.2, 0.12).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -469,6 +470,55 @@ def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
     params = eqn.params
     axes = params.get("manual_axes", params.get("newly_manual_axes"))  # new in 0.12
     return frozenset(axes), dict(params["mesh"].shape)
+
+
+def parts_of(eqn: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any] | None:
+    """(specs of operands, of results, mesh and manual axes) of a shard_map.
+
+    None if types in its body say over which axes values vary, which residuals that are
+    handed on would have to.
+    """
+    params = eqn.params
+    if params["check_vma"]:
+        return None
+    around = params["mesh"], manual_axes(eqn)[0]
+    return tuple(params["in_specs"]), tuple(params["out_specs"]), around
+
+
+def over_all(spec: Any, around: Any) -> bool:
+    """Whether each device has a part of its own of what has a spec."""
+    mesh, manual = around
+    named = {a for p in spec for a in (p if isinstance(p, tuple) else (p,))}
+    return all(a in named or mesh.shape[a] == 1 for a in manual)
+
+
+def handing_parts(
+    eqn: Any, body: Any, invars: Sequence[Any], given: int, made: int
+) -> Any:
+    """A shard_map with a body that is given, and gives, more parts of each device.
+
+    Args:
+        eqn: The shard_map.
+        body: Its new body.
+        invars: What it reads.
+        given: How many of its last operands are parts.
+        made: How many of its last results are.
+    """
+    mesh, manual = parts_of(eqn)[2]
+    axes = tuple(a for a in mesh.axis_names if a in manual)
+    count = math.prod(mesh.shape[a] for a in axes)
+    part = jax.sharding.PartitionSpec(axes)
+    outs = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
+    for atom in body.outvars[len(outs) :]:
+        rows, *rest = atom.aval.shape
+        outs.append(new_var(core.ShapedArray((count * rows, *rest), atom.aval.dtype)))
+    params = {
+        **eqn.params,
+        "jaxpr": body,
+        "in_specs": (*eqn.params["in_specs"], *(part,) * given),
+        "out_specs": (*eqn.params["out_specs"], *(part,) * made),
+    }
+    return eqn.replace(invars=list(invars), outvars=outs, params=params)
 
 
 # ------------------------------------------------------------------ timing

@@ -76,36 +76,54 @@ def _known_at(scope: Scope, position: int, values: Sequence[int]) -> bool:
 def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
     """The bodies through which residuals get to the gradients, outermost first.
 
-    From a loop they get into its backward loop, step by step; from any body into
-    a checkpoint's recomputation in it. The last one computes the gradients; empty
-    if there is no way.
+    From a loop they get into its backward loop, step by step; from a shard_map into
+    that of its gradients, on each device; from any body into a checkpoint's
+    recomputation in it. The last one computes the gradients; empty if there is no way.
     """
     home, _ = home_of(scope)
-    last, _ = home_of(graph.node_of(next(iter(backward.grads.values()))).scope)
-    if home is last or not lies_at(backward, graph, last) or not _free(scope, home):
+    body, _ = home_of(graph.node_of(next(iter(backward.grads.values()))).scope)
+    if home is body or not lies_at(backward, graph, body) or not _free(scope, home):
         return ()
-    bodies, body = [last], last
+    bodies: list[Scope] = []
     while body.parent is not None and not body.jaxpr.constvars:
         outer, _ = home_of(body.parent)
         if not _free(body.parent, outer):
             return ()
-        if body.kind == "remat":
-            if outer is home:
-                return tuple(bodies[::-1])
-            bodies.append(outer)
-            body = outer
-            continue
-        return tuple(bodies[::-1]) if _is_backward_loop(body, outer, home) else ()
+        bodies.append(body)
+        if body.kind != "remat":
+            if not (_is_backward_loop(body, home) or _is_split_alike(body, home)):
+                return ()
+            around, _ = home_of(home.parent)
+            if not _free(home.parent, around):
+                return ()
+            home = around
+        if outer is home:
+            return tuple(bodies[::-1])
+        body = outer
     return ()
 
 
-def _is_backward_loop(body: Scope, outer: Scope, home: Scope) -> bool:
+def left_by(first: Scope, bodies: Sequence[Scope]) -> list[Scope]:
+    """The bodies that residuals leave on a `route`, innermost first."""
+    out = [first] if any(b.kind != "remat" for b in bodies) else []
+    while len(out) < sum(b.kind != "remat" for b in bodies):
+        out.append(home_of(out[-1].parent)[0])
+    return out
+
+
+def _is_backward_loop(body: Scope, home: Scope) -> bool:
     """Whether a loop can read, step by step, what another one stacks."""
     if not body.kind == home.kind == "scan" or body.length != home.length:
         return False
-    if home.jaxpr.constvars or home_of(home.parent)[0] is not outer:
+    return not home.jaxpr.constvars
+
+
+def _is_split_alike(body: Scope, home: Scope) -> bool:
+    """Whether a shard_map can read, on each device, what another one has there."""
+    if not body.kind == home.kind == "shard_map":
         return False
-    return _free(home.parent, outer)
+    parts = [_jax.parts_of(s.parent.jaxpr.eqns[s.call]) for s in (home, body)]
+    return None not in parts and parts[0][2] == parts[1][2]
 
 
 def _before(scope: Scope, position: int, body: Scope) -> bool:

@@ -93,6 +93,7 @@ class Graph:
         self.nodes: list[Node] = []
         self.fresh_in: dict[int, Scope] = {}
         self.per_step: dict[tuple[int, int, bool], int] = {}
+        self.per_device: dict[Any, int] = {}
         self.stacked: dict[int, tuple[int | None, ...]] = {}
         self._numbers: dict[Any, tuple[int, ...]] = {}
         self._signatures: dict[Any, int] = {}
@@ -273,9 +274,7 @@ class Graph:
             for body in eqn.params["branches"]:
                 self._child(scope, position, body, ins[1:], kind="cond", open_out=False)
         elif kind == "shard_map":
-            body = eqn.params["jaxpr"]
-            args = self._fresh(body, slice(None))
-            self._child(scope, position, body, args, kind="shard_map", open_out=False)
+            return self._shard_map(scope, position, eqn, ins)
         return self._opaque(scope, position, eqn, ins)
 
     def _scan(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
@@ -298,6 +297,21 @@ class Graph:
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
+        return outs
+
+    def _shard_map(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        """Parts on each device; what is split alike again has the same parts."""
+        body, parts = eqn.params["jaxpr"], _jax.parts_of(eqn)
+        args = self._fresh(body, slice(None))
+        into, out_of, around = parts or ((), (), None)
+        for k, (value, spec) in enumerate(zip(ins, into, strict=False)):
+            args[k] = self.per_device.setdefault((value, spec, around), args[k])
+        self._child(scope, position, body, args, kind="shard_map", open_out=False)
+        outs = self._opaque(scope, position, eqn, ins)
+        child = scope.children[position][-1]
+        for value, var, spec in zip(outs, body.outvars, out_of, strict=False):
+            if _jax.over_all(spec, around):
+                self.per_device[value, spec, around] = self.read(child, var)
         return outs
 
     def _library_rule(self, eqn: Any) -> bool:

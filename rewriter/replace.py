@@ -8,7 +8,7 @@ more is dropped. Untouched equations and bodies stay the same objects.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from rewriter.backward_place import (
     first_defined,
     first_had,
     home_of,
+    left_by,
     lies_at,
     route,
 )
@@ -130,6 +131,8 @@ class _Work:
         self.read_in: dict[int, list[Splice]] = {}
         self.carried: dict[tuple[int, int], list[Any]] = {}
         self.stacked: dict[int, list[Any]] = {}
+        self.level: dict[tuple[int, int], int] = {}
+        self.handed: dict[int, list[list[Any]]] = {}
         self.at: dict[int, dict[int, list[Splice]]] = {}
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
@@ -181,14 +184,20 @@ class _Work:
     def _plan_carried(
         self, splice: Splice, first: Scope, bodies: tuple[Scope, ...]
     ) -> None:
-        """Residuals are handed from body to body; a loop stacks them for its own."""
+        """Residuals are handed from body to body; a loop stacks them for its own.
+
+        So does a shard_map for another one, along the first axis.
+        """
         self._inlined_to(first, splice.scope)
         for body in bodies:
             self.read_in.setdefault(id(body), []).append(splice)
             self._inlined_to(home_of(body.parent)[0], body.parent)
-        if bodies[0].kind == "scan":
-            self.saved_in.setdefault(id(first), []).append(splice)
-            self._inlined_to(home_of(first.parent)[0], first.parent)
+        for body in left_by(first, bodies):
+            self.saved_in.setdefault(id(body), []).append(splice)
+            self._inlined_to(home_of(body.parent)[0], body.parent)
+        for k, body in enumerate(bodies):  # out of how many bodies they are there
+            left = sum(inner.kind != "remat" for inner in bodies[k + 1 :])
+            self.level[id(body), id(splice)] = left
 
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
@@ -215,13 +224,15 @@ class _Work:
         frame = self.frames[id(scope)] = _Frame()
         more: list[Any] = []
         for splice in self.read_in.get(id(scope), ()):
-            _, avals, _ = self.residuals[id(splice)]
+            avals = self._avals_in(scope, splice)
             given = [_jax.new_var(a) for a in avals]
             self.carried[id(scope), id(splice)] = given
             more += given
         outs = self._inline(scope, frame, {})
         for splice in self.saved_in.get(id(scope), ()):
-            outs = outs + self.residuals[id(splice)][0]
+            atoms = self._residuals_in(scope, splice)
+            self.handed.setdefault(id(splice), []).append([a.aval for a in atoms])
+            outs = outs + atoms
         eqns, _ = live(frame.eqns, outs)
         return _jax.with_equations(scope.jaxpr, eqns, outs, more)
 
@@ -266,7 +277,8 @@ class _Work:
         if any(id(c) in self.dissolved for c in children):
             self._dissolved_call(children[0], eqn, frame, env, read)
         elif any(id(c) in self.saved_in or id(c) in self.read_in for c in children):
-            given = self._loop if children[0].kind == "scan" else self._checkpoint
+            handing = {"scan": self._loop, "shard_map": self._on_devices}
+            given = handing.get(children[0].kind, self._checkpoint)
             given(children[0], eqn, frame, env, read)
         else:
             self._plain(children, eqn, frame, env, read, inlined)
@@ -305,9 +317,7 @@ class _Work:
             )
             return [*last, *stacked]
 
-        atoms = [read(a) for a in eqn.invars]
-        for splice in self.read_in.get(id(child), ()):
-            atoms += self.stacked[id(splice)]
+        atoms = self._with_residuals(child, map(read, eqn.invars))
         fragment = _jax.trace_placed(code, [a.aval for a in atoms])
         if fragment.constvars:
             raise ValueError("a loop holds constants")
@@ -318,21 +328,53 @@ class _Work:
             count = len(self.residuals[id(splice)][0])
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
+    def _on_devices(self, child, eqn, frame, env, read) -> None:
+        """Appends a shard_map that gives residuals, or is given those of another."""
+        atoms = self._with_residuals(child, map(read, eqn.invars))
+        body = self.body(child)
+        given, made = (
+            sum(len(self.residuals[id(s)][0]) for s in those.get(id(child), ()))
+            for those in (self.read_in, self.saved_in)
+        )
+        new = _jax.handing_parts(eqn, body, atoms, given, made)
+        frame.eqns.append(new)
+        env.update(zip(eqn.outvars, new.outvars, strict=False))
+        outs = list(new.outvars[len(eqn.outvars) :])
+        for splice in self.saved_in.get(id(child), ()):
+            count = len(self.residuals[id(splice)][0])
+            self.stacked[id(splice)], outs = outs[:count], outs[count:]
+
     def _checkpoint(self, child, eqn, frame, env, read) -> None:
         """Appends a checkpoint's recomputation that is given residuals."""
-        outer, _ = home_of(child.parent)
-        atoms = [read(a) for a in eqn.invars]
-        for splice in self.read_in[id(child)]:
-            atoms += self._residuals_in(outer, splice)
+        atoms = self._with_residuals(child, map(read, eqn.invars))
         outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outs, strict=True))
         params = {**eqn.params, _jax.call_body_name(eqn): self.body(child)}
         frame.eqns.append(eqn.replace(invars=atoms, outvars=outs, params=params))
 
+    def _with_residuals(self, child: Scope, atoms: Iterable[Any]) -> list[Any]:
+        """What a body reads, and behind it the residuals that are handed to it."""
+        outer, _ = home_of(child.parent)
+        those = self.read_in.get(id(child), ())
+        return [*atoms, *(a for s in those for a in self._residuals_in(outer, s))]
+
     def _residuals_in(self, body: Scope, splice: Splice) -> list[Any]:
         """What carries a forward's residuals in a body."""
         given = self.carried.get((id(body), id(splice)))
+        if given is None:  # what a body in it gives, which they have left
+            given = self.stacked.get(id(splice))
         return self.residuals[id(splice)][0] if given is None else given
+
+    def _avals_in(self, body: Scope, splice: Splice) -> list[Any]:
+        """Of what types residuals are that are handed to a body."""
+        left = self.handed.get(id(splice), [])
+        level = self.level[id(body), id(splice)]
+        return left[level] if level < len(left) else self._types_behind(splice)
+
+    def _types_behind(self, splice: Splice) -> list[Any]:
+        """Of what types residuals are behind all bodies that they leave."""
+        given = self.stacked.get(id(splice)) or self.residuals[id(splice)][0]
+        return [a.aval for a in given]
 
     def _dissolved_call(self, child, eqn, frame, env, read) -> None:
         body = child.jaxpr
@@ -383,7 +425,7 @@ class _Work:
 
         def code(*given: jax.Array) -> list[jax.Array]:
             *saved, cotangent = given
-            function = jax.tree.unflatten(tree, saved)
+            function = _unsaved(tree, saved)
             grads = function(_jax.placed_as(cotangent, own).astype(dtype))
             found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
             found += [jnp.zeros(*like) for like in zeros]
@@ -478,7 +520,7 @@ class _Work:
             if not order:
                 return [code(*arrays)]
             out, function = gradient_function(code, list(arrays), list(order))
-            residuals, tree = jax.tree.flatten(function)
+            residuals, tree = _saved(function)
             trees.append(tree)
             return [out, *residuals]
 
@@ -487,6 +529,21 @@ class _Work:
             raise ValueError("the replacement holds constants")
         self.fragments[key] = (traced, names, trees[-1] if trees else None)
         return self.fragments[key]
+
+
+def _saved(function: Any) -> tuple[list[jax.Array], Any]:
+    """What a function keeps, with one axis at least, as it may be stacked; and how."""
+    kept, tree = jax.tree.flatten(function)
+    numbers = tuple(jnp.ndim(x) == 0 for x in kept)
+    arrays = [x.reshape(1) if n else x for x, n in zip(kept, numbers, strict=True)]
+    return arrays, (tree, numbers)
+
+
+def _unsaved(saved: Any, arrays: Sequence[jax.Array]) -> Any:
+    """The function that kept some arrays."""
+    tree, numbers = saved
+    kept = [x.reshape(()) if n else x for x, n in zip(arrays, numbers, strict=True)]
+    return jax.tree.unflatten(tree, kept)
 
 
 def _typed_as(x: jax.Array, aval: Any) -> jax.Array:
