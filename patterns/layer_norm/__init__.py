@@ -16,9 +16,11 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
+
 from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.finder import Finder
-from rewriter.graph import Node
+from rewriter.graph import Graph, Node
 from rewriter.match import ReaderPattern
 from rewriter.normal_form import Algebra, OverBudget, Poly
 from rewriter.patterns.layer_norm.normalized_value import (
@@ -28,7 +30,7 @@ from rewriter.patterns.layer_norm.normalized_value import (
     sources,
     statistics,
 )
-from rewriter.reading import Operand, Reading, Refused, operand
+from rewriter.reading import Operand, Reading, Refused, operand, values_named
 from rewriter.sieve import Step
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
@@ -99,10 +101,11 @@ def _readings(
     group = next((r for r in reversed(refusals) if r.code == "group"), None)
     if group is not None and not any("scale" in r.operands for r in readings):
         return [], group
-    if readings and readings[-1].params.get("bare_l2"):
+    bare = [r for r in readings if "bare_l2" in r.params]
+    readings = [r for r in readings if "bare_l2" not in r.params]
+    if bare and not readings:
         text = "an L2 norm: the sum of squares is not divided by their number"
         return [], Refused("l2", text, score=0.5)
-    readings = [r for r in readings if "bare_l2" not in r.params]
     # the largest covers those inside it
     return _useful(find, readings)[::-1], refusals[0] if refusals else None
 
@@ -161,7 +164,7 @@ def read(
     d = tuple(at[k] for k in axes)
     n = math.prod(alg.sizes[i] for i in d)
     alpha = squares[1]
-    scale, bias = _affine(alg, form, base, x, at, d, n, alpha, outside)
+    scale, bias = _affine(find, form, base, x, at, d, n, alpha, outside)
     lengths = (abs(c) * math.sqrt(n) for c in scale.values())
     if not constant and not extra and any(abs(x - 1) < 1e-3 for x in lengths):
         raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
@@ -262,8 +265,9 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
     )
 
 
-def _affine(alg, form, base, x, at, d, n, alpha, outside):
+def _affine(find, form, base, x, at, d, n, alpha, outside):
     """Scale and bias, read off the terms with and without the root."""
+    alg = find.algebra
     scale: Poly = {}
     bias: Poly = {}
     leaf = alg.atom("leaf", x, at)
@@ -276,14 +280,15 @@ def _affine(alg, form, base, x, at, d, n, alpha, outside):
             rest = tuple(f for f in mono if f[0] not in (base, leaf))
             scale = alg.add(scale, {(flag, rest): c * factor})
     for name, p in (("scale", scale), ("bias", bias)) if not outside else ():
-        _along(alg, name, p, set(d))
+        _along(find, name, p, set(d))
     if outside and (len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & set(d)):
         raise Refused("scale", "the scale varies along other axes too", score=0.4)
     return scale, bias
 
 
-def _along(alg: Algebra, name: str, p: Poly, d: set[int]) -> None:
+def _along(find: Finder, name: str, p: Poly, d: set[int]) -> None:
     """Checks that scale or bias varies along the normalised axes only."""
+    alg = find.algebra
     ids = alg.ids(p)
     joined = any(
         alg.index_ids(a) & d and alg.index_ids(a) - d
@@ -298,7 +303,7 @@ def _along(alg: Algebra, name: str, p: Poly, d: set[int]) -> None:
     if (
         joined
         or of_digits
-        or (ids and not ids & d and name == "scale" and _is_parameter(alg, p))
+        or (ids and not ids & d and name == "scale" and _is_parameter(find, p))
     ):
         raise Refused(
             "group",
@@ -310,12 +315,35 @@ def _along(alg: Algebra, name: str, p: Poly, d: set[int]) -> None:
         raise Refused(name, f"the {name} varies along other axes too", score=0.4)
 
 
-def _is_parameter(alg: Algebra, p: Poly) -> bool:
-    """A single leaf with one varying axis, such as a scale per channel."""
+def _is_parameter(find: Finder, p: Poly) -> bool:
+    """A single leaf with one varying axis, such as a scale per channel.
+
+    What is computed from positions alone, as one that grows with them, is none.
+    """
+    alg = find.algebra
     leaves = alg.poly_leaves(p)
     return len(leaves) == 1 and all(
-        sum(a is not None for a in alg.defs[x][2]) == 1 for x in leaves
+        sum(a is not None for a in alg.defs[x][2]) == 1
+        and not all(_of_integers(find.graph, v) for v in values_named(alg.defs[x][1]))
+        for x in leaves
     )
+
+
+def _of_integers(graph: Graph, value: int) -> bool:
+    """Whether a value is computed from integers and numbers alone."""
+    seen, queue = {value}, [value]
+    while queue:
+        value = queue.pop()
+        node = graph.node_of(value)
+        if node is not None:
+            queue += {*node.ins} - seen
+            seen.update(node.ins)
+        elif graph.scalar(value) is None and (
+            value in graph.constants
+            or not jnp.issubdtype(graph.dtype(value), jnp.integer)
+        ):
+            return False
+    return True
 
 
 STEPS = (Step(REDUCE), Step(ANCHORS))

@@ -204,6 +204,26 @@ def causal_window_of_traced_width(q, k, v, width):
     return attend(jnp.where(seen, dots(q, k), -1e30), v)
 
 
+def bare_norm(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+
+@case([normal(2, T, H), jnp.arange(T)], rms_norm=1)
+def norm_of_queries_that_grow_with_their_positions(x, position):
+    return bare_norm(x) * (1 + jnp.log(jnp.floor(position / 4) + 1))[:, None]
+
+
+@case([normal(2, T, H), normal(T)], rms_norm=0)
+def norm_with_a_scale_of_each_position(x, scale):
+    return bare_norm(x) * scale[:, None]
+
+
+@case([normal(2, T, H)], rms_norm=1)
+def norm_of_queries_over_the_root_of_their_width(x):
+    """All of it is an L2 norm too; what is scaled is not."""
+    return bare_norm(x) * H**-0.5
+
+
 @case([*heads(3), normal(T) ** 2], attention=1)
 def mask_of_numbers_times_a_large_one(q, k, v, m):
     return attend(dots(q, k) + m * -1e4, v)
