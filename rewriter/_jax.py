@@ -472,24 +472,31 @@ def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
     return frozenset(axes), dict(params["mesh"].shape)
 
 
-def parts_of(eqn: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any] | None:
-    """(specs of operands, of results, mesh and manual axes) of a shard_map.
-
-    None if types in its body say over which axes values vary, which residuals that are
-    handed on would have to.
-    """
+def parts_of(eqn: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """(specs of operands, of results, what else decides the parts) of a shard_map."""
     params = eqn.params
-    if params["check_vma"]:
-        return None
-    around = params["mesh"], manual_axes(eqn)[0]
+    around = params["mesh"], manual_axes(eqn)[0], params["check_vma"]
     return tuple(params["in_specs"]), tuple(params["out_specs"]), around
 
 
-def over_all(spec: Any, around: Any) -> bool:
-    """Whether each device has a part of its own of what has a spec."""
-    mesh, manual = around
-    named = {a for p in spec for a in (p if isinstance(p, tuple) else (p,))}
-    return all(a in named or mesh.shape[a] == 1 for a in manual)
+def _axes_of(aval: Any, around: Any) -> tuple[str, ...]:
+    """The manual axes over which a value may vary, in the mesh's order.
+
+    They are all of them where types do not say it.
+    """
+    mesh, manual, typed = around
+    varying = aval.mat.varying if typed else manual
+    return tuple(a for a in mesh.axis_names if a in varying)
+
+
+def is_parts(spec: Any, aval: Any, around: Any) -> bool:
+    """Whether what a shard_map gives is each device's value, and no choice of them."""
+    mesh, _, typed = around
+    named = {a for p in spec for a in (p if isinstance(p, tuple) else (p,))} - {None}
+    axes = _axes_of(aval, around)
+    if typed:  # what it is split into would be of another type
+        return named == set(axes)
+    return all(a in named or mesh.shape[a] == 1 for a in axes)
 
 
 def handing_parts(
@@ -504,19 +511,22 @@ def handing_parts(
         given: How many of its last operands are parts.
         made: How many of its last results are.
     """
-    mesh, manual = parts_of(eqn)[2]
-    axes = tuple(a for a in mesh.axis_names if a in manual)
-    count = math.prod(mesh.shape[a] for a in axes)
-    part = jax.sharding.PartitionSpec(axes)
+    into, out_of, around = parts_of(eqn)
     outs = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
     for atom in body.outvars[len(outs) :]:
+        count = math.prod(around[0].shape[a] for a in _axes_of(atom.aval, around))
         rows, *rest = atom.aval.shape
         outs.append(new_var(core.ShapedArray((count * rows, *rest), atom.aval.dtype)))
+
+    def specs(atoms: Sequence[Any], last: int) -> list[Any]:
+        avals = [a.aval for a in atoms[len(atoms) - last :]]
+        return [jax.P(_axes_of(a, around) or None) for a in avals]
+
     params = {
         **eqn.params,
         "jaxpr": body,
-        "in_specs": (*eqn.params["in_specs"], *(part,) * given),
-        "out_specs": (*eqn.params["out_specs"], *(part,) * made),
+        "in_specs": (*into, *specs(body.invars, given)),
+        "out_specs": (*out_of, *specs(body.outvars, made)),
     }
     return eqn.replace(invars=list(invars), outvars=outs, params=params)
 

@@ -122,8 +122,8 @@ def _is_split_alike(body: Scope, home: Scope) -> bool:
     """Whether a shard_map can read, on each device, what another one has there."""
     if not body.kind == home.kind == "shard_map":
         return False
-    parts = [_jax.parts_of(s.parent.jaxpr.eqns[s.call]) for s in (home, body)]
-    return None not in parts and parts[0][2] == parts[1][2]
+    one, other = (_jax.parts_of(s.parent.jaxpr.eqns[s.call]) for s in (home, body))
+    return one[2] == other[2]
 
 
 def _before(scope: Scope, position: int, body: Scope) -> bool:

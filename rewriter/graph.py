@@ -301,16 +301,16 @@ class Graph:
 
     def _shard_map(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         """Parts on each device; what is split alike again has the same parts."""
-        body, parts = eqn.params["jaxpr"], _jax.parts_of(eqn)
+        body = eqn.params["jaxpr"]
         args = self._fresh(body, slice(None))
-        into, out_of, around = parts or ((), (), None)
-        for k, (value, spec) in enumerate(zip(ins, into, strict=False)):
+        into, out_of, around = _jax.parts_of(eqn)
+        for k, (value, spec) in enumerate(zip(ins, into, strict=True)):
             args[k] = self.per_device.setdefault((value, spec, around), args[k])
         self._child(scope, position, body, args, kind="shard_map", open_out=False)
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
-        for value, var, spec in zip(outs, body.outvars, out_of, strict=False):
-            if _jax.over_all(spec, around):
+        for value, var, spec in zip(outs, body.outvars, out_of, strict=True):
+            if _jax.is_parts(spec, var.aval, around):
                 self.per_device[value, spec, around] = self.read(child, var)
         return outs
 

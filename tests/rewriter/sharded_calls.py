@@ -198,6 +198,27 @@ def in_shard_map() -> None:
     assert "some axes of the mesh" in one_site(fast, *ARGS).not_chosen[0][1]
 
 
+def differentiated_shard_map() -> None:
+    """Gradients in a shard_map of their own read what each device keeps for itself."""
+
+    def mixed(x: Any, scale: Any) -> jax.Array:
+        y = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+        first = jax.lax.axis_index("data") + 1.0
+        return jax.lax.psum(attention(y, y, x), "model") * first
+
+    x, scale = PLAIN[0], jnp.linspace(0.5, 2, 16)
+    for check in (False, True):
+        spread = jax.shard_map(
+            mixed, mesh=MESH, in_specs=(P("data", None, "model"), P()),
+            out_specs=P("data"), check_vma=check,
+        )  # fmt: skip
+        step = jax.grad(lambda x, s, f=spread: jnp.sin(f(x, s)).sum(), (0, 1))
+        fast = optimized(step, strict=True)
+        counts = fast.report(x, scale).counts(backward=True)
+        assert (counts["attention"], counts["rms_norm"]) == (1, 1)
+        close(fast(x, scale), jax.jit(step)(x, scale))
+
+
 def optimized_in_shard_map() -> None:
     """One that sees a part already is rewritten, and so are its gradients and loops."""
 
@@ -316,6 +337,7 @@ if __name__ == "__main__":
     unknown_arguments()
     never_bare()
     in_shard_map()
+    differentiated_shard_map()
     optimized_in_shard_map()
     explicit()
     elsewhere()
