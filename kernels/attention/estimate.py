@@ -12,6 +12,9 @@ b, t, n, h                          model and measured; ms
 4 4096 16 128 causal bf16 forward   cudnn  0.5  0.5   memory_bounded 5.1  5.2
 4 2048 16 64 causal f32   forward   xla    1.9  1.7   memory_bounded 1.2  1.4
 4 2048 16 64 causal f32   both      xla    5.3  4.9   memory_bounded 3.5  3.8
+2 4096 16 256 full bf16   both      hopper 3.8  3.5   cudnn 4.4  4.2
+4 4096 8 of 4 256, capped both      hopper 2.5  2.3   xla   11   10
+2 4096 16 128 bias bf16   both      hopper 4.2  4.0   xla   6.6  6.9
 """
 
 from __future__ import annotations
@@ -49,9 +52,10 @@ OWN, TILE = 0.99, 128
 """What of cuDNN's rate our kernel for Hopper GPUs is taken to reach, and how many
 queries of a head it multiplies at once."""
 
-UNTRIED = frozenset({"softcap", "wide"})
-"""Whose gradients our kernels for Hopper GPUs compute, but were not measured: those are
-estimated to take forever, and computed so only where `tune` or a user says."""
+CAPPED_OWN, TABLED, WIDE_CUDNN = 1.3, 2.2, 0.85
+"""How much longer our kernel takes with a soft cap, and with the cotangent of a bias
+besides the others; and what of its rate cuDNN reaches in gradients of heads wider than
+128, of which ours loses nothing."""
 
 FEW = 64
 """Up to so many rows of a key head, queries of its group together, keys are what takes
@@ -98,8 +102,11 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     cudnn = seconds(device, seen.flops, 0.0, compute=fused, launches=launches)
     own = seconds(device, padded, 0.0, compute=OWN * fused, launches=launches)
     cudnn, own = max(cudnn, least), max(own, least)
+    if capped > 1.0:
+        own *= CAPPED_OWN
     if passes != "forward":
         own = _with_gradients(spec, device, own, loop * (1 - 1 / BOTH))
+        cudnn /= WIDE_CUDNN if h > FULL_WIDTH else 1.0
     if untried(spec):
         cudnn = math.inf
     if 4 * scores < SMALL:  # as for cuDNN, of which that was measured
@@ -125,6 +132,5 @@ def _with_gradients(spec: Spec, device: Device, own: float, loop: float) -> floa
     tiles = hopper.backward_default(spec, device)
     if not hopper.fits_backward(tiles, spec, device).ok:
         return estimate(spec, device, "forward")["hopper"] + loop
-    kinds = {"softcap"} if spec.param("softcap") is not None else set()
-    kinds |= {"wide"} if tiles.divided else set()
-    return math.inf if kinds & UNTRIED else own
+    asked = spec.has("bias") and 1 not in spec.shape("bias")[2:]
+    return own * (TABLED if asked else 1.0)

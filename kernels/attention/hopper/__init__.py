@@ -23,9 +23,14 @@ from rewriter.kernels.attention.hopper.config import (
 )
 from rewriter.kernels.attention.hopper.config import configs as configs
 from rewriter.kernels.attention.hopper.config import default as default
+from rewriter.kernels.attention.hopper.config import (
+    first_fitting,
+    first_fitting_backward,
+    fits_backward_widths,
+    fits_widths,
+)
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import fits_backward as fits_backward
-from rewriter.kernels.attention.hopper.config import fits_backward_widths, fits_widths
 from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.verdict import YES, Verdict, all_of, no
 
@@ -121,7 +126,9 @@ def forward(**given: Any) -> Any:
     """Returns attention; see `rewriter.kernels.attention.hopper.forward_kernel`."""
     from rewriter.kernels.attention.hopper import forward_kernel
 
-    return forward_kernel.forward(**given)
+    widths = given["q"].shape[3], given["v"].shape[3]
+    config = given.pop("config", None) or first_fitting(*widths, beside_of(given))
+    return forward_kernel.forward(**given, config=config)
 
 
 def backward(**given: Any) -> dict[str, Array]:
@@ -131,10 +138,10 @@ def backward(**given: Any) -> dict[str, Array]:
     cotangents of slopes, and of a bias but for `BackwardTiles.tables`: compilers leave
     them out if no one asks.
     """
-    config = given.pop("config", None) or BackwardTiles()
     widths = given["q"].shape[3], given["v"].shape[3]
-    fits = fits_backward_widths(config, *widths, beside_of(given))
-    if not fits.ok:
+    beside = beside_of(given)
+    config = given.pop("config", None) or first_fitting_backward(*widths, beside)
+    if config is None or not fits_backward_widths(config, *widths, beside).ok:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 
