@@ -1,0 +1,86 @@
+"""A small case of every kernel for Hopper GPUs, to be run under compute-sanitizer.
+
+  compute-sanitizer --tool memcheck python3 -m tests.bench.sanitized
+
+Sizes are no multiples of tiles, so that every kernel has tiles that are left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.registry import registry
+
+SIZES = jnp.array([5, 0, 130, 60], jnp.int32)
+"""Rows of four groups, of 200."""
+
+
+def drawn(*shape: int) -> jax.Array:
+    """Normal numbers in bfloat16."""
+    return jax.random.normal(jax.random.key(sum(shape)), shape, jnp.bfloat16)
+
+
+def queries(t: int, s: int, n: int, k: int, h: int, e: int = 0) -> dict[str, Any]:
+    """Queries [1, t, n, h], and s keys and values of k heads."""
+    return {"q": drawn(1, t, n, h), "k": drawn(1, s, k, h), "v": drawn(1, s, k, e or h)}
+
+
+def cases() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Op, kernel, operands and parameters."""
+    x, scale = drawn(37, 1024), drawn(1024)
+    yield "rms_norm", "hopper", {"x": x, "scale": scale}, {}
+    yield "layer_norm", "hopper", {"x": x, "scale": scale, "bias": scale}, {}
+    rows, matrices = drawn(200, 128), drawn(4, 128, 192)
+    groups = {"group_sizes": SIZES}
+    yield "ragged_dot", "hopper", {"lhs": rows, "rhs": matrices, **groups}, {}
+    unit = {"x": rows, "w": matrices, "w_up": matrices, **groups}
+    yield "ragged_gated_linear_unit", "hopper", unit, {}
+    dense = {"x": rows, "w_gate": drawn(128, 192), "w_up": drawn(128, 192)}
+    yield "gated_linear_unit", "hopper", dense, {}
+    causal = {"scale": 0.1, "window": (None, 0)}
+    yield "attention", "hopper", queries(150, 150, 4, 2, 64), causal
+    capped = {"scale": 0.1, "softcap": 20.0}
+    yield "attention", "hopper", queries(150, 170, 2, 2, 256), capped
+    yield "attention", "hopper", queries(150, 170, 2, 2, 192, 128), {"scale": 0.1}
+    tables = {"bias": drawn(1, 2, 150, 170), "mask": drawn(1, 1, 150, 170) > -1}
+    wide = {**queries(150, 170, 2, 2, 128), **tables}
+    yield "attention", "hopper", wide, {"scale": 0.1}
+    documents = jnp.arange(150, dtype=jnp.int32)[None] // 40
+    segments = {"q_segments": documents, "kv_segments": documents}
+    packed = {**queries(150, 150, 2, 2, 64), **segments, "alibi": jnp.ones(2) / 8}
+    yield "attention", "hopper", packed, causal
+    yield "attention", "hopper_decode", queries(1, 300, 8, 2, 128), {"scale": 0.1}
+
+
+def program(op: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]:
+    """Returns a function of operands by name: the result, and gradients if any."""
+    kernel = registry().kernel(op, name)
+    more = {**registry().op(op).defaults, **params}
+
+    def run(operands: dict[str, jax.Array]) -> Any:
+        if kernel.backward is None:
+            return kernel.forward(**operands, **more)
+        out, kept = kernel.forward(**operands, **more, residuals=True)
+        whole = out if kernel.saves_out else None
+        grads = kernel.backward(
+            **operands, **more, out=whole, residuals=kept, cotangent=jnp.ones_like(out)
+        )
+        return out, grads
+
+    return run
+
+
+def main() -> None:
+    """Runs all of them, one after the other."""
+    for op, name, operands, params in cases():
+        jax.block_until_ready(jax.jit(program(op, name, params))(operands))
+        shapes = {n: x.shape for n, x in operands.items()}
+        print(op, name, shapes, params, flush=True)
+
+
+if __name__ == "__main__":
+    main()
