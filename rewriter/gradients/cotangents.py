@@ -45,10 +45,13 @@ def cotangents(graph: Graph, match: Match) -> list[int]:
 
 
 def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
-    """(value, the region's value that it meets), the region's last ones first."""
+    """(value, the region's value that it meets), the region's last ones first.
+
+    What meets a number, such as the root of a width that layers share, says nothing.
+    """
     region = match.inner | {v for _, v in match.leaves}
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
-    for value in sorted(region, reverse=True):
+    for value in sorted((v for v in region if graph.shape(v) != ()), reverse=True):
         users = graph.users(value)
         for node in users if len(users) <= SHARED else ():
             if node.prim not in MEETS or not region.isdisjoint(node.outs):
