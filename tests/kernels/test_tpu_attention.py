@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
@@ -351,14 +350,7 @@ COMPILED = {
 
 
 @tpu.needs_compiler
-@pytest.mark.parametrize(
-    ("generation", "case"),
-    slow.unless(
-        lambda *of: of in [("v5e", "all"), ("v6e", "causal")],
-        itertools.product(["v5e", "v6e", "v4", "v5p", "7x"], COMPILED),
-        several=True,
-    ),
-)
+@pytest.mark.parametrize(("generation", "case"), tpu.each_generation([*COMPILED]))
 def test_it_is_compiled_for_each_generation(generation: str, case: str) -> None:
     there = device.of(tpu.KINDS[generation].kind, "tpu")
     text = tpu.compiled(generation, *program(COMPILED[case], there))

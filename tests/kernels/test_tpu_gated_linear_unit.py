@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from tests import slow
 from tests.kernels import tpu as on_tpu
 
 KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
-GENERATIONS = tuple(on_tpu.KINDS)
 BIASES = ("b_gate", "b_up")
 
 
@@ -162,13 +160,7 @@ COMPILED = [((1024, 1024), 1536, (), "bfloat16"), ((100, 330), 200, BIASES, "flo
 
 @on_tpu.needs_compiler
 @pytest.mark.parametrize(
-    ("generation", "case"),
-    slow.unless(
-        lambda *of: of in list(zip(GENERATIONS, COMPILED, strict=False)),
-        itertools.product(GENERATIONS, COMPILED),
-        several=True,
-    ),
-    ids=str,
+    ("generation", "case"), on_tpu.each_generation(COMPILED), ids=str
 )
 def test_compiles(generation: str, case: Any) -> None:
     shape, f, biases, dtype = case

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import jax
@@ -191,13 +190,7 @@ COMPILED = [
 
 @on_tpu.needs_compiler
 @pytest.mark.parametrize(
-    ("generation", "case"),
-    slow.unless(
-        lambda *of: of in list(zip(GENERATIONS, COMPILED, strict=False)),
-        itertools.product(GENERATIONS, COMPILED),
-        several=True,
-    ),
-    ids=str,
+    ("generation", "case"), on_tpu.each_generation(COMPILED), ids=str
 )
 @pytest.mark.parametrize("op", OPS)
 def test_compiles(op: str, generation: str, case: Any) -> None:

@@ -327,15 +327,7 @@ CORE = [
 
 
 @on_tpu.needs_compiler
-@pytest.mark.parametrize(
-    ("generation", "case"),
-    slow.unless(
-        lambda *of: of in list(zip(GENERATIONS, CORE, strict=False)),
-        itertools.product(GENERATIONS, CORE),
-        several=True,
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("generation", "case"), on_tpu.each_generation(CORE), ids=str)
 def test_compiles(generation: str, case: Any) -> None:
     mode, shape, dtype, precision, out = case
     given = operands(*shape, mode, dtype)

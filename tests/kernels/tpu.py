@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ from rewriter import ahead_of_time
 from rewriter.device import Device
 from rewriter.kernels import mosaic_tpu
 from rewriter.tpu import GENERATIONS
+from tests import slow
 
 NEWER = tuple(int(x) for x in jax.__version__.split(".")[:2]) >= (0, 12)
 """Whether the interpreter raises where it finds a race; before, it prints."""
@@ -27,6 +29,14 @@ needs_compiler = pytest.mark.skipif(
     not ahead_of_time.can_compile(KINDS["v5e"]),
     reason="needs libtpu: pip install 'jax[tpu]' on Linux",
 )
+
+
+def each_generation(cases: Sequence[Any]) -> list[Any]:
+    """Parameters (generation, case): by default one case of each, the cases in turn."""
+    names = list(KINDS)
+    quick = [(name, cases[i % len(cases)]) for i, name in enumerate(names)]
+    pairs = itertools.product(names, cases)
+    return slow.unless(lambda *pair: pair in quick, pairs, several=True)
 
 
 def compiled(generation: str, function: Callable[..., Any], *specs: Any) -> str:
