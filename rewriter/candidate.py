@@ -7,6 +7,7 @@ others go on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -30,10 +31,12 @@ class Candidate:
         name: Its name.
         run: A function of the operands by name, and of the cotangent but for
             ``forward``; it is compiled with `jax.jit`.
+        exact: Whether products of wide operands are computed at full precision.
     """
 
     name: str
     run: Callable[..., Any]
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,12 @@ def compile_one(candidate: Candidate, args: Args, wanted: Any = None) -> Compile
     """
     start = time.perf_counter()
     try:
-        jitted = jax.jit(candidate.run)
-        got = None if wanted is None else jax.eval_shape(jitted, *args)
-        if problem := _mismatch(got, wanted):
-            return Compiled(candidate.name, reason=problem)
-        program = jitted.lower(*args).compile()
+        with precise(args) if candidate.exact else contextlib.nullcontext():
+            jitted = jax.jit(candidate.run)
+            got = None if wanted is None else jax.eval_shape(jitted, *args)
+            if problem := _mismatch(got, wanted):
+                return Compiled(candidate.name, reason=problem)
+            program = jitted.lower(*args).compile()
     except Exception as problem:
         reason = f"does not compile: {first_line(problem)}"
         return Compiled(candidate.name, reason=reason)

@@ -444,13 +444,12 @@ def _with_backward(
 
     A program left as written keeps its own gradient.
     """
-    same = [m for m in measured if _same_forward(m.implementation, forward)]
-    decision = decide(same)
-    return forward if decision is None else decision.best.implementation
-
-
-def _same_forward(made: Implementation, forward: Implementation) -> bool:
-    return (made.forward, made.config) == (forward.forward, forward.config)
+    same = [m for m in measured if m.implementation.forward == forward.forward]
+    exactly = [m for m in same if m.implementation.config == forward.config]
+    decision = decide(exactly or same)
+    if decision is None:
+        return forward
+    return replace(decision.best.implementation, config=forward.config)
 
 
 def _holds(

@@ -39,7 +39,7 @@ def decide(measurements: Sequence[Measurement]) -> Decision | None:
     To win over the program as written, an implementation must be faster by more than
     2 % and three standard errors (20 % if times are simulated), or save half the
     temporary memory, and 64 MiB, at the same speed. Among equals the one with the
-    least memory wins, then the name. What was measured goes before estimates.
+    least memory wins, then the fastest. What was measured goes before estimates.
 
     Returns:
         None if nothing has a time, or there are only estimates that do not compare:
@@ -51,7 +51,7 @@ def decide(measurements: Sequence[Measurement]) -> Decision | None:
         return None
     fastest = min(timed, key=by_time)
     level = [m for m in timed if not _slower(m, fastest)]
-    best = min(level, key=lambda m: (_rounded(m.temp_bytes), m.implementation.text))
+    best = min(level, key=lambda m: (_rounded(m.temp_bytes), by_time(m)))
     written = next((m for m in timed if m.implementation.forward == XLA), None)
     if written is not None and best is not written and not _slower(written, best):
         level = [m for m in timed if not _slower(m, written) and _saves(m, written)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rewriter.key import FORWARD
 from rewriter.leaves import leaves_like
 from rewriter.op import Sample
 from rewriter.programs import Task
+from rewriter.threads import side_by_side
 
 Args = tuple[Any, ...]
 """Operands by name; with gradients the result's cotangent as well."""
@@ -75,12 +77,29 @@ def inputs(task: Task, on: Device, once: bool = False) -> tuple[Inputs, ...]:
         count = 1
     else:
         count = max(2, math.ceil(count / len(samples)))
+    makers = _compiled([functools.partial(draw, sample) for sample in samples.values()])
     made = []
-    for name, sample in samples.items():
-        make = jax.jit(functools.partial(draw, sample))
-        sets = [make(jax.random.key(i)) for i in range(count)]
+    for name, make in zip(samples, makers, strict=True):
+        sets = [make(_key(i)) for i in range(count)]
         made.append(Inputs(name, tuple(jax.block_until_ready(sets))))
     return tuple(made)
+
+
+def _key(seed: int) -> Any:
+    """A key of the device's own generator, whose programs compile and run sooner."""
+    return jax.random.key(seed, impl="rbg")
+
+
+def _compiled(draws: Sequence[Callable[[Any], Args]]) -> list[Callable[[Any], Args]]:
+    """The compiled programs that draw, side by side; what one raises is raised."""
+    key = _key(0)
+    jobs = [lambda draw=draw: jax.jit(draw).lower(key).compile() for draw in draws]
+    forever = time.monotonic() + 1e6
+    found = side_by_side(jobs, forever, forever)
+    return [
+        jax.jit(draw) if isinstance(made, str) else made
+        for draw, made in zip(draws, found, strict=True)
+    ]
 
 
 def with_leaves(task: Task, drawn: Sequence[Inputs]) -> tuple[Inputs, ...]:

@@ -46,6 +46,9 @@ STAGES = ((1, 3.0), (3, 1.3), (10, 1.1), (20, math.inf))
 OTHER = 0.25
 """Relative error from which equations on their own do not compute the same."""
 
+REFERENCE = "the reference"
+"""The name of what candidates are compared with."""
+
 NO_REFERENCE = "the op as usually written, since the reference did not run"
 
 WHOLE_TURNS = 12
@@ -78,8 +81,8 @@ class Race:
         try:
             drawn = inputs(self.task, self.on)
             drawn, note = self._leaves(wanted, drawn)
-            compiled = self._compiled(wanted, drawn, note)
-            done = self._checked(compiled, drawn)
+            truth, *compiled = self._compiled(wanted, drawn, note, self._reference())
+            done = self._checked(compiled, truth, drawn)
         except Exception as problem:
             reason = f"no inputs: {first_line(problem)}"
             return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
@@ -124,7 +127,9 @@ class Race:
         _, exact = own_equations(self.task)
         own = c
         if not c.reason:
-            truth = self._truth(exact, firsts[0])
+            job = Candidate(REFERENCE, exact, exact=True), firsts[0], None
+            now = time.monotonic()
+            (truth,) = candidate.compile_all([job], now, self._hung())
             (own,) = candidate.checked([c], truth, firsts)
         if not own.reason and own.error is not None and own.error < OTHER:
             return replace(own, of_leaves=True)
@@ -135,17 +140,30 @@ class Race:
         return usual
 
     # ------------------------------------------------------------- compiling
+    def _reference(self) -> Candidate:
+        return Candidate(REFERENCE, reference(self.task), exact=True)
+
     def _compiled(
-        self, wanted: Sequence[Implementation], drawn: Sequence[Inputs], note: str
+        self,
+        wanted: Sequence[Implementation],
+        drawn: Sequence[Inputs],
+        note: str,
+        *first: Candidate,
     ) -> list[Compiled]:
         """Compiled programs, or why there is none.
 
         What has begun is waited for, since XLA times products on the device while it
         compiles and would disturb the timing of others; one that hangs is left behind.
+
+        Args:
+            wanted: Implementations.
+            drawn: What they are run on.
+            note: Why XLA's is not the user's own equations.
+            *first: What else to compile, before those.
         """
         args = drawn[0].sets[0]
         shapes = jax.eval_shape(reference(self.task), *args)
-        jobs: list[tuple[Candidate, Args, Any]] = []
+        jobs: list[tuple[Candidate, Args, Any]] = [(c, args, shapes) for c in first]
         for i in wanted:
             if i.forward == XLA and drawn[0].leaves and not note:
                 own, exact = own_equations(self.task)
@@ -160,17 +178,8 @@ class Race:
         found = candidate.compile_all(jobs, begin, self._hung())
         return [replace(c, note=note if c.name == XLA else "") for c in found]
 
-    def _truth(self, exact: Callable[..., Any], args: Args) -> Compiled:
-        """A reference at full precision, compiled."""
-        one = Candidate("the reference", exact)
-        with candidate.precise(args):
-            (found,) = candidate.compile_all(
-                [(one, args, None)], time.monotonic(), self._hung()
-            )
-        return found
-
     def _checked(
-        self, compiled: list[Compiled], drawn: Sequence[Inputs]
+        self, compiled: list[Compiled], truth: Compiled, drawn: Sequence[Inputs]
     ) -> list[Compiled]:
         """The candidates whose numbers are right, or what is wrong with the others."""
         firsts = [d.sets[0] for d in drawn]
@@ -179,7 +188,6 @@ class Race:
         if drawn[0].leaves and compiled[0].name == XLA:
             compiled = [self._own(compiled[0], drawn), *compiled[1:]]
             own = compiled[0] if compiled[0].of_leaves else None
-        truth = self._truth(reference(self.task), firsts[0])
         if own is None:
             return candidate.checked(compiled, truth, firsts, say)
         rest = candidate.checked(compiled[1:], truth, firsts, say, own.error or 0.0)

@@ -15,6 +15,11 @@ import jax
 LATE = "was not compiled within the time for one site"
 HUNG = "hangs in compilation"
 
+AT_ONCE = 4
+"""Jobs at once, at most: JAX lowers one program at a time, and Pallas kernels for
+Hopper GPUs are compiled one after the other, so that eight of them together took as
+long as eight in a row, and what was begun could not be left out for want of time."""
+
 
 def side_by_side(
     jobs: Sequence[Callable[[], Any]], start_by: float, end_by: float
@@ -47,7 +52,7 @@ def side_by_side(
             except BaseException as problem:
                 results[i] = f"does not compile: {first_line(problem)}"
 
-    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), 8)
+    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), AT_ONCE)
     threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()
