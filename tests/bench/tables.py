@@ -134,6 +134,10 @@ def tuned() -> str:
     )
 
 
+BESIDE = {"bias": "bias", "mask": "mask", "kv_lengths": "lengths"}
+"""Operands of attention beside queries, keys and values, and their names here."""
+
+
 def _use(key: Key) -> str:
     first, params = key.shapes[0][1], dict(key.params)
     dtype = {"bfloat16": "bf16", "float32": "f32"}[key.dtypes[0][1]]
@@ -143,12 +147,17 @@ def _use(key: Key) -> str:
     if key.op == "gated_linear_unit":
         width = dict(key.shapes)["w_gate"][-1]
         return f"gated linear unit {first[0]}×{first[1]}×{width}, {dtype}"
+    size = "×".join(map(str, first))
+    if key.op in ("rms_norm", "layer_norm"):
+        return f"{key.op.replace('_', ' ')} {size}, {dtype}"
     heads = dict(key.shapes)["k"][2]
     causal = "causal " if params["window"] == (None, 0) else ""
-    size = "×".join(map(str, first))
     grouped = f", {heads} key heads" if heads != first[2] else ""
     capped = ", soft cap" if params["softcap"] is not None else ""
-    return f"{causal}attention {size}{grouped}{capped}, {dtype}"
+    beside = "".join(
+        f", {name}" for operand, name in BESIDE.items() if operand in dict(key.shapes)
+    )
+    return f"{causal}attention {size}{grouped}{capped}{beside}, {dtype}"
 
 
 def _mib(size: int | None) -> str:
