@@ -9,9 +9,16 @@ from typing import Any
 
 from rewriter.config import Config
 from rewriter.decision import Decision, decide
-from rewriter.device import Device
+from rewriter.device import Device, deterministic_xla
 from rewriter.errors import KernelError, UnknownKernel, caller, known
-from rewriter.implementation import RING, XLA, Implementation, by_thumb, configured
+from rewriter.implementation import (
+    RING,
+    XLA,
+    Implementation,
+    by_thumb,
+    config_of,
+    configured,
+)
 from rewriter.kernel import Kernel, Spec
 from rewriter.key import BOTH, FORWARD, PROGRAM, Key, key_of
 from rewriter.measurement import (
@@ -136,7 +143,13 @@ def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdic
         names = ", ".join(kernel.platforms)
         return no("platform", f"runs on {names}, not {device.platform}")
     verdict = kernel.runs_on(device)
+    if verdict.ok and _only_deterministic(config):
+        verdict = kernel.deterministic(None)
     return kernel.supports(spec) if verdict.ok else verdict
+
+
+def _only_deterministic(config: Config) -> bool:
+    return config.deterministic or deterministic_xla()
 
 
 # --------------------------------------------------------------------- estimated
@@ -452,6 +465,15 @@ def _with_backward(
     return replace(decision.best.implementation, config=forward.config)
 
 
+def _deterministic(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
+    """Whether the backward's config gives the same bits each time."""
+    backward = kernels.get(made.backward or made.forward)
+    if backward is None:
+        return True
+    config = config_of(backward.backward_space, made.backward_config)
+    return backward.deterministic(config).ok
+
+
 def _holds(
     spec: Spec,
     config: Config,
@@ -466,5 +488,7 @@ def _holds(
     if m.version != version_of(made, kernels, m.spelling):
         return False
     if not configured(made, kernels):
+        return False
+    if _only_deterministic(config) and not _deterministic(made, kernels):
         return False
     return all(usable(kernels[n], spec, device, config).ok for n in made.kernels)

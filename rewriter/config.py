@@ -48,6 +48,9 @@ class Config:
             within rounding of the program's own types, ``fast`` also those that
             change what attention gives for a row whose keys are all masked.
         strict: A failure inside the rewriter is an error, not a warning.
+        deterministic: Whether kernels that add up in an order that differs from run to
+            run, as cuDNN's gradients of attention do, are left out. They are also
+            where ``XLA_FLAGS`` asks XLA itself for the same.
         end_to_end: Whether an op's sites are left as written where the whole program
             was measured to be faster so.
         implementation: ``((op, forward, backward), ...)``: the kernels to use,
@@ -68,6 +71,7 @@ class Config:
     tuned: tuple[object, ...] = ()
     numerics: str = "default"
     strict: bool = False
+    deterministic: bool = False
     end_to_end: bool = True
     implementation: tuple[Forced, ...] = ()
     verify: str = "off"
@@ -224,7 +228,7 @@ def _normal(name: str, value: object) -> object:
         return _several_tuned(value)
     if name == "require" and value is not None and not isinstance(value, str):
         return _pairs(name, value, int)
-    if name in ("strict", "end_to_end"):
+    if name in ("strict", "deterministic", "end_to_end"):
         return _choice(name, value, (True, False))
     wanted = {"patterns": (str,)}.get(name, (str, type(None)))
     if not isinstance(value, wanted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import jax
@@ -116,3 +117,21 @@ def _attached(backend: str, kind: str) -> Device:
             return device
     platform = "cuda" if backend == "gpu" else backend
     return Device(kind, platform)
+
+
+def deterministic_xla(flags: str | None = None) -> bool:
+    """Returns whether ``XLA_FLAGS`` asks for programs that repeat bit for bit.
+
+    Args:
+        flags: The flags; the environment's by default.
+
+    Example:
+        >>> deterministic_xla("--xla_gpu_deterministic_ops=true")
+        True
+        >>> deterministic_xla("--xla_gpu_autotune_level=0")
+        False
+    """
+    flags = os.environ.get("XLA_FLAGS", "") if flags is None else flags
+    names = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+    asked = {f"--{n}{end}" for n in names for end in ("", "=true", "=True", "=1")}
+    return not asked.isdisjoint(flags.split())

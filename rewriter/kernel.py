@@ -106,6 +106,12 @@ def runs_anywhere(device: Device) -> Verdict:
     return YES
 
 
+def always_the_same(config: Any) -> Verdict:
+    """Returns yes: the `deterministic` of a kernel that adds up in a fixed order."""
+    del config
+    return YES
+
+
 def always_pays(spec: Spec, platform: str) -> Verdict:
     """Returns yes: the `profitable` of a kernel that is chosen wherever it runs."""
     del spec, platform
@@ -243,6 +249,9 @@ class Kernel:
             tuning tries it only with ``isolate=True``, and benches only by its name.
         runs_on: Says, with reasons, whether it runs on a device of its platforms.
             Where a program is exported for a platform, the device's kind is not known.
+        deterministic: ``deterministic(config)`` says, with reasons, whether the same
+            operands give the same bits each time with a config of `backward`, or the
+            one of its rule of thumb.
         merges: Whether what its forward saves is one array, the log-sum-exp of each row
             of scores, -inf without any, and `backward` reads that and the result only:
             results of parts are then merged by it, and `backward` given the whole's.
@@ -275,6 +284,7 @@ class Kernel:
     )
     tried: bool = True
     runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
+    deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
     merges: bool = False
 
     def __repr__(self) -> str:

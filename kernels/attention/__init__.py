@@ -58,6 +58,7 @@ KERNELS = (
         estimate=estimate,
         exportable=False,
         needs_devices=True,
+        deterministic=cudnn.deterministic,
     ),
     Kernel(
         name="hopper",
@@ -66,6 +67,7 @@ KERNELS = (
         version=1,
         supports=hopper.supports,
         runs_on=hopper.runs_on,
+        deterministic=hopper.deterministic,
         forward=hopper.forward,
         backward=hopper.backward,
         memory_bounded=True,

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.device import deterministic_xla
 from rewriter.kernel import Spec
 from rewriter.kernels.attention.reference import visible
 from rewriter.verdict import YES, Verdict, all_of, no
@@ -63,6 +64,17 @@ def profitable(spec: Spec, platform: str) -> Verdict:
         return YES
     text = f"{t} queries, {s} keys and scores of {scores >> 20} MiB"
     return no("small", f"{text} are so little that XLA is as fast")
+
+
+def deterministic(config: object) -> Verdict:
+    """Returns no, as its gradients are added up by whoever comes first.
+
+    Yes where ``XLA_FLAGS`` ask for the same bits each time: XLA hands that on to cuDNN.
+    """
+    del config
+    if deterministic_xla():
+        return YES
+    return no("deterministic", "its gradients' sums differ from run to run")
 
 
 FEW = 128

@@ -125,8 +125,8 @@ def again(
     drawn = inputs(task, device.attached())
     first = drawn[0].sets[0]
     jobs = [
-        (Candidate(m.implementation.text, function(task, m.implementation)), first, None)
-        for m in near
+        (Candidate(i.text, function(task, i)), first, None)
+        for i in (m.implementation for m in near)
     ]
     forever = time.monotonic() + 1e6
     compiled = compile_all(jobs, forever, forever)

@@ -173,6 +173,37 @@ def test_shipped_measurements_choose_for_a_device_that_is_not_here() -> None:
     assert forward.implementation.backward_config == both.implementation.backward_config
 
 
+def causal(b: int, t: int, n: int, h: int) -> Spec:
+    x = jax.ShapeDtypeStruct((b, t, n, h), jnp.bfloat16)
+    params = {"scale": h**-0.5, "window": (None, 0)}
+    return spec_of(registry().op("attention"), {"q": x, "k": x, "v": x}, params)
+
+
+def test_kernels_whose_sums_differ_from_run_to_run_can_be_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cudnn, "_asked", lambda spec: YES)  # as if it were installed
+    monkeypatch.setenv("XLA_FLAGS", "")
+    use, full = causal(1, 8192, 16, 128), causal(1, 16384, 16, 128)
+
+    def backward(choice) -> dict:
+        return dict(choice.implementation.backward_config or ())
+
+    assert backward(chosen(use, 1))["fused"]
+    assert chosen(full, 1).kernel == "cudnn"
+    for made in (use, full):
+        choice = chosen(made, 1, deterministic=True)
+        assert choice.kernel == "hopper"
+        assert not backward(choice).get("fused")
+        assert "differ from run to run" in dict(choice.not_chosen)["cudnn"]
+    # XLA's own flag says the same, which XLA hands on to cuDNN.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    assert not backward(chosen(use, 1)).get("fused")
+    assert chosen(full, 1).kernel == "cudnn"
+    with pytest.raises(rewriter.ConfigError, match="Choose True, False"):
+        rewriter.optimize(attention, deterministic="yes")(QKV, QKV, QKV)
+
+
 def test_measurements_are_looked_for_among_those_of_the_device() -> None:
     here = device.named("h200")
     found = dict(sources(Config(), here, "ragged_dot"))

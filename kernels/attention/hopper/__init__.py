@@ -66,6 +66,13 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
 
+def deterministic(config: BackwardTiles | None) -> Verdict:
+    """Returns whether gradients are the same bits each time: not if all are fused."""
+    if config is None or not config.fused:
+        return YES
+    return no("deterministic", "dq is added up in memory in no fixed order")
+
+
 def _operands(spec: Spec) -> Verdict:
     more = sorted(set(spec.operands) - OPERANDS)
     if more:
