@@ -173,15 +173,11 @@ class Masks:
                 self.params["shift"] = shift
         if offset:
             self.operands["offset"] = operand(offset, self.b, full=False, dtype="int32")
-        lengths = self.lengths
-        if len(lengths) > 1:
-            static = [c for c, o in lengths if not o]
-            moving = {alg.freeze(o): c for c, o in lengths if o}
-            if len(moving) > 1 or (static and moving):
-                raise Refused("mask", "two different key lengths", score=0.6)
-            lengths = [(min(static), {})] if static else lengths[:1]
-        for c, other in lengths:
-            length = alg.add(other, alg.const(c))
+        if self.lengths:
+            length, *others = (alg.add(o, alg.const(c)) for c, o in self.lengths)
+            for other in others:  # the least of them
+                over = alg.relu(alg.add(length, other, -1.0))
+                length = alg.add(length, over, -1.0)
             self.operands["kv_lengths"] = operand(
                 length, self.b, full=False, dtype="int32"
             )

@@ -90,7 +90,7 @@ class Predicates:
             if hi < 0 or (kind == "eq" and lo > 0):
                 return FALSE
         if kind == "ge":
-            near = self._within(p, integral)
+            near = self._ramps(p, integral)
             return self._ge(p, integral) if near is None else near
         one = len([m for _, m in p if m]) == 1  # a digit equals a number
         if integral and all(
@@ -121,21 +121,32 @@ class Predicates:
             out = self.either(out, self.both(cell, self.compare(kind, here, integral)))
         return out
 
-    def _within(self, p: Poly, integral: bool) -> int | None:
-        """[c - |b| >= 0] as two bounds; |b| is 2 max(b, 0) - b."""
-        for (flag, mono), c in p.items():
-            if flag != TRUE or len(mono) != 1 or mono[0][1] != 1 or c >= 0:
-                continue
-            if self.kind(mono[0][0]) != "relu":
-                continue
-            b = self.scale(self.thaw(self.defs[mono[0][0]][1]), -c / 2)
-            rest = self.add({t: v for t, v in p.items() if t != (flag, mono)}, b, -1.0)
-            if self.as_constant(rest) is not None:
-                return self.both(
-                    self.compare("ge", self.add(rest, b), integral),
-                    self.compare("ge", self.add(rest, b, -1.0), integral),
-                )
-        return None
+    def _ramps(self, p: Poly, integral: bool) -> int | None:
+        """[r - max(b, 0) >= 0] as two bounds, r and r - b; [r + max(b, 0) >= 0] as one.
+
+        So for whole numbers, of which lengths are the least or largest, and for
+        absolute values beside a number: |b| is 2 max(b, 0) - b.
+        """
+        ramps = [
+            mono[0][0] for flag, mono in p
+            if flag == TRUE and len(mono) == 1 and mono[0][1] == 1
+            and self.kind(mono[0][0]) == "relu"
+        ]  # fmt: skip
+        if not ramps:
+            return None
+        atom = max(ramps)  # one that holds others was made after them
+        term = TRUE, ((atom, 1),)
+        b = self.scale(self.thaw(self.defs[atom][1]), p[term])
+        rest = {t: v for t, v in p.items() if t != term}
+        if not integral:
+            middle = self.add(rest, b, 0.5)
+            if p[term] > 0 or self.as_constant(middle) is None:
+                return None
+        join = self.both if p[term] < 0 else self.either
+        return join(
+            self.compare("ge", rest, integral),
+            self.compare("ge", self.add(rest, b), integral),
+        )
 
     def _ge(self, p: Poly, integral: bool) -> int:
         coefficients = [c for t, c in p.items() if t != (TRUE, ())]

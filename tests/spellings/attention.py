@@ -1352,6 +1352,34 @@ def _(q, k, v, lengths):
     return attend(jnp.where(drop, -jnp.inf, dots(q, k) * SCALE), v)
 
 
+@documented(
+    "lengths_twice",
+    dict(written=integers("", 5, 20), kv_lengths=integers("b", 3, 20)),
+    "q k v kv_lengths",
+    bind=lambda q, k, v, written, kv_lengths: dict(
+        q=q, k=k, v=v, kv_lengths=jnp.minimum(jnp.minimum(written, kv_lengths), 17)
+    ),
+)
+def _(q, k, v, written, lengths):
+    """How much of a cache is written, a sequence's own length, and a number."""
+    at = jnp.arange(S)
+    keep = (at < written) & (at < lengths[:, None]) & (at < 17)
+    return attend(jnp.where(keep[:, None, None], dots(q, k) * SCALE, -1e30), v)
+
+
+@documented(
+    "lengths_least",
+    dict(written=integers("", 5, 20), kv_lengths=integers("b", 3, 20)),
+    "q k v kv_lengths",
+    bind=lambda q, k, v, written, kv_lengths: dict(
+        q=q, k=k, v=v, kv_lengths=jnp.minimum(written, kv_lengths)
+    ),
+)
+def _(q, k, v, written, lengths):
+    keep = jnp.arange(S) < jnp.minimum(lengths, written)[:, None, None, None]
+    return attend(jnp.where(keep, dots(q, k) * SCALE, -1e30), v)
+
+
 @documented("lengths_causal", LENGTHS, "q k v kv_lengths", window=CAUSAL, sizes=SQUARE)
 def _(q, k, v, lengths):
     keep = (jnp.arange(T) < lengths[:, None])[:, None, None] & causal()
