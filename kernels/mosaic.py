@@ -85,21 +85,23 @@ def columns(dtype: Any) -> int:
     return SWIZZLE // jnp.dtype(dtype).itemsize
 
 
-def transforms(dtype: Any, rows: int = 8) -> tuple[Any, ...]:
+def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
     """Returns how tiles of so many rows lie in shared memory.
 
     For arrays as wide as a tile, those of 1 row and those of 8 lie alike.
     """
-    tiling = plgpu.TilingTransform((rows, columns(dtype)))
-    return (tiling, plgpu.SwizzleTransform(SWIZZLE))
+    tiling = plgpu.TilingTransform((rows, swizzle // jnp.dtype(dtype).itemsize))
+    return (tiling, plgpu.SwizzleTransform(swizzle))
 
 
 def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns shared memory that tensor cores read: [..., rows, columns].
 
-    Copies to and from it begin at rows that 8 divides.
+    Copies to and from it begin at rows that 8 divides. Rows of less than `SWIZZLE`
+    bytes are tiles of their own width.
     """
-    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype))
+    swizzle = min(SWIZZLE, shape[-1] * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, swizzle=swizzle))
 
 
 def tiles_and_rows(shape: tuple[int, ...], as_rows: tuple[int, ...], dtype: Any) -> Any:
@@ -146,6 +148,31 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
     first = jnp.minimum(first, reference.shape[0] - shape[1])
     part = reference.at[pl.ds(pl.multiple_of(first, shape[1]), shape[1])]
     return lax.broadcast_in_dim(loaded(part, COLUMNS, optimized=False), shape, [1])
+
+
+def widened(narrow: Any, wide: Any) -> None:
+    """Writes numbers of 8 bits as numbers of 16, each the same.
+
+    What was written there before must have been read, by all warps. Tensor cores may
+    read it after a `plgpu.commit_smem`.
+
+    Args:
+        narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn or float8_e5m2, `tiles`.
+        wide: Shared memory of that shape, bfloat16 or float16, `tiles`.
+    """
+    x = loaded(narrow, plgpu.Layout.WGMMA_UPCAST_2X)
+    for step in WIDENING[x.dtype == jnp.int8, wide.dtype == jnp.bfloat16]:
+        x = x.astype(step)
+    wide[...] = x.astype(wide.dtype)
+
+
+WIDENING = {
+    (True, True): (),  # two instructions a number
+    (True, False): (jnp.bfloat16, jnp.float32),
+    (False, True): (jnp.float32,),
+    (False, False): (),
+}
+"""The casts that the hardware has, by whether they are of int8, and to bfloat16."""
 
 
 def zeros(shape: tuple[int, ...]) -> Array:

@@ -8,7 +8,6 @@ from typing import Any
 from rewriter.canonicalize.evaluator import Evaluator, rule
 from rewriter.canonicalize.primitives import (
     FULL,
-    LAYOUT,
     OPAQUE_LEVEL,
     STRUCTURAL,
 )
@@ -83,14 +82,14 @@ def _structural(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     numbers, *axes = ragged_axes(node, [len(ev.g.shape(i)) for i in node.ins])
     slots: dict[str, int] = {}
     operands = []
-    for source, roles in zip(node.ins, axes, strict=True):
+    for k, (source, roles) in enumerate(zip(node.ins, axes, strict=True)):
         at = tuple(
             None
             if n == 1
             else ev.alg.bound_index(OPAQUE_LEVEL, slots.setdefault(role, len(slots)), n)
             for role, n in zip(roles, ev.g.shape(source), strict=True)
         )
-        side = mode if ev.expand_all else LAYOUT
+        side = ev.operand_mode(node, k, mode)
         operands.append(ev.alg.freeze(ev.poly(source, at, side)))
     params = tuple(
         (name, _plain_param(value)) for name, value in sorted(node.params.items())

@@ -34,6 +34,10 @@ _WIDER = {
     (small, wide)
     for small in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
     for wide in ("float32", "float64")
+} | {
+    (small, wide)
+    for small in ("float8_e4m3fn", "float8_e5m2")
+    for wide in ("bfloat16", "float16")
 }
 
 

@@ -36,7 +36,13 @@ from rewriter.kernels.attention.hopper import (
     terms,
 )
 from rewriter.kernels.attention.hopper_decode import decode, kernel, line, merge
-from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, schedule, store
+from rewriter.kernels.ragged_dot.hopper import (
+    by_groups,
+    by_rows,
+    narrow,
+    schedule,
+    store,
+)
 
 PATIENCE_S = 20.0
 
@@ -309,6 +315,10 @@ def _add_product(total: np.ndarray, left: Reference, right: Reference) -> np.nda
     return total
 
 
+def _widened(narrow: Reference, wide: Reference) -> None:
+    wide[...] = narrow.view().astype(wide.dtype)
+
+
 def _row(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray:
     first = min(first, reference.shape[0] - shape[1])
     return np.broadcast_to(reference.view()[first : first + shape[1]], shape)
@@ -384,6 +394,8 @@ def _poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _allocated(kind: Any) -> Any:
+    if isinstance(kind, dict):
+        return {name: _allocated(part) for name, part in kind.items()}
     if isinstance(kind, plgpu.Barrier):
         return Barriers(int(np.prod(kind.num_barriers)), kind.num_arrivals)
     if isinstance(kind, plgpu.RefUnion):
@@ -584,11 +596,12 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def simulated_ragged_dot() -> Iterator[None]:
     """Within, those of ragged dots and gated linear units do."""
-    with _replaced((by_rows, by_groups, schedule, store), mosaic) as patch:
+    with _replaced((by_rows, by_groups, narrow, schedule, store), mosaic) as patch:
         patch.setattr(mosaic, "zeros", lambda shape: np.zeros(shape, np.float32))
         patch.setattr(mosaic, "add_product", _add_product)
         patch.setattr(mosaic, "add_product_of_rows", _add_product_of_rows)
         patch.setattr(mosaic, "row", _row)
+        patch.setattr(mosaic, "widened", _widened)
         yield
 
 

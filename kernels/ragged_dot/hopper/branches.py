@@ -6,7 +6,7 @@ that one product of a tile of rows computes all: a gated linear unit has two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,13 @@ class Branch:
         matrices: [g, k, n or more]; [g, n, k] if transposed.
         first: The first of its columns, a multiple of 64.
         bias: float32 [n], added to each row of the product.
+        scale: float32 [g, n], what each row of the product is multiplied by before.
     """
 
     matrices: Any
     first: int = 0
     bias: Any = None
+    scale: Any = None
 
 
 @dataclass(frozen=True)
@@ -71,32 +73,77 @@ def pieces(config: Tiles, branches: int) -> list[Piece]:
     ]
 
 
-def scratch(config: Tiles, branches: int, transposed: bool, dtype: Any) -> Any:
-    """Returns shared memory for the pieces: [stages, *place, ...]."""
+@dataclass(frozen=True)
+class Side:
+    """How matrices come into shared memory as tensor cores take them.
+
+    Attributes:
+        scratch: Shared memory for it.
+        copied: Of that, what copies fill: [stages, *place, ...].
+        taken: ``taken(memory, slot, part, i)`` gives a warpgroup's part of the i-th
+            step of a tile, [*place, ...], once its copies have come.
+    """
+
+    scratch: Any
+    copied: Callable[[Any], Any]
+    taken: Callable[[Any, Any, Any, Any], Any]
+
+
+def side(
+    config: Tiles, branches: int, transposed: bool, stored: Any, dtype: Any
+) -> Side:
+    """Returns how matrices come that are stored as they are multiplied.
+
+    Args:
+        config: The tiles.
+        branches: How many branches share a tile's columns.
+        transposed: Whether the last axis of the matrices is summed.
+        stored: Their dtype.
+        dtype: That of the rows, the same.
+    """
+    del stored
+    made = config.stages, config.parts, *part(config, branches, transposed)
+    return Side(
+        mosaic.tiles(made, dtype),
+        lambda memory: memory,
+        lambda memory, slot, part, i: memory.at[slot, part],
+    )
+
+
+def part(config: Tiles, branches: int, transposed: bool) -> tuple[int, ...]:
+    """Returns the shape of a warpgroup's part of a step."""
     if branches > 1:
-        place = config.parts, config.columns // WIDE
-        return mosaic.tiles((config.stages, *place, STEP, WIDE), dtype)
-    part = (config.columns, STEP) if transposed else (STEP, config.columns)
-    return mosaic.tiles((config.stages, config.parts, *part), dtype)
+        return config.columns // WIDE, STEP, WIDE
+    return (config.columns, STEP) if transposed else (STEP, config.columns)
 
 
 def blocks(
-    sums: Any, branches: Sequence[Branch], row: int, column: int, wide: int, first: Any
+    sums: Any,
+    branches: Sequence[Branch],
+    row: int,
+    column: int,
+    wide: int,
+    first: Any,
+    group: Any,
 ) -> Iterator[Any]:
-    """Yields a block of 64 rows of each branch, with its bias.
+    """Yields a block of 64 rows of each branch, with its scale and bias.
 
     Args:
         sums: float32 [rows, columns of all branches], in registers.
-        branches: What those are, their biases references.
+        branches: What those are, their biases and scales references.
         row: The block's first row.
         column: Its first column in a branch.
         wide: Its columns.
         first: Which column of the result a branch's first one is.
+        group: The rows' group.
     """
     own = sums.shape[1] // len(branches)
     for i, branch in enumerate(branches):
         start = i * own + column
         block = sums[row : row + 64, start : start + wide]
+        if branch.scale is not None:
+            scale = branch.scale.at[group]
+            block = block * mosaic.row(scale, first + column, block.shape)
         if branch.bias is not None:
             block = block + mosaic.row(branch.bias, first + column, block.shape)
         yield block

@@ -23,8 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels import mosaic
 from rewriter.kernels.ragged_dot.hopper import schedule
-from rewriter.kernels.ragged_dot.hopper.branches import Branch, blocks, pieces
-from rewriter.kernels.ragged_dot.hopper.branches import scratch as of_matrices
+from rewriter.kernels.ragged_dot.hopper.branches import (
+    Branch,
+    Side,
+    blocks,
+    pieces,
+    side,
+)
 from rewriter.kernels.ragged_dot.hopper.config import (
     REGISTERS,
     STEP,
@@ -75,6 +80,7 @@ def combined(
     dtype: Any,
     config: Tiles,
     transposed: bool = False,
+    matrices: Callable[..., Side] = side,
 ) -> Sequence[Array]:
     """Returns what is made of each row's products with its group's matrices.
 
@@ -91,6 +97,7 @@ def combined(
         dtype: The results' dtype.
         config: The tiles.
         transposed: Whether the last axis of the only branch's matrices is summed.
+        matrices: How they come into shared memory as tensor cores take them.
 
     Returns:
         [m, n] for each result.
@@ -101,30 +108,35 @@ def combined(
     if group_sizes is not None:
         table = schedule.of_rows(group_sizes, m, config.block_m)
         most = schedule.most_tiles(m, len(group_sizes), config.block_m)
+    stored_as = branches[0].matrices.dtype
+    right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
     scratch = {
         "left": mosaic.tiles_and_rows(
             (config.stages, config.block_m // config.rows, config.rows, STEP),
             (config.stages, config.block_m, STEP),
             lhs.dtype,
         ),
-        "right": of_matrices(config, count, transposed, lhs.dtype),
+        "right": right_side.scratch,
         "stored": stored(dtype),
         "ready": mosaic.barriers(
             config.owners * config.stages, 1 + len(pieces(config, count))
         ),
         "free": mosaic.barriers(config.stages, config.sharing),
     }
-    given, tree = jax.tree.flatten(([(b.matrices, b.bias) for b in branches], table))
+    of_branches = [(b.matrices, b.bias, b.scale) for b in branches]
+    given, tree = jax.tree.flatten((of_branches, table))
 
     def body(lhs: Any, *references: Any, **shared: Any) -> None:
         outs = references[len(given) :]
         arrays, table = jax.tree.unflatten(tree, references[: len(given)])
         right = [
-            Branch(matrices, b.first, bias)
-            for b, (matrices, bias) in zip(branches, arrays, strict=True)
+            Branch(matrices, b.first, bias, scale)
+            for b, (matrices, bias, scale) in zip(branches, arrays, strict=True)
         ]
         listed = tiles if table is None else schedule.Listed(table)
-        _Block(config, transposed, lhs, right, listed, results, outs, shared).run()
+        _Block(
+            config, transposed, lhs, right, right_side, listed, results, outs, shared
+        ).run()
 
     wide = config.block_n // count
     return mosaic.kernel(
@@ -156,6 +168,7 @@ class _Block:
     transposed: bool
     lhs: Any
     branches: Sequence[Branch]
+    right: Side
     tiles: schedule.Listed | schedule.OneGroup
     results: Sequence[Callable[..., Any]]
     outs: Sequence[Any]
@@ -234,7 +247,8 @@ class _Block:
                     place = (across, along) if self.transposed else (along, across)
                     plgpu.copy_gmem_to_smem(
                         branch.matrices.at[tile.group, *place],
-                        x["right"].at[slot, *piece.place], self.ready(tile, slot),
+                        self.right.copied(x["right"]).at[slot, *piece.place],
+                        self.ready(tile, slot),
                     )  # fmt: skip
 
             lax.fori_loop(0, tile.steps, part, None)
@@ -260,7 +274,10 @@ class _Block:
                 for out, result in zip(self.outs, self.results, strict=True):
 
                     def block(i: int, j: int, wide: int, result: Any = result) -> Any:
-                        return result(*blocks(sums, self.branches, i, j, wide, first))
+                        of_branches = blocks(
+                            sums, self.branches, i, j, wide, first, tile.group
+                        )
+                        return result(*of_branches)
 
                     store(
                         block, (height, columns), self.shared["stored"], warpgroup, out,
@@ -316,7 +333,7 @@ class _Block:
             def part(i: Any, sums: Any) -> Any:
                 slot = self.slot(step + i)
                 plgpu.barrier_wait(self.ready(tile, slot))
-                right = x["right"].at[slot, before]
+                right = self.right.taken(x["right"], slot, before, i)
                 right = right.transpose((1, 0)) if self.transposed else right
                 sums = add(sums, left.at[slot, above, pl.ds(0, height)], right)
                 plgpu.wgmma_wait(int(config.behind))

@@ -1,0 +1,52 @@
+"""Ragged dot of matrices that are stored in 8 bits, with a scale for each column."""
+
+from __future__ import annotations
+
+from rewriter.kernel import Kernel, Space
+from rewriter.kernels.quantized_ragged_dot import hopper
+from rewriter.kernels.quantized_ragged_dot.cost import cost
+from rewriter.kernels.quantized_ragged_dot.estimate import estimate
+from rewriter.kernels.quantized_ragged_dot.reference import (
+    distributions,
+    general,
+    reference,
+    sample,
+)
+from rewriter.kernels.quantized_ragged_dot.sharding import sharding
+from rewriter.op import Op
+
+OP = Op(
+    name="quantized_ragged_dot",
+    form_of="ragged_dot",
+    operands=("lhs", "rhs", "group_sizes", "rhs_scale"),
+    required=("lhs", "rhs", "group_sizes"),
+    dims={
+        "lhs": "m k", "rhs": "g k n", "group_sizes": "g", "rhs_scale": "g n",
+        "out": "m n",
+    },
+    reference=reference,
+    sample=sample,
+    defaults={"mode": "forward", "out_dtype": None, "precision": None},
+    general=general,
+    cost=cost,
+    distributions=distributions,
+    sharding=sharding,
+)  # fmt: skip
+
+KERNELS = (
+    Kernel(
+        name="hopper",
+        op="quantized_ragged_dot",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper.supports,
+        runs_on=hopper.runs_on,
+        forward=hopper.forward,
+        backward=hopper.backward,
+        memory_bounded=True,
+        profitable=hopper.profitable,
+        estimate=estimate,
+        saves_out=False,
+        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+    ),
+)
