@@ -1,4 +1,4 @@
-"""Ragged dot of matrices that are stored in 8 bits, with a scale for each column."""
+"""Quantized ragged dot: each group of rows times its matrix of 8 bits, scaled."""
 
 from __future__ import annotations
 

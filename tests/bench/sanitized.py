@@ -37,6 +37,10 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     rows, matrices = drawn(200, 128), drawn(4, 128, 192)
     groups = {"group_sizes": SIZES}
     yield "ragged_dot", "hopper", {"lhs": rows, "rhs": matrices, **groups}, {}
+    narrow = (40 * drawn(4, 128, 256)).astype(jnp.int8)
+    scales = {"rhs_scale": jnp.full((4, 256), 0.02)}
+    stored = {"lhs": rows, "rhs": narrow, **groups, **scales}
+    yield "quantized_ragged_dot", "hopper", stored, {}
     unit = {"x": rows, "w": matrices, "w_up": matrices, **groups}
     yield "ragged_gated_linear_unit", "hopper", unit, {}
     dense = {"x": rows, "w_gate": drawn(128, 192), "w_up": drawn(128, 192)}

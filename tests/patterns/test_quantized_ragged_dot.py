@@ -316,7 +316,7 @@ def test_look_alikes_are_ordinary_ragged_dots(name: str) -> None:
 
 
 def test_ragged_dots_without_8_bits_are_as_before() -> None:
-    x, w, n, s = given()
+    x, w, n, _ = given()
     f = lambda x, w, n: lax.ragged_dot(x, w, n)
     site = site_of(f, x, w.astype(x.dtype), n)
     assert (site.form, dict(site.not_chosen).get(NAME)) == ("", None)

@@ -1,0 +1,153 @@
+"""Ragged dots of 8-bit matrices on a Hopper GPU: ours config by config, and others.
+
+  python3 -m tests.bench.quantized_ragged [--cases "A;B"] [--turns N] [--json PATH]
+
+Others are the program as written, and one whose matrices are dequantised before our
+kernel for 16 bits. Times are device time by CUPTI, of all kernels; TF/s count 2·m·k·n
+operations, TB/s what is read and written where matrices of groups with rows are read
+once, in 8 bits. Group sizes are uneven (`tests.bench.ragged.sizes_of`), three sets of
+inputs take turns. The error is that of a sample of the result against float32 sums, in
+the Frobenius norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import rewriter
+from rewriter import device, timing
+from rewriter.implementation import settings
+from rewriter.kernel import spec_of, worth_measuring
+from rewriter.kernels.quantized_ragged_dot.reference import dequantized, quantized
+from rewriter.registry import registry
+from tests.bench import record
+from tests.bench.hopper_glu import compiled
+from tests.bench.ragged import error_of, normal, sizes_of
+
+COMMAND = "python3 -m tests.bench.quantized_ragged"
+SETS = 3
+WRONG = 0.02
+"""The error from which a result is wrong: 16 bits leave 0.005."""
+CASES: dict[str, tuple[int, int, int, int, str]] = {
+    "128 experts, 2 rows each": (256, 2048, 1536, 128, "int8"),
+    "128 experts, 2 rows each, e4m3": (256, 2048, 1536, 128, "float8_e4m3fn"),
+    "128 experts, 2 rows each, e5m2": (256, 2048, 1536, 128, "float8_e5m2"),
+    "8 experts, 8 rows each": (64, 4096, 14336, 8, "int8"),
+    "128 experts, 32 rows each": (4096, 2048, 1536, 128, "int8"),
+    "16 experts, 512 rows each": (8192, 4096, 4096, 16, "int8"),
+    "8 experts, 1024 rows each": (8192, 4096, 14336, 8, "int8"),
+}
+"""m, k, n, groups and the matrices' dtype by name."""
+
+
+def inputs(case: tuple[int, int, int, int, str], seed: int) -> list[jax.Array]:
+    """Returns rows, matrices, group sizes, and scales of columns."""
+    m, k, n, g, stored = case
+    keys = jax.random.split(jax.random.key(seed), 3)
+    narrow = jax.jit(functools.partial(quantized, dtype=jnp.dtype(stored)))
+    scale = jax.random.uniform(keys[2], (g, n), minval=0.01, maxval=0.03)
+    matrices = narrow(normal(keys[1], (g, k, n)))
+    return [normal(keys[0], (m, k)), matrices, jnp.asarray(sizes_of(m, g)), scale]
+
+
+def as_written(x: Any, w: Any, sizes: Any, scale: Any) -> Any:
+    """Returns the product as models write it, dequantised to the rows' 16 bits."""
+    return jax.lax.ragged_dot(x, dequantized(x, w, scale, "forward"), sizes)
+
+
+def contestants(
+    args: Sequence[Any], every: bool
+) -> list[tuple[str, Any, Callable[..., Any]]]:
+    """Returns (name, config, function): all configs of ours, or one, and others."""
+    kernel = registry().kernel("quantized_ragged_dot", "hopper")
+    op = registry().op(kernel.op)
+    spec = spec_of(op, dict(zip(op.operands, args, strict=True)), {})
+    configs, _ = worth_measuring(
+        kernel.space, spec, device.attached(), 24 if every else 1
+    )
+    found: list[tuple[str, Any, Callable[..., Any]]] = [
+        (kernel.name, c, functools.partial(kernel.forward, config=c)) for c in configs
+    ]
+    before = {"ragged_dot": "hopper"}
+    return [
+        *found,
+        ("dequantised", None, rewriter.optimize(as_written, implementation=before)),
+        ("rewritten", None, rewriter.optimize(as_written)),
+        ("xla", None, as_written),
+    ]
+
+
+def chosen(args: Sequence[Any]) -> str:
+    """Returns what the program as written is rewritten to."""
+    (site,) = rewriter.explain(as_written)(*args).sites
+    return f"{site.form or site.op} {site.kernel}"
+
+
+def error(program: Any, args: Sequence[Any]) -> float:
+    """Returns the relative error of a sample of the result."""
+    x, w, sizes, scale = args
+    exact = w.astype(jnp.float32) * scale[:, None]
+    return error_of(program(*args), (x, exact, sizes), "forward")
+
+
+def measured(name: str, turns: int, every: bool = True) -> list[dict[str, Any]]:
+    """Returns a row for each contestant of a case, the fastest first."""
+    m, k, n, g, stored = CASES[name]
+    sets = [inputs(CASES[name], seed) for seed in range(SETS)]
+    wanted = contestants(sets[0], every)
+    with ThreadPoolExecutor(8) as pool:
+        programs = list(pool.map(lambda x: compiled(x[2], sets[0]), wanted))
+    rows, running = [], []
+    for (by, config, _), program in zip(wanted, programs, strict=True):
+        row = {"case": name, "m, k, n, g": (m, k, n, g), "stored": stored, "by": by,
+               "config": dict(settings(config) or ()) if config else None}  # fmt: skip
+        rows.append(row)
+        if by == "rewritten":
+            row["chosen"] = chosen(sets[0])
+        if isinstance(program, str):
+            row["failed"] = program
+            continue
+        row["error"] = float(f"{error(program, sets[0]):.2g}")
+        if not row["error"] < WRONG:
+            row["failed"] = "wrong"
+            continue
+        running.append((row, program))
+    times = timing.measure([p for _, p in running], sets, turns)
+    moved = 2 * m * (k + n) + np.count_nonzero(sizes_of(m, g)) * k * n
+    for (row, _), t in zip(running, times, strict=True):
+        row |= {"us": round(1e6 * t.median, 1), "sigma_us": round(1e6 * t.sigma, 1),
+                "tflops": round(2 * m * k * n / t.median / 1e12, 1),
+                "tb_s": round(moved / t.median / 1e12, 2),
+                "method": t.method}  # fmt: skip
+    return sorted(rows, key=lambda row: row.get("us", float("inf")))
+
+
+def main() -> None:
+    """Measures the cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default=";".join(CASES))
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--first", action="store_true", help="one config of ours")
+    parser.add_argument("--json", type=pathlib.Path)
+    given = parser.parse_args()
+    rows = []
+    for name in given.cases.split(";"):
+        found = measured(name, given.turns, not given.first)
+        rows += found
+        print(*map(json.dumps, found), sep="\n", flush=True)
+    if given.json:
+        record.write(given.json, COMMAND, results=rows)
+
+
+if __name__ == "__main__":
+    main()
