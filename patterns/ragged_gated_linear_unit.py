@@ -35,24 +35,49 @@ from rewriter.reading import Reading, Refused, operand
 NAME = "ragged_gated_linear_unit"
 
 
-def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings of the products below a ragged dot."""
+@dataclass(frozen=True)
+class Unit:
+    """A product that may be a gated linear unit.
+
+    Attributes:
+        value: The product, or what it is rounded to.
+        act: The factor that goes through the activation.
+        up: The other one.
+        gate_dot: The ragged dot above the first.
+        up_dot: That above the other one; both may be one.
+    """
+
+    value: int
+    act: int
+    up: int
+    gate_dot: Node
+    up_dot: Node
+
+
+def units(find: Finder, anchor: Node, name: str) -> Iterator[Unit]:
+    """Products below a ragged dot, up to one that is known to be an op of a name."""
     for product in products(find, anchor):
         value = _rounded(find, product.outs[0])
-        if find.done(NAME, value):
+        if find.done(name, value):
             return
         for act, up in (product.ins, product.ins[::-1]):
             dots = [find.regions.above(value, RAGGED) for value in (act, up)]
             if [len(found) for found in dots] != [1, 1] or [anchor] not in dots:
                 continue
             (gate_dot,), (up_dot,) = dots
-            try:
-                yield read(find, value, act, up, gate_dot, up_dot)
-                return
-            except Refused as refusal:
-                find.missed(NAME, anchor, refusal)
-            except OverBudget as error:
-                find.missed(NAME, anchor, Refused("budget", str(error), score=0.2))
+            yield Unit(value, act, up, gate_dot, up_dot)
+
+
+def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of the products below a ragged dot."""
+    for unit in units(find, anchor, NAME):
+        try:
+            yield read(find, unit)
+            return
+        except Refused as refusal:
+            find.missed(NAME, anchor, refusal)
+        except OverBudget as error:
+            find.missed(NAME, anchor, Refused("budget", str(error), score=0.2))
 
 
 def _rounded(find: Finder, value: int) -> int:
@@ -65,16 +90,15 @@ def _rounded(find: Finder, value: int) -> int:
     return made if narrower and jnp.issubdtype(g.dtype(made), jnp.floating) else value
 
 
-def read(
-    find: Finder, value: int, act: int, up: int, gate_dot: Node, up_dot: Node
-) -> Reading:
+def read(find: Finder, unit: Unit) -> Reading:
     """The reading of a product of two values.
 
     Raises:
         Refused: If the form is not that of a gated linear unit of ragged dots.
         OverBudget: If the form grows too large.
     """
-    g, alg = find.graph, find.algebra
+    g, alg, value = find.graph, find.algebra, unit.value
+    gate_dot, up_dot = unit.gate_dot, unit.up_dot
     x, w, sizes = _operands(find, gate_dot)
     also = _operands(find, up_dot)
     if (x, sizes) != (also[0], also[2]):
@@ -92,7 +116,9 @@ def read(
     )
     args = ev.indices(value)
     form = ev.poly(value, args)
-    act_form, up_form = (ev.poly(side, ev.aligned(side, args)) for side in (act, up))
+    act_form, up_form = (
+        ev.poly(side, ev.aligned(side, args)) for side in (unit.act, unit.up)
+    )
     branches = _branches(alg, act_form, up_form)
     found = activated(alg, act_form, [Branch(((branches.gate, 1),), {})])
     params: dict[str, Any] = {

@@ -10,6 +10,7 @@ from rewriter.registry import registry
 DEFAULT = (
     "attention", "paged_attention", "layer_norm", "rms_norm", "gated_linear_unit",
     "ragged_dot", "quantized_ragged_dot", "ragged_gated_linear_unit",
+    "quantized_ragged_gated_linear_unit",
 )  # fmt: skip
 
 

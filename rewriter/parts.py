@@ -41,7 +41,7 @@ def wholes(
     Not those that hold what the program reads elsewhere too, as gradients do: it would
     be computed twice. Nor those in a program that is exported, since the parts have
     kernels for every platform, nor those whose parts are forced to be computed by some,
-    or are a special form of their op, which reads less.
+    or are a special form of their op, as the whole is not.
 
     Args:
         regions: The walks over the program's graph.
@@ -62,7 +62,7 @@ def wholes(
             continue
         ops = [p for p in matches if m.op.parts in (p.op.name, p.op.form_of)]
         inside = [p for p in ops if p.value in m.inner]
-        if any(p.op.form_of for p in inside):
+        if not m.op.form_of and any(p.op.form_of for p in inside):
             continue
         found.append(dataclasses.replace(m, parts=tuple(inside)))
     return tuple(found)

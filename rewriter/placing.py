@@ -290,7 +290,7 @@ def _site(p: Placed) -> Site:
         backward=p.backward is not None,
         config=choice.implementation.configs,
         sharding=p.shards.text if isinstance(p.shards, Shards) else "",
-        parts=tuple(part.op.name for part in match.parts),
+        parts=tuple(part.op.form_of or part.op.name for part in match.parts),
         form=match.op.name if match.op.form_of else "",
     )
 

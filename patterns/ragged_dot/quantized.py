@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from rewriter.finder import Finder
+from rewriter.finder import Finder, RegionEvaluator
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
 from rewriter.normal_form import Algebra, Index, OverBudget, Poly
@@ -81,38 +82,83 @@ def of_stored(find: Finder, dot: Node, stored: int) -> Reading:
         OverBudget: If the form grows too large.
     """
     plain = read(find, dot)
-    contracting, _, right = roles(find, dot)
-    if contracting:
+    if roles(find, dot)[0]:
         raise Refused("mode", "8-bit rows, and no matrices, are multiplied", score=0.2)
-    alg, value, matrices = find.algebra, dot.outs[0], dot.ins[1]
-    ev = find.evaluator(
-        value,
-        inside=frozenset({value}),
-        names={stored: stored},
-        full_sides=frozenset({(value, 1)}),
-    )
-    args, at = ev.indices(value), ev.indices(matrices)
+    value = dot.outs[0]
+    ev = evaluator(find, value, {dot: stored})
+    args = ev.indices(value)
     form = ev.poly(value, args)
-    numbers, scale = factors(alg, ev.poly(matrices, at), stored)
-    g, k, n = (at[right.index(role)] for role in ("g0", "k0", "n0"))
-    if alg.ids(scale) & alg.index_ids(k):
-        text = "the scale of the 8-bit matrices varies along the axis that is summed"
-        raise Refused("scale", text, score=0.6)
-    operands = {**plain.operands, "rhs": whole(find, numbers, stored, (g, k, n))}
+    found = matrices(find, ev, dot, stored)
+    operands = {**plain.operands, "rhs": found.numbers}
+    if found.scale is not None:
+        operands["rhs_scale"] = found.scale
     params = {name: x for name, x in plain.params.items() if name != "mode"}
-    if operands["rhs"] is None:
-        operands["rhs"] = whole(find, numbers, stored, (g, n, k))
-        params["mode"] = "transposed"
-    if operands["rhs"] is None:
-        text = "the 8-bit matrices are a part of an array, or lie in another order"
-        raise Refused("stored", text, score=0.6)
-    if scale != alg.const(1):
-        operands["rhs_scale"] = operand(scale, flat_indices(g), flat_indices(n))
+    if found.mode != "forward":
+        params["mode"] = found.mode
     return dataclasses.replace(
         plain, op=NAME, place=ev.place, args=args, form=form,
         out_groups=tuple(() if i is None else (i,) for i in args),
         operands=operands, params=params, notes=tuple(sorted(ev.notes)),
     )  # fmt: skip
+
+
+def evaluator(
+    find: Finder, value: int, stored: Mapping[Node, int], *leaves: int
+) -> RegionEvaluator:
+    """An evaluator that looks through what is done to the matrices of ragged dots.
+
+    Args:
+        find: The search.
+        value: What will be replaced.
+        stored: By ragged dot, its array of 8-bit numbers.
+        *leaves: Other values that are taken as they are.
+    """
+    dots = [dot.outs[0] for dot in stored]
+    return find.evaluator(
+        value,
+        inside=frozenset(dots),
+        names={leaf: leaf for leaf in (*stored.values(), *leaves)},
+        full_sides=frozenset((dot, 1) for dot in dots),
+    )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The matrices of a ragged dot, as they are stored.
+
+    Attributes:
+        numbers: All of the array, 8 bits.
+        scale: What each column of each matrix is multiplied by; None for nothing.
+        mode: "forward", or "transposed": the array's last axis is summed.
+    """
+
+    numbers: Operand
+    scale: Operand | None
+    mode: str
+
+
+def matrices(find: Finder, ev: RegionEvaluator, dot: Node, stored: int) -> Stored:
+    """The matrices of a ragged dot.
+
+    Raises:
+        Refused: If they are not the stored numbers times a scale of each column.
+    """
+    alg, (_, _, right) = find.algebra, roles(find, dot)
+    at = ev.indices(dot.ins[1])
+    numbers, scale = factors(alg, ev.poly(dot.ins[1], at), stored)
+    g, k, n = (at[right.index(role)] for role in ("g0", "k0", "n0"))
+    if alg.ids(scale) & alg.index_ids(k):
+        text = "the scale of the 8-bit matrices varies along the axis that is summed"
+        raise Refused("scale", text, score=0.6)
+    columns = None
+    if scale != alg.const(1):
+        columns = operand(scale, flat_indices(g), flat_indices(n))
+    for mode, axes in (("forward", (g, k, n)), ("transposed", (g, n, k))):
+        array = whole(find, numbers, stored, axes)
+        if array is not None:
+            return Stored(array, columns, mode)
+    text = "the 8-bit matrices are a part of an array, or lie in another order"
+    raise Refused("stored", text, score=0.6)
 
 
 def factors(alg: Algebra, matrices: Poly, stored: int) -> tuple[Poly, Poly]:

@@ -1,0 +1,51 @@
+"""Quantized gated linear unit of experts: that of 8-bit matrices, scaled."""
+
+from __future__ import annotations
+
+from rewriter.kernel import Kernel, Space
+from rewriter.kernels import ragged_gated_linear_unit as plain
+from rewriter.kernels.quantized_ragged_gated_linear_unit import hopper
+from rewriter.kernels.quantized_ragged_gated_linear_unit.estimate import estimate
+from rewriter.kernels.quantized_ragged_gated_linear_unit.reference import (
+    cost,
+    distributions,
+    general,
+    reference,
+    sample,
+)
+from rewriter.kernels.quantized_ragged_gated_linear_unit.sharding import sharding
+from rewriter.op import Op
+
+OP = Op(
+    name="quantized_ragged_gated_linear_unit",
+    form_of="ragged_gated_linear_unit",
+    parts="ragged_dot",
+    operands=(*plain.OP.operands, "w_scale", "w_up_scale"),
+    required=plain.OP.required,
+    dims={**plain.OP.dims, "w_scale": "g f", "w_up_scale": "g f"},
+    reference=reference,
+    sample=sample,
+    defaults=plain.OP.defaults,
+    general=general,
+    cost=cost,
+    distributions=distributions,
+    sharding=sharding,
+)
+
+KERNELS = (
+    Kernel(
+        name="hopper",
+        op="quantized_ragged_gated_linear_unit",
+        platforms=("cuda",),
+        version=1,
+        supports=hopper.supports,
+        runs_on=hopper.runs_on,
+        forward=hopper.forward,
+        backward=hopper.backward,
+        memory_bounded=True,
+        profitable=hopper.profitable,
+        estimate=estimate,
+        saves_out=False,
+        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+    ),
+)
