@@ -41,6 +41,13 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     scales = {"rhs_scale": jnp.full((4, 256), 0.02)}
     stored = {"lhs": rows, "rhs": narrow, **groups, **scales}
     yield "quantized_ragged_dot", "hopper", stored, {}
+    both = {"w": narrow, "w_up": narrow, "w_scale": scales["rhs_scale"]}
+    yield (
+        "quantized_ragged_gated_linear_unit",
+        "hopper",
+        {"x": rows, **both, **groups},
+        {},
+    )
     unit = {"x": rows, "w": matrices, "w_up": matrices, **groups}
     yield "ragged_gated_linear_unit", "hopper", unit, {}
     dense = {"x": rows, "w_gate": drawn(128, 192), "w_up": drawn(128, 192)}
