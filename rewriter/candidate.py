@@ -105,8 +105,12 @@ def compile_all(
 
 def precise(args: Args) -> Any:
     """Returns the precision of the reference's products: full for wide operands."""
-    wide = any(_is_float(x) and x.dtype.itemsize >= 4 for x in jax.tree.leaves(args))
-    return jax.default_matmul_precision("highest" if wide else None)
+    return jax.default_matmul_precision("highest" if wide(args) else None)
+
+
+def wide(args: Args) -> bool:
+    """Returns whether an operand is a float of more than 16 bits."""
+    return any(_is_float(x) and x.dtype.itemsize >= 4 for x in jax.tree.leaves(args))
 
 
 def _mismatch(got: Any, wanted: Any) -> str:

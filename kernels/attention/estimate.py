@@ -59,10 +59,12 @@ besides the others; and what of its rate cuDNN reaches in gradients of heads wid
 
 FEW = 64
 """Up to so many rows of a key head, queries of its group together, keys are what takes
-time: XLA reads them at `READ` of the bandwidth, our kernel for that at `STREAMED`
-(``tests/bench/results/hopper_decode_h200.json``, 32 MiB to 1 GiB of keys)."""
+time: XLA reads them at `READ` of the bandwidth, or `READ_ONCE` for one row, which it
+multiplies without tensor cores, the loop over blocks at `LOOPED`, our kernel for that
+at `STREAMED` (``tests/bench/results/hopper_decode_h200.json``, 32 MiB to 1 GiB of keys,
+and ``public_decode_h200.json``)."""
 
-READ, STREAMED = 0.26, 0.95
+READ, READ_ONCE, LOOPED, STREAMED = 0.26, 0.65, 0.2, 0.95
 
 LEAST = 16 << 20
 """Bytes of keys and values below which decoding was not measured."""
@@ -112,10 +114,15 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     if 4 * scores < SMALL:  # as for cuDNN, of which that was measured
         own = math.inf
     few = math.inf
-    if passes == "forward" and device.platform == "cuda" and moved >= LEAST:
-        few = seconds(device, 0.0, moved, memory=STREAMED, launches=2)
-        if t * n // max(spec.shape("k")[2], 1) <= FEW:
-            xla = max(xla, seconds(device, 0.0, moved, memory=READ))
+    if passes == "forward" and device.platform == "cuda":
+        rows = t * n // max(spec.shape("k")[2], 1)
+        read = READ if rows > 1 else READ_ONCE
+        if moved >= LEAST:
+            few = seconds(device, 0.0, moved, memory=STREAMED, launches=2)
+        if rows <= FEW:
+            loop = max(loop, seconds(device, 0.0, moved, memory=LOOPED))
+            streamed = seconds(device, 0.0, moved, memory=read)
+            xla = max(xla, streamed) if rows > 1 else streamed
     made = {"xla": xla, "memory_bounded": loop, "cudnn": cudnn}
     return made | {"hopper": own, "hopper_decode": few}
 

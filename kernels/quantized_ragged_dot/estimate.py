@@ -16,10 +16,12 @@ from rewriter.kernels.ragged_dot.estimate import estimate as of_dot
 
 WIDENED = 0.5
 """The share of the peak that is left where matrices are widened on the way: shared
-memory is written once more, and read once more."""
+memory is written once more, and read once more. 445 and 500 TF/s of an H200
+(``tests/bench/results/quantized_ragged_h200.json``)."""
 
-STREAMED = 0.8
-"""The share of the bandwidth that is reached where only matrices are read."""
+STREAMED = 0.5
+"""The share of the bandwidth that is reached where only matrices are read: 2.3 to 2.6
+TB/s there, and 2.5 where XLA dequantises them."""
 
 ROWS = (64, 128)
 """Rows of a tile where groups have few, up to as many, and where they have more."""

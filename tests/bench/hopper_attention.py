@@ -42,6 +42,8 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
     "causal, 64 wide, 2k": ((8, 2048, 32, 32, 64), CAUSAL, ()),
     "full, 64 wide, 16k": ((1, 16384, 16, 16, 64), NONE, ()),
     "window of 1024, 64 wide, 8k": ((2, 8192, 16, 16, 64), (1023, 0), ()),
+    "window of 1024, 64 wide, 16k": ((1, 16384, 16, 16, 64), (1023, 0), ()),
+    "window of 1024, 128 wide, 16k": ((1, 16384, 16, 16, 128), (1023, 0), ()),
     "causal, 256 wide, 4k": ((2, 4096, 16, 16, 256), CAUSAL, ()),
     "full, 256 wide, 4k": ((2, 4096, 16, 16, 256), NONE, ()),
     "causal, 192 wide, values of 128, 4k": ((2, 4096, 16, 16, 192, 128), CAUSAL, ()),

@@ -179,6 +179,20 @@ def causal(b: int, t: int, n: int, h: int) -> Spec:
     return spec_of(registry().op("attention"), {"q": x, "k": x, "v": x}, params)
 
 
+@pytest.mark.parametrize(("b", "k"), [(8, 16), (32, 16), (8, 4)])
+def test_a_decoding_step_is_not_left_to_a_loop_over_blocks(b: int, k: int) -> None:
+    """Which on an H200 took 2.9 times as long as XLA, under any mask."""
+    operands = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for name, shape in {
+            "q": (b, 1, 16, 128), "k": (b, 4096, k, 128), "v": (b, 4096, k, 128)
+        }.items()
+    }  # fmt: skip
+    mask = {"mask": jax.ShapeDtypeStruct((b, 1, 1, 4096), jnp.bool)}
+    given = spec_of(registry().op("attention"), operands | mask, {"scale": 0.1})
+    assert chosen(given).kernel == "xla"
+
+
 def test_kernels_whose_sums_differ_from_run_to_run_can_be_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
