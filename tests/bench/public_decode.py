@@ -21,8 +21,8 @@ import transformers
 from tests.bench import decoder, passes, record
 from tests.bench.public_decoder import model_of, weights_of
 
-BATCHES = ((8, 4096), (32, 4096))
-"""Sequences, and the length of the cache."""
+BATCHES = ((8, 4096, 16), (32, 4096, 16), (64, 4096, 4))
+"""Sequences, the length of the cache, and the heads of its keys, of 16 of queries."""
 
 FULL = 0.75
 """How much of the cache is written."""
@@ -65,14 +65,14 @@ def main() -> None:
     d = decoder
     size, batches = (d.LAYERS, d.WIDTH, d.HEADS, d.HIDDEN, d.TOKENS), BATCHES
     if given.small:
-        size, batches = (2, 128, 2, 256, 512), ((2, 256),)
-    model = model_of(*size, positions=max(t for _, t in batches))
-    weights = weights_of(model)
+        size, batches = (2, 128, 2, 256, 512), ((2, 256, 2), (2, 256, 1))
     rows = []
-    for b, length in batches:
+    for b, length, heads in batches:
+        model = model_of(*size, positions=length, key_heads=heads)
         ids = jax.random.randint(jax.random.key(1), (b, 1), 0, size[-1])
-        case = passes.Case(f"decoding, cache of {length}", step_of(model, length))
-        args = weights, ids, cache_of(model, b, length)
+        what = f"decoding, {heads} key heads, cache of {length}"
+        case = passes.Case(what, step_of(model, length))
+        args = weights_of(model), ids, cache_of(model, b, length)
         rows += passes.compare([case], args, given.repeats)
     if given.json:
         command = f"python3 -m tests.bench.public_decode --repeats {given.repeats}"

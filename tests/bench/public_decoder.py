@@ -26,7 +26,13 @@ from tests.bench import decoder, passes, record
 
 
 def model_of(
-    layers: int, width: int, heads: int, hidden: int, tokens: int, positions: int
+    layers: int,
+    width: int,
+    heads: int,
+    hidden: int,
+    tokens: int,
+    positions: int,
+    key_heads: int | None = None,
 ) -> Any:
     """The library's model, without weights."""
     config = transformers.LlamaConfig(
@@ -35,6 +41,7 @@ def model_of(
         intermediate_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
+        num_key_value_heads=key_heads,
         max_position_embeddings=positions,
     )
     model = transformers.FlaxLlamaForCausalLM
