@@ -273,7 +273,6 @@ def _of_pieces(
                 found, problem = check(find.graph, pattern.op, other)
                 if problem is None and found == spec:
                     return other, found
-                break
     return reading, spec
 
 

@@ -30,7 +30,14 @@ from rewriter.patterns.layer_norm.normalized_value import (
     sources,
     statistics,
 )
-from rewriter.reading import Operand, Reading, Refused, operand, values_named
+from rewriter.reading import (
+    Operand,
+    Reading,
+    Refused,
+    leaves_of,
+    operand,
+    values_named,
+)
 from rewriter.sieve import Step
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
@@ -103,6 +110,9 @@ def _readings(
         return [], group
     bare = [r for r in readings if "bare_l2" in r.params]
     readings = [r for r in readings if "bare_l2" not in r.params]
+    if bare:
+        # Times another number it is still one: a query that is scaled as well.
+        readings = [r for r in readings if not _times_a_number(r)]
     if bare and not readings:
         text = "an L2 norm: the sum of squares is not divided by their number"
         return [], Refused("l2", text, score=0.5)
@@ -126,7 +136,26 @@ def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
             and find.regions.depends(r.value, inner.value)
             for inner in shared
         )
+        and not _is_made_of_another(find, r, readings)
     ]
+
+
+def _is_made_of_another(find: Finder, reading: Reading, all_: list[Reading]) -> bool:
+    """Whether a scale or bias is computed from another result of the same root.
+
+    So is the gradient of the scale of one row, a norm times the cotangent.
+    """
+    values = [r.value for r in all_ if r is not reading]
+    return any(
+        leaf > value and find.regions.depends(leaf, value)
+        for leaf in leaves_of(reading)
+        for value in values
+    )
+
+
+def _times_a_number(reading: Reading) -> bool:
+    """Whether the scale of a reading is a number other than 1."""
+    return "scale" in reading.operands and "scale" not in _arrays(reading)
 
 
 def _arrays(reading: Reading) -> set[str]:

@@ -417,15 +417,16 @@ def test_layers_that_share_their_scale() -> None:
     equal(fast(PARAMS, X), step(PARAMS, X))
 
 
+@pytest.mark.parametrize("after", [lambda y: y, jax.nn.relu], ids=["", "relu"])
 @pytest.mark.parametrize("centred", [False, True])
-def test_norm_of_one_row(centred: bool) -> None:
+def test_norm_of_one_row(centred: bool, after: Callable) -> None:
     """The gradient of the scale looks like a norm with the cotangent as its scale."""
 
     def loss(x, scale, bias, w):
         mean = x.mean(-1, keepdims=True) if centred else 0.0
         x = x - mean
         y = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
-        return (((y + bias if centred else y) @ w) ** 2).mean()
+        return ((after(y + bias if centred else y) @ w) ** 2).mean()
 
     p = PARAMS[0]
     step = jax.value_and_grad(loss, (0, 1, 2, 3) if centred else (0, 1, 3))

@@ -58,7 +58,18 @@ def corner(x, wide, out, down):
     return attend(q, k, v, bias) @ out + (jnp.tanh(gate) + up) @ down
 
 
+def relative(x, wide, out, down):
+    """Queries meet distances too, in scores that are shifted row by row."""
+    q, k, v, gate, up = jnp.split(x @ wide, CUTS, -1)
+    q = q.reshape(2, T, N, H)
+    far = jnp.einsum("btnh,rh->bntr", q + 0.1, TABLE.reshape(-1, H)[: 2 * T - 1])
+    far = far.reshape(2, N, -1)[..., : T * (2 * T - 2)]
+    bias = far.reshape(2, N, T, 2 * T - 2)[..., :T]
+    return attend(q - 0.1, k, v, bias) @ out + (jnp.tanh(gate) + up) @ down
+
+
 PROGRAMS = {
+    "relative": relative,
     "split": parallel(lambda y: jnp.split(y, CUTS, -1)),
     "slices": parallel(sliced),
     "shared": shared,

@@ -960,6 +960,12 @@ def _(x, scale):
     return x * lax.rsqrt(jnp.var(x, -1, keepdims=True) + EPS) * scale
 
 
+@rms("unit_length_times_a_number", "of unit length, then scaled by 1/K")
+def _(x, scale):
+    y = x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + EPS)
+    return jnp.sin(y * 0.25) * scale
+
+
 @rms("squared_output", "the output is squared")
 def _(x, scale):
     return jnp.square(x) * lax.rsqrt(ms(x) + EPS) * scale
