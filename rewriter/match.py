@@ -241,7 +241,7 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             continue
         reading, spec = _of_pieces(find, pattern, anchor, reading, spec)
         leaves = leaves_of(reading)
-        inner = frozenset(_region_values(find, reading.value, set(leaves)))
+        inner = frozenset(region_values(find, reading.value, set(leaves)))
         if any((pattern.name, v) in find.found for v in inner):
             continue  # one holds the other: the first stays
         covered |= inner
@@ -265,7 +265,7 @@ def _of_pieces(
 ) -> tuple[Reading, Spec]:
     """The reading with pieces as its leaves, if other pieces are read beside it."""
     leaves = leaves_of(reading)
-    inner = _region_values(find, reading.value, set(leaves))
+    inner = region_values(find, reading.value, set(leaves))
     cut = pieces(find.graph, leaves, inner)
     if cut:
         for other in pattern.propose(find.at_pieces(cut), anchor):
@@ -358,7 +358,7 @@ def _body_values(scan: Node) -> set[int]:
     return out
 
 
-def _region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:
+def region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:
     """Values between a result and the leaves of its region."""
     seen, stack = set(), [value]
     while stack and len(seen) < 400:

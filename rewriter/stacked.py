@@ -78,11 +78,22 @@ def pieces(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[
     """
     found: set[int] = set()
     for leaf in leaves:
-        if jnp.issubdtype(graph.dtype(leaf), jnp.floating):
-            cut = _cut(graph, leaf, inner)
-            if sum(_size(graph, v) for v in cut) != _size(graph, leaf):
-                found |= cut
+        cut = cuts(graph, [leaf], inner)
+        if sum(_size(graph, v) for v in cut) != _size(graph, leaf):
+            found |= cut
     return frozenset(found)
+
+
+def cuts(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[int]:
+    """Pieces of leaves that a region reads, the rest or not.
+
+    Args:
+        graph: The program.
+        leaves: What the region reads.
+        inner: Values between those and the region's result, the result too.
+    """
+    floats = (v for v in leaves if jnp.issubdtype(graph.dtype(v), jnp.floating))
+    return frozenset().union(*(_cut(graph, v, inner) for v in floats))
 
 
 def _cut(graph: Graph, leaf: int, inner: Set[int]) -> set[int]:

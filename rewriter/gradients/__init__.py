@@ -9,6 +9,7 @@ Data flows from `cotangents`, which says what may be the cotangent and what is
 computed from it, by way of `reference` and `proof` to `search`, which asks
 `known` first whether the same equations were proved before. A match whose result
 has no cotangent in the program may be one of a value further down: see `relaid`.
+One that reads an array whose gradient is not its own may read pieces: see `cut`.
 """
 
 from __future__ import annotations

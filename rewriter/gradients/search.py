@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rewriter.gradients.addends import returned
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import cotangents, is_float
+from rewriter.gradients.cut import Cut
 from rewriter.gradients.known import Known, found_again, known
 from rewriter.gradients.proof import proved_gradients
 from rewriter.gradients.reference import traced_gradients
@@ -55,7 +56,8 @@ class Gradients:
 
     Attributes:
         matches: The matches; those of which only the result in another layout has
-            gradients are taken down to that.
+            gradients are taken down to that, and those of which only pieces of what
+            they read have gradients are over those.
         backward: By the id of a match, its gradients.
         why: By the id of a match, why it has none.
         failures: What went wrong.
@@ -71,13 +73,13 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     """The gradients that a program computes of matches."""
     graph = regions.graph
     memory = Memory(returned(graph))
-    relaid = Relaid(regions, memory.returned)
+    relaid, cut = Relaid(regions, memory.returned), Cut(regions)
     found: dict[int, Backward] = {}
     failures: list[Reason] = []
     taken: list[Match] = []
     for match in reversed(matches):  # the last one lacks no gradient of its input
         try:
-            match, backward = _at_its_cotangent(graph, match, memory, relaid)
+            match, backward = _at_its_cotangent(graph, match, memory, relaid, cut)
         except Exception as error:
             log.debug("gradients of %s failed", match.op.name, exc_info=error)
             text = f"{match.op.name}: {type(error).__name__}: {error}"
@@ -96,9 +98,12 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
 
 
 def _at_its_cotangent(
-    graph: Graph, match: Match, memory: Memory, relaid: Relaid
+    graph: Graph, match: Match, memory: Memory, relaid: Relaid, cut: Cut
 ) -> tuple[Match, Backward | None]:
-    """A match with its gradients; taken down to where its result has a cotangent."""
+    """A match with its gradients; taken down to where its result has a cotangent.
+
+    Or taken over the pieces of what it reads, if these have gradients.
+    """
     backward = find_backward(graph, match, memory)
     key = id(match.reading)
     if backward is not None or memory.alone[key] >= ATTEMPTS:
@@ -107,6 +112,11 @@ def _at_its_cotangent(
         backward = find_backward(graph, lower, memory)
         if backward is not None:
             return lower, backward
+    pieces = cut.up(match) if cotangents(graph, match) else None
+    if pieces is not None:
+        backward = find_backward(graph, pieces, memory)
+        if backward is not None:
+            return pieces, backward
     memory.alone[key] += 1
     return match, None
 

@@ -120,3 +120,29 @@ def test_a_whole_is_not_cut() -> None:
     assert pieces(graph, [y], {*cut.outs[:2], two}) == frozenset(cut.outs[:2])
     assert not pieces(graph, [y], {*cut.outs, three})
     assert not pieces(graph, [z], everything)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_gradients_of_values_where_weights_meet_a_loss(layers: int) -> None:
+    """Those of queries and keys, cut out of the same array, are not of attention's."""
+
+    def loss(x, wide, out):
+        penalty = 0.0
+        for w in wide[:layers]:
+            q, k, v = (
+                y.reshape(2, T, N, H).transpose(0, 2, 1, 3)
+                for y in jnp.split(x @ w, 3, -1)
+            )
+            weights = jax.nn.softmax(q @ k.swapaxes(-1, -2) * H**-0.5)
+            mixed = (weights @ v).transpose(0, 2, 1, 3)
+            x = x + jnp.tanh(mixed.reshape(2, T, N * H) @ out)
+            penalty = penalty + (weights**2).mean()
+        return (x**2).mean() + penalty
+
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    args = X, normal(3, D, 3 * N * H, seed=6) * 0.3, OUT
+    report = rewriter.explain(step)(*args)
+    assert not report.failures
+    assert report.counts(backward=True)["attention"] == layers
+    fast = rewriter.optimize(step, implementation=FORCED)
+    equal(fast(*args), step(*args))

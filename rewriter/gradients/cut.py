@@ -1,0 +1,79 @@
+"""A match in, the same match over the pieces of what it reads out.
+
+Queries, keys and values that are cut out of one array have one gradient together.
+Where something else meets one of them, as a loss of the weights does queries and keys,
+it is no gradient of attention's alone, though that of the values still is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from rewriter.check import check
+from rewriter.finder import Finder
+from rewriter.match import Match, region_values
+from rewriter.reading import Reading, leaves_of
+from rewriter.region import Regions
+from rewriter.stacked import cuts
+from rewriter.template import Template, apply, template
+
+
+@dataclass(eq=False)
+class Cut:
+    """Matches over pieces, for matches of the same reading.
+
+    Attributes:
+        regions: The walks over the program's graph.
+        known: By the id of a reading, its first match over pieces, and that ready to
+            be found again; None if there is none.
+    """
+
+    regions: Regions
+    known: dict[int, tuple[Match, Template] | None] = field(default_factory=dict)
+
+    def up(self, match: Match) -> Match | None:
+        """The match over the pieces that it cuts out of what it reads."""
+        key = id(match.reading)
+        if key not in self.known:
+            self.known[key] = self._first(match)
+        if self.known[key] is None:
+            return None
+        first, again = self.known[key]
+        if first.value == match.value:
+            return first
+        found = apply(self.regions.graph, again, match.anchor)
+        if found is None or found[0] != match.value:
+            return None
+        return _over(match, first.reading, tuple(found[1].items()), found[2])
+
+    def _first(self, match: Match) -> tuple[Match, Template] | None:
+        graph = self.regions.graph
+        cut = cuts(graph, [v for _, v in match.leaves], match.inner)
+        if not cut or match.op.parts:
+            return None
+        find = Finder(graph, match.reading.algebra, self.regions).at_pieces(cut)
+        for other in match.pattern.propose(find, match.anchor):
+            if other.value != match.value:
+                continue
+            spec, problem = check(graph, match.op, other)
+            if problem is not None or spec != match.spec:
+                continue
+            leaves = leaves_of(other)
+            inner = region_values(find, other.value, set(leaves))
+            first = _over(match, other, tuple((v, v) for v in leaves), frozenset(inner))
+            known = template(graph, match.anchor, match.value, frozenset(leaves), first)
+            return first and known and (first, known)
+        return None
+
+
+def _over(
+    match: Match,
+    reading: Reading,
+    leaves: tuple[tuple[int, int], ...],
+    inner: frozenset[int],
+) -> Match | None:
+    """A match with another reading, if what that reads can be had."""
+    if any(v not in match.place.defined for _, v in leaves):
+        return None
+    return dataclasses.replace(match, reading=reading, leaves=leaves, inner=inner)
