@@ -7,7 +7,13 @@ a leaf named after its value number.
 
 from __future__ import annotations
 
-from rewriter.canonicalize import arithmetic, contraction, gather, predicates
+from rewriter.canonicalize import (
+    arithmetic,
+    contraction,
+    gather,
+    one_row,
+    predicates,
+)
 from rewriter.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.canonicalize.contraction import ragged_axes
 from rewriter.canonicalize.dtypes import is_lossless, kind_of
@@ -25,7 +31,7 @@ from rewriter.canonicalize.primitives import (
     is_local,
 )
 
-RULES = (arithmetic, contraction, gather, predicates)
+RULES = (arithmetic, contraction, gather, one_row, predicates)
 """The modules that hold a rule per primitive."""
 
 __all__ = [

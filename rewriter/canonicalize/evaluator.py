@@ -176,7 +176,8 @@ class Evaluator(Layout, LoopForms):
         if prim == "gather" and is_slice(node):
             ok = bool(self.varies(node.ins[1]))
         elif prim == "gather":
-            ok = self.expand_all or value in self.inside
+            row = mode == FULL and self.g.dtype(value) == bool
+            ok = row or self.expand_all or value in self.inside
         elif mode == LAYOUT:
             ok = (
                 prim in LAYOUT_PRIMITIVES
@@ -353,7 +354,7 @@ class Evaluator(Layout, LoopForms):
     def _cast(self, node: Node, value: int, args, mode: str) -> Poly:
         source = node.ins[0]
         if node.prim == "stop_gradient":
-            if self._constant_like(source):
+            if self.constant_like(source):
                 return self.poly(source, args, mode)
             return self.alg.of_atom(self.leaf(value, args))
         old, new = self.g.dtype(source), self.g.dtype(value)
@@ -381,14 +382,14 @@ class Evaluator(Layout, LoopForms):
             self.notes.add(f"rounding to {np.dtype(new).name} moved")
         return self.poly(source, args, mode)
 
-    def _constant_like(self, value: int, depth: int = 12) -> bool:
+    def constant_like(self, value: int, depth: int = 12) -> bool:
         """Whether a value depends on no input."""
         if value in self.g.constants:
             return True
         node = self.g.node_of(value)
         if node is None or depth == 0:
             return False
-        return all(self._constant_like(i, depth - 1) for i in node.ins)
+        return all(self.constant_like(i, depth - 1) for i in node.ins)
 
     # ------------------------------------------------------------- booleans
     def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:

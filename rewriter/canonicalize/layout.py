@@ -80,7 +80,8 @@ class Layout:
         if prim == "dynamic_slice":
             return self._static_slice(node, args)
         if prim == "gather":
-            return self._gathered_slice(node, args) if is_slice(node) else None
+            stepped = is_slice(node) and self.varies(node.ins[1])
+            return self._gathered_slice(node, args) if stepped else None
         if prim == "rev":
             dims = {int(d) for d in params["dimensions"]}
             sizes = self.g.shape(node.ins[0])
@@ -127,9 +128,9 @@ class Layout:
         for a, n, m, value in zip(
             args, sizes, node.params["slice_sizes"], node.ins[1:], strict=True
         ):
-            x = self.number(value)
+            x = 0 if n == m else self.number(value)  # moved inside the array
             if x is not None:
-                start = min(max(int(x) + (n if x < 0 else 0), 0), n - m)
+                start = min(max(int(x), 0), n - m)
                 at.append(None if n == 1 else self.alg.affine(a, 1, start))
             elif self.varies(value):
                 start = self.poly(value, ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rewriter.normal_form.forms import (
@@ -11,7 +11,11 @@ from rewriter.normal_form.forms import (
     LITERAL_BUDGET,
     TRUE,
     OverBudget,
+    Poly,
 )
+
+Clause = tuple[int, bool, int, bool]
+"""Two literals, by their places, and truth values that they do not have together."""
 
 
 class BooleanFunctions:
@@ -53,6 +57,25 @@ class BooleanFunctions:
 
     def impossible(self, support: tuple[int, ...]) -> int:
         """Rows of a truth table that no assignment of values reaches."""
+        found = self._unreached.get(support)
+        if found is None:
+            found = self._unreached[support] = self._contradictions(support)
+        return found
+
+    def _contradictions(self, support: tuple[int, ...]) -> int:
+        clauses = [*self._ordered(support), *self._bounded(support)]
+        if not clauses:
+            return 0
+        everything = (1 << (1 << len(support))) - 1
+        columns = [_column(k, len(support)) for k in range(len(support))]
+        out = 0
+        for a, if_a, b, if_b in clauses:
+            rows = columns[a] if if_a else everything ^ columns[a]
+            out |= rows & (columns[b] if if_b else everything ^ columns[b])
+        return out
+
+    def _ordered(self, support: tuple[int, ...]) -> Iterator[Clause]:
+        """That the stronger of two claims about one form implies the other."""
         groups: dict[Any, list[tuple[float, int]]] = {}
         for k, a in enumerate(support):
             d = self.defs[a]
@@ -60,17 +83,51 @@ class BooleanFunctions:
                 rest = tuple(t for t in d[1] if t[0] != (TRUE, ()))
                 c = next((c for t, c in d[1] if t == (TRUE, ())), 0.0)
                 groups.setdefault(rest, []).append((c, k))
-        pairs = []
         for rest, members in groups.items():
             members.sort()  # a smaller constant is the stronger claim
-            pairs += [(a, b) for (_, a), (_, b) in itertools.combinations(members, 2)]
-            above = groups.get(self._undivided(rest), ())
-            pairs += [(a, b) for c, a in members for e, b in above if e >= c]
-        out = 0
-        for row in range(1 << len(support)) if pairs else ():
-            if any(row >> a & 1 and not row >> b & 1 for a, b in pairs):
-                out |= 1 << row
-        return out
+            for (_, a), (_, b) in itertools.combinations(members, 2):
+                yield a, True, b, False
+            for e, b in groups.get(self._undivided(rest), ()):
+                yield from ((a, True, b, False) for c, a in members if e >= c)
+
+    def _bounded(self, support: tuple[int, ...]) -> Iterator[Clause]:
+        """What bounds of positions say about claims about two forms.
+
+        Where q - p is never negative, p >= 0 implies q >= 0; where p + q is always
+        negative, they are not both true, and where it is never, not both false.
+        """
+        claims = [
+            (k, *self._by_positions(a)) for k, a in enumerate(support)
+            if self.defs[a][0] == "ge" and self.defs[a][2]
+        ]  # fmt: skip
+        for (a, p, rest), (b, q, other) in itertools.combinations(claims, 2):
+            if rest == other:
+                lo, hi = self.bounds(self.add(q, p, -1.0))
+                if lo >= 0:
+                    yield a, True, b, False
+                if hi <= 0:
+                    yield b, True, a, False
+            if not rest and not other or self._opposite(rest, other):
+                lo, hi = self.bounds(self.add(p, q))
+                if hi < 0:
+                    yield a, True, b, True
+                if lo >= -1:  # whole numbers: both false is -2 at most
+                    yield a, False, b, False
+
+    def _by_positions(self, atom: int) -> tuple[Poly, Any]:
+        """The part of a claim's form made of positions and numbers, and the rest."""
+        known, rest = {}, []
+        for (flag, mono), c in self.defs[atom][1]:
+            if flag == TRUE and all(e == 1 and self.kind(a) == "iota" for a, e in mono):
+                known[flag, mono] = c
+            else:
+                rest.append(((flag, mono), c))
+        return known, tuple(rest)
+
+    def _opposite(self, one: Any, other: Any) -> bool:
+        return len(one) == len(other) and all(
+            t == u and c == -e for (t, c), (u, e) in zip(one, other, strict=True)
+        )
 
     def _undivided(self, rest: tuple) -> tuple | None:
         """A position in place of its digit: no digit is above its number."""
@@ -152,6 +209,14 @@ class BooleanFunctions:
                 rest = tuple(x for x in support if x != a)
                 b = self._bool(rest, low | high)
         return b
+
+
+def _column(k: int, n: int) -> int:
+    """Rows of a truth table of n literals in which literal k holds."""
+    half = ((1 << (1 << k)) - 1) << (1 << k)
+    for j in range(k + 1, n):
+        half |= half << (1 << j)
+    return half
 
 
 def _cofactors(table: int, k: int, n: int) -> tuple[int, int]:

@@ -54,6 +54,56 @@ class Predicates:
             a = self.cat(index, a, int(c))
         return self.affine(a, 1, int(first))
 
+    def within(self, start: Poly, size: int) -> int:
+        """Whether a whole number is a position of an axis."""
+        below_end = self.add(self.const(size - 1), start, -1.0)
+        return self.both(
+            self.compare("ge", start, True), self.compare("ge", below_end, True)
+        )
+
+    def moved_inside(self, b: int, index: int, start: Poly, size: int) -> int:
+        """A boolean function where an index is a whole number, moved inside its axis.
+
+        Args:
+            b: The function.
+            index: The index.
+            start: The number; below zero it stands for the first position, and from
+                the size on for the last.
+            size: The size of the axis.
+
+        Raises:
+            OverBudget: If the index is more than compared.
+        """
+        inside = self.within(start, size)
+        above = self.compare("ge", self.add(start, self.const(-size)), True)
+        cases = (
+            (self.negate(self.either(inside, above)), {}),
+            (inside, start),
+            (above, self.const(size - 1)),
+        )
+        literals = []
+        for atom in self.bools[b][0]:
+            literal = self.literal(atom)
+            if index in self._free[atom]:
+                kind, rest, factor = self._compared(atom, index)
+                literal = FALSE
+                for case, value in cases:
+                    here = self.compare(kind, self.add(rest, value, factor), True)
+                    literal = self.either(literal, self.both(case, here))
+            literals.append(literal)
+        return self._of_literals(b, literals)
+
+    def _compared(self, atom: int, index: int) -> tuple[str, Poly, float]:
+        """A literal as a comparison of an index with the rest: kind, rest, factor."""
+        kind, body, integral = (*self.defs[atom], False)[:3]
+        if kind not in ("ge", "eq") or not integral:
+            raise OverBudget("a position that is not compared with numbers")
+        rest = self.thaw(body)
+        factor = rest.pop((TRUE, ((self.atom("iota", index), 1),)), 0.0)
+        if index in self.ids(rest):
+            raise OverBudget("a position that is more than compared")
+        return kind, rest, factor
+
     def bounds(self, p: Poly) -> tuple[float, float]:
         """Least and greatest value of a polynomial of iotas; infinite if unknown."""
         lo = hi = 0.0

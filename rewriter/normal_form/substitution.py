@@ -43,11 +43,15 @@ class Substitution:
 
     def subst_bool(self, b: int, to: Mapping[int, Index]) -> int:
         """A boolean function with indices replaced."""
-        support, table = self.bools[b]
+        support, _ = self.bools[b]
         if all(self._free[a].isdisjoint(to) for a in support):
             return b
+        return self._of_literals(b, [self.subst_literal(a, to) for a in support])
+
+    def _of_literals(self, b: int, literals: list[int]) -> int:
+        """A boolean function of other functions in place of its literals."""
+        support, table = self.bools[b]
         out = FALSE
-        literals = [self.subst_literal(a, to) for a in support]
         for row in range(1 << len(support)):
             if table >> row & 1:
                 term = TRUE
