@@ -20,7 +20,7 @@ from rewriter.normal_form import FALSE, TRUE, Algebra
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
-CONDITIONS = 7  # of a mask; every combination of them is tried
+COMBINATIONS = 128  # of a mask's conditions; every one without a key is tried
 STEPS = 256  # of a loop that is gone through
 GOLDEN = 0.618033988749895  # values of blocks are unlike in every sum of some
 LARGE = 32.0  # scores are taken to be below
@@ -56,16 +56,15 @@ def empty_row(
     """
     ones, number = factor
     support, table = ev.alg.bools[keep]
-    if len(support) > CONDITIONS:
-        return UNKNOWN
     names = [literal_name(ev.alg, a, ev.outer) for a in support]
     if len({name for name, _ in names}) < len(names):
         return UNKNOWN  # conditions that are not told apart
-    never = ev.alg.impossible(support)
+    full = table | ev.alg.impossible(support)
+    empty = [row for row in range(1 << len(support)) if not full >> row & 1]
+    if len(empty) > COMBINATIONS:
+        return UNKNOWN
     seen: set[Any] = set()
-    for row in range(1 << len(support)):
-        if (table | never) >> row & 1:
-            continue
+    for row in empty:
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones)
         out = run(value)

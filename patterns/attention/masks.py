@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import operator
 
-from rewriter.normal_form import FALSE, TRUE, Algebra, Poly
+from rewriter.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
 from rewriter.reading import (
     Group,
     Operand,
     Refused,
     flag_operand,
     operand,
+    size,
 )
 
 
@@ -28,7 +30,7 @@ class Masks:
         if rest == FALSE:
             raise Refused("mask", "every key is masked", score=0.5)
         for part in conjuncts(alg, rest):
-            if self._structured(part):
+            if self._structured(part) or self._by_cases(part):
                 continue
             if not self._prefixed(part):
                 self.general = alg.both(self.general, part)
@@ -61,6 +63,77 @@ class Masks:
         else:
             return False
         return True
+
+    def _by_cases(self, part: int) -> bool:
+        """Reads a length that depends on conditions, such as a start moved inside.
+
+        In each case it is the greatest among the least of bounds that hold together.
+        """
+        alg = self.alg
+        support, _ = alg.bools[part]
+        bounds: dict[int, tuple[bool, Poly]] = {}  # when s < this, by the literal
+        for atom in support:
+            if not alg.free(atom) - set(self.b):
+                continue
+            for true in (True, False):
+                found = self._linear(atom, true)
+                if found is not None and found[:2] == (0, -1):
+                    above = alg.add(found[3], alg.const(found[2] + 1))
+                    bounds[atom] = true, above
+            if atom not in bounds or alg.ids(bounds[atom][1]) - set(self.b):
+                return False
+        if not bounds or len(bounds) == len(support) == 1:
+            return False
+        try:
+            length = self._length(part, bounds)
+        except OverBudget:
+            return False
+        if length is None:
+            return False
+        self.lengths.append((0, length))
+        return True
+
+    def _length(self, part: int, bounds: dict[int, tuple[bool, Poly]]) -> Poly | None:
+        """How many keys a mask keeps, given its bounds; None if not the first ones."""
+        alg = self.alg
+        support, table = alg.bools[part]
+        never = alg.impossible(support)
+        cases: dict[int, list[tuple[frozenset[int], bool]]] = {}
+        for row in range(1 << len(support)):
+            case, hold = TRUE, []
+            for k, atom in enumerate(support):
+                value = bool(row >> k & 1)
+                if atom in bounds:
+                    hold += [atom] if value == bounds[atom][0] else []
+                else:
+                    literal = alg.literal(atom)
+                    case = alg.both(case, literal if value else alg.negate(literal))
+            if not never >> row & 1:
+                found = frozenset(hold), bool(table >> row & 1)
+                cases.setdefault(case, []).append(found)
+        length: Poly = {}
+        for case, rows in cases.items():
+            kept = [hold for hold, keep in rows if keep]
+            least = [x for x in kept if not any(y < x for y in kept)]
+            most: Poly = {}
+            for hold in least:
+                some = alg.const(size(alg, self.s))
+                for atom in hold:
+                    some = _least(alg, bounds[atom][1], some)
+                most = alg.add(most, alg.relu(alg.add(some, most, -1.0)))
+            for (flag, mono), c in most.items():
+                length = alg.add(length, {(alg.both(flag, case), mono): c})
+        inside = alg.add(length, alg.const(-1))
+        for i, weight in self._digits(self.s):
+            inside = alg.add(inside, alg.iota(i), -weight)
+        return length if alg.compare("ge", inside, True) == part else None
+
+    def _digits(self, axis: Group) -> list[tuple[int, int]]:
+        """The indices of an axis, the least significant first, and their weights."""
+        weights = itertools.accumulate(
+            (self.alg.sizes[i] for i in reversed(axis)), operator.mul, initial=1
+        )
+        return list(zip(reversed(axis), weights, strict=False))
 
     def _linear(self, atom: int, true: bool):
         """(query coefficient, key coefficient, constant, rest) of a comparison."""
@@ -176,8 +249,7 @@ class Masks:
         if self.lengths:
             length, *others = (alg.add(o, alg.const(c)) for c, o in self.lengths)
             for other in others:  # the least of them
-                over = alg.relu(alg.add(length, other, -1.0))
-                length = alg.add(length, over, -1.0)
+                length = _least(alg, length, other)
             self.operands["kv_lengths"] = operand(
                 length, self.b, full=False, dtype="int32"
             )
@@ -197,6 +269,10 @@ class Masks:
             self.operands["mask"] = flag_operand(
                 self.general, self.b, self.n, self.t, self.s
             )
+
+
+def _least(alg: Algebra, one: Poly, other: Poly) -> Poly:
+    return alg.add(one, alg.relu(alg.add(one, other, -1.0)), -1.0)
 
 
 def conjuncts(alg: Algebra, b: int) -> list[int]:

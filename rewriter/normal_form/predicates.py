@@ -131,7 +131,7 @@ class Predicates:
                     out = self.either(out, flag)
             return self.either(out, self.negate(covered))
         flags = {flag for flag, _ in p if flag != TRUE}
-        if 0 < len(flags) <= 2:  # by cases, where a factor of the form is a predicate
+        if 0 < len(flags) <= 3:  # by cases, where a factor of the form is a predicate
             return self._by_flags(kind, p, integral, flags)
         if integral or all(self.kind(a) == "iota" for _, m in p for a, _ in m):
             lo, hi = self.bounds(p)
@@ -160,10 +160,9 @@ class Predicates:
         out = FALSE
         cells = [TRUE]
         for flag in flags:
-            cells = [self.both(c, b) for c in cells for b in (flag, self.negate(flag))]
+            halves = ((c, b) for c in cells for b in (flag, self.negate(flag)))
+            cells = [x for c, b in halves if (x := self.both(c, b)) != FALSE]
         for cell in cells:
-            if cell == FALSE:
-                continue
             here: Poly = {}
             for (flag, mono), c in p.items():
                 if self.implies(cell, flag):
