@@ -16,7 +16,7 @@ import numpy as np
 
 from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, Evaluator
 from rewriter.graph import Node
-from rewriter.normal_form import FALSE, TRUE, Algebra
+from rewriter.normal_form import FALSE, TRUE, Algebra, Poly
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
@@ -138,9 +138,12 @@ class _Row:
         self.peaks: list[float] = []
         self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
-        for (v, _, _), b in ev.memo.items():
+        self.numbers: dict[int, list[Poly]] = {}
+        for (v, _, _), form in ev.memo.items():
             if self.g.dtype(v) == bool:
-                self.flags.setdefault(v, []).append(b)
+                self.flags.setdefault(v, []).append(form)
+            elif all(not mono for _, mono in form):
+                self.numbers.setdefault(v, []).append(form)
 
     def verdict(self, out: Abstract, factor: float) -> str:
         """What a result is, times a factor; values are one number in each block."""
@@ -178,6 +181,10 @@ class _Row:
             known = self._truth(value)
             if known is not None:
                 return ("c", known)
+        elif node is not None and node.prim == "dynamic_slice":
+            known = self._number(value)
+            if known is not None:
+                return ("c", known)
         if node is None:
             whole, _ = self.ev.loops.steps.get(value, (None, None))
             return UNKNOWN if whole is None else self(whole)
@@ -202,17 +209,27 @@ class _Row:
 
     def _truth(self, value: int) -> bool | None:
         """What a mask is in this row, by any of the forms it had in the region."""
-        for b in self.flags.get(value, ()):
-            support, table = self.ev.alg.bools[b]
-            row = 0
-            for k, a in enumerate(support):
-                name, up = literal_name(self.ev.alg, a, self.ev.outer)
-                if name not in self.truth:
-                    break
-                row |= (self.truth[name] == up) << k
-            else:
-                return bool(table >> row & 1)
+        known = map(self._holds, self.flags.get(value, ()))
+        return next((x for x in known if x is not None), None)
+
+    def _number(self, value: int) -> float | None:
+        """What a choice among numbers by masks is in this row, such as a bias."""
+        for form in self.numbers.get(value, ()):
+            terms = [(self._holds(flag), c) for (flag, _), c in form.items()]
+            if all(holds is not None for holds, _ in terms):
+                return sum((c for holds, c in terms if holds), 0.0)
         return None
+
+    def _holds(self, b: int) -> bool | None:
+        """Whether a boolean function holds in this row; None if it is not known."""
+        support, table = self.ev.alg.bools[b]
+        row = 0
+        for k, a in enumerate(support):
+            name, up = literal_name(self.ev.alg, a, self.ev.outer)
+            if name not in self.truth:
+                return None
+            row |= (self.truth[name] == up) << k
+        return bool(table >> row & 1)
 
     def _product(self, node: Node, side: int) -> Abstract:
         weight = self(node.ins[side])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Mapping
 
 from rewriter.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
 from rewriter.reading import (
@@ -65,41 +66,79 @@ class Masks:
         return True
 
     def _by_cases(self, part: int) -> bool:
-        """Reads a length that depends on conditions, such as a start moved inside.
+        """Reads a bound that depends on conditions, such as a start moved inside."""
+        for side in (-1, 1):  # an upper bound, a lower one
+            bounds = self._bounds(part, side)
+            try:
+                bound = self._in_each_case(part, side, bounds) if bounds else None
+            except OverBudget:
+                return False
+            if bound is not None and side < 0:
+                self.lengths.append((0, bound))
+            elif bound is not None and not self.t:
+                first = self.alg.add(self.alg.const(1), bound, -1.0)
+                self.left.append((0, first, part))
+            else:
+                continue
+            return True
+        return False
 
-        In each case it is the greatest among the least of bounds that hold together.
+    def _bounds(self, part: int, side: int) -> dict[int, tuple[bool, Poly]] | None:
+        """Literals of a mask that bound the key, with when they do and the bound.
+
+        Upper bounds are s < bound, lower ones -s < bound. None if the key is in
+        another literal, or if all is one literal.
         """
         alg = self.alg
         support, _ = alg.bools[part]
-        bounds: dict[int, tuple[bool, Poly]] = {}  # when s < this, by the literal
+        found: dict[int, tuple[bool, Poly]] = {}
         for atom in support:
             if not alg.free(atom) - set(self.b):
                 continue
             for true in (True, False):
-                found = self._linear(atom, true)
-                if found is not None and found[:2] == (0, -1):
-                    above = alg.add(found[3], alg.const(found[2] + 1))
-                    bounds[atom] = true, above
-            if atom not in bounds or alg.ids(bounds[atom][1]) - set(self.b):
-                return False
-        if not bounds or len(bounds) == len(support) == 1:
-            return False
-        try:
-            length = self._length(part, bounds)
-        except OverBudget:
-            return False
-        if length is None:
-            return False
-        self.lengths.append((0, length))
-        return True
+                read = self._linear(atom, true)
+                if read is not None and read[:2] == (0, side):
+                    found[atom] = true, alg.add(read[3], alg.const(read[2] + 1))
+            if atom not in found or alg.ids(found[atom][1]) - set(self.b):
+                return None
+        return found if len(support) > 1 else None
 
-    def _length(self, part: int, bounds: dict[int, tuple[bool, Poly]]) -> Poly | None:
-        """How many keys a mask keeps, given its bounds; None if not the first ones."""
+    def _in_each_case(
+        self, part: int, side: int, bounds: dict[int, tuple[bool, Poly]]
+    ) -> Poly | None:
+        """The one bound that a mask is; None if it is something else.
+
+        In each case it is the greatest among the least of bounds that hold together.
+        """
+        alg, last = self.alg, size(self.alg, self.s) - 1
+        none, every = (0, last + 1) if side < 0 else (-last, 1)
+        bound: Poly = {}
+        for case, rows in self._cases(part, bounds).items():
+            kept = [hold for hold, keep in rows if keep]
+            here = alg.const(none)
+            for hold in kept:
+                if any(other < hold for other in kept):
+                    continue
+                some = alg.const(every)
+                for atom in hold:
+                    some = _least(alg, bounds[atom][1], some)
+                here = alg.add(here, alg.relu(alg.add(some, here, -1.0)))
+            for (flag, mono), c in here.items():
+                bound = alg.add(bound, {(alg.both(flag, case), mono): c})
+        inside = alg.add(bound, alg.const(-1))
+        for i, weight in self._digits(self.s):
+            inside = alg.add(inside, alg.iota(i), side * weight)
+        return bound if alg.compare("ge", inside, True) == part else None
+
+    def _cases(self, part: int, bounds: Mapping[int, tuple[bool, Poly]]):
+        """What holds together and whether the key is kept, by the other literals."""
         alg = self.alg
         support, table = alg.bools[part]
         never = alg.impossible(support)
         cases: dict[int, list[tuple[frozenset[int], bool]]] = {}
         for row in range(1 << len(support)):
+            if never >> row & 1:
+                continue
             case, hold = TRUE, []
             for k, atom in enumerate(support):
                 value = bool(row >> k & 1)
@@ -108,25 +147,9 @@ class Masks:
                 else:
                     literal = alg.literal(atom)
                     case = alg.both(case, literal if value else alg.negate(literal))
-            if not never >> row & 1:
-                found = frozenset(hold), bool(table >> row & 1)
-                cases.setdefault(case, []).append(found)
-        length: Poly = {}
-        for case, rows in cases.items():
-            kept = [hold for hold, keep in rows if keep]
-            least = [x for x in kept if not any(y < x for y in kept)]
-            most: Poly = {}
-            for hold in least:
-                some = alg.const(size(alg, self.s))
-                for atom in hold:
-                    some = _least(alg, bounds[atom][1], some)
-                most = alg.add(most, alg.relu(alg.add(some, most, -1.0)))
-            for (flag, mono), c in most.items():
-                length = alg.add(length, {(alg.both(flag, case), mono): c})
-        inside = alg.add(length, alg.const(-1))
-        for i, weight in self._digits(self.s):
-            inside = alg.add(inside, alg.iota(i), -weight)
-        return length if alg.compare("ge", inside, True) == part else None
+            found = frozenset(hold), bool(table >> row & 1)
+            cases.setdefault(case, []).append(found)
+        return cases
 
     def _digits(self, axis: Group) -> list[tuple[int, int]]:
         """The indices of an axis, the least significant first, and their weights."""

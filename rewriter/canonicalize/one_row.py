@@ -49,14 +49,15 @@ def _sliced(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Po
 def _gathered_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
     at, starts = _gather_starts(ev, node, args, mode)
     alg, inside = ev.alg, TRUE
-    fills = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
-    if fills and node.params["fill_value"] not in (None, True):
-        raise OverBudget("a fill that is false")
     out = _read(ev.flag, ev, node, at, mode)
     for place, start, size in starts:
         out = alg.moved_inside(out, place, start, size)
         inside = alg.both(inside, alg.within(start, size))
-    return alg.either(out, alg.negate(inside)) if fills else out
+    if node.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return out
+    if node.params["fill_value"] in (None, True):
+        return alg.either(out, alg.negate(inside))
+    return alg.both(out, inside)
 
 
 def _read(form, ev: Evaluator, node: Node, at: tuple[Index, ...], mode: str):
