@@ -25,6 +25,7 @@ class Masks:
         self.right: list[tuple[int, Poly, int]] = []  # constant, rest, the part
         self.left: list[tuple[int, Poly, int]] = []
         self.lengths: list[tuple[int, Poly]] = []
+        self.whole_rows = TRUE  # conditions on all keys of a sequence
         self.segments: tuple[Poly, Poly] | None = None
         self.prefix: Poly | None = None
         rest = alg.both(self.parts.keep, self.parts.row_mask)
@@ -32,6 +33,9 @@ class Masks:
             raise Refused("mask", "every key is masked", score=0.5)
         for part in conjuncts(alg, rest):
             if self._structured(part) or self._by_cases(part):
+                continue
+            if not any(alg.free(a) - set(self.b) for a in alg.bools[part][0]):
+                self.whole_rows = alg.both(self.whole_rows, part)
                 continue
             if not self._prefixed(part):
                 self.general = alg.both(self.general, part)
@@ -273,9 +277,12 @@ class Masks:
             length, *others = (alg.add(o, alg.const(c)) for c, o in self.lengths)
             for other in others:  # the least of them
                 length = _least(alg, length, other)
+            length = alg.mul(length, alg.of_bool(self.whole_rows))
             self.operands["kv_lengths"] = operand(
                 length, self.b, full=False, dtype="int32"
             )
+        else:
+            self.general = alg.both(self.general, self.whole_rows)
         if self.segments is not None:
             mine, theirs = self.segments
             self.operands["q_segments"] = Operand(

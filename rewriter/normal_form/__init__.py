@@ -75,6 +75,7 @@ class Algebra(
         self._bools: dict[tuple[tuple[int, ...], int], int] = {((), 1): 0, ((), 0): 1}
         self.bools: list[tuple[tuple[int, ...], int]] = [((), 1), ((), 0)]
         self._unreached: dict[tuple[int, ...], int] = {}
+        self._never: dict[tuple[int, int], tuple[tuple[bool, bool], ...]] = {}
         self._numbers: list[float] = []
         self._subst_memo: dict[Any, Any] = {}
         self.nonnegative: set[Any] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -91,43 +92,46 @@ class BooleanFunctions:
                 yield from ((a, True, b, False) for c, a in members if e >= c)
 
     def _bounded(self, support: tuple[int, ...]) -> Iterator[Clause]:
-        """What bounds of positions say about claims about two forms.
+        """What bounds of positions say about claims about two forms."""
+        claims = [
+            (k, a) for k, a in enumerate(support)
+            if self.defs[a][0] == "ge" and self.defs[a][2]
+        ]  # fmt: skip
+        for (k, a), (j, b) in itertools.combinations(claims, 2):
+            found = self._never.get((a, b))
+            if found is None:
+                found = self._never[a, b] = tuple(self._never_together(a, b))
+            for if_a, if_b in found:
+                yield k, if_a, j, if_b
+
+    def _never_together(self, a: int, b: int) -> Iterator[tuple[bool, bool]]:
+        """Truth values that two claims about whole numbers do not have together.
 
         Where q - p is never negative, p >= 0 implies q >= 0; where p + q is always
         negative, they are not both true, and where it is never, not both false.
         """
-        claims = [
-            (k, *self._by_positions(a)) for k, a in enumerate(support)
-            if self.defs[a][0] == "ge" and self.defs[a][2]
-        ]  # fmt: skip
-        for (a, p, rest), (b, q, other) in itertools.combinations(claims, 2):
-            if rest == other:
-                lo, hi = self.bounds(self.add(q, p, -1.0))
-                if lo >= 0:
-                    yield a, True, b, False
-                if hi <= 0:
-                    yield b, True, a, False
-            if not rest and not other or self._opposite(rest, other):
-                lo, hi = self.bounds(self.add(p, q))
-                if hi < 0:
-                    yield a, True, b, True
-                if lo >= -1:  # whole numbers: both false is -2 at most
-                    yield a, False, b, False
+        (p, rest), (q, other) = self._by_positions(a), self._by_positions(b)
+        if rest == other:
+            lo, hi = self.bounds(self.add(q, p, -1.0))
+            if lo >= 0:
+                yield True, False
+            if hi <= 0:
+                yield False, True
+        if not self.add(rest, other):
+            lo, hi = self.bounds(self.add(p, q))
+            if hi < 0:
+                yield True, True
+            if lo >= -1:  # whole numbers: both false is -2 at most
+                yield False, False
 
-    def _by_positions(self, atom: int) -> tuple[Poly, Any]:
+    def _by_positions(self, atom: int) -> tuple[Poly, Poly]:
         """The part of a claim's form made of positions and numbers, and the rest."""
-        known, rest = {}, []
+        known: Poly = {}
+        rest: Poly = {}
         for (flag, mono), c in self.defs[atom][1]:
-            if flag == TRUE and all(e == 1 and self.kind(a) == "iota" for a, e in mono):
-                known[flag, mono] = c
-            else:
-                rest.append(((flag, mono), c))
-        return known, tuple(rest)
-
-    def _opposite(self, one: Any, other: Any) -> bool:
-        return len(one) == len(other) and all(
-            t == u and c == -e for (t, c), (u, e) in zip(one, other, strict=True)
-        )
+            place = all(e == 1 and self.kind(a) == "iota" for a, e in mono)
+            (known if flag == TRUE and place else rest)[flag, mono] = c
+        return known, rest
 
     def _undivided(self, rest: tuple) -> tuple | None:
         """A position in place of its digit: no digit is above its number."""
@@ -211,36 +215,37 @@ class BooleanFunctions:
         return b
 
 
+@functools.lru_cache(maxsize=256)
 def _column(k: int, n: int) -> int:
     """Rows of a truth table of n literals in which literal k holds."""
-    half = ((1 << (1 << k)) - 1) << (1 << k)
+    rows = ((1 << (1 << k)) - 1) << (1 << k)
     for j in range(k + 1, n):
-        half |= half << (1 << j)
-    return half
+        rows |= rows << (1 << j)
+    return rows
+
+
+def _swapped(table: int, k: int, n: int) -> int:
+    """The table of n literals with k and k + 1 in each other's place."""
+    by = 1 << k
+    moved = (table ^ table >> by) & _column(k, n) & ~_column(k + 1, n)
+    return table ^ moved ^ moved << by
 
 
 def _cofactors(table: int, k: int, n: int) -> tuple[int, int]:
     """Tables with literal k false and true, over the other n - 1 literals."""
-    low = high = 0
-    out = 0
-    for row in range(1 << n):
-        if row >> k & 1:
-            continue
-        low |= (table >> row & 1) << out
-        high |= (table >> (row | 1 << k) & 1) << out
-        out += 1
-    return low, high
+    for j in range(k, n - 1):
+        table = _swapped(table, j, n)
+    half = 1 << (n - 1)
+    return table & ((1 << half) - 1), table >> half
 
 
 def _expand(support: tuple[int, ...], table: int, wider: tuple[int, ...]) -> int:
-    """The same function over a wider support."""
-    if support == wider:
-        return table
-    at = [wider.index(a) for a in support]
-    out = 0
-    for row in range(1 << len(wider)):
-        small = 0
-        for k, pos in enumerate(at):
-            small |= (row >> pos & 1) << k
-        out |= (table >> small & 1) << row
-    return out
+    """The same function over a wider support; both are in order."""
+    n = len(support)
+    for k, a in enumerate(wider):
+        if a not in support:
+            table |= table << (1 << n)  # a new literal, at first the last one
+            n += 1
+            for j in reversed(range(k, n - 1)):
+                table = _swapped(table, j, n)
+    return table

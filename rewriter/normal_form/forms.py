@@ -10,7 +10,7 @@ Poly = dict[tuple[int, Monomial], float]
 
 TRUE, FALSE = 0, 1
 TERM_BUDGET = 128
-LITERAL_BUDGET = 9
+LITERAL_BUDGET = 12
 SNAP = 1e-6
 ODD = ("erf", "sin")
 

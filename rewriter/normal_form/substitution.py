@@ -50,15 +50,24 @@ class Substitution:
 
     def _of_literals(self, b: int, literals: list[int]) -> int:
         """A boolean function of other functions in place of its literals."""
+        known: dict[tuple[int, int], int] = {}
+
+        def part(table: int, n: int) -> int:
+            """A truth table of the first n literals."""
+            if table == 0 or n == 0:
+                return TRUE if table else FALSE
+            if (table, n) not in known:
+                low, high = table & (1 << (1 << n - 1)) - 1, table >> (1 << n - 1)
+                out = part(low, n - 1)
+                if low != high:
+                    x = literals[n - 1]
+                    on = self.both(x, part(high, n - 1))
+                    out = self.either(on, self.both(self.negate(x), out))
+                known[table, n] = out
+            return known[table, n]
+
         support, table = self.bools[b]
-        out = FALSE
-        for row in range(1 << len(support)):
-            if table >> row & 1:
-                term = TRUE
-                for k, lit in enumerate(literals):
-                    term = self.both(term, lit if row >> k & 1 else self.negate(lit))
-                out = self.either(out, term)
-        return out
+        return part(table, len(support))
 
     def subst_literal(self, atom: int, to: Mapping[int, Index]) -> int:
         """A literal with indices replaced, as a boolean function."""
