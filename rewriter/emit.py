@@ -238,8 +238,11 @@ class Emitter:
             return self._leaf(atom, order)
         if d[0] in ("ge", "eq"):
             p = self.alg.thaw(d[1])
-            x = self._integer(p, order) if d[2] else self._sum(p, order)
-            return x >= 0 if d[0] == "ge" else x == 0
+            if not d[2]:
+                x, y = self._sum(p, order), 0
+            else:
+                x, y = (self._integer(side, order) for side in self._sides(p))
+            return x >= y if d[0] == "ge" else x == y
         if d[0] == "any":
             bound, flag, _ = self.alg.open_sum(atom)
             x = self._bool(flag, order + bound)
@@ -247,6 +250,23 @@ class Emitter:
         if d[0] == "ind":
             return self._bool(d[1], order)
         raise OverBudget(f"no code for a predicate of kind {d[0]}")
+
+    def _sides(self, p: Poly) -> tuple[Poly, Poly]:
+        """P as a difference, in which no value is added to numbers if that can be.
+
+        So a comparison is right for values near the largest of their type.
+        """
+        sides: tuple[Poly, Poly] = {}, {}
+        known: Poly = {}
+        for (flag, mono), c in p.items():
+            if flag == TRUE and all(self.alg.kind(a) == "iota" for a, _ in mono):
+                known[flag, mono] = c
+            else:
+                sides[c < 0][flag, mono] = abs(c)
+        right = bool(sides[0]) and not sides[1]
+        for term, c in known.items():
+            sides[right][term] = -c if right else c
+        return sides
 
     def _integer(self, p: Poly, order: list[int]) -> jax.Array:
         """A form over integers, computed exactly."""

@@ -25,6 +25,7 @@ class Masks:
         self.right: list[tuple[int, Poly, int]] = []  # constant, rest, the part
         self.left: list[tuple[int, Poly, int]] = []
         self.lengths: list[tuple[int, Poly]] = []
+        self.firsts: list[tuple[int, Poly, int]] = []  # lower bounds by cases
         self.whole_rows = TRUE  # conditions on all keys of a sequence
         self.segments: tuple[Poly, Poly] | None = None
         self.prefix: Poly | None = None
@@ -38,6 +39,11 @@ class Masks:
                 self.whole_rows = alg.both(self.whole_rows, part)
                 continue
             if not self._prefixed(part):
+                self.general = alg.both(self.general, part)
+        if self.lengths and not self.left and len(self.firsts) == 1:
+            self.left = self.firsts
+        else:  # more than what a window and an offset say
+            for _, _, part in self.firsts:
                 self.general = alg.both(self.general, part)
         self._window()
 
@@ -81,7 +87,7 @@ class Masks:
                 self.lengths.append((0, bound))
             elif bound is not None and not self.t:
                 first = self.alg.add(self.alg.const(1), bound, -1.0)
-                self.left.append((0, first, part))
+                self.firsts.append((0, first, part))
             else:
                 continue
             return True
@@ -119,14 +125,12 @@ class Masks:
         bound: Poly = {}
         for case, rows in self._cases(part, bounds).items():
             kept = [hold for hold, keep in rows if keep]
-            here = alg.const(none)
-            for hold in kept:
-                if any(other < hold for other in kept):
-                    continue
-                some = alg.const(every)
-                for atom in hold:
-                    some = _least(alg, bounds[atom][1], some)
-                here = alg.add(here, alg.relu(alg.add(some, here, -1.0)))
+            ends = [
+                _least(alg, [bounds[atom][1] for atom in hold] or [alg.const(every)])
+                for hold in kept
+                if not any(other < hold for other in kept)
+            ]
+            here = _greatest(alg, ends or [alg.const(none)])
             for (flag, mono), c in here.items():
                 bound = alg.add(bound, {(alg.both(flag, case), mono): c})
         inside = alg.add(bound, alg.const(-1))
@@ -274,9 +278,7 @@ class Masks:
         if offset:
             self.operands["offset"] = operand(offset, self.b, full=False, dtype="int32")
         if self.lengths:
-            length, *others = (alg.add(o, alg.const(c)) for c, o in self.lengths)
-            for other in others:  # the least of them
-                length = _least(alg, length, other)
+            length = _least(alg, [alg.add(o, alg.const(c)) for c, o in self.lengths])
             length = alg.mul(length, alg.of_bool(self.whole_rows))
             self.operands["kv_lengths"] = operand(
                 length, self.b, full=False, dtype="int32"
@@ -301,8 +303,18 @@ class Masks:
             )
 
 
-def _least(alg: Algebra, one: Poly, other: Poly) -> Poly:
-    return alg.add(one, alg.relu(alg.add(one, other, -1.0)), -1.0)
+def _least(alg: Algebra, forms: list[Poly]) -> Poly:
+    out, *others = forms
+    for other in others:
+        out = alg.add(out, alg.relu(alg.add(out, other, -1.0)), -1.0)
+    return out
+
+
+def _greatest(alg: Algebra, forms: list[Poly]) -> Poly:
+    out, *others = forms
+    for other in others:
+        out = alg.add(out, alg.relu(alg.add(other, out, -1.0)))
+    return out
 
 
 def conjuncts(alg: Algebra, b: int) -> list[int]:

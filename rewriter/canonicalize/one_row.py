@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from jax.lax import GatherScatterMode
 
-from rewriter.canonicalize.evaluator import FLAGS, RULES, Evaluator, rule
-from rewriter.canonicalize.gather import gathered
+from rewriter.canonicalize.evaluator import FLAGS, Evaluator, rule
 from rewriter.canonicalize.primitives import FULL, NeedSplit
 from rewriter.graph import Node
 from rewriter.normal_form import TRUE, Index, OverBudget, Poly
