@@ -1092,7 +1092,137 @@ def _(q, k, v, kc, vc, at):
     return attend(dots(q, kc) * SCALE + bias.astype(q.dtype), vc), kc, vc
 
 
+def causal_row(q, k, v, kc, vc, at, row, keep=True):
+    """A step that masks keys by its row of a causal mask of the whole cache."""
+    kc, vc = write(kc, k, at), write(vc, v, at)
+    s = jnp.where(row & keep, dots(q, kc) * SCALE, NEGATIVE)
+    return attend(s, vc), kc, vc
+
+
+def whole_causal():
+    return jnp.arange(S)[:, None] >= jnp.arange(S)
+
+
+@decoded("causal_row", AT, written)
+def _(q, k, v, kc, vc, at):
+    # Llama, GPT-2, OPT and others in Hugging Face Flax.
+    mask = jnp.broadcast_to(whole_causal(), (1, 1, S, S))
+    row = lax.dynamic_slice(mask, (0, 0, at, 0), (1, 1, 1, S))
+    row = jnp.broadcast_to(row, (B, 1, 1, S))
+    seen = jnp.broadcast_to(jnp.arange(S) < at + 1, (B, 1, 1, S))
+    keep = jnp.logical_and(seen.astype(q.dtype), row).astype(q.dtype) > 0
+    return causal_row(q, k, v, kc, vc, at, keep)
+
+
+@decoded("causal_row_alone", AT, written)
+def _(q, k, v, kc, vc, at):
+    return causal_row(q, k, v, kc, vc, at, whole_causal()[at])
+
+
+@decoded("causal_row_in_numpy", AT, written)
+def _(q, k, v, kc, vc, at):
+    row = jnp.asarray(np.tril(np.ones((S, S), bool)))[at]
+    return causal_row(q, k, v, kc, vc, at, row, jnp.arange(S) < at + 1)
+
+
+@decoded("causal_row_of_integers", AT, written)
+def _(q, k, v, kc, vc, at):
+    mask = jnp.tril(jnp.ones((1, 1, S, S), jnp.int32))
+    row = lax.dynamic_index_in_dim(mask, at, 2)
+    return causal_row(q, k, v, kc, vc, at, row != 0)
+
+
+@decoded("causal_row_of_bias", AT, written)
+def _(q, k, v, kc, vc, at):
+    kc, vc = write(kc, k, at), write(vc, v, at)
+    bias = jnp.where(whole_causal(), 0.0, -1e30)
+    row = lax.dynamic_slice_in_dim(bias, at, 1)
+    return attend(dots(q, kc) * SCALE + row, vc), kc, vc
+
+
+@decoded("causal_row_taken", AT, written)
+def _(q, k, v, kc, vc, at):
+    row = jnp.take(whole_causal(), at, axis=0)
+    return causal_row(q, k, v, kc, vc, at, row, jnp.arange(S) < at + 1)
+
+
+@decoded("causal_row_from_offset", AT, written)
+def _(q, k, v, kc, vc, at):
+    row = whole_causal()[at + jnp.arange(1)]
+    return causal_row(q, k, v, kc, vc, at, row)
+
+
+@decoded(
+    "windowed_row",
+    AT,
+    lambda q, k, v, kc, vc, at: dict(
+        q=q, k=write(kc, k, at), v=write(vc, v, at), offset=jnp.atleast_1d(at)
+    ),
+    operands="q k v offset",
+    window=(6, 0),
+    also=[dict(operands="q k v kv_lengths offset", scale=SCALE, window=(0, None))],
+)
+def _(q, k, v, kc, vc, at):
+    # Mistral in Hugging Face Flax.
+    row = lax.dynamic_slice_in_dim(jnp.triu(whole_causal(), -6), at, 1)
+    return causal_row(q, k, v, kc, vc, at, row, jnp.arange(S) < at + 1)
+
+
+@decoded(
+    "two_sided_row",
+    AT,
+    lambda q, k, v, kc, vc, at: dict(
+        q=q,
+        k=write(kc, k, at),
+        v=write(vc, v, at),
+        mask=(jnp.abs(at - jnp.arange(S)) < 5)[None, None, None],
+    ),
+    operands="q k v mask",
+    also=(),
+)
+def _(q, k, v, kc, vc, at):
+    near = jnp.abs(jnp.arange(S)[:, None] - jnp.arange(S)) < 5
+    row = lax.dynamic_slice_in_dim(near, at, 1)
+    return causal_row(q, k, v, kc, vc, at, row)
+
+
+@decoded(
+    "row_by_key",
+    dict(at=integers("", 9, 30), rows=integers("s", 0, 39)),
+    lambda q, k, v, kc, vc, at, rows: dict(
+        q=q,
+        k=write(kc, k, at),
+        v=write(vc, v, at),
+        mask=(rows >= jnp.arange(S))[None, None, None],
+    ),
+    operands="q k v mask",
+    masked_rows="mean",
+    also=(),
+)
+def _(q, k, v, kc, vc, at, rows):
+    row = whole_causal()[rows, jnp.arange(S)]
+    return causal_row(q, k, v, kc, vc, at, row)
+
+
 ROWS = dict(at=integers("b", 9, 30))
+
+
+@decoded(
+    "causal_row_per_sequence",
+    ROWS,
+    lambda q, k, v, kc, vc, at: dict(
+        q=q,
+        k=kc.at[jnp.arange(B), at].set(k[:, 0]),
+        v=vc.at[jnp.arange(B), at].set(v[:, 0]),
+        kv_lengths=at + 1,
+    ),
+)
+def _(q, k, v, kc, vc, at):
+    rows = jnp.arange(B)
+    kc, vc = kc.at[rows, at].set(k[:, 0]), vc.at[rows, at].set(v[:, 0])
+    row = jax.vmap(lambda i: lax.dynamic_slice_in_dim(whole_causal(), i, 1))(at)
+    s = jnp.where(row[:, None], dots(q, kc) * SCALE, NEGATIVE)
+    return attend(s, vc), kc, vc
 
 
 @decoded(
