@@ -82,6 +82,25 @@ def public_experts() -> str:
     return _passes(json.loads(record.named("public_experts_h200").read_text()))
 
 
+def public_decode() -> str:
+    """One row per cache of a public library's decoder that gives its next token."""
+    data = json.loads(record.named("public_decode_h200").read_text())
+    rows = []
+    for row in data["results"]:
+        old, new = row["written"], row["rewritten"]
+        device = [f"{sum(x['device_ms'].values()):.1f} ms" for x in (old, new)]
+        times = f"{old['ms']:.1f} ms", f"{new['ms']:.1f} ms", f"{row['faster']:.1f}×"
+        rows.append((row["batch_and_tokens"][0], row["what"], *times, *device))
+    head = (
+        "sequences", "step", "original", "rewritten", "gain", "device computes", "after",
+    )  # fmt: skip
+    note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
+    return (
+        f"{_table(head, rows)}\n\nBoth copy the whole cache, which they are not given "
+        f"to keep, in the time that the device does not compute. Reproduce with {note}."
+    )
+
+
 def _passes(data: dict) -> str:
     by_hand = "by_hand" in data["results"][0]
     rows = []
@@ -366,6 +385,7 @@ TABLES = {
     "measured": measured,
     "decoder": decoder,
     "public_decoder": public_decoder,
+    "public_decode": public_decode,
     "public_experts": public_experts,
     "training": training,
     "hopper": hopper,
