@@ -91,13 +91,11 @@ def public_decode() -> str:
         device = [f"{sum(x['device_ms'].values()):.1f} ms" for x in (old, new)]
         times = f"{old['ms']:.1f} ms", f"{new['ms']:.1f} ms", f"{row['faster']:.1f}×"
         rows.append((row["batch_and_tokens"][0], row["what"], *times, *device))
-    head = (
-        "sequences", "step", "original", "rewritten", "gain", "device computes", "after",
-    )  # fmt: skip
+    head = ("sequences", "step", "original", "rewritten", "gain", "computing", "after")
     note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
     return (
         f"{_table(head, rows)}\n\nBoth copy the whole cache, which they are not given "
-        f"to keep, in the time that the device does not compute. Reproduce with {note}."
+        f"to keep, in the time that is not spent computing. Reproduce with {note}."
     )
 
 
