@@ -123,6 +123,23 @@ def cone(
     return seen
 
 
+def beside(graph: Graph, match: Match) -> frozenset[int]:
+    """What a region reads that its reading is free of, and that is computed elsewhere.
+
+    A number that is added to all scores of a row cancels in the weights; but the
+    exponentials that gradients read are those of scores with it.
+    """
+    leaves = frozenset(v for _, v in match.leaves)
+    inside, edge = set(leaves), set()
+    for value in sorted(match.inner):
+        ins = graph.node_of(value).ins if value in graph.producer else ()
+        if not inside.isdisjoint(ins):
+            inside.add(value)
+            edge.update(ins)
+    edge -= inside
+    return frozenset(v for v in edge if cone(graph, v, leaves) is None)
+
+
 def _is_wider(dtype: Any, other: Any) -> bool:
     """Whether one float dtype holds every value of another one."""
     return is_float(dtype) and is_float(other) and is_lossless(other, dtype)

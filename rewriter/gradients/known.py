@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rewriter.gradients.addends import read_as_a_sum
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.cotangents import below, cone
+from rewriter.gradients.cotangents import below, beside, cone
 from rewriter.graph import Graph
 from rewriter.match import Match
 from rewriter.template import Template, go, same_cone, way
@@ -37,7 +37,8 @@ class Known:
 
 def known(graph: Graph, match: Match, backward: Backward) -> Known:
     """Proved gradients, ready to be found again elsewhere."""
-    stops = frozenset([*(v for _, v in match.leaves), backward.cotangent])
+    leaves = (v for _, v in match.leaves)
+    stops = frozenset([*leaves, *beside(graph, match), backward.cotangent])
 
     def part(value: int) -> Template:
         inside = cone(graph, value, stops) or ()
@@ -116,7 +117,7 @@ def _like(
     """The value with a gradient's equations over other leaves, and those inside."""
     for value in places:
         found = same_cone(graph, part, value)
-        if found and all(to[a] == b for a, b in found[0].items()):
+        if found and all(to.get(a, a) == b for a, b in found[0].items()):
             return value, found[1]
     return None
 

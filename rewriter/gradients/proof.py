@@ -15,7 +15,7 @@ from typing import Any
 from rewriter.canonicalize import TRANSPARENT, Evaluator, NeedSplit, pieces
 from rewriter.gradients.addends import sums, widest
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.cotangents import CONTRACTIONS, below, cone
+from rewriter.gradients.cotangents import CONTRACTIONS, below, beside, cone
 from rewriter.gradients.reference import wanted_at
 from rewriter.graph import Graph
 from rewriter.match import Match
@@ -39,7 +39,8 @@ def proved_gradients(
             are values to compare.
         returned: What bodies return.
     """
-    stops = frozenset([*(v for _, v in match.leaves), cotangent])
+    leaves = (v for _, v in match.leaves)
+    stops = frozenset([*leaves, *beside(graph, match), cotangent])
     reached = below(graph, cotangent)
     cones = _cones(graph, match, reached, stops)
     if not cones:
