@@ -72,6 +72,10 @@ class Indices:
                 and a[1][2] == n == b[2]
             ):
                 return self.mod(b[1], a[2] * n)
+            if a[0] == "cat" and b[0] == "mod":  # (a1*m + x//n)*n + x%n
+                digits = self.cat(a[2], b, n)
+                if isinstance(digits, int) or digits[0] != "cat":
+                    return self.cat(a[1], digits, a[3] * n)
         if isinstance(b, tuple) and b[0] == "cat":  # a*n + (b1*m + b2)
             return self.cat(self.cat(a, b[1], n // b[3]), b[2], b[3])
         return ("cat", a, b, n)
