@@ -288,8 +288,11 @@ def _clamp(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     far = low is not None and high is not None and low <= -FAR and high >= FAR
     if far and not ev.expand_all:
         return _bounded(ev, node, args, x, max(low, -high))
-    low = alg.add(lo, alg.relu(alg.add(x, lo, -1.0)))
-    return alg.add(low, alg.relu(alg.add(low, hi, -1.0)), -1.0)
+    if ev.number(node.ins[0]) != -math.inf:
+        x = alg.add(lo, alg.relu(alg.add(x, lo, -1.0)))
+    if ev.number(node.ins[2]) == math.inf:
+        return x
+    return alg.add(x, alg.relu(alg.add(x, hi, -1.0)), -1.0)
 
 
 @rule("abs")
