@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from rewriter.gradients.addends import returned
@@ -77,9 +77,12 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     found: dict[int, Backward] = {}
     failures: list[Reason] = []
     taken: list[Match] = []
+    results: set[int] = set()
     for match in reversed(matches):  # the last one lacks no gradient of its input
         try:
             match, backward = _at_its_cotangent(graph, match, memory, relaid, cut)
+            if backward is not None and not results.isdisjoint(backward.results):
+                backward = _elsewhere(graph, match, memory, backward, results)
         except Exception as error:
             log.debug("gradients of %s failed", match.op.name, exc_info=error)
             text = f"{match.op.name}: {type(error).__name__}: {error}"
@@ -88,6 +91,7 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
         taken.append(match)
         if backward is not None:
             found[id(match)] = backward
+            results.update(backward.results)
     matches = tuple(reversed(taken))
     why = {
         id(m): memory.unproved[id(m.reading)]
@@ -121,6 +125,21 @@ def _at_its_cotangent(
     return match, None
 
 
+def _elsewhere(
+    graph: Graph, match: Match, memory: Memory, found: Backward, taken: set[int]
+) -> Backward:
+    """Gradients that are no other match's, from another cotangent, if there are any.
+
+    The gradient of a norm's scale says which rows it is of, but not which scale: two
+    norms of one input that has no gradient itself could be each other's.
+    """
+    without = frozenset([found.cotangent])
+    other = find_backward(graph, match, memory, without)
+    if other is None or len(other.grads) < len(found.grads):
+        return found
+    return other if taken.isdisjoint(other.results) else found
+
+
 def _each_once(
     found: Mapping[int, Backward], matches: Sequence[Match]
 ) -> dict[int, Backward]:
@@ -143,9 +162,18 @@ def _each_once(
     return kept
 
 
-def find_backward(graph: Graph, match: Match, memory: Memory) -> Backward | None:
-    """The gradients of a match in its program, or None if there are none."""
-    candidates = cotangents(graph, match)
+def find_backward(
+    graph: Graph, match: Match, memory: Memory, without: Set[int] = frozenset()
+) -> Backward | None:
+    """The gradients of a match in its program, or None if there are none.
+
+    Args:
+        graph: The program.
+        match: The match.
+        memory: What was verified before.
+        without: Values that are not tried as the cotangent.
+    """
+    candidates = [v for v in cotangents(graph, match) if v not in without]
     if not candidates:
         return None
     key = id(match.reading)

@@ -452,3 +452,67 @@ def test_gradients_too_large_to_compare_are_a_reason(monkeypatch) -> None:
     assert not site.replaced
     why = dict(site.not_chosen)["memory_bounded"]
     assert "too large to compare: more than 9 terms" in why
+
+
+def test_scores_with_an_addend_of_each_head() -> None:
+    """It cancels in the weights; the exponentials that gradients read have it."""
+
+    def loss(weights, x, pairs):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, weights[w]) for w in "qkv")
+        bias = (pairs @ weights["pairs"] + weights["heads"]).transpose(0, 3, 1, 2)
+        s = jnp.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(8) + bias
+        return jnp.sin(jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)).sum()
+
+    projections = {w: normal(D, N, 8, seed=i) * 0.2 for i, w in enumerate("qkv")}
+    beside = {"pairs": normal(6, N, seed=4), "heads": normal(N, seed=5)}
+    args = projections | beside, normal(2, T, D), normal(2, T, T, 6, seed=6)
+    step = jax.value_and_grad(loss)
+    assert rewriter.explain(step)(*args).counts(backward=True)["attention"] == 1
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    assert " exp " not in str(fast.jaxpr(*args))
+    new, old = fast(*args), step(*args)
+    for _, grads in (new, old):
+        assert np.abs(grads.pop("heads")).max() < 1e-4
+    equal(new, old, 1e-4)
+
+
+def test_a_mask_that_is_laid_out_in_windows() -> None:
+    """Shifted windows: regions of an image, cut as the image is."""
+
+    def windows(x):
+        x = x.reshape(2, 4, 2, 4, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 1).reshape(4, 16, *x.shape[4:])
+
+    def loss(qkv, table, regions):
+        q, k, v = jnp.moveaxis(windows(qkv).reshape(4, 16, 3, 2, 8), (2, 3), (0, 2))
+        s = q / np.sqrt(8) @ k.swapaxes(-1, -2)
+        s = s + table[np.arange(256) % 49].reshape(16, 16, 2).transpose(2, 0, 1)
+        at = windows(regions)
+        same = at[:, None, :] - at[:, :, None] == 0
+        s = s + jnp.where(same, 0.0, -100.0)[:, None]
+        return jnp.sin(jax.nn.softmax(s) @ v).sum()
+
+    args = normal(8, 8, 48), normal(49, 2, seed=1), jnp.arange(64.0).reshape(8, 8) // 20
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    assert rewriter.explain(step)(*args).counts(backward=True)["attention"] == 1
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    equal(fast(*args), step(*args), 1e-4)
+
+
+@pytest.mark.parametrize("op", NORMS)
+def test_two_norms_of_an_input_without_a_gradient(op: str) -> None:
+    """The gradient of a scale does not say which scale it is of."""
+
+    def norm(x, scale):
+        centred = x - x.mean(-1, keepdims=True) if op == "layer_norm" else x
+        return centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def loss(scales, x):
+        a, b = (norm(x, s) for s in scales)
+        return (a * jnp.sin(b)).sum()
+
+    args = (normal(D, seed=1), normal(D, seed=2)), normal(8, D)
+    step = jax.value_and_grad(loss)
+    assert rewriter.explain(step)(*args).counts(backward=True)[op] == 2
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    equal(fast(*args), step(*args), 1e-4)
