@@ -234,6 +234,18 @@ def _(q, k, v, tau):
 
 
 @spelling(
+    "scale/temperature_clamped_from_above",
+    inputs=dict(**QKV, log_scale="n11"),
+    out="btne",
+    operands="q k v",
+    count=None,
+    bind=lambda q, k, v, x: dict(q=q * jnp.exp(jnp.minimum(x, 4.6))[:, 0], k=k, v=v),
+)
+def _(q, k, v, log_scale):
+    return attend(dots(q, k) * jnp.exp(lax.clamp(-jnp.inf, log_scale, 4.6)), v)
+
+
+@spelling(
     "scale/cosine",
     inputs=dict(**QKV, scale_factor=positive("")),
     out="btne",

@@ -539,6 +539,11 @@ def _(q, k, v):
     return attend(masked(jnp.minimum(scores(q, k), 0.4), fill=-3e38), v)
 
 
+@careful("scores_clamped_from_above", "scores are cut off at 0.4, then masked")
+def _(q, k, v):
+    return attend(masked(lax.clamp(-jnp.inf, scores(q, k), 0.4), fill=-3e38), v)
+
+
 @careful("scores_bounded_below", "masked scores are bounded below by −1")
 def _(q, k, v):
     return attend(jnp.maximum(masked(scores(q, k)), -1.0), v)
