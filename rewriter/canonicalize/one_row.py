@@ -21,7 +21,8 @@ Starts = list[tuple[int, Poly, int]]
 
 @rule("dynamic_slice", table=FLAGS)
 def _sliced_flag(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> int:
-    at, starts = _slice_starts(ev, node, args, mode)
+    _require_positions(ev, node, mode)
+    at, starts = _slice_starts(ev, node, args)
     out = _read(ev.flag, ev, node, at, mode)
     for place, start, size in starts:
         out = ev.alg.moved_inside(out, place, start, size)
@@ -31,7 +32,8 @@ def _sliced_flag(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) 
 @rule("dynamic_slice")
 def _sliced(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Poly:
     alg = ev.alg
-    at, starts = _slice_starts(ev, node, args, mode)
+    _require_positions(ev, node, mode)
+    at, starts = _slice_starts(ev, node, args)
     p = _read(ev.poly, ev, node, at, mode)
     for place, start, size in starts:
         out: Poly = {}
@@ -46,7 +48,8 @@ def _sliced(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Po
 
 @rule("gather", table=FLAGS)
 def _gathered_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
-    at, starts = _gather_starts(ev, node, args, mode)
+    _require_positions(ev, node, mode)
+    at, starts = _gather_starts(ev, node, args)
     alg, inside = ev.alg, TRUE
     out = _read(ev.flag, ev, node, at, mode)
     for place, start, size in starts:
@@ -59,56 +62,52 @@ def _gathered_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
     return alg.both(out, inside)
 
 
-def _read(form, ev: Evaluator, node: Node, at: tuple[Index, ...], mode: str):
-    """The array's form, which is made of positions alone."""
-    if not ev.constant_like(node.ins[0]):
+def _require_positions(ev: Evaluator, node: Node, mode: str) -> None:
+    """Gives up on arrays that are not made of positions and numbers alone."""
+    if mode != FULL or not ev.constant_like(node.ins[0]):
         raise OverBudget("rows of an array that depends on inputs")
+
+
+def _read(form, ev: Evaluator, node: Node, at: tuple[Index, ...], mode: str):
+    """The array's form."""
     try:
         return form(node.ins[0], at, mode)
     except NeedSplit:
         raise OverBudget("rows of pieces") from None
 
 
-def _slice_starts(ev: Evaluator, node: Node, args, mode: str):
+def _slice_starts(ev: Evaluator, node: Node, args: tuple[Index, ...]):
     """Arguments of a dynamic slice's array, and the starts of single positions."""
     at: list[Index] = []
     starts: Starts = []
     sizes, taken = ev.g.shape(node.ins[0]), node.params["slice_sizes"]
     for a, n, m, value in zip(args, sizes, taken, node.ins[1:], strict=True):
-        x = ev.number(value)
-        if m == n:
-            at.append(a)
-        elif x is not None:
-            at.append(ev.alg.affine(a, 1, min(max(int(x), 0), n - m)))
+        x = 0 if m == n else ev.number(value)
+        if x is None:
+            at.append(_place(ev, starts, m, n, (value, ())))
         else:
-            at.append(_place(ev, starts, m, n, lambda v=value: ev.poly(v, ())))
-    return _checked(mode, at, starts)
+            at.append(ev.alg.affine(a, 1, min(max(int(x), 0), n - m)))
+    return tuple(at), starts
 
 
-def _gather_starts(ev: Evaluator, node: Node, args, mode: str):
+def _gather_starts(ev: Evaluator, node: Node, args: tuple[Index, ...]):
     """The same of a gather of rows by their numbers."""
     numbers, taken = node.params["dimension_numbers"], node.params["slice_sizes"]
     if numbers.operand_batching_dims:
         raise OverBudget("a gather per entry of a batch")
-    sizes, mapped = ev.g.shape(node.ins[0]), tuple(numbers.start_index_map)
+    fills = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    mapped = tuple(numbers.start_index_map)
     rows = tuple(a for k, a in enumerate(args) if k not in numbers.offset_dims)
     offsets = iter(args[k] for k in numbers.offset_dims)
     at: list[Index] = []
     starts: Starts = []
-    for d, (n, m) in enumerate(zip(sizes, taken, strict=True)):
+    for d, (n, m) in enumerate(zip(ev.g.shape(node.ins[0]), taken, strict=True)):
         a = None if d in numbers.collapsed_slice_dims else next(offsets)
-        if d in mapped and (m != n or n == 1):
+        if d in mapped and (m != n or fills):
             which = ev.alg.affine(None, 1, mapped.index(d))
-            at.append(
-                _place(
-                    ev, starts, m, n, lambda w=which: ev.poly(node.ins[1], (*rows, w))
-                )
-            )
-        elif d in mapped and node.params["mode"] == GatherScatterMode.FILL_OR_DROP:
-            raise OverBudget("a fill of whole arrays")
-        else:
-            at.append(a)
-    return _checked(mode, at, starts)
+            a = _place(ev, starts, m, n, (node.ins[1], (*rows, which)))
+        at.append(a)
+    return tuple(at), starts
 
 
 def _place(ev: Evaluator, starts: Starts, m: int, n: int, start) -> Index:
@@ -116,11 +115,5 @@ def _place(ev: Evaluator, starts: Starts, m: int, n: int, start) -> Index:
     if m != 1:
         raise OverBudget("several rows at a start that is not known")
     place = ev.alg.new_index(n)
-    starts.append((place, start(), n))
+    starts.append((place, ev.poly(*start), n))
     return place
-
-
-def _checked(mode: str, at: list[Index], starts: Starts):
-    if mode != FULL:
-        raise OverBudget("not a matter of layout")
-    return tuple(at), starts
