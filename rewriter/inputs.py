@@ -86,7 +86,7 @@ def inputs(task: Task, on: Device, once: bool = False) -> tuple[Inputs, ...]:
 
 
 def _key(seed: int) -> Any:
-    """A key of the device's own generator, whose programs compile and run sooner."""
+    """A key of the device's own generator."""
     return jax.random.key(seed, impl="rbg")
 
 

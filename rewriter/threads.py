@@ -16,9 +16,9 @@ LATE = "was not compiled within the time for one site"
 HUNG = "hangs in compilation"
 
 AT_ONCE = 4
-"""Jobs at once, at most: JAX lowers one program at a time, and Pallas kernels for
-Hopper GPUs are compiled one after the other, so that eight of them together took as
-long as eight in a row, and what was begun could not be left out for want of time."""
+"""Jobs at once, at most: eight Pallas kernels for Hopper GPUs that were begun together
+ended one after the other, two seconds apart (an H200's host of 32 cores), and what is
+begun cannot be left out for want of time."""
 
 
 def side_by_side(

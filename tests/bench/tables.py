@@ -94,8 +94,8 @@ def public_decode() -> str:
     head = ("sequences", "step", "original", "rewritten", "gain", "computing", "after")
     note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
     return (
-        f"{_table(head, rows)}\n\nBoth copy the whole cache, which they are not given "
-        f"to keep, in the time that is not spent computing. Reproduce with {note}."
+        f"{_table(head, rows)}\n\nComputing is the time of the device's kernels; the "
+        f"cache, which is not donated, is copied besides. Reproduce with {note}."
     )
 
 
