@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +74,8 @@ def dequantized(lhs: Array, rhs: Array, rhs_scale: Array | None, mode: str) -> A
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Returns how group sizes may be drawn, by name, as for a ragged dot."""
     assert ragged_dot.OP.distributions is not None
-
-    def of(draw: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda key, operands, params: _drawn(draw, key, operands, params)
-
-    return {n: of(draw) for n, draw in ragged_dot.OP.distributions(operands).items()}
+    draws = ragged_dot.OP.distributions(operands)
+    return {name: functools.partial(_drawn, draw) for name, draw in draws.items()}
 
 
 def sample(

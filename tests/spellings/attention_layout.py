@@ -1207,15 +1207,16 @@ def _(q, k, v, kc, vc, at, rows):
 ROWS = dict(at=integers("b", 9, 30))
 
 
+def written_per_sequence(q, k, v, kc, vc, at):
+    rows = jnp.arange(B)
+    kc, vc = kc.at[rows, at].set(k[:, 0]), vc.at[rows, at].set(v[:, 0])
+    return dict(q=q, k=kc, v=vc, kv_lengths=at + 1)
+
+
 @decoded(
     "causal_row_per_sequence",
     ROWS,
-    lambda q, k, v, kc, vc, at: dict(
-        q=q,
-        k=kc.at[jnp.arange(B), at].set(k[:, 0]),
-        v=vc.at[jnp.arange(B), at].set(v[:, 0]),
-        kv_lengths=at + 1,
-    ),
+    written_per_sequence,
 )
 def _(q, k, v, kc, vc, at):
     rows = jnp.arange(B)
@@ -1228,12 +1229,7 @@ def _(q, k, v, kc, vc, at):
 @decoded(
     "position_per_row",
     ROWS,
-    lambda q, k, v, kc, vc, at: dict(
-        q=q,
-        k=kc.at[jnp.arange(B), at].set(k[:, 0]),
-        v=vc.at[jnp.arange(B), at].set(v[:, 0]),
-        kv_lengths=at + 1,
-    ),
+    written_per_sequence,
 )
 def _(q, k, v, kc, vc, at):
     rows = jnp.arange(B)
@@ -1245,12 +1241,7 @@ def _(q, k, v, kc, vc, at):
 @decoded(
     "position_per_row_vmapped",
     ROWS,
-    lambda q, k, v, kc, vc, at: dict(
-        q=q,
-        k=kc.at[jnp.arange(B), at].set(k[:, 0]),
-        v=vc.at[jnp.arange(B), at].set(v[:, 0]),
-        kv_lengths=at + 1,
-    ),
+    written_per_sequence,
 )
 def _(q, k, v, kc, vc, at):
     def put(cache, new, at):
@@ -1265,12 +1256,7 @@ def _(q, k, v, kc, vc, at):
 @decoded(
     "one_hot_write",
     ROWS,
-    lambda q, k, v, kc, vc, at: dict(
-        q=q,
-        k=kc.at[jnp.arange(B), at].set(k[:, 0]),
-        v=vc.at[jnp.arange(B), at].set(v[:, 0]),
-        kv_lengths=at + 1,
-    ),
+    written_per_sequence,
 )
 def _(q, k, v, kc, vc, at):
     here = jax.nn.one_hot(at, S, dtype=q.dtype)[:, :, None, None]
