@@ -148,12 +148,14 @@ class Regions:
                             seen.add(out)
                             queue.append(out)
 
-    def chain(self, value: int, prims: frozenset[str], limit: int = 12) -> list[int]:
-        """Values below a value through equations of some primitives, nearest first."""
+    def chain(
+        self, value: int, through: Callable[[Node], bool], limit: int = 12
+    ) -> list[int]:
+        """Values below a value through some equations, nearest first."""
         seen, queue, out = {value}, [value], []
         while queue and len(out) < limit:
             for node in self.graph.users(queue.pop(0)):
-                if node.prim in prims:
+                if through(node):
                     for result in node.outs:
                         if result not in seen:
                             seen.add(result)

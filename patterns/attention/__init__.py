@@ -112,7 +112,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
         value = pv.outs[0]
         later = [
             v
-            for v in find.regions.chain(value, AFTER, 10)
+            for v in find.regions.chain(value, lambda n: _goes_on(find, n), 10)
             if find.graph.node_of(v).prim in ("div", "mul", "select_n")
         ]
         for k, candidate in enumerate([value, *later]):
@@ -137,6 +137,15 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
                 break
     if miss is not None and miss.score > 0.2:
         find.missed(NAME, anchor, miss)
+
+
+def _goes_on(find: Finder, node: Node) -> bool:
+    """Whether what an equation gives may be a later form of the same result."""
+    if node.prim in ("add", "sub"):
+        return find.number(node.ins[-1]) == 0 or (
+            node.prim == "add" and find.number(node.ins[0]) == 0
+        )
+    return node.prim in AFTER
 
 
 def read(

@@ -87,7 +87,7 @@ def _adds_products(find: Finder, value: int) -> bool:
 
 def weighs_once(find: Finder, weights: int) -> bool:
     """Whether weights are read by one contraction; their gradients read them too."""
-    same = [weights, *find.regions.chain(weights, MOVED)]
+    same = [weights, *find.regions.chain(weights, lambda n: n.prim in MOVED)]
     users = (node for v in same for node in find.graph.users(v))
     return len({id(n) for n in users if n.prim == "dot_general"}) <= 1
 

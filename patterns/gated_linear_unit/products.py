@@ -5,7 +5,7 @@ from __future__ import annotations
 from rewriter.finder import Finder
 from rewriter.graph import Node
 
-MOST = 8
+MOST = 16
 """How many products below one equation are looked at."""
 
 

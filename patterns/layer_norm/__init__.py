@@ -254,7 +254,7 @@ def read(
 
 def _is_scaled_later(find: Finder, value: int) -> bool:
     """Whether a result is multiplied by an array, as by a scale of its own."""
-    same = [value, *find.regions.chain(value, MOVED)]
+    same = [value, *find.regions.chain(value, lambda n: n.prim in MOVED)]
     factors = [
         i for v in same for n in find.graph.users(v) if n.prim == "mul" for i in n.ins
     ]

@@ -61,12 +61,10 @@ _elementwise(  # 1 - a^2
 
 @rule("mul")
 def _mul(ev: Evaluator, node: Node, args, mode: str) -> Poly:
-    """A b; of a value with itself, where it is an absolute one, the square."""
-    if node.ins[0] == node.ins[1]:
-        made = ev._expandable(node.ins[0], mode)
-        if made is not None and made.prim == "abs":
-            return _whole_power(ev, made.ins[0], args, mode, 2)
+    """A b; of a value with itself the square, which knows of absolute values."""
     a, b = ev.operands(node, args, mode)
+    if node.ins[0] == node.ins[1]:
+        return _gentle(ev, ev.alg.power(a, 2), 0)
     return _gentle(ev, _product(ev.alg, a, b), 0)
 
 
@@ -206,10 +204,8 @@ def _square(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 
 
 def _whole_power(ev: Evaluator, value: int, args, mode: str, e: int) -> Poly:
-    """A power with a whole exponent; an even one does not see absolute values."""
+    """A power with a whole exponent."""
     node = ev._expandable(value, mode)
-    if node is not None and e % 2 == 0 and node.prim == "abs":
-        return _whole_power(ev, node.ins[0], args, mode, e)
     if node is not None and node.prim == "div":
         n = ev.number(node.ins[1])
         if n:

@@ -242,6 +242,10 @@ class Polynomials:
                     return self.of_atom(self.atom("pow", self.freeze(p)), e)
             out = self.monomial((a, x * e) for a, x in mono)
             return self.partial_fractions({(flag, out): self.number(c ** float(e))})
+        if isinstance(e, int) and e % 2 == 0:
+            inside = self._absolute(p)
+            if inside is not None:
+                return self.power(inside, e)
         if isinstance(e, int) and 0 < e <= 4 and len(p) ** e <= TERM_BUDGET:
             out = p
             for _ in range(e - 1):
@@ -270,6 +274,17 @@ class Polynomials:
             {(TRUE, ((atom, e),)): self.number(content ** float(e))}
         )
 
+    def _absolute(self, p: Poly) -> Poly | None:
+        """X, of a form that is |x| = 2 max(x, 0) - x, or its negative; else None."""
+        for (flag, mono), c in p.items():
+            if flag != TRUE or len(mono) != 1 or mono[0][1] != 1:
+                continue
+            if self.kind(mono[0][0]) == "relu":
+                x = self.scale(self.thaw(self.defs[mono[0][0]][1]), c / 2)
+                rest = {t: v for t, v in p.items() if t != (flag, mono)}
+                return None if self.add(rest, x) else x
+        return None
+
     def _common_factor(self, p: Poly) -> tuple[tuple[int, Any], ...]:
         """Factors that all terms share, with their least exponents."""
         powers: dict[int, list[Any]] = {}
@@ -287,7 +302,7 @@ class Polynomials:
         """With P = c*m + k*u, reduces u*P**-n: the spellings of a sigmoid meet.
 
         Here m is a number, or both m and u are products of exponentials of different
-        kinds of atoms: which of two alike is u would depend on their numbers. A sum
+        outlines: which of two alike is u would depend on their atoms' numbers. A sum
         that is divided by itself and another one stays, as it may yet cancel.
         """
         for (flag, mono), c in p.items():
@@ -315,14 +330,31 @@ class Polynomials:
         return p
 
     def _in_order(self, first: Monomial, second: Monomial) -> bool:
-        """Whether one is a number, or both are exponentials, and differ in kind so."""
+        """Whether one is a number, or both are exponentials, of different outlines."""
         if not first or not second:
             return not first
         if any(self.kind(a) != "exp" for a, _ in (*first, *second)):
             return False
-        kinds = lambda m: sorted((self.kind(a), str(x)) for a, x in m)
-        ranks = [sorted(kinds(self.defs[a][1]) for a, _ in m) for m in (first, second)]
+        ranks = [
+            sorted(self._outline(self.defs[a][1]) for a, _ in m)
+            for m in (first, second)
+        ]
         return ranks[0] < ranks[1]
+
+    def _outline(self, mono: Monomial, depth: int = 3) -> tuple:
+        """The kinds of atoms in a monomial, their exponents, and what is in them.
+
+        It is the same whatever the atoms' numbers are, to some depth.
+        """
+        return tuple(sorted(self._outline_of(a, x, depth) for a, x in mono))
+
+    def _outline_of(self, atom: int, exponent: Any, depth: int) -> tuple:
+        kind = self.kind(atom)
+        inside: list[tuple] = []
+        if depth and kind == "relu":
+            form = self.thaw(self.defs[atom][1])
+            inside = sorted(self._outline(m, depth - 1) for _, m in form)
+        return kind, str(exponent), tuple(inside)
 
     def _divides(self, part: Monomial, mono: Monomial) -> bool:
         """Whether a monomial has all factors of another, with their signs."""

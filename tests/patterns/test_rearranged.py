@@ -156,3 +156,76 @@ def test_an_absolute_value_times_itself() -> None:
 
     (site,) = sites(fn, normal(3, 8))
     assert site.op == "rms_norm"
+
+
+# ------------------------------------------------------ what cancels out
+def zero_before_division(q, k, v):
+    """The sum of weights divides their product, behind an addition of nothing."""
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    total = weights.sum(-1).transpose(0, 2, 1)[..., None]
+    out = jnp.einsum("bnts,bsne->bnte", weights, v) - 0.0 + 0.0
+    return transposed(out) / total
+
+
+def clipped_with_tanh(x, w, u):
+    """A clipped gate, silu by a hyperbolic tangent."""
+    gate = jnp.minimum(1.0, jnp.maximum(-1.0, x @ w))
+    return gate * (0.5 * (1 + jnp.tanh(0.5 * gate))) * (x @ u)
+
+
+def magnitude_halved_and_doubled(x, scale):
+    """The square of an absolute value that passes through two factors."""
+    size = jnp.abs(x) * 0.5 * 2.0
+    return x * jax.lax.rsqrt((size * size).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+CANCELLED = (
+    (zero_before_division, "attention", [a[0] for a in ARGS[:3]]),
+    (clipped_with_tanh, "gated_linear_unit", [normal(4, 8), *[normal(8, 6)] * 2]),
+    (magnitude_halved_and_doubled, "rms_norm", [normal(4, 8), normal(8)]),
+)
+
+
+@pytest.mark.parametrize(("fn", "op", "args"), CANCELLED)
+def test_what_cancels_out_is_no_obstacle(fn: Callable, op: str, args: list) -> None:
+    (site,) = sites(fn, *args)
+    assert site.op == op
+
+
+@pytest.mark.parametrize(("fn", "op", "args"), CANCELLED)
+def test_it_is_none_in_gradients_either(fn: Callable, op: str, args: list) -> None:
+    def step(cotangent, *args):
+        out, back = jax.vjp(fn, *args)
+        return out, back(cotangent)
+
+    (site,) = sites(step, fn(*args) * 0.5, *args)
+    assert (site.op, site.backward) == (op, True)
+
+
+def test_a_power_of_one_side_is_no_square_of_the_magnitude() -> None:
+    """2 max(x, 0) - x is |x|, and 2 max(x, 0) + x is not."""
+
+    def lopsided(x, scale):
+        size = 2 * jnp.maximum(x, 0) + x
+        return x * jax.lax.rsqrt((size * size).mean(-1, keepdims=True) + 1e-5) * scale
+
+    assert not sites(lopsided, normal(4, 8), normal(8))
+
+
+def test_a_unit_whose_result_is_computed_behind_its_gradients() -> None:
+    def step(x, w, u, ct):
+        gate, up = x @ w, x @ u
+        half = jax.nn.sigmoid(gate)
+        slope = half * (1 - half)
+        silu = gate * half
+        of_up = silu * ct
+        through = ct * up
+        of_gate = through * half + gate * through * slope
+        grads = of_gate @ w.T + of_up @ u.T, x.T @ of_gate, x.T @ of_up
+        scaled = [of_gate * 2.0, of_up * 3.0, of_gate * 0.5]
+        return grads, scaled, silu * up
+
+    (site,) = sites(step, normal(4, 8), normal(8, 6), normal(8, 6), normal(4, 6))
+    assert (site.op, site.params["activation"]) == ("gated_linear_unit", "silu")
+    assert site.backward

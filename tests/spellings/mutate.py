@@ -48,6 +48,7 @@ class Edit:
         order: The equations' numbers, in the order to be run.
         outlined: First and last position of a run that becomes a jitted call.
         twins: Equations that are computed once for each of their readers.
+        first: How many of the program's results are computed where they were.
         inlined: Whether jitted calls are inlined.
         seed: For the choices that mutations make.
     """
@@ -56,6 +57,7 @@ class Edit:
     order: Sequence[int] | None = None
     outlined: tuple[int, int] | None = None
     twins: frozenset[int] = frozenset()
+    first: int = 0
     inlined: bool = False
     seed: int = 0
 
@@ -88,7 +90,12 @@ def _run(closed: ClosedJaxpr, args: Sequence[jax.Array], edit: Edit) -> Values:
     _steps(jaxpr, order[:first], env, edit, rng)
     _outlined(jaxpr, order[first:last], env, edit, rng)
     _steps(jaxpr, order[last:], env, edit, rng)
-    return [_read(v, env, edit, rng) for v in jaxpr.outvars]
+    return [
+        env["result", v]
+        if not isinstance(v, Literal) and ("result", v) in env
+        else _read(v, env, edit, rng)
+        for v in jaxpr.outvars
+    ]
 
 
 def _read(atom, env, edit, rng):
@@ -105,6 +112,8 @@ def _steps(jaxpr, order, env, edit, rng) -> None:
         if i in edit.twins:
             for k, v in enumerate(eqn.outvars):
                 env[v] = lambda _, k=k, eqn=eqn, values=values: bind(eqn, values)[k]
+                if any(v is out for out in jaxpr.outvars[: edit.first]):
+                    env["result", v] = env[v](rng)
             continue
         results = bind(eqn, values, edit.inlined)
         for mutation in edit.rules.get(i, ()):
@@ -190,7 +199,8 @@ def keeping(
     if kind == "twins":
         pure = [i for i, e in enumerate(closed.jaxpr.eqns) if not e.effects]
         chosen = rng.choice(pure, min(3, len(pure)), replace=False)
-        return Edit(twins=frozenset(map(int, chosen)), seed=seed), "computed twice"
+        twins = frozenset(map(int, chosen))
+        return Edit(twins=twins, first=first, seed=seed), "computed twice"
     edit = _random_rules(closed, KEEP, int(rng.integers(1, 4)), rng, seed)
     return edit, _describe(edit, closed)
 
