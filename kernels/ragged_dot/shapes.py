@@ -24,6 +24,12 @@ SHAPES = {
         _use(8192, 2048, 2048, 64),
         _use(8192, 2048, 2048, 64, "float32"),
     ),
+    # Many experts of many rows: into narrow columns, out of them, and of 4096.
+    "large": (
+        _use(131072, 7168, 1024, 256),
+        _use(131072, 1024, 7168, 256),
+        _use(131072, 4096, 1536, 128),
+    ),
     # For the TPU compiler's simulator.
     "simulated": (_use(4096, 4096, 2048, 4),),
 }

@@ -1,6 +1,7 @@
 """Ragged dots on Hopper's tensor cores: each product apart, config by config.
 
-  python3 -m tests.bench.ragged [--uses 0,1,2] [--peers] [--apart] [--json PATH]
+  python3 -m tests.bench.ragged [--shapes targets] [--uses 0,1,2] [--peers] [--apart]
+      [--json PATH]
 
 The three products of a use are timed by themselves: the result, the gradient of lhs
 and that of rhs. Group sizes are drawn from Dirichlet's distribution with alpha = 2, as
@@ -165,13 +166,15 @@ def main() -> None:
     """Measures the uses."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--uses", default="0,1,2,3")
+    parser.add_argument("--shapes", default="targets")
+    parser.add_argument("--uses", help="which of the shapes, such as 0,2; else all")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--apart", action="store_true")
     given = parser.parse_args()
-    rows = []
-    for i in map(int, given.uses.split(",")):
-        use = named_uses("ragged_dot", "targets")[i]
+    rows, uses = [], named_uses("ragged_dot", given.shapes)
+    if given.uses:
+        uses = [uses[i] for i in map(int, given.uses.split(","))]
+    for use in uses:
         for what, mode in MODES.items():
             found = measured(
                 use, what, contestants(use, mode, given.peers, given.apart)
@@ -179,9 +182,10 @@ def main() -> None:
             rows += found
             print(*map(json.dumps, found), sep="\n", flush=True)
     if given.json:
-        every = [u.shape for u in named_uses("ragged_dot", "targets")]
-        sizes = [sizes_of(u("lhs")[0], *u("group_sizes")).tolist() for u in every]
-        record.write(given.json, COMMAND, group_sizes=sizes, results=rows)
+        shapes = [u.shape for u in uses]
+        sizes = [sizes_of(u("lhs")[0], *u("group_sizes")).tolist() for u in shapes]
+        command = f"{COMMAND} --shapes {given.shapes}"
+        record.write(given.json, command, group_sizes=sizes, results=rows)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """A small case of every kernel for Hopper GPUs, to be run under compute-sanitizer.
 
-  compute-sanitizer --tool memcheck python3 -m tests.bench.sanitized
+  compute-sanitizer --tool memcheck python3 -m tests.bench.sanitized [--ops NAME,NAME]
 
 Sizes are no multiples of tiles, so that every kernel has tiles that are left over.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -86,8 +87,13 @@ def program(op: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]
 
 
 def main() -> None:
-    """Runs all of them, one after the other."""
+    """Runs all of them, or those of some ops, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops", default=",".join(registry().ops()))
+    ops = parser.parse_args().ops.split(",")
     for op, name, operands, params in cases():
+        if op not in ops:
+            continue
         jax.block_until_ready(jax.jit(program(op, name, params))(operands))
         shapes = {n: x.shape for n, x in operands.items()}
         print(op, name, shapes, params, flush=True)
