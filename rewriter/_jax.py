@@ -420,10 +420,18 @@ def scoped(source_info: Any, label: str) -> Any:
     return source_info.replace(name_stack=stack)
 
 
+NAMED_RULES = ("logaddexp", "exp_neg_sq")
+
+
 def named_rule(eqn: Any) -> str:
-    """``"logaddexp"`` for JAX's own call of it; its body goes by cases."""
+    """The name of a function of JAX's own, if it says more than the body.
+
+    That of ``"logaddexp"`` goes by cases, that of ``"exp_neg_sq"``, exp(-x²) in the
+    derivative of the error function, takes the bits of numbers apart.
+    """
     info = getattr(call_body(eqn), "debug_info", None)
-    return "logaddexp" if getattr(info, "func_name", "") == "logaddexp" else ""
+    name = getattr(info, "func_name", "")
+    return name if name in NAMED_RULES else ""
 
 
 def integer_division(eqn: Any) -> str:

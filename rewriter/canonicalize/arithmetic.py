@@ -48,6 +48,10 @@ _elementwise(  # 2^a = exp(a ln 2)
     "exp2",
     lambda ev, a: ev.alg.exp(_fills(ev, ev.alg.scale(a, math.log(2))), ev.fills.add),
 )
+_elementwise(  # exp(-a^2)
+    "exp_neg_sq",
+    lambda ev, a: ev.alg.exp(ev.alg.scale(ev.alg.power(a, 2), -1.0)),
+)
 _elementwise(  # exp(a) - 1
     "expm1", lambda ev, a: ev.alg.add(ev.alg.exp(a), ev.alg.const(-1))
 )

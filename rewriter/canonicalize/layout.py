@@ -182,6 +182,11 @@ class Layout:
         if moved and isinstance(a[1], int):
             inner = [c - a[3] for c in cuts if 0 < c - a[3] < self.alg.sizes[a[1]]]
             return NeedSplit(a[1], tuple(inner))
+        if isinstance(digit, tuple) and digit[0] == "div" and isinstance(digit[1], int):
+            by, first = digit[2], a[3] if moved else 0
+            whole = [by * (c - first) for c in cuts]
+            inner = [c for c in whole if 0 < c < self.alg.sizes[digit[1]]]
+            return NeedSplit(digit[1], tuple(inner))
         return OverBudget("pieces of a concatenation are mixed")
 
     def summed(

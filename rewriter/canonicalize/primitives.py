@@ -26,7 +26,7 @@ ARITHMETIC = frozenset({
     "max", "min", "abs", "sign", "erf", "erfc", "sin", "cos", "select_n", "clamp",
     "convert_element_type", "stop_gradient", "is_finite", "ge", "gt", "le", "lt",
     "eq", "ne", "and", "or", "not", "xor", "one_minus_square", "iota",
-    "floor_divide", "remainder", "rem", "logaddexp",
+    "floor_divide", "remainder", "rem", "logaddexp", "exp_neg_sq",
 })  # fmt: skip
 REDUCTIONS = frozenset({"reduce_sum", "reduce_or", "reduce_and"})
 LOCAL = (

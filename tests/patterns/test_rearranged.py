@@ -229,3 +229,36 @@ def test_a_unit_whose_result_is_computed_behind_its_gradients() -> None:
     (site,) = sites(step, normal(4, 8), normal(8, 6), normal(8, 6), normal(4, 6))
     assert (site.op, site.params["activation"]) == ("gated_linear_unit", "silu")
     assert site.backward
+
+
+# ------------------------------------------------ gate and up of one product
+def halves(y):
+    return jnp.split(y, 2, -1)
+
+
+def stacked_rows(y):
+    y = y.reshape(*y.shape[:-1], 2, -1)
+    return y[..., 0, :], y[..., 1, :]
+
+
+def stacked_split(y):
+    parts = jnp.split(y.reshape(*y.shape[:-1], 2, -1), 2, -2)
+    return [p[..., 0, :] for p in parts]
+
+
+def interleaved(y):
+    return y[..., ::2], y[..., 1::2]
+
+
+@pytest.mark.parametrize("apart", [halves, stacked_rows, stacked_split, interleaved])
+@pytest.mark.parametrize("activation", [jax.nn.silu, lambda y: jax.nn.gelu(y, False)])
+def test_gradients_of_branches_of_one_product(
+    apart: Callable, activation: Callable
+) -> None:
+    def loss(x, w, b):
+        gate, up = apart(x @ w + b)
+        return jnp.sin(activation(gate) * up).sum()
+
+    step = jax.value_and_grad(loss, (0, 1, 2))
+    (site,) = sites(step, normal(3, 4, 8), normal(8, 12), normal(12))
+    assert (site.op, site.backward) == ("gated_linear_unit", True)
