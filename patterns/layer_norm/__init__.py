@@ -117,7 +117,8 @@ def _readings(
         text = "an L2 norm: the sum of squares is not divided by their number"
         return [], Refused("l2", text, score=0.5)
     # the largest covers those inside it
-    return _useful(find, readings)[::-1], refusals[0] if refusals else None
+    nearest = max(refusals, key=lambda refusal: refusal.score, default=None)
+    return _useful(find, readings)[::-1], nearest
 
 
 def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
@@ -274,7 +275,28 @@ def _root(alg: Algebra, form: Poly, x: int) -> int:
             for a, e in mono:
                 if e == HALF and alg.kind(a) == kind:
                     return a
+    if any(_is_root_and_more(alg, a) for _, mono in form for a, e in mono if e == -1):
+        raise Refused(
+            "eps",
+            "something is added to the root, and not inside it: another function",
+            score=0.5,
+            suggestion="x / sqrt(mean(x²) + eps) is found, x / (sqrt(mean(x²)) + eps) "
+            "is not",
+        )
     raise Refused("root", "the result is not divided by a root", score=0.25)
+
+
+def _is_root_and_more(alg: Algebra, atom: int) -> bool:
+    """Whether an atom is a sum with a root as a term."""
+    if alg.kind(atom) != "pow":
+        return False
+    terms = alg.thaw(alg.defs[atom][1])
+    return len(terms) > 1 and any(
+        len(mono) == 1
+        and mono[0][1] == -HALF
+        and alg.kind(mono[0][0]) in ("pow", "sum")
+        for _, mono in terms
+    )
 
 
 def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):

@@ -182,6 +182,17 @@ def test_size(count, text):
     assert size(count) == text
 
 
+def test_an_epsilon_beside_the_root_is_a_near_miss() -> None:
+    def norm(x: jax.Array) -> jax.Array:
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / (x.std(-1, keepdims=True) + 1e-6)
+
+    (miss,) = rewriter.explain(norm)(jnp.ones((4, 8))).misses
+    assert miss.op == "layer_norm"
+    assert "added to the root" in miss.reasons[0].text
+    assert "sqrt(mean(x²) + eps)" in miss.suggestion
+
+
 def test_a_miss_inside_a_librarys_jit_has_the_users_line() -> None:
     def gated(x, w, u):
         return jax.nn.silu(x @ w) * (x @ u + jnp.sin(x @ u))
