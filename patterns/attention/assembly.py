@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rewriter.canonicalize import kind_of, values_named
+from rewriter.canonicalize import kind_of, log_may_be_infinite, values_named
 from rewriter.normal_form import TRUE, Poly
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.rows import Rows
@@ -288,7 +288,9 @@ class Assembly(Masks, Rows):
         if slopes is not None:
             self.operands["alibi"] = operand(slopes, self.n)
         elif self.bias:
-            if any(alg.kind(a) == "log" for _, mono in self.bias for a, _ in mono):
+            if any(
+                log_may_be_infinite(alg, a) for _, mono in self.bias for a, _ in mono
+            ):
                 raise Refused("bias", "the bias may be infinite", score=0.6)
             allowed = {*self.b, *self.n, *self.t, *self.s}
             if alg.ids(self.bias) - allowed:

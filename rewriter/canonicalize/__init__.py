@@ -19,6 +19,7 @@ from rewriter.canonicalize.contraction import ragged_axes
 from rewriter.canonicalize.dtypes import is_lossless, kind_of
 from rewriter.canonicalize.evaluator import Evaluator
 from rewriter.canonicalize.gather import Pages, values_named
+from rewriter.canonicalize.infinities import log_may_be_infinite
 from rewriter.canonicalize.layout import pieces
 from rewriter.canonicalize.primitives import (
     FULL,
@@ -37,5 +38,6 @@ RULES = (arithmetic, contraction, gather, one_row, predicates)
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
     "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "is_local", "is_lossless",
-    "kind_of", "pieces", "ragged_axes", "sigmoid", "tanh", "values_named",
+    "kind_of", "log_may_be_infinite", "pieces", "ragged_axes", "sigmoid", "tanh",
+    "values_named",
 ]  # fmt: skip

@@ -24,11 +24,23 @@ def may_be_infinite(ev: Evaluator, p: Poly) -> bool:
     """
     for _, mono in p:
         kinds = {ev.alg.kind(a) for a, _ in mono}
-        if "log" in kinds:
+        if any(log_may_be_infinite(ev.alg, a) for a, _ in mono):
             return True
         if len(mono) == 1 and kinds == {"leaf"} and not _is_maximum(ev, mono[0][0]):
             return True
     return False
+
+
+def log_may_be_infinite(alg: Algebra, atom: int) -> bool:
+    """Whether an atom is a logarithm, but for one such as log(1 + exp(x)).
+
+    What that is of is a positive number and what else is positive.
+    """
+    if alg.kind(atom) != "log":
+        return False
+    inside = alg.thaw(alg.defs[atom][1])
+    constant, _ = alg.split_constant(inside)
+    return not (constant > 0 and alg.positive(inside))
 
 
 def _is_maximum(ev: Evaluator, atom: int) -> bool:

@@ -48,6 +48,15 @@ def case(args: list[jax.Array], **counts: int):
     return register
 
 
+@case([*heads(3), normal(2, T, 4, 5, 3), normal(2, T, 4, 5, 3, seed=1), normal(4)],
+      attention=1)  # fmt: skip
+def distances_of_points(q, k, v, of_q, of_k, weight):
+    """Invariant point attention: learned weights of distances are softplus."""
+    apart = ((of_q[:, :, None] - of_k[:, None]) ** 2).sum((-1, -2))
+    added = -0.5 * (jax.nn.softplus(weight) * apart).transpose(0, 3, 1, 2)
+    return attend(dots(q, k) + added, v)
+
+
 @case([*heads(3), PADDING.astype(jnp.int32)], attention=1)
 def padding_and_window_both_added(q, k, v, pad):
     """Rows whose window is padding weigh all keys that one of the masks leaves."""
