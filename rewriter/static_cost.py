@@ -61,6 +61,7 @@ UNSEEN = ("v4", "7x")
 
 
 LOOPS = "no estimate: the turns of its loops are not counted"
+ALONE = "no estimate: kernels are ranked by their bundles, and not against it"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def estimated(
 ) -> list[Measurement]:
     """Returns the estimated times of candidates, or why one has none.
 
-    XLA's candidate is the op as programs usually write it.
+    XLA's candidate is the op as programs usually write it. It takes minutes, and is
+    left out where no kernel could be simulated, as bundles say nothing against it.
 
     Args:
         task: The task, without the user's own equations.
@@ -97,9 +99,14 @@ def estimated(
         say: Told how many candidates are done, of how many.
     """
     found: dict[Implementation, Measurement] = {}
-    firsts = list({i.name: i for i in reversed(wanted)}.values())
-    for some in (firsts, [i for i in wanted if i not in firsts]):
+    written = [i for i in wanted if i.forward == XLA]
+    kernels = [i for i in wanted if i.forward != XLA]
+    firsts = list({i.name: i for i in reversed(kernels)}.values())
+    for some in (firsts, [i for i in kernels if i not in firsts], written):
         hopeless = {i.name: m for i, m in found.items() if m.problem == LOOPS}
+        if some is written and kernels and not any(map(_is_simulated, found.values())):
+            found |= {i: _without(task, i, ALONE) for i in written}
+            break
         jobs = [
             lambda i=i: _estimated(task, on, i) for i in some if i.name not in hopeless
         ]
@@ -109,6 +116,10 @@ def estimated(
             found[i] = _without(task, i, m) if isinstance(m, str) else m
             say(len(found), len(wanted))
     return [found[i] for i in wanted]
+
+
+def _is_simulated(m: Measurement) -> bool:
+    return m.method == SIMULATED and m.median_us is not None
 
 
 def _without(task: Task, made: Implementation, why: str) -> Measurement:

@@ -52,6 +52,12 @@ SHAPES = {
         _use(4, 4096, 16, 8, 128, causal=True, softcap=50.0),
         _use(8, 512, 16, 16, 64, causal=False, mask=("bool", (8, 1, 1, 512))),
     ),
+    # For TPUs, whose kernels' instructions are counted.
+    "counted": (
+        _use(1, 8192, 8, 8, 128, causal=True),
+        _use(1, 4096, 16, 4, 128, causal=True),
+        _use(4, 2048, 16, 16, 64, causal=False),
+    ),
     # For the TPU compiler's simulator.
     "simulated": (_use(1, 2048, 4, 4, 128, causal=True),),
 }

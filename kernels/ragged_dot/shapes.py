@@ -30,6 +30,11 @@ SHAPES = {
         _use(131072, 1024, 7168, 256),
         _use(131072, 4096, 1536, 128),
     ),
+    # For TPUs, whose kernels' instructions are counted.
+    "counted": (
+        _use(8192, 4096, 14336, 8),
+        _use(32768, 2048, 1536, 128),
+    ),
     # For the TPU compiler's simulator.
     "simulated": (_use(4096, 4096, 2048, 4),),
 }

@@ -30,6 +30,7 @@ from rewriter.candidate import Candidate, compile_all
 from rewriter.decision import decide
 from rewriter.implementation import XLA
 from rewriter.inputs import inputs
+from rewriter.kernel import Kernel
 from rewriter.key import BOTH, FORWARD, Key
 from rewriter.measurement import Measurement
 from rewriter.programs import Task, function
@@ -46,14 +47,18 @@ AGAIN = 1.1
 """The same, of what is timed again."""
 
 
-def tasks(ops: Sequence[str], shapes: str) -> list[Task]:
-    """Every use of some ops, forward and with gradients."""
+def tasks(ops: Sequence[str], shapes: str, kernels: Sequence[str] = ()) -> list[Task]:
+    """Every use of some ops, forward and with gradients; with some kernels, or all."""
     return [
-        Task(registry().op(op), spec, registry().kernels(op), passes)
+        Task(registry().op(op), spec, _named(registry().kernels(op), kernels), passes)
         for op in ops
         for spec in named_uses(op, shapes)
         for passes in (FORWARD, BOTH)
     ]
+
+
+def _named(kernels: Sequence[Kernel], names: Sequence[str]) -> tuple[Kernel, ...]:
+    return tuple(k for k in kernels if not names or k.name in names)
 
 
 def tune(given: argparse.Namespace) -> None:
@@ -62,7 +67,8 @@ def tune(given: argparse.Namespace) -> None:
     on = device.named(given.target) if given.target else None
     start = time.monotonic()
     ops, sets = given.ops.split(","), given.shapes.split(",")
-    for task in [t for name in sets for t in tasks(ops, name)]:
+    kernels = given.kernels.split(",") if given.kernels else ()
+    for task in [t for name in sets for t in tasks(ops, name, kernels)]:
         if time.monotonic() - start > given.budget:
             break
         begin = time.perf_counter()
@@ -262,6 +268,7 @@ def main() -> None:
             command.add_argument("--shapes", default="targets")
             command.add_argument("--level", default="full")
             command.add_argument("--target", help="a TPU generation, such as tpu_v5e")
+            command.add_argument("--kernels", help="only these, and XLA")
     two = commands.add_parser("compare")
     two.set_defaults(run=compare)
     two.add_argument("tuned", nargs=2)
