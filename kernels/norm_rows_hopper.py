@@ -140,6 +140,7 @@ def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
         estimate=estimate,
         space=spaces[0],
         backward_space=spaces[1],
+        adds_to="x",
     )
 
 
@@ -150,6 +151,7 @@ def forward(
     x: jax.Array,
     eps: float = 0.0,
     out_dtype: str | None = None,
+    addend: jax.Array | None = None,
     residuals: bool = False,
     config: Teams | None = None,
     **given: jax.Array,
@@ -161,16 +163,27 @@ def forward(
         x: [..., d], bfloat16, float16 or float32.
         eps: As for `reference`.
         out_dtype: The result's dtype; x's by default.
+        addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
         config: The teams.
         **given: scale [d], bias [d] and epsilon [], where there are.
     """
     from rewriter.kernels.norm_rows_hopper_kernel import normalized
 
-    norm = norm_of(centred, x, out_dtype, eps, given)
-    rows = x.reshape(norm.m, norm.d)
-    out = normalized(norm, rows, given, config or usual(norm, False)).reshape(x.shape)
-    return (out, ()) if residuals else out
+    norm = norm_of(centred, x, out_dtype, eps, given, addend is not None)
+    config = _fitting(config, norm, False)
+    if config is None:  # x alone fits
+        assert addend is not None
+        total = x + addend
+        out = forward(
+            centred=centred, x=total, eps=eps, out_dtype=out_dtype, **given
+        )
+        return ((total, out), ()) if residuals else (total, out)
+    rows = None if addend is None else addend.reshape(norm.m, norm.d)
+    made = normalized(norm, x.reshape(norm.m, norm.d), given, config, rows)
+    out, *total = (y.reshape(x.shape) for y in made)
+    result = (total[0], out) if total else out
+    return (result, ()) if residuals else result
 
 
 def backward(
@@ -183,6 +196,7 @@ def backward(
     cotangent: jax.Array,
     eps: float = 0.0,
     out_dtype: str | None = None,
+    addend: jax.Array | None = None,
     config: Teams | None = None,
     **given: jax.Array,
 ) -> dict[str, jax.Array]:
@@ -197,20 +211,37 @@ def backward(
         cotangent: As the result.
         eps: As in `forward`.
         out_dtype: As in `forward`.
+        addend: As x, added to its cotangent.
         config: The teams.
         **given: As in `forward`.
     """
     from rewriter.kernels.norm_rows_hopper_kernel import cotangents
 
     del out, residuals, out_dtype
-    norm = norm_of(centred, x, str(cotangent.dtype), eps, given)
-    config = config or usual(norm, True)
-    if not verdict_of(config, norm, True).ok:
+    norm = norm_of(centred, x, str(cotangent.dtype), eps, given, addend is not None)
+    fitting = _fitting(config, norm, True)
+    if fitting is None and addend is not None:  # the other two arrays may fit
+        made = backward(
+            centred=centred, by_xla=by_xla, x=x, out=None, residuals=(),
+            cotangent=cotangent, eps=eps, config=config, **given,
+        )  # fmt: skip
+        return {**made, "x": made["x"] + addend}
+    if fitting is None:
         _, kept = by_xla.forward(x=x, eps=eps, residuals=True, **given)
         return by_xla.backward(
             x=x, out=None, residuals=kept, cotangent=cotangent, eps=eps, **given
         )
-    up = cotangent.reshape(norm.m, norm.d)
-    made = cotangents(norm, x.reshape(norm.m, norm.d), up, given, config)
+    rows = (norm.m, norm.d)
+    added = None if addend is None else addend.reshape(rows)
+    up = cotangent.reshape(rows)
+    made = cotangents(norm, x.reshape(rows), up, given, fitting, added)
     made["x"] = made["x"].reshape(x.shape)
     return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
+
+
+def _fitting(config: Teams | None, norm: Norm, backward: bool) -> Teams | None:
+    """The config, or the usual one if it was made for less shared memory."""
+    for teams in (config, usual(norm, backward)):
+        if teams is not None and verdict_of(teams, norm, backward).ok:
+            return teams
+    return None

@@ -8,6 +8,10 @@ so that registers hold what is summed over rows alone: the cotangents of scale a
 The teams of a block add those up at the end, and XLA those of all blocks.
 
 The gradients read the statistics off the rows again: nothing is saved for them.
+
+An addend is streamed like the rows. To x it is added each time that x is read from
+shared memory, and rounded as XLA would round the sum, which is a result too; to x's
+cotangent it is added before that is rounded.
 """
 
 from __future__ import annotations
@@ -36,26 +40,41 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def normalized(norm: Norm, x: Array, given: dict[str, Array], config: Teams) -> Array:
-    """Returns the norm of rows.
+def normalized(
+    norm: Norm,
+    x: Array,
+    given: dict[str, Array],
+    config: Teams,
+    addend: Array | None = None,
+) -> tuple[Array, ...]:
+    """Returns the norm of rows and, with an addend, the rows of which it is.
 
     Args:
         norm: What is computed.
         x: [m, d].
         given: scale [d], bias [d] and epsilon [], where there are.
         config: The teams.
+        addend: [m, d], of x's dtype, if ``norm.addend``.
 
     Returns:
-        [m, d], of the dtype ``norm.out``.
+        [m, d], of the dtype ``norm.out``; and x + addend, of x's.
     """
+    arrays = {"x": x}
     out = [jax.ShapeDtypeStruct(x.shape, norm.out)]
+    if addend is not None:
+        arrays["addend"] = addend
+        out.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
     kept = [n for n in ("scale", "bias") if n in given]
-    (made,) = _call("norm", norm, config, {"x": x}, kept, given, out, _Team.normalize)
-    return made
+    return _call("norm", norm, config, arrays, kept, given, out, _Team.normalize)
 
 
 def cotangents(
-    norm: Norm, x: Array, cotangent: Array, given: dict[str, Array], config: Teams
+    norm: Norm,
+    x: Array,
+    cotangent: Array,
+    given: dict[str, Array],
+    config: Teams,
+    addend: Array | None = None,
 ) -> dict[str, Array]:
     """Returns the cotangents of x [m, d] and, in float32, of what is given.
 
@@ -65,6 +84,7 @@ def cotangents(
         cotangent: [m, d].
         given: scale [d], bias [d] and epsilon [], where there are.
         config: The teams.
+        addend: [m, d], added to x's cotangent, if ``norm.addend``.
     """
     blocks = programs_of(norm.m // rows_of(norm.m, config), config)
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
@@ -74,6 +94,8 @@ def cotangents(
         out.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     kept = [n for n in ("scale",) if n in given]
     arrays = {"x": x, "cotangent": cotangent}
+    if addend is not None:
+        arrays["addend"] = addend
     made = _call(
         "norm_backward", norm, config, arrays, kept, given, out, _Team.differentiate
     )
@@ -110,13 +132,13 @@ def _call(
     rows = rows_of(norm.m, config)
     slots = config.teams * config.stages
     rings = [plgpu.SMEM((slots, rows, norm.d), x.dtype) for x in arrays.values()]
-    sums = len(out) > 1 and config.teams > 1
-    added = [plgpu.SMEM((norm.d,), jnp.float32) for _ in norm.summed if sums]
+    backward = "cotangent" in arrays
+    added = [plgpu.SMEM((norm.d,), jnp.float32) for _ in norm.summed]
     scratch: dict[str, Any] = {
         # Sums over rows are added up once all rows were read.
-        "rows": plgpu.RefUnion(rings, added),
+        "rows": plgpu.RefUnion(rings, added if backward and config.teams > 1 else []),
         "sums": plgpu.SMEM(
-            (config.teams, 2, len(arrays) * rows, 4 * config.warpgroups), jnp.float32
+            (config.teams, 2, (1 + backward) * rows, 4 * config.warpgroups), jnp.float32
         ),
         "ready": mosaic.barriers(slots, len(arrays)),
     }
@@ -237,7 +259,7 @@ class _Team:
         def _() -> None:
             slot = self.slot(jnp.int32(turn))
             rows = pl.ds(self.row(jnp.int32(turn)), self.rows)
-            for name, ring in zip(("x", "cotangent"), self.rings, strict=False):
+            for name, ring in self.rings.items():
                 ready = self.shared["ready"].at[slot]
                 _copy(self.refs[name].at[rows], ring.at[slot], ready)
 
@@ -265,16 +287,29 @@ class _Team:
 
     # -------------------------------------------------------------------- of rows
     @property
-    def rings(self) -> Sequence[Any]:
-        return self.shared["rows"][0]
+    def rings(self) -> dict[str, Any]:
+        """Where arrays are streamed through, by name: they come first in `refs`."""
+        return dict(zip(self.refs, self.shared["rows"][0], strict=False))
+
+    def streamed(self, name: str, slot: Any, row: int, chunk: int) -> Array:
+        """A part of a row in registers."""
+        ring = self.rings[name]
+        return mosaic_rows.loaded(ring.at[slot, row, self.columns(chunk)])
 
     def x(self, slot: Any, row: int, chunk: int, level: Any = None) -> Array:
-        """A part of a row in registers, `level` subtracted."""
-        x = mosaic_rows.loaded(self.rings[0].at[slot, row, self.columns(chunk)])
+        """A part of a row of x, or of x and its addend, `level` subtracted."""
+        x = self.streamed("x", slot, row, chunk)
+        if self.adds_to_x:
+            x = x + self.streamed("addend", slot, row, chunk)
+            x = x.astype(self.norm.dtype).astype(jnp.float32)
         return x if level is None else x - level
 
+    @property
+    def adds_to_x(self) -> bool:
+        return self.norm.addend and "cotangent" not in self.refs
+
     def up(self, slot: Any, row: int, chunk: int) -> Array:
-        return mosaic_rows.loaded(self.rings[1].at[slot, row, self.columns(chunk)])
+        return self.streamed("cotangent", slot, row, chunk)
 
     def kept(self, name: str, chunk: int) -> Array | None:
         """A part of scale or bias, None if there is none."""
@@ -352,18 +387,21 @@ class _Team:
             for chunk in range(self.chunks):
                 scale, bias = self.kept("scale", chunk), self.kept("bias", chunk)
                 for row in range(self.rows):
-                    y = self.x(slot, row, chunk, level[row]) * roots[row]
+                    x = self.x(slot, row, chunk)
+                    if self.adds_to_x:
+                        self.write(1, self.row(turn) + row, chunk, x)
+                    y = (x if level[row] is None else x - level[row]) * roots[row]
                     y = y if scale is None else y * scale
                     y = y if bias is None else y + bias
-                    self.write(self.row(turn) + row, chunk, y)
+                    self.write(0, self.row(turn) + row, chunk, y)
             return carry
 
         self.over_steps(one, jnp.int32(0))
 
-    def write(self, row: Any, chunk: int, value: Array) -> None:
-        """Writes a part of a row of the first result."""
-        place = self.out[0].at[row, self.columns(chunk)]
-        mosaic_rows.store(place, value.astype(self.out[0].dtype))
+    def write(self, index: int, row: Any, chunk: int, value: Array) -> None:
+        """Writes a part of a row of a result."""
+        place = self.out[index].at[row, self.columns(chunk)]
+        mosaic_rows.store(place, value.astype(self.out[index].dtype))
 
     # ------------------------------------------------------------------ gradients
     def differentiate(self) -> None:
@@ -407,9 +445,10 @@ class _Team:
                 up = self.up(slot, row, chunk)
                 g = up if scale is None else up * scale
                 g = g - before[row][1] if before else g
-                self.write(
-                    self.row(turn) + row, chunk, (g - n * along[row]) * roots[row]
-                )
+                down = (g - n * along[row]) * roots[row]
+                if self.norm.addend:
+                    down = down + self.streamed("addend", slot, row, chunk)
+                self.write(0, self.row(turn) + row, chunk, down)
                 for name, term in (("scale", up * n), ("bias", up)):
                     if name in sums:
                         sums[name][chunk] = sums[name][chunk] + term

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class Norm:
         dtype: That of x.
         out: The result's dtype, and so the cotangent's.
         given: Dtypes of scale, bias and epsilon by name, where there are.
+        addend: Whether rows as x are added to x, or to x's cotangent.
     """
 
     centred: bool
@@ -98,6 +100,7 @@ class Norm:
     dtype: str
     out: str
     given: tuple[tuple[str, str], ...]
+    addend: bool = False
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -110,12 +113,17 @@ class Norm:
 
 
 def norm_of(
-    centred: bool, x: Any, out: str | None, eps: float, given: Mapping[str, Any]
+    centred: bool,
+    x: Any,
+    out: str | None,
+    eps: float,
+    given: Mapping[str, Any],
+    addend: bool = False,
 ) -> Norm:
     """Returns what is computed of arrays, or of anything with their shape and dtype."""
     m, d = math.prod(x.shape[:-1]), x.shape[-1]
     kinds = tuple((n, str(y.dtype)) for n, y in given.items())
-    return Norm(centred, eps, m, d, str(x.dtype), str(out or x.dtype), kinds)
+    return Norm(centred, eps, m, d, str(x.dtype), str(out or x.dtype), kinds, addend)
 
 
 def rows_of(m: int, config: Teams) -> int:
@@ -164,7 +172,8 @@ def vector_of(norm: Norm, config: Teams) -> int:
 def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
     """Returns the bytes of shared memory that a block of threads takes."""
     rows = rows_of(norm.m, config)
-    items = _item(norm.dtype) + (_item(norm.out) if backward else 0)
+    items = _item(norm.dtype) * (1 + norm.addend)
+    items += _item(norm.out) if backward else 0
     ring = config.teams * config.stages * rows * norm.d * items
     if backward and config.teams > 1:
         ring = max(ring, 4 * norm.d * len(norm.summed))
@@ -216,10 +225,13 @@ def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
     enough = [w for w in able if norm.d <= w * SPREAD]
     narrow = 1 << max(1, SPREAD // norm.d).bit_length() - 1
     for warpgroups in enough + [w for w in reversed(able) if w not in enough]:
-        for stages in (3, 2):
-            for teams in range(FOUR // warpgroups, 0, -1):
-                for rows in dict.fromkeys((min(FOUR, narrow), 1)):
-                    yield Teams(rows, warpgroups, teams, stages, programs)
+        most = FOUR // warpgroups
+        together = dict.fromkeys((min(FOUR, narrow), 1))
+        sizes = itertools.product((3, 2), range(most, 0, -1), together)
+        # With another array to hold, two stages of all teams rather than three of less.
+        order = sorted(sizes, key=lambda s: (-s[2], -s[1])) if norm.addend else sizes
+        for stages, teams, rows in order:
+            yield Teams(rows, warpgroups, teams, stages, programs)
 
 
 def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:

@@ -161,7 +161,9 @@ def _built(
         return replace(forward, backward=backward.backward)
     if backward is None or backward.backward is None:
         assert forward is not None
-        return replace(forward, backward=None, saves_out=False, backward_space=None)
+        return replace(
+            forward, backward=None, saves_out=False, backward_space=None, adds_to=""
+        )
     return _mixed(op, forward, backward, implementation.name)
 
 

@@ -255,6 +255,10 @@ class Kernel:
         merges: Whether what its forward saves is one array, the log-sum-exp of each row
             of scores, -inf without any, and `backward` reads that and the result only:
             results of parts are then merged by it, and `backward` given the whole's.
+        adds_to: The operand that both passes take an ``addend=`` for, an array like
+            it, if they do for one. `forward` then adds it to the operand first and
+            gives ``(sum, result)`` instead of the result; `backward`, of which the
+            operand is that sum, adds it to that operand's cotangent.
     """
 
     name: str
@@ -286,6 +290,7 @@ class Kernel:
     runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
     deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
     merges: bool = False
+    adds_to: str = ""
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
