@@ -175,9 +175,7 @@ def forward(
     if config is None:  # x alone fits
         assert addend is not None
         total = x + addend
-        out = forward(
-            centred=centred, x=total, eps=eps, out_dtype=out_dtype, **given
-        )
+        out = forward(centred=centred, x=total, eps=eps, out_dtype=out_dtype, **given)
         return ((total, out), ()) if residuals else (total, out)
     rows = None if addend is None else addend.reshape(norm.m, norm.d)
     made = normalized(norm, x.reshape(norm.m, norm.d), given, config, rows)

@@ -17,6 +17,7 @@ from rewriter.kernel_call import (
     accepted,
     call_backward,
     call_forward,
+    call_forward_of_sum,
     pullback,
     residual_slots,
 )
@@ -30,7 +31,7 @@ from rewriter.levels import (
     with_level,
 )
 from rewriter.op import OUT
-from rewriter.uses import Mask, Use, level_sizes, shaped, without_levels
+from rewriter.uses import Mask, Shaped, Use, level_sizes, shaped, without_levels
 
 
 def forward(
@@ -59,11 +60,53 @@ def forward(
             with_residuals = residuals and bool(own)
             outs = _kernel_forward(use, kernel, batch, with_residuals)(*args)
         sizes = tuple(level_sizes([shaped(a) for a in args], batch))
-        saved: list[jax.Array] = []
-        for slot in slots:
-            zeros = [jnp.zeros(sizes + s, d) for s, d in slot]
-            saved += outs[1:] if slot == own else zeros
-        return [outs[0], *saved]
+        return [outs[0], *_in_slots(slots, own, outs[1:], sizes)]
+
+    return run
+
+
+def _in_slots(
+    slots: Sequence[Sequence[Shaped]],
+    own: Sequence[Shaped],
+    saved: Sequence[jax.Array],
+    sizes: tuple[Any, ...] = (),
+) -> list[jax.Array]:
+    """What one kernel saves, with zeros where others would save something."""
+    every: list[jax.Array] = []
+    for slot in slots:
+        zeros = [jnp.zeros(sizes + s, d) for s, d in slot]
+        every += saved if slot == own else zeros
+    return every
+
+
+def forward_of_sum(
+    use: Use, kernel: Kernel | None, residuals: bool
+) -> Callable[..., list[jax.Array]]:
+    """Returns the op of an operand and an addend as a function.
+
+    Args:
+        use: The use of the op, of which `use.adds_to` names that operand.
+        kernel: As for `forward`; one that does not add gets the sum.
+        residuals: As for `forward`.
+
+    Returns:
+        A function of the operands and the addend giving
+        ``[result, *residuals, sum]``.
+    """
+    at = use.names.index(use.adds_to)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        *operands, addend = args
+        inner = [shaped(x) for x in operands]
+        own = accepted(use, kernel, inner)
+        if kernel is None or own is None or kernel.adds_to != use.adds_to:
+            operands[at] = operands[at] + addend
+            return [*forward(use, kernel, (), residuals)(*operands), operands[at]]
+        slots = residual_slots(use, inner) if residuals else ()
+        out, total, saved = call_forward_of_sum(
+            use, kernel, residuals and bool(own), addend, *operands
+        )
+        return [out, *_in_slots(slots, own, saved), total]
 
     return run
 
@@ -165,16 +208,53 @@ def backward(
         if kernel is None or kernel.backward is None or own is None:
             masks = [mask[:n] + mask[-1:] for mask in batch]
             return _reference_backward(use, wrt, masks, summed)(*args[:n], args[-1])
-        first = n + int(use.keeps_out)
-        for slot in residual_slots(use, inner):
-            if slot == own:
-                break
-            first += len(slot)
-        keep = [*range(n + int(use.keeps_out))]
-        keep += [*range(first, first + len(own)), len(args) - 1]
+        keep = _read_by(use, inner, own, len(args))
         masks = [tuple(mask[i] for i in keep) for mask in batch]
         call = _kernel_backward(use, kernel, wrt, masks, summed)
         return call(*(args[i] for i in keep))
+
+    return run
+
+
+def _read_by(
+    use: Use, inner: Sequence[Shaped], own: Sequence[Shaped], count: int
+) -> list[int]:
+    """Which of a backward's arguments one kernel reads: not what others saved."""
+    before = len(use.names) + int(use.keeps_out)
+    first = before
+    for slot in residual_slots(use, inner):
+        if slot == own:
+            break
+        first += len(slot)
+    return [*range(before), *range(first, first + len(own)), count - 1]
+
+
+def backward_to_sum(
+    use: Use, kernel: Kernel | None, wrt: tuple[str, ...]
+) -> Callable[..., list[jax.Array]]:
+    """Returns cotangents, of which one is added to an addend, as a function.
+
+    Args:
+        use: The use of the op, of which `use.adds_to` names that one's operand.
+        kernel: As for `backward`; what one gives that does not add is added to.
+        wrt: As for `backward`, with that operand.
+
+    Returns:
+        A function of `backward`'s arguments and the addend.
+    """
+    n, at = len(use.names), wrt.index(use.adds_to)
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        *given, addend = args
+        inner = [shaped(x) for x in given[:n]]
+        own = accepted(use, kernel, inner)
+        adds = kernel is not None and kernel.adds_to == use.adds_to
+        if kernel is None or kernel.backward is None or own is None or not adds:
+            grads = backward(use, kernel, wrt, (), ())(*given)
+            grads[at] = grads[at] + addend
+            return grads
+        keep = _read_by(use, inner, own, len(given))
+        return call_backward(use, kernel, wrt, *(given[i] for i in keep), addend=addend)
 
     return run
 

@@ -111,11 +111,23 @@ def call_forward(
     return out, tuple(r for r in saved if not _is_empty(shaped(r)))
 
 
+def call_forward_of_sum(
+    use: Use, kernel: Kernel, residuals: bool, addend: jax.Array, *operands: jax.Array
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The result of a kernel that `adds_to`, the sum, and what it saves."""
+    both, saved = _forward(use, kernel, residuals, *operands, addend=addend)
+    wanted = shaped(addend), result(use, [shaped(x) for x in operands])
+    for got, want in zip(both, wanted, strict=True):
+        if shaped(got) != want:
+            raise _wrong(kernel, "returned, with an addend,", got, want)
+    return both[1], both[0], tuple(r for r in saved if not _is_empty(shaped(r)))
+
+
 def _forward(
-    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array
+    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array, **more: jax.Array
 ) -> tuple[Any, tuple[Any, ...]]:
     """The same with residuals that have no elements."""
-    named = dict(zip(use.names, operands, strict=True))
+    named = {**dict(zip(use.names, operands, strict=True)), **more}
     with promotion.as_usual():
         if not residuals:
             return kernel.forward(**named, **dict(use.params)), ()
@@ -131,7 +143,11 @@ def _forward(
 
 
 def call_backward(
-    use: Use, kernel: Kernel, wrt: tuple[str, ...], *args: jax.Array
+    use: Use,
+    kernel: Kernel,
+    wrt: tuple[str, ...],
+    *args: jax.Array,
+    **addend: jax.Array,
 ) -> list[jax.Array]:
     """Gradients of some operands; those that the kernel lacks are the reference's.
 
@@ -140,6 +156,8 @@ def call_backward(
         kernel: A kernel with a backward.
         wrt: The operands whose gradients are wanted.
         *args: The operands, what the forward saved, and the cotangent.
+        **addend: What is added to the gradient of the operand that it `adds_to`,
+            which the kernel must then have, under the name ``addend``.
     """
     n = len(use.names)
     named = dict(zip(use.names, args[:n], strict=True))
@@ -153,9 +171,16 @@ def call_backward(
     with promotion.as_usual():
         given = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
-            **dict(use.params),
+            **dict(use.params), **addend,
         )  # fmt: skip
     absent = tuple(w for w in wrt if given.get(w) is None)
+    if addend and kernel.adds_to in absent:
+        raise errors.KernelError(
+            f"kernel {kernel.name!r} of {kernel.op} returned no gradient of "
+            f"{kernel.adds_to}",
+            wanted="one, since it takes an addend for that",
+            where=kernel.where,
+        )
     rest: Mapping[str, Any] = {}
     if absent:
         rest = dict(zip(absent, pullback(use, absent, use.general, args), strict=True))

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import promotion
+from rewriter.absorb import absorbed
 from rewriter.config import Config
 from rewriter.fold import Folded, fold
 from rewriter.gradients import search_gradients
@@ -152,6 +153,8 @@ def _whole(
     if folded is not None:
         program = _unfolded(folded, program, origins, plan.labels)
         clock("unfold")
+    program = absorbed(program)
+    clock("absorb")
     return Rewritten(
         program,
         tuple(plan.sites),

@@ -154,9 +154,10 @@ def _avals(results: Sequence[Shaped], avals: Sequence[Any]) -> list[Any]:
     return [_jax.shaped_like(shape, dtype, avals) for shape, dtype in results]
 
 
-def _site_aval(
+def site_aval(
     *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
 ) -> list[Any]:
+    """The types of a result and what is saved."""
     given = [shaped(a) for a in avals]
     inner = without_levels(given, batch)
     sizes = tuple(level_sizes(given, batch))
@@ -168,9 +169,10 @@ def _site_aval(
     return _avals([(sizes + s, d) for s, d in results], avals)
 
 
-def _tangent_aval(
+def tangent_aval(
     *avals: Any, use: Use, active: tuple[str, ...], batch: tuple[Mask, ...]
 ) -> Any:
+    """The type of the derivative of a result."""
     del active
     given = [shaped(a) for a in avals]
     inner = without_levels(given, batch)[: len(use.names)]
@@ -179,13 +181,14 @@ def _tangent_aval(
     return _avals([(sizes + shape, dtype)], avals)[0]
 
 
-def _backward_aval(
+def backward_aval(
     *avals: Any,
     use: Use,
     wrt: tuple[str, ...],
     batch: tuple[Mask, ...],
     summed: tuple[Mask, ...],
 ) -> list[Any]:
+    """The types of cotangents."""
     given = [shaped(a) for a in avals]
     inner = dict(zip(use.names, without_levels(given, batch), strict=False))
     sizes = level_sizes(given, batch)
@@ -198,15 +201,18 @@ def _backward_aval(
 
 
 # ------------------------------------------------------------ differentiation
-def _is_zero(tangent: Any) -> bool:
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent is known to be zero."""
     return type(tangent) is ad.Zero
 
 
-def _zero_of(value: Any) -> Any:
+def zero_of(value: Any) -> Any:
+    """The zero tangent of a value."""
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
+    """Whether a value can have a tangent."""
     return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
@@ -221,13 +227,13 @@ def _site_jvp(
     moving = [
         i
         for i, (p, t) in enumerate(zip(primals, tangents, strict=True))
-        if _is_float(p) and not _is_zero(t)
+        if is_float(p) and not is_zero(t)
     ]
     if not moving:
         outs = _forward_of(use).bind(
             *primals, use=use, batch=batch, residuals=residuals
         )
-        return outs, [_zero_of(o) for o in outs]
+        return outs, [zero_of(o) for o in outs]
     outs = _forward_of(use).bind(*primals, use=use, batch=batch, residuals=True)
     outs = [checkpoint_name(o, f"rewriter.{use.op.name}") for o in outs]
     saved = outs if use.keeps_out else outs[1:]
@@ -243,10 +249,10 @@ def _site_jvp(
     # What is saved depends on the operands alone, and the other two primitives
     # differentiate by the operands, so residuals have no tangent of their own.
     outs = outs if residuals else outs[:1]
-    return outs, [along, *(_zero_of(r) for r in outs[1:])]
+    return outs, [along, *(zero_of(r) for r in outs[1:])]
 
 
-def _site_transpose(
+def site_transpose(
     cotangents: Sequence[Any],
     *args: Any,
     use: Use,
@@ -257,7 +263,7 @@ def _site_transpose(
     del residuals
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     results: list[Any] = [None] * len(args)
-    if not _is_zero(cotangents[0]):
+    if not is_zero(cotangents[0]):
         operands = [x.aval if i in linear else x for i, x in enumerate(args)]
         grads = implement.transposed(use, linear, batch)(*operands, cotangents[0])
         for i, grad in zip(linear, grads, strict=True):
@@ -278,7 +284,7 @@ def _tangent_jvp(
     out = tangent_p.bind(*primals, **params)
     linear = [*primals[:-t], *map(ad.instantiate_zeros, tangents[-t:])]
     terms = []
-    if any(not _is_zero(x) for x in tangents[-t:]):
+    if any(not is_zero(x) for x in tangents[-t:]):
         terms.append(tangent_p.bind(*linear, **params))
     function = implement.tangent(use, active, batch)
     terms += _along_operands(function, primals, tangents, n)
@@ -297,7 +303,7 @@ def _backward_jvp(
     params = {"use": use, "wrt": wrt, "batch": batch, "summed": summed}
     outs = _backward_of(use).bind(*primals, **params)
     terms = []
-    if not _is_zero(tangents[-1]):
+    if not is_zero(tangents[-1]):
         primitive = _backward_of(use)
         terms.append(primitive.bind(*primals[:-1], tangents[-1], **params))
     function = implement.backward(use, None, wrt, batch, summed)
@@ -313,9 +319,7 @@ def _along_operands(
     n: int,
 ) -> list[Any]:
     """The derivative of a function along its first n arguments, if they move."""
-    moving = [
-        i for i in range(n) if _is_float(primals[i]) and not _is_zero(tangents[i])
-    ]
+    moving = [i for i in range(n) if is_float(primals[i]) and not is_zero(tangents[i])]
     if not moving:
         return []
 
@@ -330,20 +334,21 @@ def _along_operands(
 
 
 def _total(terms: Sequence[Any], value: Any) -> Any:
-    return functools.reduce(ad.add_tangents, terms) if terms else _zero_of(value)
+    return functools.reduce(ad.add_tangents, terms) if terms else zero_of(value)
 
 
-def _tangent_transpose(
+def tangent_transpose(
     cotangent: Any,
     *args: Any,
     use: Use,
     active: tuple[str, ...],
     batch: tuple[Mask, ...],
 ) -> list[Any]:
+    """Cotangents of the tangents: a backward's results."""
     n, t = len(args), len(active)
     linear = [i for i in range(n - t, n) if ad.is_undefined_primal(args[i])]
     results: list[Any] = [None] * n
-    if _is_zero(cotangent) or not linear:
+    if is_zero(cotangent) or not linear:
         return results
     grads = _backward_of(use).bind(
         *args[: n - t],
@@ -358,7 +363,7 @@ def _tangent_transpose(
     return results
 
 
-def _backward_transpose(
+def backward_transpose(
     cotangents: Sequence[Any],
     *args: Any,
     use: Use,
@@ -366,8 +371,9 @@ def _backward_transpose(
     batch: tuple[Mask, ...],
     summed: tuple[Mask, ...],
 ) -> list[Any]:
+    """The cotangent of a backward's cotangent: a tangent."""
     results: list[Any] = [None] * len(args)
-    moving = [i for i, c in enumerate(cotangents) if not _is_zero(c)]
+    moving = [i for i, c in enumerate(cotangents) if not is_zero(c)]
     if not moving or not ad.is_undefined_primal(args[-1]):
         return results
     levels = zip(batch, summed, strict=True)
@@ -411,6 +417,12 @@ def _backward_of(use: Use) -> Primitive:
     return backward_on_devices_p if use.needs_devices else backward_p
 
 
+Made = Callable[..., Callable[..., Any]]
+"""``made(kernel, **params)`` gives what an equation computes, as a function."""
+
+_MADE: dict[Primitive, Made] = {}
+
+
 @functools.lru_cache(maxsize=1024)
 def _implementation(
     primitive: Primitive, platform: str, params: tuple[tuple[str, Any], ...]
@@ -419,14 +431,7 @@ def _implementation(
     given = dict(params)
     use: Use = given["use"]
     kernel = None if platform == NOWHERE else use.kernel(platform)
-    if primitive in (site_p, site_on_devices_p):
-        function = implement.forward(use, kernel, given["batch"], given["residuals"])
-    elif primitive is tangent_p:
-        function = implement.tangent(use, given["active"], given["batch"])
-    else:
-        function = implement.backward(
-            use, kernel, given["wrt"], given["batch"], given["summed"]
-        )
+    function = _MADE[primitive](kernel, **given)
 
     def run(*args: Any) -> Any:
         return function(*args)
@@ -473,26 +478,49 @@ def _evaluate(primitive: Primitive, *args: Any, **params: Any) -> Any:
     return _eager(primitive, key)(*args)
 
 
-def _register(primitive: Primitive, aval: Any, many: bool) -> None:
-    primitive.multiple_results = many
+def register(primitive: Primitive, aval: Any, batched: Any, made: Made) -> None:
+    """Sets the rules of a primitive of sites, but for those of differentiation.
+
+    Args:
+        primitive: With a parameter ``use``.
+        aval: Gives the types of its results.
+        batched: Its rule for `jax.vmap`.
+        made: What it computes.
+    """
+    _MADE[primitive] = made
     primitive.def_impl(functools.partial(_evaluate, primitive))
     primitive.def_abstract_eval(aval)
-    batching.primitive_batchers[primitive] = _batch_rule(primitive)
+    batching.primitive_batchers[primitive] = batched
     for platform in (None, *PLATFORMS):
         rule = functools.partial(_lower, primitive, platform or "default")
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-_register(tangent_p, _tangent_aval, many=False)
+def _forward_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
+    return implement.forward(use, kernel, **params)
+
+
+def _tangent_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
+    del kernel
+    return implement.tangent(use, **params)
+
+
+def _backward_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
+    return implement.backward(use, kernel, **params)
+
+
+register(tangent_p, tangent_aval, _batch_rule(tangent_p), _tangent_made)
 ad.primitive_jvps[tangent_p] = _tangent_jvp
-ad.primitive_transposes[tangent_p] = _tangent_transpose
+ad.primitive_transposes[tangent_p] = tangent_transpose
 for _primitive in (site_p, site_on_devices_p):
-    _register(_primitive, _site_aval, many=True)
+    _primitive.multiple_results = True
+    register(_primitive, site_aval, _batch_rule(_primitive), _forward_made)
     ad.primitive_jvps[_primitive] = _site_jvp
-    ad.primitive_transposes[_primitive] = _site_transpose
+    ad.primitive_transposes[_primitive] = site_transpose
 for _primitive in (backward_p, backward_on_devices_p):
-    _register(_primitive, _backward_aval, many=True)
+    _primitive.multiple_results = True
+    register(_primitive, backward_aval, _batch_rule(_primitive), _backward_made)
     ad.primitive_jvps[_primitive] = _backward_jvp
-    ad.primitive_transposes[_primitive] = _backward_transpose
+    ad.primitive_transposes[_primitive] = backward_transpose
 for _primitive in (site_on_devices_p, backward_on_devices_p):
     _jax.lower_with_devices(_primitive)

@@ -51,6 +51,11 @@ class Use:
         """Whether some kernel is lowered differently for different devices."""
         return any(k and k.needs_devices for _, k in self.kernels)
 
+    @property
+    def adds_to(self) -> str:
+        """The operand that some kernel takes an addend for; empty if none does."""
+        return next((k.adds_to for _, k in self.kernels if k and k.adds_to), "")
+
     def kernel(self, platform: str) -> Kernel | None:
         """Returns the kernel for a platform, ``None`` for the reference."""
         table = dict(self.kernels)

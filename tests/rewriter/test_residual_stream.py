@@ -1,0 +1,437 @@
+"""Sums that go on beside a norm: what is absorbed, what is not, and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import rewriter
+from rewriter import absorb, errors, residual_stream, site
+from rewriter.kernel import PLATFORMS, Kernel, takes_all
+from rewriter.kernels.rms_norm import xla
+from rewriter.registry import registry
+from rewriter.uses import Use
+from tests.rewriter import transforms
+
+B, T, D, LAYERS = 2, 3, 8, 3
+X, R = (jax.random.normal(jax.random.key(k), (B, T, D)) for k in (0, 1))
+SCALE = 1 + jax.random.normal(jax.random.key(2), (D,)) / 8
+FORCED = {"rms_norm": "adding"}
+
+
+# ------------------------------------------------------------------ a kernel that adds
+@dataclass
+class Calls:
+    """How often the kernel was given an addend, where it was traced."""
+
+    forward: int = 0
+    backward: int = 0
+    kernel: Kernel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kernel = Kernel(
+            "adding", "rms_norm", PLATFORMS, 1, takes_all, self.normalize,
+            self.differentiate, saves_out=False, adds_to="x",
+        )  # fmt: skip
+
+    def normalize(
+        self, *, x: Any, addend: Any = None, residuals: bool = False, **given: Any
+    ) -> Any:
+        if addend is None:
+            return xla.forward(x=x, residuals=residuals, **given)
+        self.forward += 1
+        out, saved = xla.forward(x=x + addend, residuals=True, **given)
+        both = x + addend, out
+        return (both, saved) if residuals else both
+
+    def differentiate(self, *, addend: Any = None, **given: Any) -> Any:
+        grads = xla.backward(**given)
+        if addend is not None:
+            self.backward += 1
+            grads["x"] = grads["x"] + addend
+        return grads
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    made = Calls()
+    kernels = registry()
+    kernels.op("rms_norm")
+    monkeypatch.setitem(kernels._kernels["rms_norm"], "adding", made.kernel)
+    return made
+
+
+def use_of(kernel: Kernel) -> Use:
+    params = (("eps", 1e-3), ("out_dtype", None))
+    op = registry().op("rms_norm")
+    return Use(op, ("x", "scale"), params, (("default", kernel),))
+
+
+# ------------------------------------------------------------------- the primitives
+def plain(x: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
+    h = x + r
+    out = registry().op("rms_norm").reference(x=h, scale=scale, eps=1e-3)
+    return jnp.sin(h) + out * h
+
+
+@pytest.mark.parametrize("name", transforms.EACH)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sums", [True, False])
+def test_every_transform(name: str, dtype: str, sums: bool, calls: Calls) -> None:
+    if dtype == "bfloat16" and name not in transforms.LOW_PRECISION:
+        pytest.skip("not among the transforms that are run in bfloat16")
+    use = use_of(calls.kernel)
+
+    def of_site(x: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
+        given = (x, scale, r) if sums else (x + r, scale)
+        out, h = residual_stream.site_p.bind(*given, use=use, residuals=False)
+        return jnp.sin(h) + out * h
+
+    args = [a.astype(dtype) for a in (X, R, SCALE)]
+    transforms.check(name, of_site, plain, args)
+
+
+def test_kernels_are_given_addends(calls: Calls) -> None:
+    def of_site(x: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
+        use = use_of(calls.kernel)
+        out, h = residual_stream.site_p.bind(x, scale, r, use=use, residuals=False)
+        return (jnp.sin(h) + out * h).sum()
+
+    jax.jit(jax.grad(of_site, (0, 1, 2)))(X, R, SCALE)
+    assert (calls.forward, calls.backward) == (1, 1)
+    # Nothing comes back along the sum.
+    jaxpr = jax.make_jaxpr(jax.grad(of_site, 2))(X, R, SCALE).jaxpr
+    assert sites(jaxpr, residual_stream.backward_p) == 0
+    assert sites(jaxpr, site.backward_p) == 1
+
+
+def test_only_the_scale_is_linear(calls: Calls) -> None:
+    use = use_of(calls.kernel)
+
+    def of_site(scale: jax.Array) -> jax.Array:
+        out, _ = residual_stream.site_p.bind(X, scale, R, use=use, residuals=False)
+        return out
+
+    op = registry().op("rms_norm")
+    wanted = lambda scale: op.reference(x=X + R, scale=scale, eps=1e-3)
+    got, want = (
+        jax.linear_transpose(f, SCALE)(jnp.cos(X))[0] for f in (of_site, wanted)
+    )
+    np.testing.assert_allclose(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("part", ["sum", "out"])
+def test_wrong_kernels_are_told(part: str, calls: Calls) -> None:
+    def wrong(*, addend: Any = None, residuals: bool = False, **given: Any) -> Any:
+        made = calls.normalize(addend=addend, residuals=residuals, **given)
+        if addend is None:
+            return made
+        (total, out), saved = made if residuals else (made, ())
+        both = (total[0], out) if part == "sum" else (total, out[0])
+        return (both, saved) if residuals else both
+
+    use = use_of(Kernel("w", "rms_norm", PLATFORMS, 1, takes_all, wrong, adds_to="x"))
+    run = lambda *a: residual_stream.site_p.bind(*a, use=use, residuals=False)
+    with pytest.raises(errors.KernelError, match="with an addend"):
+        jax.jit(run)(X, SCALE, R)
+
+
+# -------------------------------------------------------------------------- programs
+def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * root * scale).astype(x.dtype)
+
+
+def layer(h: jax.Array, scale: jax.Array) -> jax.Array:
+    """Half a layer, with what a product is made of behind another function."""
+    return h + jnp.sin(rms(h, scale))
+
+
+def stacked(h: jax.Array, scales: jax.Array) -> jax.Array:
+    for scale in scales:
+        h = layer(h, scale)
+    return h
+
+
+def scanned(h: jax.Array, scales: jax.Array) -> jax.Array:
+    two = lambda h, scale: (layer(layer(h, scale), 1 + scale), None)
+    return jax.lax.scan(two, h, scales)[0]
+
+
+def recomputed(h: jax.Array, scales: jax.Array) -> jax.Array:
+    two = jax.checkpoint(lambda h, scale: layer(layer(h, scale), 1 + scale))
+    for scale in scales:
+        h = two(h, scale)
+    return h
+
+
+PROGRAMS: dict[str, tuple[Callable[..., jax.Array], int, int, int]] = {
+    "unrolled": (stacked, LAYERS, LAYERS - 1, LAYERS),
+    "scanned": (scanned, 2, 1, 2),
+    "recomputed": (recomputed, 2 * LAYERS, 2 * LAYERS - 1, 2 * LAYERS),
+}
+"""With how many norms, sums in front of one and cotangents that come back along it."""
+SCALES = 1 + jax.random.normal(jax.random.key(3), (LAYERS, D)) / 8
+
+
+def sites(jaxpr: Any, primitive: Any, addend: bool | None = None) -> int:
+    """How many equations there are; only those with an addend, or without."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is primitive:
+            use = eqn.params["use"]
+            found += addend in (None, len(eqn.invars) > len(use.names))
+        found += sum(sites(b, primitive, addend) for b in jaxprs_in_params(eqn.params))
+    return found
+
+
+def loss(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda *args: (f(*args).astype(jnp.float32) ** 2).mean()
+
+
+def check(fast: Any, slow: Any, *args: Any) -> None:
+    """Compares with float64."""
+    got = fast(*args)
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) for a in args]
+        true = slow(*wide)
+    for g, t in zip(jax.tree.leaves(got), jax.tree.leaves(true), strict=True):
+        assert g.shape == t.shape
+        np.testing.assert_allclose(g, t, 1e-4, 1e-4 * np.abs(t).max())
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_forward(program: str, calls: Calls) -> None:
+    f, norms, sums, _ = PROGRAMS[program]
+    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+    jaxpr = fast.jaxpr(X, SCALES)
+    if program != "recomputed":  # bodies of calls are not looked out of
+        assert sites(jaxpr, residual_stream.site_p, True) == sums
+    assert sites(jaxpr, residual_stream.site_p) == norms
+    check(fast, f, X, SCALES)
+    assert calls.forward > 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_of_a_rewritten_program(program: str, calls: Calls) -> None:
+    f, norms, _, back = PROGRAMS[program]
+    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+    grad = jax.grad(loss(fast), (0, 1))
+    jaxpr = jax.make_jaxpr(grad)(X, SCALES)
+    assert sites(jaxpr, residual_stream.backward_p) == back
+    assert sites(jaxpr, site.backward_p) == norms - back
+    check(grad, jax.grad(loss(f), (0, 1)), X, SCALES)
+    assert calls.backward > 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_rewritten_gradients(program: str, calls: Calls) -> None:
+    f, norms, _, back = PROGRAMS[program]
+    step = jax.grad(loss(f), (0, 1))
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    jaxpr = fast.jaxpr(X, SCALES)
+    assert sites(jaxpr, residual_stream.backward_p) == back
+    assert sites(jaxpr, site.backward_p) == norms - back
+    check(fast, step, X, SCALES)
+    assert calls.backward > 0
+
+
+def test_second_derivatives(calls: Calls) -> None:
+    fast = rewriter.optimize(stacked, implementation=FORCED, strict=True)
+    norm_of = lambda f: lambda *a: sum((g**2).sum() for g in jax.grad(f, (0, 1))(*a))
+    check(
+        jax.grad(norm_of(loss(fast)), (0, 1)),
+        jax.grad(norm_of(loss(stacked)), (0, 1)), X, SCALES,
+    )  # fmt: skip
+    step = jax.grad(loss(stacked), (0, 1))
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    squares = lambda f: lambda *a: sum((g**2).sum() for g in f(*a))
+    check(jax.grad(squares(fast), (0, 1)), jax.grad(squares(step), (0, 1)), X, SCALES)
+
+
+def test_half_precision(calls: Calls) -> None:
+    """The cotangent is rounded once: nearer to the exact one, not farther."""
+    step = jax.grad(loss(stacked))
+    fast = rewriter.optimize(step, implementation=FORCED, strict=True)
+    half = X.astype(jnp.bfloat16), SCALES.astype(jnp.bfloat16)
+    assert sites(fast.jaxpr(*half), residual_stream.backward_p) == LAYERS
+    with jax.enable_x64(True):
+        true = np.asarray(step(*(np.asarray(a, np.float64) for a in half)))
+    ours, theirs = (np.asarray(f(*half), np.float64) - true for f in (fast, step))
+    assert np.abs(ours).max() <= 2 * np.abs(theirs).max() + 1e-3 * np.abs(true).max()
+
+
+# ---------------------------------------------------------------------- look-alikes
+def of_row(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    h = h + r[0, 0]
+    return h, rms(h, scale)
+
+
+def of_number(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    h = h + 2.0
+    return h, rms(h, scale)
+
+
+def of_another(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    return h + r, rms(h, scale)
+
+
+def of_itself(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    h = r + r
+    return h, rms(h, scale)
+
+
+def of_other_dtype(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    h = (h + r).astype(jnp.float16)
+    return h, rms(h, scale)
+
+
+def of_product(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    h = h + r @ jnp.outer(scale, scale)
+    return h, rms(h, scale)
+
+
+def of_biased_product(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    h = (r @ jnp.outer(scale, scale) + scale).astype(h.dtype) + h
+    return h, rms(h, scale)
+
+
+def read_once(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    return rms(h + r, scale)
+
+
+def difference(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    h = h - r
+    return h, rms(h, scale)
+
+
+def read_before(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
+    """What the norm reads is computed from the sum."""
+    h = h + r
+    return h, rms(h, jnp.sin(h[0, 0]))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [of_row, of_number, of_another, of_itself, of_product,
+     of_biased_product, read_once, difference, read_before],
+)  # fmt: skip
+def test_sums_that_are_left(f: Callable[..., Any], calls: Calls) -> None:
+    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+    jaxpr = fast.jaxpr(X, R, SCALE)
+    every = (site.site_p, residual_stream.site_p)
+    assert sum(sites(jaxpr, p) for p in every) == 1
+    assert sites(jaxpr, residual_stream.site_p, True) == 0
+    check(fast, f, X, R, SCALE)
+    check(
+        jax.grad(lambda *a: sum((y**2).sum() for y in jax.tree.leaves(fast(*a)))),
+        jax.grad(lambda *a: sum((y**2).sum() for y in jax.tree.leaves(f(*a)))),
+        X, R, SCALE,
+    )  # fmt: skip
+
+
+def test_sums_in_other_dtypes_are_left(calls: Calls) -> None:
+    fast = rewriter.optimize(of_other_dtype, implementation=FORCED, strict=True)
+    jaxpr = fast.jaxpr(X, R, SCALE)
+    assert sites(jaxpr, residual_stream.site_p, False) == 1
+    assert sites(jaxpr, residual_stream.site_p, True) == 0
+
+
+@pytest.mark.parametrize("f", [of_product, of_biased_product])
+def test_sums_of_products_where_they_are_wanted(
+    f: Callable[..., Any], calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(absorb, "OF_PRODUCTS", True)
+    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+    assert sites(fast.jaxpr(X, R, SCALE), residual_stream.site_p, True) == 1
+    check(fast, f, X, R, SCALE)
+
+
+def twice(h: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
+    h = h + r
+    return jnp.sin(rms(h, scale)) + rms(h, 2 + scale) * h
+
+
+def early(h: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
+    """The sum is read before the norm."""
+    h = h + r
+    before = jnp.sin(h)
+    return before * rms(h, scale) + h
+
+
+def of_given(h: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
+    """What is handed on was given, and is returned."""
+    return rms(h, scale) * r + h
+
+
+@pytest.mark.parametrize("f", [twice, early, of_given])
+def test_other_readers(f: Callable[..., jax.Array], calls: Calls) -> None:
+    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+    jaxpr = fast.jaxpr(X, R, SCALE)
+    assert sites(jaxpr, residual_stream.site_p, True) == (f is not of_given)
+    assert sites(jaxpr, site.site_p) == 0
+    check(fast, f, X, R, SCALE)
+    grad = jax.grad(loss(fast), (0, 1, 2))
+    check(grad, jax.grad(loss(f), (0, 1, 2)), X, R, SCALE)
+    step = jax.grad(loss(f), (0, 1, 2))
+    check(rewriter.optimize(step, implementation=FORCED), step, X, R, SCALE)
+
+
+def cotangent_read_twice(x: jax.Array, scale: jax.Array) -> Any:
+    out, back = jax.vjp(rms, x, scale)
+    dx, dscale = back(jnp.cos(out))
+    return dx + x, dx * 2, dscale
+
+
+def cotangent_of_row(x: jax.Array, scale: jax.Array) -> Any:
+    out, back = jax.vjp(rms, x, scale)
+    dx, dscale = back(jnp.cos(out))
+    return dx + scale, dscale
+
+
+def cotangent_of_sum(x: jax.Array, scale: jax.Array) -> Any:
+    """What is added is computed from the other cotangent."""
+    out, back = jax.vjp(rms, x, scale)
+    dx, dscale = back(jnp.cos(out))
+    return dx + jnp.broadcast_to(jnp.sin(dscale), dx.shape), dscale
+
+
+@pytest.mark.parametrize(
+    "f", [cotangent_read_twice, cotangent_of_row, cotangent_of_sum]
+)
+def test_cotangents_that_are_left(f: Callable[..., Any], calls: Calls) -> None:
+    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+    jaxpr = fast.jaxpr(X, SCALE)
+    assert sites(jaxpr, residual_stream.backward_p) == 0
+    assert sites(jaxpr, site.backward_p) == 1
+    check(fast, f, X, SCALE)
+
+
+def test_an_addend_that_is_made_later(calls: Calls) -> None:
+    def f(x: jax.Array, scale: jax.Array) -> Any:
+        out, back = jax.vjp(lambda x: rms(x, scale), x)
+        (dx,) = back(jnp.cos(out))
+        return dx + jnp.sin(x)
+
+    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+    assert sites(fast.jaxpr(X, SCALE), residual_stream.backward_p) == 1
+    check(fast, f, X, SCALE)
+
+
+def test_kernels_that_do_not_add_are_left_alone() -> None:
+    chosen = {"rms_norm": "memory_bounded"}
+    for f in (stacked, jax.grad(loss(stacked))):
+        fast = rewriter.optimize(f, implementation=chosen, strict=True)
+        jaxpr = fast.jaxpr(X, SCALES)
+        assert sites(jaxpr, residual_stream.site_p) == 0
+        assert sites(jaxpr, residual_stream.backward_p) == 0
+        program = fast.jaxpr(X, SCALES)
+        assert absorb.absorbed(program) is program
