@@ -198,13 +198,27 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
     """The forward of one kernel with the backward of another, which runs its own."""
     plain: Callable[..., Any] = op.reference if first is None else first.forward
     both = [k for k in (first, second) if k is not None]
+    at = second.adds_to
+    adds = first is not None and first.adds_to == at
 
     def forward(*, residuals: bool = False, **given: Any) -> Any:
-        out = plain(**given)
+        if "addend" in given and not adds:
+            given[at] = given[at] + given.pop("addend")
+            out = given[at], plain(**given)
+        else:
+            out = plain(**given)
         return (out, ()) if residuals else out
 
-    def backward(*, out: Any, residuals: Any, cotangent: Any, **given: Any) -> Any:
+    def backward(
+        *,
+        out: Any,
+        residuals: Any,
+        cotangent: Any,
+        addend: Any = None,
+        **given: Any,
+    ) -> Any:
         del out, residuals
+        more = {} if addend is None else {"addend": addend}
         made, saved = second.forward(**given, residuals=True)
         assert second.backward is not None
         return second.backward(
@@ -212,6 +226,7 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
             out=made if second.saves_out else None,
             residuals=tuple(saved),
             cotangent=cotangent,
+            **more,
         )
 
     return Kernel(
@@ -227,4 +242,5 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
         saves_out=False,
         exportable=all(k.exportable for k in both),
         needs_devices=any(k.needs_devices for k in both),
+        adds_to=at,
     )  # fmt: skip

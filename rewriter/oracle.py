@@ -123,7 +123,11 @@ def _site_error(use: Any, avals: Any, eqn: JaxprEqn) -> tuple[str, float, float]
     inputs = use.op.sample(jax.random.key(0), specs, params)
     leaves = [inputs[n] for n in use.names]
     bind = functools.partial(eqn.primitive.bind, **eqn.params)
-    got = jax.jit(lambda *xs: bind(*xs)[0])(*leaves)
+    at = use.names.index(use.adds_to) if len(eqn.invars) > len(leaves) else None
+    addend = [] if at is None else [jnp.flip(leaves[at])]
+    got = jax.jit(lambda *xs: bind(*xs)[0])(*leaves, *addend)
+    if at is not None:
+        leaves[at] = leaves[at] + addend[0]
     plain = lambda *xs: use.op.reference(
         **dict(zip(use.names, xs, strict=True)), **params
     )

@@ -257,6 +257,35 @@ def test_second_derivatives(calls: Calls) -> None:
     check(jax.grad(squares(fast), (0, 1)), jax.grad(squares(step), (0, 1)), X, SCALES)
 
 
+@pytest.mark.parametrize(
+    ("by", "forward", "backward"),
+    [({"backward": "adding"}, False, True),
+     ({"forward": "adding", "backward": "memory_bounded"}, False, False)],
+)  # fmt: skip
+def test_passes_of_two_kernels(
+    by: Any, forward: bool, backward: bool, calls: Calls
+) -> None:
+    """The backward's says whether it adds; a forward that does not gets the sum."""
+    fast = rewriter.optimize(stacked, implementation={"rms_norm": by}, strict=True)
+    check(jax.grad(loss(fast), (0, 1)), jax.grad(loss(stacked), (0, 1)), X, SCALES)
+    assert (calls.forward > 0, calls.backward > 0) == (forward, backward)
+    check(fast, stacked, X, SCALES)
+
+
+def test_checked_against_the_reference(calls: Calls) -> None:
+    given = {"implementation": FORCED, "strict": True, "verify": "once"}
+    rewriter.optimize(stacked, **given)(X, SCALES)
+    forward = calls.kernel.forward
+    ignoring = lambda *, addend=None, **more: (
+        forward(**more) if addend is None else (addend, forward(**more))
+    )
+    registry()._kernels["rms_norm"]["adding"] = Kernel(
+        "adding", "rms_norm", PLATFORMS, 1, takes_all, ignoring, adds_to="x"
+    )
+    with pytest.raises(errors.RewriterError):
+        rewriter.optimize(stacked, **given)(X, SCALES)
+
+
 def test_half_precision(calls: Calls) -> None:
     """The cotangent is rounded once: nearer to the exact one, not farther."""
     step = jax.grad(loss(stacked))
