@@ -14,7 +14,12 @@ import pytest
 import rewriter
 from rewriter import device
 from rewriter.kernel import spec_of, worth_measuring
-from rewriter.kernels import hopper, mosaic_rows, norm_rows_hopper_kernel
+from rewriter.kernels import (
+    hopper,
+    mosaic_rows,
+    norm_rows_hopper_kernel,
+    norm_rows_teams,
+)
 from rewriter.kernels.norm_rows_teams import (
     Norm,
     Teams,
@@ -136,6 +141,37 @@ def both(op: str, given: Any, up: Any, out: Any = None, **more: Any) -> dict[str
     return {"out": result, **grads}
 
 
+def beside(given: Any) -> dict[str, Any]:
+    """An addend of x, and one of its cotangent."""
+    r, x = np.random.default_rng(1), given["x"]
+    made = {n: r.standard_normal(x.shape) for n in ("x", "cotangent")}
+    return {n: np.asarray(y, x.dtype) for n, y in made.items()}
+
+
+def with_addends(
+    op: str, given: Any, up: Any, added: Any, **more: Any
+) -> dict[str, Any]:
+    """As `both`, of a sum, which is a result too."""
+    its = kernel(op)
+    ((total, result), residuals) = its.forward(
+        **given, eps=EPS, addend=added["x"], residuals=True, **more
+    )
+    grads = its.backward(
+        **{**given, "x": total}, eps=EPS, out=None, residuals=residuals,
+        cotangent=up, addend=added["cotangent"], **more,
+    )  # fmt: skip
+    return {"sum": total, "out": result, **grads}
+
+
+def check_addends(op: str, given: Any, up: Any, added: Any, made: Any) -> None:
+    """The sum has the bits of one by itself; the rest is compared with float64."""
+    total = np.asarray(jax.jit(jnp.add)(given["x"], added["x"]))
+    np.testing.assert_array_equal(np.asarray(made["sum"]), total)
+    wanted = exact(op, {**given, "x": total}, up, EPS)
+    wanted["x"] = wanted["x"] + np.asarray(added["cotangent"], np.float64)
+    compare(given, up, {n: y for n, y in made.items() if n != "sum"}, wanted)
+
+
 LOWERED = [
     ((256, 4096), "bfloat16", ALL, None),
     ((7, 1152), "float32", ("epsilon",), None),
@@ -154,6 +190,11 @@ def test_lowers_on_a_cpu(
     call = jax.jit(lambda x, up: both(op, x, up, config=config))
     exported = jax.export.export(call, platforms=["cuda"])(given, up)
     assert exported.mlir_module().count("mosaic_gpu_v2") == 2
+    added = jax.eval_shape(lambda: beside(make(op, shape, wanted, dtype)[0]))
+    call = jax.jit(lambda x, up, added: with_addends(op, x, up, added, config=config))
+    text = jax.export.export(call, platforms=["cuda"])(given, up, added).mlir_module()
+    assert text.count("mosaic_gpu_v2") == 2
+    assert "= stablehlo.add" not in text
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -173,7 +214,10 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 8e-3, "float16": 1e-3}
 
 
 def check(op: str, given: Any, up: Any, made: Any) -> None:
-    wanted = exact(op, given, up, EPS)
+    compare(given, up, made, exact(op, given, up, EPS))
+
+
+def compare(given: Any, up: Any, made: Any, wanted: Any) -> None:
     assert set(made) == set(wanted)
     for name, want in wanted.items():
         got = made[name]
@@ -208,6 +252,43 @@ def test_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(simulator, "LATE_S", 0.002)
     with simulator.simulated_norms():
         check(op, given, up, both(op, given, up, config=config))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", first(5, CASES))
+def test_addends_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, wanted, config = CASES[case]
+    given, up = make(op, shape, wanted)
+    added = beside(given)
+    if case == "fewer rows than teams":
+        monkeypatch.setattr(simulator, "LATE_S", 0.002)
+    with simulator.simulated_norms():
+        made = with_addends(op, given, up, added, config=config)
+    check_addends(op, given, up, added, made)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_addends_simulated_in_other_dtypes(op: str) -> None:
+    for dtype in ("bfloat16", "float16"):
+        given, up = make(op, (37, 768), ALL, dtype)
+        added = beside(given)
+        with simulator.simulated_norms():
+            made = with_addends(op, given, up, added, config=Teams(1, 2, 2, 3, 2))
+        check_addends(op, given, up, added, made)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_addends_that_do_not_fit_are_added_outside(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, up = make(op, (24, 256), ("scale",))
+    added = beside(given)
+    room = shared_memory(Norm(True, EPS, 24, 256, "float32", "float32", ()),
+                         Teams(1, 1, 1, 2), True) + 2048  # fmt: skip
+    monkeypatch.setattr(norm_rows_teams, "SHARED_MEMORY", room)
+    with simulator.simulated_norms():
+        made = with_addends(op, given, up, added)
+    check_addends(op, given, up, added, made)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -328,6 +409,19 @@ def test_numbers(case: str, op: str) -> None:
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+def test_numbers_of_addends(case: str, dtype: str, op: str) -> None:
+    shape, wanted, config = {**CASES, **LARGE}[case]
+    given, up = make(op, shape, wanted, dtype)
+    added = beside(given)
+    call = jax.jit(lambda *args: with_addends(op, *args, config=config))
+    check_addends(op, given, up, added, call(given, up, added))
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(1000, 128), (4099, 1152), (1021, 8192)])
 def test_numbers_in_float32(shape: Any, op: str) -> None:
     given, up = make(op, shape, ALL)
@@ -361,4 +455,19 @@ def test_many_rows_are_the_same_each_time(config: Teams, op: str) -> None:
     check(op, given, up, first)
     for _ in range(20):
         again = jax.tree.map(np.asarray, call(given, up))
+        bits.assert_same(first, again)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("columns", [1024, 4096, 8192, 16384])
+def test_many_addends_are_the_same_each_time(columns: int, op: str) -> None:
+    given, up = make(op, (2048, columns), ALL, "bfloat16")
+    added = beside(given)
+    call = jax.jit(lambda *args: with_addends(op, *args))
+    first = jax.tree.map(np.asarray, call(given, up, added))
+    check_addends(op, given, up, added, first)
+    for _ in range(20):
+        again = jax.tree.map(np.asarray, call(given, up, added))
         bits.assert_same(first, again)
