@@ -260,7 +260,10 @@ def proposed(norm: Norm, backward: bool, programs: int) -> list[Teams]:
             (rows, shared, 2 * teams),
             (rows, 2 * shared, teams // 2),
             (rows, 2 * shared, teams),
+            *([(rows, shared, teams - 1)] if norm.addend else []),
         )
-        for stages in (first.stages, 2 * first.stages)
+        for stages in dict.fromkeys(
+            (first.stages, first.stages + norm.addend, 2 * first.stages)
+        )
     ]
-    return [c for c in made if verdict_of(c, norm, backward).ok]
+    return [c for c in dict.fromkeys(made) if verdict_of(c, norm, backward).ok]

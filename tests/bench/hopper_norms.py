@@ -1,6 +1,7 @@
 """Our norms on a Hopper GPU against XLA's, config by config, checked with float64.
 
-  python3 -m tests.bench.hopper_norms [--configs N] [--cases "A;B"] [--json PATH]
+  python3 -m tests.bench.hopper_norms [--configs N] [--cases "A;B"] [--passes "A;B"]
+      [--json PATH]
 
 Device time by CUPTI, of all kernels of a program, medians of runs that take turns on
 three sets of normal bfloat16 inputs; compiling and first runs are left out. A forward
@@ -8,6 +9,11 @@ gives the result; gradients, from rows and a cotangent, those of every operand; 
 give all of that. TB/s count arrays of rows that are read or written once: 2, 3 and 5.
 Errors are those of the worst output against float64, in the Frobenius norm. "xla,
 hopper" has XLA's forward and our gradients.
+
+"sum", "sum gradients" and "sum both" are the same in a residual stream: the norm of
+x + addend, where the sum is a result too, and its gradients added to what comes back
+along that sum; 4, 4 and 8 arrays of rows. "apart" has our kernels and XLA's additions,
+and "rewritten" is XLA's program as `rewriter.optimize` leaves it with our kernels.
 """
 
 from __future__ import annotations
@@ -22,9 +28,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import rewriter
 from rewriter import device, timing
 from rewriter.implementation import settings
 from rewriter.kernel import spec_of, worth_measuring
+from rewriter.kernels import hopper, norm_rows_teams
 from rewriter.registry import registry
 from tests.bench import record
 
@@ -33,7 +41,8 @@ OPERANDS = {"rms_norm": ("x", "scale"), "layer_norm": ("x", "scale", "bias")}
 CASES = {f"{op} {m}x{d}": (op, m, d) for m, d in SHAPES for op in OPERANDS}
 """(op, rows, columns) by name."""
 
-MOVED = {"forward": 2, "gradients": 3, "both": 5}
+MOVED = {"forward": 2, "gradients": 3, "both": 5,
+         "sum": 4, "sum gradients": 4, "sum both": 8}  # fmt: skip
 """How often an array of rows is read or written at least."""
 
 PARAMS = {"eps": 1e-6}
@@ -110,6 +119,114 @@ def candidates(
     return made
 
 
+# ------------------------------------------------------------- in a residual stream
+def sum_operands(op: str, m: int, d: int, seed: int) -> list[jax.Array]:
+    """Returns x, addend, scale, bias as the op has them, two cotangents: bfloat16.
+
+    They are those of the norm, and of the sum.
+    """
+    x, *given, cotangent = operands(op, m, d, seed)
+    addend, _, *_, passing = operands(op, m, d, seed + SETS)
+    return [x, addend, *given, cotangent, passing]
+
+
+def plain_sums(op: str) -> dict[str, Callable[..., Any]]:
+    """Returns functions of `sum_operands`, by pass: as written."""
+    names, run = OPERANDS[op], registry().op(op).reference
+
+    def norm(*given: Any) -> Any:
+        return run(**dict(zip(names, given, strict=True)), **PARAMS)
+
+    def total(x: Any, addend: Any, *given: Any) -> Any:
+        return x + addend, norm(x + addend, *given)
+
+    def forward(*given: Any) -> Any:
+        return total(*given[:-2])
+
+    def gradients(x: Any, addend: Any, *given: Any) -> Any:
+        """Those of a norm of x: the addend is not read."""
+        *given, cotangent, passing = given
+        dx, *rest = jax.vjp(norm, x, *given)[1](cotangent)
+        return dx + passing, *rest
+
+    def both(*given: Any) -> Any:
+        (h, out), back = jax.vjp(total, *given[:-2])
+        dx, _, *rest = back((given[-1], given[-2]))
+        return h, out, dx, *rest
+
+    return {"sum": forward, "sum gradients": gradients, "sum both": both}
+
+
+def our_sums(
+    op: str, forward: Any, backward: Any, apart: bool = False
+) -> dict[str, Callable[..., Any]]:
+    """Returns the same by the kernel and its configs; `apart`, XLA adds."""
+    names, its = OPERANDS[op][1:], registry().kernel(op, "hopper")
+
+    def run(x: Any, addend: Any, *given: Any) -> Any:
+        named = dict(zip(names, given, strict=False))
+        if apart:
+            x = x + addend
+            return x, its.forward(x=x, **named, **PARAMS, config=forward)
+        return its.forward(x=x, addend=addend, **named, **PARAMS, config=forward)
+
+    def gradients(x: Any, addend: Any, *given: Any) -> Any:
+        del addend
+        named = dict(zip(names, given, strict=False))
+        more = {} if apart else {"addend": given[-1]}
+        made = its.backward(
+            x=x, **named, **PARAMS, out=None, residuals=(), cotangent=given[-2],
+            config=backward, **more,
+        )  # fmt: skip
+        dx = made["x"] + given[-1] if apart else made["x"]
+        return dx, *(made[n] for n in names)
+
+    def both(x: Any, addend: Any, *given: Any) -> Any:
+        h, out = run(x, addend, *given)
+        return h, out, *gradients(h, addend, *given)
+
+    return {"sum": run, "sum gradients": gradients, "sum both": both}
+
+
+def sum_candidates(
+    op: str, m: int, d: int, most: int
+) -> dict[tuple[str, str], Callable[..., Any]]:
+    """Returns functions of `sum_operands` by (pass, name)."""
+    x, _, *given, _, _ = jax.eval_shape(lambda: sum_operands(op, m, d, 0))
+    named = dict(zip(OPERANDS[op][1:], given, strict=True))
+    programs = hopper.processors(device.attached())
+    forward, backward = (
+        norm_rows_teams.proposed(
+            norm_rows_teams.norm_of(op == "layer_norm", x, None, 0.0, named, True),
+            is_backward,
+            programs,
+        )[:most]
+        for is_backward in (False, True)
+    )
+    xla = plain_sums(op)
+    made = {(name, "xla"): run for name, run in xla.items()}
+    for config in forward:
+        made["sum", _text(config)] = our_sums(op, config, None)["sum"]
+    for config in backward:
+        run = our_sums(op, None, config)["sum gradients"]
+        made["sum gradients", _text(config)] = run
+    for name, run in our_sums(op, None, None, apart=True).items():
+        made[name, "apart"] = run
+    made["sum both", "hopper"] = our_sums(op, None, None)["sum both"]
+    for name, run in xla.items():
+        fast = rewriter.optimize(run, implementation={op: "hopper"}, require=op)
+        made[name, "rewritten"] = fast
+    return made
+
+
+def exact_sums(op: str, given: Sequence[jax.Array]) -> dict[str, Any]:
+    """Returns the results of all passes in float64, on the device."""
+    with jax.enable_x64(True):
+        wide = [x.astype(jnp.float64) for x in given]
+        return {name: jax.jit(run)(*wide) for name, run in plain_sums(op).items()}
+
+
+# ------------------------------------------------------------------------ measuring
 def _text(config: Any) -> str:
     return ", ".join(f"{n} {v}" for n, v in settings(config) or ())
 
@@ -144,22 +261,45 @@ def error_of(made: Any, wanted: Any) -> float:
         return float(jnp.max(jnp.stack(found)))
 
 
-def measured(name: str, most: int) -> list[dict[str, Any]]:
+PASSES = {
+    ("forward", "gradients", "both"): (operands, exact, candidates),
+    ("sum", "sum gradients", "sum both"): (sum_operands, exact_sums, sum_candidates),
+}
+"""Inputs, exact results and programs, by passes."""
+
+
+def measured(name: str, most: int, passes: Sequence[str]) -> list[dict[str, Any]]:
     """Returns a row for each pass and candidate of a case, the fastest first."""
+    rows = []
+    for group, its in PASSES.items():
+        if wanted := [p for p in group if p in passes]:
+            rows += _measured(name, most, wanted, *its)
+    return rows
+
+
+def _measured(
+    name: str,
+    most: int,
+    passes: Sequence[str],
+    inputs: Any,
+    exactly: Any,
+    programs_of: Any,
+) -> list[dict[str, Any]]:
     op, m, d = CASES[name]
-    sets = [operands(op, m, d, seed) for seed in range(SETS)]
-    wanted = exact(op, sets[0])
-    runs = candidates(op, m, d, most)
+    sets = [inputs(op, m, d, seed) for seed in range(SETS)]
+    wanted = exactly(op, sets[0])
+    every = programs_of(op, m, d, most)
+    runs = {key: run for key, run in every.items() if key[0] in passes}
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda run: compiled(run, sets[0]), runs.values()))
     rows, programs = [], []
-    for (passes, by), program in zip(runs, made, strict=True):
-        row: dict[str, Any] = {"case": name, "pass": passes, "by": by}
+    for (which, by), program in zip(runs, made, strict=True):
+        row: dict[str, Any] = {"case": name, "pass": which, "by": by}
         rows.append(row)
         if isinstance(program, str):
             row["failed"] = program
             continue
-        error = error_of(program(*sets[0]), wanted[passes])
+        error = error_of(program(*sets[0]), wanted[which])
         row["error"] = float(f"{error:.2e}")
         if not error <= MOST_ERROR:
             row["failed"] = "wrong"
@@ -181,15 +321,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", type=int, default=1)
     parser.add_argument("--cases", default=";".join(CASES))
+    parser.add_argument("--passes", default=";".join(MOVED))
     parser.add_argument("--json", type=pathlib.Path)
     given = parser.parse_args()
     rows = []
     for name in given.cases.split(";"):
-        found = measured(name, given.configs)
+        found = measured(name, given.configs, given.passes.split(";"))
         rows += found
         print(*map(json.dumps, found), sep="\n", flush=True)
         if given.json:  # what is there, should time run out
             command = f"python3 -m tests.bench.hopper_norms --configs {given.configs}"
+            if given.passes != ";".join(MOVED):
+                command += f' --passes "{given.passes}"'
             record.write(given.json, command, sets=SETS, turns=TURNS, rows=rows)
 
 
