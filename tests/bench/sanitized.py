@@ -31,10 +31,12 @@ def queries(t: int, s: int, n: int, k: int, h: int, e: int = 0) -> dict[str, Any
 
 
 def cases() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """Op, kernel, operands and parameters."""
+    """Op, kernel, operands, perhaps with an addend, and parameters."""
     x, scale = drawn(37, 1024), drawn(1024)
     yield "rms_norm", "hopper", {"x": x, "scale": scale}, {}
-    yield "layer_norm", "hopper", {"x": x, "scale": scale, "bias": scale}, {}
+    layer = {"x": x, "scale": scale, "bias": scale}
+    yield "layer_norm", "hopper", layer, {}
+    yield "layer_norm", "hopper", {**layer, "addend": x}, {}
     rows, matrices = drawn(200, 128), drawn(4, 128, 192)
     groups = {"group_sizes": SIZES}
     yield "ragged_dot", "hopper", {"lhs": rows, "rhs": matrices, **groups}, {}
@@ -77,6 +79,8 @@ def program(op: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]
         if kernel.backward is None:
             return kernel.forward(**operands, **more)
         out, kept = kernel.forward(**operands, **more, residuals=True)
+        if "addend" in operands:  # which the gradient of x is added to, too
+            _, out = out
         whole = out if kernel.saves_out else None
         grads = kernel.backward(
             **operands, **more, out=whole, residuals=kept, cotangent=jnp.ones_like(out)
