@@ -203,7 +203,7 @@ def check(fast: Any, slow: Any, *args: Any) -> None:
     got, same = fast(*args), slow(*args)
     with jax.enable_x64(True):
         wide = [np.asarray(a, np.float64) for a in args]
-        true = slow(*wide)
+        true = jax.tree.map(np.asarray, slow(*wide))
     for g, s, t in zip(*map(jax.tree.leaves, (got, same, true)), strict=True):
         assert g.shape == t.shape
         error, own = (np.abs(np.asarray(x, np.float64) - t).max() for x in (g, s))
@@ -470,7 +470,7 @@ def test_kernels_that_do_not_add_are_left_alone() -> None:
 
 # -------------------------------------------------------------------- at random
 def drawn(seed: int) -> Callable[..., jax.Array]:
-    """A program of sums, norms, casts and other functions of values before."""
+    """A program of sums, norms and other functions of values before."""
     draw = np.random.default_rng(seed)
     steps = [
         (draw.choice(["norm", "norm", "add", "add", "sin", "mul", "row", "product"]),
@@ -480,18 +480,22 @@ def drawn(seed: int) -> Callable[..., jax.Array]:
     returned = draw.integers(0, len(steps) + 2, 2)
     called = draw.integers(0, 3)
 
+    def made(what: str, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+        functions = {
+            "norm": lambda: rms(a, scale),
+            "add": lambda: a + b,
+            "sin": lambda: jnp.sin(a),
+            "mul": lambda: a * b / 2,
+            "row": lambda: a + b[:, :1],
+            "product": lambda: a @ jnp.outer(scale, scale) / 8,
+        }
+        return functions[what]()
+
     def f(x: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
         values = [x, r]
         for what, i, j in steps:
             a, b = values[i], values[-1 - j % 2]
-            values.append({
-                "norm": lambda a=a, b=b: rms(a, scale + b[0, 0] * (i == j)),
-                "add": lambda a=a, b=b: a + b,
-                "sin": lambda a=a: jnp.sin(a),
-                "mul": lambda a=a, b=b: a * b / 2,
-                "row": lambda a=a, b=b: a + b[:, :1],
-                "product": lambda a=a: a @ jnp.outer(scale, scale) / 8,
-            }[what]())  # fmt: skip
+            values.append(made(what, a, b, b[0, 0] * (i == j) + scale))
         return values[-1] + sum(jnp.cos(values[k]) for k in returned)
 
     if called == 1:
@@ -504,7 +508,7 @@ def drawn(seed: int) -> Callable[..., jax.Array]:
     return f
 
 
-@pytest.mark.parametrize("seed", slow.first(24, range(200)))
+@pytest.mark.parametrize("seed", slow.first(10, range(200)))
 def test_random_programs(
     seed: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
