@@ -539,6 +539,12 @@ def handing_parts(
     return eqn.replace(invars=list(invars), outvars=outs, params=params)
 
 
+def with_parts(eqn: Any, body: Any, into: Sequence[Any], out_of: Sequence[Any]) -> Any:
+    """A shard_map with another body, and specs of what that reads and gives."""
+    specs = {"in_specs": tuple(into), "out_specs": tuple(out_of)}
+    return eqn.replace(params={**eqn.params, "jaxpr": body, **specs})
+
+
 # ------------------------------------------------------------------ timing
 class NothingSeen(RuntimeError):
     """A profiler saw nothing of a program."""

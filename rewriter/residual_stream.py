@@ -37,6 +37,19 @@ tangent_p = Primitive(site.tangent_p.name)
 backward_p = Primitive(site.backward_p.name)
 
 
+def may_add(eqn: Any) -> bool:
+    """Whether an equation is a site, or its backward, whose kernel adds if it may."""
+    if eqn.primitive not in (site.site_p, site.backward_p) or eqn.params["batch"]:
+        return False
+    name = eqn.params["use"].adds_to
+    return bool(name) and name in eqn.params.get("wrt", (name,))
+
+
+def place_of_operand(eqn: Any) -> int:
+    """Which operand of a site its kernel adds to."""
+    return _added(eqn.params["use"])
+
+
 # --------------------------------------------------------- of what each is composed
 def _composed_site(*, use: Use, residuals: bool) -> Callable[..., Sequence[Any]]:
     at, n = _added(use), len(use.names)

@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 import rewriter
-from rewriter import absorb, errors, residual_stream, site
+from rewriter import absorb, errors, residual_stream, site, sums
 from rewriter.kernel import PLATFORMS, Kernel, takes_all
-from rewriter.kernels.rms_norm import xla
 from rewriter.registry import registry
 from rewriter.uses import Use
 from tests import slow
 from tests.rewriter import transforms
-
-B, T, D, LAYERS = 2, 3, 8, 3
-X, R = (jax.random.normal(jax.random.key(k), (B, T, D)) for k in (0, 1))
-SCALE = 1 + jax.random.normal(jax.random.key(2), (D,)) / 8
-FORCED = {"rms_norm": "adding"}
-
-
-# ------------------------------------------------------------------ a kernel that adds
-@dataclass
-class Calls:
-    """How often the kernel was given an addend, where it was traced."""
-
-    forward: int = 0
-    backward: int = 0
-    kernel: Kernel = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.kernel = Kernel(
-            "adding", "rms_norm", PLATFORMS, 1, takes_all, self.normalize,
-            self.differentiate, saves_out=False, adds_to="x",
-        )  # fmt: skip
-
-    def normalize(
-        self, *, x: Any, addend: Any = None, residuals: bool = False, **given: Any
-    ) -> Any:
-        if addend is None:
-            return xla.forward(x=x, residuals=residuals, **given)
-        self.forward += 1
-        out, saved = xla.forward(x=x + addend, residuals=True, **given)
-        both = x + addend, out
-        return (both, saved) if residuals else both
-
-    def differentiate(self, *, addend: Any = None, **given: Any) -> Any:
-        grads = xla.backward(**given)
-        if addend is not None:
-            self.backward += 1
-            grads["x"] = grads["x"] + addend
-        return grads
+from tests.rewriter.streams import (
+    FORCED,
+    LAYERS,
+    PROGRAMS,
+    SCALE,
+    SCALES,
+    Calls,
+    R,
+    X,
+    check,
+    loss,
+    rms,
+    sites,
+    stacked,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -84,14 +58,14 @@ def plain(x: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("name", transforms.EACH)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sums", [True, False])
-def test_every_transform(name: str, dtype: str, sums: bool, calls: Calls) -> None:
+@pytest.mark.parametrize("added", [True, False])
+def test_every_transform(name: str, dtype: str, added: bool, calls: Calls) -> None:
     if dtype == "bfloat16" and name not in transforms.LOW_PRECISION:
         pytest.skip("not among the transforms that are run in bfloat16")
     use = use_of(calls.kernel)
 
     def of_site(x: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
-        given = (x, scale, r) if sums else (x + r, scale)
+        given = (x, scale, r) if added else (x + r, scale)
         out, h = residual_stream.site_p.bind(*given, use=use, residuals=False)
         return jnp.sin(h) + out * h
 
@@ -145,78 +119,13 @@ def test_wrong_kernels_are_told(part: str, calls: Calls) -> None:
 
 
 # -------------------------------------------------------------------------- programs
-def rms(x: jax.Array, scale: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    root = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
-    return (wide * root * scale).astype(x.dtype)
-
-
-def layer(h: jax.Array, scale: jax.Array) -> jax.Array:
-    """Half a layer, with what a product is made of behind another function."""
-    return h + jnp.sin(rms(h, scale))
-
-
-def stacked(h: jax.Array, scales: jax.Array) -> jax.Array:
-    for scale in scales:
-        h = layer(h, scale)
-    return h
-
-
-def scanned(h: jax.Array, scales: jax.Array) -> jax.Array:
-    two = lambda h, scale: (layer(layer(h, scale), 1 + scale), None)
-    return jax.lax.scan(two, h, scales)[0]
-
-
-def recomputed(h: jax.Array, scales: jax.Array) -> jax.Array:
-    two = jax.checkpoint(lambda h, scale: layer(layer(h, scale), 1 + scale))
-    for scale in scales:
-        h = two(h, scale)
-    return h
-
-
-PROGRAMS: dict[str, tuple[Callable[..., jax.Array], int, int, int]] = {
-    "unrolled": (stacked, LAYERS, LAYERS - 1, LAYERS),
-    "scanned": (scanned, 2, 1, 2),
-    "recomputed": (recomputed, 2 * LAYERS, 2 * LAYERS - 1, 2 * LAYERS),
-}
-"""With how many norms, sums in front of one and cotangents that come back along it."""
-SCALES = 1 + jax.random.normal(jax.random.key(3), (LAYERS, D)) / 8
-
-
-def sites(jaxpr: Any, primitive: Any, addend: bool | None = None) -> int:
-    """How many equations there are; only those with an addend, or without."""
-    found = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is primitive:
-            use = eqn.params["use"]
-            found += addend in (None, len(eqn.invars) > len(use.names))
-        found += sum(sites(b, primitive, addend) for b in jaxprs_in_params(eqn.params))
-    return found
-
-
-def loss(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    return lambda *args: (f(*args).astype(jnp.float32) ** 2).mean()
-
-
-def check(fast: Any, slow: Any, *args: Any) -> None:
-    """Compares with float64: twice the program's own error is allowed, and a bit."""
-    got, same = fast(*args), slow(*args)
-    with jax.enable_x64(True):
-        wide = [np.asarray(a, np.float64) for a in args]
-        true = jax.tree.map(np.asarray, slow(*wide))
-    for g, s, t in zip(*map(jax.tree.leaves, (got, same, true)), strict=True):
-        assert g.shape == t.shape
-        error, own = (np.abs(np.asarray(x, np.float64) - t).max() for x in (g, s))
-        assert error <= 1e-4 * np.abs(t).max() + 2 * own
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_forward(program: str, calls: Calls) -> None:
-    f, norms, sums, _ = PROGRAMS[program]
+    f, norms, in_front, _ = PROGRAMS[program]
     fast = rewriter.optimize(f, implementation=FORCED, strict=True)
     jaxpr = fast.jaxpr(X, SCALES)
     if program != "recomputed":  # bodies of calls are not looked out of
-        assert sites(jaxpr, residual_stream.site_p, True) == sums
+        assert sites(jaxpr, residual_stream.site_p, True) == in_front
     assert sites(jaxpr, residual_stream.site_p) == norms
     check(fast, f, X, SCALES)
     assert calls.forward > 0
@@ -380,7 +289,7 @@ def test_sums_in_other_dtypes_are_left(calls: Calls) -> None:
 def test_sums_of_products_where_they_are_wanted(
     f: Callable[..., Any], calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(absorb, "OF_PRODUCTS", True)
+    monkeypatch.setattr(sums, "OF_PRODUCTS", True)
     fast = rewriter.optimize(f, implementation=FORCED, strict=True)
     assert sites(fast.jaxpr(X, R, SCALE), residual_stream.site_p, True) == 1
     check(fast, f, X, R, SCALE)
@@ -512,7 +421,7 @@ def drawn(seed: int) -> Callable[..., jax.Array]:
 def test_random_programs(
     seed: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(absorb, "OF_PRODUCTS", seed % 2 == 0)
+    monkeypatch.setattr(sums, "OF_PRODUCTS", seed % 2 == 0)
     f = drawn(seed)
     step = jax.grad(loss(f), (0, 1, 2))
     fast, fast_step = (

@@ -1,0 +1,116 @@
+"""The equations of one body, who makes and who reads what, and changes to them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rewriter import _jax
+
+
+class Equations:
+    """The equations of a body by their position; what it returns is read behind all.
+
+    Args:
+        jaxpr: The body.
+
+    Attributes:
+        eqns: The equations; None in the place of one that others stand for.
+        outs: What the body returns.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.eqns: list[Any] = list(jaxpr.eqns)
+        self.outs: list[Any] = list(getattr(jaxpr, "jaxpr", jaxpr).outvars)
+        self._made: dict[Any, int] = {}
+        self._read: dict[Any, list[int]] = {}
+        self._handed: dict[int, tuple[Any, Any]] = {}
+        for i, eqn in enumerate(self.eqns):
+            self._made.update(dict.fromkeys(eqn.outvars, i))
+            self._reads(i, eqn.invars)
+        self._reads(self.end, self.outs)
+
+    @property
+    def end(self) -> int:
+        """The position at which the body's results are read."""
+        return len(self.eqns)
+
+    def made(self, atom: Any) -> int:
+        """Returns where a value is made; -1 if it is given."""
+        return -1 if _jax.is_literal(atom) else self._made.get(atom, -1)
+
+    def maker(self, atom: Any) -> Any:
+        """Returns the equation that makes a value; None if it is given."""
+        where = self.made(atom)
+        return self.eqns[where] if where >= 0 else None
+
+    def readers(self, value: Any) -> Sequence[int]:
+        """Returns where a value is read, in order, once for each time."""
+        return self._read.get(value, ())
+
+    def replace(self, positions: Iterable[int], place: int, new: Any) -> None:
+        """Puts an equation in the place of one of some that it stands for."""
+        for k in positions:
+            for atom in self.eqns[k].invars:
+                if not _jax.is_literal(atom):
+                    self._read[atom].remove(k)
+            self.eqns[k] = None
+        self.eqns[place] = new
+        self._made.update(dict.fromkeys(new.outvars, place))
+        self._reads(place, new.invars)
+
+    def hand_on(self, position: int, old: Any, new: Any) -> None:
+        """Lets what is behind an equation read its new result instead of a value."""
+        self._handed[position] = old, new
+
+    def finished(self) -> tuple[list[Any], list[Any]]:
+        """Returns the new equations, and what the body returns."""
+        env: dict[Any, Any] = {}
+        made = []
+        for i, eqn in enumerate(self.eqns):
+            if eqn is not None:
+                made.append(_jax.reading(eqn, env) if env else eqn)
+            if i in self._handed:
+                old, new = self._handed[i]
+                env[old] = new
+        if not env:
+            return made, self.outs
+        return made, [a if _jax.is_literal(a) else env.get(a, a) for a in self.outs]
+
+    def _reads(self, position: int, atoms: Sequence[Any]) -> None:
+        for atom in atoms:
+            if not _jax.is_literal(atom):
+                bisect.insort(self._read.setdefault(atom, []), position)
+
+
+def followed(
+    body: Equations,
+    value: Any,
+    wanted: Callable[[Any], bool],
+    passed: Callable[..., bool],
+) -> tuple[list[int], Any]:
+    """Follows a value to the one equation that reads it, through others.
+
+    Args:
+        body: The equations.
+        value: The value.
+        wanted: Which equation ends the search.
+        passed: Which ones it goes through.
+
+    Returns:
+        The positions of those equations, the last one of which is wanted, and what that
+        one reads. Without positions something else reads the value.
+    """
+    through: list[int] = []
+    while True:
+        readers = body.readers(value)
+        if len(readers) != 1 or readers[0] == body.end:
+            return [], value
+        through.append(readers[0])
+        reader = body.eqns[readers[0]]
+        if wanted(reader):
+            return through, value
+        if not passed(reader):
+            return [], value
+        value = reader.outvars[0]
