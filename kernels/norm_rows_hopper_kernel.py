@@ -445,13 +445,15 @@ class _Team:
                 up = self.up(slot, row, chunk)
                 g = up if scale is None else up * scale
                 g = g - before[row][1] if before else g
+                down = (g - n * along[row]) * roots[row]
+                if not self.norm.addend:
+                    self.write(0, self.row(turn) + row, chunk, down)
                 for name, term in (("scale", up * n), ("bias", up)):
                     if name in sums:
                         sums[name][chunk] = sums[name][chunk] + term
-                down = (g - n * along[row]) * roots[row]
-                if self.norm.addend:
+                if self.norm.addend:  # behind the sums: before, registers are spilled
                     down = down + self.streamed("addend", slot, row, chunk)
-                self.write(0, self.row(turn) + row, chunk, down)
+                    self.write(0, self.row(turn) + row, chunk, down)
         if "epsilon" in self.refs:
             for y, r in zip(along, roots, strict=True):
                 epsilon = epsilon + y * r * r * (-0.5 * self.norm.d)

@@ -17,6 +17,7 @@ to sites that each device computes a part of in `rewriter.sums_of_parts`.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -26,45 +27,55 @@ from rewriter.equations import Equations
 from rewriter.sums_of_parts import pulled_in
 
 
-def absorbed(program: ClosedJaxpr) -> ClosedJaxpr:
+def absorbed(program: ClosedJaxpr, ops: Set[str]) -> ClosedJaxpr:
     """Returns a program with the additions made in its sites; itself if there are none.
 
     Args:
         program: A rewritten program.
+        ops: The ops whose sites may add.
     """
-    return _absorbed(program, {})
+    return _Bodies(ops).absorbed(program) if ops else program
 
 
-def _absorbed(body: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    """A jaxpr, closed or not; equal bodies stay one object."""
-    if id(body) not in known:
-        new = _with_sums(_with_bodies(pulled_in(body), known))
-        known[id(body)] = body, new
-    return known[id(body)][1]
+class _Bodies:
+    """Bodies, closed or not; equal ones stay one object.
+
+    Args:
+        ops: The ops whose sites may add.
+    """
+
+    def __init__(self, ops: Set[str]):
+        self.ops = ops
+        self.known: dict[int, tuple[Any, Any]] = {}
+
+    def absorbed(self, body: Any) -> Any:
+        """The body with the additions made in its sites, and in those of its bodies."""
+        if id(body) not in self.known:
+            inner = self._with_bodies(pulled_in(body, self.ops))
+            self.known[id(body)] = body, _with_sums(inner, self.ops)
+        return self.known[id(body)][1]
+
+    def _with_bodies(self, body: Any) -> Any:
+        eqns = [self._with_its_bodies(e) for e in body.eqns]
+        if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+            return body
+        return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+
+    def _with_its_bodies(self, eqn: Any) -> Any:
+        changed = {}
+        for name, value in eqn.params.items():
+            many = isinstance(value, tuple)
+            bodies = value if many else (value,)
+            if bodies and all(isinstance(b, ClosedJaxpr | Jaxpr) for b in bodies):
+                new = tuple(map(self.absorbed, bodies))
+                if any(a is not b for a, b in zip(new, bodies, strict=True)):
+                    changed[name] = new if many else new[0]
+        return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
 
 
-def _with_bodies(body: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    eqns = [_with_its_bodies(e, known) for e in body.eqns]
-    if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
-        return body
-    return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
-
-
-def _with_its_bodies(eqn: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    changed = {}
-    for name, value in eqn.params.items():
-        many = isinstance(value, tuple)
-        bodies = value if many else (value,)
-        if bodies and all(isinstance(b, ClosedJaxpr | Jaxpr) for b in bodies):
-            new = tuple(_absorbed(b, known) for b in bodies)
-            if any(a is not b for a, b in zip(new, bodies, strict=True)):
-                changed[name] = new if many else new[0]
-    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
-
-
-def _with_sums(jaxpr: Any) -> Any:
+def _with_sums(jaxpr: Any, ops: Set[str]) -> Any:
     """A body of which the sites have the additions beside them."""
-    sites = [i for i, e in enumerate(jaxpr.eqns) if residual_stream.may_add(e)]
+    sites = [i for i, e in enumerate(jaxpr.eqns) if residual_stream.may_add(e, ops)]
     if not sites:
         return jaxpr
     body = Equations(jaxpr)

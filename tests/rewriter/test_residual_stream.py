@@ -374,7 +374,22 @@ def test_kernels_that_do_not_add_are_left_alone() -> None:
         assert sites(jaxpr, residual_stream.site_p) == 0
         assert sites(jaxpr, residual_stream.backward_p) == 0
         program = fast.jaxpr(X, SCALES)
-        assert absorb.absorbed(program) is program
+        assert absorb.absorbed(program, {"rms_norm"}) is program
+
+
+def test_nothing_is_absorbed_where_no_kernel_is_forced() -> None:
+    given = (
+        jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16),
+        jax.ShapeDtypeStruct((LAYERS, 1024), jnp.bfloat16),
+    )
+    step = jax.grad(loss(stacked))
+    for forced, count in (({}, 0), ({"rms_norm": "hopper"}, 1)):
+        fast = rewriter.optimize(
+            step, target="h200", tune="off", implementation=forced, strict=True
+        )
+        jaxpr = fast.jaxpr(*given)
+        assert bool(sites(jaxpr, residual_stream.backward_p)) == bool(count)
+        assert sites(jaxpr, site.backward_p) or count
 
 
 # -------------------------------------------------------------------- at random
