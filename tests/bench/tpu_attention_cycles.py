@@ -11,7 +11,8 @@ reads a list of blocks is not simulated. Ours is, therefore, with all blocks of 
 tokens, seen by all queries or (in "part") each compared with positions. A causal run of
 8192 tokens takes 28 steps of the first and 8 of the second kind. JAX's flash attention
 calculates its blocks, and is simulated as it is. Its splash attention reads lists too:
-only bundles are known.
+only bundles are known, and compared with those of ours. Each runs its code once for a
+block that some query sees; splash's has the mask in all of them.
 """
 
 from __future__ import annotations
@@ -47,11 +48,15 @@ WANTED: tuple[tuple[str, str, str], ...] = (
         )
     ),
     *(
-        ("bundles", "v5e", name)
+        ("bundles", generation, name)
+        for generation in ("v5e", "v5p")
         for name in (
             "ours 1024 1024 1024 512",
+            "ours part 1024 1024 1024 512",
             "ours backward 1024 1024 512 512",
+            "ours backward part 1024 1024 512 512",
             "splash 1024 1024 512",
+            "splash 1024 1024 1024",
             "splash 1024 2048 512",
             "splash 2048 1024 512",
             "splash backward 1024 1024 512",
@@ -60,6 +65,16 @@ WANTED: tuple[tuple[str, str, str], ...] = (
 )
 """What is said, by generation and name: sizes of blocks of queries and keys, then of
 the parts that are computed at a time."""
+
+
+def steps(rows: int, keys: int) -> int:
+    """Returns how many blocks of causal scores of all tokens some query sees.
+
+    Example:
+        >>> steps(1024, 1024), steps(1024, 2048)
+        (36, 20)
+    """
+    return sum(-(-last // keys) for last in range(rows, TOKENS + 1, rows))
 
 
 def program(name: str, generation: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
