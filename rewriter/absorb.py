@@ -62,6 +62,8 @@ class _Bodies:
         return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 
     def _with_its_bodies(self, eqn: Any) -> Any:
+        if not _jax.call_kind(eqn):
+            return eqn
         changed = {}
         for name, value in eqn.params.items():
             many = isinstance(value, tuple)

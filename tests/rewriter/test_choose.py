@@ -414,6 +414,8 @@ def test_estimates_agree_with_what_was_measured_on_an_h200() -> None:
     for op in SHAPES:
         kernels = {k.name: k for k in registry().kernels(op) if k.estimate is not None}
         for key, measured in shipped(op).entries:
+            if key.device != on_it.kind:
+                continue
             spec = Spec(op, key.shapes, key.dtypes, key.params)
             few = op == "ragged_dot" and (
                 spec.shape("lhs")[0] < 8 * spec.shape("group_sizes")[0]

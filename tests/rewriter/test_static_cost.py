@@ -20,12 +20,15 @@ from rewriter.kernel import Spec, spec_of
 from rewriter.key import key_of
 from rewriter.measurement import BUNDLES, SIMULATED, Measurement
 from rewriter.programs import Task
+from rewriter.sources import shipped
 from rewriter.tuned import Tuned
 from tests.kernels.tpu import needs_compiler
 from tests.rewriter import on_tpu
 
 X = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
 W = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+TARGETS = ("tpu_v5e",)
+"""Generations that estimates are shipped for."""
 BLOCK = {rows: settings(on_tpu.Block(rows)) for rows in (8, 128, 512, 2048)}
 
 
@@ -157,3 +160,49 @@ def test_a_device_that_is_neither_here_nor_compiled_for() -> None:
     with pytest.raises(ConfigError, match="end_to_end=True for 'TPU v5 lite'"):
         rewriter.tune(jnp.sin, end_to_end=True, target="tpu_v5e")(jnp.ones(3))
     assert named("TPU v5e").kind == "TPU v5 lite"
+
+
+# ----------------------------------------------------------------------- shipped
+def grouped(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of several query heads to a key head."""
+    b, t, n, h = q.shape
+    q = q.reshape(b, t, k.shape[2], -1, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k).astype(jnp.float32) * h**-0.5
+    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
+    weights = jax.nn.softmax(scores).astype(q.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+
+
+def gradients(*args: jax.Array) -> tuple[jax.Array, ...]:
+    loss = lambda *args: grouped(*args).astype(jnp.float32).sum()
+    return jax.grad(loss, (0, 1, 2))(*args)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_shipped_estimates_choose_the_blocks(target: str) -> None:
+    """Those of the fewest instruction bundles; elsewhere, those of the rule."""
+    array = lambda t, n: jax.ShapeDtypeStruct((1, t, n, 128), jnp.bfloat16)
+    given = array(4096, 16), array(4096, 4), array(4096, 4)
+    (site,) = rewriter.explain(gradients, target=target)(*given).sites
+    assert (site.kernel, site.origin, site.backward) == (
+        "mosaic_tpu",
+        "simulated",
+        True,
+    )
+    counted = [
+        measured
+        for key, measured in shipped("attention").entries
+        if (key.device, key.passes) == (named(target).kind, "forward_and_vjp")
+        and dict(key.shapes)["k"] == given[1].shape
+    ]
+    ((first, *others),) = [sorted(ms, key=lambda m: m.median_us) for ms in counted]
+    assert others
+    assert first.method == BUNDLES
+    text = str(first.implementation.text)
+    assert site.config.partition("; ")[0] in text
+    assert site.config.partition("; ")[2] in text
+    (site,) = rewriter.explain(gradients, target=target, tune="off")(*given).sites
+    assert site.origin == "heuristic"
+    short = array(1024, 4), array(1024, 1), array(1024, 1)
+    (site,) = rewriter.explain(gradients, target=target)(*short).sites
+    assert site.origin == "heuristic"
