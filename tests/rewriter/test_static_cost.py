@@ -27,8 +27,8 @@ from tests.rewriter import on_tpu
 
 X = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
 W = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-TARGETS = ("tpu_v5e",)
-"""Generations that estimates are shipped for."""
+TARGETS = ("tpu_v4", "tpu_v5e", "tpu_v5p", "tpu_7x")
+"""Generations that estimates of these gradients are shipped for."""
 BLOCK = {rows: settings(on_tpu.Block(rows)) for rows in (8, 128, 512, 2048)}
 
 
