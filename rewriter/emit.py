@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -118,6 +119,11 @@ class Emitter:
             x = jnp.broadcast_to(x, shape)
             return x.sum(tuple(range(len(order), x.ndim)))
         polys = [self.alg.thaw(x) for x in d[1:] if isinstance(x, tuple)]
+        exponents = self.alg.exponents(polys[0]) if kind == "log" else None
+        if exponents:  # no exponential of a large number is made
+            return functools.reduce(
+                jnp.logaddexp, [self._sum(x, order) for x in exponents]
+            )
         args = [self._sum(p, order) for p in polys]
         if kind in ("pow", "val"):
             return args[0]

@@ -32,15 +32,13 @@ def may_be_infinite(ev: Evaluator, p: Poly) -> bool:
 
 
 def log_may_be_infinite(alg: Algebra, atom: int) -> bool:
-    """Whether an atom is a logarithm, but for one such as log(1 + exp(x)).
+    """Whether an atom is a logarithm, but for those of exponentials, as log(1 + exp(x)).
 
-    What that is of is a positive number and what else is positive.
+    They are computed without the exponentials.
     """
     if alg.kind(atom) != "log":
         return False
-    inside = alg.thaw(alg.defs[atom][1])
-    constant, _ = alg.split_constant(inside)
-    return not (constant > 0 and alg.positive(inside))
+    return alg.exponents(alg.thaw(alg.defs[atom][1])) is None
 
 
 def _is_maximum(ev: Evaluator, atom: int) -> bool:

@@ -78,6 +78,18 @@ class Functions:
             return self.add(outer, self.log(rest_p))
         return self.of_atom(self.atom("log", self.freeze(p)))
 
+    def exponents(self, p: Poly) -> list[Poly] | None:
+        """The x of which a form is the sum of exp(x), if it is one; else None."""
+        out = []
+        for (flag, mono), c in p.items():
+            if flag != TRUE or c <= 0 or any(self.kind(a) != "exp" for a, _ in mono):
+                return None
+            x = self.const(math.log(c))
+            for a, e in mono:
+                x = self.add(x, {(TRUE, self.defs[a][1]): float(e)})
+            out.append(x)
+        return out
+
     # --------------------------------------------------------------- max, odd functions
     def by_cases(self, p: Poly, f: Callable[[Poly], Poly]) -> Poly | None:
         """f(p) taken apart where p has masked terms; None if it has none."""

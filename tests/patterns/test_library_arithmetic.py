@@ -529,6 +529,24 @@ def test_found_and_the_same_numbers(name: str) -> None:
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
 
 
+@pytest.mark.parametrize("weight", [-200.0, 90.0, 200.0])
+def test_a_softplus_of_large_numbers_stays_finite(weight: float) -> None:
+    """The logarithm of a sum of exponentials, of which float32 holds none past 88."""
+    fn, (q, k, v, of_q, of_k, drawn), _ = CASES["distances_of_points"]
+    scale = 1e-3  # so that scores with such weights still tell keys apart
+    args = [q, k, v, scale * of_q, of_k * scale, drawn.at[1:3].set(weight)]
+    loss = lambda f: lambda *a: (f(*a) ** 2).sum()
+    fast = rewriter.optimize(fn, implementation={"attention": "reference"})
+    assert fast.report(*args).counts()["attention"] == 1
+    np.testing.assert_allclose(fast(*args), fn(*args), atol=2e-6)
+    every = tuple(range(len(args)))
+    step = jax.grad(loss(fn), every)
+    rewritten = rewriter.optimize(step, implementation={"attention": "reference"})
+    for got in (jax.grad(loss(fast), every), rewritten):
+        for a, b in zip(got(*args), step(*args), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max()))
+
+
 def test_fast_lets_rows_without_keys_change() -> None:
     """Two finite masks: no hard mask weighs the keys of a row that sees none."""
 
