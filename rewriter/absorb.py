@@ -17,7 +17,6 @@ to sites that each device computes a part of in `rewriter.sums_of_parts`.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -27,32 +26,26 @@ from rewriter.equations import Equations
 from rewriter.sums_of_parts import pulled_in
 
 
-def absorbed(program: ClosedJaxpr, ops: Set[str]) -> ClosedJaxpr:
+def absorbed(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program with the additions made in its sites; itself if there are none.
 
     Args:
         program: A rewritten program.
-        ops: The ops whose sites may add.
     """
-    return _Bodies(ops).absorbed(program) if ops else program
+    return _Bodies().absorbed(program)
 
 
 class _Bodies:
-    """Bodies, closed or not; equal ones stay one object.
+    """Bodies, closed or not; equal ones stay one object."""
 
-    Args:
-        ops: The ops whose sites may add.
-    """
-
-    def __init__(self, ops: Set[str]):
-        self.ops = ops
+    def __init__(self) -> None:
         self.known: dict[int, tuple[Any, Any]] = {}
 
     def absorbed(self, body: Any) -> Any:
         """The body with the additions made in its sites, and in those of its bodies."""
         if id(body) not in self.known:
-            inner = self._with_bodies(pulled_in(body, self.ops))
-            self.known[id(body)] = body, _with_sums(inner, self.ops)
+            inner = self._with_bodies(pulled_in(body))
+            self.known[id(body)] = body, _with_sums(inner)
         return self.known[id(body)][1]
 
     def _with_bodies(self, body: Any) -> Any:
@@ -75,9 +68,9 @@ class _Bodies:
         return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
 
 
-def _with_sums(jaxpr: Any, ops: Set[str]) -> Any:
+def _with_sums(jaxpr: Any) -> Any:
     """A body of which the sites have the additions beside them."""
-    sites = [i for i, e in enumerate(jaxpr.eqns) if residual_stream.may_add(e, ops)]
+    sites = [i for i, e in enumerate(jaxpr.eqns) if residual_stream.may_add(e)]
     if not sites:
         return jaxpr
     body = Equations(jaxpr)

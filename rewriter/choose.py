@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rewriter import choose_sum
 from rewriter.config import Config
 from rewriter.decision import Decision, decide
 from rewriter.device import Device, deterministic_xla
@@ -74,6 +75,7 @@ def choose(
     differentiated: int = 0,
     where: str = "",
     spelling: Callable[[], str] = str,
+    sum_of: str = "",
 ) -> Choice:
     """Returns what computes a site: forced, measured, estimated, or by its rule.
 
@@ -87,6 +89,8 @@ def choose(
             all layers together; 0 if it is not.
         where: The user's line, for errors.
         spelling: Gives the digest of the user's own equations, to find XLA's time.
+        sum_of: The operand that is a sum which a kernel that `adds_to` it makes; others
+            read it from memory once more than that.
 
     Raises:
         UnknownKernel: If a forced kernel does not exist.
@@ -98,12 +102,20 @@ def choose(
     if config.numerics == "strict":
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
-    measured = _measured(spec, config, kernels, device, differentiated > 0, spelling)
-    if measured is not None:
-        return measured
     given = (spec, config, kernels, device)
-    choice = _estimated(*given, differentiated) or _by_thumb(*given, differentiated)
-    return _configured(choice, *given, differentiated > 0)
+    longer = choose_sum.reading_us(spec, kernels, device, sum_of) if sum_of else {}
+    measured = _measured(*given, differentiated > 0, spelling, longer)
+    if measured is None:
+        estimated = _estimated(*given, differentiated, longer)
+        choice = estimated or _by_thumb(*given, differentiated)
+        measured = _configured(choice, *given, differentiated > 0)
+    return _with_reading_said(measured, longer)
+
+
+def _with_reading_said(choice: Choice, longer: Mapping[str, float]) -> Choice:
+    if not longer or choice.implementation.forward in longer:
+        return choice
+    return replace(choice, not_chosen=choose_sum.said(choice.not_chosen, longer))
 
 
 def left_out(
@@ -169,6 +181,7 @@ def _estimated(
     kernels: Sequence[Kernel],
     device: Device,
     differentiated: int,
+    longer: Mapping[str, float],
 ) -> Choice | None:
     """The fastest by the kernels' models of a known device; None if there are none.
 
@@ -190,7 +203,10 @@ def _estimated(
                 return Choice(made, "heuristic", tuple(refused))
         if verdict.ok and kernel.estimate is not None:
             found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
-            times[kernel.name], xla = found[kernel.name], found[XLA]
+            times[kernel.name], xla = (
+                found[name] + 1e-6 * longer.get(name, 0.0)
+                for name in (kernel.name, XLA)
+            )
         elif not verdict.ok:
             refused.append((kernel.name, _reasons(verdict)))
     limits = {k.name: _margin(k, device.platform) * xla for k in here}
@@ -335,6 +351,7 @@ def _measured(
     device: Device,
     differentiated: bool,
     spelling: Callable[[], str],
+    longer: Mapping[str, float],
 ) -> Choice | None:
     """The winner of what was measured, else simulated; None if nothing still holds."""
     passes = BOTH if differentiated else FORWARD
@@ -343,7 +360,7 @@ def _measured(
         found, origin = look(passes, ESTIMATES if simulated else ())
         if any(spellings(found)):
             found = of_spelling(found, spelling())
-        decision = decide(found)
+        decision = decide([choose_sum.with_reading(m, longer) for m in found])
         alone = all(m.implementation.forward == XLA for m in found)
         if decision is None or (simulated and alone):
             continue
@@ -362,7 +379,9 @@ def _measured(
             for k in others
         ]
         here = [k for k in others if usable(k, spec, device, config).ok]
-        faster = _far_faster(spec, here, device, passes, decision.best.median_us)
+        faster = _far_faster(
+            spec, here, device, passes, decision.best.median_us, longer
+        )
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
             lost = (decision.best.implementation.name, "its time, measured, is longer")
@@ -378,13 +397,14 @@ def _far_faster(
     device: Device,
     passes: str,
     best_us: float | None,
+    longer: Mapping[str, float],
 ) -> Kernel | None:
     """The kernel of those not measured whose model says that it is far faster."""
     margin = MARGIN.get(device.platform)
     if margin is None or best_us is None or not (device.flops and device.bandwidth):
         return None
     times = {
-        k: 1e6 * k.estimate(spec, device, passes)[k.name]
+        k: 1e6 * k.estimate(spec, device, passes)[k.name] + longer.get(k.name, 0.0)
         for k in kernels if k.estimate is not None
     }  # fmt: skip
     best = min(times, key=times.__getitem__, default=None)

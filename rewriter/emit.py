@@ -119,21 +119,23 @@ class Emitter:
             x = jnp.broadcast_to(x, shape)
             return x.sum(tuple(range(len(order), x.ndim)))
         polys = [self.alg.thaw(x) for x in d[1:] if isinstance(x, tuple)]
-        exponents = self.alg.exponents(polys[0]) if kind == "log" else None
-        if exponents:  # no exponential of a large number is made
-            return functools.reduce(
-                jnp.logaddexp, [self._sum(x, order) for x in exponents]
-            )
+        if kind == "log":
+            return self._log(polys[0], order)
         args = [self._sum(p, order) for p in polys]
         if kind in ("pow", "val"):
             return args[0]
-        if kind == "log":
-            return jnp.log(args[0])
         if kind == "relu":
             return jnp.maximum(args[0], 0)
         if kind == "fn" and d[1] in _FUNCTIONS:
             return _FUNCTIONS[d[1]](*args)
         raise OverBudget(f"no code for {kind}")
+
+    def _log(self, p: Poly, order: list[int]) -> jax.Array:
+        exponents = self.alg.exponents(p)
+        if exponents is None:
+            return jnp.log(self._sum(p, order))
+        # No exponential of a large number is made.
+        return functools.reduce(jnp.logaddexp, [self._sum(x, order) for x in exponents])
 
     def _leaf(self, atom: int, order: list[int]) -> jax.Array:
         _, name, args = self.alg.defs[atom]

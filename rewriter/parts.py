@@ -94,7 +94,7 @@ def parted(
         autotune.measure_missing(tasks, config.tune)
     taken: dict[int, Match] = {}
     for m in found:
-        choice = chosen(graph, m, config, target, {}, 0, spread.get(id(m)))
+        choice = chosen(graph, m, config, target, {}, 0, spread.get(id(m)), "")
         log.debug("%s at %s: %s", m.op.name, m.where, choice.kernel)
         if choice.kernel not in (XLA, *BY_PARTS):
             taken[m.value] = m

@@ -153,8 +153,7 @@ def _whole(
     if folded is not None:
         program = _unfolded(folded, program, origins, plan.labels)
         clock("unfold")
-    # The kernels' additions were not run on a GPU yet: for those who force a kernel.
-    program = absorbed(program, {name for name, *_ in config.implementation})
+    program = absorbed(program)
     clock("absorb")
     return Rewritten(
         program,

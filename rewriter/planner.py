@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rewriter import autotune, device
+from rewriter import autotune, device, sums
 from rewriter.as_written import NotTaken, as_written, spelling_of
 from rewriter.backward_place import home_of, lies_at, residuals_place
 from rewriter.choose import AS_WRITTEN, Choice, choose, left_out
@@ -197,7 +197,12 @@ def _choices(
             kept[m.spec] += m.node.scope.repeats * times[id(m)]
     by_reading: dict[Any, Choice] = {}
     keys = [
-        (id(m.reading), kept[m.spec] * (id(m) in backward), located.get(id(m)))
+        (
+            id(m.reading),
+            kept[m.spec] * (id(m) in backward),
+            located.get(id(m)),
+            _sum_of(graph, m),
+        )
         for m in matches
     ]
     for key, match in zip(keys, matches, strict=True):
@@ -228,6 +233,7 @@ def chosen(
     backward: Mapping[int, Backward],
     kept: int,
     shards: Shards | str | None,
+    sum_of: str,
 ) -> Choice:
     """Returns a kernel for a match; for what one device has of it, if it is spread.
 
@@ -239,6 +245,8 @@ def chosen(
         backward: By the id of a match, its gradients.
         kept: How often what is saved for its gradients is kept; 0 without them.
         shards: How it is spread over devices, or why it is left to XLA.
+        sum_of: The operand that is a sum which some kernel makes itself; ``""`` if
+            there is none.
     """
     kernels = match.pattern.kernels
     if isinstance(shards, str):
@@ -250,10 +258,21 @@ def chosen(
     spelling = functools.partial(spelling_of, graph, match, backward.get(id(match)))
     choice = choose(
         spec_on_device(match, shards), config, kernels, target, kept, match.where,
-        str if shards else spelling,
+        str if shards else spelling, sum_of,
     )  # fmt: skip
     others = [x for x in choice.not_chosen if not ring or x[0] != RING]
     return dataclasses.replace(choice, not_chosen=(*others, *ring))
+
+
+def _sum_of(graph: Graph, match: Match) -> str:
+    """The operand that is a sum which a kernel could make; ``""`` if there is none."""
+    for name in {k.adds_to for k in match.pattern.kernels} - {""}:
+        shape = match.spec.shape(name)
+        for _, value in match.leaves:
+            like = graph.shape(value) == shape
+            if like and sums.lies_in_front(graph, value, match.inner):
+                return name
+    return ""
 
 
 def _ring(

@@ -18,7 +18,7 @@ kernel does not add.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,12 +37,11 @@ tangent_p = Primitive(site.tangent_p.name)
 backward_p = Primitive(site.backward_p.name)
 
 
-def may_add(eqn: Any, ops: Set[str]) -> bool:
-    """Whether an equation is a site of some ops, or its backward, whose kernel adds."""
+def may_add(eqn: Any) -> bool:
+    """Whether an equation is a site, or its backward, whose kernel adds."""
     if eqn.primitive not in (site.site_p, site.backward_p) or eqn.params["batch"]:
         return False
-    use = eqn.params["use"]
-    name = use.adds_to if use.op.name in ops else ""
+    name = eqn.params["use"].adds_to
     return bool(name) and name in eqn.params.get("wrt", (name,))
 
 

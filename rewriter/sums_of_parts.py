@@ -10,24 +10,22 @@ addition is beside the site, in the same body, where `rewriter.absorb` finds it.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 from rewriter import _jax, residual_stream, site, sums
 from rewriter.equations import Equations
 
 
-def pulled_in(jaxpr: Any, ops: Set[str]) -> Any:
+def pulled_in(jaxpr: Any) -> Any:
     """Returns a body, closed or not, with such additions where their sites are.
 
     Args:
         jaxpr: The body; it is returned itself if there are none.
-        ops: The ops whose sites may add.
     """
     found = [
         (i, e) for i, e in enumerate(jaxpr.eqns) if _jax.call_kind(e) == "shard_map"
     ]
-    inside = [(i, e, _site_in(e, ops)) for i, e in found]
+    inside = [(i, e, _site_in(e)) for i, e in found]
     those = [(i, e, its) for i, e, its in inside if its is not None]
     if not those:
         return jaxpr
@@ -40,14 +38,14 @@ def pulled_in(jaxpr: Any, ops: Set[str]) -> Any:
     return _jax.with_equations(jaxpr, *body.finished())
 
 
-def _site_in(eqn: Any, ops: Set[str]) -> Any:
+def _site_in(eqn: Any) -> Any:
     """The only site in a shard_map, if its kernel adds; else None."""
     sites = [
         e
         for e in _jax.call_body(eqn).eqns
         if e.primitive in (site.site_p, site.backward_p)
     ]
-    if len(sites) == 1 and residual_stream.may_add(sites[0], ops):
+    if len(sites) == 1 and residual_stream.may_add(sites[0]):
         return sites[0]
     return None
 

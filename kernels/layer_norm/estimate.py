@@ -4,9 +4,8 @@ Both are fused by XLA and were as fast on an H200 (``tests/bench/results/
 tuned_h200.json``): 0.7 to 0.9 of the bandwidth forward. With gradients XLA took from
 0.8 to 1.2 of the kernel's time, in no order by shape, so that they count as equal.
 
-In a residual stream both add beside the norm in the same pass, XLA by fusing, the
-kernel for Hopper GPUs since it `adds_to` x. It is not asked for here: that is as many
-more arrays for one as for the other, and what is chosen for the norm alone holds.
+What an addition in front is worth to the kernel for Hopper GPUs, which `adds_to` x, is
+not in it; see `rewriter.choose_sum`.
 """
 
 from __future__ import annotations

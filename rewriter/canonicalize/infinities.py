@@ -32,7 +32,7 @@ def may_be_infinite(ev: Evaluator, p: Poly) -> bool:
 
 
 def log_may_be_infinite(alg: Algebra, atom: int) -> bool:
-    """Whether an atom is a logarithm, but for those of exponentials, as log(1 + exp(x)).
+    """Whether an atom is a logarithm, other than of exponentials as log(1 + exp(x)).
 
     They are computed without the exponentials.
     """

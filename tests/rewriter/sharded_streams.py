@@ -11,17 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import rewriter
 from rewriter import residual_stream, site
-from tests.rewriter.streams import (
-    FORCED,
-    PROGRAMS,
-    SCALES,
-    Calls,
-    check,
-    loss,
-    rms,
-    sites,
-    stacked,
-)  # fmt: skip
+from tests.rewriter import streams
+from tests.rewriter.streams import FORCED, SCALES, check, loss, sites
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 X = jax.random.normal(jax.random.key(0), (8, 6, 8))
@@ -35,7 +26,7 @@ def placed(x: Any, spec: P) -> Any:
 
 def both_ways(name: str, split: P) -> None:
     """A program, its gradients, and those of it rewritten."""
-    f, norms, in_front, back = PROGRAMS[name]
+    f, norms, in_front, back = streams.PROGRAMS[name]
     args = placed(X, split), placed(SCALES, P())
     fast = rewriter.optimize(f, implementation=FORCED, strict=True)
     if name != "recomputed":
@@ -53,7 +44,9 @@ def both_ways(name: str, split: P) -> None:
 def compiled_without_gathering() -> None:
     """Rows stay on their devices: nothing but the scales' cotangents is moved."""
     args = placed(X, P("data")), placed(SCALES, P())
-    step = rewriter.optimize(jax.grad(loss(stacked), (0, 1)), implementation=FORCED)
+    step = rewriter.optimize(
+        jax.grad(loss(streams.stacked), (0, 1)), implementation=FORCED
+    )
     text = step.lower(*args).compile().as_text()
     for moving in ("all-gather", "all-to-all", "collective-permute"):
         assert moving not in text, moving
@@ -64,7 +57,7 @@ def split_otherwise() -> None:
 
     def f(x: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
         h = x + r
-        return jnp.sin(h), rms(h, scale)
+        return jnp.sin(h), streams.rms(h, scale)
 
     args = placed(X, P("data")), placed(X[::-1], P(None, "model")), SCALES[0]
     fast = rewriter.optimize(f, implementation=FORCED, strict=True)
@@ -76,7 +69,7 @@ def split_otherwise() -> None:
 def explicitly_split() -> None:
     """Where types say how arrays are split, additions stay where they are."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    step = jax.grad(loss(stacked), (0, 1))
+    step = jax.grad(loss(streams.stacked), (0, 1))
     with jax.sharding.set_mesh(mesh):
         args = jax.device_put(X, P("data")), jax.device_put(SCALES, P())
         fast = rewriter.optimize(step, implementation=FORCED)
@@ -84,8 +77,8 @@ def explicitly_split() -> None:
 
 
 if __name__ == "__main__":
-    Calls().add()
-    for one in PROGRAMS:
+    streams.Calls().add()
+    for one in streams.PROGRAMS:
         for how in ROWS.values():
             both_ways(one, how)
     compiled_without_gathering()

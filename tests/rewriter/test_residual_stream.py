@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter import absorb, errors, residual_stream, site, sums
+from rewriter import absorb, errors, residual_stream, site
 from rewriter.kernel import PLATFORMS, Kernel, takes_all
 from rewriter.registry import registry
 from rewriter.uses import Use
@@ -285,16 +285,6 @@ def test_sums_in_other_dtypes_are_left(calls: Calls) -> None:
     assert sites(jaxpr, residual_stream.site_p, True) == 0
 
 
-@pytest.mark.parametrize("f", [of_product, of_biased_product])
-def test_sums_of_products_where_they_are_wanted(
-    f: Callable[..., Any], calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sums, "OF_PRODUCTS", True)
-    fast = rewriter.optimize(f, implementation=FORCED, strict=True)
-    assert sites(fast.jaxpr(X, R, SCALE), residual_stream.site_p, True) == 1
-    check(fast, f, X, R, SCALE)
-
-
 def twice(h: jax.Array, r: jax.Array, scale: jax.Array) -> jax.Array:
     h = h + r
     return jnp.sin(rms(h, scale)) + rms(h, 2 + scale) * h
@@ -374,22 +364,27 @@ def test_kernels_that_do_not_add_are_left_alone() -> None:
         assert sites(jaxpr, residual_stream.site_p) == 0
         assert sites(jaxpr, residual_stream.backward_p) == 0
         program = fast.jaxpr(X, SCALES)
-        assert absorb.absorbed(program, {"rms_norm"}) is program
+        assert absorb.absorbed(program) is program
 
 
-def test_nothing_is_absorbed_where_no_kernel_is_forced() -> None:
+@pytest.mark.parametrize("target", ["h200", "tpu_v5p"])
+def test_chosen_kernels_add(target: str) -> None:
+    """By what was measured on an H200, for which there is a kernel that adds."""
     given = (
-        jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16),
-        jax.ShapeDtypeStruct((LAYERS, 1024), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((LAYERS, 4096), jnp.bfloat16),
     )
+    adds = target == "h200"
+    fast = rewriter.optimize(stacked, target=target, strict=True)
+    found = sites(fast.jaxpr(*given), residual_stream.site_p, True)
+    assert found == adds * (LAYERS - 1)
+    for chosen in fast.report(*given).sites:
+        in_a_stream = "the sum that is its operand" in str(chosen)
+        assert in_a_stream == adds * (chosen.kernel == "hopper")
     step = jax.grad(loss(stacked))
-    for forced, count in (({}, 0), ({"rms_norm": "hopper"}, 1)):
-        fast = rewriter.optimize(
-            step, target="h200", tune="off", implementation=forced, strict=True
-        )
-        jaxpr = fast.jaxpr(*given)
-        assert bool(sites(jaxpr, residual_stream.backward_p)) == bool(count)
-        assert sites(jaxpr, site.backward_p) or count
+    fast = rewriter.optimize(step, target=target, strict=True)
+    found = sites(fast.jaxpr(*given), residual_stream.backward_p)
+    assert found == adds * LAYERS
 
 
 # -------------------------------------------------------------------- at random
@@ -433,10 +428,7 @@ def drawn(seed: int) -> Callable[..., jax.Array]:
 
 
 @pytest.mark.parametrize("seed", slow.first(10, range(200)))
-def test_random_programs(
-    seed: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sums, "OF_PRODUCTS", seed % 2 == 0)
+def test_random_programs(seed: int, calls: Calls) -> None:
     f = drawn(seed)
     step = jax.grad(loss(f), (0, 1, 2))
     fast, fast_step = (
