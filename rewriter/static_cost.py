@@ -88,8 +88,9 @@ def estimated(
 ) -> list[Measurement]:
     """Returns the estimated times of candidates, or why one has none.
 
-    XLA's candidate is the op as programs usually write it. It takes minutes, and is
-    left out where no kernel could be simulated, as bundles say nothing against it.
+    XLA's candidate is the op as programs usually write it. It takes minutes, is
+    tried as soon as a kernel could be simulated, so that none is chosen unopposed, and
+    is left out where none could, as bundles say nothing against it.
 
     Args:
         task: The task, without the user's own equations.
@@ -102,11 +103,9 @@ def estimated(
     written = [i for i in wanted if i.forward == XLA]
     kernels = [i for i in wanted if i.forward != XLA]
     firsts = list({i.name: i for i in reversed(kernels)}.values())
-    for some in (firsts, [i for i in kernels if i not in firsts], written):
-        hopeless = {i.name: m for i, m in found.items() if m.problem == LOOPS}
-        if some is written and kernels and not any(map(_is_simulated, found.values())):
-            found |= {i: _without(task, i, ALONE) for i in written}
-            break
+
+    def estimate(some: Sequence[Implementation]) -> None:
+        hopeless = {i.name for i, m in found.items() if m.problem == LOOPS}
         jobs = [
             lambda i=i: _estimated(task, on, i) for i in some if i.name not in hopeless
         ]
@@ -115,7 +114,13 @@ def estimated(
             m = LOOPS if i.name in hopeless else next(made)
             found[i] = _without(task, i, m) if isinstance(m, str) else m
             say(len(found), len(wanted))
-    return [found[i] for i in wanted]
+
+    estimate(firsts)
+    for some in ([i for i in kernels if i not in firsts], []):
+        if not kernels or any(map(_is_simulated, found.values())):
+            estimate([i for i in written if i not in found])
+        estimate(some)
+    return [found.get(i) or _without(task, i, ALONE) for i in wanted]
 
 
 def _is_simulated(m: Measurement) -> bool:

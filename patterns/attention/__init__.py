@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from rewriter.canonicalize import TRANSPARENT
+from rewriter.canonicalize import TRANSPARENT, adds_zero
 from rewriter.finder import Finder
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
@@ -141,11 +141,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
 
 def _goes_on(find: Finder, node: Node) -> bool:
     """Whether what an equation gives may be a later form of the same result."""
-    if node.prim in ("add", "sub"):
-        return find.number(node.ins[-1]) == 0 or (
-            node.prim == "add" and find.number(node.ins[0]) == 0
-        )
-    return node.prim in AFTER
+    return node.prim in AFTER or adds_zero(node, find.number)
 
 
 def read(

@@ -29,6 +29,7 @@ from rewriter.canonicalize.primitives import (
     STRUCTURAL,
     TRANSPARENT,
     NeedSplit,
+    adds_zero,
     is_local,
 )
 
@@ -37,7 +38,7 @@ RULES = (arithmetic, contraction, gather, one_row, predicates)
 
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
-    "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "is_local", "is_lossless",
-    "kind_of", "log_may_be_infinite", "pieces", "ragged_axes", "sigmoid", "tanh",
-    "values_named",
+    "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "adds_zero", "is_local",
+    "is_lossless", "kind_of", "log_may_be_infinite", "pieces", "ragged_axes", "sigmoid",
+    "tanh", "values_named",
 ]  # fmt: skip

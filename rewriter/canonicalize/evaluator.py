@@ -27,6 +27,7 @@ from rewriter.canonicalize.primitives import (
     STRUCTURAL,
     TRANSPARENT,
     NeedSplit,
+    adds_zero,
     is_local,
 )
 from rewriter.graph import Graph, Node
@@ -228,9 +229,9 @@ class Evaluator(Layout, LoopForms):
             return True
         if kind_of(self.g.dtype(node.outs[0])) != "f":
             return False
-        numbers = [self.number(i) for i in node.ins]
         if node.prim in ("add", "sub"):
-            return numbers[1] == 0 or (node.prim == "add" and numbers[0] == 0)
+            return adds_zero(node, self.number)
+        numbers = [self.number(i) for i in node.ins]
         return numbers[1] is not None or (node.prim == "mul" and numbers[0] is not None)
 
     def number(self, value: int, depth: int = 8) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from rewriter.graph import Node
 from rewriter.normal_form import (
@@ -43,6 +44,19 @@ def is_local(node: Node) -> bool:
     if node.prim == "dot_general":
         return not node.params["dimension_numbers"][0][0]
     return node.prim in LOCAL
+
+
+def adds_zero(node: Node, number: Callable[[int], float | None]) -> bool:
+    """Whether an equation adds or subtracts zero.
+
+    Args:
+        node: The equation.
+        number: Gives the number that a value is at every position, if it is one.
+    """
+    if node.prim not in ("add", "sub"):
+        return False
+    first, second = node.ins
+    return number(second) == 0 or (node.prim == "add" and number(first) == 0)
 
 
 STRUCTURAL = frozenset({"ragged_dot_general", "ragged_dot"})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,7 @@ X = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
 W = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 TARGETS = ("tpu_v4", "tpu_v5e", "tpu_v5p", "tpu_7x")
 """Generations that estimates of these gradients are shipped for."""
-BLOCK = {rows: settings(on_tpu.Block(rows)) for rows in (8, 128, 512, 2048)}
+BLOCK = {rows: settings(on_tpu.Block(rows)) for rows in (8, 16, 32, 128, 512, 2048)}
 
 
 def timed(
@@ -122,6 +124,42 @@ def test_bundles_rank_what_the_simulator_does_not_take(
     compiled["calls"] = []
     (found,) = static_cost.estimated(*args)
     assert found.problem.startswith("no estimate")  # the program itself compiled
+
+
+@pytest.mark.parametrize(
+    ("simulated", "order"),
+    [
+        ({8, 16}, ["8", "xla", "16", "32"]),  # as soon as there is what it opposes
+        ({16}, ["8", "16", "32", "xla"]),
+        ((), ["8", "16", "32"]),
+    ],
+)
+def test_no_kernel_is_estimated_unopposed(
+    simulated: Collection[int], order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, 512), (512, 512)))
+    spec = spec_of(on_tpu.gated.op, {"x": x, "w": w}, {})
+    task = Task(on_tpu.gated.op, spec, tuple(on_tpu.gated.kernels), "forward")
+    done: list[str] = []
+
+    def estimate(task: Task, on: Any, made: Implementation) -> Measurement:
+        rows = dict(made.config)["rows"] if made.config else 0
+        done.append(str(rows or "xla"))
+        method = SIMULATED if rows in simulated else BUNDLES
+        return Measurement(made, "", "", 1.0, method=method)
+
+    monkeypatch.setattr(static_cost, "_estimated", estimate)
+    monkeypatch.setattr(
+        static_cost, "side_by_side", lambda jobs, *_: [job() for job in jobs]
+    )
+    wanted = [Implementation()] + [
+        Implementation("in_blocks", config=BLOCK[rows]) for rows in (8, 16, 32)
+    ]
+    until, say = time.monotonic() + 60, lambda done, of: None
+    found = static_cost.estimated(task, named("tpu_v5e"), wanted, until, say)
+    assert done == order
+    assert [m.implementation for m in found] == wanted
+    assert found[0].problem == ("" if simulated else static_cost.ALONE)
 
 
 def test_simulated_times_choose_where_nothing_was_measured() -> None:
