@@ -11,21 +11,20 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
     "errors", "verdict", "atomic", "_jax", "promotion", "config", "activations", "cost",
-    "op",
-    "along", "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry",
+    "op", "along", "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry",
     "profile", "timing", "conditions", "trace", "repeats", "fold", "graph",
     "normal_form", "canonicalize", "template", "formula", "emit", "region", "rows",
     "reading", "stacked", "finder", "sieve", "reference", "check", "match", "declared",
-    "bindings", "pattern", "implementation", "key", "measurement", "decision",
-    "stored", "whole", "tuned", "cache", "sources", "choose_sum", "choose",
-    "choose_ring", "special_form", "plan", "gradients", "backward_place", "as_written", "leaves",
-    "remains", "oracle", "uses", "kernel_call", "levels", "implement", "site", "residual_stream",
-    "equations", "sums", "sums_of_parts", "absorb", "threads", "programs",
-    "inputs", "candidate", "race", "isolate", "static_cost", "autotune", "propagation",
-    "shards", "ring", "splice", "replace", "locate", "unfold", "placing", "planner",
-    "parts", "pipeline", "placement", "deferred", "collectives", "draw", "report",
-    "analysis", "optimize", "tune", "verify", "roofline", "bench", "bench_table",
-    "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
+    "bindings", "pattern", "implementation", "key", "measurement", "decision", "stored",
+    "whole", "tuned", "cache", "sources", "choose_sum", "choose", "choose_ring",
+    "special_form", "plan", "gradients", "backward_place", "as_written", "leaves",
+    "remains", "oracle", "uses", "kernel_call", "levels", "implement", "site",
+    "residual_stream", "equations", "sums", "sums_of_parts", "absorb", "threads",
+    "programs", "inputs", "candidate", "race", "isolate", "static_cost", "autotune",
+    "propagation", "shards", "ring", "splice", "replace", "locate", "unfold", "placing",
+    "planner", "parts", "pipeline", "placement", "deferred", "collectives", "draw",
+    "report", "analysis", "optimize", "tune", "verify", "roofline", "bench",
+    "bench_table", "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {
