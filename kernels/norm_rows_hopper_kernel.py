@@ -255,7 +255,7 @@ class _Team:
     def fetch(self, turn: Any, wanted: Any) -> None:
         """Fills a step's place in the ring: one warpgroup of a team does."""
 
-        @pl.when((self.part == 0) & wanted)
+        @mosaic.when((self.part == 0) & wanted)
         def _() -> None:
             slot = self.slot(jnp.int32(turn))
             rows = pl.ds(self.row(jnp.int32(turn)), self.rows)
@@ -277,7 +277,7 @@ class _Team:
             return
         ready = self.shared["kept"].at[0]
 
-        @pl.when(self.warpgroup == 0)
+        @mosaic.when(self.warpgroup == 0)
         def _() -> None:
             for name in ("scale", "bias"):
                 if f"kept_{name}" in self.shared:
@@ -462,7 +462,7 @@ class _Team:
     def write_epsilon(self, total: Array) -> None:
         """Writes a team's part of epsilon's cotangent, in every column."""
 
-        @pl.when(self.part == 0)
+        @mosaic.when(self.part == 0)
         def _() -> None:
             every = mosaic_rows.zeros(LANES) + total
             mosaic_rows.store(self.out[-1].at[self.number], every)
@@ -489,7 +489,7 @@ class _Team:
         for team in range(self.config.teams if sums else 0):
             if last:
                 mosaic_rows.wait_for_block()
-            pl.when(self.team == team)(lambda team=team: add(team))
+            mosaic.when(self.team == team)(lambda team=team: add(team))
 
 
 def _copy(source: Any, target: Any, ready: Any) -> None:

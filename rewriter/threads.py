@@ -16,13 +16,14 @@ LATE = "was not compiled within the time for one site"
 HUNG = "hangs in compilation"
 
 AT_ONCE = 4
-"""Jobs at once, at most: eight Pallas kernels for Hopper GPUs that were begun together
-ended one after the other, two seconds apart (an H200's host of 32 cores), and what is
-begun cannot be left out for want of time."""
+"""Jobs at once, at most."""
 
 
 def side_by_side(
-    jobs: Sequence[Callable[[], Any]], start_by: float, end_by: float
+    jobs: Sequence[Callable[[], Any]],
+    start_by: float,
+    end_by: float,
+    at_once: int = AT_ONCE,
 ) -> list[Any]:
     """Runs jobs in threads with this thread's settings; returns results in order.
 
@@ -33,6 +34,7 @@ def side_by_side(
         jobs: Functions without arguments, the most wanted first.
         start_by: The `time.monotonic` after which no job but the first begins.
         end_by: The `time.monotonic` after which none is waited for.
+        at_once: Jobs at once, at most.
     """
     results: dict[int, Any] = {}
     waiting, lock = collections.deque(range(len(jobs))), threading.Lock()
@@ -52,7 +54,7 @@ def side_by_side(
             except BaseException as problem:
                 results[i] = f"does not compile: {first_line(problem)}"
 
-    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), AT_ONCE)
+    count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), at_once)
     threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
     for thread in threads:
         thread.start()

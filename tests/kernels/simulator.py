@@ -544,7 +544,6 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
     )
     of_kernels = _Instead(
         pl,
-        when=lambda condition: lambda body: body() if condition else None,
         run_scoped=_scoped,
         multiple_of=lambda x, _: x,
     )
@@ -554,6 +553,7 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
             for name, new in (*changed.items(), ("pl", of_kernels)):
                 patch.setattr(module, name, new, raising=False)
         patch.setattr(shims, "kernel", _kernel)
+        patch.setattr(shims, "when", lambda yes: lambda body: body() if yes else None)
         yield patch
 
 

@@ -188,7 +188,7 @@ class Divided(OfKeys):
         """Computes this warpgroup's half of every tile."""
         for w, kind in enumerate((_Weights, _Changes)):
             run = kind(self.p, self.given, self.memory).run_half
-            pl.when(self.warpgroup == w)(run)
+            pallas.when(self.warpgroup == w)(run)
 
     def run_half(self) -> None:
         """Does what `Kernel.compute` does."""
@@ -340,7 +340,7 @@ class Fused(OfKeys):
         plgpu.commit_smem()
         plgpu.barrier_arrive(x["changes_ready"].at[place])
 
-        @pl.when(place == mine)
+        @pallas.when(place == mine)
         def _() -> None:
             self.add(tile, j, self.head(tile, step), place)
 

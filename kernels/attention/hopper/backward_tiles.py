@@ -157,12 +157,12 @@ class Kernel(abc.ABC):
         most, least = REGISTERS[self.p.warpgroups]
         computes = self.warpgroup < self.p.warpgroups
 
-        @pl.when(computes)
+        @pallas.when(computes)
         def _() -> None:
             plgpu.set_max_registers(most, action="increase")
             self.compute()
 
-        @pl.when(jnp.logical_not(computes))
+        @pallas.when(jnp.logical_not(computes))
         def _() -> None:
             plgpu.set_max_registers(least, action="decrease")
             self.copy()

@@ -272,12 +272,12 @@ class _Block:
         most, least = REGISTERS[self.p.config.warpgroups]
         computes = self.warpgroup < self.p.config.warpgroups
 
-        @pl.when(computes)
+        @pallas.when(computes)
         def _() -> None:
             plgpu.set_max_registers(most, action="increase")
             self.compute()
 
-        @pl.when(jnp.logical_not(computes))
+        @pallas.when(jnp.logical_not(computes))
         def _() -> None:
             plgpu.set_max_registers(least, action="decrease")
             self.copy()
@@ -344,10 +344,10 @@ class _Block:
                 plgpu.barrier_arrive(x[name].at[slot])
         if config.turns:
             last = self.warpgroup == config.warpgroups - 1
-            pl.when(last)(lambda: pallas.pass_turn(config.warpgroups))
+            pallas.when(last)(lambda: pallas.pass_turn(config.warpgroups))
         self.over_tiles(lambda tile, step: tile.compute(step), jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
         if config.turns:
-            pl.when(self.warpgroup == 0)(
+            pallas.when(self.warpgroup == 0)(
                 lambda: pallas.wait_for_turn(config.warpgroups)
             )

@@ -22,6 +22,7 @@ from rewriter.kernels.mosaic import WARPGROUP as WARPGROUP
 from rewriter.kernels.mosaic import barriers as barriers
 from rewriter.kernels.mosaic import kernel as kernel
 from rewriter.kernels.mosaic import loaded as loaded
+from rewriter.kernels.mosaic import when as when
 
 if TYPE_CHECKING:
     from jax import Array

@@ -140,13 +140,13 @@ class _Reader:
         most, least = REGISTERS.get(readers, (0, 0))
         computes = self.warpgroup < readers
 
-        @pl.when(computes)
+        @pallas.when(computes)
         def _() -> None:
             if most:
                 plgpu.set_max_registers(most, action="increase")
             self.compute()
 
-        @pl.when(jnp.logical_not(computes))
+        @pallas.when(jnp.logical_not(computes))
         def _() -> None:
             if least:
                 plgpu.set_max_registers(least, action="decrease")

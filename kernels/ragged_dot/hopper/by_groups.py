@@ -114,12 +114,12 @@ class _Block:
     def run(self) -> None:
         warpgroup = lax.axis_index(mosaic.WARPGROUP)
 
-        @pl.when(warpgroup < WARPGROUPS)
+        @mosaic.when(warpgroup < WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
             self.compute(warpgroup)
 
-        @pl.when(warpgroup == WARPGROUPS)
+        @mosaic.when(warpgroup == WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
             self.copy()
@@ -177,7 +177,7 @@ class _Block:
 
             lax.fori_loop(0, whole, part, None)
 
-            @pl.when(tile.rest > 0)
+            @mosaic.when(tile.rest > 0)
             def _() -> None:
                 slot = self.slot(step + whole)
                 plgpu.barrier_wait(self.shared["free"].at[slot])
@@ -231,7 +231,7 @@ class _Block:
 
         def one(tile: _Tile, step: Any) -> None:
             if config.apart:
-                pl.when(tile.owner == warpgroup)(lambda: mine(tile, step))
+                mosaic.when(tile.owner == warpgroup)(lambda: mine(tile, step))
             else:
                 mine(tile, step)
 
@@ -241,7 +241,7 @@ class _Block:
     def free_all(self, warpgroup: Any) -> None:
         """Says that all shared memory is free: each that shares a tile, once."""
 
-        @pl.when(warpgroup < self.config.sharing)
+        @mosaic.when(warpgroup < self.config.sharing)
         def _() -> None:
             for slot in range(self.config.stages):
                 plgpu.barrier_arrive(self.shared["free"].at[slot])
@@ -259,13 +259,13 @@ class _Block:
             rest = (i == tile.steps - 1) & (tile.rest > 0)
             for name, condition in (("last", rest), ("ready", jnp.logical_not(rest))):
                 ready = self.barrier(name, tile, slot)
-                pl.when(condition)(lambda x=ready: plgpu.barrier_wait(x))
+                mosaic.when(condition)(lambda x=ready: plgpu.barrier_wait(x))
             sums = mosaic.add_product_of_rows(
                 sums, left.at[slot, above], right.at[slot, before]
             )
             plgpu.wgmma_wait(int(config.behind))
             if config.behind:
-                pl.when(i > 0)(lambda: free(i - 1))
+                mosaic.when(i > 0)(lambda: free(i - 1))
             else:
                 free(i)
             return sums
@@ -274,5 +274,5 @@ class _Block:
         sums = lax.fori_loop(0, tile.steps, part, start)
         plgpu.wgmma_wait(0)
         if config.behind:
-            pl.when(tile.steps > 0)(lambda: free(tile.steps - 1))
+            mosaic.when(tile.steps > 0)(lambda: free(tile.steps - 1))
         return lax.optimization_barrier(sums)

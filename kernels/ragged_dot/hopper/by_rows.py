@@ -177,12 +177,12 @@ class _Block:
     def run(self) -> None:
         warpgroup = lax.axis_index(mosaic.WARPGROUP)
 
-        @pl.when(warpgroup < WARPGROUPS)
+        @mosaic.when(warpgroup < WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
             self.compute(warpgroup)
 
-        @pl.when(warpgroup == WARPGROUPS)
+        @mosaic.when(warpgroup == WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
             self.copy()
@@ -287,12 +287,12 @@ class _Block:
             # Tensor cores take 64 rows at once; those without any are left out.
             for height in range(64, config.rows + 1, 64):
                 last = (rows <= height) | (height == config.rows)
-                pl.when((rows > height - 64) & last)(lambda h=height: some(h))
-            pl.when(rows <= 0)(lambda: self.pass_by(tile, step))
+                mosaic.when((rows > height - 64) & last)(lambda h=height: some(h))
+            mosaic.when(rows <= 0)(lambda: self.pass_by(tile, step))
 
         def one(tile: _Tile, step: Any) -> None:
             if config.apart:
-                pl.when(tile.owner == warpgroup)(lambda: mine(tile, step))
+                mosaic.when(tile.owner == warpgroup)(lambda: mine(tile, step))
             else:
                 mine(tile, step)
 
@@ -302,7 +302,7 @@ class _Block:
     def free_all(self, warpgroup: Any) -> None:
         """Says that all shared memory is free: each that shares a tile, once."""
 
-        @pl.when(warpgroup < self.config.sharing)
+        @mosaic.when(warpgroup < self.config.sharing)
         def _() -> None:
             for slot in range(self.config.stages):
                 plgpu.barrier_arrive(self.shared["free"].at[slot])
@@ -338,7 +338,7 @@ class _Block:
                 sums = add(sums, left.at[slot, above, pl.ds(0, height)], right)
                 plgpu.wgmma_wait(int(config.behind))
                 if config.behind:
-                    pl.when(i > 0)(lambda: free(i - 1))
+                    mosaic.when(i > 0)(lambda: free(i - 1))
                 else:
                     free(i)
                 return sums
@@ -360,5 +360,5 @@ class _Block:
             plgpu.wgmma_wait(0)
             made = lax.optimization_barrier(made)
         if config.behind:
-            pl.when(tile.steps > 0)(lambda: free(tile.steps - 1))
+            mosaic.when(tile.steps > 0)(lambda: free(tile.steps - 1))
         return made

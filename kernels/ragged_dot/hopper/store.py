@@ -68,17 +68,17 @@ def store(
 def _copy(source: Any, target: Any, row: Any, rows: Any) -> None:
     """Copies the first rows: all, or one power of two after the other."""
 
-    @pl.when(rows >= ROWS)
+    @mosaic.when(rows >= ROWS)
     def _() -> None:
         plgpu.copy_smem_to_gmem(source, target.at[pl.ds(row, ROWS)], commit_group=False)
 
-    @pl.when((rows > 0) & (rows < ROWS))
+    @mosaic.when((rows > 0) & (rows < ROWS))
     def _() -> None:
         piece = ROWS // 2
         while piece:
             first = rows & ~(2 * piece - 1)
 
-            @pl.when((rows & piece) != 0)
+            @mosaic.when((rows & piece) != 0)
             def _(piece: int = piece, first: Any = first) -> None:
                 plgpu.copy_smem_to_gmem(
                     source.at[pl.ds(first, piece)],
