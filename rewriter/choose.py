@@ -364,6 +364,8 @@ def _measured(
         alone = all(m.implementation.forward == XLA for m in found)
         if decision is None or (simulated and alone):
             continue
+        if decision.best.method == BUNDLES:
+            continue  # they rank a kernel's configs, see `_configured`
         made = decision.best.implementation
         if not differentiated:
             gradient, _ = look(BOTH, ESTIMATES if simulated else ())

@@ -244,3 +244,22 @@ def test_shipped_estimates_choose_the_blocks(target: str) -> None:
     short = array(1024, 4), array(1024, 1), array(1024, 1)
     (site,) = rewriter.explain(gradients, target=target)(*short).sites
     assert site.origin == "heuristic"
+
+
+def test_shipped_bundles_say_nothing_against_the_program() -> None:
+    """A kernel is chosen by estimates of both, its blocks by the bundles."""
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    given = like(8192, 4096), like(8, 4096, 14336), sizes
+    back = jax.grad(
+        lambda *args: jax.lax.ragged_dot(*args).astype(jnp.float32).sum(), (0, 1)
+    )
+    for run, kernel in ((jax.lax.ragged_dot, "xla"), (back, "mosaic_tpu")):
+        (site,) = rewriter.explain(run, target="tpu_v6e")(*given).sites
+        assert site.kernel == kernel
+        if kernel != "xla":
+            assert site.origin == "simulated"
+            (ruled,) = rewriter.explain(run, target="tpu_v6e", tune="off")(*given).sites
+            assert ruled.origin != "simulated"
+            assert ruled.kernel == kernel
+            assert ruled.config != site.config
