@@ -41,7 +41,7 @@ TILES = {
 OURS: dict[str, tuple[tuple[int, ...], ...]] = {
     "forward": ((), (512, 2048, 512), (1024, 2048, 512)),
     "transposed": ((), (512, 2048, 512), (1024, 2048, 512)),
-    "contracting": ((), (256, 1024, 1024)),
+    "contracting": ((), (512, 1024, 1024), (256, 2048, 1024)),
 }
 """Our own, first those of the rule of thumb."""
 
