@@ -6,6 +6,7 @@ the shared memory and registers of a product of as many columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rewriter.kernels.activations_hopper import WITHOUT
@@ -42,7 +43,8 @@ def configs(rows: int) -> list[Tiles]:
     """Returns tiles worth measuring for groups of so many rows, the likeliest first."""
     made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), APART]
     if rows <= 512:
-        made += [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]
+        alike = [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]
+        made += [replace(x, claimed=False) for x in alike]
     return made
 
 

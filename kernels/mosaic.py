@@ -185,6 +185,40 @@ WIDENING = {
 """The casts that the hardware has, by whether they are of int8, and to bfloat16."""
 
 
+def claim(counter: Any, place: Any) -> None:
+    """Adds 1 to a number, and writes what it was before where the warpgroup reads it.
+
+    No two blocks find the same. A place must not be written again before all lanes
+    have read it, nor in the next `claim`: two take turns.
+
+    Args:
+        counter: Global memory, int32 [m, n]; the last of its first row is counted.
+        place: Shared memory, int32 [n], whose first number is written.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def emit(context: Any, counter: Any, place: Any) -> None:
+        del context
+        last = ir.MemRefType(counter.type).shape[1] - 1
+        counted = mgpu.utils.memref_ptr(mgpu.memref_slice(counter, (0, last)))
+        i32, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+        written = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(place))
+        lane = mgpu.single_thread_predicate(mgpu.ThreadSubset.WARPGROUP)
+        given = [counted, written, lane]
+        llvm.inline_asm(void, given, CLAIM, "l,r,b", has_side_effects=True)
+        mgpu.warpgroup_barrier()
+
+    emit(counter, place)
+
+
+CLAIM = """{
+    .reg .u32 before;
+    @$2 atom.relaxed.gpu.global.add.u32 before, [$0], 1;
+    @$2 st.shared.u32 [$1], before;
+}"""
+"""By one lane."""
+
+
 def zeros(shape: tuple[int, ...]) -> Array:
     """Returns float32 [64 a, columns] of zeros in registers, to add products to."""
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels import mosaic, mosaic_rows, norm_rows_hopper_kernel
+from rewriter.kernels import claims, mosaic, mosaic_rows, norm_rows_hopper_kernel
 from rewriter.kernels.attention.hopper import (
     backward_kernel,
     backward_of_keys,
@@ -315,6 +315,12 @@ def _add_product(total: np.ndarray, left: Reference, right: Reference) -> np.nda
     return total
 
 
+def _claim(counter: Reference, cell: Reference) -> None:
+    last = (0,) * (len(counter.shape) - 1) + (-1,)
+    cell[0] = counter[last]
+    counter[last] += 1
+
+
 def _widened(narrow: Reference, wide: Reference) -> None:
     wide[...] = narrow.view().astype(wide.dtype)
 
@@ -562,10 +568,10 @@ def simulated() -> Iterator[None]:
     """Within, the kernels of attention take numpy arrays and run on the simulator."""
     kernels = (
         forward_kernel, forward_tile, backward_kernel, backward_tiles,
-        backward_of_keys, backward_of_queries, backward_of_tables, terms,
+        backward_of_keys, backward_of_queries, backward_of_tables, claims, terms,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
-        patch.setattr(backward_kernel, "jax", _Instead(jax, new_ref=np.array))
+        _count(patch, backward_kernel, claims)
         patch.setattr(pallas, "wait_for_turn", _wait_for_turn)
         patch.setattr(pallas, "pass_turn", _pass_turn)
         _replace_shims(patch)
@@ -593,10 +599,19 @@ def _replace_shims(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pallas, "hide", _hide)
 
 
+def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:
+    """Replaces memory that kernels change, and how they count in it."""
+    for module in modules:
+        patch.setattr(module, "jax", _Instead(jax, new_ref=np.array))
+    patch.setattr(mosaic, "claim", _claim)
+
+
 @contextmanager
 def simulated_ragged_dot() -> Iterator[None]:
     """Within, those of ragged dots and gated linear units do."""
-    with _replaced((by_rows, by_groups, narrow, schedule, store), mosaic) as patch:
+    modules = by_rows, by_groups, claims, narrow, schedule, store
+    with _replaced(modules, mosaic) as patch:
+        _count(patch, by_rows, by_groups, claims)
         patch.setattr(mosaic, "zeros", lambda shape: np.zeros(shape, np.float32))
         patch.setattr(mosaic, "add_product", _add_product)
         patch.setattr(mosaic, "add_product_of_rows", _add_product_of_rows)

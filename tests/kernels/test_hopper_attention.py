@@ -475,6 +475,13 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
         Tiles(64, programs=2), BackwardTiles(programs=2),
     ),
 }  # fmt: skip
+for _name in ("odd", "causal, no turns", "all at once", "wide, other values"):
+    *_given, _tiles, _back = SIMULATED[_name]
+    SIMULATED[f"{_name}, claimed"] = (
+        *_given,
+        dataclasses.replace(_tiles, claimed=True),
+        dataclasses.replace(_back, claimed=True),
+    )
 
 
 def simulated(
@@ -587,6 +594,13 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; params, operands; co
     "no turns": ((2, 300, 700, 4, 4, 64, 64), {}, (128, 4, 3, 132, False)),
     "a block a tile": ((2, 700, 700, 4, 4, 128, 128), {"window": CAUSAL}, (128, 2, 2, 0)),
     "few programs": ((2, 900, 900, 4, 4, 64, 64), {"window": CAUSAL}, (64, 6, 3, 5)),
+    "claimed": (
+        (2, 900, 900, 4, 4, 128, 128), {"window": CAUSAL}, (128, 2, 2, 7, True, True),
+    ),
+    "claimed, three warpgroups": (
+        (3, 900, 900, 4, 4, 64, 64), {"kv_lengths": (900, 1, 500)},
+        (128, 4, 3, 5, False, True),
+    ),
     "q shares memory": ((2, 900, 900, 2, 2, 128, 128), {}, (128, 3, 2)),
     "one row": ((3, 1, 200, 2, 2, 64, 64), {}, None),
     "one key": ((3, 200, 1, 2, 2, 64, 64), {}, None),
@@ -793,6 +807,18 @@ BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
         BackwardTiles(),
     ),
     "one row": ((3, 1, 200, 2, 2, 64, 64), {}, BackwardTiles()),
+    "claimed": (
+        (2, 700, 700, 4, 2, 128, 128), {"window": CAUSAL},
+        BackwardTiles(64, 128, programs=7, claimed=True),
+    ),
+    "claimed, lengths": (
+        (3, 700, 700, 4, 4, 64, 64), {"kv_lengths": (700, 1, 300), "window": (90, 20)},
+        BackwardTiles(64, 64, 3, 3, programs=5, claimed=True),
+    ),
+    "claimed, divided": (
+        (1, 700, 700, 4, 4, 192, 192), {"window": CAUSAL},
+        BackwardTiles(64, 64, divided=True, v_stages=1, programs=5, claimed=True),
+    ),
     "large scores": (
         (2, 256, 256, 2, 2, 128, 128), {"window": CAUSAL, "times": 30}, BackwardTiles(),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 import rewriter
 from rewriter import device
 from rewriter.kernel import spec_of, worth_measuring
+from rewriter.kernels import claims, mosaic
 from rewriter.kernels.ragged_dot import HOPPER, KERNELS, OP, hopper
 from rewriter.kernels.ragged_dot.hopper import by_groups, by_rows, config, schedule
 from rewriter.kernels.ragged_dot.hopper.config import Tiles
@@ -250,6 +252,7 @@ LOWERED = [
     ("transposed", Tiles(256, 128, behind=False), "bfloat16"),
     ("contracting", Tiles(128, 192), "bfloat16"),
     ("forward", Tiles(128, 128, 6, apart=True), "bfloat16"),
+    ("transposed", Tiles(claimed=False), "bfloat16"),
     ("contracting", Tiles(64, 256), "float16"),
 ]
 
@@ -266,6 +269,42 @@ def test_lowers_on_a_cpu(mode: str, tiles: Tiles, dtype: str) -> None:
     assert [x.shape for x in exported.out_avals] == [
         up.shape, given["lhs"].shape, given["rhs"].shape
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(not claims.AVAILABLE, reason="jax 0.11 lets kernels change memory")
+def test_tiles_are_claimed_in_every_transformation() -> None:
+    """What counts them is memory of each call: in loops, branches, checkpoints too."""
+
+    def net(x: Any, ws: Any, sizes: Any) -> Any:
+        layer = lambda x, w: KERNEL.forward(lhs=x, rhs=w, group_sizes=sizes)
+        x, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, ws)
+        return jax.lax.cond(sizes[0] > 3, lambda: layer(x, ws[0]), lambda: x)
+
+    sizes = jnp.full((2, 4), 64, jnp.int32)
+    given = (
+        jnp.ones((2, 256, 64), jnp.bfloat16),
+        jnp.ones((2, 3, 4, 64, 64), "bfloat16"),
+    )
+    for call in (net, jax.vmap(net)):
+        args = [x if call is not net else x[0] for x in (*given, sizes)]
+        text = jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        aliased = re.findall(r"custom_call @mosaic_gpu_v2.*output_operand_alias", text)
+        assert len(aliased) == text.count("@mosaic_gpu_v2") == 2
+
+
+@pytest.mark.skipif(not claims.AVAILABLE, reason="jax 0.11 lets kernels change memory")
+def test_claiming_is_seen_by_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that no one claims are not there."""
+    given, _ = make([300, 200], 500, 128, 256, "forward", "bfloat16")
+
+    def no_more(counter: Any, place: Any) -> None:
+        del counter
+        place[0] = 1 << 20
+
+    with simulator.simulated_ragged_dot():
+        monkeypatch.setattr(mosaic, "claim", no_more)
+        wrong = KERNEL.forward(**given, config=Tiles(programs=2))
+    assert np.isnan(np.asarray(wrong, np.float32)).any()
 
 
 def test_exports_as_an_op() -> None:
@@ -333,6 +372,8 @@ def check(given: dict[str, Any], up: Any, mode: str, **more: Any) -> None:
 TILES = [
     Tiles(), Tiles(64, 128, 6), Tiles(256, 128, behind=False), Tiles(128, 192, width=2),
     Tiles(128, 128, 6, apart=True), Tiles(64, 256, apart=True, behind=False),
+    Tiles(claimed=False), Tiles(64, 128, 6, claimed=False),
+    Tiles(128, 128, 6, apart=True, claimed=False),
 ]  # fmt: skip
 
 
@@ -345,7 +386,7 @@ SIMULATED = {  # m, k, n, group sizes
 PAIRS = [
     (case, tiles)
     for case in SIMULATED
-    for tiles in (TILES if case == "several tiles" else TILES[:5:4])
+    for tiles in (TILES if case == "several tiles" else TILES[:9:4])
 ]
 
 

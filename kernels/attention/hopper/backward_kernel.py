@@ -137,7 +137,8 @@ def backward(
         rows["rest"] = _padded(rest * LOG2E, config, 0.0)
     common = {"b": b, "h": h, "e": e, "scale": scale, "softcap": softcap,
               "programs": config.programs, "stages": config.stages,
-              "warpgroups": config.warpgroups}  # fmt: skip
+              "warpgroups": config.warpgroups,
+              "claimed": config.claimed}  # fmt: skip
     turned, extra_turned = transposed(terms, extra)
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,
@@ -254,8 +255,7 @@ def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any = None) -> Any:
     A "dq" among them is a reference to memory that is added to.
     """
     q, dq = named["q"], named.pop("dq", None)
-    if p.order.table is not None:
-        named["table"] = jnp.asarray(p.order.table)
+    named = named | pallas.dealt(p.order)
     if dq is not None:
         named["dq"] = dq
     like = [jax.ShapeDtypeStruct(named[x].shape, q.dtype) for x in kind.results]

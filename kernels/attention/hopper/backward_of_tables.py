@@ -113,8 +113,7 @@ class OfTables(OfQueries):
 
     def over_blocks(self, body: Callable[[Any, Any], Any]) -> None:
         """Runs ``steps = body(index, steps)`` for blocks of the table."""
-        p = self.p
-        pallas.over_tiles(p.order, self.given.get("table"), body, jnp.int32(0))
+        pallas.over_tiles(self.p.order, self.given, self.memory, body)
 
     def over_members(
         self, index: Any, body: Callable[[Tile, Any, Any], Any], carry: Any

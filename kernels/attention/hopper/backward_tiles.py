@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from rewriter.kernels import claims
 from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
@@ -37,6 +38,7 @@ class Problem:
         values: Blocks that shared memory holds of the second array that passes, as it
             does `stages` of the first.
         divided: Whether the warpgroups share 64 rows; see `Divided`.
+        claimed: Whether blocks of threads claim tiles.
     """
 
     b: int
@@ -55,6 +57,7 @@ class Problem:
     terms: Terms
     values: int
     divided: bool = False
+    claimed: bool = False
 
     @property
     def parts(self) -> int:
@@ -88,6 +91,7 @@ class Problem:
             work=tuple(
                 self.group * (1 if self.terms.segments else r.count) for r in ranges
             ),
+            claims=self.claimed and claims.AVAILABLE,
         )
 
 
@@ -128,6 +132,7 @@ class Kernel(abc.ABC):
             "free": pallas.barriers(p.stages, p.warpgroups),
             **cls.row_memory(p),
             **p.terms.scratch(p.stages, p.parts, p.block),
+            **(claims.scratch(p.warpgroups) if p.order.claimed else {}),
         }
 
     @classmethod
@@ -167,11 +172,11 @@ class Kernel(abc.ABC):
             plgpu.set_max_registers(least, action="decrease")
             self.copy()
 
-    def over_tiles(self, body: Any) -> None:
+    def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles."""
-        order, table = self.p.order, self.given.get("table")
+        order = self.p.order
         of = lambda index, steps: body(Tile(self, order.place(index)), steps)
-        pallas.over_tiles(order, table, of, jnp.int32(0))
+        pallas.over_tiles(order, self.given, self.memory, of, copies)
 
     def compute(self) -> None:
         """Computes this warpgroup's rows of every tile."""
@@ -228,7 +233,7 @@ class Kernel(abc.ABC):
 
             return lax.fori_loop(0, p.group, head, step)
 
-        self.over_tiles(one)
+        self.over_tiles(one, copies=True)
 
     def send(self, name: str, at: tuple[Any, ...], to: Any, barrier: Any) -> None:
         """Copies a part of an array to its place in shared memory."""

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from rewriter.kernels import claims
 from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.beside import Beside, beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
@@ -90,6 +91,7 @@ class _Problem:
                 ).count
                 for i in range(-(-self.mask.t // rows))
             ),
+            claims=self.config.claimed and claims.AVAILABLE,
         )
 
 
@@ -161,8 +163,7 @@ def forward(
         beside_of(given), apart,
     )  # fmt: skip
     named = {"q": even(q), "k": even(k), "v": even(v)}
-    if p.order.table is not None:
-        named["table"] = jnp.asarray(p.order.table)
+    named |= pallas.dealt(p.order)
     for name, x in (("lengths", kv_lengths), ("offsets", offset)):
         if x is not None:
             named[name] = jnp.broadcast_to(x.astype(jnp.int32), (b,))
@@ -233,6 +234,7 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
             )
         },
         **terms.scratch(stages, wgs, config.block_kv),
+        **(claims.scratch(wgs) if p.order.claimed else {}),
     }  # fmt: skip
     if p.apart:
         scratch |= {"q_tiles": q_tiles, "o_tiles": o_tiles}
@@ -282,11 +284,11 @@ class _Block:
             plgpu.set_max_registers(least, action="decrease")
             self.copy()
 
-    def over_tiles(self, body: Any, steps: Any) -> None:
+    def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""
         order = self.p.order
         of = lambda index, steps: body(Tile(self, order.place(index)), steps)
-        pallas.over_tiles(order, self.given.get("table"), of, steps)
+        pallas.over_tiles(order, self.given, self.named, of, copies)
 
     # ------------------------------------------------------------------ copying
     def copy(self) -> None:
@@ -318,7 +320,7 @@ class _Block:
 
             return lax.fori_loop(0, tile.range.count, block, step)
 
-        self.over_tiles(one, jnp.int32(0))
+        self.over_tiles(one, copies=True)
 
     def copy_terms(self, tile: Tile, first: Any, slot: Any) -> None:
         """Copies what changes the scores of a block of keys."""
@@ -345,7 +347,7 @@ class _Block:
         if config.turns:
             last = self.warpgroup == config.warpgroups - 1
             pallas.when(last)(lambda: pallas.pass_turn(config.warpgroups))
-        self.over_tiles(lambda tile, step: tile.compute(step), jnp.int32(0))
+        self.over_tiles(lambda tile, step: tile.compute(step))
         plgpu.wait_smem_to_gmem(0)
         if config.turns:
             pallas.when(self.warpgroup == 0)(

@@ -34,12 +34,19 @@ class Order:
             others are counted once.
         programs: Blocks of threads that take them; 0 for one block each.
         work: Blocks of keys that each tile of a pair reads.
+        claims: Whether blocks of threads claim tiles, if there are more of these.
     """
 
     pairs: int
     bytes_of_pair: int
     programs: int
     work: tuple[int, ...]
+    claims: bool = False
+
+    @property
+    def claimed(self) -> bool:
+        """Whether tiles are claimed one by one."""
+        return self.claims and self.tiles > self.blocks
 
     @property
     def tiles(self) -> int:
@@ -62,10 +69,11 @@ class Order:
         """What each block of threads takes: its count, then indices of the line.
 
         int32 [blocks, most + 2]. Each tile of the line goes to the block that is free
-        first. None if tiles are taken in turns, since they are alike or too many.
+        first. None if tiles are claimed, or taken in turns, since they are alike or
+        too many.
         """
         alike = len(set(self.work)) == 1
-        if alike or not self.programs or self.tiles > MOST_LISTED:
+        if self.claimed or alike or not self.programs or self.tiles > MOST_LISTED:
             return None
         free = [(0, i) for i in range(self.blocks)]
         taken: list[list[int]] = [[] for _ in free]

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from rewriter.kernels import claims
 from rewriter.kernels.mosaic import PROGRAM as PROGRAM
 from rewriter.kernels.mosaic import WARPGROUP as WARPGROUP
 from rewriter.kernels.mosaic import barriers as barriers
@@ -268,19 +269,34 @@ def pass_turn(warpgroups: int) -> None:
     _named_barrier("arrive", 1, warpgroups)
 
 
+def dealt(order: Order) -> dict[str, Any]:
+    """Returns what `over_tiles` reads in global memory, by name."""
+    if order.claimed:
+        return {"claims": claims.counter()}
+    return {} if order.table is None else {"table": jnp.asarray(order.table)}
+
+
 def over_tiles(
-    order: Order, table: Any, body: Callable[[Any, Any], Any], steps: Any
+    order: Order,
+    given: dict[str, Any],
+    memory: dict[str, Any],
+    body: Callable[[Any, Any], Any],
+    copies: bool = False,
 ) -> None:
     """Runs ``steps = body(index, steps)`` for the tiles that this block takes.
 
     Args:
         order: The tiles.
-        table: A reference to ``order.table``, None if there is none.
-        body: Takes an index of the line of tiles.
-        steps: What it takes from one tile to the next.
+        given: Has what `dealt` returned, as references.
+        memory: Has, for an order of tiles that are claimed, `claims.scratch`.
+        body: Takes an index of the line of tiles, and the steps of tiles before.
+        copies: Whether this is the warpgroup that copies.
     """
-    program = lax.axis_index(PROGRAM)
-    if order.programs == 0:
+    program, steps, table = lax.axis_index(PROGRAM), jnp.int32(0), given.get("table")
+    if order.claimed:
+        line = claims.Claims(memory, given["claims"], order.blocks, order.tiles)
+        line.over(lambda i, steps, index, _: body(index, steps), steps, copies)
+    elif order.programs == 0:
         body(program, steps)
     elif table is None:
         turn = lambda i, steps: body(i * order.blocks + program, steps)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels import mosaic
+from rewriter.kernels import claims, mosaic
 from rewriter.kernels.ragged_dot.hopper import schedule
 from rewriter.kernels.ragged_dot.hopper.branches import (
     Branch,
@@ -104,9 +104,11 @@ def combined(
     """
     m, count = lhs.shape[0], len(branches)
     tiles, table = schedule.OneGroup(m, config.block_m), None
-    most = tiles.count
+    most, claimed = tiles.count, False
     if group_sizes is not None:
+        claimed = config.claimed and claims.AVAILABLE
         table = schedule.of_rows(group_sizes, m, config.block_m)
+        table = jax.new_ref(table) if claimed else table  # claims are counted in it
         most = schedule.most_tiles(m, len(group_sizes), config.block_m)
     stored_as = branches[0].matrices.dtype
     right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
@@ -122,6 +124,7 @@ def combined(
             config.owners * config.stages, 1 + len(pieces(config, count))
         ),
         "free": mosaic.barriers(config.stages, config.sharing),
+        **(claims.scratch(WARPGROUPS, 1 + schedule.FIELDS) if claimed else {}),
     }
     of_branches = [(b.matrices, b.bias, b.scale) for b in branches]
     given, tree = jax.tree.flatten((of_branches, table))
@@ -187,11 +190,12 @@ class _Block:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
             self.copy()
 
-    def over_tiles(self, body: Any) -> None:
+    def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``body(tile, step)`` for this block's tiles.
 
-        `step` counts the parts of all tiles before. A tile's numbers are read while
-        the one before it is computed.
+        Args:
+            body: `step` counts the parts of all tiles before.
+            copies: Whether this is the warpgroup that claims tiles for all.
         """
         wide = self.config.block_n // len(self.branches)
         columns = -(-self.outs[0].shape[1] // wide)
@@ -202,21 +206,32 @@ class _Block:
         )
         total = rows * columns
 
-        def read(i: Any) -> tuple[Any, ...]:
-            index = jnp.minimum(i * programs + program, total - 1)
+        def read(index: Any) -> tuple[Any, ...]:
+            index = jnp.minimum(index, total - 1)
             row, column = schedule.place(index, rows, columns, self.config.width)
             return (*self.tiles.tile(row), column)
 
-        def one(i: Any, carry: Any) -> Any:
-            step, (group, row, count, any_, column) = carry
-            after = read(i + 1)
+        def run(i: Any, step: Any, numbers: tuple[Any, ...]) -> Any:
+            group, row, count, any_, column = numbers
             steps = any_ * (self.lhs.shape[1] // STEP)
             owner = lax.rem(i, jnp.int32(self.config.owners))
             body(_Tile(owner, group, row, count, column * wide, steps), step)
-            return step + steps, after
+            return step + steps
 
+        def one(i: Any, carry: Any) -> Any:
+            step, numbers = carry
+            after = read((i + 1) * programs + program)  # while this one is computed
+            return run(i, step, numbers), after
+
+        if "told" in self.shared:
+            assert isinstance(self.tiles, schedule.Listed)
+            table = self.tiles.table
+            line = claims.Claims(self.shared, table, programs, total, read)
+            of = lambda i, step, _, numbers: run(i, step, numbers)
+            line.over(of, jnp.int32(0), copies)
+            return
         turns = lax.div(total - program + programs - 1, jnp.int32(programs))
-        lax.fori_loop(0, turns, one, (jnp.int32(0), read(0)))
+        lax.fori_loop(0, turns, one, (jnp.int32(0), read(program)))
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))
@@ -253,7 +268,7 @@ class _Block:
 
             lax.fori_loop(0, tile.steps, part, None)
 
-        self.over_tiles(one)
+        self.over_tiles(one, copies=True)
 
     # ---------------------------------------------------------------- computing
     def compute(self, warpgroup: Any) -> None:
