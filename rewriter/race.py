@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -166,6 +167,8 @@ class Race:
 
         What has begun is waited for, since XLA times products on the device while it
         compiles and would disturb the timing of others; one that hangs is left behind.
+        Of each kernel the first config is compiled however late it is, before others:
+        a choice among what happened to be compiled would be worse than none.
 
         Args:
             wanted: Implementations.
@@ -187,7 +190,15 @@ class Race:
                 jobs.append((Candidate(i.text, run), args, shapes))
         now = time.monotonic()
         begin = now + COMPILING * max(0.0, self.until - now)
-        found = candidate.compile_all(jobs, begin, self._hung())
+        order, surely = firsts_first(
+            [c.name for c in first] + [i.forward for i in wanted]
+        )
+        found = candidate.compile_all(
+            [jobs[i] for i in order], begin, self._hung(), surely
+        )
+        found = [
+            c for _, c in sorted(zip(order, found, strict=True), key=itemgetter(0))
+        ]
         return [replace(c, note=note if c.name == XLA else "") for c in found]
 
     def _checked(
@@ -241,6 +252,18 @@ class Race:
         return times, [
             replace(c, reason=c.reason or failed.get(c.name, "")) for c in compiled
         ]
+
+
+def firsts_first(whose: Sequence[Any]) -> tuple[list[int], int]:
+    """Returns an order in which the first of each kind come first; how many they are.
+
+    Example:
+        >>> firsts_first(["xla", "hopper", "hopper", "cudnn"])
+        ([0, 1, 3, 2], 3)
+    """
+    first = {kind: i for i, kind in reversed([*enumerate(whose)])}
+    ahead = sorted(first.values())
+    return [*ahead, *(i for i in range(len(whose)) if i not in ahead)], len(ahead)
 
 
 def _instead(why: str) -> str:

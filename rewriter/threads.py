@@ -24,6 +24,7 @@ def side_by_side(
     start_by: float,
     end_by: float,
     at_once: int = AT_ONCE,
+    surely: int = 1,
 ) -> list[Any]:
     """Runs jobs in threads with this thread's settings; returns results in order.
 
@@ -32,9 +33,10 @@ def side_by_side(
 
     Args:
         jobs: Functions without arguments, the most wanted first.
-        start_by: The `time.monotonic` after which no job but the first begins.
+        start_by: The `time.monotonic` after which none but the first jobs begin.
         end_by: The `time.monotonic` after which none is waited for.
         at_once: Jobs at once, at most.
+        surely: How many of the first jobs begin at any time.
     """
     results: dict[int, Any] = {}
     waiting, lock = collections.deque(range(len(jobs))), threading.Lock()
@@ -44,7 +46,7 @@ def side_by_side(
         while True:
             with lock:
                 late = time.monotonic() > start_by
-                if not waiting or (late and waiting[0] != 0):
+                if not waiting or (late and waiting[0] >= surely):
                     return
                 i = waiting.popleft()
                 results[i] = HUNG

@@ -146,6 +146,28 @@ def test_a_compilation_that_hangs_is_left_behind(monkeypatch) -> None:
     assert found["xla"].median_us is not None
 
 
+def test_each_kernel_is_measured_however_long_others_compile(monkeypatch) -> None:
+    """Else one that was compiled in time would be chosen before all that were not."""
+    monkeypatch.setattr(race, "COMPILING", 0.0)
+    pattern = slow_pattern()
+    space = waiting(Wait(0.01), Wait(0.0, "b"))
+
+    @pattern.kernel(space=space, platform="cpu")
+    def tunable(x, w, *, config: Wait | None = None):
+        return sleepy((config or Wait()).seconds)(x, w)
+
+    @pattern.kernel()
+    def good(x, w):
+        y = jnp.dot(x, w)
+        return y * jnp.sin(y)
+
+    found = measured(pattern)
+    late = {name for name, m in found.items() if m.problem == threads.LATE}
+    assert late == {"tunable (seconds=0.01, label=a)", "tunable (seconds=0.0, label=b)"}
+    assert all(found[n].median_us for n in found.keys() - late)
+    assert found.keys() - late == {"xla", "good", "tunable (seconds=0.02, label=a)"}
+
+
 def test_the_budget_bounds_the_time(caplog) -> None:
     pattern = slow_pattern()
     pattern.kernel()(sleepy(0.3))
