@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -91,6 +91,35 @@ def vmem(width: int, rows: int, items: int) -> int:
     lanes = -(-width // tpu.LANES) * tpu.LANES
     padded = -(-rows // SUMS) * SUMS
     return 2 * lanes * (padded * items + 2 * SUMS * 4 + 2 * SUMS * 4) + MORE
+
+
+def beside_sum(m: int, width: int, config: Rows, items: int, more: int) -> Rows | None:
+    """Returns a config for rows and a sum: in VMEM that there is, as every TPU has it.
+
+    Args:
+        m: Rows.
+        width: Columns.
+        config: The config without.
+        items: Bytes of a number of all arrays of rows together, without the sum.
+        more: Those of what the sum adds to them.
+
+    Returns:
+        The config, or one with fewer rows if it would take more than before and more
+        than every TPU has; None if the fewest do.
+
+    Example:
+        >>> beside_sum(8192, 4096, Rows(256), 4, 4)
+        Rows(rows=128, parts=1)
+    """
+    chunk, rows = chunk_of(width), config.rows
+    most = max(tpu.UNKNOWN.vmem, vmem(width, rows_of(m, width, config), items))
+    while rows >= chunk:
+        made = replace(config, rows=rows // chunk * chunk)
+        size = vmem(width, rows_of(m, width, made), items + more)
+        if size <= most:
+            return made
+        rows //= 2
+    return None
 
 
 def _items(spec: Spec) -> int:
@@ -219,6 +248,7 @@ def kernel(
         estimate=estimate,
         space=space,
         backward_space=space,
+        adds_to="x",
     )
 
 
@@ -229,6 +259,7 @@ def forward(
     x: jax.Array,
     eps: float = 0.0,
     out_dtype: str | None = None,
+    addend: jax.Array | None = None,
     residuals: bool = False,
     config: Rows | None = None,
     **given: jax.Array,
@@ -240,6 +271,7 @@ def forward(
         x: [..., d], bfloat16 or float32.
         eps: As for `reference`.
         out_dtype: The result's dtype; x's by default.
+        addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
         config: The blocks.
         **given: scale [d], bias [d] and epsilon [], where there are.
@@ -248,10 +280,20 @@ def forward(
 
     norm, rows = _rows(centred, x, eps)
     dtype = jnp.dtype(out_dtype or x.dtype)
-    out = normalized(norm, rows, given, dtype, config or smallest(x.shape[-1])).reshape(
-        x.shape
-    )
-    return (out, ()) if residuals else out
+    config = config or smallest(norm.d)
+    total, added = None, None
+    if addend is not None:
+        items = x.dtype.itemsize + dtype.itemsize
+        beside = beside_sum(norm.m, norm.d, config, items, 2 * x.dtype.itemsize)
+        if beside is None:  # x alone fits
+            rows = rows + addend.reshape(rows.shape)
+            total = rows
+        else:
+            config, added = beside, addend.reshape(rows.shape)
+    out, *sums = normalized(norm, rows, given, dtype, config, added)
+    out, total = out.reshape(x.shape), sums[0] if sums else total
+    result = out if total is None else (total.reshape(x.shape), out)
+    return (result, ()) if residuals else result
 
 
 def backward(
@@ -263,6 +305,7 @@ def backward(
     cotangent: jax.Array,
     eps: float = 0.0,
     out_dtype: str | None = None,
+    addend: jax.Array | None = None,
     config: Rows | None = None,
     **given: jax.Array,
 ) -> dict[str, jax.Array]:
@@ -276,6 +319,7 @@ def backward(
         cotangent: As the result.
         eps: As in `forward`.
         out_dtype: As in `forward`.
+        addend: As x, added to its cotangent.
         config: The blocks.
         **given: As in `forward`.
     """
@@ -284,8 +328,18 @@ def backward(
     del out, residuals, out_dtype
     norm, rows = _rows(centred, x, eps)
     up = cotangent.reshape(rows.shape)
-    made = cotangents(norm, rows, up, given, config or smallest(x.shape[-1]))
+    config = config or smallest(norm.d)
+    added, later = None, None
+    if addend is not None:
+        items = 2 * x.dtype.itemsize + up.dtype.itemsize
+        beside = beside_sum(norm.m, norm.d, config, items, x.dtype.itemsize)
+        if beside is None:
+            later = addend
+        else:
+            config, added = beside, addend.reshape(rows.shape)
+    made = cotangents(norm, rows, up, given, config, added)
     made["x"] = made["x"].reshape(x.shape)
+    made["x"] = made["x"] if later is None else made["x"] + later
     return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
 
 

@@ -19,14 +19,17 @@ import jax
 import rewriter
 from rewriter import demo
 from rewriter.decision import decide
+from rewriter.device import KNOWN
 from rewriter.implementation import XLA
 from rewriter.key import Key
 from rewriter.measurement import ESTIMATES
 from rewriter.registry import registry
 from rewriter.report import size
 from rewriter.sources import shipped
+from rewriter.tpu import generation
 from tests.bench import hopper_table, record
 from tests.bench import tpu_attention_cycles as attention
+from tests.bench import tpu_norms_cycles as norms
 from tests.bench import tpu_ragged_bundles as ragged
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -328,34 +331,37 @@ def tpu_splash() -> str:
     whole, part = 28, 8  # blocks of 1024 x 1024 below and on the diagonal
     rows = []
     for chip in ("v5e", "v5p"):
-        for label, kind, blocks, kernel in (
-            ("forward", "", "1024 1024 1024 512", "splash_mha_fwd"),
-            ("gradients", "backward ", "1024 1024 512 512", "splash_mha_dkv"),
+        for label, kind, kernel in (
+            ("forward", "", "splash_mha_fwd"),
+            ("gradients", "backward ", "splash_mha_dkv"),
         ):
-            ours = (
-                whole * once(f"{chip}, ours {kind}{blocks}", "attention")
-                + part * once(f"{chip}, ours {kind}part {blocks}", "attention")
-            )  # fmt: skip
-            theirs = {}
+            ours, theirs = {}, {}
             for name in found:
                 head, sizes = re.match(r"(.*?)((?: \d+)*)$", name).groups()
+                if head == f"{chip}, ours {kind}part":
+                    full = f"{chip}, ours {kind}{sizes.strip()}"
+                    ours[sizes.strip()] = whole * once(full, "attention")
+                    ours[sizes.strip()] += part * once(name, "attention")
                 if head == f"{chip}, splash {kind}".rstrip():
                     each = attention.steps(*map(int, sizes.split()[:2]))
                     theirs[sizes.strip()] = each * once(name, kernel)
-            best = min(theirs, key=theirs.__getitem__)
-            rows.append((chip, label, f"{ours / 1e3:.0f}",
-                         f"{theirs[best] / 1e3:.0f}", best))  # fmt: skip
-    head = ("TPU", "pass", "ours, thousand bundles", "JAX's splash attention",
-            "its blocks")  # fmt: skip
+            cells = []
+            for which in (ours, theirs):
+                best = min(which, key=which.__getitem__)
+                cells += [f"{which[best] / 1e3:.0f}", best]
+            rows.append((chip, label, *cells))
+    head = ("TPU", "pass", "ours, thousand bundles", "its blocks",
+            "JAX's splash attention", "its blocks")  # fmt: skip
     return (
         f"{_table(head, rows)}\n\nThe same attention: the instruction bundles of a "
         "kernel's code by the TPU compiler, times the blocks that some query sees, "
         "which says nothing of waits, since both read the list of these from memory, "
         "which the simulator does not see. Ours has code of its own for blocks with "
-        "and without a mask, each counted apart. Splash's is the best of four "
-        "configurations (queries, keys, keys at a time), for gradients its fused "
-        "kernel with one, without the sum of its parts of the queries' gradients "
-        "behind it. No TPU ran it. Reproduce with "
+        "and without a mask, each counted apart, and blocks of queries and keys, then "
+        "of those computed at a time; for gradients the better of two such. Splash's "
+        "is the best of four configurations (queries, keys, keys at a time), for "
+        "gradients its fused kernel with one, without the sum of its parts of the "
+        "queries' gradients behind it. No TPU ran it. Reproduce with "
         f"`python3 -m tests.bench.tpu_attention_cycles` (jax {data['jax']}, "
         f"{data['date']})."
     )
@@ -390,6 +396,36 @@ def tpu_ragged() -> str:
         "says nothing of waits. No TPU ran it. "
         "Reproduce with `python3 -m tests.bench.tpu_ragged_bundles` "
         f"(jax {data['jax']}, {data['date']})."
+    )
+
+
+def tpu_norms() -> str:
+    """Simulated cycles of norms in a residual stream, XLA's and ours, by generation."""
+    data = json.loads(record.named("tpu_norms_cycles").read_text())
+    rows = []
+    for chip, op, shape in itertools.product(
+        norms.GENERATIONS, ("rms_norm", "layer_norm"), norms.SHAPES
+    ):
+        on = KNOWN[f"tpu_{chip}"]
+        of_array = 2 * math.prod(map(int, shape.split())) / on.bandwidth
+        cells = []
+        for what in ("sum", "gradients"):
+            for whose in ("xla", "ours"):
+                name = f"{chip}, {whose} {what} {op} {shape}, cycles"
+                cells.append(f"{sum(data['estimates'][name].values()) / 1e3:.0f}")
+        least = 4 * of_array * generation(on).clock  # both read and write four arrays
+        rows.append((chip, op, shape.replace(" ", "×"), *cells, f"{least / 1e3:.0f}"))
+    head = ("TPU", "op", "rows", "sum and norm, XLA", "ours", "gradients, XLA", "ours",
+            "bytes of either")  # fmt: skip
+    return (
+        f"{_table(head, rows)}\n\nThousands of cycles, bfloat16: `h = x + addend` "
+        "and its norm, both kept, and the gradients of a norm with what comes back "
+        "along the stream added. By the TPU compiler's simulator, which knows no "
+        "limit of the memory's bandwidth; behind them what the bytes of four arrays "
+        "take at least, as ours reads and writes; XLA's fusions read and write five "
+        "and more. No TPU ran it. Reproduce with "
+        f"`python3 -m tests.bench.tpu_norms_cycles` (jax {data['jax']}, "
+        f"{data['date']})."
     )
 
 
@@ -443,6 +479,7 @@ TABLES = {
     "tpu_attention": tpu_attention,
     "tpu_splash": tpu_splash,
     "tpu_ragged": tpu_ragged,
+    "tpu_norms": tpu_norms,
     "versions": versions,
 }
 

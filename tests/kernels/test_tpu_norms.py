@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter import ahead_of_time, device
+from rewriter import ahead_of_time, device, tpu
 from rewriter.kernel import spec_of, worth_measuring
-from rewriter.kernels.norm_rows import Rows, chunk_of, rows_of
+from rewriter.kernels import mosaic_tpu
+from rewriter.kernels.norm_rows import Rows, beside_sum, chunk_of, rows_of, vmem
 from rewriter.registry import registry
 from tests import slow
 from tests.kernels import tpu as on_tpu
@@ -80,8 +82,47 @@ def both(op: str, given: Any, up: Any, **more: Any) -> dict[str, Any]:
     return run(given, up)
 
 
+def beside(given: Any) -> dict[str, Any]:
+    """An addend of x, and one of its cotangent."""
+    r, x = np.random.default_rng(1), given["x"]
+    made = {n: r.standard_normal(x.shape) for n in ("x", "cotangent")}
+    return {n: np.asarray(y, x.dtype) for n, y in made.items()}
+
+
+def with_addends(
+    op: str, given: Any, up: Any, added: Any, **more: Any
+) -> dict[str, Any]:
+    """As `both`, of a sum, which is a result too."""
+    its, eps = kernel(op), {"eps": 1e-3}
+
+    @jax.jit
+    def run(given: Any, up: Any, added: Any) -> Any:
+        (total, out), residuals = its.forward(
+            **given, **eps, addend=added["x"], residuals=True, **more
+        )
+        grads = its.backward(
+            **{**given, "x": total}, **eps, out=None, residuals=residuals,
+            cotangent=up, addend=added["cotangent"], **more,
+        )  # fmt: skip
+        return {"sum": total, "out": out, **grads}
+
+    return run(given, up, added)
+
+
+def check_addends(op: str, given: Any, up: Any, added: Any, made: Any) -> None:
+    """The sum has the bits of one by itself; the rest is compared with float64."""
+    total = np.asarray(jax.jit(jnp.add)(given["x"], added["x"]))
+    np.testing.assert_array_equal(np.asarray(made["sum"]), total)
+    wanted = exact(op, {**given, "x": total}, up, 1e-3)
+    wanted["x"] = wanted["x"] + np.asarray(added["cotangent"], np.float64)
+    compare(given, {n: y for n, y in made.items() if n != "sum"}, wanted)
+
+
 def check(op: str, given: Any, up: Any, made: Any) -> None:
-    wanted = exact(op, given, up, 1e-3)
+    compare(given, made, exact(op, given, up, 1e-3))
+
+
+def compare(given: Any, made: Any, wanted: Any) -> None:
     assert set(made) == set(wanted)
     for name, want in wanted.items():
         got = made[name]
@@ -116,12 +157,60 @@ def test_numbers(case: str, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", slow.first(6, CASES))
+def test_numbers_of_addends(case: str, op: str) -> None:
+    shape, wanted, config = CASES[case]
+    given, up = make(op, shape, wanted)
+    added = beside(given)
+    with on_tpu.interpreted():
+        made = with_addends(op, given, up, added, config=config)
+    check_addends(op, given, up, added, made)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_addends_that_do_not_fit_are_added_outside(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, up = make(op, (130, 256), ("scale",))
+    added, before = beside(given), mosaic_tpu.call
+    sizes: list[int] = []
+
+    def counted(*args: Any, **more: Any) -> Any:
+        sizes.append(len(args[3]))
+        return before(*args, **more)
+
+    monkeypatch.setattr(mosaic_tpu, "call", counted)
+    for room, inputs in ((1 << 24, [3, 4]), (1 << 10, [2, 3])):
+        few = dataclasses.replace(tpu.UNKNOWN, vmem=room)
+        monkeypatch.setattr(tpu, "UNKNOWN", few)
+        sizes.clear()
+        with on_tpu.interpreted():
+            made = with_addends(op, given, up, added, config=Rows(64))
+        check_addends(op, given, up, added, made)
+        assert sizes == inputs
+
+
+def test_blocks_with_addends_take_no_more_memory() -> None:
+    for width, rows in ((4096, 512), (4096, 64), (512, 1024), (30000, 64)):
+        found = beside_sum(8192, width, Rows(rows, 2), 4, 4)
+        without = vmem(width, rows_of(8192, width, Rows(rows)), 4)
+        assert found is not None
+        assert found.parts == 2
+        size = vmem(width, rows_of(8192, width, found), 8)
+        assert size <= max(without, tpu.UNKNOWN.vmem)
+    assert beside_sum(8192, 120000, Rows(8), 4, 4) is None
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_numbers_in_bfloat16(op: str) -> None:
     given, up = make(op, (70, 600), ALL, "bfloat16")
     with on_tpu.interpreted():
         check(op, given, up, both(op, given, up, config=Rows(64)))
         wide = kernel(op).forward(**given, out_dtype="float32")
+        added = beside(given)
+        made = with_addends(op, given, up, added, config=Rows(64))
     assert wide.dtype == jnp.float32
+    check_addends(op, given, up, added, made)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -131,7 +220,11 @@ def test_memory(op: str, capfd: pytest.CaptureFixture[str]) -> None:
     with on_tpu.simulated(capfd, cores=2):
         made = both(op, given, up, config=Rows(64, 2))
         made = {n: np.asarray(y) for n, y in made.items()}
+        added = beside(given)
+        summed = with_addends(op, given, up, added, config=Rows(64, 2))
+        summed = {n: np.asarray(y) for n, y in summed.items()}
     check(op, given, up, made)
+    check_addends(op, given, up, added, summed)
 
 
 def spec(op: str, shape: Any, wanted: Any = ALL, dtype: str = "bfloat16") -> Any:
@@ -205,6 +298,14 @@ def test_compiles(op: str, generation: str, case: Any) -> None:
         structs["x"],
     )  # fmt: skip
     assert text.count('custom_call_target="tpu_custom_call"') == 2
+    added = {"x": structs["x"], "cotangent": structs["x"]}
+    text = on_tpu.compiled(
+        generation, lambda *args: with_addends(op, *args, config=config), structs,
+        structs["x"], added,
+    )  # fmt: skip
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    # Of rows so wide that a sum beside them does not fit, it is made in front.
+    assert (" add(" in text.split("ENTRY")[1]) == (shape[-1] > 30000)
 
 
 # ------------------------------------------------------------- the whole engine

@@ -369,22 +369,21 @@ def test_kernels_that_do_not_add_are_left_alone() -> None:
 
 @pytest.mark.parametrize("target", ["h200", "tpu_v5p"])
 def test_chosen_kernels_add(target: str) -> None:
-    """By what was measured on an H200, for which there is a kernel that adds."""
+    """By what was measured on an H200, and estimated for a TPU."""
     given = (
         jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16),
         jax.ShapeDtypeStruct((LAYERS, 4096), jnp.bfloat16),
     )
-    adds = target == "h200"
     fast = rewriter.optimize(stacked, target=target, strict=True)
     found = sites(fast.jaxpr(*given), residual_stream.site_p, True)
-    assert found == adds * (LAYERS - 1)
+    assert found == LAYERS - 1
     for chosen in fast.report(*given).sites:
         in_a_stream = "the sum that is its operand" in str(chosen)
-        assert in_a_stream == adds * (chosen.kernel == "hopper")
+        assert in_a_stream == (chosen.kernel in ("hopper", "mosaic_tpu"))
     step = jax.grad(loss(stacked))
     fast = rewriter.optimize(step, target=target, strict=True)
     found = sites(fast.jaxpr(*given), residual_stream.backward_p)
-    assert found == adds * LAYERS
+    assert found == LAYERS
 
 
 # -------------------------------------------------------------------- at random
