@@ -44,6 +44,7 @@ WANTED: tuple[tuple[str, str, str], ...] = (
             "flash 1024 1024 512",
             "ours backward 1024 1024 512 512",
             "ours backward part 1024 1024 512 512",
+            "ours backward part 1024 1024 1024 512",
             "flash backward 1024 1024 512",
         )
     ),
@@ -55,6 +56,8 @@ WANTED: tuple[tuple[str, str, str], ...] = (
             "ours part 1024 1024 1024 512",
             "ours backward 1024 1024 512 512",
             "ours backward part 1024 1024 512 512",
+            "ours backward 1024 1024 1024 512",
+            "ours backward part 1024 1024 1024 512",
             "splash 1024 1024 512",
             "splash 1024 1024 1024",
             "splash 1024 2048 512",

@@ -29,7 +29,7 @@ from rewriter.kernels.norm_rows_teams import (
     vector_of,
 )
 from rewriter.registry import registry
-from tests.kernels import bits, simulator
+from tests.kernels import addends, bits, simulator
 from tests.kernels.test_tpu_norms import ALL, OPS, exact, layer, loss, make, names, rms
 from tests.slow import first
 
@@ -141,26 +141,11 @@ def both(op: str, given: Any, up: Any, out: Any = None, **more: Any) -> dict[str
     return {"out": result, **grads}
 
 
-def beside(given: Any) -> dict[str, Any]:
-    """An addend of x, and one of its cotangent."""
-    r, x = np.random.default_rng(1), given["x"]
-    made = {n: r.standard_normal(x.shape) for n in ("x", "cotangent")}
-    return {n: np.asarray(y, x.dtype) for n, y in made.items()}
-
-
 def with_addends(
     op: str, given: Any, up: Any, added: Any, **more: Any
 ) -> dict[str, Any]:
     """As `both`, of a sum, which is a result too."""
-    its = kernel(op)
-    ((total, result), residuals) = its.forward(
-        **given, eps=EPS, addend=added["x"], residuals=True, **more
-    )
-    grads = its.backward(
-        **{**given, "x": total}, eps=EPS, out=None, residuals=residuals,
-        cotangent=up, addend=added["cotangent"], **more,
-    )  # fmt: skip
-    return {"sum": total, "out": result, **grads}
+    return addends.both(kernel(op), given, up, added, eps=EPS, **more)
 
 
 def check_addends(op: str, given: Any, up: Any, added: Any, made: Any) -> None:
@@ -190,7 +175,7 @@ def test_lowers_on_a_cpu(
     call = jax.jit(lambda x, up: both(op, x, up, config=config))
     exported = jax.export.export(call, platforms=["cuda"])(given, up)
     assert exported.mlir_module().count("mosaic_gpu_v2") == 2
-    added = jax.eval_shape(lambda: beside(make(op, shape, wanted, dtype)[0]))
+    added = jax.eval_shape(lambda: addends.beside(make(op, shape, wanted, dtype)[0]))
     call = jax.jit(lambda x, up, added: with_addends(op, x, up, added, config=config))
     text = jax.export.export(call, platforms=["cuda"])(given, up, added).mlir_module()
     assert text.count("mosaic_gpu_v2") == 2
@@ -259,7 +244,7 @@ def test_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_addends_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, wanted, config = CASES[case]
     given, up = make(op, shape, wanted)
-    added = beside(given)
+    added = addends.beside(given)
     if case == "fewer rows than teams":
         monkeypatch.setattr(simulator, "LATE_S", 0.002)
     with simulator.simulated_norms():
@@ -271,7 +256,7 @@ def test_addends_simulated(case: str, op: str, monkeypatch: pytest.MonkeyPatch) 
 def test_addends_simulated_in_other_dtypes(op: str) -> None:
     for dtype in ("bfloat16", "float16"):
         given, up = make(op, (37, 768), ALL, dtype)
-        added = beside(given)
+        added = addends.beside(given)
         with simulator.simulated_norms():
             made = with_addends(op, given, up, added, config=Teams(1, 2, 2, 3, 2))
         check_addends(op, given, up, added, made)
@@ -282,7 +267,7 @@ def test_addends_that_do_not_fit_are_added_outside(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, up = make(op, (24, 256), ("scale",))
-    added = beside(given)
+    added = addends.beside(given)
     room = shared_memory(Norm(True, EPS, 24, 256, "float32", "float32", ()),
                          Teams(1, 1, 1, 2), True) + 2048  # fmt: skip
     monkeypatch.setattr(norm_rows_teams, "SHARED_MEMORY", room)
@@ -416,7 +401,7 @@ def test_numbers_of_addends(case: str, dtype: str, op: str) -> None:
     if not kernel(op).supports(spec(op, shape, wanted, dtype)).ok:
         pytest.skip("rows too wide for shared memory")
     given, up = make(op, shape, wanted, dtype)
-    added = beside(given)
+    added = addends.beside(given)
     call = jax.jit(lambda *args: with_addends(op, *args, config=config))
     check_addends(op, given, up, added, call(given, up, added))
 
@@ -466,7 +451,7 @@ def test_many_rows_are_the_same_each_time(config: Teams, op: str) -> None:
 @pytest.mark.parametrize("columns", [1024, 4096, 8192, 16384])
 def test_many_addends_are_the_same_each_time(columns: int, op: str) -> None:
     given, up = make(op, (2048, columns), ALL, "bfloat16")
-    added = beside(given)
+    added = addends.beside(given)
     call = jax.jit(lambda *args: with_addends(op, *args))
     first = jax.tree.map(np.asarray, call(given, up, added))
     check_addends(op, given, up, added, first)

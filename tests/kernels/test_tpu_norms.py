@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.norm_rows import Rows, beside_sum, chunk_of, rows_of, vmem
 from rewriter.registry import registry
 from tests import slow
+from tests.kernels import addends
 from tests.kernels import tpu as on_tpu
 
 OPS = ("rms_norm", "layer_norm")
@@ -82,31 +84,12 @@ def both(op: str, given: Any, up: Any, **more: Any) -> dict[str, Any]:
     return run(given, up)
 
 
-def beside(given: Any) -> dict[str, Any]:
-    """An addend of x, and one of its cotangent."""
-    r, x = np.random.default_rng(1), given["x"]
-    made = {n: r.standard_normal(x.shape) for n in ("x", "cotangent")}
-    return {n: np.asarray(y, x.dtype) for n, y in made.items()}
-
-
 def with_addends(
     op: str, given: Any, up: Any, added: Any, **more: Any
 ) -> dict[str, Any]:
     """As `both`, of a sum, which is a result too."""
-    its, eps = kernel(op), {"eps": 1e-3}
-
-    @jax.jit
-    def run(given: Any, up: Any, added: Any) -> Any:
-        (total, out), residuals = its.forward(
-            **given, **eps, addend=added["x"], residuals=True, **more
-        )
-        grads = its.backward(
-            **{**given, "x": total}, **eps, out=None, residuals=residuals,
-            cotangent=up, addend=added["cotangent"], **more,
-        )  # fmt: skip
-        return {"sum": total, "out": out, **grads}
-
-    return run(given, up, added)
+    run = functools.partial(addends.both, kernel(op), eps=1e-3, **more)
+    return jax.jit(run)(given, up, added)
 
 
 def check_addends(op: str, given: Any, up: Any, added: Any, made: Any) -> None:
@@ -161,7 +144,7 @@ def test_numbers(case: str, op: str) -> None:
 def test_numbers_of_addends(case: str, op: str) -> None:
     shape, wanted, config = CASES[case]
     given, up = make(op, shape, wanted)
-    added = beside(given)
+    added = addends.beside(given)
     with on_tpu.interpreted():
         made = with_addends(op, given, up, added, config=config)
     check_addends(op, given, up, added, made)
@@ -172,7 +155,7 @@ def test_addends_that_do_not_fit_are_added_outside(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, up = make(op, (130, 256), ("scale",))
-    added, before = beside(given), mosaic_tpu.call
+    added, before = addends.beside(given), mosaic_tpu.call
     sizes: list[int] = []
 
     def counted(*args: Any, **more: Any) -> Any:
@@ -207,7 +190,7 @@ def test_numbers_in_bfloat16(op: str) -> None:
     with on_tpu.interpreted():
         check(op, given, up, both(op, given, up, config=Rows(64)))
         wide = kernel(op).forward(**given, out_dtype="float32")
-        added = beside(given)
+        added = addends.beside(given)
         made = with_addends(op, given, up, added, config=Rows(64))
     assert wide.dtype == jnp.float32
     check_addends(op, given, up, added, made)
@@ -220,7 +203,7 @@ def test_memory(op: str, capfd: pytest.CaptureFixture[str]) -> None:
     with on_tpu.simulated(capfd, cores=2):
         made = both(op, given, up, config=Rows(64, 2))
         made = {n: np.asarray(y) for n, y in made.items()}
-        added = beside(given)
+        added = addends.beside(given)
         summed = with_addends(op, given, up, added, config=Rows(64, 2))
         summed = {n: np.asarray(y) for n, y in summed.items()}
     check(op, given, up, made)

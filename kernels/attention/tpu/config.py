@@ -269,6 +269,7 @@ SMALLEST_BACKWARD = BackwardBlocks(128, 128, 128, 128, False)
 
 BACKWARD_COSTS = {
     BackwardBlocks(1024, 1024, 512, 512, True): 1.0,
+    BackwardBlocks(1024, 1024, 1024, 512, True): 1.02,
     BackwardBlocks(512, 1024, 512, 512, True): 1.01,
     BackwardBlocks(512, 512, 512, 512, True): 1.1,
     BackwardBlocks(256, 512, 256, 512, True): 1.5,
