@@ -3,8 +3,8 @@
 The TPU compiler's simulator gives the cycles of each operation of a compiled program.
 What it does not see:
 
-- other traffic of memory at the same time: a program takes at least the time of its
-  bytes, of XLA's programs those of arguments and results;
+- other traffic of memory at the same time: a program takes at least the time of the
+  bytes that its operations read and write there;
 - values of prefetched scalars, which it takes for 0, so that what they choose is left
   out. Kernels that have such take the instruction bundles of their code for each step
   of their grid; `Kernel.steps` says how many of those are run. Bundles rank configs of
@@ -277,16 +277,67 @@ def _said(mode: str, program: Any, folder: pathlib.Path) -> dict[str, Any]:
             raise RuntimeError("the simulator left no estimate in the program")
         return {"cycles": sum(map(int, found))}
     memory, kernels = program.memory_analysis(), called(text)
-    # XLA's count has what it reads in VMEM too: of its own programs take what is sure.
+    # XLA's count has what is in VMEM too, but of what is sliced the slice alone.
+    counted = program.cost_analysis().get("bytes accessed", 0.0)
     moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    moved = max(moved, min(streamed(text), counted))
     if kernels:
-        moved = program.cost_analysis().get("bytes accessed", 0.0) + kernels
+        moved = counted + kernels
     return {
         "bundles": _bundles(folder),
         "moved": moved,
         "temp": memory.temp_size_in_bytes,
         "loops": len(re.findall(r" while\(", text)),
     }
+
+
+def streamed(text: str) -> int:
+    """Returns the bytes that a program's operations read and write in HBM.
+
+    Each operation reads its operands whole and once. Not counted is what is in VMEM,
+    which a layout says by ``S(1)``, and what is copied in the background.
+
+    Example:
+        >>> streamed('''ENTRY %main {
+        ...   %x = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
+        ...   %sum = (f32[8]{0:T(256)S(1)}, f32[8]{0}) fusion(%x), calls=%body
+        ...   %part = f32[8]{0:T(256)S(1)} get-tuple-element(%sum), index=0
+        ...   ROOT %y = bf16[8,128]{1,0} fusion(%x, %part), calls=%other
+        ... }''')
+        6176
+    """
+    sizes: dict[str, int] = {}
+    total = 0
+    for line in text[text.find("ENTRY") :].splitlines():
+        found = re.match(r"\s*(?:ROOT )?%([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)", line)
+        if found is None:
+            continue
+        name, types, operation, rest = found.groups()
+        sizes[name] = _in_hbm(types)
+        if operation in _MOVES_NOTHING or operation.endswith(("-start", "-done")):
+            continue
+        rest = rest.partition("control-predecessors")[0]
+        given = dict.fromkeys(re.findall(r"%([\w.\-]+)", rest))
+        total += sizes[name] + sum(sizes.get(n, 0) for n in given)
+    return total
+
+
+_MOVES_NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+
+
+def _in_hbm(types: str) -> int:
+    """Bytes of the arrays of a type whose layouts name no other memory."""
+    return sum(
+        _nbytes(dtype, shape)
+        for dtype, shape, layout in re.findall(
+            r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", types
+        )
+        if "S(" not in layout
+    )
+
+
+def _nbytes(dtype: str, shape: str) -> int:
+    return math.prod(int(n) for n in shape.split(",") if n) * _ITEM.get(dtype, 1)
 
 
 def called(text: str) -> int:
@@ -308,9 +359,8 @@ def called(text: str) -> int:
             continue
         results = line.partition(" custom-call(")[0].partition(" = ")[2]
         given = line.partition("operand_layout_constraints={")[2].partition("}}")[0]
-        for dtype, shape in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", results + given):
-            sizes = [int(n) for n in shape.split(",") if n]
-            total += math.prod(sizes) * _ITEM.get(dtype, 1)
+        arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", results + given)
+        total += sum(_nbytes(*array) for array in arrays)
     return total
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import rewriter
-from rewriter import static_cost
+from rewriter import ahead_of_time, static_cost
 from rewriter.autotune import LEVELS
 from rewriter.decision import decide
 from rewriter.device import named
@@ -21,7 +21,8 @@ from rewriter.implementation import Implementation, settings
 from rewriter.kernel import Spec, spec_of
 from rewriter.key import key_of
 from rewriter.measurement import BUNDLES, SIMULATED, Measurement
-from rewriter.programs import Task
+from rewriter.programs import Task, function
+from rewriter.registry import registry
 from rewriter.sources import shipped
 from rewriter.tuned import Tuned
 from tests.kernels.tpu import needs_compiler
@@ -85,6 +86,38 @@ def test_configs_are_ranked_and_the_best_is_chosen(
     assert "times as long as the best of its configs" in tuned.table()
     monkeypatch.setattr("rewriter.static_cost.estimated", None)  # it is kept
     assert run(X, W) == tuned
+
+
+def norm_with_gradients() -> Task:
+    op = registry().op("rms_norm")
+    rows = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    spec = spec_of(op, {"x": rows, "scale": rows.update(shape=(4096,))}, {"eps": 1e-6})
+    return Task(op, spec, registry().kernels("rms_norm"), "forward_and_vjp")
+
+
+@needs_compiler
+@pytest.mark.parametrize("target", ["tpu_v5e", "tpu_v6e"])
+def test_what_xla_moves_between_its_fusions(target: str) -> None:
+    """Rows for the root; both for the sums; both and the results. Few fit into VMEM."""
+    task = norm_with_gradients()
+    program = ahead_of_time.compiled(
+        named(target), function(task, Implementation()), task.structs, task.structs["x"]
+    )
+    array = 2 * 16384 * 4096
+    assert 7 <= static_cost.streamed(program.as_text()) / array < 7.1
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["tpu_v5e", "tpu_v6e"])
+def test_bytes_choose_where_they_take_longest(target: str) -> None:
+    task, on = norm_with_gradients(), named(target)
+    until, say = time.monotonic() + 60, lambda done, of: None
+    wanted = Implementation(), Implementation("mosaic_tpu")
+    xla, ours = static_cost.estimated(task, on, wanted, until, say)
+    array = 1e6 * 2 * 16384 * 4096 / on.bandwidth
+    assert xla.median_us >= 7 * array
+    assert 5 * array <= ours.median_us < 5.1 * array
 
 
 @needs_compiler
