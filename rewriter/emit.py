@@ -42,17 +42,28 @@ class Emitter:
 
     # ------------------------------------------------------------- arrays
     def array(
-        self, p: Poly, groups: Groups, *, full: bool = True, dtype: Any = None
+        self,
+        p: Poly,
+        groups: Groups,
+        *,
+        full: bool = True,
+        dtype: Any = None,
+        near: bool = False,
     ) -> jax.Array:
         """The polynomial as an array with one axis per group of indices.
 
         With ``full`` every axis has its whole size; otherwise an axis on which the
-        value does not depend has size one.
+        value does not depend has size one. With ``near`` integers beyond `FAR` are
+        taken for that, so that no sum with a position overflows; not of a choice among
+        values, of which that is not proved.
         """
         order = [i for group in groups for i in group]
+        near = near and all(flag == TRUE for flag, _ in p)
         x = self._single(p, order)
+        if x is not None and near:
+            x = _near(x)
         if x is None and dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-            x = self._integer(p, order)
+            x = self._integer(p, order, near)
         if x is None:
             x = self._sum(p, order)
         return self._grouped(x, groups, full, dtype)
@@ -276,36 +287,40 @@ class Emitter:
             sides[right][term] = -c if right else c
         return sides
 
-    def _integer(self, p: Poly, order: list[int]) -> jax.Array:
-        """A form over integers, computed exactly."""
+    def _integer(self, p: Poly, order: list[int], near: bool = False) -> jax.Array:
+        """A form over integers, computed exactly; `near` as for `array`."""
         total = jnp.zeros((1,) * len(order), jnp.int32)
         for (flag, mono), c in p.items():
             term = jnp.full((1,) * len(order), int(c), jnp.int32)
             for a, e in mono:
-                d = self.alg.defs[a]
-                if d[0] == "leaf":
-                    x = self._leaf(a, order)
-                    x = x if jnp.issubdtype(x.dtype, jnp.integer) else None
-                elif d[0] == "iota":
-                    x = self._index(d[1], order)
-                elif d[0] == "sum":
-                    x = self._integer_sum(a, order)
-                elif d[0] == "fn" and d[1] in _INTEGER:
-                    parts = [self._integer(self.alg.thaw(q), order) for q in d[2:]]
-                    whole = all(jnp.issubdtype(q.dtype, jnp.integer) for q in parts)
-                    x = _INTEGER[d[1]](*parts) if whole else None
-                elif d[0] == "relu" and all(c == int(c) for _, c in d[1]):
-                    x = jnp.maximum(self._integer(self.alg.thaw(d[1]), order), 0)
-                    x = x if jnp.issubdtype(x.dtype, jnp.integer) else None
-                else:
-                    x = None
+                x = self._whole(a, order, near)
                 if x is None or e != 1:
                     return self._sum(p, order)
+                if near and self.alg.kind(a) != "relu":  # which has such inside
+                    x = _near(x, FAR // max(1, abs(int(c))))
                 term = term * x
             if flag != TRUE:
                 term = jnp.where(self._bool(flag, order), term, 0)
             total = total + term
         return total
+
+    def _whole(self, atom: int, order: list[int], near: bool) -> jax.Array | None:
+        """An atom as integers; None if it has others."""
+        d = self.alg.defs[atom]
+        if d[0] == "iota":
+            return self._index(d[1], order)
+        x: jax.Array | None = None
+        if d[0] == "leaf":
+            x = self._leaf(atom, order)
+        elif d[0] == "sum":
+            x = self._integer_sum(atom, order)
+        elif d[0] == "fn" and d[1] in _INTEGER:
+            parts = [self._integer(self.alg.thaw(q), order) for q in d[2:]]
+            if all(jnp.issubdtype(q.dtype, jnp.integer) for q in parts):
+                x = _INTEGER[d[1]](*parts)
+        elif d[0] == "relu" and all(c == int(c) for _, c in d[1]):
+            x = jnp.maximum(self._integer(self.alg.thaw(d[1]), order, near), 0)
+        return x if x is None or jnp.issubdtype(x.dtype, jnp.integer) else None
 
     def _integer_sum(self, atom: int, order: list[int]) -> jax.Array | None:
         bound, flag, mono = self.alg.open_sum(atom)
@@ -314,6 +329,17 @@ class Emitter:
             return None
         shape = x.shape[: len(order)] + tuple(self.alg.sizes[i] for i in bound)
         return jnp.broadcast_to(x, shape).sum(tuple(range(len(order), len(shape))))
+
+
+FAR = 1 << 28
+"""Beyond all positions: twice that and more is still an int32."""
+
+
+def _near(x: jax.Array, far: int = FAR) -> jax.Array:
+    """Integers with those beyond a number taken for it; other arrays as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).max <= far:
+        return x
+    return jnp.clip(x, max(-far, jnp.iinfo(x.dtype).min), far)
 
 
 def _power(x: jax.Array, e: Any) -> jax.Array:

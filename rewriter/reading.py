@@ -46,12 +46,15 @@ class Operand:
         full: Whether axes on which the value does not depend have their size.
         flag: For a boolean operand, the boolean function instead of polynomials.
         dtype: What the array is cast to; None leaves it.
+        near: Whether it is compared with positions alone, so that integers far beyond
+            all of them may be taken for nearer ones; kernels add positions to it.
     """
 
     parts: tuple[tuple[Poly, tuple[Group, ...]], ...]
     full: bool = True
     flag: int | None = None
     dtype: Any = None
+    near: bool = False
 
     def leaves(self, alg: Algebra) -> set[int]:
         """The leaf atoms that it is made of."""
@@ -67,7 +70,7 @@ class Operand:
         if self.flag is not None:
             return emitter.flag(self.flag, self.parts[0][1], full=self.full)
         arrays = [
-            emitter.array(p, groups, full=self.full, dtype=self.dtype)
+            emitter.array(p, groups, full=self.full, dtype=self.dtype, near=self.near)
             for p, groups in self.parts
         ]
         if len(arrays) == 1:
@@ -95,6 +98,12 @@ class Joined:
 def operand(poly: Poly, *groups: Any, full: bool = True, dtype: Any = None) -> Operand:
     """An operand with one part."""
     return Operand(((poly, tuple(map(tuple, groups))),), full, None, dtype)
+
+
+def position_operand(poly: Poly, *groups: Any) -> Operand:
+    """Integers that are compared with positions alone."""
+    parts = ((poly, tuple(map(tuple, groups))),)
+    return Operand(parts, False, None, "int32", near=True)
 
 
 def flag_operand(flag: int, *groups: Any) -> Operand:

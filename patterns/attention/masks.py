@@ -12,7 +12,7 @@ from rewriter.reading import (
     Operand,
     Refused,
     flag_operand,
-    operand,
+    position_operand,
     size,
 )
 
@@ -276,13 +276,11 @@ class Masks:
             if shift:
                 self.params["shift"] = shift
         if offset:
-            self.operands["offset"] = operand(offset, self.b, full=False, dtype="int32")
+            self.operands["offset"] = position_operand(offset, self.b)
         if self.lengths:
             length = _least(alg, [alg.add(o, alg.const(c)) for c, o in self.lengths])
             length = alg.mul(length, alg.of_bool(self.whole_rows))
-            self.operands["kv_lengths"] = operand(
-                length, self.b, full=False, dtype="int32"
-            )
+            self.operands["kv_lengths"] = position_operand(length, self.b)
         else:
             self.general = alg.both(self.general, self.whole_rows)
         if self.segments is not None:
@@ -294,9 +292,7 @@ class Masks:
                 ((theirs, (self.b, self.s)),), dtype="int32"
             )
         if self.prefix is not None:
-            self.operands["prefix"] = operand(
-                self.prefix, self.b, full=False, dtype="int32"
-            )
+            self.operands["prefix"] = position_operand(self.prefix, self.b)
         if self.general != TRUE:
             self.operands["mask"] = flag_operand(
                 self.general, self.b, self.n, self.t, self.s

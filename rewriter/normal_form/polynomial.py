@@ -19,6 +19,17 @@ from rewriter.normal_form.forms import (
     term_order,
 )
 
+EXACT = 2.0**53
+"""Whole numbers below are added without rounding."""
+
+ROUNDING = 2e-6
+"""What is left of a sum of other numbers counts as nothing, beside the largest."""
+
+
+def _is_whole(c: float) -> bool:
+    """Whether a number is a whole one, of those that are added without rounding."""
+    return abs(c) < EXACT and c == int(c)
+
 
 class Polynomials:
     """Ring operations, powers and what is known about signs."""
@@ -52,7 +63,8 @@ class Polynomials:
             raise TooMuchWork("the region takes too many steps")
         old = out.get((flag, mono), 0.0)
         new = old + c
-        if old and math.isfinite(new) and abs(new) <= 2e-6 * abs(old):
+        little = old and math.isfinite(new) and abs(new) <= ROUNDING * abs(old)
+        if little and not (_is_whole(old) and _is_whole(c)):
             new = 0.0
         if new == 0:
             out.pop((flag, mono), None)
@@ -73,22 +85,25 @@ class Polynomials:
         for mono, entries in by_mono.items():
             if len(entries) < 2:
                 continue
-            # Of each piece: its value, and the largest number in it, against which
-            # what is left of a cancellation counts as nothing.
-            pieces: list[tuple[int, float, float]] = [(TRUE, 0.0, 0.0)]
+            # Of each piece: its value, the largest number in it, against which what
+            # is left of a cancellation counts as nothing, and whether all are whole.
+            pieces: list[tuple[int, float, float, bool]] = [(TRUE, 0.0, 0.0, True)]
             for flag, c in entries:
                 split = []
-                for piece, value, largest in pieces:
+                for piece, value, largest, whole in pieces:
                     inside = self.both(piece, flag)
                     outside = self.both(piece, self.negate(flag))
                     if inside != FALSE:
-                        split.append((inside, value + c, max(largest, abs(c))))
+                        all_whole = whole and _is_whole(c)
+                        most = max(largest, abs(c))
+                        split.append((inside, value + c, most, all_whole))
                     if outside != FALSE:
-                        split.append((outside, value, largest))
+                        split.append((outside, value, largest, whole))
                 pieces = split
             merged: dict[float, int] = {}
-            for piece, value, largest in pieces:
-                if math.isfinite(largest) and abs(value) <= 2e-6 * largest:
+            for piece, value, largest, whole in pieces:
+                little = math.isfinite(largest) and abs(value) <= ROUNDING * largest
+                if value == 0 or (little and not whole):
                     continue
                 value = self.number(value)
                 merged[value] = self.either(merged.get(value, FALSE), piece)

@@ -1,0 +1,91 @@
+"""Masks with numbers far from all positions, and sums in which they cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+
+B, T = 4, 300
+MOST = 2**31 - 1
+Q, K, V = (
+    jax.random.normal(jax.random.key(i), (B, T, 2, 64), jnp.float32) for i in range(3)
+)
+FORCED = {"attention": "memory_bounded"}
+
+
+def attention(visible: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Attention with a mask of (positions of queries, of keys, numbers of batches)."""
+
+    def f(q: jax.Array, k: jax.Array, v: jax.Array, *given: jax.Array) -> jax.Array:
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+        rows, columns = jnp.arange(T)[:, None], jnp.arange(T)
+        mask = visible(rows, columns, *(x[:, None, None, None] for x in given))
+        weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    return f
+
+
+def check(f: Callable[..., jax.Array], *given: Any) -> None:
+    fast = rewriter.optimize(f, implementation=FORCED)
+    args = Q, K, V, *map(jnp.asarray, given)
+    (site,) = fast.report(*args).sites
+    assert site.op == "attention"
+    np.testing.assert_allclose(fast(*args), f(*args), atol=2e-6)
+
+
+BOUNDS = {
+    "up to": lambda rows, columns, n: columns <= n,
+    "before": lambda rows, columns, n: columns < n,
+    "the least": lambda rows, columns, n: columns < jnp.minimum(n, rows[-1] - 3),
+    "ahead": lambda rows, columns, n: columns - rows <= n,
+    "behind": lambda rows, columns, n: rows - columns <= n,
+    "prefix": lambda rows, columns, n: (columns <= rows) | (columns < n),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("int32", (MOST, 5, 299, MOST - 2)),
+        ("int32", (-MOST - 1, -3, 300, -MOST)),
+        ("int8", (127, 5, 0, -128)),
+        ("uint8", (255, 5, 0, 254)),
+    ],
+)
+def test_numbers_beyond_all_positions(bound: str, dtype: str, values: Any) -> None:
+    """As programs have them where there is no limit; kernels add positions to them."""
+    check(attention(BOUNDS[bound]), np.asarray(values, dtype))
+
+
+def test_several_lengths_beyond_all_positions() -> None:
+    one, other = np.array([MOST, 7, MOST, 20]), np.array([9, MOST, MOST, -MOST])
+    both = lambda rows, columns, n, m: (columns <= n) & (columns < m)
+    check(attention(both), one.astype("int32"), other.astype("int32"))
+
+
+@pytest.mark.parametrize("power", [10, 19, 20, 24, 30])
+def test_large_numbers_that_cancel(power: int) -> None:
+    """What is left of them is as exact as they were: here one position."""
+    large, n = 2**power, np.array([1, 20, 299, 300], "int32")
+    check(attention(lambda rows, columns, n: columns + large <= n + (large - 1)), n)
+    check(attention(lambda rows, columns, n: columns + (large - 1) < n + large), n)
+    least = lambda rows, columns, n: (
+        columns < jnp.minimum(n + 0 * rows, columns + large)
+    )
+    check(attention(least), n)
+
+
+@pytest.mark.parametrize("far", [MOST, MOST - 200])
+def test_windows_wider_than_all_positions(far: int) -> None:
+    check(attention(lambda rows, columns: columns - rows <= far))
+    check(attention(lambda rows, columns: (rows - columns < far) & (columns <= rows)))
+    check(attention(lambda rows, columns: jnp.abs(rows - columns) <= far))
