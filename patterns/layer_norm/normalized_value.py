@@ -85,8 +85,9 @@ def _upright(alg: Algebra, p: Poly) -> Poly:
         ((_, mono),) = p
         if len(mono) == 1 and mono[0][1] == -1:
             atom = mono[0][0]
-            whole = alg.kind(atom) == "sum"
-            return alg.of_atom(atom) if whole else alg.thaw(alg.defs[atom][1])
+            if alg.kind(atom) == "pow":
+                return alg.thaw(alg.defs[atom][1])
+            return alg.of_atom(atom)
     return p
 
 

@@ -986,6 +986,11 @@ def _(x, scale):
     return x * lax.stop_gradient(lax.rsqrt(ms(x) + EPS)) * scale
 
 
+@rms("stopped_under_the_root", "no gradient through the mean square")
+def _(x, scale):
+    return x * jnp.sqrt(1 / lax.stop_gradient(ms(x) + EPS)) * scale
+
+
 @rms("running_statistics", "the statistics are given", dict(r="b51"))
 def _(x, scale, r):
     return x * lax.rsqrt(r * r + EPS) * scale
