@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter import oracle, trials
+from rewriter import oracle
 from rewriter.implementation import XLA
 from rewriter.inputs import Args
 from rewriter.threads import first_line, side_by_side
@@ -39,13 +39,11 @@ class Candidate:
         run: A function of the operands by name, and of the cotangent but for
             ``forward``; it is compiled with `jax.jit`.
         exact: Whether products of wide operands are computed at full precision.
-        trials: Whether XLA may time products while it compiles.
     """
 
     name: str
     run: Callable[..., Any]
     exact: bool = False
-    trials: bool = True
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Compiled:
         reason: Why it is not to be timed, or ``""``.
         note: What else to know.
         of_leaves: Whether it takes the leaves of a region and not an op's operands.
-        trials: As of the candidate.
     """
 
     name: str
@@ -70,7 +67,6 @@ class Compiled:
     reason: str = ""
     note: str = ""
     of_leaves: bool = False
-    trials: bool = True
 
 
 # ------------------------------------------------------------------ compiling
@@ -89,12 +85,11 @@ def compile_one(candidate: Candidate, args: Args, wanted: Any = None) -> Compile
             got = None if wanted is None else jax.eval_shape(jitted, *args)
             if problem := _mismatch(got, wanted):
                 return Compiled(candidate.name, reason=problem)
-            program = trials.compiled(jitted.lower(*args), candidate.trials)
+            program = jitted.lower(*args).compile()
     except Exception as problem:
         reason = f"does not compile: {first_line(problem)}"
         return Compiled(candidate.name, reason=reason)
-    seconds = time.perf_counter() - start
-    return Compiled(candidate.name, program, seconds, trials=candidate.trials)
+    return Compiled(candidate.name, program, time.perf_counter() - start)
 
 
 def compile_all(

@@ -34,7 +34,6 @@ from rewriter.key import PROGRAM
 from rewriter.measurement import Measurement, by_inputs_text
 from rewriter.programs import Task, function, own_equations, reference
 from rewriter.threads import first_line, side_by_side
-from rewriter.trials import LOST, NOTE, likely_lost
 
 COMPILING = 0.5
 """The share of a site's seconds after which no compilation begins."""
@@ -85,7 +84,6 @@ class Race:
             drawn, note = self._leaves(wanted, drawn)
             truth, *compiled = self._with_truth(wanted, drawn, note)
             done = self._checked(compiled, truth, drawn)
-            done = self._with_trials(done, drawn)
         except Exception as problem:
             reason = f"no inputs: {first_line(problem)}"
             return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
@@ -130,8 +128,7 @@ class Race:
         _, exact = own_equations(self.task)
         own = c
         if not c.reason:
-            truth = Candidate(REFERENCE, exact, exact=True, trials=False)
-            job = truth, firsts[0], None
+            job = Candidate(REFERENCE, exact, exact=True), firsts[0], None
             now = time.monotonic()
             (truth,) = candidate.compile_all([job], now, self._hung())
             (own,) = candidate.checked([c], truth, firsts)
@@ -156,7 +153,7 @@ class Race:
         if usual and wanted[0].forward == XLA and not wide(drawn[0].sets[0]):
             compiled = self._compiled(wanted, drawn, note)
             return [replace(compiled[0], name=REFERENCE, note=""), *compiled]
-        truth = Candidate(REFERENCE, reference(self.task), exact=True, trials=False)
+        truth = Candidate(REFERENCE, reference(self.task), exact=True)
         return self._compiled(wanted, drawn, note, truth)
 
     def _compiled(
@@ -165,7 +162,6 @@ class Race:
         drawn: Sequence[Inputs],
         note: str,
         *first: Candidate,
-        trials: bool = False,
     ) -> list[Compiled]:
         """Compiled programs, or why there is none.
 
@@ -179,10 +175,7 @@ class Race:
             drawn: What they are run on.
             note: Why XLA's is not the user's own equations.
             *first: What else to compile, before those.
-            trials: Whether XLA has its trials of its own candidate even if that is
-                likely far behind.
         """
-        trials = trials or not likely_lost(self.task, self.on)
         args = drawn[0].sets[0]
         shapes = jax.eval_shape(reference(self.task), *args)
         jobs: list[tuple[Candidate, Args, Any]] = [(c, args, shapes) for c in first]
@@ -191,11 +184,10 @@ class Race:
                 own, exact = own_equations(self.task)
                 leaves = drawn[0].leaves[0]
                 out = jax.eval_shape(exact, *leaves)
-                jobs.append((Candidate(XLA, own, trials=trials), leaves, out))
+                jobs.append((Candidate(XLA, own), leaves, out))
             else:
                 run = lambda *x, i=i: function(self.task, i)(*x)
-                tried = trials or i.forward != XLA
-                jobs.append((Candidate(i.text, run, trials=tried), args, shapes))
+                jobs.append((Candidate(i.text, run), args, shapes))
         now = time.monotonic()
         begin = now + COMPILING * max(0.0, self.until - now)
         order, surely = firsts_first(
@@ -226,25 +218,6 @@ class Race:
             (usual,) = self._compiled([Implementation()], drawn, NO_REFERENCE)
             return candidate.checked([usual, *compiled[1:]], truth, firsts, say)
         return [own, *rest]
-
-    def _with_trials(
-        self, done: list[Compiled], drawn: Sequence[Inputs]
-    ) -> list[Compiled]:
-        """The same with XLA's candidate compiled in full, unless it is far behind."""
-        first, *others = done
-        if first.trials or first.reason:
-            return done
-        alive = [c for c in others if not c.reason]
-        found = time_apart([first, *alive], drawn[:1], 1, turn_s=TURN_S)
-        mine, *rest = (found[c.name] for c in (first, *alive))
-        best = min((t.median for t in rest if isinstance(t, Times)), default=math.inf)
-        if isinstance(mine, Times) and mine.median > LOST * best:
-            text = "; ".join(filter(None, (first.note, NOTE)))
-            return [replace(first, note=text), *others]
-        (made,) = self._compiled([Implementation()], drawn, first.note, trials=True)
-        if made.reason:
-            return done
-        return [replace(first, program=made.program, trials=True), *others]
 
     def _hung(self) -> float:
         """When a compilation that begins now is left behind."""
