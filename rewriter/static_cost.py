@@ -187,6 +187,8 @@ def _cycles_of_steps(
         steps = known.get(call.name, call.steps)
         if not steps:
             return f"no estimate: the grid of {call.name} depends on values"
+        if call.name not in bundles:
+            return f"no estimate: XLA computes what {call.name} would, uncounted"
         total += steps * bundles[call.name]
     return total
 

@@ -154,6 +154,9 @@ def test_bundles_rank_what_the_simulator_does_not_take(
     compiled["calls"] = [{**call, "steps": 0}]
     (found,) = static_cost.estimated(*args)
     assert found.problem == "no estimate: the grid of k depends on values"
+    compiled["calls"] = [call, {**call, "name": "forward"}]
+    (found,) = static_cost.estimated(*args)
+    assert found.problem == "no estimate: XLA computes what forward would, uncounted"
     compiled["calls"] = []
     (found,) = static_cost.estimated(*args)
     assert found.problem.startswith("no estimate")  # the program itself compiled
@@ -296,3 +299,22 @@ def test_shipped_bundles_say_nothing_against_the_program() -> None:
             assert ruled.origin != "simulated"
             assert ruled.kernel == kernel
             assert ruled.config != site.config
+
+
+@pytest.mark.parametrize("target", ["tpu_v5e", "tpu_v5p", "tpu_v6e"])
+def test_shipped_cycles_choose_norms_where_gradients_are_taken(target: str) -> None:
+    """XLA moves 7 arrays there, the kernels 5; alone, a norm is XLA's."""
+    x, scale = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 8192), (8192,)))
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+    def both(x: jax.Array, scale: jax.Array, cotangent: jax.Array) -> tuple:
+        out, pull = jax.vjp(norm, x, scale)
+        return out, pull(cotangent)
+
+    (site,) = rewriter.explain(both, target=target)(x, scale, x).sites
+    assert (site.kernel, site.origin) == ("mosaic_tpu", "simulated")
+    assert dict(site.not_chosen)["xla"].startswith("1.40 times as long")
+    (site,) = rewriter.explain(norm, target=target)(x, scale).sites
+    assert site.kernel == "xla"
