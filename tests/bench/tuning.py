@@ -47,13 +47,18 @@ AGAIN = 1.1
 """The same, of what is timed again."""
 
 
-def tasks(ops: Sequence[str], shapes: str, kernels: Sequence[str] = ()) -> list[Task]:
+def tasks(
+    ops: Sequence[str],
+    shapes: str,
+    kernels: Sequence[str] = (),
+    passes: Sequence[str] = (FORWARD, BOTH),
+) -> list[Task]:
     """Every use of some ops, forward and with gradients; with some kernels, or all."""
     return [
-        Task(registry().op(op), spec, _named(registry().kernels(op), kernels), passes)
+        Task(registry().op(op), spec, _named(registry().kernels(op), kernels), one)
         for op in ops
         for spec in named_uses(op, shapes)
-        for passes in (FORWARD, BOTH)
+        for one in passes
     ]
 
 
@@ -68,7 +73,8 @@ def tune(given: argparse.Namespace) -> None:
     start = time.monotonic()
     ops, sets = given.ops.split(","), given.shapes.split(",")
     kernels = given.kernels.split(",") if given.kernels else ()
-    for task in [t for name in sets for t in tasks(ops, name, kernels)]:
+    passes = given.passes.split(",")
+    for task in [t for name in sets for t in tasks(ops, name, kernels, passes)]:
         if time.monotonic() - start > given.budget:
             break
         begin = time.perf_counter()
@@ -269,6 +275,7 @@ def main() -> None:
             command.add_argument("--level", default="full")
             command.add_argument("--target", help="a TPU generation, such as tpu_v5e")
             command.add_argument("--kernels", help="only these, and XLA")
+            command.add_argument("--passes", default=f"{FORWARD},{BOTH}")
     two = commands.add_parser("compare")
     two.set_defaults(run=compare)
     two.add_argument("tuned", nargs=2)
