@@ -458,7 +458,7 @@ def _hide(
     scores: np.ndarray, first: Any, last: Any, fill: Any = None, end: Any = None
 ) -> np.ndarray:
     column = np.arange(scores.shape[1])[None]
-    keep = column <= last[:, None]
+    keep = np.ones(scores.shape, bool) if last is None else column <= last[:, None]
     if first is not None:
         keep = keep & (column >= first[:, None])
     other = np.full(scores.shape, -np.inf, np.float32)

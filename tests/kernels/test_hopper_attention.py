@@ -474,6 +474,27 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
         {"softcap": 2.0, "times": 3, "window": (100, 40), "empty_rows": "zero"},
         Tiles(64, programs=2), BackwardTiles(programs=2),
     ),
+    "window, longer than a tile and a block": (
+        (1, 420, 448, 2, 1, 32, 32), {"window": (300, 0)}, Tiles(64, 3, 3, 2, False),
+        BackwardTiles(programs=2),
+    ),
+    "window, in turns": (
+        (1, 420, 448, 2, 1, 32, 32), {"window": (90, 3)}, Tiles(64, 2, 3, 2),
+        BackwardTiles(programs=2),
+    ),
+    "window, beyond the keys": (
+        (1, 500, 130, 2, 2, 32, 32), {"window": (20, 10), "empty_rows": "zero"},
+        Tiles(64, 3, 3, 2, False), BackwardTiles(programs=2),
+    ),
+    "window, no end": (
+        (1, 400, 384, 1, 1, 32, 32), {"window": (100, None), "shift": 40,
+         "empty_rows": "mean"}, Tiles(64, 3, 3, 2, False), BackwardTiles(programs=2),
+    ),
+    "causal lengths, in turns": (
+        (3, 260, 400, 1, 1, 32, 32), {"window": CAUSAL, "kv_lengths": (0, 170, 400),
+         "offset": (-70, 30, 140), "empty_rows": "zero"}, Tiles(64, 2, 3, 2),
+        BackwardTiles(programs=2),
+    ),
 }  # fmt: skip
 for _name in ("odd", "causal, no turns", "all at once", "wide, other values"):
     *_given, _tiles, _back = SIMULATED[_name]

@@ -146,6 +146,20 @@ def blocks_of(
     return Range(start, whole, part, end, limit)
 
 
+def inside(r: Range, tile: Range) -> Range:
+    """Returns blocks of some of a tile's rows: those of the tile, at least one.
+
+    Example:
+        >>> tile = Range(start=2, whole=4, part=6, end=8, limit=512)
+        >>> inside(Range(start=1, whole=3, part=5, end=6, limit=512), tile)
+        Range(start=2, whole=3, part=5, end=6, limit=512)
+    """
+    start = clip(r.start, tile.start, tile.end - 1)
+    end = clip(r.end, start + 1, tile.end)
+    whole = clip(r.whole, start, end)
+    return Range(start, whole, clip(r.part, whole, end), end, tile.limit)
+
+
 def _any_empty(mask: Mask, first: Any, last: Any, limit: Any) -> Any:
     """Whether some row from position `first` to `last` sees no key."""
     some = limit <= 0

@@ -6,6 +6,7 @@ Scores of a block of keys become weights by a running softmax: see
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -14,13 +15,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import classes, pallas
-from rewriter.kernels.attention.hopper.blocks import FAR, blocks_of
+from rewriter.kernels.attention.hopper.blocks import FAR, Range, blocks_of, inside
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 
 if TYPE_CHECKING:
     from jax import Array
 
     from rewriter.kernels.attention.hopper.forward_kernel import _Block
+
+
+FIRST, LAST = "first", "last"
+"""Which ends of what rows see may lie within a block of keys."""
 
 
 class Tile:
@@ -37,16 +42,30 @@ class Tile:
         given = block.given
         if "offsets" in given:
             self.offset = self.offset + pallas.scalar(given["offsets"], self.b)
-        length = None
+        self.length: Any = None
         if "lengths" in given:
-            length = pallas.scalar(given["lengths"], self.b)
-        self.range = blocks_of(
-            p.mask, self.first, p.config.rows, p.config.block_kv, self.offset, length
-        )
+            self.length = pallas.scalar(given["lengths"], self.b)
+        self.range = self.blocks(self.first, p.config.rows)
         if "reach" in given:
             self.range = classes.left(given["reach"], self.range, self.b, self.n, row)
         self.mine = self.first + 64 * block.warpgroup
         self.shape = (64, p.config.block_kv)
+
+    def blocks(self, first: Any, rows: int) -> Range:
+        """Returns the blocks that positions leave to so many rows."""
+        p = self.p
+        return blocks_of(
+            p.mask, first, rows, p.config.block_kv, self.offset, self.length
+        )
+
+    @functools.cached_property
+    def own(self) -> Range:
+        """The blocks that this warpgroup's rows see, of those of the tile."""
+        config = self.p.config
+        same = config.rows <= config.block_kv or self.classed
+        if same or not self.p.mask.hides:
+            return self.range
+        return inside(self.blocks(self.mine, 64), self.range)
 
     def slot(self, i: Any, step: Any) -> Any:
         """Where the i-th block is; `step` blocks were read before this tile."""
@@ -58,25 +77,68 @@ class Tile:
         The last block comes first: under a causal mask it is the one that is seen in
         part, so that those after it need no comparisons.
         """
-        r, x, mine = self.range, self.x, self.block.warpgroup
+        r, own, x, mine = self.range, self.own, self.x, self.block.warpgroup
         plgpu.barrier_wait(x["q_ready"].at[mine])
-        carry = self.begin(step)
-        loops = [(r.end - r.part, r.end - r.whole, False)]
+        begin, end = r.end - own.end, r.end - own.start
+        if own is not r:
+            self.skip(0, begin, step)
+        carry = self.begin(begin, step)
+        loops = [(r.end - own.part, r.end - own.whole, ())]
         if self.hides:
-            loops = [(1, r.end - r.part, True), *loops]
+            loops = [(begin, r.end - own.part, self.cut_behind), *loops]
         if self.p.mask.left is not None or self.classed:
-            loops += [(r.end - r.whole, r.count, True)]
-        for start, end, part in loops:
-            begin = jnp.maximum(start, 1)
-            body = lambda i, c, part=part: self.step(i, step, c, part)
-            carry = lax.fori_loop(begin, jnp.maximum(end, begin), body, carry)
+            loops += [(r.end - own.whole, end, self.cut_before)]
+        for start, stop, cut in loops:
+            start = jnp.maximum(start, begin + 1)
+            body = lambda i, c, cut=cut: self.step(i, step, c, cut)
+            carry = lax.fori_loop(start, jnp.maximum(stop, start), body, carry)
         if self.p.apart:
             plgpu.barrier_arrive(x["q_free"].at[mine])
-        self.store(*self.finish(step, carry))
+        out = self.finish(end - 1, step, carry)
+        if own is not r:
+            self.skip(end, r.count, step)
+        self.store(*out)
         if not self.p.apart:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(x["q_free"].at[mine])
         return step + r.count
+
+    def skip(self, start: Any, end: Any, step: Any) -> None:
+        """Gives back blocks that rows of other warpgroups alone see."""
+        config, x = self.p.config, self.x
+
+        def block(i: Any, carry: Any) -> Any:
+            slot = self.slot(i, step)
+            for name in "kv":
+                plgpu.barrier_wait(x[f"{name}_ready"].at[slot])
+                plgpu.barrier_arrive(x[f"{name}_free"].at[slot])
+            if config.turns:
+                pallas.wait_for_turn(config.warpgroups)
+                pallas.pass_turn(config.warpgroups)
+            return carry
+
+        lax.fori_loop(start, end, block, jnp.int32(0))
+
+    @property
+    def cut_behind(self) -> tuple[str, ...]:
+        """The ends that lie within blocks from `Range.part` on."""
+        return (FIRST, LAST) if self.p.mask.averages else (LAST,)
+
+    @property
+    def cut_before(self) -> tuple[str, ...]:
+        """The ends that lie within blocks before `Range.whole`.
+
+        No block has both ends if a window is longer than a tile and a block.
+        """
+        mask, config = self.p.mask, self.p.config
+        if mask.averages or self.classed or mask.left is None or mask.lengths:
+            return FIRST, LAST
+        if mask.right is None:
+            alone = mask.s % config.block_kv == 0
+        else:
+            alone = mask.left + mask.right + 1 >= config.rows + config.block_kv
+            alone &= mask.s % config.block_kv == 0
+        return (FIRST,) if alone else (FIRST, LAST)
 
     @property
     def hides(self) -> bool:
@@ -95,9 +157,9 @@ class Tile:
         q = self.x["q_tiles"].at[self.block.warpgroup]
         plgpu.wgmma(scores, q, self.x["k_tiles"].at[slot].transpose((1, 0)))
 
-    def begin(self, step: Any) -> Any:
+    def begin(self, i: Any, step: Any) -> Any:
         """Returns (result, maxima, sums, weights) after the scores of one block."""
-        slot = self.slot(0, step)
+        slot = self.slot(i, step)
         plgpu.barrier_wait(self.x["k_ready"].at[slot])
 
         def product(scores: Any) -> Any:
@@ -105,13 +167,13 @@ class Tile:
             return scores[...]
 
         found = pl.run_scoped(product, plgpu.ACC(self.shape, jnp.float32))
-        found = self.seen_and_freed(found, 0, slot, True)
+        found = self.seen_and_freed(found, i, slot, (FIRST, LAST))
         top, total = self.first_sums()
         weights, top, total, _ = self.weigh(found, top, total)
         out = pallas.zeros((64, self.p.e))
         return out, top, total, weights.astype(self.block.given["q"].dtype)
 
-    def step(self, i: Any, step: Any, carry: Any, part: bool) -> Any:
+    def step(self, i: Any, step: Any, carry: Any, cut: tuple[str, ...]) -> Any:
         """The scores of the i-th block beside the product of the one before and v."""
         out, top, total, weights = carry
         config, x = self.p.config, self.x
@@ -132,7 +194,7 @@ class Tile:
                 pallas.pass_turn(config.warpgroups)
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
-            found = self.seen_and_freed(found, i, slot, part)
+            found = self.seen_and_freed(found, i, slot, cut)
             found = self.weigh(found, top, total)
             # Holds the exponentials before the wait for the product with v.
             new, higher, sums, fade = lax.optimization_barrier(found)
@@ -147,10 +209,10 @@ class Tile:
             plgpu.ACC((64, self.p.e), jnp.float32),
         )
 
-    def finish(self, step: Any, carry: Any) -> Any:
-        """Returns (result, maxima, sums) with the last block's weights times v."""
+    def finish(self, i: Any, step: Any, carry: Any) -> Any:
+        """Returns (result, maxima, sums) with the i-th block's weights times v."""
         out, top, total, weights = carry
-        slot = self.slot(self.range.count - 1, step)
+        slot = self.slot(i, step)
         plgpu.barrier_wait(self.x["v_ready"].at[slot])
 
         def product(result: Any) -> Any:
@@ -163,13 +225,15 @@ class Tile:
         return out, top, total
 
     # ------------------------------------------------------------------ softmax
-    def seen_and_freed(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
+    def seen_and_freed(
+        self, scores: Array, i: Any, slot: Any, cut: tuple[str, ...]
+    ) -> Array:
         """Returns `seen`, and gives back the memory of the i-th block's keys."""
         free = self.x["k_free"].at[slot]
         if not self.p.terms.parts:
             plgpu.barrier_arrive(free)
-            return self.seen(scores, i, slot, part)
-        found = lax.optimization_barrier(self.seen(scores, i, slot, part))
+            return self.seen(scores, i, slot, cut)
+        found = lax.optimization_barrier(self.seen(scores, i, slot, cut))
         plgpu.barrier_arrive(free)  # of terms too, which are read by now
         return found
 
@@ -203,7 +267,7 @@ class Tile:
         """Returns the first key of the i-th block."""
         return (self.range.end - 1 - i) * self.p.config.block_kv
 
-    def seen(self, scores: Array, i: Any, slot: Any, part: bool) -> Array:
+    def seen(self, scores: Array, i: Any, slot: Any, cut: tuple[str, ...]) -> Array:
         """Returns the scores of the i-th block, -inf for keys that are not seen.
 
         Those that something is added to are multiplied with the scale, those that are
@@ -219,17 +283,18 @@ class Tile:
         if terms.slopes:
             scores = self.sloped(scores, self.key(i))
         mine = self.block.warpgroup
-        hides = part or not self.classed
+        hides = bool(cut) or not self.classed
         scores = terms.added(scores, self.x, slot, mine, hides)
-        if not (part and (mask.hides or mask.s % p.config.block_kv)):
+        if not (cut and (mask.hides or mask.s % p.config.block_kv)):
             return scores
         key = self.key(i)
         first, last = self.keys_of_rows()
-        first = None if first is None else first - key
+        first = None if first is None or FIRST not in cut else first - key
+        last = last - key if LAST in cut else None
         if not mask.averages:
-            return pallas.hide(scores, first, last - key)
+            return pallas.hide(scores, first, last)
         empty = self.empty()
-        last = jnp.where(empty, -1, last - key)
+        last = jnp.where(empty, -1, last)
         fill = jnp.where(empty, 0.0, -jnp.inf)
         return pallas.hide(scores, first, last, fill, pallas.rows(mask.s - 1 - key))
 

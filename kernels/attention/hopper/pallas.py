@@ -186,7 +186,7 @@ def sloped(scores: Array, first: Array, slope: Array) -> Array:
 def hide(
     scores: Array,
     first: Array | None,
-    last: Array,
+    last: Array | None,
     fill: Array | None = None,
     end: Array | None = None,
 ) -> Array:
@@ -198,7 +198,7 @@ def hide(
     Args:
         scores: float32 [64, n].
         first: int32 [64], None for 0.
-        last: int32 [64].
+        last: int32 [64], None for no end; one of both is given.
         fill: float32 [64] instead of -inf, for columns up to `end`.
         end: int32 [64].
     """
@@ -212,7 +212,8 @@ def hide(
         del context
         wide = [x.broadcast_in_dim((64, 8), (0,), scores.layout) for x in given]
         low = None if first is None else wide.pop(0)
-        high, *filling = wide
+        high = None if last is None else wide.pop(0)
+        filling = wide
         number = ir.IntegerType.get_signless(32)
         column = mgpu.FragmentedArray.broadcasted_iota(
             number, (64, 8), 1, scores.layout, is_signed=True
@@ -222,9 +223,10 @@ def hide(
         )
         parts = []
         for start in range(0, scores.shape[1], 8):
-            keep = column <= high - start
+            keep = None if high is None else column <= high - start
             if low is not None:
-                keep = keep & (column >= low - start)
+                after = column >= low - start
+                keep = after if keep is None else keep & after
             other = nothing
             if filling:
                 other = (column <= filling[1] - start).select(filling[0], nothing)
