@@ -132,6 +132,7 @@ def measure(
     again: bool = False,
     isolate: bool = False,
     on: Device | None = None,
+    spares: bool = True,
 ) -> Tuned:
     """Returns the measurements of tasks, those of the cache included, and caches them.
 
@@ -146,6 +147,8 @@ def measure(
         again: Measure also what the cache has.
         isolate: Run each kernel first in a child process.
         on: The device kind; the one attached by default.
+        spares: Whether XLA's programs are left out whose operations alone take longer
+            than the best kernel.
 
     Raises:
         ConfigError: If the device kind is not attached, nor can be compiled for.
@@ -159,7 +162,7 @@ def measure(
             "v4 to 7x on Linux, pip install 'jax[tpu]' for estimates by its compiler",
             where=caller(),
         )
-    _measure(tasks, level, budget_s, made, on, progress, again, isolate)
+    _measure(tasks, level, budget_s, made, on, progress, again, isolate, spares)
     return made.tuned
 
 
@@ -172,6 +175,7 @@ def _measure(
     progress: Callable[[str, int, int], None] | None = None,
     again: bool = False,
     isolate: bool = False,
+    spares: bool = True,
 ) -> None:
     until = time.monotonic() + budget_s
 
@@ -182,7 +186,9 @@ def _measure(
             if made.interrupted or left <= 0:
                 made.skipped += len(ordered) - i
                 return
-            _measure_task(task, on, level, until, made, progress, again, isolate)
+            _measure_task(
+                task, on, level, until, made, progress, again, isolate, spares
+            )
 
     _apart(run, made)
     if made.skipped and not made.interrupted:
@@ -256,6 +262,7 @@ def _measure_task(
     progress: Callable[[str, int, int], None] | None,
     again: bool,
     isolate: bool,
+    spares: bool,
 ) -> None:
     there = on == device.attached()
     if not there:
@@ -276,7 +283,7 @@ def _measure_task(
         say = functools.partial(progress or _silent, key.text)
         until = min(time.monotonic() + SITE_S, latest)
         if there:
-            new = Race(task, on, until, latest, say).run(missing)
+            new = Race(task, on, until, latest, say, spares).run(missing)
         else:
             new = static_cost.estimated(task, on, missing, latest, say)
         cache.add(key, new)

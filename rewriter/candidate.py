@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from rewriter import oracle
+from rewriter.device import Device
 from rewriter.implementation import XLA
 from rewriter.inputs import Args
+from rewriter.least_time import UNTRIED, least_seconds
+from rewriter.measurement import time_text
 from rewriter.threads import first_line, side_by_side
 
 AT_ONCE = 3
@@ -39,11 +43,16 @@ class Candidate:
         run: A function of the operands by name, and of the cotangent but for
             ``forward``; it is compiled with `jax.jit`.
         exact: Whether products of wide operands are computed at full precision.
+        soon: Whether XLA is to compile it soon, for its numbers and not for its speed.
+        limit: The device, and the seconds beyond which it is not compiled if its
+            operations alone take them.
     """
 
     name: str
     run: Callable[..., Any]
     exact: bool = False
+    soon: bool = False
+    limit: tuple[Device, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Compiled:
         reason: Why it is not to be timed, or ``""``.
         note: What else to know.
         of_leaves: Whether it takes the leaves of a region and not an op's operands.
+        least_s: The seconds it takes at least, if it was left out for them.
     """
 
     name: str
@@ -67,6 +77,7 @@ class Compiled:
     reason: str = ""
     note: str = ""
     of_leaves: bool = False
+    least_s: float = 0.0
 
 
 # ------------------------------------------------------------------ compiling
@@ -85,11 +96,25 @@ def compile_one(candidate: Candidate, args: Args, wanted: Any = None) -> Compile
             got = None if wanted is None else jax.eval_shape(jitted, *args)
             if problem := _mismatch(got, wanted):
                 return Compiled(candidate.name, reason=problem)
-            program = jitted.lower(*args).compile()
+            lowered = jitted.lower(*args)
+            if candidate.limit is not None:
+                on, most = candidate.limit
+                if (least := least_seconds(lowered, on)) > most:
+                    return Compiled(
+                        candidate.name, reason=_spared(least), least_s=least
+                    )
+            program = lowered.compile(
+                compiler_options=UNTRIED if candidate.soon else None
+            )
     except Exception as problem:
         reason = f"does not compile: {first_line(problem)}"
         return Compiled(candidate.name, reason=reason)
     return Compiled(candidate.name, program, time.perf_counter() - start)
+
+
+def _spared(least: float) -> str:
+    took = time_text(1e6 * least)
+    return f"not timed: its operations alone take {took}, by XLA's own count"
 
 
 def compile_all(
@@ -97,6 +122,7 @@ def compile_all(
     start_by: float,
     end_by: float,
     surely: int = 1,
+    done_by: float = math.inf,
 ) -> list[Compiled]:
     """Returns what `compile_one` does, of several side by side in threads.
 
@@ -105,9 +131,10 @@ def compile_all(
         start_by: The `time.monotonic` after which none but the first jobs begin.
         end_by: The `time.monotonic` after which none is waited for.
         surely: How many of the first jobs begin at any time.
+        done_by: When the others are expected to be done, or they do not begin.
     """
     runs = [functools.partial(compile_one, *job) for job in jobs]
-    found = side_by_side(runs, start_by, end_by, AT_ONCE, surely)
+    found = side_by_side(runs, start_by, end_by, AT_ONCE, surely, done_by)
     return [
         f if isinstance(f, Compiled) else Compiled(c.name, reason=f)
         for (c, *_), f in zip(jobs, found, strict=True)

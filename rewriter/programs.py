@@ -86,6 +86,11 @@ def reference(task: Task) -> Callable[..., Any]:
     return _plain(task, task.op.reference)
 
 
+def general(task: Task) -> Callable[..., Any] | None:
+    """Returns the same of the op's general form; None if it has none."""
+    return _plain(task, task.op.general) if task.op.general else None
+
+
 def own_equations(task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the user's own equations as a function of leaves, and the reference's.
 

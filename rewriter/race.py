@@ -5,6 +5,10 @@ turns. Those that are far behind after a few turns are dropped. One that fails, 
 compilation or gives other numbers is a measurement with a problem instead of a time;
 the others go on.
 
+On a GPU, an op that has a general form is compared with that, which XLA compiles soon;
+and XLA's own candidate is left out if its operations alone take longer than the best of
+the others takes.
+
 XLA's candidate are the user's own equations where a task has them, on leaves whose
 operands are like those of the others; else, with a note, the op as usually written.
 
@@ -31,12 +35,14 @@ from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation
 from rewriter.inputs import Args, Inputs, inputs, with_leaves
 from rewriter.key import PROGRAM
+from rewriter.least_time import needed_seconds
 from rewriter.measurement import Measurement, by_inputs_text
-from rewriter.programs import Task, function, own_equations, reference
+from rewriter.programs import Task, function, general, own_equations, reference
 from rewriter.threads import first_line, side_by_side
 
-COMPILING = 0.5
-"""The share of a site's seconds after which no compilation begins."""
+COMPILING, COMPILED = 0.5, 0.75
+"""The shares of a site's seconds after which no compilation begins, and by which those
+that begin are expected to be done: each as long as others took on average."""
 
 HUNG_S = 60.0
 """Seconds after which a compilation is not waited for any more."""
@@ -51,6 +57,9 @@ REFERENCE = "the reference"
 """The name of what candidates are compared with."""
 
 NO_REFERENCE = "the op as usually written, since the reference did not run"
+
+SPARED = 2.0
+"""XLA's program may be left out if its operations are so many times the op's."""
 
 WHOLE_TURNS = 12
 """Turns of whole programs."""
@@ -69,6 +78,7 @@ class Race:
         until: The `time.monotonic` by which it should be done.
         latest: The one at which the whole budget ends.
         say: Told how many candidates are done, of how many.
+        spares: Whether XLA's program may be left out.
     """
 
     task: Task
@@ -76,9 +86,11 @@ class Race:
     until: float
     latest: float
     say: Callable[[int, int], None]
+    spares: bool = True
 
     def run(self, wanted: Sequence[Implementation]) -> list[Measurement]:
         """Returns one measurement for each candidate."""
+        seconds = self.until - time.monotonic()
         try:
             drawn = inputs(self.task, self.on)
             drawn, note = self._leaves(wanted, drawn)
@@ -88,6 +100,10 @@ class Race:
             reason = f"no inputs: {first_line(problem)}"
             return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
         times, done = self._timed(done, drawn)
+        least = max(c.least_s for c in done)
+        if least and least <= min((t.median for t in times.values()), default=math.inf):
+            until = min(time.monotonic() + seconds, self.latest)
+            return replace(self, spares=False, until=until).run(wanted)
         at = conditions.now()
         return [
             self._measured(i, c, times.get(c.name), at)
@@ -150,11 +166,26 @@ class Race:
         their products are computed at full precision anyway.
         """
         usual = self.task.op.usual is None and bool(note or not drawn[0].leaves)
+        usual = usual and not self._reference().soon
         if usual and wanted[0].forward == XLA and not wide(drawn[0].sets[0]):
             compiled = self._compiled(wanted, drawn, note)
             return [replace(compiled[0], name=REFERENCE, note=""), *compiled]
-        truth = Candidate(REFERENCE, reference(self.task), exact=True)
-        return self._compiled(wanted, drawn, note, truth)
+        return self._compiled(wanted, drawn, note, self._reference())
+
+    def _reference(self) -> Candidate:
+        """What candidates are compared with."""
+        soon = general(self.task) if self.on.platform == "cuda" else None
+        if soon is None:
+            return Candidate(REFERENCE, reference(self.task), exact=True)
+        return Candidate(REFERENCE, soon, exact=True, soon=True)
+
+    def _limit(self) -> tuple[Device, float] | None:
+        """What XLA's own operations may take; None for any time."""
+        if not self.spares or not self._reference().soon:
+            return None
+        task = self.task
+        needed = needed_seconds(task.op, task.spec, task.passes, self.on)
+        return (self.on, SPARED * needed) if needed else None
 
     def _compiled(
         self,
@@ -180,21 +211,26 @@ class Race:
         shapes = jax.eval_shape(reference(self.task), *args)
         jobs: list[tuple[Candidate, Args, Any]] = [(c, args, shapes) for c in first]
         for i in wanted:
+            limit = self._limit() if i.forward == XLA else None
             if i.forward == XLA and drawn[0].leaves and not note:
                 own, exact = own_equations(self.task)
                 leaves = drawn[0].leaves[0]
                 out = jax.eval_shape(exact, *leaves)
-                jobs.append((Candidate(XLA, own), leaves, out))
+                jobs.append((Candidate(XLA, own, limit=limit), leaves, out))
             else:
                 run = lambda *x, i=i: function(self.task, i)(*x)
-                jobs.append((Candidate(i.text, run), args, shapes))
+                jobs.append((Candidate(i.text, run, limit=limit), args, shapes))
         now = time.monotonic()
-        begin = now + COMPILING * max(0.0, self.until - now)
+        left = max(0.0, self.until - now)
         order, surely = firsts_first(
             [c.name for c in first] + [i.forward for i in wanted]
         )
         found = candidate.compile_all(
-            [jobs[i] for i in order], begin, self._hung(), surely
+            [jobs[i] for i in order],
+            now + COMPILING * left,
+            self._hung(),
+            surely,
+            now + COMPILED * left,
         )
         found = [
             c for _, c in sorted(zip(order, found, strict=True), key=itemgetter(0))
@@ -208,7 +244,7 @@ class Race:
         firsts = [d.sets[0] for d in drawn]
         say = lambda n: self.say(n, len(compiled))
         own = None
-        if drawn[0].leaves and compiled[0].name == XLA:
+        if drawn[0].leaves and compiled[0].name == XLA and not compiled[0].least_s:
             compiled = [self._own(compiled[0], drawn), *compiled[1:]]
             own = compiled[0] if compiled[0].of_leaves else None
         if own is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ def side_by_side(
     end_by: float,
     at_once: int = AT_ONCE,
     surely: int = 1,
+    done_by: float = math.inf,
 ) -> list[Any]:
     """Runs jobs in threads with this thread's settings; returns results in order.
 
@@ -37,15 +40,20 @@ def side_by_side(
         end_by: The `time.monotonic` after which none is waited for.
         at_once: Jobs at once, at most.
         surely: How many of the first jobs begin at any time.
+        done_by: The `time.monotonic` after which none of the others begins that would
+            not end before, if it took as long as those before did on average.
     """
     results: dict[int, Any] = {}
     waiting, lock = collections.deque(range(len(jobs))), threading.Lock()
+    took: list[float] = []
     ready = settings()
 
     def work() -> None:
         while True:
             with lock:
-                late = time.monotonic() > start_by
+                begin = time.monotonic()
+                ends = begin + (statistics.fmean(took) if took else 0.0)
+                late = begin > start_by or ends > done_by
                 if not waiting or (late and waiting[0] >= surely):
                     return
                 i = waiting.popleft()
@@ -55,6 +63,7 @@ def side_by_side(
                     results[i] = jobs[i]()
             except BaseException as problem:
                 results[i] = f"does not compile: {first_line(problem)}"
+            took.append(time.monotonic() - begin)
 
     count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), at_once)
     threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]

@@ -78,7 +78,7 @@ def tune(given: argparse.Namespace) -> None:
         if time.monotonic() - start > given.budget:
             break
         begin = time.perf_counter()
-        found = autotune.measure([task], given.level, on=on)
+        found = autotune.measure([task], given.level, on=on, spares=not given.xla)
         cold = time.perf_counter() - begin
         begin = time.perf_counter()
         autotune.measure([task], given.level, on=on)
@@ -276,6 +276,9 @@ def main() -> None:
             command.add_argument("--target", help="a TPU generation, such as tpu_v5e")
             command.add_argument("--kernels", help="only these, and XLA")
             command.add_argument("--passes", default=f"{FORWARD},{BOTH}")
+            command.add_argument(
+                "--xla", action="store_true", help="time XLA's however long it takes"
+            )
     two = commands.add_parser("compare")
     two.set_defaults(run=compare)
     two.add_argument("tuned", nargs=2)

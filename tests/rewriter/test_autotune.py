@@ -26,12 +26,13 @@ from rewriter import (
     pipeline,
     programs,
     race,
+    registry,
     threads,
     timing,
 )
 from rewriter.config import Config
 from rewriter.implementation import Implementation
-from rewriter.kernel import Space, Spec
+from rewriter.kernel import Space, Spec, spec_of
 from rewriter.measurement import Measurement
 from rewriter.op import Op
 from rewriter.verdict import YES, no
@@ -207,6 +208,51 @@ class Wait:
 def waiting(*configs: Wait, fits=None) -> Space:
     checks = {} if fits is None else {"fits": fits}
     return Space(Wait, lambda spec, on: Wait(), lambda spec, on: configs, **checks)
+
+
+def raced(flops: float, groups: int) -> dict[str, Measurement]:
+    """Ragged dots of so many groups, as if on a GPU of such a peak."""
+    of = registry.registry()
+    sizes = {"lhs": (256, 64), "rhs": (groups, 64, 64), "group_sizes": (groups,)}
+    types = {n: jnp.int32 if n == "group_sizes" else jnp.float32 for n in sizes}
+    operands = {n: jax.ShapeDtypeStruct(s, types[n]) for n, s in sizes.items()}
+    spec = spec_of(of.op("ragged_dot"), operands, {})
+    task = programs.Task(of.op("ragged_dot"), spec, of.kernels("ragged_dot"), "forward")
+    until = time.monotonic() + 60
+    on = device.Device("some GPU", "cuda", flops=flops)
+    run = race.Race(task, on, until, until, lambda done, of: None).run
+    wanted = (Implementation(), Implementation("memory_bounded"))
+    return {m.implementation.name: m for m in run(wanted)}
+
+
+def test_xla_is_left_out_where_its_operations_alone_take_longer() -> None:
+    """By its own count: with 16 groups it multiplies 16 times as much."""
+    slow = raced(flops=1e6, groups=16)
+    assert slow["xla"].median_us is None
+    assert slow["xla"].problem.startswith("not timed: its operations alone take 3")
+    assert "by XLA's own count" in slow["xla"].problem
+    assert slow["memory_bounded"].median_us
+    # The same where its operations might take less than the best kernel: it is timed.
+    assert raced(flops=1e18, groups=16)["xla"].median_us
+    # And where it computes no more than it needs.
+    assert raced(flops=1e6, groups=1)["xla"].median_us
+
+
+def test_a_wrong_kernel_is_found_out_by_the_general_form(monkeypatch) -> None:
+    """On a GPU, ragged dots are compared with products of whole groups."""
+    of = registry.registry()
+    kernel = of.kernel("ragged_dot", "memory_bounded")
+    wrong = dataclasses.replace(
+        kernel,
+        forward=lambda **given: jax.tree.map(
+            lambda x: 1.5 * x, kernel.forward(**given)
+        ),
+    )
+    monkeypatch.setattr(
+        registry.Registry, "kernels", lambda self, op: (wrong,), raising=True
+    )
+    found = raced(flops=1e6, groups=16)
+    assert "wrong: error 5e-01" in found["memory_bounded"].problem
 
 
 def test_the_best_config_of_a_users_kernel_is_found_and_used() -> None:
