@@ -7,6 +7,7 @@ Scores of a block of keys become weights by a running softmax: see
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -196,8 +197,9 @@ class Tile:
             found = lax.optimization_barrier(found)
             found = self.seen_and_freed(found, i, slot, cut)
             found = self.weigh(found, top, total)
-            # Holds the exponentials before the wait for the product with v.
             new, higher, sums, fade = lax.optimization_barrier(found)
+            if config.held:
+                pallas.hold(sums)
             made = lax.optimization_barrier(result[...])
             plgpu.barrier_arrive(x["v_free"].at[before])
             made = made * pallas.along(fade, made.shape)
@@ -238,15 +240,17 @@ class Tile:
         return found
 
     def first_sums(self) -> tuple[Array, Array]:
-        """Returns maxima and sums before the first key: [64]."""
+        """Returns maxima, [64], and sums, [64] or [64, 8], before the first key."""
         p = self.p
+        shape = (64, 8) if p.config.held else (64,)
         if not p.terms.sinks:
-            return pallas.zeros((64,), -jnp.inf), pallas.zeros((64,))
+            return pallas.zeros((64,), -jnp.inf), pallas.zeros(shape)
         sink = pallas.scalar(self.block.given["sinks"], self.n)
         if not p.natural:
             sink = sink / p.scale if p.softcap is None else sink * LOG2E
         top = pallas.zeros((64,)) + sink
-        return (top + self.lean() if p.terms.slopes else top), pallas.zeros((64,), 1.0)
+        top = top + self.lean() if p.terms.slopes else top
+        return top, pallas.zeros(shape, shape[0] / math.prod(shape))
 
     def lean(self) -> Array:
         """Returns what slopes take from scores by a row's place in its tile: [64]."""
@@ -316,23 +320,31 @@ class Tile:
         return none if first is None else none | (first > last)
 
     def weigh(self, scores: Array, top: Array, total: Array) -> tuple[Array, ...]:
-        """Returns weights, new maxima, new sums, and what to fade by."""
+        """Returns weights, new maxima, new sums, and what to fade by.
+
+        Sums that are held are of every eighth column each: what follows then waits
+        for exponentials alone, and threads exchange theirs at the end.
+        """
         c = self.p.scale * LOG2E if self.p.softcap is None else 1.0
         higher = jnp.maximum(top, scores.max(axis=1))
+        least = jnp.where(higher == -jnp.inf, 0.0, higher)
         if self.p.natural:
-            least = jnp.where(higher == -jnp.inf, 0.0, higher)
             weights = jnp.exp2((scores - pallas.along(least, self.shape)) * LOG2E)
             fade = jnp.exp2((top - least) * LOG2E)
+        else:
+            least = least * c
+            weights = jnp.exp2(scores * c - pallas.along(least, self.shape))
+            fade = jnp.exp2(top * c - least)
+        if not self.p.config.held:
             return weights, higher, total * fade + weights.sum(axis=1), fade
-        least = jnp.where(higher == -jnp.inf, 0.0, higher) * c
-        weights = jnp.exp2(scores * c - pallas.along(least, self.shape))
-        fade = jnp.exp2(top * c - least)
-        return weights, higher, total * fade + weights.sum(axis=1), fade
+        total = total * pallas.along(fade, total.shape) + pallas.by_eights(weights)
+        return weights, higher, total, fade
 
     # ------------------------------------------------------------------ storing
     def store(self, out: Array, top: Array, total: Array) -> None:
         """Writes the rows, and their log-sum-exp if it is asked for."""
         p, x, mine = self.p, self.x, self.block.warpgroup
+        total = total.sum(axis=1) if p.config.held else total
         inverse = 1.0 / total
         if self.block.zero:
             inverse = jnp.where(total == 0.0, 0.0, inverse)

@@ -5,7 +5,9 @@ One function per need, one comment per difference between versions.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
 from rewriter.kernels import claims
 from rewriter.kernels.mosaic import PROGRAM as PROGRAM
@@ -238,6 +240,98 @@ def hide(
         )
 
     return emit(scores, *given)
+
+
+def by_eights(x: Array) -> Array:
+    """Returns the sums of every eighth column, [64, 8], of float32 [64, n]."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,),
+        return_type=plgpu.ShapeDtypeStruct((64, 8), jnp.float32, layout=TILE),
+    )
+    def emit(context: Any, x: Any) -> Any:
+        del context
+        parts = [x[:, i : i + 8] for i in range(0, x.shape[1], 8)]
+        # Two sums, of which neither waits for the other.
+        even, odd = (functools.reduce(operator.add, parts[i::2]) for i in range(2))
+        return even + odd
+
+    return emit(x)
+
+
+def widened(x: Array) -> Array:
+    """Returns bfloat16 [64, n] as float32, by one instruction a number.
+
+    LLVM takes 1.6: it first cuts out what is already the upper half of a float32.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
+    )
+    def emit(context: Any, x: Any) -> Any:
+        del context
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        pair = ir.VectorType.get((2,), f32)
+        half, upper = mgpu.c(16, i32), mgpu.c(-(1 << 16), i32)
+        made = np.empty_like(x.registers)
+        for i, both in np.ndenumerate(x.registers):
+            bits = llvm.bitcast(i32, both)
+            out = llvm.mlir_undef(pair)
+            for at, word in enumerate(
+                (llvm.shl(bits, half, 0), llvm.and_(bits, upper))
+            ):
+                number = llvm.bitcast(f32, word)
+                out = llvm.insertelement(out, number, mgpu.c(at, i32))
+            made[i] = out
+        return mgpu.FragmentedArray(_registers=made, _layout=x.layout, _is_signed=None)
+
+    return emit(x)
+
+
+def least(x: Array, y: Array) -> Array:
+    """Returns the smaller of two float32 [64, n]; the other of one that is NaN."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, TILE),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=TILE),
+    )
+    def emit(context: Any, x: Any, y: Any) -> Any:
+        del context
+        made = np.empty_like(x.registers)
+        for i, register in np.ndenumerate(x.registers):
+            made[i] = arith.minnumf(register, y.registers[i])
+        return mgpu.FragmentedArray(_registers=made, _layout=x.layout, _is_signed=None)
+
+    return emit(x, y)
+
+
+def hold(x: Array) -> None:
+    """Lets ptxas begin no wait that follows before x, float32 [64, 8], is known.
+
+    By threads that would sleep if x were negative, which no sum of weights is.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(TILE,))
+    def emit(context: Any, x: Any) -> None:
+        del context
+        pairs = x.registers.ravel()
+        numbers = [
+            llvm.extractelement(pair, mgpu.c(i, ir.IntegerType.get_signless(32)))
+            for pair in pairs for i in range(2)
+        ]  # fmt: skip
+        tests = "setp.lt.f32 p, $0, 0f00000000; " + " ".join(
+            f"setp.lt.or.f32 p, ${i}, 0f00000000, p;" for i in range(1, len(numbers))
+        )
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            numbers,
+            f"{{ .reg .pred p; {tests} @p nanosleep.u32 1; }}",
+            ",".join("f" * len(numbers)),
+            has_side_effects=True,
+        )
+
+    emit(x)
 
 
 FIRST_NAMED = 8

@@ -2,9 +2,10 @@
 
 Biases and masks come in three forms, by what they differ along: all of rows and
 columns, which are read in tiles; columns alone, which are a number a key; rows alone.
-Thin biases and masks of a form become one array, -inf where a mask hides. Scores and
-all that is added to them are natural logarithms: a bias of the lowest float is then
-still one, as it is in the formula, and no infinity.
+Thin biases and masks of a form become one array, -inf where a mask hides; of a mask
+alone it is inf elsewhere, so that a minimum hides. Scores and all that is added to them
+are natural logarithms: a bias of the lowest float is then still one, as it is in the
+formula, and no infinity.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ class Terms:
         parts, shape = dict(self.parts), scores.shape
         if "bias" in parts:
             tile = memory["bias"].at[slot, warpgroup][...]
-            scores = scores + tile.astype(jnp.float32)
+            narrow = parts["bias"].dtype == "bfloat16"
+            tile = pallas.widened(tile) if narrow else tile.astype(jnp.float32)
+            scores = scores + tile
         if part and "mask" in parts:
             tile = memory["mask"].at[slot, warpgroup][...]
             scores = jnp.where(tile != 0, scores, -jnp.inf)
@@ -141,8 +144,10 @@ class Terms:
             if not (hides or name in self.adding):
                 continue
             wide = spread(pallas.loaded(memory[name].at[at], layout), shape)
-            if name in self.adding:
-                scores = scores + wide
+            if name not in self.adding:
+                scores = pallas.least(scores, wide)
+                continue
+            scores = scores + wide
             if hides:
                 scores = jnp.where(wide == -jnp.inf, -jnp.inf, scores)
         if part and self.segments:
@@ -216,7 +221,7 @@ def terms_of(
             arrays[thin] = line.astype(jnp.float32)
         else:
             hiding.add(thin)
-            shown = jnp.where(line, arrays.get(thin, jnp.float32(0)), -jnp.inf)
+            shown = jnp.where(line, arrays.get(thin, jnp.inf), -jnp.inf)
             arrays[thin] = shown.astype(jnp.float32)
     if q_segments is not None and kv_segments is not None:
         for name, x in (("row_segments", q_segments), ("column_segments", kv_segments)):
