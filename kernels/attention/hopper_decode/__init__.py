@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
     from rewriter.kernel import Spec
 
-OPERANDS = frozenset({"q", "k", "v", "kv_lengths", "offset"})
+IN_PAGES = frozenset({"q", "k", "v", "kv_lengths", "offset"})
+"""Operands that it takes, also of keys in pages."""
+
+OPERANDS = IN_PAGES | {"mask"}
 TYPES = ("bfloat16", "float16")
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
@@ -38,18 +41,27 @@ MOST_BLOCKS = 1 << 30
 """Blocks of keys of all pairs: they are counted in int32."""
 
 
-def supports(spec: Spec) -> Verdict:
-    """Returns whether it takes a use: few queries of 16 bits, masked by position."""
+def supports(spec: Spec, operands: frozenset[str] = OPERANDS) -> Verdict:
+    """Returns whether it takes a use: few queries of 16 bits.
+
+    Keys are hidden by position, and by a mask that all queries and heads share.
+
+    Args:
+        spec: A use.
+        operands: Operands that it takes.
+    """
     if spec.symbolic:
         return no("symbolic", "the Hopper decode kernel wants sizes that are numbers")
-    verdict = all_of(*_operands(spec), *_types(spec), *_numbers(spec), *_empty(spec))
+    verdict = all_of(
+        *_operands(spec, operands), *_types(spec), *_numbers(spec), *_empty(spec)
+    )
     if verdict.ok:
         verdict = all_of(*_sizes(spec))
     return _importable() if verdict.ok else verdict
 
 
-def _operands(spec: Spec) -> list[Verdict]:
-    more = ", ".join(sorted(set(spec.operands) - OPERANDS))
+def _operands(spec: Spec, operands: frozenset[str]) -> list[Verdict]:
+    more = ", ".join(sorted(set(spec.operands) - operands))
     text = f"the Hopper decode kernel does not take {more}"
     return [no("operands", text)] if more else []
 
@@ -93,6 +105,9 @@ def _sizes(spec: Spec) -> list[Verdict]:
     if b * s * heads > MOST_BLOCKS:
         text = f"{b * s * heads} keys of all heads, more than {MOST_BLOCKS}"
         found.append(no("keys", text))
+    if spec.has("mask") and spec.shape("mask")[1:] != (1, 1, s):
+        text = f"a mask of shape {spec.shape('mask')}, not of keys alone"
+        found.append(no("mask", f"{text}: [{b} or 1, 1, 1, {s}]"))
     return found
 
 

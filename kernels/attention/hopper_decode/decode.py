@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.kernels.attention.hopper.blocks import Mask
-from rewriter.kernels.attention.hopper_decode.config import Split
+from rewriter.kernels.attention.hopper_decode.config import ROWS, Split, mask_columns
 from rewriter.kernels.attention.hopper_decode.kernel import pieces
 from rewriter.kernels.attention.hopper_decode.merge import merged
 from rewriter.kernels.attention.hopper_decode.problem import Pages, Problem
+from rewriter.kernels.attention.reference import visible
 
 if TYPE_CHECKING:
     from jax import Array
@@ -59,6 +60,7 @@ def attend(
     heads: int,
     config: Split,
     *,
+    mask: Array | None = None,
     kv_lengths: Array | None = None,
     offset: Array | None = None,
     scale: float = 1.0,
@@ -79,6 +81,7 @@ def attend(
         s: Keys of a sequence.
         heads: Key heads.
         config: How the work is split.
+        mask: bool [b|1, 1, 1, s], True keeps.
         kv_lengths: int [b|1].
         offset: int [b|1].
         scale: Multiplies the scores; positive.
@@ -91,22 +94,24 @@ def attend(
     del out_dtype
     b, t, n, h = q.shape
     left, right = window
-    mask = Mask(
+    seen = Mask(
         t, s, left, right, shift, kv_lengths is not None, offset is not None,
-        empty_rows == "mean",
+        empty_rows == "mean", mask is not None,
     )  # fmt: skip
     e = v.shape[3]
-    p = Problem(b, n, heads, h, e, mask, scale, softcap, pages, config)
+    p = Problem(b, n, heads, h, e, seen, scale, softcap, pages, config)
     numbers = {
         name: jnp.broadcast_to(x.astype(jnp.int32), (b,))
         for name, x in (("lengths", kv_lengths), ("offsets", offset))
         if x is not None
     }
+    if mask is not None:
+        numbers |= of_mask(p, mask, numbers)
     ends = _ends(p, numbers)
     if table is not None:
         numbers["table"] = table
     parts, lse = pieces(p, _by_pair(p, q), ends, k, v, numbers)
-    zero = empty_rows == "zero" and mask.may_be_empty
+    zero = empty_rows == "zero" and seen.may_be_empty
     return merged(p, ends, parts, lse, zero, q.dtype)
 
 
@@ -118,9 +123,41 @@ def _by_pair(p: Problem, q: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, more), (0, 0))) if more else x
 
 
+def of_mask(p: Problem, mask: Array, numbers: dict[str, Array]) -> dict[str, Array]:
+    """Returns what the kernel reads of a mask of keys, and of rows that are averaged.
+
+    Args:
+        p: The problem.
+        mask: bool [b|1, 1, 1, s].
+        numbers: int32 ``lengths`` [b] and ``offsets`` [b], those that there are.
+
+    Returns:
+        float32 ``mask`` [b|1, s in groups of 128 bytes], -inf where it hides. If rows
+        may be averaged, int32 ``empty_rows`` [b, 64], 1 for those that see no key, and
+        ``empty`` [b], 1 if there are such.
+    """
+    t, s = p.mask.t, p.mask.s
+    shown = jnp.where(mask[:, 0, 0], 0.0, -jnp.inf).astype(jnp.float32)
+    made = {"mask": jnp.pad(shown, ((0, 0), (0, mask_columns(s) - s)))}
+    if not p.averages:
+        return made
+    seen = visible(
+        t, s, mask=mask, kv_lengths=numbers.get("lengths"),
+        offset=numbers.get("offsets"), window=(p.mask.left, p.mask.right),
+        shift=p.mask.shift,
+    )  # fmt: skip
+    none = jnp.broadcast_to(~seen.any(-1)[:, 0], (p.b, t))
+    rows = jnp.repeat(none, p.group, axis=1)  # rows of a query follow each other
+    rows = jnp.pad(rows, ((0, 0), (0, ROWS - t * p.group)))
+    made["empty_rows"] = rows.astype(jnp.int32)
+    made["empty"] = none.any(1).astype(jnp.int32)
+    return made
+
+
 def _ends(p: Problem, numbers: dict[str, Array]) -> Array:
     """Returns the blocks of one head of each sequence and of all before: int32 [b]."""
-    counts = p.blocks(numbers.get("offsets"), numbers.get("lengths")).count
+    given = (numbers.get(name) for name in ("offsets", "lengths", "empty"))
+    counts = p.blocks(*given).count
     if isinstance(counts, int):
         return jnp.asarray(np.arange(1, p.b + 1, dtype=np.int32) * counts)
     before = np.tri(p.b, dtype=np.int32)  # one fused sum, where cumsum takes several

@@ -5,15 +5,16 @@ of keys stand in a line (`line.Line`), of which each reader takes an even share:
 its warpgroups copies blocks into shared memory as that becomes free, also those of the
 next piece, the other keeps a running softmax in registers. What a piece gives is
 stored divided by its sum, beside its log-sum-exp; `merge` adds the pieces up. Keys lie
-in one array, or in pages that a table names. Sources: Dao et al., "Flash-Decoding for
-long-context inference" (2023); Kwon et al., "Efficient Memory Management for Large
-Language Model Serving with PagedAttention" (2023); Osama et al., "Stream-K" (2023).
+in one array, or in pages that a table names; a mask of keys is copied beside them, a
+number for each. Sources: Dao et al., "Flash-Decoding for long-context inference"
+(2023); Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (2023); Osama et al., "Stream-K" (2023).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,6 +30,7 @@ from rewriter.kernels.attention.hopper_decode.config import (
     REGISTERS,
     ROWS,
     STORED,
+    mask_columns,
     stored_columns,
 )
 from rewriter.kernels.attention.hopper_decode.problem import Problem
@@ -50,7 +52,8 @@ def pieces(
         ends: int32 [b], as `Line` has it.
         k: Keys as `p.pages` says; their positions in eights.
         v: Values.
-        numbers: int32 ``lengths`` [b], ``offsets`` [b] and ``table`` [b, pages], those
+        numbers: int32 ``lengths`` [b], ``offsets`` [b] and ``table`` [b, pages], and
+            ``mask``, ``empty_rows`` and ``empty`` as `decode.of_mask` gives them: those
             that there are.
 
     Returns:
@@ -79,11 +82,14 @@ def pieces(
         **{
             name: pallas.barriers(readers * stages, arrivals)
             for name, arrivals in (
-                ("k_ready", copies(p)), ("v_ready", copies(p)), ("k_free", 1),
-                ("v_free", 1),
+                ("k_ready", copies(p) + p.mask.more), ("v_ready", copies(p)),
+                ("k_free", 1), ("v_free", 1),
             )
         },
     }  # fmt: skip
+    if p.mask.more:
+        line = mask_columns(config.block_kv)
+        scratch["mask_lines"] = pallas.lines((readers, stages, line), jnp.float32)
     named = {"q": q, "ends": ends, "k": k, "v": v, **numbers}
 
     def body(*references: Any, **memory: Any) -> None:
@@ -122,6 +128,8 @@ class _Piece:
     """Where its results go."""
     turn: Any
     """How many pieces this reader took before."""
+    empty: Any = None
+    """Which rows are averaged, where that is known before: int32 [64], 1 if so."""
 
 
 class _Reader:
@@ -177,11 +185,11 @@ class _Reader:
         head = lax.div(inside, count)
         start = inside - head * count
         end = jnp.minimum(count, start + last - block)
-        offset, length = (
+        offset, length, empty = (
             pallas.scalar(self.given[name], sequence) if name in self.given else None
-            for name in ("offsets", "lengths")
+            for name in ("offsets", "lengths", "empty")
         )
-        r = p.blocks(offset, length)
+        r = p.blocks(offset, length, empty)
         number = self.number + sequence * p.heads + head
         at = p.mask.shift if offset is None else p.mask.shift + offset
         made = _Piece(
@@ -220,6 +228,8 @@ class _Reader:
                 parts = list(self.parts(piece, i * p.config.block_kv))
                 for name in "kv":
                     plgpu.barrier_wait(x[f"{name}_free"].at[place])
+                    if name == "k" and p.mask.more:
+                        self.copy_mask(piece, i, slot, place)
                     for source, rows in parts:
                         plgpu.copy_gmem_to_smem(
                             self.given[name].at[source],
@@ -230,6 +240,16 @@ class _Reader:
             lax.fori_loop(piece.start, piece.end, block, None)
 
         self.over_pieces(one)
+
+    def copy_mask(self, piece: _Piece, i: Any, slot: Any, place: Any) -> None:
+        """Copies what hides keys of the i-th block, beside them."""
+        source, target = self.given["mask"], self.x["mask_lines"]
+        sequence = piece.sequence if source.shape[0] > 1 else 0
+        keys = pl.ds(i * self.p.config.block_kv, target.shape[2])
+        plgpu.copy_gmem_to_smem(
+            source.at[sequence, keys], target.at[self.own, slot],
+            self.x["k_ready"].at[place],
+        )  # fmt: skip
 
     def parts(self, piece: _Piece, key: Any) -> Any:
         """Yields where a block's keys lie, and the rows of the block that they are."""
@@ -263,6 +283,9 @@ class _Reader:
         def one(piece: _Piece, step: Any) -> None:
             first, place = self.queries(piece.turn)
             plgpu.barrier_wait(x["q_ready"].at[place])
+            if p.averages:
+                rows = self.given["empty_rows"].at[piece.sequence]
+                piece = replace(piece, empty=pallas.read(rows, pallas.ROWS))
             made = self.over_blocks(piece, x["q_tiles"].at[pl.ds(first, ROWS)], step)
             plgpu.barrier_arrive(x["q_free"].at[place])
             self.store(piece, *made)
@@ -280,7 +303,7 @@ class _Reader:
         loops = [(r.whole, r.part, False)]
         if p.mask.left is not None:
             loops = [(r.start, r.whole, True), *loops]
-        if p.mask.hides or p.mask.s % p.config.block_kv > 0:
+        if p.mask.hides or p.averages or p.mask.s % p.config.block_kv > 0:
             loops = [*loops, (r.part, r.end, True)]
         for start, end, part in loops:
             begin = jnp.maximum(start, piece.start)
@@ -305,8 +328,12 @@ class _Reader:
 
         shape = (ROWS, p.config.block_kv)
         scores = pl.run_scoped(scored, plgpu.ACC(shape, jnp.float32))
-        plgpu.barrier_arrive(x["k_free"].at[place])
-        scores = self.seen(piece, scores, i, part)
+        if not p.mask.more:
+            plgpu.barrier_arrive(x["k_free"].at[place])
+        scores = self.seen(piece, scores, i, part, slot)
+        if p.mask.more:
+            scores = lax.optimization_barrier(scores)
+            plgpu.barrier_arrive(x["k_free"].at[place])  # of the mask too, read by now
         weights, top, total, fade = self.weigh(scores, top, total)
         weights = weights.astype(self.given["q"].dtype)
         out = out * pallas.along(fade, out.shape)
@@ -322,7 +349,9 @@ class _Reader:
         return out, top, total
 
     # ------------------------------------------------------------------ softmax
-    def seen(self, piece: _Piece, scores: Array, i: Any, part: bool) -> Array:
+    def seen(
+        self, piece: _Piece, scores: Array, i: Any, part: bool, slot: Any
+    ) -> Array:
         """Returns the scores of the i-th block, -inf for keys that are not seen.
 
         Those that are bent are multiplied with the scale and log2(e), others not yet.
@@ -330,14 +359,21 @@ class _Reader:
         p, mask = self.p, self.p.mask
         if p.softcap is not None:
             scores = tanh(scores * (p.scale / p.softcap)) * (p.softcap * LOG2E)
+        if mask.more:
+            line = self.x["mask_lines"].at[self.own, slot, pl.ds(0, scores.shape[1])]
+            hidden = pallas.across(pallas.loaded(line, pallas.COLUMNS), scores.shape)
+            scores = jnp.where(hidden == -jnp.inf, -jnp.inf, scores)
         if not part:
             return scores
         key = i * p.config.block_kv
         first, last = self.keys_of_rows(piece)
-        if not mask.averages:
+        if not (mask.averages or p.averages):
             first = None if first is None else first - key
             return pallas.hide(scores, first, last - key)
-        empty = last < 0 if first is None else (last < 0) | (first > last)
+        if p.averages:
+            empty = piece.empty > 0
+        else:
+            empty = last < 0 if first is None else (last < 0) | (first > last)
         first = None if first is None else first - key
         last = jnp.where(empty, -1, last - key)
         fill = jnp.where(empty, 0.0, -jnp.inf)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from rewriter.kernels.attention.hopper.blocks import Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper_decode.config import Split, rows_of
 from rewriter.kernels.attention.hopper_decode.line import Line
@@ -72,12 +74,30 @@ class Problem:
         readers = self.programs * self.config.readers
         return Line(readers, self.b, self.heads, ends)
 
-    def blocks(self, offset: Any, length: Any) -> Range:
+    @property
+    def averages(self) -> bool:
+        """Whether rows that see no key, known before, are averaged over all keys.
+
+        As for `Mask.averages`, where a mask of keys hides some too.
+        """
+        return self.mask.mean and self.mask.more
+
+    def blocks(self, offset: Any, length: Any, empty: Any = None) -> Range:
         """Returns the blocks that a sequence's queries read.
 
         Args:
             offset: What is added to positions at run time, 0 or None for nothing.
             length: Keys before it are seen, None for all.
+            empty: Whether one of them is averaged over all keys, 1 if so; None if that
+                is not known before.
         """
-        at = self.mask.shift if offset is None else self.mask.shift + offset
-        return blocks_of(self.mask, 0, self.mask.t, self.config.block_kv, at, length)
+        mask, block = self.mask, self.config.block_kv
+        at = mask.shift if offset is None else mask.shift + offset
+        r = blocks_of(mask, 0, mask.t, block, at, length)
+        if empty is None:
+            return r
+        start, whole, part = (
+            jnp.where(empty > 0, 0, x) for x in (r.start, r.whole, r.part)
+        )
+        end = jnp.where(empty > 0, -(-mask.s // block), r.end)
+        return Range(start, whole, part, end, r.limit)

@@ -36,7 +36,7 @@ def supports(spec: Spec) -> Verdict:
         return no(
             "sizes", "the Hopper decode kernel wants sizes that are numbers, not 0"
         )
-    verdict = hopper_decode.supports(as_attention(spec))
+    verdict = hopper_decode.supports(as_attention(spec), hopper_decode.IN_PAGES)
     if not verdict.ok:
         return verdict
     size, found = page_size(spec), []
