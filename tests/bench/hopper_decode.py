@@ -5,10 +5,11 @@
 Microseconds are the device's by CUPTI, all kernels of a run added up, medians of runs
 that take turns on three sets of normal bfloat16 operands, compiling and first runs left
 out. All programs take lengths of sequences at run time: full ones, and ones drawn from
-1 to all keys. TB/s count the keys and values before those lengths, each once. Pages are
-in no order, and the table names each once. Errors are relative ones of two sequences'
-results against float64. Without --configs ours runs with four configs, and on pages
-with one.
+1 to all keys; where sequences are padded on the left, a mask of keys that says the same
+of their ends. TB/s count the keys and values before those lengths, each once, and all
+of them under a mask. Pages are in no order, and the table names each once. Errors are
+relative ones of two sequences' results against float64. Without --configs ours runs
+with four configs, and on pages with one.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ CASES: dict[str, tuple[int, int, int]] = {
     "1 GiB, 8 sequences": (8, 32768, 8),
     "1 GiB, 64 sequences": (64, 4096, 8),
     "1 GiB, 128 sequences": (128, 4096, 4),
+    "256 MiB, 8 sequences, padded": (8, 8192, 8),
 }
 """Sequences, keys and key heads, by name."""
+
+PADDED = ("256 MiB, 8 sequences, padded",)
+"""Those with a mask in place of lengths."""
 
 PAGES = (16, 64)
 """Keys of a page."""
@@ -74,38 +79,51 @@ def lengths_of(case: tuple[int, int, int]) -> dict[str, np.ndarray]:
     return {"full": np.full(b, s, np.int32), "drawn": drawn.astype(np.int32)}
 
 
-Program = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
+def hiding(name: str) -> dict[str, dict[str, np.ndarray]]:
+    """Returns a case's lengths, or its mask, as an operand by the name of the kind."""
+    by_kind = lengths_of(CASES[name])
+    if name not in PADDED:
+        return {kind: {"kv_lengths": n} for kind, n in by_kind.items()}
+    at = np.arange(CASES[name][1])
+    masks = {kind: at >= len(at) - n[:, None] for kind, n in by_kind.items()}
+    return {kind: {"mask": x[:, None, None]} for kind, x in masks.items()}
 
 
-def candidates(shapes: Mapping[str, Any], every: bool) -> dict[str, Program]:
-    """Returns functions of operands and lengths by name.
+Program = Callable[[dict[str, jax.Array], dict[str, jax.Array]], jax.Array]
+
+
+def candidates(
+    shapes: Mapping[str, Any], hidden: Mapping[str, Any], every: bool
+) -> dict[str, Program]:
+    """Returns functions of operands, and of lengths or a mask, by name.
 
     Args:
         shapes: What `operands` gives.
+        hidden: What `hiding` gives of a kind.
         every: Whether to take every config.
     """
     params = {"scale": SCALE}
     on, of = device.attached(), registry()
-    lengths = jax.ShapeDtypeStruct(shapes["q"].shape[:1], jnp.int32)
 
     def configs(op: str, given: dict[str, Any]) -> Any:
         kind = "paged" if op == "paged_attention" else "contiguous"
-        spec = spec_of(of.op(op), {**given, "kv_lengths": lengths}, params)
+        spec = spec_of(of.op(op), {**given, **hidden}, params)
         space = of.kernel(op, "hopper_decode").space
         return worth_measuring(space, spec, on, 24 if every else WITHOUT[kind])[0]
 
     made: dict[str, Program] = {
-        "xla": lambda x, n: usual(x["q"], x["k"], x["v"], kv_lengths=n, **params),
+        "xla": lambda x, n: usual(x["q"], x["k"], x["v"], **n, **params),
         "cudnn": lambda x, n: jax.nn.dot_product_attention(
-            x["q"], x["k"], x["v"], scale=SCALE, key_value_seq_lengths=n,
-            query_seq_lengths=jnp.ones_like(n), implementation="cudnn",
+            x["q"], x["k"], x["v"], scale=SCALE, implementation="cudnn", **cudnn(n)
         ),
-    }  # fmt: skip
+    }
     ours = of.kernel("attention", "hopper_decode").forward
     for config in configs("attention", {n: shapes[n] for n in "qkv"}):
         made[str(config)] = lambda x, n, config=config: ours(
-            q=x["q"], k=x["k"], v=x["v"], kv_lengths=n, config=config, **params
+            q=x["q"], k=x["k"], v=x["v"], **n, config=config, **params
         )
+    if "mask" in hidden:
+        return made
     paged = of.kernel("paged_attention", "hopper_decode").forward
     for size in PAGES:
         names = {"q": "q", "k_pages": f"k{size}", "v_pages": f"v{size}",
@@ -115,10 +133,18 @@ def candidates(shapes: Mapping[str, Any], every: bool) -> dict[str, Program]:
 
             def run(x: Any, n: Any, config: Any = config, names: Any = names) -> Any:
                 own = {name: x[y] for name, y in names.items()}
-                return paged(**own, kv_lengths=n, config=config, **params)
+                return paged(**own, **n, config=config, **params)
 
             made[f"pages of {size}, {config}"] = run
     return made
+
+
+def cudnn(hidden: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns lengths or a mask as `jax.nn.dot_product_attention` takes them."""
+    if "mask" in hidden:
+        return dict(hidden)
+    n = hidden["kv_lengths"]
+    return {"key_value_seq_lengths": n, "query_seq_lengths": jnp.ones_like(n)}
 
 
 def compiled(run: Program, *given: Any) -> Any:
@@ -135,21 +161,22 @@ SAMPLE = [0, -1]
 """Sequences whose results are checked."""
 
 
-def exact(x: Mapping[str, jax.Array], lengths: np.ndarray) -> np.ndarray:
+def exact(x: Mapping[str, jax.Array], hidden: Mapping[str, np.ndarray]) -> np.ndarray:
     """Returns the sample's result in float64."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         q, k, v = (np.asarray(x[n][np.array(SAMPLE)], np.float64) for n in "qkv")
-        return np.asarray(reference(q, k, v, kv_lengths=lengths[SAMPLE], scale=SCALE))
+        own = {name: n[SAMPLE] for name, n in hidden.items()}
+        return np.asarray(reference(q, k, v, **own, scale=SCALE))
 
 
 def measured(name: str, every: bool) -> list[dict[str, Any]]:
     """Returns a row for each candidate of a case and kind of lengths."""
     case = CASES[name]
-    _, _, heads = case
+    b, s, heads = case
     sets = [operands(jax.random.key(i), case) for i in range(SETS)]
-    by_kind = lengths_of(case)
-    made = candidates(sets[0], every)
-    first = jnp.asarray(by_kind["full"])
+    by_kind = hiding(name)
+    first = jax.tree.map(jnp.asarray, by_kind["full"])
+    made = candidates(sets[0], first, every)
     with ThreadPoolExecutor(8) as pool:
         programs = list(pool.map(lambda f: compiled(f, sets[0], first), made.values()))
     programs = dict(zip(made, programs, strict=True))
@@ -159,11 +186,12 @@ def measured(name: str, every: bool) -> list[dict[str, Any]]:
         if isinstance(problem, str)
     ]
     able = {by: p for by, p in programs.items() if not isinstance(p, str)}
-    for kind, lengths in by_kind.items():
-        nbytes = 4 * int(lengths.sum()) * heads * WIDTH
-        inputs = [(x, jnp.asarray(lengths)) for x in sets]
+    for kind, hidden in by_kind.items():
+        keys = int(hidden["kv_lengths"].sum()) if name not in PADDED else b * s
+        nbytes = 4 * keys * heads * WIDTH
+        inputs = [(x, jax.tree.map(jnp.asarray, hidden)) for x in sets]
         times = timing.measure(list(able.values()), inputs, TURNS)
-        want = exact(sets[0], lengths)
+        want = exact(sets[0], hidden)
         for (by, program), t in zip(able.items(), times, strict=True):
             got = np.asarray(program(*inputs[0])[np.array(SAMPLE)], np.float64)
             error = np.linalg.norm(got - want) / np.linalg.norm(want)
@@ -194,7 +222,7 @@ def main() -> None:
     if given.json:
         record.write(
             given.json, COMMAND + (" --configs" if given.configs else ""),
-            cases=CASES, page_sizes=PAGES, results=rows,
+            cases=CASES, padded=PADDED, page_sizes=PAGES, results=rows,
         )  # fmt: skip
 
 

@@ -67,7 +67,10 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     segments = {"q_segments": documents, "kv_segments": documents}
     packed = {**queries(150, 150, 2, 2, 64), **segments, "alibi": jnp.ones(2) / 8}
     yield "attention", "hopper", packed, causal
-    yield "attention", "hopper_decode", queries(1, 300, 8, 2, 128), {"scale": 0.1}
+    few = queries(1, 300, 8, 2, 128)
+    yield "attention", "hopper_decode", few, {"scale": 0.1}
+    few = {**few, "mask": drawn(1, 1, 1, 300) > -1}
+    yield "attention", "hopper_decode", few, {"scale": 0.1, "empty_rows": "mean"}
 
 
 def program(op: str, name: str, params: Mapping[str, Any]) -> Callable[..., Any]:
