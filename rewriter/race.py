@@ -5,9 +5,9 @@ turns. Those that are far behind after a few turns are dropped. One that fails, 
 compilation or gives other numbers is a measurement with a problem instead of a time;
 the others go on.
 
-On a GPU, an op that has a general form is compared with that, which XLA compiles soon;
-and XLA's own candidate is left out if its operations alone take longer than the best of
-the others takes.
+On a GPU, an op that has a general form is compared with that, which XLA compiles soon.
+XLA's own candidate is left out if its operations alone take longer than the best of the
+others takes, and so are kernels whose own estimates are several times the best one's.
 
 XLA's candidate are the user's own equations where a task has them, on leaves whose
 operands are like those of the others; else, with a note, the op as usually written.
@@ -36,7 +36,7 @@ from rewriter.implementation import XLA, Implementation
 from rewriter.inputs import Args, Inputs, inputs, with_leaves
 from rewriter.key import PROGRAM
 from rewriter.least_time import needed_seconds
-from rewriter.measurement import Measurement, by_inputs_text
+from rewriter.measurement import Measurement, by_inputs_text, time_text
 from rewriter.programs import Task, function, general, own_equations, reference
 from rewriter.threads import first_line, side_by_side
 
@@ -61,6 +61,9 @@ NO_REFERENCE = "the op as usually written, since the reference did not run"
 SPARED = 2.0
 """XLA's program may be left out if its operations are so many times the op's."""
 
+HOPELESS = 3.0
+"""Kernels may be left out that are estimated to take so many times the best's."""
+
 WHOLE_TURNS = 12
 """Turns of whole programs."""
 
@@ -78,7 +81,7 @@ class Race:
         until: The `time.monotonic` by which it should be done.
         latest: The one at which the whole budget ends.
         say: Told how many candidates are done, of how many.
-        spares: Whether XLA's program may be left out.
+        spares: Whether what is hopeless may be left out.
     """
 
     task: Task
@@ -100,8 +103,9 @@ class Race:
             reason = f"no inputs: {first_line(problem)}"
             return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
         times, done = self._timed(done, drawn)
-        least = max(c.least_s for c in done)
-        if least and least <= min((t.median for t in times.values()), default=math.inf):
+        least = min((c.least_s for c in done if c.least_s), default=math.inf)
+        best = min((t.median for t in times.values()), default=math.inf)
+        if self.spares and least <= best and math.isfinite(least):
             until = min(time.monotonic() + seconds, self.latest)
             return replace(self, spares=False, until=until).run(wanted)
         at = conditions.now()
@@ -187,6 +191,26 @@ class Race:
         needed = needed_seconds(task.op, task.spec, task.passes, self.on)
         return (self.on, SPARED * needed) if needed else None
 
+    def _hopeless(self, wanted: Sequence[Implementation]) -> dict[str, Compiled]:
+        """What is estimated to take far longer than the best, by text."""
+        if not (self.spares and self.on.flops and self.on.bandwidth):
+            return {}
+        spec, passes = self.task.spec, self.task.passes
+        named = {k.name: k.estimate for k in self.task.kernels if k.estimate}
+        own = {n: named[n](spec, self.on, passes)[n] for n in sorted(named)
+               if any(n in i.kernels for i in wanted)}  # fmt: skip
+        if len(own) < 2:
+            return {}
+        best, found = min(own, key=own.__getitem__), {}
+        for i in wanted:
+            takes = max((own.get(n, 0.0) for n in i.kernels), default=0.0)
+            if takes > HOPELESS * own[best]:
+                text = time_text(1e6 * takes)
+                why = f"not compiled: estimated to take {text}, and {best} "
+                why += time_text(1e6 * own[best])
+                found[i.text] = Compiled(i.text, reason=why, least_s=takes)
+        return found
+
     def _compiled(
         self,
         wanted: Sequence[Implementation],
@@ -210,7 +234,9 @@ class Race:
         args = drawn[0].sets[0]
         shapes = jax.eval_shape(reference(self.task), *args)
         jobs: list[tuple[Candidate, Args, Any]] = [(c, args, shapes) for c in first]
-        for i in wanted:
+        hopeless = self._hopeless(wanted)
+        hopeful = [i for i in wanted if i.text not in hopeless]
+        for i in hopeful:
             limit = self._limit() if i.forward == XLA else None
             if i.forward == XLA and drawn[0].leaves and not note:
                 own, exact = own_equations(self.task)
@@ -223,7 +249,7 @@ class Race:
         now = time.monotonic()
         left = max(0.0, self.until - now)
         order, surely = firsts_first(
-            [c.name for c in first] + [i.forward for i in wanted]
+            [c.name for c in first] + [i.forward for i in hopeful]
         )
         found = candidate.compile_all(
             [jobs[i] for i in order],
@@ -235,7 +261,10 @@ class Race:
         found = [
             c for _, c in sorted(zip(order, found, strict=True), key=itemgetter(0))
         ]
-        return [replace(c, note=note if c.name == XLA else "") for c in found]
+        found = [replace(c, note=note if c.name == XLA else "") for c in found]
+        rest = iter(found[len(first) :])
+        others = [hopeless.get(i.text) or next(rest) for i in wanted]
+        return [*found[: len(first)], *others]
 
     def _checked(
         self, compiled: list[Compiled], truth: Compiled, drawn: Sequence[Inputs]

@@ -210,7 +210,9 @@ def waiting(*configs: Wait, fits=None) -> Space:
     return Space(Wait, lambda spec, on: Wait(), lambda spec, on: configs, **checks)
 
 
-def raced(flops: float, groups: int) -> dict[str, Measurement]:
+def raced(
+    flops: float, groups: int, names: tuple[str, ...] = ("memory_bounded",)
+) -> dict[str, Measurement]:
     """Ragged dots of so many groups, as if on a GPU of such a peak."""
     of = registry.registry()
     sizes = {"lhs": (256, 64), "rhs": (groups, 64, 64), "group_sizes": (groups,)}
@@ -219,9 +221,9 @@ def raced(flops: float, groups: int) -> dict[str, Measurement]:
     spec = spec_of(of.op("ragged_dot"), operands, {})
     task = programs.Task(of.op("ragged_dot"), spec, of.kernels("ragged_dot"), "forward")
     until = time.monotonic() + 60
-    on = device.Device("some GPU", "cuda", flops=flops)
+    on = device.Device("some GPU", "cuda", flops=flops, bandwidth=flops)
     run = race.Race(task, on, until, until, lambda done, of: None).run
-    wanted = (Implementation(), Implementation("memory_bounded"))
+    wanted = (Implementation(), *map(Implementation, names))
     return {m.implementation.name: m for m in run(wanted)}
 
 
@@ -236,6 +238,29 @@ def test_xla_is_left_out_where_its_operations_alone_take_longer() -> None:
     assert raced(flops=1e18, groups=16)["xla"].median_us
     # And where it computes no more than it needs.
     assert raced(flops=1e6, groups=1)["xla"].median_us
+
+
+def test_kernels_are_left_out_that_are_estimated_to_be_far_slower(monkeypatch) -> None:
+    kernels = registry.registry().kernels("ragged_dot")
+
+    def estimated(**seconds: float) -> dict[str, Measurement]:
+        told = lambda spec, on, passes: seconds
+        made = tuple(
+            dataclasses.replace(k, estimate=told) for k in kernels if k.name in seconds
+        )
+        monkeypatch.setattr(registry.Registry, "kernels", lambda self, op: made)
+        return raced(flops=1e6, groups=16, names=tuple(seconds))
+
+    found = estimated(memory_bounded=0.1, tiled=0.31)
+    assert found["tiled"].problem == (
+        "not compiled: estimated to take 310 ms, and memory_bounded 100 ms"
+    )
+    assert found["memory_bounded"].median_us
+    # If the best takes as long as what was left out should, that is timed after all.
+    found = estimated(memory_bounded=1e-9, tiled=4e-9)
+    assert found["memory_bounded"].median_us
+    assert found["tiled"].median_us
+    assert estimated(memory_bounded=0.1, tiled=0.29)["tiled"].median_us
 
 
 def test_a_wrong_kernel_is_found_out_by_the_general_form(monkeypatch) -> None:
