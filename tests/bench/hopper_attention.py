@@ -8,8 +8,9 @@ normal operands, compiling and first runs left out; a gradient returns the resul
 TF/s count 2·b·n·pairs·(h + e) operations, pairs being what window and segments leave,
 and 3.5 times that with gradients, which are those of q, k and v. The error is the
 result's against cuDNN's, or that of XLA (over blocks, where that runs) where cuDNN has
-none: both rounded to 16 bits. cuDNN is given segments as a table of masks and slopes as
-one of biases.
+none: both rounded to 16 bits. `jax.nn.dot_product_attention` by XLA, whose softmax is
+in float32, is there for biases of pairs. cuDNN is given segments as a table of masks
+and slopes as one of biases.
 """
 
 from __future__ import annotations
@@ -188,6 +189,27 @@ def parameters(name: str) -> dict[str, Any]:
     return {"scale": shape[4] ** -0.5, "window": window, **capped}
 
 
+def others(name: str) -> dict[str, Callable[..., Any]]:
+    """Returns what is not ours of a case: functions of q, k, v and others, by name."""
+    shape, window, names = CASES[name]
+    params = parameters(name)
+    plain: dict[str, Callable[..., Any]] = {}
+    if not {"sinks", "softcap"} & set(names):
+        plain["cudnn"] = cudnn(params["scale"], window)
+    if names:
+        blocks = registry().kernel("attention", "memory_bounded").forward
+        plain["memory_bounded"] = lambda q, k, v, **other: blocks(
+            q=q, k=k, v=v, **other, **params
+        )
+    if {"bias", "mask"} <= set(names):
+        plain["jax_nn"] = lambda q, k, v, **other: jax.nn.dot_product_attention(
+            q, k, v, **other, scale=params["scale"], implementation="xla"
+        )
+    if shape[0] * shape[2] * shape[1] ** 2 <= 1 << 31:  # scores of 8 GiB in float32
+        plain["xla"] = lambda q, k, v, **other: usual(q, k, v, **other, **params)
+    return plain
+
+
 def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., Any]]:
     """Returns functions of q, k, v, a cotangent and others by (pass, name).
 
@@ -195,7 +217,7 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
         name: Of `CASES`.
         every: Whether to take every config, and not the rules of thumb alone.
     """
-    shape, window, names = CASES[name]
+    shape, _, names = CASES[name]
     params = parameters(name)
     moving = ("bias",) if "dbias" in names else ()
     ours = registry().kernel("attention", "hopper")
@@ -213,16 +235,7 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
     fused = BackwardTiles(fused=True)
     if not names and ours.backward_space.fits(fused, spec, device.attached()).ok:
         backward = (*backward, fused)
-    plain: dict[str, Callable[..., Any]] = {}
-    if not {"sinks", "softcap"} & set(names):
-        plain["cudnn"] = cudnn(params["scale"], window)
-    if names:
-        blocks = registry().kernel("attention", "memory_bounded").forward
-        plain["memory_bounded"] = lambda q, k, v, **other: blocks(
-            q=q, k=k, v=v, **other, **params
-        )
-    if shape[0] * shape[2] * shape[1] ** 2 <= 1 << 31:  # scores of 8 GiB in float32
-        plain["xla"] = lambda q, k, v, **other: usual(q, k, v, **other, **params)
+    plain = others(name)
     made: dict[tuple[str, str], Callable[..., Any]] = {}
     for by, run in plain.items():
         made["forward", by] = lambda q, k, v, up, other, run=run: run(q, k, v, **other)

@@ -463,6 +463,30 @@ def _table(head: tuple, rows: list) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def attention_profile() -> str:
+    """What our attention on a Hopper GPU is busy with, and what its warps wait for."""
+    data = json.loads(record.named("attention_profile_h200").read_text())
+    rows = []
+    for row in data["results"]:
+        busy, waits = row["busy_percent"], row["waits_cycles"]
+        first = ", ".join(f"{n.replace('_', ' ')} {x}" for n, x in [*waits.items()][:4])
+        spilled = row["instructions"]["LDL"] + row["instructions"]["STL"]
+        rows.append([
+            row["case"], f"{row['us']:.0f}", f"{busy['tensor_cores']:.0f} %",
+            f"{busy['exponentials']:.0f} %", f"{busy['issue']:.0f} %",
+            str(row["instructions"]["HGMMA"]), str(spilled), first,
+        ])  # fmt: skip
+    head = ["use", "µs", "tensor cores", "exponentials", "issue", "HGMMA", "LDL, STL",
+            "waits, cycles between two instructions"]  # fmt: skip
+    note = (
+        "Shares of the time in which these are busy, instructions in SASS, and what a "
+        "warp waits for, the longest first, with the warpgroup that only copies, by "
+        f"Nsight Compute; of the forward as of commit {data['commit']}. Reproduce with "
+        f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})."
+    )
+    return f"{_table(head, rows)}\n\n{note}"
+
+
 TABLES = {
     "sharded": sharded,
     "sharded_decoder": sharded_decoder,
@@ -476,6 +500,7 @@ TABLES = {
     "public_experts": public_experts,
     "training": training,
     "hopper": hopper,
+    "attention_profile": attention_profile,
     "tpu_attention": tpu_attention,
     "tpu_splash": tpu_splash,
     "tpu_ragged": tpu_ragged,
