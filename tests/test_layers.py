@@ -21,8 +21,9 @@ ORDER = [
     "remains", "oracle", "uses", "kernel_call", "levels", "implement", "site",
     "residual_stream", "equations", "sums", "sums_of_parts", "absorb", "threads",
     "programs", "inputs", "least_time", "candidate", "race", "isolate", "static_cost",
-    "autotune", "propagation", "shards", "ring", "splice", "replace", "locate", "unfold", "placing",
-    "planner", "parts", "pipeline", "placement", "deferred", "collectives", "draw",
+    "autotune", "propagation", "shards", "ring", "splice", "replace", "locate",
+    "unfold", "placing", "planner", "parts", "pipeline", "placement", "deferred",
+    "collectives", "draw",
     "report", "analysis", "optimize", "tune", "verify", "roofline", "bench",
     "bench_table", "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
