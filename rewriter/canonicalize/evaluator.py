@@ -370,7 +370,7 @@ class Evaluator(Layout, LoopForms):
             if takes_integers(self.alg, p):
                 return p
             return self.alg.of_atom(self.alg.atom("fn", "trunc", self.alg.freeze(p)))
-        if kinds == ("i", "i") and np.dtype(new).itemsize < np.dtype(old).itemsize:
+        if kinds == ("i", "i") and self._wraps(old, new):
             p = self.poly(source, args, mode)
             lo, hi = self.alg.bounds(p)
             info = np.iinfo(new)
@@ -382,6 +382,14 @@ class Evaluator(Layout, LoopForms):
                 return self.alg.of_atom(self.leaf(value, args))  # rounds an input
             self.notes.add(f"rounding to {np.dtype(new).name} moved")
         return self.poly(source, args, mode)
+
+    def _wraps(self, old: Any, new: Any) -> bool:
+        """Whether a cast between integers may change some, as from uint32 to int32.
+
+        Code of ours casts to others of a size what it has brought near before.
+        """
+        narrower = np.dtype(new).itemsize < np.dtype(old).itemsize
+        return narrower or not (self.private or is_lossless(old, new))
 
     def constant_like(self, value: int, depth: int = 12) -> bool:
         """Whether a value depends on no input."""

@@ -59,11 +59,24 @@ BOUNDS = {
         ("int32", (-MOST - 1, -3, 300, -MOST)),
         ("int8", (127, 5, 0, -128)),
         ("uint8", (255, 5, 0, 254)),
+        ("uint32", (MOST, 5, 299, MOST - 2)),
+        ("uint32", (2**32 - 1, MOST + 1, 2**32 - 299, 7)),  # negative as int32
     ],
 )
 def test_numbers_beyond_all_positions(bound: str, dtype: str, values: Any) -> None:
     """As programs have them where there is no limit; kernels add positions to them."""
     check(attention(BOUNDS[bound]), np.asarray(values, dtype))
+
+
+@pytest.mark.parametrize("seen", ["lengths", "prefix"])
+def test_negative_numbers_compared_without_a_sign(seen: str) -> None:
+    """As unsigned they are beyond all positions."""
+    before = lambda columns, n: columns.astype("uint32") < n.astype("uint32")
+    forms = {
+        "lengths": lambda rows, columns, n: before(columns, n),
+        "prefix": lambda rows, columns, n: (columns <= rows) | before(columns, n),
+    }
+    check(attention(forms[seen]), np.array([-1, 7, -MOST, 300], "int32"))
 
 
 def test_several_lengths_beyond_all_positions() -> None:
