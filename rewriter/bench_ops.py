@@ -30,9 +30,9 @@ from rewriter.inputs import Args, Inputs, inputs
 from rewriter.kernel import Kernel, Spec, spec_of
 from rewriter.op import Op
 from rewriter.programs import Task, function, in_passes, reference
-from rewriter.race import time_apart
 from rewriter.registry import Registry, registry
 from rewriter.threads import first_line
+from rewriter.times import time_apart
 
 
 # ----------------------------------------------------------------- the uses

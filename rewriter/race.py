@@ -11,34 +11,31 @@ others takes, and so are kernels whose own estimates are several times the best 
 
 XLA's candidate are the user's own equations where a task has them, on leaves whose
 operands are like those of the others; else, with a note, the op as usually written.
-
-Where the operands are drawn from several distributions, each is timed apart and the
-mean of the medians counts.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 import jax
 
-from rewriter import candidate, conditions, timing
+from rewriter import candidate, conditions
 from rewriter.as_written import NotTaken
-from rewriter.candidate import Candidate, Compiled, temp_bytes, wide
+from rewriter.candidate import Candidate, Compiled, wide
 from rewriter.conditions import Conditions
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation
 from rewriter.inputs import Args, Inputs, inputs, with_leaves
-from rewriter.key import PROGRAM
 from rewriter.least_time import needed_seconds
-from rewriter.measurement import Measurement, by_inputs_text, time_text
+from rewriter.measurement import Measurement, time_text
 from rewriter.programs import Task, function, general, own_equations, reference
-from rewriter.threads import first_line, side_by_side
+from rewriter.threads import first_line
+from rewriter.times import Times, measurement, time_apart
 
 COMPILING, COMPILED = 0.5, 0.75
 """The shares of a site's seconds after which no compilation begins, and by which those
@@ -63,9 +60,6 @@ SPARED = 2.0
 
 HOPELESS = 3.0
 """Kernels may be left out that are estimated to take so many times the best's."""
-
-WHOLE_TURNS = 12
-"""Turns of whole programs."""
 
 TURN_S = 0.05
 """Seconds of a turn by the wall clock."""
@@ -334,167 +328,3 @@ def firsts_first(whose: Sequence[Any]) -> tuple[list[int], int]:
 def _instead(why: str) -> str:
     """The note of a measurement of the op as usually written."""
     return f"the op as usually written, since its own equations {why}" if why else ""
-
-
-# ----------------------------------------------------------------------- times
-@dataclass(frozen=True)
-class Times:
-    """One program's times by distribution of its inputs.
-
-    Attributes:
-        by_inputs: Distribution to samples.
-    """
-
-    by_inputs: Mapping[str, timing.Samples]
-
-    @property
-    def median(self) -> float:
-        """The mean over distributions of the median, in seconds."""
-        return _mean([s.median for s in self.by_inputs.values()])
-
-    @property
-    def sigma(self) -> float:
-        """The spread of one sample, in seconds."""
-        return _mean([s.sigma**2 for s in self.by_inputs.values()]) ** 0.5
-
-    @property
-    def runs(self) -> int:
-        """How many samples there are."""
-        return sum(len(s.seconds) for s in self.by_inputs.values())
-
-    @property
-    def method(self) -> str:
-        """How they were taken."""
-        return next(iter(self.by_inputs.values())).method
-
-    @property
-    def as_one(self) -> timing.Samples:
-        """Samples whose every turn is the mean over distributions."""
-        turns = zip(*(s.seconds for s in self.by_inputs.values()), strict=False)
-        first = next(iter(self.by_inputs.values()))
-        return timing.Samples(tuple(map(_mean, turns)), first.method, first.kernels)
-
-    @property
-    def text(self) -> str:
-        """The medians by distribution in words; empty if there is only one."""
-        return by_inputs_text(
-            [(n, 1e6 * s.median) for n, s in self.by_inputs.items() if n]
-        )
-
-    def __add__(self, other: Times) -> Times:
-        """Returns the samples of both."""
-        mine = self.by_inputs
-        return Times({n: mine[n] + s for n, s in other.by_inputs.items()})
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def time_apart(
-    compiled: Sequence[Compiled], drawn: Sequence[Inputs], turns: int, **options: Any
-) -> dict[str, Times | str]:
-    """Returns the times of programs that take turns, by name.
-
-    In the place of the times of one that fails is why; the others are timed without
-    it.
-
-    Args:
-        compiled: Checked programs.
-        drawn: Sets of inputs by distribution.
-        turns: Samples of each program for each distribution.
-        **options: As in `timing.measure`.
-    """
-    if not compiled:
-        return {}
-    try:
-        found = [timing.measure(*_given(compiled, d), turns, **options) for d in drawn]
-    except Exception as problem:
-        if len(compiled) == 1:
-            return {compiled[0].name: f"does not run: {first_line(problem)}"}
-        alone = [time_apart([c], drawn, turns, **options) for c in compiled]
-        return {name: times for one in alone for name, times in one.items()}
-    names = [d.drawn for d in drawn]
-    return {
-        c.name: Times(dict(zip(names, samples, strict=True)))
-        for c, samples in zip(compiled, zip(*found, strict=True), strict=True)
-    }
-
-
-def _given(
-    compiled: Sequence[Compiled], drawn: Inputs
-) -> tuple[list[Callable[..., Any]], Sequence[Args]]:
-    """Programs and the inputs they all take: operands, and leaves where there are."""
-    if not any(c.of_leaves for c in compiled):
-        return [c.program for c in compiled], drawn.sets
-
-    def taking(c: Compiled) -> Callable[..., Any]:
-        return lambda sets, leaves: c.program(*(leaves if c.of_leaves else sets))
-
-    pairs = list(zip(drawn.sets, drawn.leaves, strict=True))
-    return [taking(c) for c in compiled], pairs
-
-
-def measurement(
-    made: Implementation, version: str, times: Times, c: Compiled, at: Conditions
-) -> Measurement:
-    """Returns the times of a compiled program as a measurement."""
-    return Measurement(
-        made,
-        version,
-        jax.__version__,
-        median_us=_us(times.median),
-        sigma_us=_us(times.sigma),
-        runs=times.runs,
-        method=times.method,
-        temp_bytes=temp_bytes(c.program),
-        note=c.note,
-        clock_mhz=at.clock_mhz,
-        driver=at.driver,
-        by_inputs=tuple(
-            (name, _us(s.median)) for name, s in times.by_inputs.items() if name
-        ),
-    )
-
-
-def _us(seconds: float) -> float:
-    return round(1e6 * seconds, 3)
-
-
-# -------------------------------------------------------------- whole programs
-def race_programs(
-    programs: Mapping[str, Any], leaves: Sequence[Any]
-) -> tuple[Measurement, ...]:
-    """Returns the times of whole programs on the same arguments, in turns.
-
-    Args:
-        programs: Jitted functions by the name of what was done to them.
-        leaves: Their arguments.
-    """
-    forever = time.monotonic() + 1e6
-    jobs = [lambda p=p: p.lower(*leaves).compile() for p in programs.values()]
-    made = side_by_side(jobs, forever, forever)
-    compiled = [
-        Compiled(n, reason=p) if isinstance(p, str) else _tried(Compiled(n, p), leaves)
-        for n, p in zip(programs, made, strict=True)
-    ]
-    sets = [Inputs("", (tuple(leaves),))]
-    times = time_apart([c for c in compiled if not c.reason], sets, WHOLE_TURNS)
-    at = conditions.now()
-    found = []
-    for c in compiled:
-        made, its = Implementation(c.name), times.get(c.name, c.reason)
-        if isinstance(its, str):
-            failed = Measurement(made, PROGRAM, jax.__version__, None, problem=its)
-            found.append(failed)
-        else:
-            found.append(measurement(made, PROGRAM, its, c, at))
-    return tuple(found)
-
-
-def _tried(c: Compiled, leaves: Sequence[Any]) -> Compiled:
-    try:
-        jax.block_until_ready(c.program(*leaves))
-    except Exception as problem:
-        return replace(c, reason=f"does not run: {first_line(problem)}")
-    return c

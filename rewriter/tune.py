@@ -20,9 +20,9 @@ from rewriter.measurement import of_spelling, spellings
 from rewriter.optimize import optimize, with_patterns
 from rewriter.placement import placed
 from rewriter.programs import Task
-from rewriter.race import race_programs
 from rewriter.tuned import Tuned
 from rewriter.whole import REWRITTEN, WITHOUT
+from rewriter.whole_race import race_programs
 
 Progress = Callable[[str, int, int], None]
 

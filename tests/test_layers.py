@@ -20,12 +20,12 @@ ORDER = [
     "special_form", "plan", "gradients", "backward_place", "as_written", "leaves",
     "remains", "oracle", "uses", "kernel_call", "levels", "implement", "site",
     "residual_stream", "equations", "sums", "sums_of_parts", "absorb", "threads",
-    "programs", "inputs", "least_time", "candidate", "race", "isolate", "static_cost",
-    "autotune", "propagation", "shards", "ring", "splice", "replace", "locate",
-    "unfold", "placing", "planner", "parts", "pipeline", "placement", "deferred",
-    "collectives", "draw",
-    "report", "analysis", "optimize", "tune", "verify", "roofline", "bench",
-    "bench_table", "bench_peers", "bench_ops", "export", "demo", "__init__", "__main__",
+    "programs", "inputs", "least_time", "candidate", "times", "race", "whole_race",
+    "isolate", "static_cost", "autotune", "propagation", "shards", "ring", "splice",
+    "replace", "locate", "unfold", "placing", "planner", "parts", "pipeline",
+    "placement", "deferred", "collectives", "draw", "report", "analysis", "optimize",
+    "tune", "verify", "roofline", "bench", "bench_table", "bench_peers", "bench_ops",
+    "export", "demo", "__init__", "__main__",
 ]  # fmt: skip
 
 KERNELS = {

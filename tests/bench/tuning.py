@@ -34,8 +34,8 @@ from rewriter.kernel import Kernel
 from rewriter.key import BOTH, FORWARD, Key
 from rewriter.measurement import Measurement
 from rewriter.programs import Task, function
-from rewriter.race import time_apart
 from rewriter.registry import registry
+from rewriter.times import time_apart
 from rewriter.tuned import Tuned
 from tests.bench import record
 
