@@ -138,7 +138,7 @@ def backward(
     common = {"b": b, "h": h, "e": e, "scale": scale, "softcap": softcap,
               "programs": config.programs, "stages": config.stages,
               "warpgroups": config.warpgroups,
-              "claimed": config.claimed}  # fmt: skip
+              "claimed": config.claimed, "held": config.held}  # fmt: skip
     turned, extra_turned = transposed(terms, extra)
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,

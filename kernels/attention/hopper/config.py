@@ -72,6 +72,8 @@ class BackwardTiles:
         tables: Whether a kernel computes the cotangent of a bias that differs along
             queries and keys, if it is asked for and has room.
         claimed: As in `Tiles`.
+        held: Whether cotangents times values are waited for behind exponentials, as
+            in `Tiles`; not measured yet.
     """
 
     queries: int = 64
@@ -84,6 +86,7 @@ class BackwardTiles:
     v_stages: int = 0
     tables: bool = True
     claimed: bool = False
+    held: bool = False
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -337,6 +340,7 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
     0.91 to 1.02 of the best other one's time. No rule of thumb takes it.
     """
     found = _backward_configs(spec)
+    found.insert(1, replace(found[0], held=True))
     beside = beside_in(spec)
     if not (beside.copied or beside.slopes):
         found.insert(1, BackwardTiles(fused=True))
