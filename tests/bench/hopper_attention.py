@@ -287,8 +287,8 @@ def measured(name: str, every: bool) -> list[dict[str, Any]]:
         programs[key] = program
         results[key] = np.asarray(first, np.float32)
     (b, _, n, _, h), e = shape[:5], shape[-1]
-    others = ("cudnn", "memory_bounded", "xla")
-    by = next(x for x in others if ("forward", x) in results)
+    known = ("cudnn", "memory_bounded", "xla")
+    by = next(x for x in known if ("forward", x) in results)
     exact, each = results["forward", by], pairs(shape, window, sets[0][-1])
     times = timing.measure(list(programs.values()), sets, TURNS)
     for (passes, what), samples in zip(programs, times, strict=True):
