@@ -7,7 +7,8 @@ the others go on.
 
 On a GPU, an op that has a general form is compared with that, which XLA compiles soon.
 XLA's own candidate is left out if its operations alone take longer than the best of the
-others takes, and so are kernels whose own estimates are several times the best one's.
+others takes, as are kernels' backwards behind such a forward, and kernels whose own
+estimates are several times the best one's.
 
 XLA's candidate are the user's own equations where a task has them, on leaves whose
 operands are like those of the others; else, with a note, the op as usually written.
@@ -15,9 +16,11 @@ operands are like those of the others; else, with a note, the op as usually writ
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -34,8 +37,11 @@ from rewriter.inputs import Args, Inputs, inputs, with_leaves
 from rewriter.least_time import needed_seconds
 from rewriter.measurement import Measurement, time_text
 from rewriter.programs import Task, function, general, own_equations, reference
+from rewriter.registry import REFERENCE as PLAIN
 from rewriter.threads import first_line
 from rewriter.times import Times, measurement, time_apart
+
+log = logging.getLogger("rewriter.tune")
 
 COMPILING, COMPILED = 0.5, 0.75
 """The shares of a site's seconds after which no compilation begins, and by which those
@@ -89,14 +95,20 @@ class Race:
         """Returns one measurement for each candidate."""
         seconds = self.until - time.monotonic()
         try:
-            drawn = inputs(self.task, self.on)
-            drawn, note = self._leaves(wanted, drawn)
-            truth, *compiled = self._with_truth(wanted, drawn, note)
-            done = self._checked(compiled, truth, drawn)
+            with self._stage("drawn inputs"):
+                drawn = inputs(self.task, self.on)
+                drawn, note = self._leaves(wanted, drawn)
+            with self._stage("compiled"):
+                truth, *compiled = self._with_truth(wanted, drawn, note)
+            for c in (truth, *compiled):
+                log.debug("  %.1f s: %s%s", c.seconds, c.name, c.reason and ": no")
+            with self._stage("checked"):
+                done = self._checked(compiled, truth, drawn)
         except Exception as problem:
             reason = f"no inputs: {first_line(problem)}"
             return [self._measured(i, Compiled(i.text, reason=reason)) for i in wanted]
-        times, done = self._timed(done, drawn)
+        with self._stage("timed"):
+            times, done = self._timed(done, drawn)
         least = min((c.least_s for c in done if c.least_s), default=math.inf)
         best = min((t.median for t in times.values()), default=math.inf)
         if self.spares and least <= best and math.isfinite(least):
@@ -107,6 +119,14 @@ class Race:
             self._measured(i, c, times.get(c.name), at)
             for i, c in zip(wanted, done, strict=True)
         ]
+
+    @contextlib.contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Says what a stage took, for who asks why tuning takes long."""
+        begin = time.monotonic()
+        yield
+        took = time.monotonic() - begin
+        log.debug("%s: %s in %.1f s", self.task.key(self.on).text, name, took)
 
     def _measured(
         self,
@@ -231,7 +251,7 @@ class Race:
         hopeless = self._hopeless(wanted)
         hopeful = [i for i in wanted if i.text not in hopeless]
         for i in hopeful:
-            limit = self._limit() if i.forward == XLA else None
+            limit = self._limit() if i.forward in (XLA, PLAIN) else None
             if i.forward == XLA and drawn[0].leaves and not note:
                 own, exact = own_equations(self.task)
                 leaves = drawn[0].leaves[0]

@@ -28,6 +28,7 @@ from rewriter.kernels.attention.hopper import (
     backward_kernel,
     backward_of_keys,
     backward_of_queries,
+    backward_of_sums,
     backward_of_tables,
     backward_tiles,
     forward_kernel,
@@ -568,7 +569,8 @@ def simulated() -> Iterator[None]:
     """Within, the kernels of attention take numpy arrays and run on the simulator."""
     kernels = (
         forward_kernel, forward_tile, backward_kernel, backward_tiles,
-        backward_of_keys, backward_of_queries, backward_of_tables, claims, terms,
+        backward_of_keys, backward_of_queries, backward_of_sums, backward_of_tables,
+        claims, terms,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         _count(patch, backward_kernel, claims)

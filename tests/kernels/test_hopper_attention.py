@@ -499,8 +499,7 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
 for _name in ("odd", "causal, no turns", "soft cap", "window, in turns"):
     *_given, _tiles, _back = SIMULATED[_name]
     SIMULATED[f"{_name}, held"] = (
-        *_given, dataclasses.replace(_tiles, held=True),
-        dataclasses.replace(_back, held=True),
+        *_given, dataclasses.replace(_tiles, held=True), _back,
     )  # fmt: skip
 for _name in ("odd", "causal, no turns", "all at once", "wide, other values"):
     *_given, _tiles, _back = SIMULATED[_name]

@@ -404,8 +404,77 @@ TABLES: dict[str, Case] = {  # whose biases have cotangents by the kernel
 }  # fmt: skip
 
 
+COLUMNS: dict[str, Case] = {  # whose biases of keys, or slopes, have cotangents
+    "of keys, for all": (
+        (2, 130, 140, 4, 2, 32, 32),
+        {"bias": ((1, 1, 1, 140), "float32"), "softcap": 2.0},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=3),
+    ),
+    "of keys, for each": (
+        (2, 150, 270, 4, 2, 32, 64),
+        {"bias": ((2, 4, 1, 270), "bfloat16"), "window": (100, 30), "sinks": (4,),
+         "offset": (-9, 150), "kv_lengths": (200, 270)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, warpgroups=3, programs=2),
+    ),
+    "of keys, beside segments": (
+        (2, 200, 150, 2, 1, 32, 32),
+        {"bias": ((1, 2, 1, 150), "float32"), "segments": "packed",
+         "window": CAUSAL, "empty_rows": "zero"},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=2, claimed=True),
+    ),
+    "of keys, beside a mask": (
+        (2, 540, 130, 2, 1, 32, 32),
+        {"bias": ((2, 1, 1, 130), "float32"), "near": (2, 2, 540, 130),
+         "empty_rows": "mean"},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=2),
+    ),
+    "a number": (
+        (2, 70, 70, 2, 2, 32, 32), {"bias": ((2, 1, 1, 1), "float32"), "sinks": (2,)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=2),
+    ),
+    "of queries and a sink": (
+        (2, 130, 140, 4, 2, 32, 32),
+        {"bias": ((2, 4, 130, 1), "float32"), "sinks": (4,), "window": (20, 0)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=2),
+    ),
+    "slopes of groups": (
+        (2, 200, 260, 4, 2, 32, 32),
+        {"alibi": (4,), "window": CAUSAL, "offset": (40, 60)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, programs=3),
+    ),
+    "slopes, wide": (
+        (1, 130, 140, 4, 2, 192, 128), {"alibi": (4,), "sinks": (4,)},
+        Tiles(32, 2, 2, 2), BackwardTiles(64, 32, 2, 2, 2, divided=True, v_stages=1),
+    ),
+}  # fmt: skip
+
+
+def errors_within_limits(
+    got: dict[str, Any], want: dict[str, Any], given: dict[str, Any], up: Any
+) -> None:
+    """Every cotangent against float64; that of slopes is at least as good as XLA's.
+
+    Args:
+        got: The result and cotangents.
+        want: The same in float64.
+        given: Operands and parameters.
+        up: The cotangent of the result.
+    """
+    for which, x in got.items():
+        limit, exact = 3 * LIMITS["bfloat16"], np.asarray(want[which])
+        if which == "alibi":  # a sum whose terms cancel
+            arrays = {n: x for n, x in given.items() if hasattr(x, "shape")}
+            params = {n: x for n, x in given.items() if n not in arrays}
+            arrays = {n: jnp.asarray(x) for n, x in arrays.items()}
+            limit = error(slopes_as_written(arrays, params, jnp.asarray(up)), exact)
+        if np.linalg.norm(exact) < 1e-9:  # the only weight is 1, or a row moves none
+            assert np.linalg.norm(x) <= limit * np.linalg.norm(up), which
+            continue
+        assert error(x, exact) <= limit, which
+
+
 def simulated(name: str, fused: bool, tables: bool = False) -> None:
-    shape, case, tiles, back = (TABLES if tables else CASES)[name]
+    shape, case, tiles, back = {**CASES, **TABLES, **COLUMNS}[name]
     back = dataclasses.replace(back, fused=fused, tables=tables)
     q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
     given = drawn(case, shape)
@@ -417,9 +486,10 @@ def simulated(name: str, fused: bool, tables: bool = False) -> None:
         got = backward_kernel.backward(
             q, k, v, out=out, residuals=residuals, cotangent=up, config=back, **given
         )
-    assert ("bias" in got) == tables
-    for which, x in {"out": out, **got}.items():
-        assert error(x, np.asarray(want[which])) <= LIMITS["bfloat16"], which
+    by_xla = "bias" in given and 1 not in given["bias"].shape[2:] and not tables
+    assert got.keys() == want.keys() - {"out"} - ({"bias"} if by_xla else set())
+    assert error(out, np.asarray(want["out"])) <= LIMITS["bfloat16"]
+    errors_within_limits(got, want, {"q": q, "k": k, "v": v, **given}, up)
 
 
 @pytest.mark.parametrize("name", first(5, CASES))
@@ -438,6 +508,12 @@ def test_one_kernel_for_all_gradients_run_by_threads(name: str) -> None:
 def test_cotangents_of_biases_run_by_threads(name: str) -> None:
     """Sums over all that share a bias, each of them once."""
     simulated(name, fused=False, tables=True)
+
+
+@pytest.mark.parametrize("name", first(4, COLUMNS))
+def test_cotangents_of_keys_and_slopes_run_by_threads(name: str) -> None:
+    """Sums over all queries that meet a key, of each head apart."""
+    simulated(name, fused=False)
 
 
 def test_what_is_hidden_may_be_anything() -> None:
@@ -572,10 +648,10 @@ def slopes_as_written(arrays: Any, params: Any, up: Any) -> Any:
 
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("name", [*CASES, *WIDE, *TABLES, *LARGE_TABLES])
+@pytest.mark.parametrize("name", [*CASES, *WIDE, *TABLES, *LARGE_TABLES, *COLUMNS])
 def test_numbers_against_float64(name: str) -> None:
     tables = {**TABLES, **LARGE_TABLES}
-    shape, case, tiles, back = {**CASES, **WIDE, **tables}[name]
+    shape, case, tiles, back = {**CASES, **WIDE, **COLUMNS, **tables}[name]
     back = dataclasses.replace(back, tables=name in tables)
     arrays = dict(zip(("q", "k", "v"), operands(shape, "bfloat16"), strict=False))
     up, given = operands(shape, "bfloat16")[3], drawn(case, shape)
@@ -597,17 +673,10 @@ def test_numbers_against_float64(name: str) -> None:
     got, again = run(both), run(both)
     want = wanted(*(np.asarray(x) for x in arrays.values()), np.asarray(up), given)
     assert error(got["out"], np.asarray(want["out"])) <= LIMITS["bfloat16"]
-    for which, x in want.items():
-        limit = 3 * LIMITS["bfloat16"]
-        if which == "alibi":  # a sum whose terms cancel: as written it is worse
-            limit = error(slopes_as_written(both, params, up), np.asarray(x))
-        if np.linalg.norm(x) < 1e-9:  # the only weight is 1, or a row moves none
-            assert np.linalg.norm(got[which]) <= limit * np.linalg.norm(up)
-            continue
-        assert error(got[which], np.asarray(x)) <= limit, which
-        same = ("out", "q", "k", "v", *(["bias"] if name in tables else []))
-        if which in same:  # a race would show as a change
-            bits.assert_same(got[which], again[which])
+    errors_within_limits(got, want, {**both, **params}, up)
+    by_xla = "bias" in others and 1 not in others["bias"].shape[2:]
+    for which in want.keys() - ({"bias"} if by_xla and name not in tables else set()):
+        bits.assert_same(got[which], again[which])  # a race would show as a change
 
 
 @pytest.mark.gpu

@@ -211,7 +211,11 @@ def waiting(*configs: Wait, fits=None) -> Space:
 
 
 def raced(
-    flops: float, groups: int, names: tuple[str, ...] = ("memory_bounded",)
+    flops: float,
+    groups: int,
+    names: tuple[str, ...] = ("memory_bounded",),
+    *more: Implementation,
+    passes: str = "forward",
 ) -> dict[str, Measurement]:
     """Ragged dots of so many groups, as if on a GPU of such a peak."""
     of = registry.registry()
@@ -219,11 +223,11 @@ def raced(
     types = {n: jnp.int32 if n == "group_sizes" else jnp.float32 for n in sizes}
     operands = {n: jax.ShapeDtypeStruct(s, types[n]) for n, s in sizes.items()}
     spec = spec_of(of.op("ragged_dot"), operands, {})
-    task = programs.Task(of.op("ragged_dot"), spec, of.kernels("ragged_dot"), "forward")
+    task = programs.Task(of.op("ragged_dot"), spec, of.kernels("ragged_dot"), passes)
     until = time.monotonic() + 60
     on = device.Device("some GPU", "cuda", flops=flops, bandwidth=flops)
     run = race.Race(task, on, until, until, lambda done, of: None).run
-    wanted = (Implementation(), *map(Implementation, names))
+    wanted = (Implementation(), *map(Implementation, names), *more)
     return {m.implementation.name: m for m in run(wanted)}
 
 
@@ -238,6 +242,26 @@ def test_xla_is_left_out_where_its_operations_alone_take_longer() -> None:
     assert raced(flops=1e18, groups=16)["xla"].median_us
     # And where it computes no more than it needs.
     assert raced(flops=1e6, groups=1)["xla"].median_us
+
+
+def test_a_backward_is_left_out_behind_a_forward_by_xla_that_takes_longer() -> None:
+    """Else it is compiled with XLA's trials of products, which takes 15 s on a GPU."""
+    mixed = Implementation("reference", "memory_bounded")
+    found = raced(1e6, 16, ("memory_bounded",), mixed, passes="forward_and_vjp")
+    assert found[mixed.name].median_us is None
+    assert "its operations alone take" in found[mixed.name].problem
+    assert found["memory_bounded"].median_us
+    fast = raced(1e18, 16, ("memory_bounded",), mixed, passes="forward_and_vjp")
+    assert fast[mixed.name].median_us
+
+
+def test_what_took_the_time_of_tuning_is_logged(caplog) -> None:
+    with caplog.at_level(logging.DEBUG, "rewriter.tune"):
+        raced(flops=1e6, groups=1)
+    told = [x for x in caplog.messages if " in " in x]
+    stages = [x.split(" in ")[0].split(": ")[-1] for x in told]
+    assert stages == ["drawn inputs", "compiled", "checked", "timed"]
+    assert any(x.endswith("s: memory_bounded") for x in caplog.messages)
 
 
 def test_kernels_are_left_out_that_are_estimated_to_be_far_slower(monkeypatch) -> None:

@@ -141,9 +141,9 @@ def forward(**given: Any) -> Any:
 def backward(**given: Any) -> dict[str, Array]:
     """Returns the cotangents of float operands from the result and its log-sum-exp.
 
-    What no tiles fit is left to `rewriter.kernels.attention.xla`, and so are the
-    cotangents of slopes, and of a bias but for `BackwardTiles.tables`: compilers leave
-    them out if no one asks.
+    What no tiles fit is left to `rewriter.kernels.attention.xla`, and so is the
+    cotangent of a bias without `BackwardTiles.tables`. Compilers leave out what no one
+    asks for.
     """
     widths = given["q"].shape[3], given["v"].shape[3]
     beside = beside_of(given)

@@ -1,14 +1,17 @@
-"""The gradients of attention on Hopper's tensor cores, in two kernels or three.
+"""The gradients of attention on Hopper's tensor cores, in two kernels or more.
 
 With weights P = exp(scores - lse), dP = dO vᵀ and delta = sum(dO · out) over a row,
 dS = P · (dP - delta); then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k. One kernel has tiles
 of keys, goes over blocks of queries and keeps dk and dv in registers; its scores are
 transposed, so that weights are operands of tensor cores as they are. For wide heads its
 warpgroups share a tile, and each keeps one of the sums. Another has tiles of queries
-and goes over blocks of keys for dq. The third has tiles of a table of biases, and goes
-over batch entries and heads that share it. No sums meet in memory: results are the same
-in every run. Source: Dao, "FlashAttention-2" (arXiv 2307.08691), section
-3.1.2; Shah et al., "FlashAttention-3" (arXiv 2407.08608), section 3.
+and goes over blocks of keys for dq. What else scores add to has kernels of its own: one
+has tiles of a table of biases, and goes over batch entries and heads that share it; two
+sum up dS, for biases of keys and for slopes. Over all keys of a query dS adds up to its
+sink's share, delta · exp(sink - lse), or to nothing: that is the cotangent of a bias of
+queries. No sums meet in memory: results are the same in every run. Source: Dao,
+"FlashAttention-2" (arXiv 2307.08691), section 3.1.2; Shah et al., "FlashAttention-3"
+(arXiv 2407.08608), section 3.
 """
 
 from __future__ import annotations
@@ -29,17 +32,20 @@ from rewriter.kernels.attention.hopper.backward_of_keys import (
     OfKeys,
 )
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
+from rewriter.kernels.attention.hopper.backward_of_sums import OfColumns, OfSlopes
 from rewriter.kernels.attention.hopper.backward_of_tables import (
     OfTables,
     TableProblem,
     splits,
 )
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
-from rewriter.kernels.attention.hopper.beside import beside_of
+from rewriter.kernels.attention.hopper.beside import Beside, beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.config import (
+    SUMS_STAGES,
     TABLE_BLOCK,
     BackwardTiles,
+    sums_block,
     table_stages,
 )
 from rewriter.kernels.attention.hopper.forward_kernel import even, pair_of, row_sums
@@ -75,7 +81,7 @@ def backward(
     out_dtype: str | None = None,
     config: BackwardTiles | None = None,
 ) -> dict[str, Array]:
-    """Returns the cotangents of q, k and v, of sinks, and of a bias if it has room.
+    """Returns the cotangents of float operands, but of biases and slopes without room.
 
     Args:
         q: [b, t, n, h].
@@ -138,7 +144,7 @@ def backward(
     common = {"b": b, "h": h, "e": e, "scale": scale, "softcap": softcap,
               "programs": config.programs, "stages": config.stages,
               "warpgroups": config.warpgroups,
-              "claimed": config.claimed, "held": config.held}  # fmt: skip
+              "claimed": config.claimed}  # fmt: skip
     turned, extra_turned = transposed(terms, extra)
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,
@@ -161,9 +167,11 @@ def backward(
             named[name] = x
     by_key, by_query = named | extra_turned, named | extra
     turned_mask = None if mask is None else mask.swapaxes(2, 3)
+    pair = pair_of(q_segments, kv_segments)
+    turned_pair = None if pair is None else pair[::-1]
     for p, arrays, hiding, segments in (
-        (of_keys, by_key, turned_mask, pair_of(kv_segments, q_segments)),
-        (of_queries, by_query, mask, pair_of(q_segments, kv_segments)),
+        (of_keys, by_key, turned_mask, turned_pair),
+        (of_queries, by_query, mask, pair),
     ):
         found = classes.table(
             b, p.mask.t, p.mask.s, p.rows, p.block, hiding, segments, p.group
@@ -184,11 +192,69 @@ def backward(
     if config.tables and bias is not None and 1 not in bias.shape[2:]:
         made = _of_tables(of_queries, config, given, {**named, **extra})
         grads |= {} if made is None else {"bias": made[..., :t, :s].astype(bias.dtype)}
+    share = 0.0 * delta  # the sums of rows' changes, not finite where delta is not
     if sinks is not None:
         share = jnp.exp(sinks.astype(jnp.float32)[:, None] - residuals[0]) * delta
-        share = jnp.where(empty, 0.0, share).sum((0, 2))
-        grads["sinks"] = (-share).astype(sinks.dtype)
+        share = jnp.where(empty, 0.0, share)
+        grads["sinks"] = (-share.sum((0, 2))).astype(sinks.dtype)
+    if bias is not None and bias.shape[3] == 1:
+        grads["bias"] = _shared(share[..., None], bias)
+    elif bias is not None and bias.shape[2] == 1:
+        made = _sums(
+            OfColumns, of_keys, config, beside_of(given).transposed, by_key,
+            turned_mask, turned_pair,
+        )  # fmt: skip
+        grads |= {} if made is None else {"bias": _shared(made[:, :, None], bias)}
+    if alibi is not None:
+        made = _sums(
+            OfSlopes, of_queries, config, beside_of(given), by_query, mask, pair,
+        )  # fmt: skip
+        grads |= {} if made is None else {"alibi": made.sum((0, 2)).astype(alibi.dtype)}
     return grads
+
+
+def _shared(x: Array, like: Array) -> Array:
+    """Returns x summed along the axes in which `like` has size 1."""
+    axes = tuple(i for i, size in enumerate(like.shape) if size == 1)
+    return x.sum(axes, keepdims=True).astype(like.dtype)
+
+
+def _sums(
+    kind: type[OfColumns | OfSlopes],
+    p: Problem,
+    config: BackwardTiles,
+    beside: Beside,
+    named: dict[str, Any],
+    mask: Array | None,
+    segments: tuple[Array, Array] | None,
+) -> Array | None:
+    """Returns a sum for each row and query head, [b, n, rows]; None without room.
+
+    Args:
+        kind: What is summed up.
+        p: The problem of dk and dv, or of dq.
+        config: Its config.
+        beside: What its scores read.
+        named: What its kernel reads.
+        mask: As its scores lie.
+        segments: Those of rows and of columns.
+    """
+    block = sums_block(config, p.h, p.e, beside)
+    if not block:
+        return None
+    n = p.heads * p.group
+    whole = replace(
+        p, heads=n, group=1, shared=p.group * p.shared, block=block,
+        stages=SUMS_STAGES, values=SUMS_STAGES, divided=False,
+    )  # fmt: skip
+    rows, columns = p.mask.t, p.mask.s
+    named = {name: x for name, x in named.items() if name != "reach"}
+    reach = classes.table(p.b, rows, columns, whole.rows, block, mask, segments)
+    if reach is not None:
+        named["reach"] = reach
+    size = (p.b, n, -(-rows // whole.rows) * whole.rows)
+    (made,) = _call(kind, whole, named, [jax.ShapeDtypeStruct(size, jnp.float32)])
+    return made[:, :, :rows]
 
 
 def _of_tables(

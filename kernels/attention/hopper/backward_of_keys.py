@@ -125,8 +125,6 @@ class OfKeys(Kernel):
             found, steep = self.scores(tile, found, j, slot, step, part)
             rest = self.across("rest", slot, shape)
             weights, steep = self.weigh(found, steep, lse, rest)
-            if p.held:
-                pallas.hold(pallas.by_eights(steep))
             change = lax.optimization_barrier(changes[...])
             plgpu.wgmma(dv, weights.astype(dtype), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))

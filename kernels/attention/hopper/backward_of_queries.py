@@ -116,8 +116,6 @@ class OfQueries(Kernel):
             found = self.weights(found, wide[0], wide[1] if rest else None)
             found = found if steep is None else found * steep
             weights = lax.optimization_barrier(found)
-            if p.held:
-                pallas.hold(pallas.by_eights(weights))
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["second_free"].at[second])
             change = weights * (change - pallas.along(delta, shape))

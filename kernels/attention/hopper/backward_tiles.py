@@ -39,7 +39,6 @@ class Problem:
             does `stages` of the first.
         divided: Whether the warpgroups share 64 rows; see `Divided`.
         claimed: Whether blocks of threads claim tiles.
-        held: As in `BackwardTiles`.
     """
 
     b: int
@@ -59,7 +58,6 @@ class Problem:
     values: int
     divided: bool = False
     claimed: bool = False
-    held: bool = False
 
     @property
     def parts(self) -> int:

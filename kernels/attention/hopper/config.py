@@ -72,8 +72,6 @@ class BackwardTiles:
         tables: Whether a kernel computes the cotangent of a bias that differs along
             queries and keys, if it is asked for and has room.
         claimed: As in `Tiles`.
-        held: Whether cotangents times values are waited for behind exponentials, as
-            in `Tiles`; not measured yet.
     """
 
     queries: int = 64
@@ -86,7 +84,6 @@ class BackwardTiles:
     v_stages: int = 0
     tables: bool = True
     claimed: bool = False
-    held: bool = False
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -341,7 +338,6 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
     0.91 to 1.02 of the best other one's time. No rule of thumb takes it.
     """
     found = _backward_configs(spec)
-    found.insert(1, replace(found[0], held=True))
     beside = beside_in(spec)
     if not (beside.copied or beside.slopes):
         found.insert(1, BackwardTiles(fused=True))
@@ -378,6 +374,34 @@ def table_stages(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
     size += KIB * (3 + beside.rows + beside.columns)
     room = SHARED_MEMORY - BARRIERS - 4 * rows * TABLE_BLOCK
     return min(4, room // size)
+
+
+def sums_block(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
+    """Returns how many columns at a time the sums of changes take; 0 without room.
+
+    Args:
+        config: The config of the backward, whose warpgroups these kernels have.
+        h: Width of q and k.
+        e: Width of v.
+        beside: What scores read beside q and k, transposed where rows are keys.
+
+    Example:
+        >>> [sums_block(BackwardTiles(), x, x, Beside(rows=1)) for x in (64, 256)]
+        [64, 32]
+    """
+    rows = 64 * config.warpgroups
+    for block in (64, 32):
+        size = 2 * (h + e) * (rows + SUMS_STAGES * block) + BARRIERS
+        size += beside.nbytes(SUMS_STAGES, rows, block)
+        # Numbers of queries, sums and claims, each in memory that begins at a KiB.
+        size += KIB * (5 + beside.rows + beside.columns)
+        if size <= SHARED_MEMORY:
+            return block
+    return 0
+
+
+SUMS_STAGES = 2
+"""Blocks that shared memory holds for sums of changes."""
 
 
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:

@@ -1,0 +1,159 @@
+"""How scores change, summed up: two kernels for what a key or a head adds to scores.
+
+One sums up dS of each key over queries, for a bias that differs along keys alone; sums
+over heads and batch entries that share it are left to XLA. The other sums up dS times
+distances over the keys of each query, for slopes. What no one asks for is left out of a
+program, kernel and all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.backward_of_keys import OfKeys
+from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
+from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+class _Sums(Kernel):
+    """What both have in common: a number of each row, float32 [b, n, whole tiles]."""
+
+    results, outputs = (), ("sums",)
+
+    @classmethod
+    def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
+        """Returns shared memory by name."""
+        sums = {"sums": plgpu.SMEM((p.warpgroups, 64), jnp.float32)}
+        return super().scratch(p, dtype) | sums
+
+    def put_sums(self, tile: Tile, sums: Array) -> None:
+        """Writes the sums of a tile, [64]."""
+        x, mine = self.memory, self.warpgroup
+        x["sums"].at[mine][...] = sums
+        plgpu.commit_smem()
+        rows = pl.ds(tile.mine, 64)
+        plgpu.copy_smem_to_gmem(
+            x["sums"].at[mine], self.given["sums"].at[tile.b, tile.head, rows]
+        )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(x["done"].at[mine])
+
+
+class OfColumns(_Sums, OfKeys):
+    """Sums over the queries of a head.
+
+    A tile of keys is that of one query head, whose key head others may share.
+    """
+
+    name = "attention_key_sums"
+
+    def copy_tile(self, tile: Tile, w: int) -> None:
+        """Copies what stays for a tile."""
+        head = lax.div(tile.head, jnp.int32(self.p.shared))
+        rows = pl.ds(tile.first + 64 * w, 64)
+        for name in self.fixed:
+            self.send(name, (tile.b, rows, head), w, self.memory["ready"].at[w])
+
+    def begin(self, tile: Tile) -> Any:
+        """Returns zeros to sum up in, of every eighth query each."""
+        del tile
+        return pallas.zeros((64, 8))
+
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sums with a block added."""
+        p, x = self.p, self.memory
+        slot, shape = lax.rem(step, jnp.int32(p.stages)), (64, p.block)
+        (mine,) = pallas.opaque(self.warpgroup)
+        for name in ("first_ready", "second_ready"):
+            plgpu.barrier_wait(x[name].at[slot])
+
+        def products(scores: Any, changes: Any) -> Any:
+            plgpu.wgmma(scores, x["k"].at[mine], x["q"].at[slot].transpose((1, 0)))
+            plgpu.wgmma(changes, x["v"].at[mine], x["g"].at[slot].transpose((1, 0)))
+            lse = self.across("lse", slot, shape)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = lax.optimization_barrier(found)
+            found, _ = self.scores(tile, found, j, slot, step, part)
+            found = self.weights(found, lse, self.across("rest", slot, shape))
+            weights = lax.optimization_barrier(found)
+            change = lax.optimization_barrier(changes[...])
+            change = weights * (change - self.across("delta", slot, shape))
+            plgpu.barrier_arrive(x["free"].at[slot])
+            return carry + pallas.by_eights(change)
+
+        two = (plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(products, *two)
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sums of a tile."""
+        self.put_sums(tile, carry.sum(axis=1))
+
+
+class OfSlopes(_Sums, OfQueries):
+    """Sums of dS times distances over the keys of each query.
+
+    With P and dP that is sum(P dP distance) - sum(P dP) sum(P distance), in float32.
+    Most of it cancels; delta, from a result in 16 bits, would say too little of the
+    second sum.
+    """
+
+    name = "attention_slope_sums"
+
+    def begin(self, tile: Tile) -> Any:
+        """Returns zeros to sum up in, of every eighth key each, and rows' numbers."""
+        numbers = self.numbers(tile, (self.warpgroup,))
+        del numbers["delta"]
+        return tuple(pallas.zeros((64, 8)) for _ in range(3)), *numbers.values()
+
+    def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
+        """Returns the sums with a block added."""
+        p, x = self.p, self.memory
+        sums, lse, *rest = carry
+        slot, second = self.slots(step)
+        mine, second = pallas.opaque(self.warpgroup, second)
+        shape = (64, p.block)
+        plgpu.barrier_wait(x["first_ready"].at[slot])
+        plgpu.barrier_wait(x["second_ready"].at[second])
+
+        def products(scores: Any, changes: Any) -> Any:
+            plgpu.wgmma(scores, x["q"].at[mine], x["k"].at[slot].transpose((1, 0)))
+            plgpu.wgmma(changes, x["g"].at[mine], x["v"].at[second].transpose((1, 0)))
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = lax.optimization_barrier(found)
+            found, _ = self.scores(tile, found, j, slot, step, part)
+            wide = [pallas.along(x, shape) for x in (lse, *rest)]
+            found = self.weights(found, wide[0], wide[1] if rest else None)
+            weights = lax.optimization_barrier(found)
+            change = lax.optimization_barrier(changes[...])
+            for name, place in (("second_free", second), ("free", slot)):
+                plgpu.barrier_arrive(x[name].at[place])
+            change = weights * change
+            away = self.distances(tile, j)
+            more = change * away, change, weights * away
+            return tuple(
+                a + pallas.by_eights(b) for a, b in zip(sums, more, strict=True)
+            )
+
+        two = (plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(products, *two), lse, *rest
+
+    def distances(self, tile: Tile, j: Any) -> Array:
+        """Returns how far the keys of a block are behind each query: [64, block]."""
+        first = j * self.p.block - tile.mine - tile.offset
+        away = (pallas.rows(first) - pallas.row_positions(64)).astype(jnp.float32)
+        nothing = pallas.zeros((64, self.p.block))
+        return pallas.sloped(nothing, away, pallas.zeros((64,), 1.0))
+
+    def store(self, tile: Tile, carry: Any) -> None:
+        """Writes the sums of a tile."""
+        moved, change, away = (x.sum(axis=1) for x in carry[0])
+        self.put_sums(tile, moved - change * away)
