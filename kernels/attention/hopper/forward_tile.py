@@ -73,7 +73,18 @@ class Tile:
         return lax.rem(step + i, jnp.int32(self.p.config.stages))
 
     def compute(self, step: Any) -> Any:
-        """Computes and stores 64 rows; returns the blocks read so far.
+        """Computes and stores 64 rows, if there are; returns the blocks read so far."""
+        mask, rows = self.p.mask, self.p.config.rows
+        if -mask.t % rows < 64:  # even in the last tile each warpgroup has some
+            self.compute_rows(step)
+        else:
+            there = self.mine < mask.t
+            pallas.when(there)(lambda: self.compute_rows(step))
+            pallas.when(jnp.logical_not(there))(lambda: self.pass_by(step))
+        return step + self.range.count
+
+    def compute_rows(self, step: Any) -> None:
+        """Computes and stores 64 rows.
 
         The last block comes first: under a causal mask it is the one that is seen in
         part, so that those after it need no comparisons.
@@ -102,17 +113,28 @@ class Tile:
         if not self.p.apart:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(x["q_free"].at[mine])
-        return step + r.count
+
+    def pass_by(self, step: Any) -> None:
+        """Gives back what is copied for rows that are past the last one."""
+        x, mine = self.x, self.block.warpgroup
+        plgpu.barrier_wait(x["q_ready"].at[mine])
+        plgpu.barrier_arrive(x["q_free"].at[mine])
+        self.give_back(0, step)  # others begin with it, and take no turn
+        self.skip(1, self.range.count, step)
+
+    def give_back(self, i: Any, step: Any) -> None:
+        """Gives back the memory of the i-th block, which is not read."""
+        slot = self.slot(i, step)
+        for name in "kv":
+            plgpu.barrier_wait(self.x[f"{name}_ready"].at[slot])
+            plgpu.barrier_arrive(self.x[f"{name}_free"].at[slot])
 
     def skip(self, start: Any, end: Any, step: Any) -> None:
         """Gives back blocks that rows of other warpgroups alone see."""
-        config, x = self.p.config, self.x
+        config = self.p.config
 
         def block(i: Any, carry: Any) -> Any:
-            slot = self.slot(i, step)
-            for name in "kv":
-                plgpu.barrier_wait(x[f"{name}_ready"].at[slot])
-                plgpu.barrier_arrive(x[f"{name}_free"].at[slot])
+            self.give_back(i, step)
             if config.turns:
                 pallas.wait_for_turn(config.warpgroups)
                 pallas.pass_turn(config.warpgroups)
