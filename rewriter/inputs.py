@@ -16,7 +16,7 @@ from rewriter.device import Device
 from rewriter.key import FORWARD
 from rewriter.leaves import leaves_like
 from rewriter.op import Sample
-from rewriter.programs import Task
+from rewriter.programs import Task, result
 from rewriter.threads import side_by_side
 
 Args = tuple[Any, ...]
@@ -61,8 +61,7 @@ def inputs(task: Task, on: Device, once: bool = False) -> tuple[Inputs, ...]:
         ValueError: If the op has integer operands and no `sample`.
     """
     structs, params = task.structs, dict(task.spec.params)
-    samples = distributions(task)
-    out = jax.eval_shape(lambda x: task.op.reference(**x, **params), structs)
+    samples, out = distributions(task), result(task)
 
     def draw(sample: Sample, key: Any) -> Args:
         first, second = jax.random.split(key)
@@ -110,11 +109,7 @@ def with_leaves(task: Task, drawn: Sequence[Inputs]) -> tuple[Inputs, ...]:
     """
     written = task.written
     assert written is not None
-    out = jax.eval_shape(
-        lambda x: task.op.reference(**x, **dict(task.spec.params)), task.structs
-    )
-
-    make = leaves_like(written, out)
+    make = leaves_like(written, result(task))
 
     def of(args: Args, key: Any) -> Args:
         leaves = make(args[0])

@@ -86,6 +86,19 @@ def reference(task: Task) -> Callable[..., Any]:
     return _plain(task, task.op.reference)
 
 
+def arguments(task: Task) -> tuple[Any, ...]:
+    """Returns shapes and dtypes of what these functions take: operands, a cotangent."""
+    if task.passes == FORWARD:
+        return (task.structs,)
+    return task.structs, result(task)
+
+
+def result(task: Task) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of the op's result."""
+    params = dict(task.spec.params)
+    return jax.eval_shape(lambda x: task.op.reference(**x, **params), task.structs)
+
+
 def general(task: Task) -> Callable[..., Any] | None:
     """Returns the same of the op's general form; None if it has none."""
     return _plain(task, task.op.general) if task.op.general else None

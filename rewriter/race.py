@@ -1,7 +1,8 @@
 """Candidates in, measurements out: compiled, checked and timed against each other.
 
-Candidates are compiled side by side in threads, then checked one by one, then timed in
-turns. Those that are far behind after a few turns are dropped. One that fails, hangs in
+Kernels are compiled in threads while inputs are drawn and XLA's programs compiled; then
+candidates are checked one by one, then timed in turns. Those that are far behind after
+a few turns are dropped. One that fails, hangs in
 compilation or gives other numbers is a measurement with a problem instead of a time;
 the others go on.
 
@@ -16,13 +17,13 @@ operands are like those of the others; else, with a note, the op as usually writ
 
 from __future__ import annotations
 
+import concurrent.futures as futures
 import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any
 
 import jax
@@ -36,9 +37,16 @@ from rewriter.implementation import XLA, Implementation
 from rewriter.inputs import Args, Inputs, inputs, with_leaves
 from rewriter.least_time import needed_seconds
 from rewriter.measurement import Measurement, time_text
-from rewriter.programs import Task, function, general, own_equations, reference
+from rewriter.programs import (
+    Task,
+    arguments,
+    function,
+    general,
+    own_equations,
+    reference,
+)
 from rewriter.registry import REFERENCE as PLAIN
-from rewriter.threads import first_line
+from rewriter.threads import first_line, settings
 from rewriter.times import Times, measurement, time_apart
 
 log = logging.getLogger("rewriter.tune")
@@ -95,11 +103,8 @@ class Race:
         """Returns one measurement for each candidate."""
         seconds = self.until - time.monotonic()
         try:
-            with self._stage("drawn inputs"):
-                drawn = inputs(self.task, self.on)
-                drawn, note = self._leaves(wanted, drawn)
-            with self._stage("compiled"):
-                truth, *compiled = self._with_truth(wanted, drawn, note)
+            with self._stage("drawn and compiled"):
+                drawn, truth, compiled = self._compiled(wanted)
             for c in (truth, *compiled):
                 log.debug("  %.1f s: %s%s", c.seconds, c.name, c.reason and ": no")
             with self._stage("checked"):
@@ -142,12 +147,30 @@ class Race:
         return measurement(made, version, times, c, at or Conditions())
 
     # ---------------------------------------------------------- as it is written
-    def _leaves(
-        self, wanted: Sequence[Implementation], drawn: tuple[Inputs, ...]
-    ) -> tuple[tuple[Inputs, ...], str]:
+    def _written(
+        self, wanted: bool
+    ) -> tuple[tuple[Inputs, ...], Compiled, Compiled | None]:
+        """Inputs, the compiled reference, and XLA's candidate if it is wanted.
+
+        XLA's candidate is the reference's program, if it is the op's reference on
+        operands so narrow that their products are computed at full precision anyway.
+        """
+        with self._stage("drawn inputs"):
+            drawn = inputs(self.task, self.on)
+            drawn, note = self._leaves(drawn) if wanted else (drawn, "")
+        exact = self._reference()
+        if not wanted:
+            (truth,) = self._compiled_by_xla(drawn, exact)
+            return drawn, truth, None
+        usual = self.task.op.usual is None and bool(note or not drawn[0].leaves)
+        if usual and not exact.soon and not wide(drawn[0].sets[0]):
+            own = self._usual(drawn, note)
+            return drawn, replace(own, name=REFERENCE, note=""), own
+        truth, own = self._compiled_by_xla(drawn, exact, self._xla(drawn, note))
+        return drawn, truth, replace(own, note=note)
+
+    def _leaves(self, drawn: tuple[Inputs, ...]) -> tuple[tuple[Inputs, ...], str]:
         """The inputs with leaves for the user's own equations, or why without."""
-        if not any(i.forward == XLA for i in wanted):
-            return drawn, ""
         if self.task.written is None:
             return drawn, _instead(self.task.unwritten)
         try:
@@ -155,6 +178,34 @@ class Race:
         except Exception as problem:  # also what the device or a sample may raise
             why = str(problem) if isinstance(problem, NotTaken) else first_line(problem)
             return drawn, _instead(why)
+
+    def _xla(self, drawn: Sequence[Inputs], note: str) -> Candidate:
+        """XLA's candidate: the user's own equations, or with a note the usual ones."""
+        if drawn[0].leaves and not note:
+            own, _ = own_equations(self.task)
+            return Candidate(XLA, own, limit=self._limit())
+        return Candidate(
+            XLA, function(self.task, Implementation()), limit=self._limit()
+        )
+
+    def _usual(self, drawn: Sequence[Inputs], note: str) -> Compiled:
+        """The compiled op as usually written."""
+        plain = [replace(d, leaves=()) for d in drawn]
+        (found,) = self._compiled_by_xla(plain, self._xla(plain, note))
+        return replace(found, note=note)
+
+    def _compiled_by_xla(
+        self, drawn: Sequence[Inputs], *candidates: Candidate
+    ) -> list[Compiled]:
+        """The compiled programs, at whatever time: all else is compared with them."""
+        jobs: list[tuple[Candidate, Args, Any]] = []
+        for c in candidates:
+            args, exact = drawn[0].sets[0], reference(self.task)
+            if c.name == XLA and drawn[0].leaves:
+                args, exact = drawn[0].leaves[0], own_equations(self.task)[1]
+            jobs.append((c, args, jax.eval_shape(exact, *args)))
+        now = time.monotonic()
+        return candidate.compile_all(jobs, now, self._hung(), len(jobs))
 
     def _own(self, c: Compiled, drawn: Sequence[Inputs]) -> Compiled:
         """The user's own equations, checked; else the op as usually written."""
@@ -171,24 +222,26 @@ class Race:
         why = own.reason or own.note
         if own.error is not None and own.error >= OTHER:
             why = f"differ by {own.error:.0e} on their own"
-        (usual,) = self._compiled([Implementation()], drawn, _instead(why))
-        return usual
+        return self._usual(drawn, _instead(why))
 
     # ------------------------------------------------------------- compiling
-    def _with_truth(
-        self, wanted: Sequence[Implementation], drawn: Sequence[Inputs], note: str
-    ) -> list[Compiled]:
-        """The compiled reference, then candidates; the first may be the same program.
+    def _compiled(
+        self, wanted: Sequence[Implementation]
+    ) -> tuple[tuple[Inputs, ...], Compiled, list[Compiled]]:
+        """Inputs, the compiled reference, and the candidates or why there is none."""
+        kernels = [i for i in wanted if i.forward != XLA]
+        ready = settings()
 
-        XLA's candidate is, if it is the op's reference on operands so narrow that
-        their products are computed at full precision anyway.
-        """
-        usual = self.task.op.usual is None and bool(note or not drawn[0].leaves)
-        usual = usual and not self._reference().soon
-        if usual and wanted[0].forward == XLA and not wide(drawn[0].sets[0]):
-            compiled = self._compiled(wanted, drawn, note)
-            return [replace(compiled[0], name=REFERENCE, note=""), *compiled]
-        return self._compiled(wanted, drawn, note, self._reference())
+        def written() -> tuple[tuple[Inputs, ...], Compiled, Compiled | None]:
+            with ready():
+                return self._written(len(kernels) < len(wanted))
+
+        with futures.ThreadPoolExecutor(1) as beside:
+            asked = beside.submit(written)
+            mine = iter(self._compiled_kernels(kernels))
+            drawn, truth, own = asked.result()
+        compiled = [own if i.forward == XLA else next(mine) for i in wanted]
+        return drawn, truth, [c for c in compiled if c is not None]
 
     def _reference(self) -> Candidate:
         """What candidates are compared with."""
@@ -225,46 +278,25 @@ class Race:
                 found[i.text] = Compiled(i.text, reason=why, least_s=takes)
         return found
 
-    def _compiled(
-        self,
-        wanted: Sequence[Implementation],
-        drawn: Sequence[Inputs],
-        note: str,
-        *first: Candidate,
-    ) -> list[Compiled]:
-        """Compiled programs, or why there is none.
+    def _compiled_kernels(self, wanted: Sequence[Implementation]) -> list[Compiled]:
+        """The compiled programs of kernels, or why there is none.
 
         What has begun is waited for, since XLA times products on the device while it
         compiles and would disturb the timing of others; one that hangs is left behind.
         Of each kernel the first config is compiled however late it is, before others:
         a choice among what happened to be compiled would be worse than none.
-
-        Args:
-            wanted: Implementations.
-            drawn: What they are run on.
-            note: Why XLA's is not the user's own equations.
-            *first: What else to compile, before those.
         """
-        args = drawn[0].sets[0]
+        args, hopeless = arguments(self.task), self._hopeless(wanted)
         shapes = jax.eval_shape(reference(self.task), *args)
-        jobs: list[tuple[Candidate, Args, Any]] = [(c, args, shapes) for c in first]
-        hopeless = self._hopeless(wanted)
         hopeful = [i for i in wanted if i.text not in hopeless]
+        jobs: list[tuple[Candidate, Args, Any]] = []
         for i in hopeful:
-            limit = self._limit() if i.forward in (XLA, PLAIN) else None
-            if i.forward == XLA and drawn[0].leaves and not note:
-                own, exact = own_equations(self.task)
-                leaves = drawn[0].leaves[0]
-                out = jax.eval_shape(exact, *leaves)
-                jobs.append((Candidate(XLA, own, limit=limit), leaves, out))
-            else:
-                run = lambda *x, i=i: function(self.task, i)(*x)
-                jobs.append((Candidate(i.text, run, limit=limit), args, shapes))
+            limit = self._limit() if i.forward == PLAIN else None
+            run = lambda *x, i=i: function(self.task, i)(*x)  # it raises while compiling
+            jobs.append((Candidate(i.text, run, limit=limit), args, shapes))
         now = time.monotonic()
         left = max(0.0, self.until - now)
-        order, surely = firsts_first(
-            [c.name for c in first] + [i.forward for i in hopeful]
-        )
+        order, surely = firsts_first([i.forward for i in hopeful])
         found = candidate.compile_all(
             [jobs[i] for i in order],
             now + COMPILING * left,
@@ -272,13 +304,8 @@ class Race:
             surely,
             now + COMPILED * left,
         )
-        found = [
-            c for _, c in sorted(zip(order, found, strict=True), key=itemgetter(0))
-        ]
-        found = [replace(c, note=note if c.name == XLA else "") for c in found]
-        rest = iter(found[len(first) :])
-        others = [hopeless.get(i.text) or next(rest) for i in wanted]
-        return [*found[: len(first)], *others]
+        made = {hopeful[i].text: c for i, c in zip(order, found, strict=True)}
+        return [{**hopeless, **made}[i.text] for i in wanted]
 
     def _checked(
         self, compiled: list[Compiled], truth: Compiled, drawn: Sequence[Inputs]
@@ -294,7 +321,7 @@ class Race:
             return candidate.checked(compiled, truth, firsts, say)
         rest = candidate.checked(compiled[1:], truth, firsts, say, own.error or 0.0)
         if any(c.note for c in rest):  # the reference did not run: compare with XLA
-            (usual,) = self._compiled([Implementation()], drawn, NO_REFERENCE)
+            usual = self._usual(drawn, NO_REFERENCE)
             return candidate.checked([usual, *compiled[1:]], truth, firsts, say)
         return [own, *rest]
 

@@ -75,12 +75,21 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
     ),
     "segments, causal, 128 wide, 8k": ((2, 8192, 16, 16, 128), CAUSAL, ("segments",)),
     "slopes, causal, 128 wide, 4k": ((4, 4096, 16, 16, 128), CAUSAL, ("alibi",)),
+    "slopes, their gradient, causal, 128 wide, 4k": (
+        (4, 4096, 16, 16, 128), CAUSAL, ("alibi", "dalibi"),
+    ),
+    "bias of keys and its gradient, 128 wide, 4k": (
+        (4, 4096, 16, 16, 128), NONE, ("key_bias", "dbias"),
+    ),
     "sinks, window of 1024, 64 wide, 8k": (
         (1, 8192, 32, 4, 64), (1023, 0), ("sinks",),
     ),
+    "full, 64 wide, 512": ((32, 512, 16, 16, 64), NONE, ()),
+    "full, 64 wide, 1k": ((16, 1024, 16, 16, 64), NONE, ()),
 }  # fmt: skip
 """(b, t, heads, heads of k, width, width of v if it is another), window and other
-operands, by name; "softcap" is a parameter, "dbias" the bias's cotangent."""
+operands, by name; "softcap" is a parameter, "key_bias" a bias of keys alone, "dbias"
+and "dalibi" are cotangents."""
 
 SOFTCAP = 50.0
 """That of Gemma 2."""
@@ -103,7 +112,8 @@ def beside(
 ) -> dict[str, jax.Array]:
     """Returns other operands by the op's names.
 
-    A bias of all pairs for each head, bfloat16; a mask of keys, nine in ten seen;
+    A bias of all pairs for each head, bfloat16, or of keys; a mask of keys, nine in ten
+    seen;
     packed documents of 100 to 3000 tokens; slopes from 1/2 to 1/256; normal sinks.
     """
     b, t, n = shape[:3]
@@ -111,6 +121,8 @@ def beside(
     key = jax.random.key(seed)
     if "bias" in names:
         made["bias"] = jax.random.normal(key, (1, n, t, t), jnp.bfloat16)
+    if "key_bias" in names:
+        made["bias"] = jax.random.normal(key, (1, n, 1, t))
     if "mask" in names:
         made["mask"] = jax.random.bernoulli(key, 0.9, (b, 1, 1, t))
     if "segments" in names:
@@ -225,7 +237,7 @@ def candidates(name: str, every: bool) -> dict[tuple[str, str], Callable[..., An
     """
     shape, _, names = CASES[name]
     params = parameters(name)
-    moving = ("bias",) if "dbias" in names else ()
+    moving = tuple(x for x in ("bias", "alibi") if f"d{x}" in names)
     ours = registry().kernel("attention", "hopper")
     q, k, v, _ = jax.eval_shape(lambda: operands(shape, 0))
     other = beside(shape, names, 0)

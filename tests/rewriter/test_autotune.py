@@ -260,7 +260,7 @@ def test_what_took_the_time_of_tuning_is_logged(caplog) -> None:
         raced(flops=1e6, groups=1)
     told = [x for x in caplog.messages if " in " in x]
     stages = [x.split(" in ")[0].split(": ")[-1] for x in told]
-    assert stages == ["drawn inputs", "compiled", "checked", "timed"]
+    assert stages == ["drawn inputs", "drawn and compiled", "checked", "timed"]
     assert any(x.endswith("s: memory_bounded") for x in caplog.messages)
 
 
