@@ -564,7 +564,7 @@ def test_the_simulator_sees_memory_that_is_taken_too_early(
         copy(block)
 
     monkeypatch.setattr(forward_kernel._Block, "copy", careless)
-    shape, given, tiles, back = SIMULATED["odd"]
+    shape, given, tiles, back = SIMULATED["causal, no turns"]
     try:
         errors = simulated(shape, given, tiles, back)
     except simulator.Stuck:

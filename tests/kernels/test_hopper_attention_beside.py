@@ -268,6 +268,11 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; drawn and given; con
         (1, 150, 260, 2, 2, 32, 32), {"segments": "apart", "empty_rows": "zero"},
         Tiles(32, 2, 2, 3), BackwardTiles(64, 64, 2, 2, 3),
     ),
+    "warpgroups without rows": (
+        (2, 300, 140, 2, 2, 32, 32),
+        {"bias": ((1, 2, 300, 140), "float32"), "mask": (2, 1, 1, 140)},
+        Tiles(64, 2, 3, 2), BackwardTiles(64, 64, 2, 3, 2),
+    ),
     "soft cap": (
         (1, 130, 140, 4, 2, 32, 32),
         {"bias": ((1, 4, 130, 140), "float32"), "mask": (1, 4, 130, 140),

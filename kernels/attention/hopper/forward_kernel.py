@@ -24,7 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels import claims
 from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.beside import Beside, beside_of
-from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
+from rewriter.kernels.attention.hopper.blocks import (
+    Mask,
+    blocks_ahead,
+    blocks_of,
+    least,
+)
 from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, apart
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
@@ -296,14 +301,6 @@ class _Block:
         p, x, given = self.p, self.named, self.given
 
         def one(tile: Tile, step: Any) -> Any:
-            for w in range(p.config.warpgroups):
-                plgpu.barrier_wait(x["q_free"].at[w])
-                rows = pl.ds(tile.first + 64 * w, 64)
-                plgpu.copy_gmem_to_smem(
-                    given["q"].at[tile.b, rows, tile.n],
-                    x["q_tiles"].at[w], x["q_ready"].at[w],
-                )  # fmt: skip
-
             def block(i: Any, step: Any) -> Any:
                 slot = lax.rem(step, jnp.int32(p.config.stages))
                 first = (tile.range.end - 1 - i) * p.config.block_kv
@@ -318,7 +315,17 @@ class _Block:
                         self.copy_terms(tile, first, slot)
                 return step + 1
 
-            return lax.fori_loop(0, tile.range.count, block, step)
+            count = tile.range.count
+            ahead = least(blocks_ahead(p.config.stages), count)
+            step = lax.fori_loop(0, ahead, block, step)
+            for w in range(p.config.warpgroups):
+                plgpu.barrier_wait(x["q_free"].at[w])
+                rows = pl.ds(tile.first + 64 * w, 64)
+                plgpu.copy_gmem_to_smem(
+                    given["q"].at[tile.b, rows, tile.n],
+                    x["q_tiles"].at[w], x["q_ready"].at[w],
+                )  # fmt: skip
+            return lax.fori_loop(ahead, count, block, step)
 
         self.over_tiles(one, copies=True)
 
