@@ -293,12 +293,24 @@ WEIGHTS = 2
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
-    """Returns the rule of thumb, by the heads' width and by what scores read."""
+    """Returns the rule of thumb, by the heads' width and by what scores read.
+
+    On an H200, in microseconds (``tests/bench/results/attention_backward_h200.json``):
+    dk and dv of heads of 64 take 572 for 620 with blocks of 128 queries, under a causal
+    mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
+    1654 with three blocks of 64 keys in memory, as many as two under a causal mask.
+    """
     h, e = spec.shape("q")[3], spec.shape("v")[3]
     width, beside = max(h, e), beside_in(spec)
-    best = BackwardTiles(64, 128, 3 if width <= 64 else 2)
+    window = spec.param("window", (None, None))
     if beside.copied or beside.slopes:  # untried; ptxas spills more with 128 keys
         best = BackwardTiles(64, 128 if width <= 64 else 64)
+    elif width <= 64 and window[0] is None and not spec.param("softcap"):
+        best = BackwardTiles(128, 128)
+    elif width <= 64:
+        best = BackwardTiles(64, 128, 3)
+    else:
+        best = BackwardTiles(64, 128) if _hides(spec) else BackwardTiles(64, 64, 3)
     tried = (best, replace(best, keys=64), *WIDE)
     tried = [_claiming_backward(x, spec) for x in tried]
     fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
@@ -349,10 +361,10 @@ def _backward_configs(spec: Spec) -> list[BackwardTiles]:
     width = max(spec.shape("q")[3], spec.shape("v")[3])
     if width <= 64:
         return [
-            BackwardTiles(64, 128, 3), BackwardTiles(64, 64, 3, 3),
-            BackwardTiles(128, 128, 2), BackwardTiles(64, 64, 3),
+            BackwardTiles(128, 128), BackwardTiles(64, 128, 3),
+            BackwardTiles(64, 64, 3, 3), BackwardTiles(64, 64, 3),
         ]  # fmt: skip
-    narrow = [BackwardTiles(64, 128, 2), BackwardTiles(64, 64, 3)]
+    narrow = [BackwardTiles(64, 128), BackwardTiles(64, 64, 3)]
     if width <= 128:
         return narrow
     return [*narrow, *WIDE, BackwardTiles(32, 64, 3), BackwardTiles(32, 64, 2)]
