@@ -292,7 +292,7 @@ class Race:
         jobs: list[tuple[Candidate, Args, Any]] = []
         for i in hopeful:
             limit = self._limit() if i.forward == PLAIN else None
-            run = lambda *x, i=i: function(self.task, i)(*x)  # it raises while compiling
+            run = lambda *x, i=i: function(self.task, i)(*x)  # which may raise
             jobs.append((Candidate(i.text, run, limit=limit), args, shapes))
         now = time.monotonic()
         left = max(0.0, self.until - now)

@@ -99,6 +99,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "narrow": {
         "bias": ((2, 1, 130, 200), "bfloat16"), "mask": ((2, 1, 1, 200), "bool"),
     },
+    "keys": {"bias": ((1, 2, 1, 200), "float32"), "alibi": ((2,), "float32")},
     "thin": {"bias": ((2, 2, 130, 1), "bfloat16"), "mask": ((1, 1, 1, 1), "bool")},
     "mask": {"mask": ((2, 2, 130, 200), "bool")},
     "segments": {
@@ -195,7 +196,7 @@ LOWERED: dict[str, tuple[int, dict[str, Any], Tiles]] = {
 }
 
 
-@pytest.mark.parametrize("name", first(4, LOWERED))
+@pytest.mark.parametrize("name", first(5, LOWERED))
 def test_it_is_lowered_without_a_gpu(name: str) -> None:
     h, more, tiles = LOWERED[name]
     given = {n: jax.ShapeDtypeStruct(*x) for n, x in more.items()}
@@ -217,9 +218,28 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
     grads = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     assert {n: x.shape for n, x in grads.items()} == {n: given[n].shape for n in moving}
     text = exported.mlir_module()
-    tables = ["dbias"] if name == "tables" else []
-    named = [f"attention_{x}" for x in ("dk_dv", "dq", *tables)]
+    more = {"tables": ["dbias"], "keys": ["key_sums", "slope_sums"]}.get(name, [])
+    named = [f"attention_{x}" for x in ("dk_dv", "dq", *more)]
     assert all(x in text for x in named)
+
+
+def test_what_no_one_asks_for_is_not_computed() -> None:
+    """Biases of keys and slopes seldom have gradients: their kernels are left out."""
+    x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
+    given = {"q": x, "k": x, "v": x, "alibi": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    given["bias"] = jax.ShapeDtypeStruct((1, 2, 1, 128), jnp.float32)
+
+    def run(given: Any, up: Any, names: tuple[str, ...]) -> Any:
+        out, kept = hopper.forward(**given, residuals=True)
+        grads = hopper.backward(**given, out=out, residuals=kept, cotangent=up)
+        return {n: grads[n] for n in names}
+
+    kernels = {"alibi": "slope_sums", "bias": "key_sums"}
+    for asked in (("q",), ("q", "alibi"), ("q", "bias")):
+        one = jax.jit(lambda given, up, asked=asked: run(given, up, asked))
+        text = jax.export.export(one, platforms=["cuda"])(given, x).mlir_module()
+        for name, kernel in kernels.items():
+            assert (f"attention_{kernel}" in text) == (name in asked)
 
 
 # --------------------------------------------------------------------- numbers

@@ -14,14 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels import claims
 from rewriter.kernels.attention.hopper import classes, pallas
-from rewriter.kernels.attention.hopper.blocks import (
-    FAR,
-    Mask,
-    Range,
-    blocks_ahead,
-    blocks_of,
-    least,
-)
+from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.pallas import LOG2E
@@ -225,27 +218,22 @@ class Kernel(abc.ABC):
         p, x = self.p, self.memory
 
         def one(tile: Tile, step: Any) -> Any:
-            r = tile.range
-            ahead = least(r.start + min(blocks_ahead(p.stages), p.values), r.end)
+            # Blocks before what stays of a tile, as the forward copies them, made
+            # dk and dv take 1.00 to 1.03 of the time on an H200.
+            for w in range(p.warpgroups):
+                plgpu.barrier_wait(x["done"].at[w])
+                self.copy_tile(tile, w)
 
-            def blocks(i: Any, start: Any, end: Any, step: Any) -> Any:
+            def head(i: Any, step: Any) -> Any:
                 def block(j: Any, step: Any) -> Any:
                     slot = lax.rem(step, jnp.int32(p.stages))
                     plgpu.barrier_wait(x["free"].at[slot])
                     self.copy_block(tile, i, j, step)
                     return step + 1
 
-                return lax.fori_loop(start, end, block, step)
+                return lax.fori_loop(tile.range.start, tile.range.end, block, step)
 
-            step = blocks(0, r.start, ahead, step)
-            for w in range(p.warpgroups):
-                plgpu.barrier_wait(x["done"].at[w])
-                self.copy_tile(tile, w)
-            step = blocks(0, ahead, r.end, step)
-            if p.group == 1:
-                return step
-            head = lambda i, step: blocks(i, r.start, r.end, step)
-            return lax.fori_loop(1, p.group, head, step)
+            return lax.fori_loop(0, p.group, head, step)
 
         self.over_tiles(one, copies=True)
 

@@ -150,9 +150,9 @@ def blocks_ahead(stages: int) -> int:
     """Returns how many blocks are copied before what stays of their tile.
 
     They go where the tile before has read its blocks, while its last ones are computed;
-    what stays replaces what that tile reads to the end. On an H100 the forward took
-    0.92 to 1.00 of the time with these, and more with one more of four: a warpgroup
-    that is done then waits for the slowest one.
+    what stays replaces what that tile reads to the end. The forward took 0.90 to 1.00
+    of the time with these (``tests/bench/results/attention_ahead.json``), and more with
+    one more of four: a warpgroup that is done then waits for the slowest one.
 
     Example:
         >>> [blocks_ahead(stages) for stages in (2, 3, 4)]

@@ -98,8 +98,6 @@ def default(spec: Spec, device: Device) -> Tiles:
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
     if max(h, e) <= 64:
         best = Tiles(128, 4, 3, turns=False, held=left is not None or not hides)
-    elif max(h, e) > 192:
-        best = Tiles(80, 2, 2, turns=False)
     elif max(h, e) > 128:
         best = Tiles(64, 2, 2, turns=False)
     elif long and left is None:
@@ -178,8 +176,9 @@ def _configs(spec: Spec) -> list[Tiles]:
             Tiles(96, 3, 2, turns=False), Tiles(128, 2, 2, programs=0),
         ]  # fmt: skip
     return [
-        Tiles(80, 2, 2, turns=False), Tiles(64, 2, 2, turns=False), Tiles(80, 2, 2),
-        Tiles(128, 2, 2, turns=False), Tiles(64, 2, 2, programs=0, turns=False),
+        Tiles(64, 2, 2, turns=False), Tiles(80, 2, 2, turns=False),
+        Tiles(96, 2, 2, turns=False), Tiles(80, 2, 2), Tiles(128, 2, 2, turns=False),
+        Tiles(64, 2, 2, programs=0, turns=False),
     ]  # fmt: skip
 
 
