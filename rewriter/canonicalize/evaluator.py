@@ -318,7 +318,25 @@ class Evaluator(Layout, LoopForms):
         rule = RULES.get(prim)
         if rule is None:
             return self.alg.of_atom(self.leaf(value, args))
-        return rule(self, node, args, mode)
+        made = rule(self, node, args, mode)
+        if self._may_wrap(node, value, made):
+            return self.alg.of_atom(self.leaf(value, args))
+        return made
+
+    def _may_wrap(self, node: Node, value: int, made: Poly) -> bool:
+        """Whether a whole number may not be what its form says, since it wraps around.
+
+        Of what depends on inputs that is assumed of 8 and 16 bits alone: with more, the
+        sum of a position and a length that is given is taken not to.
+        """
+        dtype = self.g.dtype(value)
+        if self.private or kind_of(dtype) != "i":
+            return False
+        lo, hi = self.alg.bounds(made)
+        if math.isinf(lo) or math.isinf(hi):
+            return np.dtype(dtype).itemsize < 4 and node.prim in WRAPPING
+        info = np.iinfo(dtype)
+        return lo < info.min or hi > info.max
 
     def _two_values(self, array: np.ndarray, args: tuple[Index, ...]) -> Poly | None:
         """A constant array of two numbers, such as a mask with its fill."""
@@ -459,6 +477,9 @@ class Evaluator(Layout, LoopForms):
             out = self.alg.both(out, self.alg.compare("ge", p, True))
         return out
 
+
+WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs", "integer_pow", "square"})
+"""What makes of whole numbers of a size others that may have no place in it."""
 
 RULES: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], Poly]] = {}
 FLAGS: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], int]] = {}

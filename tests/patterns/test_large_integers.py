@@ -97,6 +97,32 @@ def test_large_numbers_that_cancel(power: int) -> None:
     check(attention(least), n)
 
 
+@pytest.mark.parametrize(
+    "visible",
+    [
+        lambda rows, columns: rows + MOST >= columns,
+        lambda rows, columns: rows + (MOST - 100) >= columns,
+        lambda rows, columns: rows * 2**30 >= columns,
+        lambda rows, columns: rows - MOST - 50 <= columns,
+        lambda rows, columns: rows.astype("int8") >= columns,
+        lambda rows, columns: (rows // 3).astype("int8") * jnp.int8(2) >= columns,
+    ],
+)
+def test_positions_that_wrap_around(visible: Callable[..., Any]) -> None:
+    """Whole numbers of a size do so, and what they then are is what counts."""
+    check(attention(visible))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_small_numbers_that_wrap_around(dtype: str) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    n, one = np.array([5, most, least, most - 9], dtype), np.asarray(50, dtype)
+    check(attention(lambda rows, columns, n: columns <= n + one), n)
+    check(attention(lambda rows, columns, n: columns <= rows - (n - one)), n)
+    check(attention(lambda rows, columns, n: columns <= -n), n)
+    check(attention(lambda rows, columns, n: columns <= n * one), n)
+
+
 @pytest.mark.parametrize("far", [MOST, MOST - 200])
 def test_windows_wider_than_all_positions(far: int) -> None:
     check(attention(lambda rows, columns: columns - rows <= far))
