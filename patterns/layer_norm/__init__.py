@@ -24,6 +24,7 @@ from rewriter.graph import Graph, Node
 from rewriter.match import ReaderPattern
 from rewriter.normal_form import Algebra, OverBudget, Poly
 from rewriter.patterns.layer_norm.normalized_value import (
+    BOUNDED,
     REDUCE,
     Source,
     results_below,
@@ -79,7 +80,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
             yield from readings
             return
         miss = miss or refusal
-    if miss is not None:
+    if miss is not None and miss.code not in {*BOUNDED.values()} - {BOUNDED[op]}:
         find.missed(op, anchor, miss)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, is_local
 from rewriter.finder import Finder
@@ -64,7 +65,7 @@ def sources(find: Finder, anchor: Node) -> tuple[list[Source], Refused | None]:
         try:
             out.append(Source(x, within, _is_centred(find, anchor, x, within)))
         except Refused as refusal:
-            if miss is None or refusal.score > miss.score:
+            if miss is None or refusal.score >= miss.score:
                 miss = refusal.with_traceback(None)
         except OverBudget:
             continue
@@ -98,6 +99,8 @@ def statistics(alg: Algebra, under: Poly, x: int):
         Refused: If a form is not a sum of squares of x, perhaps centred.
     """
     none = Refused("root", "there is no sum of squares under the root", score=0.25)
+    if bounded := _bounded(alg, under):
+        raise bounded
     if not any(alg.kind(a) == "sum" and e == 1 for _, m in under for a, e in m):
         raise none
     squares = mean = None
@@ -134,6 +137,38 @@ def statistics(alg: Algebra, under: Poly, x: int):
     ):
         raise Refused("root", "the sum under the root is not one of squares", score=0.3)
     return squares, mean, constant, extra
+
+
+BOUNDED = {"rms_norm": "bounded_square", "layer_norm": "bounded_variance"}
+"""By op the code of a refusal of what `_bounded` says."""
+
+
+def _bounded(alg: Algebra, under: Poly) -> Refused | None:
+    """The refusal of a mean of squares, or a number if that is larger, under a root."""
+    for (_, mono), c in under.items():
+        for atom in (a for a, _ in mono if alg.kind(a) == "relu"):
+            inner = alg.thaw(alg.defs[atom][1])
+            if not any(_is_mean_square(alg, m, c * d) for (_, m), d in inner.items()):
+                continue
+            centred = any(e == 2 for _, m in inner for _, e in m)
+            what = "variance" if centred else "mean square"
+            return Refused(
+                BOUNDED["layer_norm" if centred else "rms_norm"],
+                f"the {what}, or a number if that is larger, is under the root, and "
+                "not their sum: another function",
+                score=0.5,
+                suggestion=f"sqrt({what} + eps) is found, sqrt(max({what}, eps)) not",
+            )
+    return None
+
+
+def _is_mean_square(alg: Algebra, mono: Any, c: float) -> bool:
+    """Whether a term is a sum of squares divided by their number, or less that."""
+    if len(mono) != 1 or mono[0][1] != 1 or alg.kind(mono[0][0]) != "sum":
+        return False
+    _, ids, _, body = alg.defs[mono[0][0]]
+    count = math.prod(alg.sizes[i] for i in ids)
+    return [e for _, e in body] == [2] and abs(abs(c) * count - 1) < 1e-3
 
 
 def results_below(find: Finder, anchor: Node, x: int) -> list[int]:

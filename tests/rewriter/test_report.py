@@ -193,6 +193,25 @@ def test_an_epsilon_beside_the_root_is_a_near_miss() -> None:
     assert "sqrt(mean(x²) + eps)" in miss.suggestion
 
 
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_larger_one_of_two_under_the_root_is_a_near_miss(centred: bool) -> None:
+    def norm(x: jax.Array) -> jax.Array:
+        y = x - x.mean(-1, keepdims=True) if centred else x
+        square = jnp.var(x, -1) if centred else jnp.mean(x * x, -1)
+        return y * jax.lax.rsqrt(jnp.maximum(square, 1e-6))[:, None]
+
+    (miss,) = rewriter.explain(norm)(jnp.ones((4, 8))).misses
+    assert miss.op == ("layer_norm" if centred else "rms_norm")
+    assert "is under the root, and not their sum" in miss.reasons[0].text
+    assert "sqrt(max(" in miss.suggestion
+
+    def l2_norm(x: jax.Array) -> jax.Array:  # which is no norm of these
+        squares = jnp.sum(x * x, -1, keepdims=True)
+        return x * jax.lax.rsqrt(jnp.maximum(squares, 1e-12))
+
+    assert not rewriter.explain(l2_norm)(jnp.ones((4, 8))).misses
+
+
 def test_a_miss_inside_a_librarys_jit_has_the_users_line() -> None:
     def gated(x, w, u):
         return jax.nn.silu(x @ w) * (x @ u + jnp.sin(x @ u))
