@@ -20,15 +20,17 @@ from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper import (
+    backward_config,
     backward_kernel,
     backward_of_keys,
     backward_of_queries,
     config,
     forward_kernel,
 )
+from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.beside import Beside
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
-from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
+from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.reference import reference, visible
 from rewriter.programs import Task, function
@@ -142,7 +144,7 @@ def test_configs_that_cannot_run_are_pruned() -> None:
 
 def test_configs_of_the_backward_that_cannot_run_are_pruned() -> None:
     def why(*given: Any, width: int = 128, **named: Any) -> str:
-        verdict = config.fits_backward_widths(
+        verdict = backward_config.fits_backward_widths(
             BackwardTiles(*given, **named), width, width
         )
         return " ".join(r.text for r in verdict.reasons)
@@ -350,10 +352,10 @@ def test_kernels_choose_tiles_that_fit_if_no_one_does() -> None:
     """As where a kernel is called by hand."""
     for h, e in ((64, 64), (192, 128), (256, 256), (128, 256)):
         assert config.fits_widths(config.first_fitting(h, e), h, e).ok
-        backward = config.first_fitting_backward(h, e)
+        backward = backward_config.first_fitting_backward(h, e)
         assert backward is not None
-        assert config.fits_backward_widths(backward, h, e).ok
-    assert config.first_fitting_backward(256, 256, Beside((4, 4), slopes=True)) is None
+        assert backward_config.fits_backward_widths(backward, h, e).ok
+    assert backward_config.first_fitting_backward(256, 256, Beside((4, 4), slopes=True)) is None
 
 
 def test_other_gpus_are_told_why() -> None:
@@ -920,7 +922,7 @@ BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
 def test_gradients_against_float64(name: str, fused: bool) -> None:
     shape, given, tiles = BACKWARD[name]
     tiles = dataclasses.replace(tiles, fused=fused)
-    if not config.fits_backward_widths(tiles, shape[5], shape[6]).ok:
+    if not backward_config.fits_backward_widths(tiles, shape[5], shape[6]).ok:
         pytest.skip("dq is added up by two warpgroups for 64 queries, from jax 0.11 on")
     q, k, v, up = operands(shape, "bfloat16", given.get("times", 1))
     numbers, params = split(given, shape[5])

@@ -15,15 +15,17 @@ from rewriter import device
 from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.hopper import (
+    backward_config,
     backward_kernel,
     classes,
     config,
     forward_kernel,
     terms,
 )
+from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
-from rewriter.kernels.attention.hopper.config import BackwardTiles, Tiles
+from rewriter.kernels.attention.hopper.config import Tiles
 from rewriter.kernels.attention.reference import reference, usual, visible
 from rewriter.registry import registry
 from tests.kernels import bits, simulator
@@ -87,11 +89,12 @@ def test_tables_take_shared_memory() -> None:
     assert config.fits_widths(Tiles(64), 128, 128, beside).ok
     verdict = config.fits_widths(Tiles(80), 64, 64, beside)
     assert "80 is no multiple of 32" in verdict.reasons[0].text
-    assert config.fits_backward_widths(BackwardTiles(64, 64), 128, 128, beside).ok
-    assert config.table_stages(BackwardTiles(), 64, 64, beside) == 2
+    fits = backward_config.fits_backward_widths
+    assert fits(BackwardTiles(64, 64), 128, 128, beside).ok
+    assert backward_config.table_stages(BackwardTiles(), 64, 64, beside) == 2
     wide = BackwardTiles(64, 128, 3)
-    assert config.fits_backward_widths(wide, 64, 64).ok
-    assert not config.fits_backward_widths(wide, 64, 64, beside).ok
+    assert fits(wide, 64, 64).ok
+    assert not fits(wide, 64, 64, beside).ok
 
 
 FORMS: dict[str, dict[str, Any]] = {

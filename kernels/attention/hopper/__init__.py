@@ -12,25 +12,28 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
-from rewriter.kernels.attention.hopper.config import BackwardTiles as BackwardTiles
-from rewriter.kernels.attention.hopper.config import Tiles as Tiles
-from rewriter.kernels.attention.hopper.config import (
+from rewriter.kernels.attention.hopper.backward_config import (
+    BackwardTiles as BackwardTiles,
+)
+from rewriter.kernels.attention.hopper.backward_config import (
     backward_configs as backward_configs,
 )
-from rewriter.kernels.attention.hopper.config import (
+from rewriter.kernels.attention.hopper.backward_config import (
     backward_default as backward_default,
 )
-from rewriter.kernels.attention.hopper.config import configs as configs
-from rewriter.kernels.attention.hopper.config import default as default
-from rewriter.kernels.attention.hopper.config import (
-    first_fitting,
+from rewriter.kernels.attention.hopper.backward_config import (
     first_fitting_backward,
     fits_backward_widths,
-    fits_widths,
 )
+from rewriter.kernels.attention.hopper.backward_config import (
+    fits_backward as fits_backward,
+)
+from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
+from rewriter.kernels.attention.hopper.config import Tiles as Tiles
+from rewriter.kernels.attention.hopper.config import configs as configs
+from rewriter.kernels.attention.hopper.config import default as default
+from rewriter.kernels.attention.hopper.config import first_fitting, fits_widths
 from rewriter.kernels.attention.hopper.config import fits as fits
-from rewriter.kernels.attention.hopper.config import fits_backward as fits_backward
 from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.verdict import YES, Verdict, all_of, no
 

@@ -26,6 +26,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.hopper import classes, pallas
+from rewriter.kernels.attention.hopper.backward_config import (
+    SUMS_STAGES,
+    TABLE_BLOCK,
+    BackwardTiles,
+    sums_block,
+    table_stages,
+)
 from rewriter.kernels.attention.hopper.backward_of_keys import (
     Divided,
     Fused,
@@ -41,13 +48,6 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
 from rewriter.kernels.attention.hopper.beside import Beside, beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask
-from rewriter.kernels.attention.hopper.config import (
-    SUMS_STAGES,
-    TABLE_BLOCK,
-    BackwardTiles,
-    sums_block,
-    table_stages,
-)
 from rewriter.kernels.attention.hopper.forward_kernel import even, pair_of, row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import terms_of, transposed

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.backward_config import CHANGES, WEIGHTS
 from rewriter.kernels.attention.hopper.backward_tiles import Kernel, Problem, Tile
-from rewriter.kernels.attention.hopper.config import CHANGES, WEIGHTS
 
 if TYPE_CHECKING:
     from jax import Array

@@ -1,0 +1,257 @@
+"""What the Hopper kernels of gradients may be tuned by, and what fits into an SM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import jax
+
+from rewriter.kernels.attention.hopper.beside import NONE, Beside, beside_in
+from rewriter.kernels.attention.hopper.config import (
+    BARRIERS,
+    KIB,
+    REGISTERS,
+    sees_unevenly,
+)
+from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
+from rewriter.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.device import Device
+    from rewriter.kernel import Spec
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """The config of the backward.
+
+    Attributes:
+        queries: Queries of a block that a tile of keys meets, for dk and dv.
+        keys: Keys of a block that a tile of queries meets, for dq.
+        stages: Blocks that shared memory holds.
+        warpgroups: Warpgroups that compute, 64 rows of a tile each.
+        programs: As in `Tiles`.
+        fused: Whether one kernel computes all, which saves two products of seven, and
+            adds up dq in memory: in an order that differs from run to run. From jax
+            0.11 on.
+        divided: Whether, for dk and dv, two warpgroups share 64 keys: one computes
+            weights and dv, the other how they change, and dk. For wide heads.
+        v_stages: Blocks of v that shared memory holds for dq, where they are free
+            before those of k; 0 for as many as `stages`.
+        tables: Whether a kernel computes the cotangent of a bias that differs along
+            queries and keys, if it is asked for and has room.
+        claimed: As in `Tiles`.
+    """
+
+    queries: int = 64
+    keys: int = 64
+    stages: int = 2
+    warpgroups: int = 2
+    programs: int = PROCESSORS
+    fused: bool = False
+    divided: bool = False
+    v_stages: int = 0
+    tables: bool = True
+    claimed: bool = False
+
+
+def backward_default(spec: Spec, device: Device) -> BackwardTiles:
+    """Returns the rule of thumb, by the heads' width and by what scores read.
+
+    On an H200, in microseconds (``tests/bench/results/attention_backward_h200.json``):
+    dk and dv of heads of 64 take 572 for 620 with blocks of 128 queries, under a causal
+    mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
+    1654 with three blocks of 64 keys in memory, as many as two under a causal mask.
+    """
+    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    width, beside = max(h, e), beside_in(spec)
+    window = spec.param("window", (None, None))
+    if beside.copied or beside.slopes:  # untried; ptxas spills more with 128 keys
+        best = BackwardTiles(64, 128 if width <= 64 else 64)
+    elif width <= 64 and window[0] is None and not spec.param("softcap"):
+        best = BackwardTiles(128, 128)
+    elif width <= 64:
+        best = BackwardTiles(64, 128, 3)
+    else:
+        best = (
+            BackwardTiles(64, 128) if sees_unevenly(spec) else BackwardTiles(64, 64, 3)
+        )
+    tried = (best, replace(best, keys=64), *WIDE)
+    tried = [_claiming_backward(x, spec) for x in tried]
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
+    return replace(next(fitting, best), programs=processors(device))
+
+
+def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
+    """Returns a config whose tiles are claimed where they differ, and there is room.
+
+    On an H200 that took 0.97 to 1.00 of the time of tiles that are dealt out, 0.82 with
+    segments, and 1.01 where all tiles are alike.
+    """
+    h, e, beside = spec.shape("q")[3], spec.shape("v")[3], beside_in(spec)
+    differ = sees_unevenly(spec) or beside.rows or beside.columns or spec.has("mask")
+    made = replace(config, claimed=config.programs > 0 and bool(differ))
+    fits = fits_backward_widths(made, h, e, beside).ok
+    return made if fits else replace(made, claimed=False)
+
+
+def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
+    """Returns configs worth measuring, the likeliest first.
+
+    The second is fused, whose sums differ from run to run: on an H200 that kernel took
+    0.91 to 1.02 of the best other one's time. No rule of thumb takes it.
+    """
+    found = _backward_configs(spec)
+    beside = beside_in(spec)
+    if not (beside.copied or beside.slopes):
+        found.insert(1, BackwardTiles(fused=True))
+    found = [_claiming_backward(x, spec) for x in found]
+    return [replace(x, programs=processors(device)) for x in found]
+
+
+def _backward_configs(spec: Spec) -> list[BackwardTiles]:
+    width = max(spec.shape("q")[3], spec.shape("v")[3])
+    if width <= 64:
+        return [
+            BackwardTiles(128, 128), BackwardTiles(64, 128, 3),
+            BackwardTiles(64, 64, 3, 3), BackwardTiles(64, 64, 3),
+        ]  # fmt: skip
+    narrow = [BackwardTiles(64, 128), BackwardTiles(64, 64, 3)]
+    if width <= 128:
+        return narrow
+    return [*narrow, *WIDE, BackwardTiles(32, 64, 3), BackwardTiles(32, 64, 2)]
+
+
+WIDE = (
+    BackwardTiles(64, 64, 3, divided=True),
+    BackwardTiles(64, 64, 2, divided=True),
+    BackwardTiles(64, 64, 2, divided=True, v_stages=1),
+    BackwardTiles(64, 32, 2, divided=True),
+    BackwardTiles(32, 32, 2, divided=True),
+    BackwardTiles(32, 32, 2, divided=True, v_stages=1),
+)
+"""What is tried where dk and dv have no room in one warpgroup's registers, in order:
+heads of 192 and values of 128 take the first, heads of 256 the third, tables of biases
+beside those the others. ptxas spills nothing in any of them (13.0)."""
+
+
+def first_fitting_backward(
+    h: int, e: int, beside: Beside = NONE
+) -> BackwardTiles | None:
+    """Returns the same of the backward; None if nothing fits."""
+    tried = (BackwardTiles(), *WIDE)
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
+    return next(fitting, None)
+
+
+def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config of the backward can run."""
+    del device
+    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    return fits_backward_widths(config, h, e, beside_in(spec))
+
+
+def fits_backward_widths(
+    config: BackwardTiles, h: int, e: int, beside: Beside = NONE
+) -> Verdict:
+    """Returns the same for heads of width h and values of width e."""
+    found = [YES]
+    if config.warpgroups not in REGISTERS:
+        text = f"{config.warpgroups} warpgroups, not 2 or 3"
+        return no("warpgroups", text)
+    for name, block in (("queries", config.queries), ("keys", config.keys)):
+        if (block % 64 and block != 32) or not 32 <= block <= 256:
+            found.append(no(name, f"{block} is neither 32 nor a multiple of 64 to 256"))
+        divided = config.divided and name == "queries"
+        rows = 64 if divided else 64 * config.warpgroups
+        values = config.v_stages if name == "keys" else 0
+        size = 2 * (h + e) * rows + 2 * config.stages * block * h
+        size += 2 * (values or config.stages) * block * e
+        size += 2 * 64 * block * WEIGHTS * divided
+        its = beside.transposed if name == "queries" else beside
+        size += its.nbytes(config.stages, rows, block) + BARRIERS
+        # Numbers of queries, and of others, each in memory that begins at a KiB.
+        size += KIB * ((3 if beside.copied else 2) + its.rows + its.columns)
+        size += KIB if config.claimed else 0
+        if config.fused:  # changes of scores in 16 bits, and dq
+            size += config.warpgroups * (CHANGES * 2 * 64 * block + 4 * block * h)
+        if size > SHARED_MEMORY:
+            text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+            found.append(no("shared_memory", text))
+    # Two accumulators of scores with the weights of one in 16 bits, beside results.
+    most = REGISTERS[config.warpgroups][0] - 16
+    sums = max(h, e) if config.divided else h + e
+    used = max(
+        config.queries + config.queries // 4 + sums // 2,
+        config.keys + config.keys // 4 + h // 2,
+    )
+    if used > most:
+        found.append(no("registers", f"{used} registers for tiles, of {most}"))
+    if config.stages < 2:
+        found.append(no("stages", f"{config.stages} stages, fewer than 2"))
+    if config.divided and config.warpgroups != 2:
+        found.append(no("divided", f"{config.warpgroups} warpgroups, not 2"))
+    if config.fused:
+        found.append(_fits_fused(config))
+    return all_of(*found)
+
+
+def _fits_fused(config: BackwardTiles) -> Verdict:
+    if jax.__version_info__ < (0, 11):
+        return no("jax", f"jax {jax.__version__} cannot add up dq in memory")
+    if config.divided or config.warpgroups != CHANGES or config.queries != 64:
+        return no("fused", "dq is added up by 2 warpgroups, for 64 queries at a time")
+    return YES
+
+
+CHANGES = 2
+"""Blocks of changes of scores that shared memory holds, for dq."""
+
+WEIGHTS = 2
+"""Blocks of weights that it holds, where another warpgroup reads them."""
+
+TABLE_BLOCK = 64
+"""Keys of a block of a table's cotangent."""
+
+
+def table_stages(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
+    """Returns how many members shared memory holds for a table's cotangent; 0 for none.
+
+    Example:
+        >>> [table_stages(BackwardTiles(), x, x, Beside((2,))) for x in (32, 128, 256)]
+        [4, 1, 0]
+    """
+    rows = 64 * config.warpgroups
+    size = 2 * (h + e) * (rows + TABLE_BLOCK) + beside.nbytes(1, rows, TABLE_BLOCK)
+    size += KIB * (3 + beside.rows + beside.columns)
+    room = SHARED_MEMORY - BARRIERS - 4 * rows * TABLE_BLOCK
+    return min(4, room // size)
+
+
+def sums_block(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
+    """Returns how many columns at a time the sums of changes take; 0 without room.
+
+    Args:
+        config: The config of the backward, whose warpgroups these kernels have.
+        h: Width of q and k.
+        e: Width of v.
+        beside: What scores read beside q and k, transposed where rows are keys.
+
+    Example:
+        >>> [sums_block(BackwardTiles(), x, x, Beside(rows=1)) for x in (64, 256)]
+        [64, 32]
+    """
+    rows = 64 * config.warpgroups
+    for block in (64, 32):
+        size = 2 * (h + e) * (rows + SUMS_STAGES * block) + BARRIERS
+        size += beside.nbytes(SUMS_STAGES, rows, block)
+        # Numbers of queries, sums and claims, each in memory that begins at a KiB.
+        size += KIB * (5 + beside.rows + beside.columns)
+        if size <= SHARED_MEMORY:
+            return block
+    return 0
+
+
+SUMS_STAGES = 2
+"""Blocks that shared memory holds for sums of changes."""
