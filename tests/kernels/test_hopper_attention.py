@@ -66,9 +66,8 @@ def spec(
         (spec(out_dtype="float32"), "bfloat16, float32"),
         (spec(more=("dropout",)), "does not take dropout"),
         (spec(more=("prefix", "dropout")), "does not take dropout, prefix"),
-        (spec(shape=(2, 256, 4, 72)), "heads of q are 72 wide"),
-        (spec(shape=(2, 256, 4, 320)), "heads of q are 320 wide"),
-        (spec(values=40), "heads of v are 40 wide"),
+        (spec(shape=(2, 256, 4, 320)), "heads of q are 320 wide, more than 256"),
+        (spec(values=257), "heads of v are 257 wide"),
         (spec(shape=(2, 0, 4, 64)), "an axis of size 0"),
         (spec(scale=-1.0), "scale is -1.0, not positive"),
         (spec(softcap=-3.0), "softcap is -3.0"),
@@ -88,6 +87,8 @@ def test_what_it_refuses(given: Spec, why: str) -> None:
         spec(more=("kv_lengths", "offset")),
         spec(shape=(1, 1, 3, 80)),
         spec(shape=(1, 7, 3, 192), values=128),
+        spec(shape=(2, 256, 4, 72)),
+        spec(shape=(1, 7, 3, 5), values=249),
         spec(softcap=30.0, window=(100, 3), shift=-5, empty_rows="mean"),
     ],
 )
@@ -383,6 +384,7 @@ LOWERED = {
     "wide": ((1, 257, 300, 4, 2, 256, 256), {"window": CAUSAL}, (80, 2, 2)),
     "other values": ((1, 300, 300, 2, 2, 192, 128), {}, (64, 2, 2)),
     "width of 80": ((1, 300, 300, 2, 2, 80, 80), {}, (96, 2, 2)),
+    "width of 72": ((1, 300, 300, 2, 2, 72, 40), {}, (96, 2, 2)),
 }
 
 
@@ -550,6 +552,36 @@ def test_its_code_run_by_threads(name: str, fused: bool) -> None:
     assert max(simulated(shape, given, tiles, back)) <= LIMITS["bfloat16"]
 
 
+@pytest.mark.parametrize(("h", "e"), [(72, 72), (5, 40)])
+def test_heads_of_other_widths_get_zeros(h: int, e: int) -> None:
+    """Up to multiples of 16, which are cut off the result and the gradients."""
+    shape = (2, 130, 140, 4, 2, h, e)
+    q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
+    given = {"scale": h**-0.5, "window": CAUSAL, "shift": 10}
+    with simulator.simulated():
+        out, residuals = hopper.forward(q=q, k=k, v=v, residuals=True, **given)
+        alone = hopper.forward(q=q, k=k, v=v, **given)
+        grads = hopper.backward(
+            q=q, k=k, v=v, out=out, residuals=residuals, cotangent=up, **given
+        )
+    np.testing.assert_array_equal(out, alone)
+    want = exact_gradients(q, k, v, up, **given)
+    for x, y in zip((out, *(grads[n] for n in "qkv")), want, strict=True):
+        assert np.shape(x) == np.shape(y)
+        assert error(x, y) <= LIMITS["bfloat16"]
+
+
+def test_zeros_for_other_widths_are_estimated() -> None:
+    """As what they take in products, and to copy: cuDNN, which copies none, is first."""
+    for passes in ("forward", "forward_and_vjp"):
+        narrow, wide = (
+            estimate(spec(shape=(4, 2048, 16, h), window=CAUSAL), H200, passes)
+            for h in (72, 80)
+        )
+        assert wide["hopper"] < narrow["hopper"] < narrow["xla"] / 2
+        assert narrow["cudnn"] < narrow["hopper"]
+
+
 @pytest.mark.parametrize("barrier", ["k_free", "v_free", "q_free"])
 def test_the_simulator_sees_memory_that_is_taken_too_early(
     barrier: str, monkeypatch: pytest.MonkeyPatch
@@ -669,6 +701,8 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; params, operands; co
     "width of 256": ((1, 300, 300, 2, 2, 256, 256), {"window": CAUSAL}, None),
     "width of 96": ((1, 300, 300, 2, 2, 96, 96), {}, None),
     "width of 80": ((1, 300, 300, 2, 2, 80, 80), {}, (96, 2, 2)),
+    "width of 72": ((2, 300, 500, 4, 2, 72, 72), {"window": CAUSAL}, None),
+    "width of 40": ((2, 300, 500, 4, 4, 40, 24), {}, None),
     "width of 16": ((1, 300, 300, 2, 2, 16, 16), {}, None),
     "other values": ((1, 300, 300, 2, 2, 192, 128), {"window": CAUSAL}, None),
 }  # fmt: skip

@@ -32,8 +32,13 @@ from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
 from rewriter.kernels.attention.hopper.config import Tiles as Tiles
 from rewriter.kernels.attention.hopper.config import configs as configs
 from rewriter.kernels.attention.hopper.config import default as default
-from rewriter.kernels.attention.hopper.config import first_fitting, fits_widths
+from rewriter.kernels.attention.hopper.config import (
+    filled,
+    first_fitting,
+    fits_widths,
+)
 from rewriter.kernels.attention.hopper.config import fits as fits
+from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.hopper import runs_on as runs_on
 from rewriter.verdict import YES, Verdict, all_of, no
 
@@ -54,7 +59,7 @@ WIDEST = 256
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether it takes a use: 16 bits, widths of multiples of 16 up to 256."""
+    """Returns whether it takes a use: 16 bits, widths up to 256."""
     if spec.symbolic:
         return no("symbolic", "the Hopper kernel wants sizes that are numbers")
     verdict = all_of(_operands(spec), _types(spec), _sizes(spec), _numbers(spec))
@@ -100,8 +105,8 @@ def _sizes(spec: Spec) -> Verdict:
         if 0 in shape
     ]
     for name, width in (("q", spec.shape("q")[3]), ("v", spec.shape("v")[3])):
-        if width % 16 or width > WIDEST:
-            text = f"heads of {name} are {width} wide, not 16, 32, ... {WIDEST}"
+        if width > WIDEST:
+            text = f"heads of {name} are {width} wide, more than {WIDEST}"
             found.append(no("width", text))
     return all_of(YES, *found)
 
@@ -118,8 +123,7 @@ def _numbers(spec: Spec) -> Verdict:
 def _room(spec: Spec) -> Verdict:
     """Whether the smallest tiles fit, beside which wide heads leave little memory."""
     smallest = Tiles(32, 2, 2)
-    h, e = spec.shape("q")[3], spec.shape("v")[3]
-    return fits_widths(smallest, h, e, beside_in(spec))
+    return fits_widths(smallest, *widths(spec), beside_in(spec))
 
 
 @functools.cache
@@ -133,12 +137,21 @@ def _importable() -> Verdict:
 
 
 def forward(**given: Any) -> Any:
-    """Returns attention; see `rewriter.kernels.attention.hopper.forward_kernel`."""
+    """Returns attention; see `rewriter.kernels.attention.hopper.forward_kernel`.
+
+    Heads whose widths are no multiples of 16 get zeros, which change no score.
+    """
     from rewriter.kernels.attention.hopper import forward_kernel
 
-    widths = given["q"].shape[3], given["v"].shape[3]
-    config = given.pop("config", None) or first_fitting(*widths, beside_of(given))
-    return forward_kernel.forward(**given, config=config)
+    e = given["v"].shape[3]
+    given |= {name: _filled(given[name]) for name in "qkv"}
+    sizes = given["q"].shape[3], given["v"].shape[3]
+    config = given.pop("config", None) or first_fitting(*sizes, beside_of(given))
+    made = forward_kernel.forward(**given, config=config)
+    if not given.get("residuals"):
+        return made[..., :e]
+    out, kept = made
+    return out[..., :e], kept
 
 
 def backward(**given: Any) -> dict[str, Array]:
@@ -148,16 +161,25 @@ def backward(**given: Any) -> dict[str, Array]:
     cotangent of a bias without `BackwardTiles.tables`. Compilers leave out what no one
     asks for.
     """
-    widths = given["q"].shape[3], given["v"].shape[3]
+    names = ("q", "k", "v", "out", "cotangent")
+    whole = given | {name: _filled(given[name]) for name in names}
+    sizes = whole["q"].shape[3], whole["v"].shape[3]
     beside = beside_of(given)
-    config = given.pop("config", None) or first_fitting_backward(*widths, beside)
-    if config is None or not fits_backward_widths(config, *widths, beside).ok:
+    config = given.pop("config", None) or first_fitting_backward(*sizes, beside)
+    if config is None or not fits_backward_widths(config, *sizes, beside).ok:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 
-    grads = backward_kernel.backward(**given, config=config)
+    grads = backward_kernel.backward(**whole | {"config": config})
+    grads |= {name: grads[name][..., : given[name].shape[3]] for name in "qkv"}
     left = {"bias", "alibi"} & given.keys() - grads.keys()
     if left:
         others = xla.backward(**given)
         grads |= {name: others[name] for name in left}
     return grads
+
+
+def _filled(x: Array) -> Array:
+    """Returns [..., width] with zeros up to a width that kernels read."""
+    more = filled(x.shape[-1]) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x

@@ -13,6 +13,7 @@ from rewriter.kernels.attention.hopper.config import (
     KIB,
     REGISTERS,
     sees_unevenly,
+    widths,
 )
 from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.verdict import YES, Verdict, all_of, no
@@ -64,7 +65,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
     1654 with three blocks of 64 keys in memory, as many as two under a causal mask.
     """
-    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    h, e = widths(spec)
     width, beside = max(h, e), beside_in(spec)
     window = spec.param("window", (None, None))
     if beside.copied or beside.slopes:  # untried; ptxas spills more with 128 keys
@@ -89,7 +90,7 @@ def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
     On an H200 that took 0.97 to 1.00 of the time of tiles that are dealt out, 0.82 with
     segments, and 1.01 where all tiles are alike.
     """
-    h, e, beside = spec.shape("q")[3], spec.shape("v")[3], beside_in(spec)
+    (h, e), beside = widths(spec), beside_in(spec)
     differ = sees_unevenly(spec) or beside.rows or beside.columns or spec.has("mask")
     made = replace(config, claimed=config.programs > 0 and bool(differ))
     fits = fits_backward_widths(made, h, e, beside).ok
@@ -111,7 +112,7 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
 
 
 def _backward_configs(spec: Spec) -> list[BackwardTiles]:
-    width = max(spec.shape("q")[3], spec.shape("v")[3])
+    width = max(widths(spec))
     if width <= 64:
         return [
             BackwardTiles(128, 128), BackwardTiles(64, 128, 3),
@@ -148,7 +149,7 @@ def first_fitting_backward(
 def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     del device
-    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    h, e = widths(spec)
     return fits_backward_widths(config, h, e, beside_in(spec))
 
 

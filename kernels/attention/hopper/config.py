@@ -50,13 +50,32 @@ class Tiles:
         return 64 * self.warpgroups
 
 
+STEP = 16
+"""Columns by which tensor cores take heads; those of other widths get zeros."""
+
+
+def filled(width: int) -> int:
+    """Returns a width as kernels read it.
+
+    Example:
+        >>> filled(64), filled(72)
+        (64, 80)
+    """
+    return -(-width // STEP) * STEP
+
+
+def widths(spec: Spec) -> tuple[int, int]:
+    """Returns the widths of q and v, as kernels read them."""
+    return filled(spec.shape("q")[3]), filled(spec.shape("v")[3])
+
+
 def default(spec: Spec, device: Device) -> Tiles:
     """Returns the rule of thumb, by the widths of heads and by what is hidden.
 
     Measured on an H200, bfloat16, jax 0.11.2
     (``tests/bench/results/hopper_attention_h200.json``).
     """
-    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    h, e = widths(spec)
     left, _ = spec.param("window", (None, None))
     beside, hides = beside_in(spec), sees_unevenly(spec)
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
@@ -90,7 +109,7 @@ def _claiming(config: Tiles, spec: Spec) -> Tiles:
     On an H200 they took 0.94 to 1.00 of the time of tiles that are dealt out, 0.81
     with segments, which deal unevenly, and 1.02 beside tables of biases.
     """
-    h, e, beside = spec.shape("q")[3], spec.shape("v")[3], beside_in(spec)
+    (h, e), beside = widths(spec), beside_in(spec)
     claimed = config.programs > 0 and not beside.tables
     made = replace(config, claimed=claimed)
     return made if fits_widths(made, h, e, beside).ok else replace(made, claimed=False)
@@ -118,7 +137,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
 
 
 def _configs(spec: Spec) -> list[Tiles]:
-    width = max(spec.shape("q")[3], spec.shape("v")[3])
+    width = max(widths(spec))
     if beside_in(spec).copied:
         return [
             *_SMALLER, Tiles(96, 2, 3), Tiles(64, 2, 3), Tiles(64, 3, 2),
@@ -193,7 +212,7 @@ def registers(config: Tiles, e: int) -> int:
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: shared memory, registers, block sizes."""
     del device
-    h, e = spec.shape("q")[3], spec.shape("v")[3]
+    h, e = widths(spec)
     return fits_widths(config, h, e, beside_in(spec))
 
 
