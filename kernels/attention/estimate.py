@@ -27,7 +27,8 @@ from rewriter.estimate import item, seconds
 from rewriter.kernel import Spec
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.cost import cost
-from rewriter.kernels.attention.cudnn import SMALL, untried
+from rewriter.kernels.attention.cudnn import SMALL
+from rewriter.kernels.attention.cudnn import untried as cudnn_untried
 
 PASSES, MASKED = 4.5, 2.0
 """How often XLA reads or writes the scores, in the operands' type; how often more
@@ -104,15 +105,14 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     cudnn = seconds(device, seen.flops, 0.0, compute=fused, launches=launches)
     own = seconds(device, padded, 0.0, compute=OWN * fused, launches=launches)
     cudnn, own = max(cudnn, least), max(own, least)
-    own += _filling(spec, device, passes, own, moved)
     if capped > 1.0:
         own *= CAPPED_OWN
     if passes != "forward":
         own = _with_gradients(spec, device, own, loop * (1 - 1 / BOTH))
         cudnn /= WIDE_CUDNN if h > FULL_WIDTH else 1.0
-    if untried(spec):
+    if cudnn_untried(spec):
         cudnn = math.inf
-    if 4 * scores < SMALL:  # as for cuDNN, of which that was measured
+    if hopper.untried(spec) or 4 * scores < SMALL:  # as measured of cuDNN
         own = math.inf
     few = math.inf
     if passes == "forward" and device.platform == "cuda":
@@ -126,27 +126,6 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
             xla = max(xla, streamed) if rows > 1 else streamed
     made = {"xla": xla, "memory_bounded": loop, "cudnn": cudnn}
     return made | {"hopper": own, "hopper_decode": few}
-
-
-def _filling(
-    spec: Spec, device: Device, passes: str, own: float, moved: float
-) -> float:
-    """Returns the seconds that zeros take where heads are no multiples of 16 wide.
-
-    Args:
-        spec: A use.
-        device: A Hopper GPU.
-        passes: Which passes are estimated.
-        own: Seconds of our kernels for heads as they are.
-        moved: Bytes of the operands and the result.
-    """
-    wide = sum(hopper.widths(spec))
-    width = spec.shape("q")[3] + spec.shape("v")[3]
-    if wide == width:
-        return 0.0
-    often = 2.0 if passes == "forward" else 6.0  # each is read and written
-    copies = seconds(device, 0.0, often * moved * wide / width)
-    return own * (wide / width - 1) + copies
 
 
 def _with_gradients(spec: Spec, device: Device, own: float, loop: float) -> float:

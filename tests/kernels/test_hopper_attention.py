@@ -15,6 +15,7 @@ import pytest
 
 import rewriter
 from rewriter import device
+from rewriter.autotune import candidates
 from rewriter.implementation import Implementation, settings
 from rewriter.kernel import Spec, spec_of, worth_measuring
 from rewriter.kernels.attention import hopper
@@ -65,7 +66,8 @@ def spec(
         (spec(jnp.float32), "16-bit float, not float32"),
         (spec(out_dtype="float32"), "bfloat16, float32"),
         (spec(more=("dropout",)), "does not take dropout"),
-        (spec(more=("prefix", "dropout")), "does not take dropout, prefix"),
+        (spec(more=("dropout", "scale_factor")), "does not take dropout, scale_factor"),
+        (spec(more=("prefix",), window=(9, 0)), "where windows have no left end"),
         (spec(shape=(2, 256, 4, 320)), "heads of q are 320 wide, more than 256"),
         (spec(values=257), "heads of v are 257 wide"),
         (spec(shape=(2, 0, 4, 64)), "an axis of size 0"),
@@ -84,7 +86,8 @@ def test_what_it_refuses(given: Spec, why: str) -> None:
     [
         spec(),
         spec(jnp.float16),
-        spec(more=("kv_lengths", "offset")),
+        spec(more=("kv_lengths", "offset", "prefix")),
+        spec(more=("prefix",), window=CAUSAL),
         spec(shape=(1, 1, 3, 80)),
         spec(shape=(1, 7, 3, 192), values=128),
         spec(shape=(2, 256, 4, 72)),
@@ -219,6 +222,43 @@ def test_blocks_against_a_table_of_what_is_seen(rows: int, keys: int) -> None:
             inside = tile[:, r.whole * keys : r.part * keys]
             assert inside.all()
             assert inside.shape[1] == (r.part - r.whole) * keys
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_blocks_with_a_prefix_against_a_table(turned: bool) -> None:
+    """The same of keys before a number, which all queries see, both ways round."""
+    given = itertools.product(
+        [(257, 130), (100, 333), (128, 128)], (0, 5, -40), (0, 60, -90), (None, 70),
+        (0, 1, 64, 100, 500),
+    )  # fmt: skip
+    for (t, s), right, shift, length, prefix in given:
+        seen = visible(
+            t, s, window=(None, right), shift=shift, prefix=np.array([prefix]),
+            kv_lengths=None if length is None else np.array([length]),
+        )  # fmt: skip
+        table = np.broadcast_to(np.asarray(seen), (1, 1, t, s))[0, 0]
+        if turned:  # rows past a length are cut elsewhere
+            table = np.asarray(
+                visible(t, s, window=(None, right), shift=shift,
+                        prefix=np.array([prefix]))
+            )[0, 0].T  # fmt: skip
+            mask = Mask(s, t, right, None, -shift, more=True, prefixes=True)
+        else:
+            mask = Mask(
+                t, s, None, right, shift, length is not None, more=True, prefixes=True
+            )
+        for first in range(0, mask.t, 128):
+            named = {"early": prefix} if turned else {"prefix": prefix}
+            at = None if turned else length
+            r = blocks_of(mask, first, 128, 64, mask.shift, at, **named)
+            tile = table[first : first + 128]
+            assert 0 <= r.start <= r.whole <= r.part <= r.end <= -(-mask.s // 64)
+            assert r.count >= 1
+            assert not tile[:, : r.start * 64].any()
+            assert not tile[:, r.end * 64 :].any()
+            inside = tile[:, r.whole * 64 : r.part * 64]
+            assert inside.all()
+            assert inside.shape[1] == (r.part - r.whole) * 64
 
 
 def test_blocks_of_a_kernel_are_those_of_plain_integers() -> None:
@@ -380,6 +420,7 @@ LOWERED = {
         {"window": CAUSAL, "empty_rows": "mean", "lengths": True},
         (160, 2, 2),
     ),
+    "prefix": ((2, 257, 300, 4, 2, 64, 64), {"window": CAUSAL, "prefix": True}, (128, 4, 3)),
     "soft cap": ((1, 64, 64, 2, 2, 64, 64), {"softcap": 30.0}, (128, 4, 3, 0)),
     "wide": ((1, 257, 300, 4, 2, 256, 256), {"window": CAUSAL}, (80, 2, 2)),
     "other values": ((1, 300, 300, 2, 2, 192, 128), {}, (64, 2, 2)),
@@ -396,6 +437,8 @@ def test_it_is_lowered_without_a_gpu(name: str) -> None:
     given = {i: jax.ShapeDtypeStruct(x, jnp.bfloat16) for i, x in sizes.items()}
     if params.pop("lengths", False):
         given["kv_lengths"] = jax.ShapeDtypeStruct((b,), jnp.int32)
+    if params.pop("prefix", False):
+        given["prefix"] = jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def run(given: Any) -> Any:
         more = {"residuals": True, "config": Tiles(*tiles)}
@@ -494,6 +537,20 @@ SIMULATED: dict[str, tuple[tuple[int, ...], dict[str, Any], Tiles, BackwardTiles
         (1, 400, 384, 1, 1, 32, 32), {"window": (100, None), "shift": 40,
          "empty_rows": "mean"}, Tiles(64, 3, 3, 2, False), BackwardTiles(programs=2),
     ),
+    "prefix": (
+        (3, 260, 300, 2, 1, 32, 32), {"window": CAUSAL, "prefix": (0, 100, 400)},
+        Tiles(64, 2, 2, 2), BackwardTiles(programs=2),
+    ),
+    "prefix, lengths and offsets": (
+        (4, 203, 260, 2, 2, 32, 32), {"window": (None, -3), "prefix": (150, 70, 0, 5),
+         "kv_lengths": (120, 260, 0, 200), "offset": (-70, 30, 140, -300),
+         "empty_rows": "mean"}, Tiles(64, 2, 3, 2), BackwardTiles(64, 64, 3, 3, 2),
+    ),
+    "prefix, claimed": (
+        (2, 260, 260, 2, 1, 32, 32), {"window": CAUSAL, "prefix": (33, 190)},
+        Tiles(64, 3, 2, 2, False, claimed=True),
+        BackwardTiles(64, 64, programs=2, claimed=True),
+    ),
     "causal lengths, in turns": (
         (3, 260, 400, 1, 1, 32, 32), {"window": CAUSAL, "kv_lengths": (0, 170, 400),
          "offset": (-70, 30, 140), "empty_rows": "zero"}, Tiles(64, 2, 3, 2),
@@ -571,15 +628,18 @@ def test_heads_of_other_widths_get_zeros(h: int, e: int) -> None:
         assert error(x, y) <= LIMITS["bfloat16"]
 
 
-def test_zeros_for_other_widths_are_estimated() -> None:
-    """As what they take in products, and to copy: cuDNN, which copies none, is first."""
-    for passes in ("forward", "forward_and_vjp"):
-        narrow, wide = (
-            estimate(spec(shape=(4, 2048, 16, h), window=CAUSAL), H200, passes)
-            for h in (72, 80)
-        )
-        assert wide["hopper"] < narrow["hopper"] < narrow["xla"] / 2
-        assert narrow["cudnn"] < narrow["hopper"]
+@pytest.mark.parametrize(
+    "given", [spec(shape=(4, 2048, 16, 72)), spec(more=("prefix",), window=CAUSAL)]
+)
+def test_what_was_not_run_on_a_gpu_is_taken_if_measured_or_asked(given: Spec) -> None:
+    assert hopper.supports(given).ok
+    assert np.isinf(estimate(given, H200, "forward")["hopper"])
+    task = Task(
+        registry().op("attention"), given, tuple(registry().kernels("attention")),
+        "forward",
+    )  # fmt: skip
+    names = {i.name for i in candidates(task, H200, "quick")}
+    assert "hopper" in names
 
 
 @pytest.mark.parametrize("barrier", ["k_free", "v_free", "q_free"])
@@ -650,6 +710,13 @@ CASES: dict[str, Case] = {  # b, t, s, n, heads of k, h, e; params, operands; co
     "causal long": ((2, 4096, 4096, 8, 8, 128, 128), {"window": CAUSAL}, None),
     "grouped": ((2, 257, 257, 8, 2, 64, 64), {"window": CAUSAL}, None),
     "one key head": ((2, 200, 500, 8, 1, 64, 64), {}, (128, 4, 2)),
+    "prefix": (
+        (3, 700, 700, 4, 2, 128, 128), {"window": CAUSAL, "prefix": (0, 300, 900)}, None,
+    ),
+    "prefix and lengths": (
+        (3, 700, 700, 4, 4, 64, 64),
+        {"window": CAUSAL, "prefix": (200, 300, 5), "kv_lengths": (700, 100, 300)}, None,
+    ),
     "blocks of 192": ((2, 300, 700, 4, 4, 64, 64), {}, (192, 3, 2)),
     "no turns": ((2, 300, 700, 4, 4, 64, 64), {}, (128, 4, 3, 132, False)),
     "a block a tile": ((2, 700, 700, 4, 4, 128, 128), {"window": CAUSAL}, (128, 2, 2, 0)),
@@ -726,7 +793,7 @@ def operands(
 def split(params: dict[str, Any], h: int) -> tuple[dict[str, Any], dict[str, Any]]:
     numbers = {
         x: jnp.asarray(params[x], jnp.int32)
-        for x in ("kv_lengths", "offset")
+        for x in ("kv_lengths", "offset", "prefix")
         if x in params
     }
     rest = {x: v for x, v in params.items() if x not in (*numbers, "times")}
@@ -851,6 +918,15 @@ BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
         (2, 700, 700, 4, 4, 64, 64), {"window": CAUSAL}, BackwardTiles(128, 128),
     ),
     "window": ((2, 500, 500, 2, 2, 128, 128), {"window": (100, 0)}, BackwardTiles()),
+    "prefix": (
+        (3, 700, 700, 4, 2, 128, 128), {"window": CAUSAL, "prefix": (0, 300, 900)},
+        BackwardTiles(64, 128),
+    ),
+    "prefix, 64 wide": (
+        (2, 700, 700, 4, 4, 64, 64), {"window": CAUSAL, "prefix": (150, 300)},
+        BackwardTiles(64, 128, 3),
+    ),
+    "width of 72": ((2, 300, 500, 4, 2, 72, 40), {}, BackwardTiles()),
     "two sides": (
         (2, 500, 400, 2, 2, 64, 64),
         {"window": (60, 33), "shift": 7, "empty_rows": "zero"}, BackwardTiles(),

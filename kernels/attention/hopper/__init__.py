@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 OPERANDS = frozenset(
     {
         "q", "k", "v", "bias", "mask", "q_segments", "kv_segments", "kv_lengths",
-        "offset", "alibi", "sinks",
+        "offset", "prefix", "alibi", "sinks",
     }
 )  # fmt: skip
 TYPES = ("bfloat16", "float16")
@@ -72,6 +72,16 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: for Hopper GPUs, where those are known, there is an estimate."""
     del spec, platform
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
+
+
+def untried(spec: Spec) -> bool:
+    """Returns whether a use was not run on a GPU; it is taken if measured or asked for.
+
+    Prefixes, and zeros beside heads of other widths, were run on a simulator, and
+    compiled for an H200.
+    """
+    given = spec.shape("q")[3], spec.shape("v")[3]
+    return spec.has("prefix") or widths(spec) != given
 
 
 def deterministic(config: BackwardTiles | None) -> Verdict:
@@ -115,6 +125,9 @@ def _numbers(spec: Spec) -> Verdict:
     found = [YES]
     if spec.param("scale", 1.0) <= 0:
         found.append(no("scale", f"scale is {spec.param('scale')}, not positive"))
+    if spec.has("prefix") and spec.param("window", (None, None))[0] is not None:
+        text = "the Hopper kernel takes a prefix where windows have no left end"
+        found.append(no("prefix", text))
     if (spec.param("softcap") or 1.0) <= 0:
         found.append(no("softcap", f"softcap is {spec.param('softcap')}, not positive"))
     return all_of(*found)

@@ -70,7 +70,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     window = spec.param("window", (None, None))
     if beside.copied or beside.slopes:  # untried; ptxas spills more with 128 keys
         best = BackwardTiles(64, 128 if width <= 64 else 64)
-    elif width <= 64 and window[0] is None and not spec.param("softcap"):
+    elif width <= 64 and window[0] is None and _plain(spec):
         best = BackwardTiles(128, 128)
     elif width <= 64:
         best = BackwardTiles(64, 128, 3)
@@ -82,6 +82,11 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     tried = [_claiming_backward(x, spec) for x in tried]
     fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
     return replace(next(fitting, best), programs=processors(device))
+
+
+def _plain(spec: Spec) -> bool:
+    """Whether nothing takes registers beside blocks of 128 queries."""
+    return not (spec.param("softcap") or spec.has("prefix"))
 
 
 def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:

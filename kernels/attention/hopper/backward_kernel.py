@@ -71,6 +71,7 @@ def backward(
     kv_segments: Array | None = None,
     kv_lengths: Array | None = None,
     offset: Array | None = None,
+    prefix: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
     scale: float = 1.0,
@@ -96,6 +97,7 @@ def backward(
         kv_segments: int [b|1, s].
         kv_lengths: int [b|1].
         offset: int [b|1].
+        prefix: int [b|1].
         alibi: float [n].
         sinks: float [n].
         scale: As in the forward.
@@ -111,9 +113,9 @@ def backward(
     b, t, n, h = q.shape
     s, heads, e = k.shape[1], k.shape[2], v.shape[3]
     left, right = window
-    lengths, offsets = (
+    lengths, offsets, prefixes = (
         None if x is None else jnp.broadcast_to(x.astype(jnp.int32), (b,))
-        for x in (kv_lengths, offset)
+        for x in (kv_lengths, offset, prefix)
     )
     (lse,) = residuals
     up = cotangent.astype(q.dtype)
@@ -132,7 +134,7 @@ def backward(
     if terms.adding:
         again = functools.partial(
             row_sums, q, k, v, **given, kv_lengths=kv_lengths, offset=offset,
-            scale=scale, window=window, shift=shift, softcap=softcap,
+            prefix=prefix, scale=scale, window=window, shift=shift, softcap=softcap,
         )  # fmt: skip
         lse, rest = _apart(lse, again)
     rows = {
@@ -149,7 +151,8 @@ def backward(
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,
         mask=Mask(
-            s, t, right, left, -shift, False, offsets is not None, more=terms.hides
+            s, t, right, left, -shift, False, offsets is not None,
+            more=terms.hides, prefixes=prefixes is not None,
         ),
         terms=turned, values=config.stages, divided=config.divided, **common,
     )  # fmt: skip
@@ -157,14 +160,13 @@ def backward(
         heads=n, group=1, shared=n // heads, block=config.keys,
         mask=Mask(
             t, s, left, right, shift, lengths is not None, offsets is not None,
-            more=terms.hides,
+            more=terms.hides, prefixes=prefixes is not None,
         ),
         terms=terms, values=config.v_stages or config.stages, **common,
     )  # fmt: skip
     named = dict(zip("qkvg", map(even, (q, k, v, up)), strict=True)) | rows
-    for name, x in (("lengths", lengths), ("offsets", offsets)):
-        if x is not None:
-            named[name] = x
+    numbers = {"lengths": lengths, "offsets": offsets, "prefixes": prefixes}
+    named |= {name: x for name, x in numbers.items() if x is not None}
     by_key, by_query = named | extra_turned, named | extra
     turned_mask = None if mask is None else mask.swapaxes(2, 3)
     pair = pair_of(q_segments, kv_segments)

@@ -66,7 +66,7 @@ class TableProblem(Problem):
 
     def seen(self, i: Any, j: Any) -> Any:
         """Whether some row of a tile may see some column of a block."""
-        if self.mask.offsets:
+        if self.mask.offsets or self.mask.prefixes:
             return True
         r = blocks_of(self.mask, i * self.rows, self.rows, self.block, self.mask.shift)
         return (r.start <= j) & (j < r.end)

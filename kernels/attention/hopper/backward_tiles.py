@@ -334,7 +334,13 @@ class Kernel(abc.ABC):
         first = None if mask.left is None else at - min(mask.left, FAR)
         last = pallas.rows(tile.range.limit - 1 - start)
         if mask.right is not None:
-            last = jnp.minimum(at + min(mask.right, FAR), last)
+            ahead = at + min(mask.right, FAR)
+            if tile.prefix is not None:
+                ahead = jnp.maximum(ahead, pallas.rows(tile.prefix - 1 - start))
+            last = jnp.minimum(ahead, last)
+        if first is not None and tile.prefix is not None:
+            row = pallas.row_positions(64) + tile.mine
+            first = jnp.where(row < pallas.rows(tile.prefix), -FAR, first)
         if tile.length is not None and not mask.lengths:
             row = pallas.row_positions(64) + tile.mine
             last = jnp.where(row < pallas.rows(tile.length), last, -1)
@@ -363,7 +369,13 @@ class Tile:
         if "lengths" in kernel.given:
             self.length = pallas.scalar(kernel.given["lengths"], self.b)
         limit = self.length if p.mask.lengths else None
-        self.range = blocks_of(p.mask, self.first, p.rows, p.block, self.offset, limit)
+        self.prefix = None
+        if "prefixes" in kernel.given:
+            self.prefix = pallas.scalar(kernel.given["prefixes"], self.b)
+        turned = {"early" if kernel.sign < 0 else "prefix": self.prefix}
+        self.range = blocks_of(
+            p.mask, self.first, p.rows, p.block, self.offset, limit, **turned
+        )
         if "reach" in kernel.given:
             table = kernel.given["reach"]
             self.range = classes.left(table, self.range, self.b, self.head, row)

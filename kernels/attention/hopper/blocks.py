@@ -30,6 +30,7 @@ class Mask:
         offsets: Whether an offset is given at run time.
         mean: Whether a row that sees no key gives the mean of all values.
         more: Whether other operands hide keys too.
+        prefixes: Whether keys before a number given at run time are seen by all.
     """
 
     t: int
@@ -41,6 +42,7 @@ class Mask:
     offsets: bool = False
     mean: bool = False
     more: bool = False
+    prefixes: bool = False
 
     @property
     def hides(self) -> bool:
@@ -108,6 +110,8 @@ def blocks_of(
     keys: int,
     offset: Any = 0,
     length: Any = None,
+    prefix: Any = None,
+    early: Any = None,
 ) -> Range:
     """Returns which blocks of `keys` keys a tile of `rows` rows reads.
 
@@ -118,10 +122,14 @@ def blocks_of(
         keys: Keys of a block.
         offset: What is added to the rows' positions, the static shift included.
         length: Keys before it are seen; None for all.
+        prefix: Keys before it are seen by all rows; None for none.
+        early: Rows before it see all keys from the first on; None for none.
 
     Example:
         >>> blocks_of(Mask(256, 256, right=0), 128, 128, 64)
         Range(start=0, whole=0, part=2, end=4, limit=256)
+        >>> blocks_of(Mask(256, 256, right=0), 0, 128, 64, prefix=64)
+        Range(start=0, whole=0, part=1, end=2, limit=256)
     """
     count = -(-mask.s // keys)
     limit = mask.s if length is None else clip(length, 0, mask.s)
@@ -131,10 +139,16 @@ def blocks_of(
     if mask.left is not None:
         left = min(mask.left, FAR)
         low, whole_low = clip(first - left, 0, mask.s), clip(last - left, 0, mask.s)
+        if early is not None:
+            low = _pick(first_row < early, 0, low)
+            whole_low = _pick(first_row + rows <= early, 0, whole_low)
     if mask.right is not None:
         right = min(mask.right, FAR)
         high = least(clip(last + right + 1, 0, mask.s), limit)
         whole_high = least(clip(first + right + 1, 0, mask.s), limit)
+        if prefix is not None:
+            seen = clip(prefix, 0, limit)
+            high, whole_high = most(high, seen), most(whole_high, seen)
     start = least(_div(low, keys), count - 1)
     end = most(_div(high + (keys - 1), keys), start + 1)
     whole = clip(_div(whole_low + (keys - 1), keys), start, end)

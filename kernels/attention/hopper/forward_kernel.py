@@ -111,6 +111,7 @@ def forward(
     kv_segments: Array | None = None,
     kv_lengths: Array | None = None,
     offset: Array | None = None,
+    prefix: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
     scale: float = 1.0,
@@ -135,6 +136,8 @@ def forward(
         kv_segments: int [b|1, s].
         kv_lengths: int [b|1].
         offset: int [b|1].
+        prefix: int [b|1]; keys before it are seen whatever the window, which then has
+            no left end.
         alibi: float [n].
         sinks: float [n].
         scale: Multiplies the scores; positive.
@@ -160,7 +163,7 @@ def forward(
     terms, arrays = terms_of(t, s, **given)
     seen = Mask(
         t, s, left, right, shift, kv_lengths is not None, offset is not None,
-        empty_rows == "mean" and not terms.sinks, terms.hides,
+        empty_rows == "mean" and not terms.sinks, terms.hides, prefix is not None,
     )  # fmt: skip
     config = config or Tiles()
     p = _Problem(
@@ -169,7 +172,8 @@ def forward(
     )  # fmt: skip
     named = {"q": even(q), "k": even(k), "v": even(v)}
     named |= pallas.dealt(p.order)
-    for name, x in (("lengths", kv_lengths), ("offsets", offset)):
+    numbers = {"lengths": kv_lengths, "offsets": offset, "prefixes": prefix}
+    for name, x in numbers.items():
         if x is not None:
             named[name] = jnp.broadcast_to(x.astype(jnp.int32), (b,))
     named |= arrays

@@ -46,6 +46,9 @@ class Tile:
         self.length: Any = None
         if "lengths" in given:
             self.length = pallas.scalar(given["lengths"], self.b)
+        self.prefix: Any = None
+        if "prefixes" in given:
+            self.prefix = pallas.scalar(given["prefixes"], self.b)
         self.range = self.blocks(self.first, p.config.rows)
         if "reach" in given:
             self.range = classes.left(given["reach"], self.range, self.b, self.n, row)
@@ -54,9 +57,9 @@ class Tile:
 
     def blocks(self, first: Any, rows: int) -> Range:
         """Returns the blocks that positions leave to so many rows."""
-        p = self.p
+        p, block = self.p, self.p.config.block_kv
         return blocks_of(
-            p.mask, first, rows, p.config.block_kv, self.offset, self.length
+            p.mask, first, rows, block, self.offset, self.length, self.prefix
         )
 
     @functools.cached_property
@@ -330,7 +333,10 @@ class Tile:
         at = pallas.row_positions(64) + (self.mine + self.offset)
         first, last = None, pallas.rows(self.range.limit - 1)
         if mask.right is not None:
-            last = jnp.minimum(at + min(mask.right, FAR), last)
+            ahead = at + min(mask.right, FAR)
+            if self.prefix is not None:
+                ahead = jnp.maximum(ahead, pallas.rows(self.prefix - 1))
+            last = jnp.minimum(ahead, last)
         if mask.left is not None:
             first = at - min(mask.left, FAR)
         return first, last
