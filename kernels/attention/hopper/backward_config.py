@@ -63,7 +63,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     On an H200, in microseconds (``tests/bench/results/attention_backward_h200.json``):
     dk and dv of heads of 64 take 572 for 620 with blocks of 128 queries, under a causal
     mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
-    1654 with three blocks of 64 keys in memory, as many as two under a causal mask.
+    1654 with three blocks of queries in memory, and as long as with two under a mask.
     """
     h, e = widths(spec)
     width, beside = max(h, e), beside_in(spec)
