@@ -396,7 +396,10 @@ def test_kernels_choose_tiles_that_fit_if_no_one_does() -> None:
         backward = backward_config.first_fitting_backward(h, e)
         assert backward is not None
         assert backward_config.fits_backward_widths(backward, h, e).ok
-    assert backward_config.first_fitting_backward(256, 256, Beside((4, 4), slopes=True)) is None
+    assert (
+        backward_config.first_fitting_backward(256, 256, Beside((4, 4), slopes=True))
+        is None
+    )
 
 
 def test_other_gpus_are_told_why() -> None:
@@ -420,7 +423,11 @@ LOWERED = {
         {"window": CAUSAL, "empty_rows": "mean", "lengths": True},
         (160, 2, 2),
     ),
-    "prefix": ((2, 257, 300, 4, 2, 64, 64), {"window": CAUSAL, "prefix": True}, (128, 4, 3)),
+    "prefix": (
+        (2, 257, 300, 4, 2, 64, 64),
+        {"window": CAUSAL, "prefix": True},
+        (128, 4, 3),
+    ),
     "soft cap": ((1, 64, 64, 2, 2, 64, 64), {"softcap": 30.0}, (128, 4, 3, 0)),
     "wide": ((1, 257, 300, 4, 2, 256, 256), {"window": CAUSAL}, (80, 2, 2)),
     "other values": ((1, 300, 300, 2, 2, 192, 128), {}, (64, 2, 2)),
@@ -466,6 +473,25 @@ def test_gradients_are_lowered_with_each_config(fused: bool) -> None:
     text = exported.mlir_module()
     assert all(name in text for name in ("attention", *names))
     assert text.count("mosaic_gpu_v2") == 1 + len(names)
+
+
+@pytest.mark.parametrize(("h", "e"), [(40, 40), (72, 72), (96, 96), (112, 48)])
+def test_every_config_offered_for_other_widths_is_lowered(h: int, e: int) -> None:
+    """Their tiles and swizzles follow the widths, in operands of a product alike."""
+    q, v = (jax.ShapeDtypeStruct((1, 200, 2, x), jnp.bfloat16) for x in (h, e))
+    given = spec(shape=q.shape, values=e)
+    offered = hopper.backward_configs(given, H200)
+    fitting = [x for x in offered if hopper.fits_backward(x, given, H200).ok]
+    assert any(x.fused for x in fitting) == (jax.__version_info__ >= (0, 11))
+
+    def run(q: Any, v: Any) -> Any:
+        out, kept = hopper.forward(q=q, k=q, v=v, residuals=True)
+        more = {"out": out, "residuals": kept, "cotangent": v}
+        return [hopper.backward(q=q, k=q, v=v, **more, config=x) for x in fitting]
+
+    exported = jax.export.export(jax.jit(run), platforms=["cuda"])(q, v)
+    kernels = 1 + sum(1 if x.fused else 2 for x in fitting)
+    assert exported.mlir_module().count("mosaic_gpu_v2") == kernels
 
 
 # ------------------------------------------------------- on a simulator of threads
@@ -927,6 +953,7 @@ BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
         BackwardTiles(64, 128, 3),
     ),
     "width of 72": ((2, 300, 500, 4, 2, 72, 40), {}, BackwardTiles()),
+    "width of 96": ((2, 300, 500, 4, 2, 96, 96), {"window": CAUSAL}, BackwardTiles()),
     "two sides": (
         (2, 500, 400, 2, 2, 64, 64),
         {"window": (60, 33), "shift": 7, "empty_rows": "zero"}, BackwardTiles(),
@@ -1025,15 +1052,33 @@ BACKWARD: dict[str, tuple[tuple[int, ...], dict[str, Any], BackwardTiles]] = {
 }  # fmt: skip
 
 
+def tiles_of(name: str, fused: bool) -> tuple[BackwardTiles, bool]:
+    """A case's config, and whether it can run."""
+    shape, _, tiles = BACKWARD[name]
+    tiles = dataclasses.replace(tiles, fused=fused)
+    sizes = (config.filled(x) for x in shape[5:])
+    return tiles, backward_config.fits_backward_widths(tiles, *sizes).ok
+
+
+def test_one_kernel_for_all_gradients_is_refused_where_it_cannot_run() -> None:
+    """By what tiles there are and by memory, not by widths; all others can run."""
+    assert all(tiles_of(name, False)[1] for name in BACKWARD)
+    fused = {name for name in BACKWARD if tiles_of(name, True)[1]}
+    if jax.__version_info__ < (0, 11):
+        assert not fused
+        return
+    assert {"one tile", "lengths, causal", "width of 72", "width of 96"} <= fused
+    assert not fused & {"three warpgroups", "128 queries", "width of 256"}
+
+
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [x for x in itertools.product(BACKWARD, [False, True]) if tiles_of(*x)[1]],
+)
 def test_gradients_against_float64(name: str, fused: bool) -> None:
-    shape, given, tiles = BACKWARD[name]
-    tiles = dataclasses.replace(tiles, fused=fused)
-    if not backward_config.fits_backward_widths(tiles, shape[5], shape[6]).ok:
-        pytest.skip("dq is added up by two warpgroups for 64 queries, from jax 0.11 on")
+    (shape, given, _), (tiles, _) = BACKWARD[name], tiles_of(name, fused)
     q, k, v, up = operands(shape, "bfloat16", given.get("times", 1))
     numbers, params = split(given, shape[5])
 

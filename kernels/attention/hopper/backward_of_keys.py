@@ -317,12 +317,13 @@ class Fused(OfKeys):
     def scratch(cls, p: Problem, dtype: Any) -> dict[str, Any]:
         """Returns shared memory by name."""
         shape = (CHANGES, p.warpgroups, 64, p.block)
+        deep = pallas.swizzle(p.h, p.block)  # as k, with which they are multiplied
         return super().scratch(p, dtype) | {
-            "changes": pallas.tiles(shape, dtype, pallas.swizzle(p.block)),
+            "changes": pallas.tiles(shape, dtype, deep),
             "changes_ready": pallas.barriers(CHANGES, p.warpgroups),
             "changes_free": pallas.barriers(CHANGES),
             "added": pallas.barriers(1, p.warpgroups),
-            "sums": pallas.wide_tiles((CHANGES, p.block, p.h)),
+            "sums": pallas.table_tiles((CHANGES, p.block, p.h), jnp.float32),
         }
 
     def compute(self) -> None:

@@ -70,17 +70,11 @@ def tiles(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def wide_tiles(shape: tuple[int, ...]) -> Any:
-    """Returns shared memory for float32 [..., rows, columns] that is copied out."""
-    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-    return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
-
-
 def table_tiles(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns shared memory for [..., 64, columns] that are copied in and then read.
+    """Returns shared memory for [..., 64, columns] that are copied in or out.
 
     Args:
-        shape: The shape; 32 divides the columns.
+        shape: The shape; 32 divides the columns, or 16 those of float32.
         dtype: int8, a 16-bit float or float32.
     """
     size = jnp.dtype(dtype).itemsize
