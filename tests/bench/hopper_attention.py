@@ -9,8 +9,8 @@ TF/s count 2·b·n·pairs·(h + e) operations, pairs being what window and segme
 and 3.5 times that with gradients, which are those of q, k and v. The error is the
 result's against cuDNN's, or that of XLA (over blocks, where that runs) where cuDNN has
 none: both rounded to 16 bits. `jax.nn.dot_product_attention` by XLA, whose softmax is
-in float32, is there for biases of pairs. cuDNN is given segments as a table of masks
-and slopes as one of biases.
+in float32, is there for biases of pairs. cuDNN is given segments and prefixes as a
+table of masks and slopes as one of biases.
 """
 
 from __future__ import annotations
@@ -84,6 +84,14 @@ CASES: dict[str, tuple[tuple[int, ...], Window, tuple[str, ...]]] = {
     "sinks, window of 1024, 64 wide, 8k": (
         (1, 8192, 32, 4, 64), (1023, 0), ("sinks",),
     ),
+    "prefix, causal, 128 wide, 4k": ((4, 4096, 16, 16, 128), CAUSAL, ("prefix",)),
+    "prefix, causal, 256 wide, 1 key head of 8, 1k": (
+        (16, 1024, 8, 1, 256), CAUSAL, ("prefix",),
+    ),
+    "full, 72 wide, 729": ((32, 729, 16, 16, 72), NONE, ()),
+    "full, 80 wide, 1k": ((16, 1024, 16, 16, 80), NONE, ()),
+    "causal, 96 wide, 4k": ((4, 4096, 32, 32, 96), CAUSAL, ()),
+    "full, 40 wide, 4k": ((4, 4096, 8, 8, 40), NONE, ()),
     "full, 64 wide, 512": ((32, 512, 16, 16, 64), NONE, ()),
     "full, 64 wide, 1k": ((16, 1024, 16, 16, 64), NONE, ()),
 }  # fmt: skip
@@ -114,7 +122,8 @@ def beside(
 
     A bias of all pairs for each head, bfloat16, or of keys; a mask of keys, nine in ten
     seen;
-    packed documents of 100 to 3000 tokens; slopes from 1/2 to 1/256; normal sinks.
+    packed documents of 100 to 3000 tokens; slopes from 1/2 to 1/256; normal sinks;
+    prefixes of an eighth of the tokens to a half.
     """
     b, t, n = shape[:3]
     made: dict[str, jax.Array] = {}
@@ -133,12 +142,17 @@ def beside(
         made["alibi"] = 2.0 ** -jnp.linspace(1, 8, n)
     if "sinks" in names:
         made["sinks"] = jax.random.normal(key, (n,))
+    if "prefix" in names:
+        made["prefix"] = jax.random.randint(key, (b,), t // 8, t // 2)
     return made
 
 
 def pairs(shape: tuple[int, ...], window: Window, other: dict[str, jax.Array]) -> float:
     """Returns how many keys the queries of a batch entry see, all together."""
     b, t = shape[:2]
+    if "prefix" in other:
+        length = other["prefix"].astype(jnp.float32)
+        return seen(t, t, window, 0)[0] + float(jnp.mean(length * (length - 1) / 2))
     if "q_segments" not in other:
         return seen(t, t, window, 0)[0]
     rows = (other["q_segments"][i : i + 1] for i in range(b))
@@ -158,6 +172,7 @@ def cudnn(scale: float, window: Window) -> Callable[..., Any]:
         q_segments: Any = None,
         kv_segments: Any = None,
         alibi: Any = None,
+        prefix: Any = None,
     ) -> Any:
         t, s = q.shape[1], k.shape[1]
         whole = lambda x: jnp.broadcast_to(x, (*x.shape[:2], t, s))
@@ -166,12 +181,14 @@ def cudnn(scale: float, window: Window) -> Callable[..., Any]:
         if alibi is not None:
             away = relative_position(t, s, None, 0).astype(q.dtype)
             bias = alibi.astype(q.dtype)[:, None, None] * away
+        if prefix is not None:
+            mask = visible(t, s, prefix=prefix, window=window)
         return jax.nn.dot_product_attention(
             q,
             k,
             v,
             scale=scale,
-            is_causal=window[1] is not None,
+            is_causal=window[1] is not None and prefix is None,
             bias=None if bias is None else whole(bias),
             mask=None if mask is None else whole(mask),
             local_window_size=None if window[0] is None else (window[0], 0),
@@ -292,7 +309,7 @@ def measured(name: str, every: bool) -> list[dict[str, Any]]:
             program = jax.jit(run).lower(*sets[0]).compile()
             out = jax.block_until_ready(program(*sets[0]))
         except Exception as problem:
-            text = str(problem).splitlines()[0]
+            text = repr(problem).splitlines()[0]  # some have no text
             rows.append({"case": name, "pass": key[0], "by": key[1], "error": text})
             continue
         first = out[0] if isinstance(out, tuple) else out
