@@ -22,7 +22,7 @@ def cost(
     weights, v, q and k): 2.5 times a forward if e is h. The softmax is not counted.
 
     Masks, segments and lengths given as arrays are not known: all that the window
-    leaves is counted.
+    leaves is counted. Of a prefix, neither, half of the keys are taken to be in it.
 
     Args:
         shapes: Shapes by operand name.
@@ -39,10 +39,11 @@ def cost(
     b, t, n, h = shapes["q"]
     s, e = shapes["k"][1], shapes["v"][3]
     window = params.get("window", (None, None))
-    if "offset" in shapes or "prefix" in shapes:
+    if "offset" in shapes:
         pairs, keys = _anywhere(t, s, window)
     else:
-        pairs, keys = seen(t, s, window, params.get("shift", 0))
+        prefix = s // 2 if "prefix" in shapes else 0
+        pairs, keys = seen(t, s, window, params.get("shift", 0), prefix)
     each = b * n * pairs
     flops = of_mode(mode, each * (2 * h + 2 * e), each * (6 * h + 4 * e))
     dtype = params.get("out_dtype") or dtypes["q"]
@@ -53,13 +54,22 @@ def cost(
 
 
 def seen(
-    t: int, s: int, window: tuple[int | None, int | None], shift: int
+    t: int, s: int, window: tuple[int | None, int | None], shift: int, prefix: int = 0
 ) -> tuple[int, int]:
     """Returns how many pairs of query and key are seen, and how many of the keys.
+
+    Args:
+        t: Number of queries.
+        s: Number of keys.
+        window: As the op's.
+        shift: As the op's.
+        prefix: How many keys are seen whatever the window.
 
     Example:
         >>> seen(4, 4, (None, 0), 0), seen(4, 4, (1, 0), 0), seen(1, 9, (2, 0), 8)
         ((10, 4), (7, 4), (3, 3))
+        >>> seen(4, 4, (None, 0), 0, 3), seen(1, 9, (2, 0), 8, 2)
+        ((13, 4), (5, 5))
     """
     left, right = window
     at = np.arange(t) + shift
@@ -67,10 +77,18 @@ def seen(
     last = np.full_like(at, s - 1)
     if right is not None:
         last = np.minimum(at + right, s - 1)
-    pairs = np.maximum(last - first + 1, 0)
-    some = pairs > 0
-    keys = last[some].max() - first[some].min() + 1 if some.any() else 0
-    return int(pairs.sum()), int(keys)
+    some = last >= first
+    pairs = int(_joined(first[some], last[some], prefix).sum())
+    pairs += prefix * int(np.sum(~some))
+    if not some.any():
+        return pairs, prefix if t else 0
+    return pairs, int(_joined(first[some].min(), last[some].max(), prefix))
+
+
+def _joined(first: Any, last: Any, prefix: int) -> Any:
+    """How many keys are from the first to the last, or in a prefix."""
+    both = np.maximum(np.minimum(last, prefix - 1) - first + 1, 0)
+    return last - first + 1 + prefix - both
 
 
 def _anywhere(t: int, s: int, window: tuple[int | None, int | None]) -> tuple[int, int]:

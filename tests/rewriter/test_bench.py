@@ -30,6 +30,8 @@ from rewriter import (
 from rewriter.__main__ import main
 from rewriter.cost import MODES, Cost
 from rewriter.kernel import Kernel, Spec, from_function, spec_of
+from rewriter.kernels.attention.cost import seen
+from rewriter.kernels.attention.reference import visible
 from rewriter.op import Op
 from rewriter.programs import Task
 from rewriter.registry import Registry, registry
@@ -104,6 +106,24 @@ def test_attention_whose_positions_are_not_known_counts_all():
     assert free.flops == cost_of("attention", QKV).flops
     both = cost_of("attention", given, window=(2, 0))
     assert both.flops == 2 * 4 * 6 * 3 * (2 * 8 + 2 * 16)
+
+
+def test_a_prefix_is_counted_as_half_of_the_keys():
+    given = {**QKV, "prefix": (2,)}
+    for window, pairs in (((None, 0), 3 + 3 + 3 + 4 + 5 + 6), ((None, None), 36)):
+        count = cost_of("attention", given, window=window)
+        assert count.flops == 2 * 4 * pairs * (2 * 8 + 2 * 16)
+
+
+@pytest.mark.parametrize("window", [(None, 0), (2, 0), (None, -3), (None, -9), (1, 1)])
+@pytest.mark.parametrize("shift", [0, 3, -12])
+@pytest.mark.parametrize("prefix", [0, 1, 4])
+def test_pairs_and_keys_against_a_table_of_what_is_seen(window, shift, prefix):
+    for t, s in ((5, 6), (8, 9), (9, 5)):
+        table = visible(t, s, window=window, shift=shift, prefix=jnp.array([prefix]))
+        table = np.broadcast_to(table[0, 0], (t, s))
+        count = table.sum(), table.any(0).sum()
+        assert seen(t, s, window, shift, prefix) == count
 
 
 def test_matrix_products():

@@ -75,13 +75,11 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def untried(spec: Spec) -> bool:
-    """Returns whether a use was not run on a GPU; it is taken if measured or asked for.
+    """Returns whether a use was not timed; it is taken if measured or asked for.
 
-    Prefixes, and zeros beside heads of other widths, were run on a simulator, and
-    compiled for an H200.
+    Zeros beside heads of other widths have run on an H200, and were not timed there.
     """
-    given = spec.shape("q")[3], spec.shape("v")[3]
-    return spec.has("prefix") or widths(spec) != given
+    return widths(spec) != (spec.shape("q")[3], spec.shape("v")[3])
 
 
 def deterministic(config: BackwardTiles | None) -> Verdict:
