@@ -77,6 +77,21 @@ def test_what_it_takes(given: Spec) -> None:
         assert space.fits(space.default(given, H200), given, H200).ok
 
 
+def test_gradients_take_blocks_of_128_keys_where_those_were_faster() -> None:
+    lengths = ((2, 300), "int32")
+    for width, given, keys in (
+        (128, {"alibi": ((4,), "float32")}, 128),
+        (128, {"bias": ((1, 4, 1, 300), "float32")}, 128),
+        (128, {"q_segments": lengths, "kv_segments": lengths}, 64),
+        (128, {"mask": MASK}, 64),
+        (64, {"mask": MASK}, 128),
+        (256, {"alibi": ((4,), "float32")}, 64),
+    ):
+        tiles = hopper.backward_default(spec(width, **given), H200)
+        assert tiles.keys == keys, given
+        assert hopper.fits_backward(tiles, spec(width, **given), H200).ok
+
+
 def test_what_leaves_no_memory_is_refused() -> None:
     verdict = hopper.supports(spec(256, 240, bias=TABLE, mask=MASK))
     assert "KiB of shared memory of 227 KiB" in verdict.reasons[0].text

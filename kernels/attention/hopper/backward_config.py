@@ -64,12 +64,16 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     dk and dv of heads of 64 take 572 for 620 with blocks of 128 queries, under a causal
     mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
     1654 with three blocks of queries in memory, and as long as with two under a mask.
+    With slopes, and with a bias of keys, both passes of heads of 128 take 0.99 and 0.97
+    of the time with blocks of 128 keys for dq, though ptxas spills more than with 64
+    (``tests/bench/results/hopper_attention_h200.json``).
     """
     h, e = widths(spec)
     width, beside = max(h, e), beside_in(spec)
     window = spec.param("window", (None, None))
-    if beside.copied or beside.slopes:  # untried; ptxas spills more with 128 keys
-        best = BackwardTiles(64, 128 if width <= 64 else 64)
+    if beside.copied or beside.slopes:
+        untried = width > 64 and (beside.tables or beside.rows)
+        best = BackwardTiles(64, 64 if untried else 128)
     elif width <= 64 and window[0] is None and _plain(spec):
         best = BackwardTiles(128, 128)
     elif width <= 64:
