@@ -399,6 +399,21 @@ def with_equations(
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), **inputs)
 
 
+def part_of(
+    jaxpr: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]
+) -> Any:
+    """The closed jaxpr of some equations of a jaxpr without constants."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    names = {"arg_names": ("",) * len(invars), "result_paths": ("",) * len(outvars)}
+    new = inner.replace(
+        invars=list(invars),
+        eqns=list(eqns),
+        outvars=list(outvars),
+        debug_info=inner.debug_info._replace(**names),
+    )
+    return jex_core.ClosedJaxpr(new, [])
+
+
 def pruned(closed: Any) -> Any:
     """The closed jaxpr without what nobody reads, in its loops too."""
     jaxpr = closed.jaxpr

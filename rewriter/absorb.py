@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax, residual_stream, site, sums
+from rewriter.bodies import changed
 from rewriter.equations import Equations
 from rewriter.sums_of_parts import pulled_in
 
@@ -32,40 +33,7 @@ def absorbed(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return _Bodies().absorbed(program)
-
-
-class _Bodies:
-    """Bodies, closed or not; equal ones stay one object."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, Any]] = {}
-
-    def absorbed(self, body: Any) -> Any:
-        """The body with the additions made in its sites, and in those of its bodies."""
-        if id(body) not in self.known:
-            inner = self._with_bodies(pulled_in(body))
-            self.known[id(body)] = body, _with_sums(inner)
-        return self.known[id(body)][1]
-
-    def _with_bodies(self, body: Any) -> Any:
-        eqns = [self._with_its_bodies(e) for e in body.eqns]
-        if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
-            return body
-        return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
-
-    def _with_its_bodies(self, eqn: Any) -> Any:
-        if not _jax.call_kind(eqn):
-            return eqn
-        changed = {}
-        for name, value in eqn.params.items():
-            many = isinstance(value, tuple)
-            bodies = value if many else (value,)
-            if bodies and all(isinstance(b, ClosedJaxpr | Jaxpr) for b in bodies):
-                new = tuple(map(self.absorbed, bodies))
-                if any(a is not b for a, b in zip(new, bodies, strict=True)):
-                    changed[name] = new if many else new[0]
-        return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+    return changed(program, _with_sums, pulled_in)
 
 
 def _with_sums(jaxpr: Any) -> Any:

@@ -161,6 +161,7 @@ def analyze(
         after=rewritten.closed_jaxpr,
         key=rewritten.key,
         placement=placement if isinstance(placement, Placement) else None,
+        stacks=rewritten.stacks,
     )
     _log(report)
     _require(report, config)
@@ -243,7 +244,7 @@ def _rewritten(
         warnings.warn(text, RewriterWarning, stacklevel=2)
     return Rewritten(
         after.closed_jaxpr, after.sites, after.misses, failures, after.seconds,
-        after.key,
+        after.key, after.stacks,
     )  # fmt: skip
 
 

@@ -114,3 +114,20 @@ def followed(
         if not passed(reader):
             return [], value
         value = reader.outvars[0]
+
+
+def live(eqns: Sequence[Any], outs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+    """The equations whose results are read, or that have effects, in order.
+
+    And the variables that are read before any of the equations makes them.
+    """
+    read = {a for a in outs if not _jax.is_literal(a)}
+    kept, variable = [], _jax.Var
+    for eqn in reversed(eqns):
+        if not read.isdisjoint(eqn.outvars) or eqn.effects:
+            kept.append(eqn)
+            read.difference_update(eqn.outvars)
+            for atom in eqn.invars:
+                if atom.__class__ is variable:
+                    read.add(atom)
+    return kept[::-1], read

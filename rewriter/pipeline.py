@@ -23,6 +23,7 @@ from rewriter.parts import apart, parted, wholes
 from rewriter.planner import planned, target_of, tasks_of
 from rewriter.programs import Task
 from rewriter.propagation import Placement
+from rewriter.recompute import recomputed
 from rewriter.region import Regions
 from rewriter.replace import Rewritten, replace
 from rewriter.sieve import possible
@@ -155,6 +156,8 @@ def _whole(
         clock("unfold")
     program = absorbed(program)
     clock("absorb")
+    program, stacks = recomputed(program) if plan.splices else (program, ())
+    clock("recompute")
     return Rewritten(
         program,
         tuple(plan.sites),
@@ -162,6 +165,7 @@ def _whole(
         (*found.failures, *its.failures),
         clock.seconds,
         plan.key,
+        stacks,
     )
 
 

@@ -25,12 +25,15 @@ from rewriter.backward_place import (
     lies_at,
     route,
 )
+from rewriter.equations import live
 from rewriter.gradients import Backward
 from rewriter.graph import Scope
 from rewriter.key import Key
+from rewriter.loops import inserted, loop_of, traced
 from rewriter.match import NearMiss
 from rewriter.plan import Site
 from rewriter.reading import leaves_of
+from rewriter.recompute import Stacks
 from rewriter.reference import gradient_function
 from rewriter.region import Regions
 from rewriter.splice import Splice, as_placed
@@ -48,6 +51,7 @@ class Rewritten:
         failures: What went wrong inside the rewriter, if anything.
         seconds: Stage name to seconds.
         key: Under which the whole program is measured; None if nothing was replaced.
+        stacks: What loops stack for their gradients, where that is less than before.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -56,6 +60,7 @@ class Rewritten:
     failures: tuple[Reason, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     key: Key | None = None
+    stacks: tuple[Stacks, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,23 +98,6 @@ def replace(
         for eqn in frame.eqns[lo:hi]:
             position[id(eqn)] = at
     return program, Origins(position, frame.labels, work.envs[id(top)])
-
-
-def live(eqns: Sequence[Any], outs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
-    """The equations whose results are read, or that have effects, in order.
-
-    And the variables that are read before any of the equations makes them.
-    """
-    read = {a for a in outs if not _jax.is_literal(a)}
-    kept, variable = [], _jax.Var
-    for eqn in reversed(eqns):
-        if not read.isdisjoint(eqn.outvars) or eqn.effects:
-            kept.append(eqn)
-            read.difference_update(eqn.outvars)
-            for atom in eqn.invars:
-                if atom.__class__ is variable:
-                    read.add(atom)
-    return kept[::-1], read
 
 
 class _Frame:
@@ -296,32 +284,13 @@ class _Work:
 
     def _loop(self, child, eqn, frame, env, read) -> None:
         """Appends a loop that stacks residuals, or reads those of another one."""
-        body = jaxpr_as_fun(self.body(child))
-        _, n_consts, n_carry, length = _jax.scan_parts(eqn)
-        first = n_consts + n_carry
-
-        def code(*given: jax.Array) -> list[jax.Array]:
-            consts, init = given[:n_consts], given[n_consts:first]
-
-            def step(carry: Any, x: Any) -> Any:
-                outs = body(*consts, *carry, *x)
-                return tuple(outs[:n_carry]), tuple(outs[n_carry:])
-
-            last, stacked = jax.lax.scan(
-                step,
-                tuple(init),
-                tuple(given[first:]),
-                length=length,
-                reverse=eqn.params["reverse"],
-                unroll=eqn.params["unroll"],
-            )
-            return [*last, *stacked]
-
+        body, loop = jaxpr_as_fun(self.body(child)), loop_of(0, eqn)
         atoms = self._with_residuals(child, map(read, eqn.invars))
-        fragment = _jax.trace_placed(code, [a.aval for a in atoms])
-        if fragment.constvars:
-            raise ValueError("a loop holds constants")
-        outs = self._inserted(fragment, atoms, eqn, frame)
+        start, first = loop.n_consts, loop.first
+        parts = atoms[:start], atoms[start:first], atoms[first:]
+        step = lambda consts, carry, x: body(*consts, *carry, *x)
+        eqns, outs = traced(loop, *parts, step)
+        frame.eqns += eqns
         env.update(zip(eqn.outvars, outs, strict=False))
         outs = outs[len(eqn.outvars) :]
         for splice in self.saved_in.get(id(child), ()):
@@ -462,18 +431,10 @@ class _Work:
         self, fragment: Any, atoms: list[Any], eqn: Any, frame: _Frame, label: str = ""
     ) -> list[Any]:
         """Appends a fragment's equations; returns the atoms of its results."""
-        source = _jax.scoped(eqn.source_info, label)
-        local = dict(zip(fragment.invars, atoms, strict=True))
-        for inner in fragment.eqns:
-            outs = [
-                v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in inner.outvars
-            ]
-            ins = [a if _jax.is_literal(a) else local[a] for a in inner.invars]
-            local.update(zip(inner.outvars, outs, strict=True))
-            made = inner.replace(invars=ins, outvars=outs, source_info=source)
-            frame.eqns.append(made)
-            frame.labels[id(made)] = label
-        return [v if _jax.is_literal(v) else local[v] for v in fragment.outvars]
+        made, results = inserted(fragment, atoms, _jax.scoped(eqn.source_info, label))
+        frame.eqns += made
+        frame.labels.update((id(e), label) for e in made)
+        return results
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """What carries a value at a splice: a variable there or in an inlined call."""

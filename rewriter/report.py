@@ -16,6 +16,7 @@ from rewriter.key import Key
 from rewriter.match import NearMiss
 from rewriter.plan import Site
 from rewriter.propagation import Placement
+from rewriter.recompute import Stacks
 from rewriter.verdict import Reason
 
 COUNTED = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
@@ -49,6 +50,7 @@ class Report:
         after: The program as rewritten.
         key: Under which the whole program is measured; None if nothing was replaced.
         placement: Where its inputs are, if it runs on several devices.
+        stacks: What loops stack for their gradients, where that is less than before.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -70,6 +72,7 @@ class Report:
     after: ClosedJaxpr | None = field(default=None, repr=False)
     key: Key | None = field(default=None, repr=False)
     placement: Placement | None = field(default=None, repr=False)
+    stacks: tuple[Stacks, ...] = ()
 
     def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
@@ -154,6 +157,7 @@ class Report:
             "sites": [{**asdict_site(s)} for s in self.sites],
             "misses": [asdict(m) for m in self.misses],
             "failures": [asdict(r) for r in self.failures],
+            "stacks": [asdict(s) for s in self.stacks],
             "seconds": dict(self.seconds),
         }
 
@@ -208,8 +212,17 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _site_lines(group, widths)
     for miss, count in _equal(report.misses):
         yield from _miss_lines(miss, count, widths)
+    for stacks in report.stacks:
+        yield from _stacks_lines(stacks, widths)
     for reason in report.failures:
         yield f" ✗ left as written: {str(reason).splitlines()[0]}"
+
+
+def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:
+    head = "residuals", f"×{stacks.turns} in scan", stacks.where
+    now = f"{size(stacks.after)} stacked for gradients, not {size(stacks.before)}"
+    yield _row("✓", (*head, now), widths)
+    yield f"     {stacks.again} values of a turn are computed again where they are read"
 
 
 def _summary(report: Report) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rewriter import _jax
+from rewriter.equations import live
 from rewriter.fold import Cut, Folded
 from rewriter.repeats import Run, same_params, turns_read
-from rewriter.replace import Origins, live
+from rewriter.replace import Origins
 
 Labels = Mapping[tuple[int, int], Sequence[str]]
 """By cut and turn, the labels of its sites in order."""

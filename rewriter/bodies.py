@@ -1,0 +1,55 @@
+"""A program in; out, with every body in it changed: equal ones stay one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from rewriter import _jax
+
+Change = Callable[[Any], Any]
+"""A body, closed or not, to another one; itself where nothing changes."""
+
+
+def changed(program: Any, change: Change, first: Change = lambda body: body) -> Any:
+    """Returns a program with its bodies changed, those inside of others before them.
+
+    Args:
+        program: The program; it is returned itself if nothing changes.
+        change: What becomes of a body.
+        first: What becomes of it before the bodies in it are looked at.
+    """
+    return _Bodies(change, first).changed(program)
+
+
+class _Bodies:
+    def __init__(self, change: Change, first: Change) -> None:
+        self.change, self.first = change, first
+        self.known: dict[int, tuple[Any, Any]] = {}
+
+    def changed(self, body: Any) -> Any:
+        if id(body) not in self.known:
+            inner = self._with_bodies(self.first(body))
+            self.known[id(body)] = body, self.change(inner)
+        return self.known[id(body)][1]
+
+    def _with_bodies(self, body: Any) -> Any:
+        eqns = [self._with_its_bodies(e) for e in body.eqns]
+        if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+            return body
+        return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+
+    def _with_its_bodies(self, eqn: Any) -> Any:
+        if not _jax.call_kind(eqn):
+            return eqn
+        changed = {}
+        for name, value in eqn.params.items():
+            many = isinstance(value, tuple)
+            bodies = value if many else (value,)
+            if bodies and all(isinstance(b, ClosedJaxpr | Jaxpr) for b in bodies):
+                new = tuple(map(self.changed, bodies))
+                if any(a is not b for a, b in zip(new, bodies, strict=True)):
+                    changed[name] = new if many else new[0]
+        return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
