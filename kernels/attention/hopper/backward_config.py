@@ -65,7 +65,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
     1654 with three blocks of queries in memory, and as long as with two under a mask.
     With slopes, and with a bias of keys, both passes of heads of 128 take 0.99 and 0.97
-    of the time with blocks of 128 keys for dq, though ptxas spills more than with 64
+    of the time with blocks of 128 keys for dq, not 64
     (``tests/bench/results/hopper_attention_h200.json``).
     """
     h, e = widths(spec)
