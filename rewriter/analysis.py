@@ -162,6 +162,7 @@ def analyze(
         key=rewritten.key,
         placement=placement if isinstance(placement, Placement) else None,
         stacks=rewritten.stacks,
+        kept=rewritten.kept,
     )
     _log(report)
     _require(report, config)
@@ -244,7 +245,7 @@ def _rewritten(
         warnings.warn(text, RewriterWarning, stacklevel=2)
     return Rewritten(
         after.closed_jaxpr, after.sites, after.misses, failures, after.seconds,
-        after.key, after.stacks,
+        after.key, after.stacks, after.kept,
     )  # fmt: skip
 
 

@@ -51,6 +51,9 @@ class Config:
         deterministic: Whether kernels that add up in an order that differs from run to
             run, as cuDNN's gradients of attention do, are left out. They are also
             where ``XLA_FLAGS`` asks XLA itself for the same.
+        checkpoint_memory: Bytes that may be spent to keep for gradients what a
+            `jax.checkpoint` computes again, most operations per byte first; 0 leaves
+            checkpoints as written.
         end_to_end: Whether an op's sites are left as written where the whole program
             was measured to be faster so.
         implementation: ``((op, forward, backward), ...)``: the kernels to use,
@@ -72,6 +75,7 @@ class Config:
     numerics: str = "default"
     strict: bool = False
     deterministic: bool = False
+    checkpoint_memory: int = 0
     end_to_end: bool = True
     implementation: tuple[Forced, ...] = ()
     verify: str = "off"
@@ -230,6 +234,8 @@ def _normal(name: str, value: object) -> object:
         return _pairs(name, value, int)
     if name in ("strict", "deterministic", "end_to_end"):
         return _choice(name, value, (True, False))
+    if name == "checkpoint_memory":
+        return _bytes(name, value)
     wanted = {"patterns": (str,)}.get(name, (str, type(None)))
     if not isinstance(value, wanted):
         raise ConfigError(f"{name}={value!r}", wanted="a string", where=caller())
@@ -241,6 +247,16 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> object:
         return value
     text = ", ".join(str(a) for a in allowed)
     raise ConfigError(f"{name}={value!r}", next_step=f"Choose {text}", where=caller())
+
+
+def _bytes(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ConfigError(
+        f"{name}={value!r}",
+        wanted="a number of bytes, such as 2 << 30 for 2 GiB",
+        where=caller(),
+    )
 
 
 IMPLEMENTATION = (

@@ -59,6 +59,7 @@ def forward(
         else:
             with_residuals = residuals and bool(own)
             outs = _kernel_forward(use, kernel, batch, with_residuals)(*args)
+            outs = _run_once(kernel, outs) if residuals else outs
         sizes = tuple(level_sizes([shaped(a) for a in args], batch))
         return [outs[0], *_in_slots(slots, own, outs[1:], sizes)]
 
@@ -106,9 +107,22 @@ def forward_of_sum(
         out, total, saved = call_forward_of_sum(
             use, kernel, residuals and bool(own), addend, *operands
         )
+        if residuals:
+            out, total, *saved = _run_once(kernel, [out, total, *saved])
         return [out, *_in_slots(slots, own, saved), total]
 
     return run
+
+
+def _run_once(kernel: Kernel, outs: Sequence[jax.Array]) -> list[jax.Array]:
+    """A kernel's results, which a loop may stack for gradients and read besides.
+
+    Where its result is written into a stack, XLA's dynamic slice fusion for GPUs takes
+    the kernel in, and leaves it where the result is read, too: it would run twice.
+    """
+    if kernel.platforms != ("cuda",):
+        return list(outs)
+    return list(jax.lax.optimization_barrier(tuple(outs)))
 
 
 def tangent(

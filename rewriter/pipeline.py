@@ -17,6 +17,7 @@ from rewriter.config import Config
 from rewriter.fold import Folded, fold
 from rewriter.gradients import search_gradients
 from rewriter.graph import Graph
+from rewriter.kept import kept
 from rewriter.locate import located
 from rewriter.match import search
 from rewriter.parts import apart, parted, wholes
@@ -154,6 +155,8 @@ def _whole(
     if folded is not None:
         program = _unfolded(folded, program, origins, plan.labels)
         clock("unfold")
+    program, more = kept(program, config.checkpoint_memory)
+    clock("keep")
     program = absorbed(program)
     clock("absorb")
     program, stacks = recomputed(program) if plan.splices else (program, ())
@@ -166,6 +169,7 @@ def _whole(
         clock.seconds,
         plan.key,
         stacks,
+        more,
     )
 
 

@@ -24,11 +24,11 @@ from typing import Any
 import networkx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from rewriter import _jax, residual_stream, site
+from rewriter import _jax
 from rewriter.bodies import changed
 from rewriter.equations import live
 from rewriter.loops import Loop, loops_in, traced
-from rewriter.uses import shaped, without_levels
+from rewriter.work import SITES, is_sized, size, work
 
 CHEAP = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
@@ -45,7 +45,7 @@ CHEAP = frozenset({
 })  # fmt: skip
 """Primitives that XLA fuses with what reads their results."""
 
-FEW, MOVED = 16.0, 4.0
+FEW, MOVED = 16.0, 3.0
 """Operations per byte, and bytes for each byte of the result, up to which a site costs
 about what it takes to read its operands, as norms do."""
 
@@ -166,9 +166,8 @@ class _Cut:
 def _cut(pair: _Pair) -> _Cut | None:
     """What to stack, or give to the backward; None if less is not to be had."""
     forward = pair.forward
-    sizes = (forward.length, *(d for v in forward.inputs for d in v.aval.shape))
-    if not all(isinstance(d, int) for d in sizes):
-        return None  # a size that has only a name
+    if not isinstance(forward.length, int) or not is_sized(forward.inputs):
+        return None
     makers = {v: e for e in forward.eqns for v in e.outvars}
     given = dict(zip(forward.inputs, range(len(forward.inputs)), strict=True))
     wanted = {forward.outs[k] for k in pair.read}
@@ -196,7 +195,7 @@ def _cut(pair: _Pair) -> _Cut | None:
     cut = [v for v in seen if (v, "in") in near and (v, "out") not in near]
     made = [v for v in cut if v not in stacked and not _is_given(forward, given.get(v))]
     turns = forward.length
-    before, after = (turns * sum(map(_size, x)) for x in (wanted - stacked, made))
+    before, after = (turns * sum(map(size, x)) for x in (wanted - stacked, made))
     if before - after < LEAST:
         return None
     order = {v: k for k, v in enumerate([*forward.inputs, *makers])}
@@ -218,16 +217,16 @@ def _weight(
     stacked: set[Any],
 ) -> int:
     """What it takes to have a value of the forward's body in the backward's."""
-    forward, size = pair.forward, 100 * _size(value)
+    forward, weight = pair.forward, 100 * size(value)
     if value in stacked:
         return 0
     if value in wanted:
-        return size
+        return weight
     if place is None or not _is_given(forward, place):
-        return int(NEW * size)
+        return int(NEW * weight)
     if place < forward.n_consts or forward.eqn.invars[place] in pair.backward.xs:
         return 0
-    return int(GIVEN * size)
+    return int(GIVEN * weight)
 
 
 # ------------------------------------------------------------------------ both loops
@@ -322,16 +321,11 @@ def _again(loop: Loop, cut: Sequence[Any], wanted: Sequence[Any]) -> Any:
     return _jax.part_of(loop.body, cut, eqns[::-1], wanted)
 
 
-def _size(value: Any) -> int:
-    aval = value.aval
-    return int(aval.size) * aval.dtype.itemsize
-
-
 def _cheap(eqn: Any) -> bool:
     """Whether an equation costs about as much as to read what it makes."""
     if eqn.effects:
         return False
-    if eqn.primitive in (site.site_p, residual_stream.site_p):
+    if eqn.primitive in SITES:
         return _reads_only(eqn)
     if _jax.call_kind(eqn) in ("call", "custom"):
         return all(map(_cheap, _jax.call_body(eqn).eqns))
@@ -340,13 +334,7 @@ def _cheap(eqn: Any) -> bool:
 
 def _reads_only(eqn: Any) -> bool:
     """Whether a site's operations are few for the bytes that it moves."""
-    use = eqn.params["use"]
-    if use.op.cost is None:
+    cost = work(eqn)
+    if cost is None:
         return False
-    given = [shaped(a.aval) for a in eqn.invars[: len(use.names)]]
-    own = without_levels(given, eqn.params.get("batch", ()))
-    shapes = {n: s for n, (s, _) in zip(use.names, own, strict=True)}
-    dtypes = {n: str(d) for n, (_, d) in zip(use.names, own, strict=True)}
-    cost = use.op.cost(shapes, dtypes, dict(use.params), "forward")
-    made = _size(eqn.outvars[0])
-    return cost.intensity <= FEW and cost.bytes <= MOVED * made
+    return cost.intensity <= FEW and cost.bytes <= MOVED * size(eqn.outvars[0])

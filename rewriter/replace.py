@@ -28,6 +28,7 @@ from rewriter.backward_place import (
 from rewriter.equations import live
 from rewriter.gradients import Backward
 from rewriter.graph import Scope
+from rewriter.kept import Kept
 from rewriter.key import Key
 from rewriter.loops import inserted, loop_of, traced
 from rewriter.match import NearMiss
@@ -52,6 +53,7 @@ class Rewritten:
         seconds: Stage name to seconds.
         key: Under which the whole program is measured; None if nothing was replaced.
         stacks: What loops stack for their gradients, where that is less than before.
+        kept: What checkpoints are given, and do not compute again.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -61,6 +63,7 @@ class Rewritten:
     seconds: Mapping[str, float] = field(default_factory=dict)
     key: Key | None = None
     stacks: tuple[Stacks, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from rewriter.collectives import Collectives, collectives_of
+from rewriter.kept import Kept
 from rewriter.key import Key
 from rewriter.match import NearMiss
 from rewriter.plan import Site
@@ -51,6 +52,7 @@ class Report:
         key: Under which the whole program is measured; None if nothing was replaced.
         placement: Where its inputs are, if it runs on several devices.
         stacks: What loops stack for their gradients, where that is less than before.
+        kept: What checkpoints are given, and do not compute again.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -73,6 +75,7 @@ class Report:
     key: Key | None = field(default=None, repr=False)
     placement: Placement | None = field(default=None, repr=False)
     stacks: tuple[Stacks, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
     def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
@@ -158,6 +161,7 @@ class Report:
             "misses": [asdict(m) for m in self.misses],
             "failures": [asdict(r) for r in self.failures],
             "stacks": [asdict(s) for s in self.stacks],
+            "kept": [asdict(k) for k in self.kept],
             "seconds": dict(self.seconds),
         }
 
@@ -212,10 +216,20 @@ def _lines(report: Report) -> Iterator[str]:
         yield from _site_lines(group, widths)
     for miss, count in _equal(report.misses):
         yield from _miss_lines(miss, count, widths)
+    for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
+        same = [k for k in report.kept if (k.what, k.where) == (what, where)]
+        yield _row("✓", _kept_row(same), widths)
     for stacks in report.stacks:
         yield from _stacks_lines(stacks, widths)
     for reason in report.failures:
         yield f" ✗ left as written: {str(reason).splitlines()[0]}"
+
+
+def _kept_row(same: Sequence[Kept]) -> tuple[str, str, str, str]:
+    flops, count = sum(k.flops for k in same), sum(k.turns for k in same)
+    memory = size(sum(k.bytes for k in same))
+    text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
+    return same[0].what, f"×{count}", same[0].where, text
 
 
 def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:

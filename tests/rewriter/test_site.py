@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -99,6 +100,31 @@ def test_a_kernel_without_backward_takes_the_references() -> None:
         lambda **operands: soft.reference(**operands),
     )  # fmt: skip
     transforms.check("jit_grad", _bound(kernel), _plain(), _operands())
+
+
+@pytest.mark.parametrize(
+    ("platforms", "grad", "kept_apart"),
+    [
+        (("cuda",), True, True),
+        (("cuda",), False, False),
+        (("cpu", "cuda"), True, False),
+    ],
+    ids=["for gradients", "forward alone", "in plain JAX"],
+)
+def test_what_loops_stack_of_a_gpu_kernel_is_no_part_of_it(
+    platforms: tuple[str, ...], grad: bool, kept_apart: bool
+) -> None:
+    """Or XLA would run the kernel for the stack, and again for what reads it."""
+    kernel = dataclasses.replace(soft.recording()[0], platforms=platforms)
+    site_fn = _bound(kernel)
+
+    def loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        turn = lambda q, _: (jnp.sin(site_fn(q, k, v)[..., :5]), None)
+        return jax.lax.scan(turn, q, None, length=3)[0].sum()
+
+    function = jax.jit(jax.grad(loop) if grad else loop)
+    lowered = function.trace(*_operands()).lower(lowering_platforms=("cuda",))
+    assert ("optimization_barrier" in lowered.as_text()) == kept_apart
 
 
 def test_gradients_a_backward_leaves_out_come_from_the_reference() -> None:
