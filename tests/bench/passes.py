@@ -8,6 +8,7 @@ temporary memory; on a GPU the device's time is split by what its kernels do.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -49,27 +50,42 @@ class Case:
         what: The pass, in words.
         fn: The function as written: the loss, or the loss and the weights' gradients.
         manual: The same with a kernel called by hand, where there is one.
+        memory: Bytes in which what checkpoints compute again may be kept.
     """
 
     what: str
     fn: Callable[..., Any]
     manual: Callable[..., Any] | None = None
+    memory: int = 0
 
 
 def cases(
-    loss: Callable[[bool], Loss], manual: Callable[[bool], Loss] | None = None
+    loss: Callable[[bool], Loss],
+    manual: Callable[[bool], Loss] | None = None,
+    memory: int = 0,
 ) -> list[Case]:
-    """The passes of a loss, which is made given whether layers are checkpointed."""
+    """The passes of a loss.
+
+    Args:
+        loss: Makes the loss, given whether layers are checkpointed.
+        manual: The same with a kernel called by hand.
+        memory: Bytes in which, in one more pass, what checkpoints compute again may be
+            kept.
+    """
 
     def case(what: str, of: Callable[[Any], Any], checkpointed: bool) -> Case:
         by_hand = None if manual is None else of(manual(checkpointed))
         return Case(what, of(loss(checkpointed)), by_hand)
 
-    return [
+    made = [
         case("forward", lambda fn: fn, False),
         case("gradient", jax.value_and_grad, False),
         case("gradient, layers checkpointed", jax.value_and_grad, True),
     ]
+    if memory:
+        what = f"{made[-1].what}, {memory / 2**30:.3g} GiB to keep"
+        made.append(dataclasses.replace(made[-1], what=what, memory=memory))
+    return made
 
 
 def cross_entropy(logits: jax.Array, ids: jax.Array) -> jax.Array:
@@ -87,7 +103,8 @@ def compare(given: list[Case], args: tuple, repeats: int) -> list[dict[str, Any]
     """
     rows = []
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
-        prepared = [_compiling(case, args, pool) for case in given]
+        known: dict[int, Future[Any]] = {}
+        prepared = [_compiling(case, args, pool, known) for case in given]
         wait(program for _, compiling in prepared for program in compiling.values())
         for case, (report, compiling) in zip(given, prepared, strict=True):
             row = {
@@ -117,14 +134,20 @@ def sites(report: rewriter.Report) -> dict[str, int]:
 
 
 def _compiling(
-    case: Case, args: tuple, pool: ThreadPoolExecutor
+    case: Case, args: tuple, pool: ThreadPoolExecutor, known: dict[int, Future[Any]]
 ) -> tuple[rewriter.Report, dict[str, Future[Any]]]:
-    fast = rewriter.optimize(case.fn)
-    programs: dict[str, Any] = {"written": jax.jit(case.fn), "rewritten": fast}
+    """A case's report and programs; functions that are known are not compiled again."""
+    fast = rewriter.optimize(case.fn, checkpoint_memory=case.memory)
+    plain: dict[str, Any] = {"written": case.fn}
     if case.manual is not None and jax.default_backend() == "gpu":
-        programs["by_hand"] = jax.jit(case.manual)
-    lowered = {name: program.lower(*args) for name, program in programs.items()}
-    return fast.report(*args), {n: pool.submit(x.compile) for n, x in lowered.items()}
+        plain["by_hand"] = case.manual
+    compiling = {"rewritten": pool.submit(fast.lower(*args).compile)}
+    for name, fn in plain.items():
+        if id(fn) not in known:
+            known[id(fn)] = pool.submit(jax.jit(fn).lower(*args).compile)
+        compiling[name] = known[id(fn)]
+    order = ("written", "rewritten", "by_hand")
+    return fast.report(*args), {n: compiling[n] for n in order if n in compiling}
 
 
 def _row(
