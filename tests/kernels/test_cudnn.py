@@ -188,6 +188,37 @@ def test_what_cudnn_is_given_computes_the_op(
     compared({"q": q, "k": k, "v": v, **more}, g, params, 1e-5)
 
 
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0)], ids=str)
+@pytest.mark.parametrize(("t", "s"), [(9, 9), (9, 12), (8, 11)])
+def test_odd_lengths_are_made_even(t: int, s: int, window: tuple, monkeypatch) -> None:
+    """Of q, k and v alone too: `by_xla` asserts that cuDNN sees no odd ones."""
+    monkeypatch.setattr(cudnn, "_call", by_xla)
+    sizes = ((2, t, 4, 72), (2, s, 2, 72), (2, s, 2, 72), (2, t, 4, 72))
+    q, k, v, g = (
+        jax.random.normal(jax.random.key(i), size) for i, size in enumerate(sizes)
+    )
+    params = {"scale": 0.3, "window": window}
+    compared({"q": q, "k": k, "v": v}, g, params, 1e-5)
+    given = spec_of(registry().op("attention"), {"q": q, "k": k, "v": v}, params)
+    assert cudnn._asked.__wrapped__(given).ok
+
+
+def test_what_cudnn_refuses_of_gradients_alone_is_told(monkeypatch) -> None:
+    """As it does those of odd lengths, whose forward it takes (jax 0.11.2)."""
+
+    @jax.custom_vjp
+    def only_forward(q, k, v):
+        return by_xla(q, k, v)
+
+    def refused(*_: Any) -> Any:
+        raise NotImplementedError("Unsupported sequence length Q 729, KV 729.")
+
+    only_forward.defvjp(lambda *x: (only_forward(*x), x), refused)
+    monkeypatch.setattr(cudnn, "_call", lambda q, k, v, **_: only_forward(q, k, v))
+    verdict = cudnn._asked.__wrapped__(spec(scale=0.1, window=(None, None)))
+    assert "Unsupported sequence length" in verdict.reasons[0].text
+
+
 @pytest.mark.parametrize(
     ("more", "params", "why"),
     [
