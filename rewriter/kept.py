@@ -130,12 +130,19 @@ def _same(
             only the other one gives, residuals of a site, is not among them.
     """
     table: dict[Any, list[Any]] = {}
+    first_of: dict[Any, Any] = {}  # values that the first body makes several times
     for eqn in eqns:
-        table.setdefault((eqn.primitive, *map(_key, eqn.invars)), []).append(eqn)
+        if eqn.effects:
+            continue
+        ins = [first_of.get(a, a) if _is_var(a) else a for a in eqn.invars]
+        found = table.setdefault((eqn.primitive, *map(_key, ins)), [])
+        if not any(_is_same(first, eqn, first_of) for first in found):
+            found.append(eqn)
     for eqn in inner:
-        ins = [a if _jax.is_literal(a) else known.get(a) for a in eqn.invars]
+        ins = [known.get(a) if _is_var(a) else a for a in eqn.invars]
         if any(a is None for a in ins):
             continue
+        ins = [first_of.get(a, a) if _is_var(a) else a for a in ins]
         if eqn.primitive.name == "name":  # for policies alone
             known[eqn.outvars[0]] = ins[0]
             continue
@@ -146,9 +153,7 @@ def _same(
 
 
 def _key(atom: Any) -> Any:
-    if not _jax.is_literal(atom):
-        return atom
-    return (str(atom.aval), repr(atom.val))
+    return atom if _is_var(atom) else (str(atom.aval), repr(atom.val))
 
 
 def _is_same(first: Any, eqn: Any, known: dict[Any, Any]) -> bool:

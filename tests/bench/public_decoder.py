@@ -6,7 +6,8 @@
 16 layers written out one after the other, rotary positions, weights as the library
 draws them. Forward, gradient of a whole step, and the same with every layer in
 `flax.linen.remat`, which the library has no option for: it is put around its layers
-from outside, by `flax.linen.intercept_methods`. Needs flax and transformers before 5.
+from outside, by `flax.linen.intercept_methods`; once more with memory to keep what
+those compute again. Needs flax and transformers before 5.
 """
 
 from __future__ import annotations
@@ -92,9 +93,12 @@ def main() -> None:
         size, batches = (2, 128, 2, 256, 512), ((1, 256),)
     model = model_of(*size, positions=max(t for _, t in batches))
     weights = weights_of(model)
-    cases = passes.cases(lambda checkpointed: loss_of(model, checkpointed))
     rows = []
     for b, t in batches:
+        cases = passes.cases(
+            lambda checkpointed: loss_of(model, checkpointed),
+            memory=d.KEPT.get(t, 1 << 20),
+        )
         ids = jax.random.randint(jax.random.key(1), (b, t + 1), 0, size[-1])
         rows += passes.compare(cases, (weights, ids), given.repeats)
     if given.json:

@@ -176,6 +176,9 @@ def test_other_operands_numbers_and_parameters_are_not_the_same():
     )
     assert pairs(lambda w, x: x * 2.0, lambda w, x: x * 2.5, w, x) == 0
     assert pairs(lambda w, x: x * 2.0, lambda w, x: x * 2.0, w, x) == 1
+    # What the first computes twice, and reads the second time.
+    twice = lambda w, x: (jnp.sin(w), x @ jnp.sin(w))
+    assert pairs(twice, lambda w, x: x @ jnp.sin(w), w, x) == 2
     # Inside of calls, whatever they return.
     silu = jax.jit(lambda x: (jnp.exp(x), jnp.sin(x)))
     less = jax.jit(lambda x: jnp.sin(x))
