@@ -2,10 +2,11 @@
 
 XLA writes and reads the scores several times, all of them, whatever the mask. The loop
 over blocks does so in float32 within a few blocks, and leaves out most hidden ones.
-cuDNN and our kernel for Hopper GPUs multiply what is seen, equally fast within a tenth
-(``tests/bench/results/hopper_attention_h200.json``); cuDNN is compiled sooner, and so
-goes first. The constants are those of an H200; what XLA takes on TPUs agrees with
-published rates of v5p, v6e and TPU7x within a factor of two.
+cuDNN and our kernel for Hopper GPUs multiply what is seen, heads of 64, 128 and 256
+equally fast within a tenth (``tests/bench/results/hopper_attention_h200.json``); cuDNN
+is compiled sooner, and so goes first. Heads of other widths it takes as if they were
+wider, ours with fewer zeros. The constants are those of an H200; what XLA takes on TPUs
+agrees with published rates of v5p, v6e and TPU7x within a factor of two.
 
 b, t, n, h                          model and measured; ms
 4 4096 16 128 full bf16   forward   cudnn  0.9  0.8   memory_bounded 7.4  6.7
@@ -15,6 +16,8 @@ b, t, n, h                          model and measured; ms
 2 4096 16 256 full bf16   both      hopper 3.8  3.5   cudnn 4.4  4.2
 4 4096 8 of 4 256, capped both      hopper 2.5  2.3   xla   11   10
 2 4096 16 128 bias bf16   both      hopper 4.2  4.0   xla   6.6  6.9
+4 4096 32 96 causal bf16  both      hopper 3.3  3.0   cudnn 3.7  3.6
+32 729 16 72 full bf16    both      hopper 1.2  1.2   xla   2.2  4.7
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ from rewriter.estimate import item, seconds
 from rewriter.kernel import Spec
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.cost import cost
-from rewriter.kernels.attention.cudnn import SMALL
-from rewriter.kernels.attention.cudnn import untried as cudnn_untried
+from rewriter.kernels.attention.cudnn import SMALL, untried
+from rewriter.kernels.attention.hopper.config import STEP, filled
 
 PASSES, MASKED = 4.5, 2.0
 """How often XLA reads or writes the scores, in the operands' type; how often more
@@ -73,13 +76,24 @@ LEAST = 16 << 20
 FULL_WIDTH = 128
 """Narrower heads have smaller shares in cuDNN, as the root of their width."""
 
+STEP_CUDNN = 64
+"""cuDNN is taken to fill heads up to multiples of it: it takes 0.224 ms for heads of 80
+and 0.225 for heads of 128, 0.928 for heads of 96 and 0.913 for heads of 128
+(``tests/bench/results/hopper_attention_h200.json``; 1k keys, and 4k under a causal
+mask)."""
+
+COPIED = 0.6
+"""The share of the bandwidth that is reached by copies which put zeros beside operands,
+or cut them off: fitted to what our kernels take with copies for heads of 72 and 40 in
+the same record, less what products of 80 and 48 are estimated to take. The copies that
+make lengths even for cuDNN were not measured, and are taken to reach it too."""
+
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns seconds by name: of "xla" and the kernels in plain JAX and for GPUs."""
     (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
     size, scores = item(spec, "q"), b * n * t * s
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
-    seen = cost(shapes, dtypes, params, passes)
     forward = cost(shapes, dtypes, params)
     whole = 2.0 * scores * (h + spec.shape("v")[3])
     share = min(1.0, forward.flops / whole) if whole else 1.0
@@ -97,23 +111,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         device, longer * whole * share, longer * (capped * blocks + moved),
         compute=DENSE, item=size, launches=longer * 4 * max(1.0, t / 2048),
     )  # fmt: skip
-    fused = FUSED if passes == "forward" else FUSED_BOTH
-    fused *= min(1.0, math.sqrt(h / FULL_WIDTH))
-    launches = 3 if passes == "forward" else 8
-    padded = seen.flops * max(1.0, TILE / max(t, 1))
-    least = seconds(device, 0.0, seen.bytes)
-    cudnn = seconds(device, seen.flops, 0.0, compute=fused, launches=launches)
-    own = seconds(device, padded, 0.0, compute=OWN * fused, launches=launches)
-    cudnn, own = max(cudnn, least), max(own, least)
-    if capped > 1.0:
-        own *= CAPPED_OWN
-    if passes != "forward":
-        own = _with_gradients(spec, device, own, loop * (1 - 1 / BOTH))
-        cudnn /= WIDE_CUDNN if h > FULL_WIDTH else 1.0
-    if cudnn_untried(spec):
-        cudnn = math.inf
-    if hopper.untried(spec) or 4 * scores < SMALL:  # as measured of cuDNN
-        own = math.inf
+    cudnn = _cudnn(spec, device, passes)
+    own = _own(spec, device, passes, loop * (1 - 1 / BOTH))
     few = math.inf
     if passes == "forward" and device.platform == "cuda":
         rows = t * n // max(spec.shape("k")[2], 1)
@@ -126,6 +125,91 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
             xla = max(xla, streamed) if rows > 1 else streamed
     made = {"xla": xla, "memory_bounded": loop, "cudnn": cudnn}
     return made | {"hopper": own, "hopper_decode": few}
+
+
+def _cudnn(spec: Spec, device: Device, passes: str) -> float:
+    """Returns seconds of cuDNN, copies that make lengths even included."""
+    if untried(spec):
+        return math.inf
+    both, h = passes != "forward", spec.shape("q")[3]
+    flops = _widened(spec, passes, STEP_CUDNN)
+    share = _share(passes, -(-h // STEP_CUDNN) * STEP_CUDNN)
+    share *= WIDE_CUDNN if both and h > FULL_WIDTH else 1.0
+    made = seconds(device, flops, 0.0, compute=share, launches=8 if both else 3)
+    made = max(made, _least(spec, device, passes))
+    return made + _copies(device, _made_even(spec, both))
+
+
+def _own(spec: Spec, device: Device, passes: str, loop: float) -> float:
+    """Returns seconds of our kernels for Hopper GPUs, copies of filled heads included.
+
+    Args:
+        spec: A use.
+        device: A Hopper GPU.
+        passes: ``forward`` or ``forward_and_vjp``.
+        loop: Seconds of the gradients alone by the loop over blocks.
+    """
+    (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
+    if 4 * b * n * t * s < SMALL:  # as measured of cuDNN
+        return math.inf
+    both = passes != "forward"
+    flops = _widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
+    share = OWN * _share(passes, filled(h))
+    made = seconds(device, flops, 0.0, compute=share, launches=8 if both else 3)
+    made = max(made, _least(spec, device, passes))
+    made *= CAPPED_OWN if spec.param("softcap") is not None else 1.0
+    made += _copies(device, _made_wider(spec, both))
+    return _with_gradients(spec, device, made, loop) if both else made
+
+
+def _share(passes: str, width: int) -> float:
+    """Returns what share of the peak heads of a width reach in cuDNN."""
+    share = FUSED if passes == "forward" else FUSED_BOTH
+    return share * min(1.0, math.sqrt(width / FULL_WIDTH))
+
+
+def _widened(spec: Spec, passes: str, step: int) -> float:
+    """Returns operations of heads that are filled up to multiples of some columns."""
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    wider = {
+        name: (*shapes[name][:3], -(-shapes[name][3] // step) * step) for name in "qkv"
+    }
+    return cost({**shapes, **wider}, dtypes, params, passes).flops
+
+
+def _least(spec: Spec, device: Device, passes: str) -> float:
+    """Returns seconds in which operands and results are read and written once."""
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    return seconds(device, 0.0, cost(shapes, dtypes, params, passes).bytes)
+
+
+def _copies(device: Device, nbytes: float) -> float:
+    return seconds(device, 0.0, nbytes, memory=COPIED, launches=0)
+
+
+def _made_even(spec: Spec, both: bool) -> float:
+    """Returns bytes of copies by which cuDNN is given even numbers of rows.
+
+    Operands get a row, the result loses one; gradients too, their cotangent gets one.
+    """
+    (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
+    numbers = b * (h + e) * (t % 2 * t * n + s % 2 * s * heads)
+    return 2.0 * item(spec, "q") * numbers * (2 if both else 1)
+
+
+def _made_wider(spec: Spec, both: bool) -> float:
+    """Returns bytes of copies by which our kernel is given widths that it reads.
+
+    Zeros go beside q, k and v, once for both passes, and the result's are cut off; for
+    gradients beside the result again and its cotangent, and three are cut.
+    """
+    (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
+    wide, wide_values = (x + filled(x) if filled(x) > x else 0 for x in (h, e))
+    times, results = (2, 3) if both else (1, 1)
+    queries, keys = b * t * n, b * s * heads
+    numbers = times * (queries + keys) * wide
+    numbers += (times * keys + results * queries) * wide_values
+    return float(item(spec, "q") * numbers)
 
 
 def _with_gradients(spec: Spec, device: Device, own: float, loop: float) -> float:

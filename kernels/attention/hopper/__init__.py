@@ -74,14 +74,6 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
 
-def untried(spec: Spec) -> bool:
-    """Returns whether a use was not timed; it is taken if measured or asked for.
-
-    Zeros beside heads of other widths have run on an H200, and were not timed there.
-    """
-    return widths(spec) != (spec.shape("q")[3], spec.shape("v")[3])
-
-
 def deterministic(config: BackwardTiles | None) -> Verdict:
     """Returns whether gradients are the same bits each time: not if all are fused."""
     if config is None or not config.fused:
