@@ -171,7 +171,7 @@ def _cut(pair: _Pair) -> _Cut | None:
     makers = {v: e for e in forward.eqns for v in e.outvars}
     given = dict(zip(forward.inputs, range(len(forward.inputs)), strict=True))
     wanted = {forward.outs[k] for k in pair.read}
-    stacked = {forward.outs[k] for k in pair.anyway}
+    stacked = set(_vars(forward.outs[k] for k in pair.anyway))
     graph = networkx.DiGraph()
     todo, seen = list(wanted), set(wanted)
     for value in wanted:
@@ -242,7 +242,7 @@ def _with_cut(body: Any, pair: _Pair, cut: Sequence[Any]) -> Any:
     given = dict(zip(forward.inputs, forward.eqn.invars, strict=True))
     place = {v: k for k, v in enumerate(forward.inputs)}
     consts = [v for v in cut if place.get(v, forward.first) < forward.n_consts]
-    slices = [v for v in cut if place.get(v, 0) >= forward.first]
+    slices = [v for v in cut if place.get(v, -1) >= forward.first]
     stacked = [v for v in cut if v not in consts and v not in slices]
     first, results, stacks = _stacking(pair, stacked)
     read = {at: forward.outs[k] for k, many in pair.read.items() for at in many}

@@ -10,6 +10,8 @@ import pytest
 import rewriter
 from rewriter import _jax
 from rewriter.recompute import recomputed
+from tests import slow
+from tests.rewriter import loops_at_random
 
 LAYERS, ROWS, WIDTH, HIDDEN = 4, 512, 64, 256
 
@@ -221,6 +223,31 @@ def test_under_jit_vmap_and_twice_differentiated():
         return sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads))
 
     before_and_after(jax.grad(slope), WEIGHTS, X)
+
+
+def test_loops_without_carries_and_numbers_among_what_is_stacked(monkeypatch):
+    monkeypatch.setattr("rewriter.recompute.LEAST", 1)
+
+    def alone(weights, x):  # no carry, nothing that all turns read
+        turn = lambda _, p: (None, jnp.sum(jax.nn.silu(p["gate"] @ p["down"])))
+        return jnp.mean(jax.lax.scan(turn, None, weights)[1]) + 0 * jnp.sum(x)
+
+    before_and_after(jax.grad(alone), WEIGHTS, X)
+
+    def numbered(weights, x):
+        turn = lambda x, p: (jnp.tanh(x @ p["gate"]) @ p["down"], 1.5)
+        x, ones = jax.lax.scan(turn, x, weights)
+        return jnp.mean(x**2) * jnp.sum(ones), ones
+
+    before_and_after(jax.grad(numbered, has_aux=True), WEIGHTS, X)
+
+
+@pytest.mark.parametrize("seed", slow.first(8, range(24)))
+def test_random_loops_compute_the_same(seed, monkeypatch):
+    monkeypatch.setattr("rewriter.recompute.LEAST", 1)
+    monkeypatch.setattr("rewriter.kept.WORTH", 0.001)
+    for name, far, _ in loops_at_random.compared(seed):
+        assert far < 1e-3, name
 
 
 def test_checkpointed_layers_stack_what_they_did():
