@@ -163,6 +163,7 @@ def analyze(
         placement=placement if isinstance(placement, Placement) else None,
         stacks=rewritten.stacks,
         kept=rewritten.kept,
+        offered=rewritten.offered,
     )
     _log(report)
     _require(report, config)
@@ -245,7 +246,7 @@ def _rewritten(
         warnings.warn(text, RewriterWarning, stacklevel=2)
     return Rewritten(
         after.closed_jaxpr, after.sites, after.misses, failures, after.seconds,
-        after.key, after.stacks, after.kept,
+        after.key, after.stacks, after.kept, after.offered,
     )  # fmt: skip
 
 

@@ -15,7 +15,9 @@ one. `rewriter.recompute` is what decides of programs without checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,21 +62,30 @@ def kept(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ..
             returned itself if nothing is kept.
         memory: Bytes that may be kept, of all checkpoints together.
     """
-    chosen: list[Kept] = []
+    told: list[Kept] = []
 
     def change(body: Any) -> Any:
-        left = memory - sum(k.bytes for k in chosen)
-        body, more = _in_one_body(body, left)
-        chosen.extend(more)
-        while True:
-            left = memory - sum(k.bytes for k in chosen)
-            found = _in_two_loops(body, left)
-            if found is None:
-                return body
-            body, more = found
-            chosen.extend(more)
+        for place in _places(body):
+            chosen = _chosen(place.found, memory - sum(k.bytes for k in told))
+            if chosen:
+                told.extend(a.told() for a in chosen)
+                return change(place.keep(chosen))
+        return body
 
-    return (changed(program, change) if memory else program), tuple(chosen)
+    return (changed(program, change) if memory else program), tuple(told)
+
+
+def offered(program: ClosedJaxpr) -> tuple[Kept, ...]:
+    """Returns what `kept` would keep of a program if memory were no matter."""
+    told: list[Kept] = []
+
+    def look(body: Any) -> Any:
+        for place in _places(body):
+            told.extend(a.told() for a in _chosen(place.found, math.inf))
+        return body
+
+    changed(program, look)
+    return tuple(told)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +234,7 @@ def _repeated(
     return found
 
 
-def _chosen(found: Sequence[_Again], memory: int) -> list[_Again]:
+def _chosen(found: Sequence[_Again], memory: float) -> list[_Again]:
     """Those of the most operations per byte that memory has room for."""
     sized = [a for a in found if is_sized(a.eqn.outvars)]
     costly = [a for a in sized if a.flops >= WORTH * max(1, a.bytes)]
@@ -291,37 +302,36 @@ def _with_given(
     return made
 
 
-def _in_one_body(body: Any, memory: int) -> tuple[Any, list[Kept]]:
-    """A body whose checkpoints are given what is computed in front of them."""
-    variables = [v for e in body.eqns for v in e.outvars] + [*_inputs(body)]
-    variables += list(getattr(body, "constvars", ()))
-    known = {v: v for v in variables}
-    chosen = _chosen(_repeated(body.eqns, body, known), memory)
-    if not chosen:
-        return body, []
-    forward = _Forward(chosen)
-    eqns = _with_given(body.eqns, chosen, forward.value)
-    new = _jax.with_equations(body, forward.eqns(eqns), _outs(body))
-    return new, [a.told() for a in chosen]
+@dataclass(frozen=True)
+class _Place:
+    """What checkpoints of a body do again, and how to keep some of it there."""
+
+    found: Sequence[_Again]
+    keep: Callable[[Sequence[_Again]], Any]
 
 
-def _in_two_loops(body: Any, memory: int) -> tuple[Any, list[Kept]] | None:
-    """A body with a loop that stacks what the checkpoints of another one need."""
+def _places(body: Any) -> Iterator[_Place]:
+    """Where a body may keep something: among its own equations, or between loops."""
+    known = {v: v for e in body.eqns for v in e.outvars}
+    known.update({v: v for v in (*_inputs(body), *getattr(body, "constvars", ()))})
+    found = _repeated(body.eqns, body, known)
+    yield _Place(found, functools.partial(_handing, body))
     loops = loops_in(body)
     for first in loops:
+        if not isinstance(first.length, int) or _jax.consts_of(first.body):
+            continue
         for second in loops:
-            if second.position <= first.position or second.length != first.length:
-                continue
-            if not isinstance(first.length, int) or _jax.consts_of(first.body):
-                continue
-            known = _carried_over(first, second)
-            found = _repeated(first.eqns, second.body, known, first.length)
-            chosen = _chosen(found, memory)
-            if chosen:
-                return _stacking(body, first, second, chosen), [
-                    a.told() for a in chosen
-                ]
-    return None
+            if second.position > first.position and second.length == first.length:
+                known = _carried_over(first, second)
+                found = _repeated(first.eqns, second.body, known, first.length)
+                yield _Place(found, functools.partial(_stacking, body, first, second))
+
+
+def _handing(body: Any, chosen: Sequence[_Again]) -> Any:
+    """The body whose checkpoints are given what is computed in front of them."""
+    forward = _Forward(chosen)
+    eqns = _with_given(body.eqns, chosen, forward.value)
+    return _jax.with_equations(body, forward.eqns(eqns), _outs(body))
 
 
 def _carried_over(first: Loop, second: Loop) -> dict[Any, Any]:

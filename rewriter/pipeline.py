@@ -17,7 +17,7 @@ from rewriter.config import Config
 from rewriter.fold import Folded, fold
 from rewriter.gradients import search_gradients
 from rewriter.graph import Graph
-from rewriter.kept import kept
+from rewriter.kept import kept, offered
 from rewriter.locate import located
 from rewriter.match import search
 from rewriter.parts import apart, parted, wholes
@@ -156,6 +156,7 @@ def _whole(
         program = _unfolded(folded, program, origins, plan.labels)
         clock("unfold")
     program, more = kept(program, config.checkpoint_memory)
+    rest = offered(program) if plan.splices else ()
     clock("keep")
     program = absorbed(program)
     clock("absorb")
@@ -170,6 +171,7 @@ def _whole(
         plan.key,
         stacks,
         more,
+        rest,
     )
 
 

@@ -54,6 +54,7 @@ class Rewritten:
         key: Under which the whole program is measured; None if nothing was replaced.
         stacks: What loops stack for their gradients, where that is less than before.
         kept: What checkpoints are given, and do not compute again.
+        offered: What more they could be given.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -64,6 +65,7 @@ class Rewritten:
     key: Key | None = None
     stacks: tuple[Stacks, ...] = ()
     kept: tuple[Kept, ...] = ()
+    offered: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

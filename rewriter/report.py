@@ -53,6 +53,7 @@ class Report:
         placement: Where its inputs are, if it runs on several devices.
         stacks: What loops stack for their gradients, where that is less than before.
         kept: What checkpoints are given, and do not compute again.
+        offered: What more `checkpoint_memory` could give them.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -76,6 +77,7 @@ class Report:
     placement: Placement | None = field(default=None, repr=False)
     stacks: tuple[Stacks, ...] = ()
     kept: tuple[Kept, ...] = ()
+    offered: tuple[Kept, ...] = ()
 
     def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
@@ -162,6 +164,7 @@ class Report:
             "failures": [asdict(r) for r in self.failures],
             "stacks": [asdict(s) for s in self.stacks],
             "kept": [asdict(k) for k in self.kept],
+            "offered": [asdict(k) for k in self.offered],
             "seconds": dict(self.seconds),
         }
 
@@ -219,6 +222,8 @@ def _lines(report: Report) -> Iterator[str]:
     for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
         same = [k for k in report.kept if (k.what, k.where) == (what, where)]
         yield _row("✓", _kept_row(same), widths)
+    if report.offered:
+        yield f" = {_offer(report.offered)}"
     for stacks in report.stacks:
         yield from _stacks_lines(stacks, widths)
     for reason in report.failures:
@@ -230,6 +235,15 @@ def _kept_row(same: Sequence[Kept]) -> tuple[str, str, str, str]:
     memory = size(sum(k.bytes for k in same))
     text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
     return same[0].what, f"×{count}", same[0].where, text
+
+
+def _offer(offered: Sequence[Kept]) -> str:
+    flops, memory = (sum(getattr(k, n) for k in offered) for n in ("flops", "bytes"))
+    best = max(offered, key=lambda k: k.flops / k.bytes)
+    first = sum(k.bytes for k in offered if k.what == best.what)
+    text = f"checkpoints compute {flops / 1e12:.3g} TFLOP again; checkpoint_memory "
+    text += f"keeps all of it in {size(memory)}"
+    return text + (f", {best.what} in {size(first)}" if first < memory else "")
 
 
 def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:

@@ -150,6 +150,20 @@ def test_report_says_what_is_kept():
     assert whats == {"product", "attention"}
 
 
+@pytest.mark.parametrize("fn", [in_a_loop, one_by_one])
+def test_report_says_what_could_be_kept(fn):
+    nothing, some, every = (
+        fast_step(fn, m).report(WEIGHTS, X) for m in (0, 4 << 20, GIB)
+    )
+    assert set(nothing.offered) == set(every.kept)
+    assert every.offered == ()
+    assert len(some.kept) + len(some.offered) == len(every.kept)
+    memory = f"{sum(k.bytes for k in every.kept) / 2**20:.3g} MiB"
+    assert f"checkpoint_memory keeps all of it in {memory}" in str(nothing)
+    assert "checkpoint_memory" not in str(every)
+    assert len(nothing.as_dict()["offered"]) == len(every.kept)
+
+
 def test_without_memory_nothing_changes():
     program = jax.make_jaxpr(jax.grad(in_a_loop))(WEIGHTS, X)
     assert kept(program, 0) == (program, ())
