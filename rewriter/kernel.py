@@ -259,6 +259,10 @@ class Kernel:
             it, if they do for one. `forward` then adds it to the operand first and
             gives ``(sum, result)`` instead of the result; `backward`, of which the
             operand is that sum, adds it to that operand's cotangent.
+        swaps: Operands that it reads as well where two axes lie the other way round in
+            memory: ``(name, axis, axis)``. `forward` is told of which that is known, by
+            ``swapped=``, their names; it is given them in the op's order all the same,
+            and swaps their axes itself, which costs nothing then.
     """
 
     name: str
@@ -291,6 +295,7 @@ class Kernel:
     deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
     merges: bool = False
     adds_to: str = ""
+    swaps: tuple[tuple[str, int, int], ...] = ()
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"

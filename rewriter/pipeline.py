@@ -20,6 +20,7 @@ from rewriter.graph import Graph
 from rewriter.kept import kept, offered
 from rewriter.locate import located
 from rewriter.match import search
+from rewriter.memory_order import told
 from rewriter.parts import apart, parted, wholes
 from rewriter.planner import planned, target_of, tasks_of
 from rewriter.programs import Task
@@ -158,7 +159,7 @@ def _whole(
     program, more = kept(program, config.checkpoint_memory)
     rest = offered(program) if plan.splices else ()
     clock("keep")
-    program = absorbed(program)
+    program = told(absorbed(program))
     clock("absorb")
     program, stacks = recomputed(program) if plan.splices else (program, ())
     clock("recompute")

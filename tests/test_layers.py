@@ -20,7 +20,7 @@ ORDER = [
     "special_form", "plan", "gradients", "backward_place", "as_written", "leaves",
     "remains", "oracle", "uses", "kernel_call", "levels", "implement", "site",
     "residual_stream", "equations", "bodies", "loops", "work", "kept", "recompute",
-    "sums", "sums_of_parts", "absorb", "threads",
+    "memory_order", "sums", "sums_of_parts", "absorb", "threads",
     "programs", "inputs", "least_time", "candidate", "times", "race", "whole_race",
     "isolate", "static_cost", "autotune", "propagation", "shards", "ring", "splice",
     "replace", "locate", "unfold", "placing", "planner", "parts", "pipeline",

@@ -99,6 +99,7 @@ KERNELS = (
             hopper_decode.configs,
             hopper_decode.fits,
         ),
+        swaps=(("k", 1, 2), ("v", 1, 2)),
     ),
     Kernel(
         name="mosaic_tpu",

@@ -233,14 +233,19 @@ def others(
     return numbers, params
 
 
-def simulated(shape: tuple[int, ...], given: dict[str, Any], config: Split) -> float:
+def simulated(
+    shape: tuple[int, ...],
+    given: dict[str, Any],
+    config: Split,
+    swapped: tuple[str, ...] = (),
+) -> float:
     """The relative error of the result."""
     made = operands(shape, "bfloat16", given.get("times", 1))[:3]
     q, k, v = (np.asarray(x) for x in made)
     numbers, params = others(shape, given)
     both = {**{n: np.asarray(x) for n, x in numbers.items()}, **params}
     with simulator.simulated_decode():
-        out = decode.forward(q=q, k=k, v=v, config=config, **both)
+        out = decode.forward(q=q, k=k, v=v, config=config, swapped=swapped, **both)
     return error(out, exact(q, k, v, **both))
 
 
@@ -248,6 +253,12 @@ def simulated(shape: tuple[int, ...], given: dict[str, Any], config: Split) -> f
 def test_its_code_run_by_threads(name: str) -> None:
     """Numbers, memory that is handed on, and barriers, with no GPU."""
     assert simulated(*SIMULATED[name]) <= LIMITS["bfloat16"]
+
+
+@pytest.mark.parametrize("name", slow.first(3, SIMULATED))
+@pytest.mark.parametrize("swapped", slow.first(1, [("k", "v"), ("k",)]))
+def test_caches_whose_heads_lie_first(name: str, swapped: tuple[str, ...]) -> None:
+    assert simulated(*SIMULATED[name], swapped) <= LIMITS["bfloat16"]
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -446,6 +457,14 @@ def test_numbers_against_float64(name: str, dtype: str) -> None:
     out = run(q, k, v, numbers)
     assert out.dtype == q.dtype
     assert error(out, exact(q, k, v, **numbers, **params)) <= LIMITS[dtype]
+    swapped = jax.jit(
+        lambda q, k, v, numbers: hopper_decode.forward(
+            q=q, k=k.swapaxes(1, 2), v=v.swapaxes(1, 2), swapped=("k", "v"),
+            **numbers, **params, **more,
+        )
+    )  # fmt: skip
+    first = (x.swapaxes(1, 2) for x in (k, v))
+    bits.assert_same(swapped(q, *first, numbers), out)
     for _ in range(3):  # a race would show as a change
         bits.assert_same(run(q, k, v, numbers), out)
 

@@ -127,11 +127,14 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
 
-def forward(*, config: Split | None = None, **given: Any) -> Array:
+def forward(
+    *, config: Split | None = None, swapped: tuple[str, ...] = (), **given: Any
+) -> Array:
     """Returns attention; see `rewriter.kernels.attention.hopper_decode.decode`.
 
     Args:
         config: How the work is split, by default by the rule of thumb.
+        swapped: Operands whose heads lie before positions in memory.
         **given: Operands and parameters of attention.
     """
     from rewriter.kernels.attention import OP
@@ -140,4 +143,4 @@ def forward(*, config: Split | None = None, **given: Any) -> Array:
     operands = {n: x for n, x in given.items() if n in OP.operands}
     params = {n: x for n, x in given.items() if n not in operands}
     config = config or default(spec_of(OP, operands, params), ANY)
-    return decode.forward(**given, config=config)
+    return decode.forward(**given, config=config, swapped=swapped)

@@ -27,6 +27,7 @@ def forward(
     k: Array,
     v: Array,
     config: Split,
+    swapped: tuple[str, ...] = (),
     **given: Any,
 ) -> Array:
     """Returns attention [b, t, n, e], as `reference` does, for what `supports` takes.
@@ -36,18 +37,23 @@ def forward(
         k: [b, s, k, h].
         v: [b, s, k, e].
         config: How the work is split.
+        swapped: Operands whose heads lie before positions in memory. Both k and v are
+            read so if both are among them, without a copy.
         **given: Other operands and parameters; see `attend`.
     """
-    s = k.shape[1]
-    pages = Pages(size=s, count=1, axes="pzkh", listed=False)
-    k, v = (_even(x) for x in (k, v))
-    return attend(q, k, v, None, pages, s, k.shape[2], config, **given)
+    s, heads = k.shape[1:3]
+    axes = "pkzh" if {"k", "v"} <= set(swapped) else "pzkh"
+    if axes == "pkzh":
+        k, v = (x.swapaxes(1, 2) for x in (k, v))
+    pages = Pages(size=s, count=1, axes=axes, listed=False)
+    k, v = (_even(x, axes.index("z")) for x in (k, v))
+    return attend(q, k, v, None, pages, s, heads, config, **given)
 
 
-def _even(x: Array) -> Array:
+def _even(x: Array, axis: int) -> Array:
     """Adds keys up to a multiple of `EDGE`."""
-    more = -x.shape[1] % EDGE
-    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
+    widths = [(0, -n % EDGE if k == axis else 0) for k, n in enumerate(x.shape)]
+    return jnp.pad(x, widths) if any(map(any, widths)) else x
 
 
 def attend(
