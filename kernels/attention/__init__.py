@@ -81,6 +81,7 @@ KERNELS = (
             hopper.backward_configs,
             hopper.fits_backward,
         ),
+        swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
     ),
     Kernel(
         name="hopper_decode",

@@ -744,6 +744,21 @@ def test_heads_of_other_widths_get_zeros(h: int, e: int) -> None:
         assert error(x, y) <= LIMITS["bfloat16"]
 
 
+@pytest.mark.parametrize("swapped", [("q", "k", "v"), ("k", "v")])
+def test_operands_whose_heads_lie_first(swapped: tuple[str, ...]) -> None:
+    q, k, v, _ = (
+        np.asarray(x) for x in operands((2, 70, 90, 4, 2, 32, 32), "bfloat16")
+    )
+    given = {"scale": 0.2, "window": CAUSAL, "shift": 20}
+    with simulator.simulated():
+        plain, first = (
+            hopper.forward(q=q, k=k, v=v, **given, **more)
+            for more in ({}, {"swapped": swapped})
+        )
+    np.testing.assert_array_equal(plain, first)
+    assert error(first, exact(q, k, v, **given)) <= LIMITS["bfloat16"]
+
+
 @pytest.mark.parametrize("barrier", ["k_free", "v_free", "q_free"])
 def test_the_simulator_sees_memory_that_is_taken_too_early(
     barrier: str, monkeypatch: pytest.MonkeyPatch

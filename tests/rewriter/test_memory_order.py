@@ -71,9 +71,11 @@ def transposed_by_hand(q: Any, k: Any, v: Any) -> jax.Array:
     return heads_last(q.transpose(0, 2, 1, 3), k, v)
 
 
-def found(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
+def found(
+    fn: Callable[..., Any], *args: Any, forced: Any = FORCED
+) -> list[tuple[str, ...]]:
     """What the kernel of each site is told, in order."""
-    program = jax.make_jaxpr(rewriter.optimize(fn, implementation=FORCED))(*args)
+    program = jax.make_jaxpr(rewriter.optimize(fn, implementation=forced))(*args)
     told = []
 
     def walk(body: Any) -> None:
@@ -86,6 +88,16 @@ def found(fn: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
 
     walk(program.jaxpr)
     return told
+
+
+def test_many_queries_are_read_so_too() -> None:
+    forced = {"attention": "hopper"}
+    every = found(heads_first, CACHE, CACHE, CACHE, forced=forced)
+    assert every == [("q", "k", "v")]
+    some = lambda x, w, k, v: heads_first(
+        (x @ w).reshape(BATCH, KEYS, HEADS, WIDTH).transpose(0, 2, 1, 3), k, v
+    )
+    assert found(some, WIDE, PROJECTION, CACHE, CACHE, forced=forced) == [("k", "v")]
 
 
 AT = jax.ShapeDtypeStruct((), jnp.int32)

@@ -59,6 +59,7 @@ class _Problem:
     terms: Terms
     beside: Beside
     splits: bool
+    swapped: tuple[str, ...]
 
     @property
     def group(self) -> int:
@@ -123,6 +124,7 @@ def forward(
     residuals: bool = False,
     apart: bool = False,
     config: Tiles | None = None,
+    swapped: tuple[str, ...] = (),
 ) -> Any:
     """Returns attention, as `reference` does, for what `supports` takes.
 
@@ -150,6 +152,8 @@ def forward(
             for rows without keys.
         apart: Whether lse is instead a row's maximum and the logarithm of its sum.
         config: The tiles.
+        swapped: Those of q, k and v whose heads lie before positions in memory; they
+            are read so, without a copy.
     """
     del out_dtype
     b, t, n, h = q.shape
@@ -168,9 +172,10 @@ def forward(
     config = config or Tiles()
     p = _Problem(
         b, n, heads, h, e, seen, scale, softcap, config, residuals, terms,
-        beside_of(given), apart,
+        beside_of(given), apart, swapped,
     )  # fmt: skip
     named = {"q": even(q), "k": even(k), "v": even(v)}
+    named |= {name: named[name].swapaxes(1, 2) for name in swapped}
     named |= pallas.dealt(p.order)
     numbers = {"lengths": kv_lengths, "offsets": offset, "prefixes": prefix}
     for name, x in numbers.items():
@@ -227,7 +232,8 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     config, wgs, stages = p.config, p.config.warpgroups, p.config.stages
     width, deep = pallas.swizzle(p.h), pallas.swizzle(p.e, config.block_kv)
     flat, q, terms = pallas.swizzle(p.e), named["q"], p.terms
-    out = [jax.ShapeDtypeStruct((p.b, q.shape[1], p.n, p.e), q.dtype)]
+    rows = -(-p.mask.t // EDGE) * EDGE
+    out = [jax.ShapeDtypeStruct((p.b, rows, p.n, p.e), q.dtype)]
     q_tiles = pallas.tiles((wgs, 64, p.h), q.dtype, width)
     o_tiles = pallas.tiles((wgs, 64, p.e), q.dtype, flat)
     scratch = {
@@ -300,9 +306,14 @@ class _Block:
         pallas.over_tiles(order, self.given, self.named, of, copies)
 
     # ------------------------------------------------------------------ copying
+    def source(self, name: str, entry: Any, rows: Any, head: Any) -> Any:
+        """Returns where rows of a head lie."""
+        at = (entry, head, rows) if name in self.p.swapped else (entry, rows, head)
+        return self.given[name].at[at]
+
     def copy(self) -> None:
         """Fills shared memory as it becomes free."""
-        p, x, given = self.p, self.named, self.given
+        p, x = self.p, self.named
 
         def one(tile: Tile, step: Any) -> Any:
             def block(i: Any, step: Any) -> Any:
@@ -312,7 +323,7 @@ class _Block:
                 for name in "kv":
                     plgpu.barrier_wait(x[f"{name}_free"].at[slot])
                     plgpu.copy_gmem_to_smem(
-                        given[name].at[tile.b, keys, tile.head],
+                        self.source(name, tile.b, keys, tile.head),
                         x[f"{name}_tiles"].at[slot], x[f"{name}_ready"].at[slot],
                     )  # fmt: skip
                     if name == "k":
@@ -326,7 +337,7 @@ class _Block:
                 plgpu.barrier_wait(x["q_free"].at[w])
                 rows = pl.ds(tile.first + 64 * w, 64)
                 plgpu.copy_gmem_to_smem(
-                    given["q"].at[tile.b, rows, tile.n],
+                    self.source("q", tile.b, rows, tile.n),
                     x["q_tiles"].at[w], x["q_ready"].at[w],
                 )  # fmt: skip
             return lax.fori_loop(ahead, count, block, step)
