@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import networkx
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
@@ -172,6 +171,8 @@ def _cut(pair: _Pair) -> _Cut | None:
     given = dict(zip(forward.inputs, range(len(forward.inputs)), strict=True))
     wanted = {forward.outs[k] for k in pair.read}
     stacked = set(_vars(forward.outs[k] for k in pair.anyway))
+    import networkx  # which takes long, and most programs stack nothing
+
     graph = networkx.DiGraph()
     todo, seen = list(wanted), set(wanted)
     for value in wanted:
