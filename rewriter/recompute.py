@@ -164,6 +164,8 @@ class _Cut:
 
 def _cut(pair: _Pair) -> _Cut | None:
     """What to stack, or give to the backward; None if less is not to be had."""
+    import networkx  # which takes long, and most programs stack nothing
+
     forward = pair.forward
     if not isinstance(forward.length, int) or not is_sized(forward.inputs):
         return None
@@ -171,8 +173,6 @@ def _cut(pair: _Pair) -> _Cut | None:
     given = dict(zip(forward.inputs, range(len(forward.inputs)), strict=True))
     wanted = {forward.outs[k] for k in pair.read}
     stacked = set(_vars(forward.outs[k] for k in pair.anyway))
-    import networkx  # which takes long, and most programs stack nothing
-
     graph = networkx.DiGraph()
     todo, seen = list(wanted), set(wanted)
     for value in wanted:
