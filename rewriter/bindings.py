@@ -116,7 +116,11 @@ class Wanted:
         )
         sides = frozenset((v, k) for v in inside for k in (0, 1))
         ev = find.evaluator(
-            value, inside=inside, full_sides=sides, names={v: v for v in names.values()}
+            value,
+            inside=inside,
+            full_sides=sides,
+            names={v: v for v in names.values()},
+            roots=names.values(),
         )
         args = ev.indices(value)
         try:

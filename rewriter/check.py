@@ -7,6 +7,7 @@ are equal.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,20 +101,22 @@ def replacement_forms(
         )
 
     traced = _jax.trace_flat(code, avals)
-    ev, (out,) = traced_forms(Graph(traced), reading, names)
+    ev, (out,) = traced_forms(Graph(traced), reading, names, reading.evaluator)
     spec = spec_of(op, seen, dict(reading.params))
     return spec, lambda args: ev.poly(out, args)
 
 
 def traced_forms(
-    graph: Graph, reading: Reading, names: Sequence[int]
+    graph: Graph, reading: Reading, names: Sequence[int], known: Evaluator | None
 ) -> tuple[Evaluator, tuple[int, ...]]:
     """An evaluator of code traced for a reading, and the code's results.
 
     Args:
         graph: The code's graph.
         reading: What it is code for; forms are made in its algebra.
-        names: What the code's inputs are called as leaves.
+        names: What the code's inputs are called as leaves: the program's values.
+        known: What made the region's form. Booleans have the form that they have in it,
+            so that a mask read as it is equals what it was taken apart into.
     """
     top = graph.top
     inputs = [top.env[v] for v in top.jaxpr.invars]
@@ -125,4 +128,7 @@ def traced_forms(
         **reading.check_options,
     )
     ev.private = True
+    for value, name in zip(inputs, names, strict=True):
+        if known is not None and graph.dtype(value) == bool:
+            ev.given[value] = functools.partial(known.flag, name)
     return ev, tuple(top.env[v] for v in top.jaxpr.outvars)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from rewriter.assumptions import ASSUMPTIONS
 from rewriter.errors import ConfigError, RewriterWarning, caller, known
 
 Requirement = str | tuple[tuple[str, int], ...]
@@ -47,6 +48,9 @@ class Config:
         numerics: ``strict`` accepts exact rewrites only, ``default`` those
             within rounding of the program's own types, ``fast`` also those that
             change what attention gives for a row whose keys are all masked.
+        assume: What may be taken for granted without proof: ``"finite"``, that scores and
+            activations hold no NaN or infinity; ``"varied_rows"``, that no row that is
+            normalized is constant. A site that depends on it is left as written else.
         strict: A failure inside the rewriter is an error, not a warning.
         deterministic: Whether kernels that add up in an order that differs from run to
             run, as cuDNN's gradients of attention do, are left out. They are also
@@ -73,6 +77,7 @@ class Config:
     tune: str = "cached"
     tuned: tuple[object, ...] = ()
     numerics: str = "default"
+    assume: tuple[str, ...] = ()
     strict: bool = False
     deterministic: bool = False
     checkpoint_memory: int = 0
@@ -234,6 +239,8 @@ def _normal(name: str, value: object) -> object:
         return _pairs(name, value, int)
     if name in ("strict", "deterministic", "end_to_end"):
         return _choice(name, value, (True, False))
+    if name == "assume":
+        return _assumptions(value)
     if name == "checkpoint_memory":
         return _bytes(name, value)
     wanted = {"patterns": (str,)}.get(name, (str, type(None)))
@@ -247,6 +254,16 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> object:
         return value
     text = ", ".join(str(a) for a in allowed)
     raise ConfigError(f"{name}={value!r}", next_step=f"Choose {text}", where=caller())
+
+
+def _assumptions(value: object) -> tuple[str, ...]:
+    """Names of what is taken for granted, in order; one may stand alone."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, (tuple, list, set, frozenset)):
+        wanted = f"some of {', '.join(map(repr, ASSUMPTIONS))}"
+        raise ConfigError(f"assume={value!r}", wanted=wanted, where=caller())
+    known = tuple(ASSUMPTIONS)
+    return tuple(sorted({str(_choice("assume", n, known)) for n in names}))
 
 
 def _bytes(name: str, value: object) -> int:

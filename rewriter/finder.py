@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from rewriter import _jax
+from rewriter.assumptions import ASSUMPTIONS
 from rewriter.canonicalize import (
     LAYOUT,
     TRANSPARENT,
@@ -37,7 +39,8 @@ class RegionEvaluator(Evaluator):
 class Finder:
     """The state of one search over one program.
 
-    With ``fast``, what attention gives for rows without keys may change. Results of
+    With ``fast``, what attention gives for rows without keys may change. What is
+    ``assumed`` need not be proved, see `rewriter.canonicalize.assumptions`. Results of
     gathers in ``gathers`` are taken as pages of what is gathered. ``pieces`` are values
     that are leaves wherever they are met.
     """
@@ -46,6 +49,7 @@ class Finder:
     algebra: Algebra
     regions: Regions
     fast: bool = False
+    assumed: frozenset[str] = frozenset()
     gathers: frozenset[int] = frozenset()
     pieces: frozenset[int] = frozenset()
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
@@ -65,22 +69,64 @@ class Finder:
         *,
         names: Mapping[int, Any] | None = None,
         inside: frozenset[int] = frozenset(),
+        roots: Iterable[int] | None = None,
         **options: Any,
     ) -> RegionEvaluator:
-        """An evaluator whose leaves can be had where a value is computed."""
+        """An evaluator whose leaves can be had where a value is computed.
+
+        Args:
+            value: The value.
+            names: Values that are leaves, and their names.
+            inside: Contractions that are expanded.
+            roots: What the op computes first, such as its scores. What does not depend
+                on them is a side value. None: there are no side values.
+            **options: More options of `Evaluator`.
+        """
         node = self.graph.node_of(value)
         place = self.regions.place(node.scope)
         self.algebra.work = 0
+        self.algebra.set_precision(self.graph.dtype(value))
+        if roots is not None:
+            options["core"] = self._below(frozenset(roots), value).__contains__
         ev = RegionEvaluator(
             self.graph,
             self.algebra,
             usable=self.regions.usable(place),
             names={**self._leaves_at(place), **(names or {})},
             inside=inside | self.gathers,
+            at_hand=place.defined.__contains__,
+            assumed=self.assumed,
             **options,
         )
         ev.place = place
         return ev
+
+    def _below(self, roots: frozenset[int], last: int) -> frozenset[int]:
+        """Values computed from others, those too, as far down as a last one.
+
+        Values are numbered in the order of the program.
+        """
+        key = ("below", roots, last)
+        if key not in self.cache:
+            found, queue = set(roots), list(roots)
+            while queue:
+                for node in self.graph.users(queue.pop()):
+                    new = [v for v in node.outs if v <= last and v not in found]
+                    found.update(new)
+                    queue += new
+            self.cache[key] = frozenset(found)
+        return self.cache[key]
+
+    def float_carries(self, results: Iterable[int]) -> frozenset[int]:
+        """What scans with some results hand from step to step, other than integers."""
+        found: set[int] = set()
+        for node in map(self.graph.node_of, results):
+            body, constants, carries, _ = _jax.scan_parts(node.eqn)
+            (scope,) = node.scope.children[node.position]
+            carried = body.invars[constants : constants + carries]
+            found |= {scope.env[v] for v in carried}
+        floating = (v for v in found if jnp.issubdtype(self.graph.dtype(v), np.floating))
+        return frozenset(floating)
 
     def _leaves_at(self, place: Place) -> dict[int, int]:
         """Values that are leaves wherever they are met: layers of a stack, pieces."""
@@ -149,6 +195,54 @@ class Finder:
             body, constants, carries, _ = _jax.scan_parts(node.eqn)
             found |= {scope.env[v] for v in body.invars[constants + carries :]}
         return frozenset(found)
+
+    def require_proved(self, ev: Evaluator) -> None:
+        """Refuses a form that holds only under an assumption that is not allowed.
+
+        Raises:
+            Refused: With the option that allows it.
+        """
+        for name, text in ev.unproved.items():
+            raise Refused(
+                "assumption",
+                f"{text}, which is not proved",
+                score=0.85,
+                suggestion=f"if {ASSUMPTIONS[name]}: assume=({name!r},)",
+            )
+
+    def own_flag(self, ev: RegionEvaluator, flag: int, axes: Iterable[int]) -> int:
+        """A boolean function as the program's own booleans, as far as it has them.
+
+        Args:
+            ev: What made the form.
+            flag: The boolean function.
+            axes: The indices that the booleans may have.
+
+        Returns:
+            The same function: of one value of the program, if one is equal to it or to
+            its negation, else of one in place of each literal.
+        """
+        alg = self.algebra
+
+        def own(b: int) -> int | None:
+            for value, args in alg.own.get(b, ()):
+                used = frozenset().union(*map(alg.index_ids, args))
+                if value in ev.place.defined and used <= known:
+                    return alg.literal(alg.atom("leaf", value, args))
+            return None
+
+        known = frozenset(axes)
+        whole, negated = own(flag), own(alg.negate(flag))
+        if whole is not None or negated is not None:
+            return alg.negate(negated) if whole is None else whole
+        literals = []
+        for atom in alg.bools[flag][0]:
+            literal = alg.literal(atom)
+            yes, no = own(literal), own(alg.negate(literal))
+            literals.append(
+                yes if yes is not None else literal if no is None else alg.negate(no)
+            )
+        return alg.of_literals(flag, literals)
 
     def uncast(self, value: int) -> int:
         """The value under lossless casts of floats."""

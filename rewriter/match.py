@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,7 +150,10 @@ class Found:
 
 
 def search(
-    regions: Regions, patterns: Sequence[Pattern], numerics: str = "default"
+    regions: Regions,
+    patterns: Sequence[Pattern],
+    numerics: str = "default",
+    assume: Iterable[str] = (),
 ) -> Found:
     """Returns all verified matches of the patterns in a graph, and near misses.
 
@@ -158,7 +161,7 @@ def search(
     other sites are not affected.
     """
     graph = regions.graph
-    find = Finder(graph, Algebra(), regions, numerics == "fast")
+    find = Finder(graph, Algebra(), regions, numerics == "fast", frozenset(assume))
     by_anchor: dict[str, list[Pattern]] = {}
     for pattern in patterns:
         for name in pattern.anchors:

@@ -89,7 +89,7 @@ def tasks(
             return []
         graph = Graph(closed_jaxpr)
         regions = Regions(graph)
-        found = search(regions, patterns, config.numerics)
+        found = search(regions, patterns, config.numerics, config.assume)
         every = found.matches
         if placement is not None:
             every = of_one_form(found, config, target_of(config))
@@ -139,7 +139,7 @@ def _whole(
     graph = Graph(closed_jaxpr if folded is None else folded.short)
     clock("graph")
     regions = Regions(graph)
-    found = search(regions, patterns, config.numerics)
+    found = search(regions, patterns, config.numerics, config.assume)
     clock("match")
     matches = of_one_form(found, config, target_of(config))
     matches = parted(regions, matches, config, placement)

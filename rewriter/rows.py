@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from rewriter.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, Evaluator
@@ -25,7 +26,7 @@ STEPS = 256  # of a loop that is gone through
 GOLDEN = 0.618033988749895  # values of blocks are unlike in every sum of some
 LARGE = 32.0  # scores are taken to be below
 DIGITS = re.compile(r"\(([ts])(?://|%)\d+\)|\(([ts])\*\d+\+\2\)")
-ABSORBS = 5e8  # an addend that swallows scores below LARGE in float32
+SWALLOWS = 1e30  # an addend beside which all scores are nothing
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
 
@@ -43,6 +44,9 @@ def empty_row(
     factor: tuple[frozenset[int], float] = (frozenset(), 1.0),
 ) -> str:
     """``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"`` for a row without keys.
+
+    Also ``"mean_passing"``: the mean of the values, with a gradient that passes to the
+    scores, since a number of their dtype's size was added to them.
 
     Args:
         ev: The evaluator that made the region's form.
@@ -68,7 +72,11 @@ def empty_row(
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones)
         out = run(value)
-        seen.add((run.verdict(out, number), tuple(run.peaks)))
+        verdict = run.verdict(out, number)
+        if verdict == "mean" and run.added:
+            everything = min(run.added) >= SWALLOWS
+            verdict = "mean_passing" if everything else UNKNOWN
+        seen.add((verdict, tuple(run.peaks)))
     if len(seen) != 1:
         return UNKNOWN
     return next(iter(seen))[0]
@@ -136,6 +144,7 @@ class _Row:
         self.products = {node.outs[0]: side for node, side in products}
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
+        self.added: list[float] = []
         self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
         self.numbers: dict[int, list[Poly]] = {}
@@ -323,7 +332,11 @@ class _Row:
             if isinstance(other, tuple) and (self.peaks or not other[1]):
                 return other  # dropout multiplies the weights
             return LOST if _large(other) else UNKNOWN
-        return _mixed(prim, args)
+        absorbs = _absorbing(self.g.dtype(value))
+        if prim in ("add", "sub") and (SCORES in args or UNKNOWN in args):
+            known = [abs(float(x[1])) for x in args if isinstance(x, tuple)]
+            self.added += [c for c in known if c >= absorbs and math.isfinite(c)]
+        return _mixed(prim, args, absorbs)
 
     def _contracted(self, node: Node, args: list[Abstract]) -> Abstract:
         """A sum written as a contraction with a number."""
@@ -350,13 +363,26 @@ class _Row:
         return ROW if x in (SCORES, ROW) and node.prim == "reduce_max" else UNKNOWN
 
 
+def _absorbing(dtype: Any) -> float:
+    """The size of a number beside which a dtype rounds scores away."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return SWALLOWS
+    return 2 * LARGE / float(jnp.finfo(dtype).eps)
+
+
 def _large(x: Abstract) -> bool:
     """Whether a number is a fill that a mask unknown here may or may not add."""
     return isinstance(x, tuple) and not abs(float(x[1])) <= LARGE
 
 
-def _mixed(prim: str, args: list[Abstract]) -> Abstract:
-    """One equation with at least one operand that is not a constant."""
+def _mixed(prim: str, args: list[Abstract], absorbs: float) -> Abstract:
+    """One equation with at least one operand that is not a constant.
+
+    Args:
+        prim: Its primitive.
+        args: Its operands.
+        absorbs: The size of a number beside which its dtype rounds scores away.
+    """
     known = [float(x[1]) for x in args if isinstance(x, tuple)]
     others = {x for x in args if not isinstance(x, tuple)}
     if LOST in others:
@@ -365,7 +391,7 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
         if (
             prim in ("add", "sub")
             and known
-            and (math.isinf(known[0]) or abs(known[0]) >= ABSORBS)
+            and (math.isinf(known[0]) or abs(known[0]) >= absorbs)
         ):
             sign = -1 if prim == "sub" and not isinstance(args[0], tuple) else 1
             return ("c", sign * known[0])
@@ -374,14 +400,14 @@ def _mixed(prim: str, args: list[Abstract]) -> Abstract:
         c = known[0]
         if math.isnan(c):
             return ("c", c)
-        if math.isinf(c) or abs(c) >= ABSORBS:
+        if math.isinf(c) or abs(c) >= absorbs:
             return ("c", -c if prim == "sub" and isinstance(args[1], tuple) else c)
         return SCORES if SCORES in others else ROW
     if prim in ("mul", "div") and known and known[0] not in (0.0,):
         return next(iter(others))
     if prim == "logaddexp" and known and known[0] < 0:
         return next(iter(others))  # the smaller one adds nothing
-    if prim in ("max", "min") and known and abs(known[0]) >= ABSORBS:
+    if prim in ("max", "min") and known and abs(known[0]) >= absorbs:
         wins = (known[0] > 0) == (prim == "max")
         return ("c", known[0]) if wins else next(iter(others))
     if prim in (

@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
-    "errors", "verdict", "atomic", "_jax", "promotion", "config", "activations", "cost",
+    "errors", "assumptions", "verdict", "atomic", "_jax", "promotion", "config", "activations", "cost",
     "op", "along", "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry",
     "profile", "timing", "conditions", "trace", "repeats", "fold", "graph",
     "normal_form", "canonicalize", "template", "formula", "emit", "region", "rows",

@@ -176,6 +176,7 @@ def read(
     ev = find.evaluator(
         value,
         inside=scores | products | parts.scans | sums,
+        roots=scores | parts.scans | find.float_carries(parts.scans),
         full_sides=frozenset(
             [
                 *((n.outs[0], k) for n, k in parts.products),
@@ -210,6 +211,7 @@ def read(
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):
         raise Refused("loop", "a value of one step of a loop is read", score=0.4)
     reading.in_blocks = in_blocks and not parts.at_once
+    find.require_proved(ev)
     return reading
 
 

@@ -71,6 +71,7 @@ class Assembly(Masks, Rows):
             check_options={"soft_fills": self.ev.soft_fills},
             notes=tuple(sorted(self.ev.notes)),
             joined=self.over.joined,
+            evaluator=self.ev,
         )
 
     def _own_scores(self) -> None:

@@ -294,9 +294,9 @@ class Masks:
         if self.prefix is not None:
             self.operands["prefix"] = position_operand(self.prefix, self.b)
         if self.general != TRUE:
-            self.operands["mask"] = flag_operand(
-                self.general, self.b, self.n, self.t, self.s
-            )
+            axes = (self.b, self.n, self.t, self.s)
+            own = self.find.own_flag(self.ev, self.general, itertools.chain(*axes))
+            self.operands["mask"] = flag_operand(own, *axes)
 
 
 def _least(alg: Algebra, forms: list[Poly]) -> Poly:

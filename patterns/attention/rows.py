@@ -46,8 +46,6 @@ class Rows:
                 "rows", "what a row without keys gives is not known", score=0.8
             )
         self.params["empty_rows"] = behaviour
-        if behaviour == "mean":
-            self.ev.notes.add("rows without keys pass no gradient to the scores")
 
     def _dropped(self) -> tuple[frozenset[int], float]:
         """Arrays and a number that the weights are multiplied by."""

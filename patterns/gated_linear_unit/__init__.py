@@ -161,7 +161,8 @@ def read(
             "up", "the other factor is not a contraction of the same value", score=0.2
         )
     value = product.outs[0]
-    ev = find.evaluator(value, inside=_inside(find, act, dots, others))
+    inside = _inside(find, act, dots, others)
+    ev = find.evaluator(value, inside=inside, roots=inside)
     args = ev.indices(value)
     form, args = split_digits(alg, ev.poly(value, args), args)
     up_form = ev.poly(up, ev.aligned(up, args))
@@ -226,6 +227,7 @@ class _Assembly:
         f = tuple(i for i in self.out if i in columns)
         rest = tuple((i,) for i in self.out if i not in f)
         self._check_axes(gate, up, f)
+        self.find.require_proved(self.ev)
         operands = {
             "x": operand({(TRUE, gate.x): 1.0}, *rest, gate.k),
             "w_gate": self._weights(gate, f, self.gate.scale),

@@ -94,7 +94,11 @@ def _readings(
     sides = frozenset((v, k) for v in source.inside for k in (0, 1))
     names = {source.x: source.x}
     ev = find.evaluator(
-        results[-1], inside=source.inside, full_sides=sides, names=names
+        results[-1],
+        inside=source.inside,
+        full_sides=sides,
+        names=names,
+        roots=(source.x,),
     )
     readings: list[Reading] = []
     refusals: list[Refused] = []
@@ -235,6 +239,7 @@ def read(
             "a group, instance or batch norm",
             score=0.6,
         )
+    find.require_proved(ev)
     params["eps"] = constant / (alpha * n)
     if extra:
         operands["epsilon"] = operand(alg.scale(extra, 1 / (alpha * n)))

@@ -74,7 +74,9 @@ def sources(find: Finder, anchor: Node) -> tuple[list[Source], Refused | None]:
 
 def _is_centred(find: Finder, anchor: Node, x: int, inside: frozenset[int]) -> bool:
     sides = frozenset((v, k) for v in inside for k in (0, 1))
-    ev = find.evaluator(anchor.outs[0], inside=inside, full_sides=sides, names={x: x})
+    ev = find.evaluator(
+        anchor.outs[0], inside=inside, full_sides=sides, names={x: x}, roots=(x,)
+    )
     under = _upright(find.algebra, ev.poly(anchor.ins[0], ev.indices(anchor.ins[0])))
     _, mean, _, _ = statistics(find.algebra, under, x)
     return mean is not None

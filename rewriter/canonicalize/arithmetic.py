@@ -9,10 +9,11 @@ from fractions import Fraction
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter.assumptions import FINITE
 from rewriter.canonicalize.choice import choose, ramp
 from rewriter.canonicalize.dtypes import kind_of
 from rewriter.canonicalize.evaluator import RULES, Evaluator, rule
-from rewriter.canonicalize.infinities import may_be_infinite
+from rewriter.canonicalize.infinities import is_row_maximum, may_be_infinite
 from rewriter.canonicalize.weights import at_least_one
 from rewriter.graph import Node
 from rewriter.normal_form import (
@@ -23,6 +24,9 @@ from rewriter.normal_form import (
     OverBudget,
     Poly,
 )
+
+SWALLOWS = 1e30
+"""Beside a fill of this size all scores are nothing; smaller ones are only large."""
 
 FAR = 1e7
 """Bounds beyond it are there for masks; scores and activations do not reach them."""
@@ -120,12 +124,16 @@ def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
 
 
 def _fills(ev: Evaluator, p: Poly) -> Poly:
-    """With soft fills, keeps additive constants of a mask as factors of a bias."""
+    """With soft fills, keeps additive constants of a mask as factors of a bias.
+
+    One that is chosen instead of the scores is no bias.
+    """
     if not ev.soft_fills:
         return p
     out: Poly = {}
     for (flag, mono), c in p.items():
-        if flag != TRUE and abs(c) < 1e5 and not mono:
+        soft = flag != TRUE and abs(c) < SWALLOWS and not mono
+        if soft and any(m and ev.alg.both(f, flag) != FALSE for f, m in p):
             atom = ev.alg.atom("ind", flag)
             out = ev.alg.add(out, {(TRUE, ((atom, 1),)): c})
         else:
@@ -137,7 +145,8 @@ def _bounded(ev: Evaluator, node: Node, args, p: Poly, bound: float) -> Poly:
     """A form that is kept above (below) a number; far away, the form itself."""
     if bound > -FAR or may_be_infinite(ev, p):
         return ev.alg.of_atom(ev.leaf(node.outs[0], args))
-    ev.notes.add(f"values assumed not to reach {abs(bound):.4g}")
+    if not is_row_maximum(ev, p):
+        ev.assume(FINITE, f"values assumed not to reach {abs(bound):.4g}")
     return p
 
 
@@ -241,6 +250,8 @@ def _iota(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 def _select(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     if len(node.ins) != 3 or ev.g.dtype(node.ins[0]) != bool:
         return ev.alg.of_atom(ev.leaf(node.outs[0], args))
+    if _is_positive_part(ev, node):
+        return ev.alg.relu(ev.poly(node.ins[2], ev.aligned(node.ins[2], args), mode))
     flag = ev.flag(node.ins[0], ev.aligned(node.ins[0], args), mode)
     no_at, yes_at = (ev.aligned(i, args) for i in node.ins[1:])
     if flag == FALSE:
@@ -253,6 +264,14 @@ def _select(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     if sloped is not None:
         return sloped
     return choose(ev.alg, flag, if_true, if_false)
+
+
+def _is_positive_part(ev: Evaluator, node: Node) -> bool:
+    """Whether an equation is where(x > 0, x, 0)."""
+    test = ev.g.node_of(node.ins[0])
+    if test is None or test.prim not in ("gt", "ge") or test.ins[0] != node.ins[2]:
+        return False
+    return ev.number(test.ins[1]) == 0 and ev.number(node.ins[1]) == 0
 
 
 @rule("max", "min")
@@ -271,8 +290,9 @@ def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         if low is not None and 0 < low <= 1 and at_least_one(ev, p):
             ev.notes.add(f"a sum of weights is not below {low:.4g}")
             return p
+    core = not ev.expand_all and not ev.is_side(node.outs[0])
     for bound, p in ((a, b), (b, a)):
-        if not ev.expand_all and _is_fill(alg, bound):
+        if core and _is_fill(alg, bound):
             # The difference of both would absorb the other one.
             return _bounded(ev, node, args, p, sign * alg.as_constant(bound))
     if node.prim == "max":  # b + max(a - b, 0)
@@ -286,7 +306,7 @@ def _clamp(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     alg = ev.alg
     low, high = alg.as_constant(lo), alg.as_constant(hi)
     far = low is not None and high is not None and low <= -FAR and high >= FAR
-    if far and not ev.expand_all:
+    if far and not ev.expand_all and not ev.is_side(node.outs[0]):
         return _bounded(ev, node, args, x, max(low, -high))
     if ev.number(node.ins[0]) != -math.inf:
         x = alg.add(lo, alg.relu(alg.add(x, lo, -1.0)))

@@ -14,10 +14,15 @@ from rewriter.canonicalize.constants import (
     FOLD_FLAGS,
     affine_constant,
     banded_constant,
+    cast,
+    folded,
 )
 from rewriter.canonicalize.dtypes import is_lossless, kind_of, takes_integers
+from rewriter.canonicalize.intervals import interval
 from rewriter.canonicalize.layout import Layout, is_slice
 from rewriter.canonicalize.loops import LoopForms, Loops
+from rewriter.canonicalize.numbers import from_the_end, in_each_case
+from rewriter.canonicalize.own_values import is_exact
 from rewriter.canonicalize.primitives import (
     FULL,
     KNOWN_CONSTANTS,
@@ -32,6 +37,7 @@ from rewriter.canonicalize.primitives import (
 )
 from rewriter.graph import Graph, Node
 from rewriter.normal_form import (
+    EXACT,
     FALSE,
     TRUE,
     Algebra,
@@ -67,6 +73,11 @@ class Evaluator(Layout, LoopForms):
         filled_rows: Take sums of exponentials to be positive, masked ones too; what
             rows without keys give is then for the caller to find out.
         holding: Atoms that hold, at indices of any names: that a row has a key.
+        core: Whether a value depends on what the op computes. All others are side
+            values, see `own_values`; None: nothing is a side value.
+        at_hand: Whether a value can be a leaf, since it is defined where the
+            replacement will stand; None: all are.
+        assumed: What may be assumed without proof, see `assumptions`.
     """
 
     def __init__(
@@ -84,6 +95,9 @@ class Evaluator(Layout, LoopForms):
         whole_sides: Callable[[int], bool] | None = None,
         filled_rows: bool = False,
         holding: frozenset[int] = frozenset(),
+        core: Callable[[int], bool] | None = None,
+        at_hand: Callable[[int], bool] | None = None,
+        assumed: frozenset[str] = frozenset(),
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
@@ -91,10 +105,13 @@ class Evaluator(Layout, LoopForms):
         self.soft_fills, self.full_sides = soft_fills, full_sides
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
         self.filled_rows, self.holding = filled_rows, holding
+        self.core, self.at_hand, self.assumed = core, at_hand, assumed
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}
         self.fills: set[float] = set()
         self.notes: set[str] = set()
+        self.unproved: dict[str, str] = {}
+        self.given: dict[int, Callable[[tuple[Index, ...]], int]] = {}
         self.leaf_values: set[int] = set()
         self.visits = 0
         self.private = False
@@ -140,7 +157,28 @@ class Evaluator(Layout, LoopForms):
                 raise
             except OverBudget:
                 self.memo[key] = self.alg.literal(self.leaf(value, args))
+            if mode == FULL and not self.private:
+                self._note_own(value, args, self.memo[key])
         return self.memo[key]
+
+    def _note_own(self, value: int, args: tuple[Index, ...], flag: int) -> None:
+        """Remembers which of the program's booleans a boolean function is."""
+        if flag in (TRUE, FALSE) or (self.at_hand and not self.at_hand(value)):
+            return
+        known = self.alg.own.setdefault(flag, [])
+        if len(known) < OWN_NAMES and (value, args) not in known:
+            known.append((value, args))
+
+    def is_side(self, value: int) -> bool:
+        """Whether a value feeds an op, and is none of what the op computes."""
+        return self.core is not None and not self.core(value)
+
+    def assume(self, name: str, text: str) -> None:
+        """Notes an assumption that the user allows; else that it is not proved."""
+        if name in self.assumed:
+            self.notes.add(text)
+        else:
+            self.unproved.setdefault(name, text)
 
     def _whole(self, value: int) -> bool:
         """Whether an index over several pieces of a value concerns its readers."""
@@ -165,7 +203,12 @@ class Evaluator(Layout, LoopForms):
         if value not in self.names:
             self.names[value] = ("own", value) if self.private else value
         self.leaf_values.add(value)
-        return self.alg.atom("leaf", self.names[value], (*args, *self.varies(value)))
+        name = self.names[value]
+        if not self.private and name not in self.alg.leaf_range:
+            self.alg.leaf_range[name] = interval(self.g, value)
+            if kind_of(self.g.dtype(value)) == "i":
+                self.alg.integers.add(name)
+        return self.alg.atom("leaf", name, (*args, *self.varies(value)))
 
     def _expandable(self, value: int, mode: str) -> Node | None:
         if value in self.names and value not in self.g.constants:
@@ -225,40 +268,45 @@ class Evaluator(Layout, LoopForms):
         """A lossless cast, a multiplication by a constant number, or zero added."""
         if node.prim == "convert_element_type":
             return is_lossless(self.g.dtype(node.ins[0]), self.g.dtype(node.outs[0]))
-        if node.prim == "neg":
-            return True
         if kind_of(self.g.dtype(node.outs[0])) != "f":
             return False
+        if node.prim == "neg":
+            return True
         if node.prim in ("add", "sub"):
             return adds_zero(node, self.number)
         numbers = [self.number(i) for i in node.ins]
-        return numbers[1] is not None or (node.prim == "mul" and numbers[0] is not None)
+        known = numbers[1] if numbers[1] is not None or node.prim == "div" else numbers[0]
+        # A factor far from one may take the product out of the dtype's range.
+        return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
 
     def number(self, value: int, depth: int = 8) -> float | None:
         """The number a value is at every position, folded through scalar chains."""
-        const = self.g.scalar(value)
+        found = self.typed_number(value, depth)
+        if found is None or (kind_of(found.dtype) == "i" and abs(int(found)) > EXACT):
+            return None
+        return float(found)
+
+    def typed_number(self, value: int, depth: int = 8) -> np.generic | None:
+        """The number a value is at every position, in its dtype and as computed in it.
+
+        None if it is not one, or if it is not known what a machine makes of it.
+        """
+        dtype = self.g.dtype(value)
+        const = self.g.constants.get(value)
         if const is not None:
-            return float(const)
+            return None if np.shape(const) else np.asarray(const).astype(dtype)[()]
         node = self.g.node_of(value)
         if node is None or depth == 0:
             return None
         if node.prim in SAME_NUMBER and len(node.ins) == 1:
-            inner = self.number(node.ins[0], depth - 1)
-            if node.prim == "convert_element_type" and inner is not None:
-                new = node.params["new_dtype"]
-                if np.dtype(new).kind in "iub" and not inner.is_integer():
-                    return None
-            return inner
-        fold = FOLD.get(node.prim)
-        if fold is None:
+            inner = self.typed_number(node.ins[0], depth - 1)
+            return None if inner is None else cast(inner, dtype)
+        if node.prim not in FOLD:
             return None
-        values = [self.number(i, depth - 1) for i in node.ins]
+        values = [self.typed_number(i, depth - 1) for i in node.ins]
         if any(v is None for v in values):
             return None
-        try:
-            return float(fold(*values, node.params))
-        except (ValueError, ZeroDivisionError, OverflowError, TypeError):
-            return None
+        return folded(node.prim, values, node.params, dtype)
 
     def _constant(self, value: int) -> Poly | None:
         const = self.g.constants.get(value)
@@ -313,15 +361,47 @@ class Evaluator(Layout, LoopForms):
             return {} if source is None else self.poly(source, at, mode)
         if prim == "scan":
             return self.scanned(node, value, args, mode)
-        if prim in ("convert_element_type", "stop_gradient"):
-            return self._cast(node, value, args, mode)
         rule = RULES.get(prim)
-        if rule is None:
+        if prim in ("convert_element_type", "stop_gradient"):
+            made = self._cast(node, value, args, mode)
+        elif rule is None:
             return self.alg.of_atom(self.leaf(value, args))
-        made = rule(self, node, args, mode)
-        if self._may_wrap(node, value, made):
+        else:
+            known = self._computed(node, value, args, mode)
+            if known is not None:
+                return known
+            made = rule(self, node, args, mode)
+        if self._is_opaque(node, value, made, mode):
             return self.alg.of_atom(self.leaf(value, args))
         return made
+
+    def _computed(self, node: Node, value: int, args, mode: str) -> Poly | None:
+        """A side value that is one of a few numbers: each computed in its dtype.
+
+        So is a position from the end, `where(i < 0, i + n, i)`, which never wraps.
+        """
+        if mode != FULL or not self.is_side(value):
+            return None
+        position = from_the_end(self.g, node, self.number)
+        if position is not None:
+            place, size = position
+            p = self.poly(place, self.aligned(place, args))
+            inside = self.alg.compare("ge", p, True)
+            return choose(self.alg, inside, p, self.alg.add(p, self.alg.const(size)))
+        if node.prim not in FOLD or kind_of(self.g.dtype(value)) not in "if":
+            return None
+        forms = self.operands(node, args, mode)
+        return in_each_case(self.alg, self.g, node, forms)
+
+    def _is_opaque(self, node: Node, value: int, made: Poly, mode: str) -> bool:
+        """Whether a value is taken as it is, since its form may not be its value."""
+        if mode != FULL or not self.is_side(value):
+            casts = node.prim in ("convert_element_type", "stop_gradient")
+            return not casts and self._may_wrap(node, value, made)
+        if is_exact(self.alg, self.g, node, made):
+            return False
+        floats = kind_of(self.g.dtype(value)) == "f"
+        return not floats or self.at_hand is None or self.at_hand(value)
 
     def _may_wrap(self, node: Node, value: int, made: Poly) -> bool:
         """Whether a whole number may not be what its form says, since it wraps around.
@@ -420,6 +500,8 @@ class Evaluator(Layout, LoopForms):
 
     # ------------------------------------------------------------- booleans
     def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:
+        if value in self.given:
+            return self.given[value](args)
         const = self.g.constants.get(value)
         if const is not None:
             found = self._constant_flag(np.asarray(const), args)
@@ -477,6 +559,12 @@ class Evaluator(Layout, LoopForms):
             out = self.alg.both(out, self.alg.compare("ge", p, True))
         return out
 
+
+MODERATE = 2.0**-20, 2.0**20
+"""Between them, a factor moves from an operand of a contraction to its result."""
+
+OWN_NAMES = 4
+"""Values of the program that are remembered for one boolean function."""
 
 WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs", "integer_pow", "square"})
 """What makes of whole numbers of a size others that may have no place in it."""

@@ -31,6 +31,23 @@ def may_be_infinite(ev: Evaluator, p: Poly) -> bool:
     return False
 
 
+def is_row_maximum(ev: Evaluator, p: Poly) -> bool:
+    """Whether a form is the maximum of a row alone, by which its exponents are shifted.
+
+    A guard of it that asks whether it is finite changes nothing: where it is infinite
+    or NaN the row's weights are NaN with the guard and without. What rows without keys
+    give is found out elsewhere.
+    """
+    if len(p) != 1:
+        return False
+    ((_, mono),) = p
+    return (
+        len(mono) == 1
+        and ev.alg.kind(mono[0][0]) == "leaf"
+        and _is_maximum(ev, mono[0][0])
+    )
+
+
 def log_may_be_infinite(alg: Algebra, atom: int) -> bool:
     """Whether an atom is a logarithm, other than of exponentials as log(1 + exp(x)).
 

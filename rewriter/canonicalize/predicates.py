@@ -6,9 +6,15 @@ import itertools
 import math
 from collections.abc import Callable
 
+from rewriter.assumptions import FINITE, VARIED
 from rewriter.canonicalize.dtypes import kind_of, takes_integers
 from rewriter.canonicalize.evaluator import FLAGS, Evaluator, rule
-from rewriter.canonicalize.infinities import may_be_infinite, where_infinite
+from rewriter.canonicalize.infinities import (
+    is_row_maximum,
+    may_be_infinite,
+    where_infinite,
+)
+from rewriter.canonicalize.own_values import is_position
 from rewriter.graph import Node
 from rewriter.normal_form import (
     FALSE,
@@ -21,27 +27,91 @@ from rewriter.normal_form import (
 
 # ------------------------------------------------------------------ predicates
 def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
-    name, alg = node.prim, ev.alg
     if ev.g.dtype(node.ins[0]) == bool:
-        a, b = (ev.flag(i, ev.aligned(i, args), mode) for i in node.ins)
-        same = alg.either(alg.both(a, b), alg.both(alg.negate(a), alg.negate(b)))
-        if name in ("eq", "ne"):
-            return same if name == "eq" else alg.negate(same)
-        raise OverBudget("an order of booleans")
+        return _compare_booleans(ev, node, args, mode)
+    name, alg = node.prim, ev.alg
     a, b = ev.operands(node, args, mode)
-    integral = kind_of(ev.g.dtype(node.ins[0])) == "i"
+    side = ev.is_side(node.outs[0])
     if _all_choices(a) and _all_choices(b):
+        if side and not alg.blurred.isdisjoint((*a.values(), *b.values())):
+            return _as_computed(ev, node, args)
         return _compare_choices(alg, name, a, b)
+    if kind_of(ev.g.dtype(node.ins[0])) == "i":
+        return _compare_whole(alg, name, a, b)
+    if side:
+        return _compare_positions(ev, node, args, a, b)
+    return _compare_core(ev, node, args, a, b)
+
+
+def _as_computed(ev: Evaluator, node: Node, args) -> int:
+    """A comparison taken as the program makes it."""
+    return ev.alg.literal(ev.leaf(node.outs[0], args))
+
+
+def _compare_booleans(ev: Evaluator, node: Node, args, mode: str) -> int:
+    alg = ev.alg
+    a, b = (ev.flag(i, ev.aligned(i, args), mode) for i in node.ins)
+    same = alg.either(alg.both(a, b), alg.both(alg.negate(a), alg.negate(b)))
+    if node.prim in ("eq", "ne"):
+        return same if node.prim == "eq" else alg.negate(same)
+    raise OverBudget("an order of booleans")
+
+
+def _compare_whole(alg: Algebra, name: str, a: Poly, b: Poly) -> int:
+    """Compares whole numbers."""
+    d = _unsigned(alg, alg.add(a, b, -1.0))
+    if name in ("le", "lt"):
+        d = alg.scale(d, -1.0)
+    if name in ("ge", "le"):
+        return alg.compare("ge", d, True)
+    if name in ("gt", "lt"):
+        return alg.compare("ge", alg.add(d, alg.const(-1)), True)
+    same = alg.compare("eq", d, True)
+    return same if name == "eq" else alg.negate(same)
+
+
+def _compare_positions(ev: Evaluator, node: Node, args, a: Poly, b: Poly) -> int:
+    """Compares floats of which none depends on what the op computes.
+
+    They are exact whole numbers, or one of them is and the other is a number; all else
+    is as the program computes it.
+    """
+    alg, name = ev.alg, node.prim
+    for k, p in enumerate((a, b)):
+        number = ev.number(node.ins[1 - k])
+        if is_position(alg, p) and number is not None:
+            return _compare_with(alg, name if k == 0 else _TURNED[name], p, number)
+    if is_position(alg, a) and is_position(alg, b):
+        return _compare_whole(alg, name, a, b)
+    return _as_computed(ev, node, args)
+
+
+def _compare_with(alg: Algebra, name: str, p: Poly, number: float) -> int:
+    """Compares whole numbers with any number, without rounding it."""
+    if math.isinf(number):
+        return TRUE if _TESTS[name](0.0, number) else FALSE
+    if not number.is_integer() and name in ("eq", "ne"):
+        return FALSE if name == "eq" else TRUE
+    up = name in ("ge", "lt")  # x >= 2.5 is x >= 3, and x > 2.5 is x > 2
+    bound = math.ceil(number) if up else math.floor(number)
+    return _compare_whole(alg, name, p, alg.const(float(bound)))
+
+
+def _compare_core(ev: Evaluator, node: Node, args, a: Poly, b: Poly) -> int:
+    """Compares floats that the op computes: by the laws of real numbers."""
+    name, alg = node.prim, ev.alg
     for p, q in ((a, b), (b, a)):
         edge = alg.as_constant(q)
         if name in ("eq", "ne") and edge is not None and math.isinf(edge):
             if may_be_infinite(ev, p):
-                return alg.literal(ev.leaf(node.outs[0], args))
-            ev.notes.add("values assumed finite")
+                return _as_computed(ev, node, args)
+            if edge > 0 and not is_row_maximum(ev, p):
+                # A score of -inf has no weight, with the test and without.
+                ev.assume(FINITE, "values assumed finite")
             masked = where_infinite(alg, p, (edge,))
             return masked if name == "eq" else alg.negate(masked)
     if any(math.isinf(c) for p in (a, b) for c in p.values()):
-        return alg.literal(ev.leaf(node.outs[0], args))
+        return _as_computed(ev, node, args)
     if ev.filled_rows and (
         (not b and _is_total(alg, a)) or (not a and _is_total(alg, b))
     ):
@@ -49,18 +119,18 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
     d = _unsigned(alg, alg.add(a, b, -1.0))
     sign = 1.0 if alg.is_variance(d) else -1.0 if alg.is_variance(_minus(alg, d)) else 0
     if sign:
-        ev.notes.add("rows assumed not to be constant")
+        if name not in (("ge", "lt") if sign > 0 else ("le", "gt")):
+            ev.assume(VARIED, "rows assumed not to be constant")
         return TRUE if _TESTS[name](sign, 0.0) else FALSE
-    whole = integral or takes_integers(alg, d)
+    if takes_integers(alg, d):
+        return _compare_whole(alg, name, a, b)
     if name in ("le", "lt"):
         d = alg.scale(d, -1.0)
     if name in ("ge", "le"):
-        return alg.compare("ge", d, whole)
+        return alg.compare("ge", d, False)
     if name in ("gt", "lt"):
-        if whole:
-            return alg.compare("ge", alg.add(d, alg.const(-1)), True)
         return alg.negate(alg.compare("ge", alg.scale(d, -1.0), False))
-    same = alg.compare("eq", d, whole)
+    same = alg.compare("eq", d, False)
     return same if name == "eq" else alg.negate(same)
 
 
@@ -122,6 +192,8 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
     "ge": lambda a, b: a >= b, "gt": lambda a, b: a > b, "le": lambda a, b: a <= b,
     "lt": lambda a, b: a < b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
 }  # fmt: skip
+_TURNED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt", "eq": "eq", "ne": "ne"}
+"""What a comparison is with its sides exchanged."""
 for _name in _TESTS:
     FLAGS[_name] = _compare
 
@@ -165,9 +237,11 @@ def _not(ev: Evaluator, node: Node, args, mode: str) -> int:
 @rule("is_finite", table=FLAGS)
 def _is_finite(ev: Evaluator, node: Node, args, mode: str) -> int:
     (p,) = ev.operands(node, args, mode)
-    if may_be_infinite(ev, p):
-        return ev.alg.literal(ev.leaf(node.outs[0], args))
-    ev.notes.add("values assumed finite")
+    side = ev.is_side(node.outs[0])
+    if (side and not _all_choices(p)) or may_be_infinite(ev, p):
+        return _as_computed(ev, node, args)
+    if not side and not is_row_maximum(ev, p):
+        ev.assume(FINITE, "values assumed finite")
     return ev.alg.negate(where_infinite(ev.alg, p, (math.inf, -math.inf)))
 
 
@@ -188,8 +262,11 @@ def _to_bool(ev: Evaluator, node: Node, args, mode: str) -> int:
     p = ev.poly(node.ins[0], args, mode)
     if _all_choices(p):
         return _compare_choices(ev.alg, "ne", p, {})
-    whole = kind_of(ev.g.dtype(node.ins[0])) == "i"
-    return ev.alg.negate(ev.alg.compare("eq", p, whole))
+    if kind_of(ev.g.dtype(node.ins[0])) == "i" or is_position(ev.alg, p):
+        return ev.alg.negate(ev.alg.compare("eq", p, True))
+    if ev.is_side(node.outs[0]):
+        return _as_computed(ev, node, args)
+    return ev.alg.negate(ev.alg.compare("eq", p, False))
 
 
 @rule("stop_gradient", table=FLAGS)

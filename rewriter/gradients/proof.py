@@ -45,9 +45,10 @@ def proved_gradients(
     cones = _cones(graph, match, reached, stops)
     if not cones:
         return None
-    wanted, outs = wanted_at(graph, reference(), match, cotangent)
     parts = frozenset().union(*cones.values(), match.inner)
-    forms = _Forms(_evaluator(graph, match, stops, parts), wanted, outs)
+    ev = _evaluator(graph, match, stops, parts)
+    wanted, outs = wanted_at(graph, reference(), match, cotangent, ev)
+    forms = _Forms(ev, wanted, outs)
     grads: dict[int, int] = {}
     for value in cones:
         leaf = forms.leaf_of((value,), grads)
@@ -201,7 +202,7 @@ def _evaluator(
         Evaluator,
         graph,
         match.reading.algebra,
-        names={v: v for v in stops},
+        names={v: v for v in stops if graph.dtype(v) != bool},
         inside=dots,
         full_sides=frozenset((v, k) for v in dots for k in (0, 1)),
         filled_rows=True,

@@ -43,7 +43,7 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
 
 
 def wanted_at(
-    graph: Graph, traced: Graph, match: Match, cotangent: int
+    graph: Graph, traced: Graph, match: Match, cotangent: int, known: Evaluator
 ) -> tuple[Evaluator, dict[int, int]]:
     """An evaluator of a match's expected gradients, and by leaf, which they are.
 
@@ -52,10 +52,11 @@ def wanted_at(
         traced: The gradients of the match's reading.
         match: The match.
         cotangent: The program's value that is taken as the cotangent.
+        known: Evaluates the program's values.
     """
     names, here = leaves_of(match.reading), dict(match.leaves)
     values = [*(here[v] for v in names), cotangent]
-    ev, outs = traced_forms(traced, match.reading, values)
+    ev, outs = traced_forms(traced, match.reading, values, known)
     ev.strided = True
     moving = _moving(graph, names)
     by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)

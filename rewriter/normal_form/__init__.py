@@ -22,10 +22,14 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
+
 from rewriter.normal_form.boolean import BooleanFunctions
 from rewriter.normal_form.forms import (
     FALSE,
+    SAME,
     SNAP,
+    SNAP_64,
     TRUE,
     WORK_BUDGET,
     Index,
@@ -37,7 +41,7 @@ from rewriter.normal_form.forms import (
 )
 from rewriter.normal_form.functions import Functions
 from rewriter.normal_form.indices import Indices
-from rewriter.normal_form.polynomial import Polynomials
+from rewriter.normal_form.polynomial import EXACT, Polynomials
 from rewriter.normal_form.predicates import Predicates
 from rewriter.normal_form.ranges import Ranges
 from rewriter.normal_form.substitution import Substitution
@@ -45,7 +49,7 @@ from rewriter.normal_form.sums import Sums
 from rewriter.normal_form.text import Text
 
 __all__ = [
-    "FALSE", "TRUE", "WORK_BUDGET", "Algebra", "Index", "Monomial", "OverBudget",
+    "EXACT", "FALSE", "TRUE", "WORK_BUDGET", "Algebra", "Index", "Monomial", "OverBudget",
     "Poly", "TooMuchWork",
 ]  # fmt: skip
 
@@ -79,28 +83,46 @@ class Algebra(
         self._numbers: list[float] = []
         self._subst_memo: dict[Any, Any] = {}
         self.nonnegative: set[Any] = set()
+        self.leaf_range: dict[Any, tuple[float, float]] = {}
+        self.integers: set[Any] = set()
+        self.own: dict[int, list[tuple[Any, tuple[Index, ...]]]] = {}
+        self.snap = SNAP
+        self.blurred: set[float] = set()
         self.work = 0
         self._leaves: dict[int, frozenset[int]] = {}
         self._digit_args: dict[int, frozenset[Index]] = {}
 
     # --------------------------------------------------------------- numbers
     def number(self, c: float) -> float:
-        """The canonical float close to c: an integer, or one met before."""
+        """The canonical float close to c: an integer, or one met before.
+
+        A number that stands for others too is in `blurred`: it may not be compared.
+        """
         if c == 0 or not math.isfinite(c):
             return c
         nearest = float(round(c))
         if c == nearest:
             return nearest
-        if nearest and abs(c - nearest) <= SNAP * abs(c):
-            return nearest
+        if nearest and abs(c - nearest) <= self.snap * abs(c):
+            return self._standing_for(nearest, c)
         at = bisect.bisect_left(self._numbers, c)
         for k in (at - 1, at):
             if 0 <= k < len(self._numbers):
                 known = self._numbers[k]
-                if abs(known - c) <= SNAP * abs(c):
-                    return known
+                if abs(known - c) <= self.snap * abs(c):
+                    return self._standing_for(known, c)
         self._numbers.insert(at, c)
         return c
+
+    def _standing_for(self, known: float, c: float) -> float:
+        if abs(known - c) > SAME * abs(c):
+            self.blurred.add(known)
+        return known
+
+    def set_precision(self, dtype: Any) -> None:
+        """Tells numbers apart as a program in a dtype does."""
+        wide = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 32
+        self.snap = SNAP_64 if wide else SNAP
 
     # --------------------------------------------------------------- atoms
     def atom(self, *definition: Any) -> int:

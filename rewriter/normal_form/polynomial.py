@@ -22,8 +22,9 @@ from rewriter.normal_form.forms import (
 EXACT = 2.0**53
 """Whole numbers below are added without rounding."""
 
-ROUNDING = 2e-6
-"""What is left of a sum of other numbers counts as nothing, beside the largest."""
+ROUNDING = 2
+"""How many times `Algebra.snap` what is left of a sum of other numbers may be, beside
+the largest, to count as nothing."""
 
 
 def _is_whole(c: float) -> bool:
@@ -63,7 +64,7 @@ class Polynomials:
             raise TooMuchWork("the region takes too many steps")
         old = out.get((flag, mono), 0.0)
         new = old + c
-        little = old and math.isfinite(new) and abs(new) <= ROUNDING * abs(old)
+        little = old and math.isfinite(new) and abs(new) <= ROUNDING * self.snap * abs(old)
         if little and not (_is_whole(old) and _is_whole(c)):
             new = 0.0
         if new == 0:
@@ -102,7 +103,8 @@ class Polynomials:
                 pieces = split
             merged: dict[float, int] = {}
             for piece, value, largest, whole in pieces:
-                little = math.isfinite(largest) and abs(value) <= ROUNDING * largest
+                nothing = ROUNDING * self.snap * largest
+                little = math.isfinite(largest) and abs(value) <= nothing
                 if value == 0 or (little and not whole):
                     continue
                 value = self.number(value)

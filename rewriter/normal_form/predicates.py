@@ -91,7 +91,7 @@ class Predicates:
                     here = self.compare(kind, self.add(rest, value, factor), True)
                     literal = self.either(literal, self.both(case, here))
             literals.append(literal)
-        return self._of_literals(b, literals)
+        return self.of_literals(b, literals)
 
     def _compared(self, atom: int, index: int) -> tuple[str, Poly, float]:
         """A literal as a comparison of an index with the rest: kind, rest, factor."""
@@ -105,18 +105,34 @@ class Predicates:
         return kind, rest, factor
 
     def bounds(self, p: Poly) -> tuple[float, float]:
-        """Least and greatest value of a polynomial of iotas; infinite if unknown."""
+        """Least and greatest value of a form over whole numbers; infinite if unknown."""
         lo = hi = 0.0
         for (flag, mono), c in p.items():
-            if not mono:
-                a, b = 1.0, 1.0
-            elif len(mono) == 1 and mono[0][1] == 1 and self.kind(mono[0][0]) == "iota":
-                a, b = map(float, self.index_range(self.defs[mono[0][0]][1]))
-            else:
-                return -math.inf, math.inf
-            ends = (c * a, c * b) if flag == TRUE else (c * a, c * b, 0.0)
+            a, b = 1.0, 1.0
+            for atom, e in mono:
+                x = self._atom_bounds(atom) if e == 1 else (-math.inf, math.inf)
+                if math.isinf(x[0]) or math.isinf(x[1]):
+                    return -math.inf, math.inf
+                ends = [y * z for y in (a, b) for z in x]
+                a, b = min(ends), max(ends)
+            ends = [c * a, c * b] if flag == TRUE else [c * a, c * b, 0.0]
             lo, hi = lo + min(ends), hi + max(ends)
         return lo, hi
+
+    def _atom_bounds(self, atom: int) -> tuple[float, float]:
+        """Least and greatest value of an atom."""
+        d = self.defs[atom]
+        if d[0] == "iota":
+            lo, hi = self.index_range(d[1])
+            return float(lo), float(hi)
+        if d[0] == "leaf":
+            return self.leaf_range.get(d[1], (-math.inf, math.inf))
+        if d[:2] == ("fn", "sign"):
+            return -1.0, 1.0
+        if d[0] == "relu":
+            lo, hi = self.bounds(self.thaw(d[1]))
+            return max(lo, 0.0), max(hi, 0.0)
+        return -math.inf, math.inf
 
     def compare(self, kind: str, p: Poly, integral: bool) -> int:
         """[p >= 0] or [p == 0] as a boolean function."""

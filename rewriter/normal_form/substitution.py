@@ -46,9 +46,15 @@ class Substitution:
         support, _ = self.bools[b]
         if all(self._free[a].isdisjoint(to) for a in support):
             return b
-        return self._of_literals(b, [self.subst_literal(a, to) for a in support])
+        out = self.of_literals(b, [self.subst_literal(a, to) for a in support])
+        for value, args in self.own.get(b, ()):
+            moved = value, tuple(self.subst_index(a, to) for a in args)
+            known = self.own.setdefault(out, [])
+            if moved not in known:
+                known.append(moved)
+        return out
 
-    def _of_literals(self, b: int, literals: list[int]) -> int:
+    def of_literals(self, b: int, literals: list[int]) -> int:
         """A boolean function of other functions in place of its literals."""
         known: dict[tuple[int, int], int] = {}
 

@@ -1,0 +1,133 @@
+"""Which values around an op are taken apart, and which are taken as the program has them.
+
+An op's operands are made of *side values*: masks, biases, scales, positions, anything
+that does not depend on what the op computes. A side value is the program's own array,
+as computed by its own equations, unless its form is exact in the machine's numbers and
+says something that an op can use:
+
+    position   whole numbers made of `iota`, whose bounds show that no step wraps around
+               or is rounded
+    choice     one of a few numbers, by booleans, such as a mask or its fill
+    masked     an array that is chosen, or a large fill instead
+    slope      a position times a number or an array, as ALiBi adds it
+
+So a stable softmax stays stable, and a comparison of floats compares those floats.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.canonicalize.dtypes import is_lossless, kind_of
+from rewriter.canonicalize.intervals import of_dtype, within
+from rewriter.graph import Graph, Node
+from rewriter.normal_form import TRUE, Algebra, Monomial, Poly
+
+FILL = 1e3
+"""Numbers from here on are there to mask."""
+
+
+def is_exact(alg: Algebra, graph: Graph, node: Node, made: Poly) -> bool:
+    """Whether a side value may be taken apart; see the module text.
+
+    Args:
+        alg: Where the form is.
+        graph: The program.
+        node: The equation that makes the value.
+        made: The value's form.
+    """
+    dtype = graph.dtype(node.outs[0])
+    kind = kind_of(dtype)
+    if kind == "i":
+        return is_position(alg, made) and within(alg.bounds(made), of_dtype(dtype))
+    if kind != "f":
+        return False
+    if all(not mono for _, mono in made):
+        return all(_is_representable(c, dtype) for c in made.values())
+    if is_position(alg, made):
+        return within(alg.bounds(made), exact_integers(dtype))
+    if node.prim == "convert_element_type":
+        if not is_lossless(graph.dtype(node.ins[0]), dtype):
+            return False
+    return _is_masked(alg, node, made) or _is_slope(alg, made)
+
+
+def exact_integers(dtype: Any) -> tuple[float, float]:
+    """Between which numbers a float dtype holds every integer."""
+    most = 2.0 ** (jnp.finfo(dtype).nmant + 1)
+    return -most, most
+
+
+def _is_representable(c: float, dtype: Any) -> bool:
+    """Whether an integer exists in a dtype; other numbers are rounded already."""
+    whole = math.isfinite(c) and c == int(c)
+    return not whole or float(np.asarray(c).astype(dtype)) == c
+
+
+def is_position(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is whole numbers made of positions, or a choice of some."""
+    whole = all(float(c).is_integer() for c in p.values())
+    factors = [a for _, mono in p for a, _ in mono]
+    powers = all(e.__class__ is int and e > 0 for _, mono in p for _, e in mono)
+    if not (whole and powers and all(_is_whole(alg, a) for a in factors)):
+        return False
+    return not factors or any(_has_position(alg, a) for a in factors)
+
+
+def _is_whole(alg: Algebra, atom: int) -> bool:
+    kind = alg.kind(atom)
+    if kind == "relu":
+        inner = alg.thaw(alg.defs[atom][1])
+        return all(float(c).is_integer() for c in inner.values()) and all(
+            e == 1 and _is_whole(alg, a) for _, mono in inner for a, e in mono
+        )
+    if kind == "fn":
+        return alg.defs[atom][1] == "sign" and is_position(
+            alg, alg.thaw(alg.defs[atom][2])
+        )
+    return kind == "iota" or (kind == "leaf" and alg.defs[atom][1] in alg.integers)
+
+
+def _has_position(alg: Algebra, atom: int) -> bool:
+    if alg.kind(atom) in ("relu", "fn"):
+        return any(_has_position(alg, a) for a in alg.children(atom))
+    return alg.kind(atom) == "iota"
+
+
+def _is_masked(alg: Algebra, node: Node, p: Poly) -> bool:
+    """Whether a form is one array where it is chosen, and large numbers elsewhere.
+
+    What is zero where a product with 0 says so is not chosen: 0 times NaN is NaN.
+    """
+    arrays = {mono for _, mono in p if mono}
+    if len(arrays) != 1 or node.prim in ("mul", "div"):
+        return False
+    (mono,) = arrays
+    return _is_array(alg, mono) and all(
+        c == 1 if inner else flag != TRUE and abs(c) >= FILL
+        for (flag, inner), c in p.items()
+    )
+
+
+def _is_array(alg: Algebra, mono: Monomial) -> bool:
+    return len(mono) == 1 and mono[0][1] == 1 and alg.kind(mono[0][0]) == "leaf"
+
+
+def _is_slope(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is linear in positions, with one array of slopes at most."""
+    arrays = set()
+    for (flag, mono), c in p.items():
+        if not mono:
+            if flag == TRUE or abs(c) < FILL:
+                return False
+            continue
+        kinds = sorted(alg.kind(a) for a, _ in mono)
+        plain = all(e == 1 for _, e in mono)
+        if not plain or kinds not in (["iota"], ["iota", "leaf"]):
+            return False
+        arrays |= {a for a, _ in mono if alg.kind(a) == "leaf"}
+    return len(arrays) <= 1
