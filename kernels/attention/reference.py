@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.empty import AVERAGED, PASSING
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -127,7 +129,10 @@ def reference(
         shift: A static part of the offset.
         softcap: ``c * tanh(scores / c)``.
         empty_rows: What a row that sees no key gives: "nan", "mean" (of v
-            over all s) or "zero".
+            over all s), "mean_passing" or "zero". Of "mean" no gradient reaches
+            the row's scores, as where masks choose between scores and a number.
+            Of "mean_passing", the mean as well, one does, as where a number that
+            takes all their digits is added: that of equal weights ``1 / s``.
         out_dtype: The result's dtype, q's by default.
         wide: The dtype of scores and softmax; by default float32, or float64 for
             float64 inputs.
@@ -156,10 +161,13 @@ def reference(
         kv_lengths=kv_lengths, offset=offset, prefix=prefix, window=window,
         shift=shift,
     )  # fmt: skip
+    plain = scores
     if keep is not None:
         scores = jnp.where(keep, scores, -jnp.inf)
     extra = None if sinks is None else sinks.astype(wide)[:, None, None]
     weights = _softmax(scores, extra, empty_rows)
+    if empty_rows == PASSING and extra is None:
+        weights = _passing(weights, plain, scores)
     if dropout is not None:
         weights = weights * dropout.astype(wide)
     weights = weights.reshape(b, heads, group, t, s)
@@ -186,8 +194,32 @@ def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
         total = total + jnp.exp(extra - top)
     if empty_rows == "nan":
         return weights / total
-    fill = 1 / scores.shape[-1] if empty_rows == "mean" else 0
+    fill = 1 / scores.shape[-1] if empty_rows in AVERAGED else 0
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), fill)
+
+
+def _passing(weights: Array, plain: Array, scores: Array) -> Array:
+    """Returns weights that, in rows without keys, move as a softmax of equal scores.
+
+    Args:
+        weights: Of `scores`, the same number in such rows.
+        plain: The scores before masks.
+        scores: Those after.
+    """
+    empty = scores.max(-1, keepdims=True) == -jnp.inf
+    moved = jnp.where(empty, _nothing(plain), 0)
+    return weights + (moved - moved.mean(-1, keepdims=True)) / scores.shape[-1]
+
+
+@jax.custom_jvp
+def _nothing(x: Array) -> Array:
+    """Returns zeros, whatever x is, that move as x does."""
+    return jnp.zeros_like(x)
+
+
+@_nothing.defjvp
+def _(x: tuple[Array], moved: tuple[Array]) -> tuple[Array, Array]:
+    return jnp.zeros_like(x[0]), moved[0]
 
 
 def sample(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rewriter.kernel import spec_of
 from rewriter.kernels.attention import KERNELS, OP
-from rewriter.kernels.attention.reference import sample
+from rewriter.kernels.attention.reference import sample, visible
 from rewriter.kernels.attention.xla import Blocks, tiles
 from tests import slow
 
@@ -74,12 +74,13 @@ def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
     p = np.exp(scores - top)
     total = p.sum(-1, keepdims=True) + np.exp(sink - top)
     empty = total == 0
-    rows = {"nan": np.nan, "mean": 1 / s, "zero": 0.0}[params.get("empty_rows", "nan")]
+    behaviour = params.get("empty_rows", "nan")
+    rows = {"nan": np.nan, "zero": 0.0}.get(behaviour, 1 / s)
     p = np.where(empty, rows, p / np.where(empty, 1, total))
     drop = np.broadcast_to(x.get("dropout", 1.0), p.shape)
     out = np.einsum("bnts,bsne->btne", p * drop, v)
     dp = np.einsum("btne,bsne->bnts", up, v)
-    share = np.where(empty, 0, p)
+    share = np.where(empty & (behaviour != "mean_passing"), 0, p)
     delta = (share * drop * dp).sum(-1, keepdims=True)
     ds = share * (drop * dp - delta)
     draw = ds * (1 - bent**2)
@@ -196,6 +197,17 @@ CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
     "dropout mean": ((2, 40, 41, 4, 2, 8, 8), {"dropout": (2, 4, 40, 41), "mask": (2, 1, 40, 1)}, {"empty_rows": "mean"}),
     "dropout mean keys": ((2, 37, 41, 2, 2, 8, 8), {"dropout": (2, 1, 1, 41), "mask": (2, 1, 37, 1)}, {"empty_rows": "mean"}),
     "dropout zero": ((2, 40, 41, 4, 4, 8, 8), {"dropout": (2, 4, 40, 1), "mask": (2, 1, 40, 1)}, {"empty_rows": "zero"}),
+    "passing lengths": ((3, 20, 50, 4, 2, 8, 6), {"kv_lengths": lengths(0, 50, 17)}, {"empty_rows": "mean_passing", "scale": 0.4}),
+    "passing rows": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1)}, {"empty_rows": "mean_passing", "window": CAUSAL}),
+    "passing heads": ((2, 37, 41, 4, 2, 8, 8), {"mask": (1, 4, 37, 1), "scale_factor": np.float32(1.7)}, {"empty_rows": "mean_passing"}),
+    "passing bias": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (2, 4, 37, 41)}, {"empty_rows": "mean_passing"}),
+    "passing bias one": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 1, 37, 41), "alibi": (4,)}, {"empty_rows": "mean_passing"}),
+    "passing bias heads": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 41)}, {"empty_rows": "mean_passing"}),
+    "passing bias keys": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (2, 1, 1, 41)}, {"empty_rows": "mean_passing"}),
+    "passing bias rows": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 1)}, {"empty_rows": "mean_passing"}),
+    "passing sinks": ((2, 40, 41, 4, 4, 8, 8), {"sinks": (4,), "mask": (2, 1, 40, 1)}, {"empty_rows": "mean_passing"}),
+    "passing softcap": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 41), "alibi": (4,)}, {"empty_rows": "mean_passing", "softcap": 2.0, "scale": 0.7}),
+    "passing dropout": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "dropout": (2, 4, 37, 41), "scale_factor": np.float32(1.7)}, {"empty_rows": "mean_passing", "scale": 0.7}),
     "decode": ((3, 1, 300, 4, 2, 8, 8), {"kv_lengths": lengths(1, 300, 77)}, {}),
     "decode 4": ((2, 4, 130, 4, 1, 8, 8), {"offset": lengths(126, 50)}, {"window": CAUSAL}),
     "one key": ((2, 40, 1, 4, 4, 8, 8), {}, {}),
@@ -222,6 +234,10 @@ def plain(arrays: dict[str, Any], params: tuple[tuple[str, Any], ...], up: Any) 
     call = lambda given: OP.reference(**{**arrays, **given}, **dict(params))
     out, pull = jax.vjp(call, floats)
     return out, pull(up.astype(out.dtype))[0]
+
+
+RUN = jax.jit(both, static_argnums=1, compiler_options=QUICK)
+PLAIN = jax.jit(plain, static_argnums=1, compiler_options=QUICK)
 
 
 def close(got: Any, want: Any, dtype: str, name: str) -> None:
@@ -254,9 +270,102 @@ def check(
         close(got[name], g, dtype, name)
 
 
-@pytest.mark.parametrize("case", slow.first(30, CASES))
+PASSING = [case for case in CASES if case.startswith("passing")]
+
+
+@pytest.mark.parametrize(
+    "case", slow.first(30, [case for case in CASES if case not in PASSING])
+)
 def test_value_and_gradients(case: str) -> None:
     check(both, case, "float32")
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow.unless(lambda case: "heads" not in case and "rows" not in case, PASSING),
+)
+def test_rows_without_keys_pass_gradients(case: str) -> None:
+    check(both, case, "float32")
+
+
+def test_rows_without_keys_are_as_where_a_number_is_added() -> None:
+    """The fill takes all digits of scores in float32, in float64 it takes none."""
+    shape, extra, params = CASES["passing lengths"]
+    arrays = make(shape, extra)
+    up = make(shape, {"up": (*shape[:2], shape[3], shape[6])})["up"]
+
+    def written(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * params["scale"]
+        hidden = jnp.arange(50) >= arrays["kv_lengths"][:, None, None, None]
+        scores = scores + jnp.where(hidden, np.finfo("f").min, 0)
+        return jnp.einsum("bnts,bsne->btne", jax.nn.softmax(scores), v)
+
+    want, pull = jax.vjp(written, *(arrays[n] for n in "qkv"))
+    out, grads = RUN(arrays, tuple(params.items()), up)
+    close(out, np.asarray(want, np.float64), "float32", "out")
+    for name, g in zip("qkv", pull(up), strict=True):
+        assert np.abs(g[0]).max() > 1e-3  # of the sequence without keys
+        close(grads[name], np.asarray(g, np.float64), "float32", name)
+
+
+HIDDEN = {
+    "mask": ({"mask": (1, 1, 1, 48)}, {}),
+    "mask of pairs": ({"mask": (1, 1, 40, 48), "bias": (1, 1, 40, 48)}, {}),
+    "lengths": ({"kv_lengths": lengths(20)}, {"softcap": 3.0}),
+    "window": ({"bias": (1, 1, 1, 48), "alibi": (2,)}, {"window": (None, -20)}),
+    "segments": ({"q_segments": np.zeros((1, 40), int), "kv_segments": np.repeat([[0, 1]], 24, 1)}, {}),
+    "prefix": ({"prefix": lengths(30)}, {"window": (None, -40)}),
+    "sinks": ({"sinks": (2,), "kv_lengths": lengths(20)}, {}),
+}  # fmt: skip
+
+
+def hidden_keys(arrays: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
+    """Which keys no query sees, bool [b, s]."""
+    names = ("mask", "q_segments", "kv_segments", "kv_lengths", "prefix")
+    t, s = arrays["q"].shape[1], arrays["k"].shape[1]
+    given = {n: arrays[n] for n in names if n in arrays}
+    seen = visible(t, s, **given, window=params.get("window", NONE))
+    return ~np.asarray(seen).any((1, 2))
+
+
+@pytest.mark.parametrize("rows", ["nan", "mean_passing"])
+@pytest.mark.parametrize("case", slow.first(4, HIDDEN))
+def test_what_is_hidden_stays_hidden(case: str, rows: str) -> None:
+    """Finite is what is finite by the formula, of which a choice hides scores."""
+    extra, params = HIDDEN[case]
+    params = {**params, "empty_rows": rows}
+    arrays = make((1, 40, 48, 2, 1, 8, 8), extra)
+    if case == "mask":
+        arrays["mask"][..., 30:] = False
+    if case == "mask of pairs":
+        arrays["mask"][:, :, :, 30:] = arrays["mask"][:, :, :3] = False
+    hidden = hidden_keys(arrays, params)
+    assert hidden.any()
+    up = make((1, 40, 48, 2, 1, 8, 8), {"up": (1, 40, 2, 8)})["up"]
+    for name, bad in itertools.product(("k", "v", "up"), (np.nan, np.inf)):
+        given, cotangent = {**arrays}, up.copy()
+        if name == "up":
+            cotangent[:, 3] = bad
+        else:
+            given[name] = np.where(hidden[..., None, None], bad, arrays[name])
+        compare_finite(given, params, cotangent)
+
+
+def compare_finite(arrays: dict[str, Any], params: dict[str, Any], up: Any) -> None:
+    """Asserts that what is finite by the formula is, and is the same."""
+    options = tuple(params.items())
+    out, grads = RUN(arrays, options, up)
+    want, want_grads = PLAIN(arrays, options, up)
+    for name, g, w in [
+        ("out", out, want), *((n, grads[n], want_grads[n]) for n in want_grads)
+    ]:  # fmt: skip
+        g, w = np.asarray(g, np.float64), np.asarray(w, np.float64)
+        finite = np.isfinite(w)
+        assert np.isfinite(g[finite]).all(), name
+        size = np.abs(w[finite]).max(initial=1.0)
+        error = np.abs(g[finite] - w[finite]).max(initial=0.0)
+        assert error <= 2e-5 * size, name
 
 
 @pytest.mark.parametrize(
@@ -278,7 +387,8 @@ def test_dtypes(case: str, dtype: str) -> None:
 
 
 REFERENCE = ["odd", "causal more rows", "gqa", "lengths 0 nan", "mask rows mean",
-             "mask rows zero", "dropout mean", "sinks empty", "everything"]  # fmt: skip
+             "mask rows zero", "dropout mean", "sinks empty", "everything",
+             "passing lengths", "passing softcap", "passing dropout", "passing sinks"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFERENCE)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.empty import PASSING, passed
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
 from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
 
@@ -45,26 +46,43 @@ def backward(
     names = ("bias", "alibi", "sinks", "dropout", "scale_factor")
     grads = {x: p.full(p.arrays[x].shape, wide) for x in names if x in p.arrays}
     grads |= {x: p.full(p.arrays[x].shape, p.arrays[x].dtype) for x in "qkv"}
-
-    def one_step(step: Step, grads: dict[str, Array]) -> dict[str, Array]:
-        columns = step.columns(grads["k"]), step.columns(grads["v"])
-        grads, columns = step.over_blocks(_rows_backward, (grads, columns))
-        for name, x in zip("kv", columns, strict=True):
-            grads[name] = step.add_columns(grads[name], x)
-        return grads
-
-    grads = p.over_steps(one_step, grads)
+    grads = _over_rows(p, grads)
     grads |= _empty_backward(p, grads)
     return {name: g.astype(p.arrays[name].dtype) for name, g in grads.items()}
 
 
-def _rows_backward(block: Block, carry: Any) -> Any:
-    """Adds one block of rows to the cotangents; k's and v's are set apart."""
+def _over_rows(
+    p: Problem, grads: dict[str, Array], averaged: bool = False
+) -> dict[str, Array]:
+    """Returns cotangents with those of all rows; or of rows without keys, averaged."""
+
+    def one_block(block: Block, carry: Any) -> Any:
+        return _rows_backward(block, carry, averaged)
+
+    def one_step(step: Step, grads: dict[str, Array]) -> dict[str, Array]:
+        columns = step.columns(grads["k"]), step.columns(grads["v"])
+        grads, columns = step.over_blocks(one_block, (grads, columns))
+        for name, x in zip("kv", columns, strict=True):
+            grads[name] = step.add_columns(grads[name], x)
+        return grads
+
+    return p.over_steps(one_step, grads)
+
+
+def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
+    """Adds one block of rows to the cotangents; k's and v's are set apart.
+
+    Args:
+        block: The rows.
+        carry: The cotangents, and those of k and v.
+        averaged: Whether to add rows without keys instead, of equal weights.
+    """
     p, z, step, wide = block.p, block.p.sizes, block.step, block.p.wide
     lse = block.lse()
     empty = lse == -jnp.inf
-    top, rest = _lse_parts(block, lse)
     again = block.each_row(block.t[:, 0]) < block.nominal
+    top, rest = (lse, lse) if averaged else _lse_parts(block, lse)
+    empty = ~empty if averaged else empty  # rows that add nothing
     if z.t % z.rows:
         empty = empty | again  # done by the block before
     top = jnp.where(empty, jnp.inf, top)[..., None]
@@ -80,8 +98,12 @@ def _rows_backward(block: Block, carry: Any) -> Any:
     def body(tile: Tile, carry: Any) -> Any:
         dq, dk, dv, grads = carry
         x, bent = tile.scores(queries)
-        weights = jnp.exp(x - top - rest)
         d = jnp.einsum("cre,cse->crs", up, tile.values())
+        if averaged:
+            weights = tile.only_fresh(jnp.where(empty, 0, jnp.full_like(x, 1 / z.s)))
+            d = jnp.where(weights == 0, 0, d)  # of rows that add nothing
+        else:
+            weights = jnp.exp(x - top - rest)
         used = weights
         if "dropout" in p.arrays:
             kept = tile.dropout()
@@ -90,9 +112,11 @@ def _rows_backward(block: Block, carry: Any) -> Any:
                 **grads,
                 "dropout": tile.add("dropout", grads["dropout"], weights * d),
             }
-            d = d * kept
+            d = jnp.where(kept == 0, 0, d * kept)  # even of a d that is not finite
         dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", up_t, used))
         d = weights * (d - delta)
+        # Where a key is hidden d is 0 times what may not be finite.
+        d = d if averaged else tile.only_seen(d)
         if "bias" in p.arrays:
             grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
         if "alibi" in p.arrays:
@@ -108,20 +132,21 @@ def _rows_backward(block: Block, carry: Any) -> Any:
     grads, (dk, dv) = carry
     inner = {x: grads[x] for x in ("bias", "alibi", "dropout") if x in grads}
     start = p.full(queries.shape, wide), dk, dv, inner
-    dq, dk, dv, inner = block.over_keys(body, start)
+    dq, dk, dv, inner = block.over_keys(body, start, every=averaged)
     grads = {**grads, **inner}
     if "scale_factor" in p.arrays:
         grads["scale_factor"] = grads["scale_factor"] + (dq * plain).sum() * p.scale
-    if "sinks" in p.arrays:
+    if "sinks" in p.arrays and not averaged:
         sinks = block.per_row(step.per_head("sinks"))[..., None]
         share = jnp.exp(sinks - top - rest) * delta
         share = share.reshape(z.some_b, z.some_heads, z.group, z.rows).sum((0, 3))
         grads["sinks"] = _add_heads(step, grads["sinks"], -share)
     dq = dq * p.factor()
-    if z.t % z.rows:
+    if z.t % z.rows or averaged:
         starts, sizes = p.place("btnh", grads["q"].shape, block.here)
         old = block.merge(lax.dynamic_slice(grads["q"], starts, sizes))
-        dq = jnp.where(again[:, None], old.astype(wide), dq)
+        stays = empty if averaged else again[:, None]
+        dq = jnp.where(stays, old.astype(wide), dq)
     grads["q"] = block.store(grads["q"], dq)
     return grads, (dk, dv)
 
@@ -167,6 +192,10 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     if p.empty_rows == "nan":
         bad = empty.reshape(z.b, z.heads, -1).any(-1)[:, None, :, None]
         return {"v": jnp.where(bad, jnp.nan, dv)}
+    if p.empty_rows == PASSING and _by_tiles(p):
+        return lax.cond(
+            jnp.any(empty), lambda: _over_rows(p, grads, averaged=True), lambda: grads
+        )
     if "dropout" in p.arrays:
         names = {"v": dv, "dropout": grads["dropout"]}
         return lax.cond(
@@ -175,7 +204,16 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     up = p.arrays["cotangent"].astype(wide)
     up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / z.s
     up = up.reshape(z.b, 1, z.heads, z.group, -1).sum(3)
-    return {"v": (dv.astype(wide) + up).astype(dv.dtype)}
+    made = {"v": (dv.astype(wide) + up).astype(dv.dtype)}
+    if p.empty_rows != PASSING:
+        return made
+    more = passed(p.arrays, {"scale": p.scale}, empty, p.arrays["cotangent"])
+    return made | {n: (grads[n] + x).astype(grads[n].dtype) for n, x in more.items()}
+
+
+def _by_tiles(p: Problem) -> bool:
+    """Whether what rows without keys pass depends on more than sums of operands."""
+    return p.softcap is not None or "dropout" in p.arrays
 
 
 def _may_be_empty(p: Problem) -> bool:

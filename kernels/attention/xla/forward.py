@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ def forward(
     n, e = q.shape[2], v.shape[3]
 
     def one_step(step: Step, carry: Any) -> Any:
-        mean = step.mean()[:, None] if p.empty_rows == "mean" else 0
-        fill = {"nan": jnp.nan, "mean": mean, "zero": 0}[p.empty_rows]
+        fill: Any = jnp.nan if p.empty_rows == "nan" else 0
+        fill = step.mean()[:, None] if p.empty_rows in AVERAGED else fill
 
         def one_block(block: Block, carry: Any) -> Any:
             out, lse = carry
@@ -48,7 +49,7 @@ def forward(
 
     start = p.full((z.b, z.t, n, e), p.out_dtype), p.full((z.b, n, z.t), wide)
     out, lse = p.over_steps(one_step, start)
-    if p.empty_rows == "mean" and "dropout" in p.arrays:
+    if p.empty_rows in AVERAGED and "dropout" in p.arrays:
         fix = lambda: _dropped_mean(p, out, lse)
         out = lax.cond(jnp.any(lse == -jnp.inf), fix, lambda: out)
     return (out, (lse,)) if residuals else out

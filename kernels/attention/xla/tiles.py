@@ -426,6 +426,12 @@ class Tile:
         z = self.p.sizes
         return [self.s >= self.nominal] if self.edge and z.s % z.keys else []
 
+    def only_fresh(self, x: Array) -> Array:
+        """Returns x [c, r, s] with 0 for keys that are in the block before, too."""
+        for fresh in self.fresh():
+            x = jnp.where(fresh, x, 0)
+        return x
+
     def seen(self) -> list[Array]:
         """Returns the masks, bool, broadcastable to the tile."""
         p, step = self.p, self.block.step
@@ -471,6 +477,13 @@ class Tile:
         for seen in self.seen():
             x = jnp.where(seen, x, -jnp.inf)
         return x.reshape(flat), bent
+
+    def only_seen(self, x: Array) -> Array:
+        """Returns x [c, r, s] with 0 for keys that are hidden, whatever was there."""
+        apart = self.apart(x)
+        for seen in self.seen():
+            apart = jnp.where(seen, apart, 0)
+        return apart.reshape(x.shape)
 
     def dropout(self) -> Array:
         """Returns the dropout factors at full size, [c, r, s]."""

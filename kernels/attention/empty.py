@@ -1,0 +1,108 @@
+"""Rows that see no key and average: which do, and what they pass back to scores.
+
+A program that hides keys by a number added to their scores, not by a choice, gives the
+mean of all values in a row without keys, as that number takes all digits of the scores
+(in float32 any beyond -1e9 does). Its gradient still passes: with all weights 1 / s,
+ds = (dp - delta) / s for every key, and since dp is a product of v with the result's
+cotangent u, ds = u (v - mean)ᵀ / s. What comes of it needs no scores at all: dq is u
+times a matrix [e, h] of v and k, dk is v - mean times one of u and q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from jax import Array
+
+PASSING = "mean_passing"
+"""The mean forward, with a gradient of the scores."""
+
+AVERAGED = frozenset({"mean", PASSING})
+"""The values of ``empty_rows`` that give the mean of v over all keys."""
+
+
+def passed(
+    operands: Mapping[str, Array],
+    params: Mapping[str, Any],
+    empty: Array,
+    cotangent: Array,
+    summed: Callable[[Array], Array] = lambda x: x,
+    parts: int = 1,
+) -> dict[str, Array]:
+    """Returns what rows without keys add to the cotangents of what scores are made of.
+
+    Args:
+        operands: Those of the op; without dropout, of which ds would depend.
+        params: Its parameters; without a soft cap, for the same reason.
+        empty: bool [b, n, t], the rows without keys.
+        cotangent: [b, t, n, e].
+        summed: Adds up over the devices that each have a part of queries and keys.
+        parts: How many of these there are.
+
+    Returns:
+        Cotangents by name, in float32 or wider: of q, k, and of a bias, slopes and a
+        factor of the scale, should there be such.
+    """
+    q, k, v = (operands[n] for n in "qkv")
+    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
+    (b, t, n, _), (s, heads, _) = q.shape, v.shape[1:]
+    # Never less exact than the kernels beside it: on TPUs they take all of float32.
+    exact = "highest" if jnp.result_type(q, k, v).itemsize > 2 else None
+    dot = lambda text, x, y: jnp.einsum(text, x, y, precision=exact)
+    apart = lambda x: x.reshape(b, t, heads, n // heads, -1)
+    rows = empty.swapaxes(1, 2)[..., None]
+    up, queries = (apart(jnp.where(rows, x.astype(wide), 0)) for x in (cotangent, q))
+    there = summed(empty.reshape(b, heads, -1).any(-1).astype(jnp.int32)) > 0
+    values = v.astype(wide)
+    mean = summed(values.sum(1, keepdims=True)) / (parts * s)
+    # No number of a head that has no such rows reaches anything, whatever it is.
+    away = jnp.where(there[:, None, :, None], values - mean, 0) / (parts * s)
+    scale = params.get("scale", 1.0)
+    to_queries = summed(dot("bske,bskh->bkeh", away, k.astype(wide))) * scale
+    to_keys = summed(dot("btkge,btkgh->bkeh", up, queries)) * scale
+    dq = dot("btkge,bkeh->btkgh", up, to_queries)
+    made = {"q": jnp.where(rows, dq.reshape(q.shape), 0)}
+    dk = dot("bske,bkeh->bskh", away, to_keys)
+    made["k"] = jnp.where(there[:, None, :, None], dk, 0)
+    if "scale_factor" in operands:
+        factor = operands["scale_factor"].astype(wide)
+        made["scale_factor"] = (made["q"] * jnp.where(rows, q.astype(wide), 0)).sum()
+        made |= {"q": made["q"] * factor, "k": made["k"] * factor}
+    if "alibi" in operands:  # from the middle: the same for all keys adds up to 0
+        places = jnp.arange(s, dtype=wide) - (s - 1) / 2
+        moved = jnp.einsum("s,bske->bke", places, away)
+        slopes = jnp.einsum("btkge,bke->kg", up, moved)
+        made["alibi"] = slopes.reshape(n)
+    if "bias" in operands:
+        made["bias"] = _of_bias(operands["bias"].shape, up, away, empty, dot)
+    return made
+
+
+def _of_bias(
+    shape: tuple[int, ...], up: Array, away: Array, empty: Array, dot: Any
+) -> Array:
+    """Returns what is added to the cotangent of a bias [b|1, n|1, t|1, s|1]."""
+    if shape[3] == 1:  # what rows pass adds up to 0 over all keys
+        return jnp.zeros(shape, up.dtype)
+    axes = zip(("b", "kg", "t"), shape[:3], strict=True)
+    kept = "".join(x for x, size in axes if size > 1)
+    of_rows = "btkge"
+    if shape[2] == 1:
+        up, of_rows = up.sum(1), "bkge"
+    over = tuple(i for i in range(3) if shape[i] == 1)
+    some = empty.any(over, keepdims=True)[..., None]
+
+    def product() -> Array:
+        found = dot(f"{of_rows},bske->{kept}s", up, away).reshape(shape)
+        return jnp.where(some, found, 0)
+
+    if shape[2] == 1:
+        return product()
+    # Zeros that vary over the same mesh axes: without such rows both are 0.
+    nothing = lambda: jnp.zeros(shape, up.dtype) + 0 * (up.sum() + away.sum())
+    return lax.cond(empty.any(), product, nothing)
