@@ -374,6 +374,7 @@ def drawn(case: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     if "mask" in case:
         made["mask"] = random.random(case.pop("mask")) < 0.5
         made["mask"][..., : case.pop("hidden", 0), :] = False
+        made["mask"][..., case.pop("keys", None) or shape[2] :] = False
     if "near" in case:  # blocks that are hidden, whole and in between
         form = case.pop("near")
         n, rows, keys = np.ogrid[: form[1], : form[2], : form[3]]
@@ -517,7 +518,7 @@ def errors_within_limits(
 
 
 def simulated(name: str, fused: bool, tables: bool = False) -> None:
-    shape, case, tiles, back = {**CASES, **TABLES, **COLUMNS}[name]
+    shape, case, tiles, back = {**CASES, **TABLES, **COLUMNS, **PASSING}[name]
     back = dataclasses.replace(back, fused=fused, tables=tables)
     q, k, v, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
     given = drawn(case, shape)
@@ -580,6 +581,128 @@ def test_what_is_hidden_may_be_anything() -> None:
         with simulator.simulated():
             got = forward_kernel.forward(q, k, v, config=tiles, **given)
         assert error(got, np.asarray(want)) <= LIMITS["bfloat16"], name
+
+
+PASSING: dict[str, Case] = {  # rows without keys of which scores have a gradient
+    "of positions": (
+        (3, 130, 150, 4, 2, 32, 32),
+        {"kv_lengths": (0, 70, 150), "window": CAUSAL, "shift": 10},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "of a mask, biases of pairs": (
+        (2, 130, 140, 4, 2, 32, 32),
+        {"mask": (1, 1, 130, 140), "hidden": 7, "bias": ((1, 4, 130, 140), "float32")},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, tables=True),
+    ),
+    "of a mask, biases of keys": (
+        (2, 130, 140, 4, 2, 32, 32),
+        {"mask": (2, 4, 130, 140), "hidden": 7, "bias": ((2, 1, 1, 140), "float32"),
+         "alibi": (4,)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "of rows that a mask hides": (
+        (2, 130, 140, 2, 2, 32, 32),
+        {"mask": (2, 1, 130, 1), "bias": ((1, 2, 130, 1), "float32")},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "of a soft cap": (
+        (2, 130, 140, 4, 2, 32, 32),
+        {"mask": (1, 1, 130, 140), "hidden": 7, "softcap": 2.0},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "beside sinks": (
+        (1, 130, 140, 2, 2, 32, 32),
+        {"mask": (1, 1, 130, 140), "hidden": 7, "sinks": (2,)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "of all in one": (
+        (3, 130, 150, 4, 2, 32, 32), {"kv_lengths": (0, 70, 150)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, fused=True),
+    ),
+}  # fmt: skip
+for _shape, _case, *_ in PASSING.values():
+    _case["empty_rows"] = "mean_passing"
+
+
+@pytest.mark.parametrize("name", first(3, PASSING))
+def test_rows_without_keys_pass_gradients(name: str) -> None:
+    back = PASSING[name][3]
+    simulated(name, back.fused, back.tables)
+
+
+HIDDEN: dict[str, Case] = {  # some keys are seen by no query
+    "a table of masks and of biases": (
+        (1, 130, 140, 2, 1, 32, 32),
+        {"mask": (1, 1, 130, 140), "keys": 70, "hidden": 7,
+         "bias": ((1, 2, 130, 140), "float32")},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, tables=True),
+    ),
+    "a mask of keys, slopes": (
+        (1, 130, 140, 2, 1, 32, 32),
+        {"mask": (1, 1, 1, 140), "keys": 70, "bias": ((1, 1, 1, 140), "float32"),
+         "alibi": (2,), "window": CAUSAL, "shift": -20},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "lengths, in one": (
+        (2, 130, 150, 2, 1, 32, 32),
+        {"kv_lengths": (0, 70), "empty_rows": "mean_passing"},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, fused=True),
+    ),
+    "lengths": (
+        (2, 130, 150, 2, 1, 32, 32), {"kv_lengths": (0, 70)},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+    "wide": (
+        (1, 70, 150, 2, 1, 32, 32),
+        {"kv_lengths": (70,), "window": (40, 0), "softcap": 2.0},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, divided=True),
+    ),
+    "segments": (
+        (1, 130, 260, 2, 1, 32, 32), {"segments": "apart", "empty_rows": "zero"},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", first(3, HIDDEN))
+def test_gradients_of_what_is_hidden_are_finite(name: str) -> None:
+    """Those that are by the formula, whatever hidden keys and other rows hold."""
+    shape, case, tiles, back = HIDDEN[name]
+    *arrays, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
+    given = drawn(case, shape)
+    hidden = ~seen_at_all(shape, given)
+    for which, bad in (("k", np.nan), ("v", np.nan), ("v", np.inf), ("up", np.nan)):
+        named = {**dict(zip("qkv", arrays, strict=True)), "up": up.copy()}
+        if which == "up":
+            named["up"][:, 3] = bad
+        else:
+            made = np.where(hidden[..., None, None], bad, named[which])
+            named[which] = made.astype(up.dtype)
+        want = wanted(**named, given=given)
+        q, k, v, cotangent = named.values()
+        with simulator.simulated():
+            out, residuals = forward_kernel.forward(
+                q, k, v, residuals=True, config=tiles, **given
+            )
+            got = backward_kernel.backward(
+                q, k, v, out=out, residuals=residuals, cotangent=cotangent,
+                config=back, **given,
+            )  # fmt: skip
+        for part, x in {"out": out, **got}.items():
+            exact, x = np.asarray(want[part]), np.asarray(x, np.float64)
+            finite = np.isfinite(exact)
+            assert np.isfinite(x[finite]).all(), (which, bad, part)
+            exact, x = exact[finite], x[finite]
+            limit = 4 * LIMITS["bfloat16"] * max(np.linalg.norm(exact), 1.0)
+            assert np.linalg.norm(x - exact) <= limit, (which, bad, part)
+
+
+def seen_at_all(shape: tuple[int, ...], given: dict[str, Any]) -> np.ndarray:
+    """Which keys some query sees, bool [b, s]."""
+    names = ("mask", "q_segments", "kv_segments", "kv_lengths", "window", "shift")
+    part = {n: given[n] for n in names if n in given}
+    seen = visible(shape[1], shape[2], **part)
+    return np.broadcast_to(np.asarray(seen).any((1, 2)), (shape[0], shape[2]))
 
 
 # ---------------------------------------------------------------- on a Hopper GPU

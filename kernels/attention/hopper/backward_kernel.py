@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention import xla
+from rewriter.kernels.attention.empty import PASSING
 from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
@@ -130,6 +132,8 @@ def backward(
     terms, extra = terms_of(t, s, **given)
     extra.pop("sinks", None)
     empty = lse == -jnp.inf
+    if empty_rows == "zero":  # what comes back to zeros reaches nothing
+        up = jnp.where(empty.swapaxes(1, 2)[..., None], 0, up)
     unit, rest = (1.0 if terms.natural else LOG2E), None
     if terms.adding:
         again = functools.partial(
@@ -184,6 +188,8 @@ def backward(
         total = jax.new_ref(jnp.zeros(named["q"].shape, jnp.float32))
         dk, dv = _call(Fused, of_keys, by_key | {"dq": total})
         dq = (total[...] * scale).astype(q.dtype)
+        if of_queries.mask.may_be_empty:  # whatever was added to rows without keys
+            dq = jnp.where(_padded_rows(empty, dq), 0, dq)
     else:
         dk, dv = _call(Divided if config.divided else OfKeys, of_keys, by_key)
         (dq,) = _call(OfQueries, of_queries, by_query)
@@ -194,6 +200,7 @@ def backward(
     if config.tables and bias is not None and 1 not in bias.shape[2:]:
         made = _of_tables(of_queries, config, given, {**named, **extra})
         grads |= {} if made is None else {"bias": made[..., :t, :s].astype(bias.dtype)}
+    delta = jnp.where(empty, 0.0, delta)
     share = 0.0 * delta  # the sums of rows' changes, not finite where delta is not
     if sinks is not None:
         share = jnp.exp(sinks.astype(jnp.float32)[:, None] - residuals[0]) * delta
@@ -212,6 +219,13 @@ def backward(
             OfSlopes, of_queries, config, beside_of(given), by_query, mask, pair,
         )  # fmt: skip
         grads |= {} if made is None else {"alibi": made.sum((0, 2)).astype(alibi.dtype)}
+    if empty_rows == PASSING and sinks is None and of_queries.mask.may_be_empty:
+        params = {"scale": scale, "window": window, "shift": shift, "softcap": softcap}
+        numbers = {"kv_lengths": kv_lengths, "offset": offset, "prefix": prefix}
+        operands = {"q": q, "k": k, "v": v, **given, **numbers}
+        grads = xla.with_passed(
+            grads, operands, params, out=out, lse=residuals[0], cotangent=cotangent
+        )
     return grads
 
 
@@ -314,6 +328,12 @@ def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Arr
     rows = jnp.where(empty.swapaxes(1, 2)[..., None], up.astype(jnp.float32), 0)
     share = (rows.sum(1) / s).reshape(b, 1, heads, n // heads, e).sum(3)
     return (dv.astype(jnp.float32) + share).astype(dv.dtype)
+
+
+def _padded_rows(empty: Array, dq: Array) -> Array:
+    """Returns bool [b, n, t] as [b, rows of dq, n, 1]."""
+    more = dq.shape[1] - empty.shape[2]
+    return jnp.pad(empty.swapaxes(1, 2), ((0, 0), (0, more), (0, 0)))[..., None]
 
 
 def _call(kind: Any, p: Problem, named: dict[str, Any], out: Any = None) -> Any:

@@ -128,7 +128,7 @@ class OfKeys(Kernel):
             change = lax.optimization_barrier(changes[...])
             plgpu.wgmma(dv, weights.astype(dtype), x["g"].at[slot])
             change = steep * (change - self.across("delta", slot, shape))
-            change = change.astype(dtype)
+            change = self.only_seen(change, steep, part).astype(dtype)
             plgpu.wgmma(dk, change, x["q"].at[slot])
             made = dk[...], dv[...]
             plgpu.barrier_arrive(x["free"].at[slot])
@@ -285,7 +285,8 @@ class _Changes(Divided):
             plgpu.barrier_wait(x["weights_ready"].at[place])
             weights = lax.optimization_barrier(x["weights"].at[place][...])
             plgpu.barrier_arrive(x["weights_free"].at[place])
-            change = weights.astype(jnp.float32) * change
+            weights = weights.astype(jnp.float32)
+            change = self.only_seen(weights * change, weights, part)
             plgpu.barrier_wait(x["first_ready"].at[slot])
             plgpu.wgmma(dk, change.astype(dtype), x["q"].at[slot])
             made = dk[...]

@@ -133,7 +133,14 @@ class OfQueries(Kernel):
         return made, lse, delta, *rest
 
     def store(self, tile: Tile, carry: Any) -> None:
-        """Writes the sums of a tile."""
-        self.put(carry[0] * self.p.scale, "q", "dq", tile)
+        """Writes the sums of a tile: 0 of rows without keys, whatever was summed.
+
+        Those of other rows are not finite where what is hidden is not: as it is by the
+        formula, whose delta is not either.
+        """
+        dq, lse = carry[0] * self.p.scale, carry[1]
+        if self.p.mask.may_be_empty:
+            dq = jnp.where(pallas.along(lse, dq.shape) == jnp.inf, 0.0, dq)
+        self.put(dq, "q", "dq", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["done"].at[self.warpgroup])

@@ -87,6 +87,7 @@ class OfColumns(_Sums, OfKeys):
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             change = weights * (change - self.across("delta", slot, shape))
+            change = self.only_seen(change, weights, part)
             plgpu.barrier_arrive(x["free"].at[slot])
             return carry + pallas.by_eights(change)
 
@@ -156,4 +157,7 @@ class OfSlopes(_Sums, OfQueries):
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sums of a tile."""
         moved, change, away = (x.sum(axis=1) for x in carry[0])
-        self.put_sums(tile, moved - change * away)
+        sums = moved - change * away
+        if self.p.mask.may_be_empty:
+            sums = jnp.where(carry[1] == jnp.inf, 0.0, sums)
+        self.put_sums(tile, sums)

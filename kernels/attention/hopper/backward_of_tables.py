@@ -215,12 +215,13 @@ class OfTables(OfQueries):
             found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
             found = lax.optimization_barrier(found)
             cut = p.mask.hides or p.mask.s % p.block or tile.length is not None
-            found, _ = self.scores(tile, found, j, slot, step, bool(cut))
+            part = bool(cut)
+            found, _ = self.scores(tile, found, j, slot, step, part)
             found = self.weights(found, lse, rest[0] if rest else None)
             weights = lax.optimization_barrier(found)
             change = lax.optimization_barrier(changes[...])
             plgpu.barrier_arrive(x["free"].at[slot])
-            return weights * (change - delta)
+            return self.only_seen(weights * (change - delta), weights, part)
 
         two = (plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
         return pl.run_scoped(products, *two)

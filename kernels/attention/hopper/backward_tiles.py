@@ -293,6 +293,22 @@ class Kernel(abc.ABC):
         found = (scores - lse) * LOG2E
         return jnp.exp2(found if rest is None else found - rest)
 
+    def only_seen(self, changes: Array, weights: Array, part: bool) -> Array:
+        """Returns changes of scores, 0 where these are hidden.
+
+        There weights are 0, of which the product with what is no number is none. Where
+        nothing may be hidden that is what the formula gives, too.
+
+        Args:
+            changes: float32 [64, block].
+            weights: float32 of the same shape.
+            part: Whether ends of what rows see may lie within the block.
+        """
+        p = self.p
+        masked = p.terms.masks and (part or not self.classed)
+        placed = part and (p.mask.hides or "lengths" in self.given)
+        return jnp.where(weights == 0.0, 0.0, changes) if masked or placed else changes
+
     # What differs:
     @abc.abstractmethod
     def sloped(self, tile: Tile, scores: Array, j: Any, step: Any) -> Array:

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels import claims
+from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.hopper import classes, pallas
 from rewriter.kernels.attention.hopper.beside import Beside, beside_of
 from rewriter.kernels.attention.hopper.blocks import (
@@ -167,7 +168,7 @@ def forward(
     terms, arrays = terms_of(t, s, **given)
     seen = Mask(
         t, s, left, right, shift, kv_lengths is not None, offset is not None,
-        empty_rows == "mean" and not terms.sinks, terms.hides, prefix is not None,
+        empty_rows in AVERAGED and not terms.sinks, terms.hides, prefix is not None,
     )  # fmt: skip
     config = config or Tiles()
     p = _Problem(

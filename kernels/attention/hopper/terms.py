@@ -79,6 +79,11 @@ class Terms:
         """Whether rows may be left without keys."""
         return bool(self.parts)
 
+    @property
+    def masks(self) -> bool:
+        """Whether there are masks or segments, and not biases alone."""
+        return bool(self.hiding) or self.segments or "mask" in dict(self.parts)
+
     def copies(self, warpgroups: int) -> int:
         """Returns how many copies a block's parts are."""
         return sum(1 if x.form == COLUMNS else warpgroups for _, x in self.parts)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper_decode.config import ROWS, Split, mask_columns
 from rewriter.kernels.attention.hopper_decode.kernel import pieces
@@ -102,7 +103,7 @@ def attend(
     left, right = window
     seen = Mask(
         t, s, left, right, shift, kv_lengths is not None, offset is not None,
-        empty_rows == "mean", mask is not None,
+        empty_rows in AVERAGED, mask is not None,
     )  # fmt: skip
     e = v.shape[3]
     p = Problem(b, n, heads, h, e, seen, scale, softcap, pages, config)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.xla.backward import backward as backward
+from rewriter.kernels.attention.xla.backward import with_passed as with_passed
 from rewriter.kernels.attention.xla.config import Blocks as Blocks
 from rewriter.kernels.attention.xla.config import configs as configs
 from rewriter.kernels.attention.xla.config import default as default

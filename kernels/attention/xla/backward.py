@@ -12,6 +12,8 @@ from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, run
 from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from jax import Array
 
 
@@ -43,12 +45,56 @@ def backward(
     p = problem_of(q, k, v, {**given, "out": out, "lse": residuals[0],
                            "cotangent": cotangent})  # fmt: skip
     wide = p.wide
-    names = ("bias", "alibi", "sinks", "dropout", "scale_factor")
-    grads = {x: p.full(p.arrays[x].shape, wide) for x in names if x in p.arrays}
+    grads = {x: p.full(p.arrays[x].shape, wide) for x in _FLOATS if x in p.arrays}
     grads |= {x: p.full(p.arrays[x].shape, p.arrays[x].dtype) for x in "qkv"}
     grads = _over_rows(p, grads)
     grads |= _empty_backward(p, grads)
     return {name: g.astype(p.arrays[name].dtype) for name, g in grads.items()}
+
+
+def with_passed(
+    grads: Mapping[str, Array],
+    operands: Mapping[str, Array | None],
+    params: Mapping[str, Any],
+    *,
+    out: Array,
+    lse: Array,
+    cotangent: Array,
+) -> dict[str, Array]:
+    """Returns cotangents with what rows without keys pass to their scores.
+
+    For kernels that compute those of other rows, and of v.
+
+    Args:
+        grads: Cotangents; of others nothing is returned.
+        operands: Those of the op.
+        params: Its parameters.
+        out: [b, t, n, e], from the forward.
+        lse: [b, n, t], -inf in rows without keys.
+        cotangent: [b, t, n, e].
+    """
+    names = {n: x for n, x in operands.items() if x is not None}
+    given = {**names, **params, "out": out, "lse": lse, "cotangent": cotangent}
+    p = problem_of(*(given.pop(n) for n in "qkv"), given)
+    if _by_tiles(p):
+        made = _of_tiles(p, [n for n in grads if n != "v"])
+    else:
+        made = passed(names, params, lse == -jnp.inf, cotangent)
+    return dict(grads) | {
+        n: (grads[n] + x).astype(grads[n].dtype) for n, x in made.items() if n in grads
+    }
+
+
+def _of_tiles(p: Problem, names: Iterable[str]) -> dict[str, Array]:
+    """Returns what rows without keys add to cotangents by going over all tiles."""
+    none = {n: p.full(p.arrays[n].shape, p.wide) for n in _FLOATS if n in p.arrays}
+    none |= {n: p.full(p.arrays[n].shape, p.wide) for n in "qkv"}
+    some = jnp.any(p.arrays["lse"] == -jnp.inf)
+    made = lax.cond(some, lambda: _over_rows(p, none, averaged=True), lambda: none)
+    return {n: made[n] for n in names}
+
+
+_FLOATS = ("bias", "alibi", "sinks", "dropout", "scale_factor")
 
 
 def _over_rows(
