@@ -58,7 +58,13 @@ class Emitter:
         values, of which that is not proved.
         """
         order = [i for group in groups for i in group]
-        near = near and all(flag == TRUE for flag, _ in p)
+        flags = {flag for flag, _ in p}
+        if near and len(flags) == 1 and flags != {TRUE}:  # zero where it does not hold
+            inner = {(TRUE, mono): c for (_, mono), c in p.items()}
+            x = self._integer(inner, order, True)
+            x = jnp.where(self._bool(flags.pop(), order), x, 0)
+            return self._grouped(x, groups, full, dtype)
+        near = near and flags == {TRUE}
         x = self._single(p, order)
         if x is not None and near:
             x = _near(x)
@@ -260,7 +266,12 @@ class Emitter:
             if not d[2]:
                 x, y = self._sum(p, order), 0
             else:
-                x, y = (self._integer(side, order) for side in self._sides(p))
+                left, right = self._sides(p)
+                last = right.get((TRUE, ()), 0.0) - 1
+                if d[0] == "ge" and last == jnp.iinfo(jnp.int32).max:
+                    right[TRUE, ()] = last  # 2^31 is no int32
+                    return self._integer(left, order) > self._integer(right, order)
+                x, y = self._integer(left, order), self._integer(right, order)
             return x >= y if d[0] == "ge" else x == y
         if d[0] == "any":
             bound, flag, _ = self.alg.open_sum(atom)
@@ -289,6 +300,10 @@ class Emitter:
 
     def _integer(self, p: Poly, order: list[int], near: bool = False) -> jax.Array:
         """A form over integers, computed exactly; `near` as for `array`."""
+        if near:
+            moved = self._moved(p, order)
+            if moved is not None:
+                return moved
         total = jnp.zeros((1,) * len(order), jnp.int32)
         for (flag, mono), c in p.items():
             term = jnp.full((1,) * len(order), int(c), jnp.int32)
@@ -303,6 +318,30 @@ class Emitter:
                 term = jnp.where(self._bool(flag, order), term, 0)
             total = total + term
         return total
+
+    def _moved(self, p: Poly, order: list[int]) -> jax.Array | None:
+        """A leaf plus or minus a number, no farther than `FAR`; None for other forms.
+
+        The leaf is brought near the number first, so that their sum is exact.
+        """
+        c, rest = self.alg.split_constant(p)
+        x = self._single(rest, order)
+        sign = 1
+        if x is None:
+            x, sign = self._single(self.alg.scale(rest, -1.0), order), -1
+        if x is None or not jnp.issubdtype(x.dtype, jnp.integer):
+            return None
+        most, least = FAR - int(c), -FAR - int(c)
+        if sign < 0:
+            most, least = -least, -most
+        info = jnp.iinfo(x.dtype)
+        if most < info.min or least > info.max:
+            raise OverBudget("a position beyond all others")
+        x = jnp.clip(x, max(least, info.min), min(most, info.max))
+        shift = jnp.asarray(int(c), jnp.int32)
+        if abs(int(c)) > jnp.iinfo(jnp.int32).max:
+            raise OverBudget("a number that no position is compared with")
+        return sign * x.astype(jnp.int32) + shift
 
     def _whole(self, atom: int, order: list[int], near: bool) -> jax.Array | None:
         """An atom as integers; None if it has others."""

@@ -270,6 +270,9 @@ class Masks:
             for side in (self.right, self.left)
         )
         shift = right if right is not None and (left is None or right < 0) else 0
+        if right is None and left is not None and left < 0:
+            offset, left = alg.add(offset, alg.const(-left)), 0  # each key from there on
+            self.offset = alg.freeze(offset)
         if right is not None or left is not None:
             width = None if left is None else left + shift
             self.params["window"] = (width, None if right is None else right - shift)

@@ -37,7 +37,6 @@ def _elementwise(name: str, f: Callable[..., Poly]) -> None:
 
 
 _elementwise("add_any", lambda ev, a, b: ev.alg.add(a, b))  # a + b
-_elementwise("sub", lambda ev, a, b: _gentle(ev, ev.alg.add(a, b, -1.0)))  # a - b
 _elementwise("neg", lambda ev, a: ev.alg.scale(a, -1.0))  # -a
 _elementwise("sqrt", lambda ev, a: ev.alg.power(a, Fraction(1, 2)))  # a^1/2
 _elementwise("rsqrt", lambda ev, a: ev.alg.power(a, Fraction(-1, 2)))  # a^-1/2
@@ -73,7 +72,19 @@ def _mul(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     a, b = ev.operands(node, args, mode)
     if node.ins[0] == node.ins[1]:
         return _gentle(ev, ev.alg.power(a, 2), 0)
+    if (not a or not b) and not ev.is_side(node.outs[0]):
+        ev.assume(FINITE, "0 times a value taken for 0")
     return _gentle(ev, _product(ev.alg, a, b), 0)
+
+
+@rule("sub")
+def _sub(ev: Evaluator, node: Node, args, mode: str) -> Poly:
+    """A - b."""
+    a, b = ev.operands(node, args, mode)
+    out = ev.alg.add(a, b, -1.0)
+    if not out and any(mono for _, mono in a) and not ev.is_side(node.outs[0]):
+        ev.assume(FINITE, "the difference of equal values taken for 0")
+    return _gentle(ev, out)
 
 
 @rule("add")

@@ -22,7 +22,10 @@ from rewriter.canonicalize.intervals import interval
 from rewriter.canonicalize.layout import Layout, is_slice
 from rewriter.canonicalize.loops import LoopForms, Loops
 from rewriter.canonicalize.numbers import from_the_end, in_each_case
-from rewriter.canonicalize.own_values import is_exact
+from rewriter.canonicalize.own_values import (
+    is_exact,
+    with_wraps,
+)
 from rewriter.canonicalize.primitives import (
     FULL,
     KNOWN_CONSTANTS,
@@ -115,6 +118,7 @@ class Evaluator(Layout, LoopForms):
         self.leaf_values: set[int] = set()
         self.visits = 0
         self.private = False
+        self.ideal = False
         self.outer: frozenset[int] = frozenset()
         self.loops = Loops()
 
@@ -313,7 +317,8 @@ class Evaluator(Layout, LoopForms):
         if const is None:
             return None
         if np.shape(const) == ():
-            return self._number_poly(float(np.asarray(const)), self.g.dtype(value))
+            number = float(np.asarray(const).astype(self.g.dtype(value)))
+            return self._number_poly(number, self.g.dtype(value))
         if np.size(const) <= 1 << 16:
             flat = np.asarray(const)
             if flat.size and (flat == flat.flat[0]).all():
@@ -371,6 +376,10 @@ class Evaluator(Layout, LoopForms):
             if known is not None:
                 return known
             made = rule(self, node, args, mode)
+        if mode == FULL and node.prim in ("add", "sub") and self.is_side(value):
+            wrapped = with_wraps(self.alg, made, self.g.dtype(value))
+            if wrapped is not None:
+                return wrapped
         if self._is_opaque(node, value, made, mode):
             return self.alg.of_atom(self.leaf(value, args))
         return made
@@ -380,7 +389,7 @@ class Evaluator(Layout, LoopForms):
 
         So is a position from the end, `where(i < 0, i + n, i)`, which never wraps.
         """
-        if mode != FULL or not self.is_side(value):
+        if mode != FULL:
             return None
         position = from_the_end(self.g, node, self.number)
         if position is not None:
@@ -388,13 +397,15 @@ class Evaluator(Layout, LoopForms):
             p = self.poly(place, self.aligned(place, args))
             inside = self.alg.compare("ge", p, True)
             return choose(self.alg, inside, p, self.alg.add(p, self.alg.const(size)))
-        if node.prim not in FOLD or kind_of(self.g.dtype(value)) not in "if":
+        if not self.is_side(value) or node.prim not in FOLD or kind_of(self.g.dtype(value)) not in "if":
             return None
         forms = self.operands(node, args, mode)
         return in_each_case(self.alg, self.g, node, forms)
 
     def _is_opaque(self, node: Node, value: int, made: Poly, mode: str) -> bool:
         """Whether a value is taken as it is, since its form may not be its value."""
+        if self.ideal:
+            return False
         if mode != FULL or not self.is_side(value):
             casts = node.prim in ("convert_element_type", "stop_gradient")
             return not casts and self._may_wrap(node, value, made)

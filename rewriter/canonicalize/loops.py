@@ -21,6 +21,7 @@ from typing import Any
 
 from rewriter import _jax
 from rewriter.canonicalize.dtypes import kind_of
+from rewriter.canonicalize.intervals import of_dtype, within
 from rewriter.canonicalize.primitives import FULL, NeedSplit
 from rewriter.graph import Node
 from rewriter.normal_form import TRUE, Index, Monomial, OverBudget, Poly
@@ -155,16 +156,19 @@ class LoopForms:
         alg, before = self.alg, loop.before[k]
         own = alg.of_atom(self.leaf(before, ()))
         held, self.memo = self.memo, {}
+        self.ideal = True  # that no step wraps around is seen from the last one
         del self.loops.carries[before]
         try:
             step = alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
         finally:
-            self.memo = held
+            self.memo, self.ideal = held, False
             self.loops.carries[before] = loop, k
         if step is None:
             return None
         first = self.poly(loop.first[k], ())
-        return alg.add(first, alg.scale(alg.iota(loop.index), step))
+        count = alg.add(first, alg.scale(alg.iota(loop.index), step))
+        dtype = self.g.dtype(before)
+        return count if within(alg.bounds(count), of_dtype(dtype)) else None
 
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
         """A carry after the last step; see the module text."""

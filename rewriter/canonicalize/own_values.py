@@ -25,7 +25,7 @@ import numpy as np
 from rewriter.canonicalize.dtypes import is_lossless, kind_of
 from rewriter.canonicalize.intervals import of_dtype, within
 from rewriter.graph import Graph, Node
-from rewriter.normal_form import TRUE, Algebra, Monomial, Poly
+from rewriter.normal_form import EXACT, TRUE, Algebra, Monomial, Poly
 
 FILL = 1e3
 """Numbers from here on are there to mask."""
@@ -76,6 +76,50 @@ def is_position(alg: Algebra, p: Poly) -> bool:
     if not (whole and powers and all(_is_whole(alg, a) for a in factors)):
         return False
     return not factors or any(_has_position(alg, a) for a in factors)
+
+
+def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
+    """The machine integer that a sum is: less 2^n where it is too large for n bits.
+
+    So `i + 1` of a position that is given is exact whatever the position is; where a
+    mask keeps keys before it only, it is seen that the sum is not too large there.
+
+    Args:
+        alg: Where the form is.
+        p: The sum: positions and one other integer at most.
+        dtype: The integers' dtype.
+
+    Returns:
+        The form; None if the sum is another one, or never wraps around.
+    """
+    if kind_of(dtype) != "i" or not _is_moved_position(alg, p):
+        return None
+    (least, most), (lo, hi) = of_dtype(dtype), alg.bounds(p)
+    period = most - least + 1
+    if lo < least - period or hi > most + period or most >= EXACT:
+        return None
+    out = p
+    above = alg.compare("ge", alg.add(p, alg.const(-most - 1)), True)
+    below = alg.compare("ge", alg.add(alg.const(least - 1), p, -1.0), True)
+    for flag, sign in ((above, -1.0), (below, 1.0)):
+        out = alg.add(out, alg.scale(alg.of_bool(flag), sign * period))
+    return out
+
+
+def _is_moved_position(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is positions, one other integer at most, and a number, added up."""
+    given = 0
+    for (flag, mono), c in p.items():
+        if flag != TRUE or not float(c).is_integer() or len(mono) > 1:
+            return False
+        for atom, e in mono:
+            given += alg.kind(atom) == "leaf"
+            plain = alg.kind(atom) == "iota" or (
+                alg.kind(atom) == "leaf" and abs(c) == 1 and _is_whole(alg, atom)
+            )
+            if e != 1 or not plain:
+                return False
+    return given == 1
 
 
 def _is_whole(alg: Algebra, atom: int) -> bool:

@@ -117,6 +117,8 @@ def _compare_core(ev: Evaluator, node: Node, args, a: Poly, b: Poly) -> int:
     ):
         return TRUE if _TESTS[name](float(bool(a)), float(bool(b))) else FALSE
     d = _unsigned(alg, alg.add(a, b, -1.0))
+    if not d and any(mono for _, mono in a) and not is_row_maximum(ev, a):
+        ev.assume(FINITE, "values assumed to be no NaN")  # x == x is a test for it
     sign = 1.0 if alg.is_variance(d) else -1.0 if alg.is_variance(_minus(alg, d)) else 0
     if sign:
         if name not in (("ge", "lt") if sign > 0 else ("le", "gt")):
