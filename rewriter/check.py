@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from rewriter import _jax
+from rewriter.anew import require_own
 from rewriter.canonicalize import Evaluator, NeedSplit
 from rewriter.graph import Graph
 from rewriter.kernel import Spec, spec_of
@@ -34,8 +35,11 @@ def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused 
     """
     reading.algebra.work = 0
     try:
+        require_own(reading)
         spec, want = replacement_forms(graph, op, reading)
         difference = _difference(reading, want, reading.args)
+    except Refused as refusal:
+        return None, refusal.with_traceback(None)
     except OverBudget as error:
         return None, Refused("budget", str(error), score=0.7)
     if not difference:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import jax.numpy as jnp
 
+from rewriter.canonicalize import interval, within
 from rewriter.check import check
 from rewriter.finder import Finder
 from rewriter.graph import Graph, Node
@@ -322,10 +323,23 @@ def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
         if any(v not in place.defined for v in leaves.values()):
             return None
         first, pairs = known.source, tuple(leaves.items())
+        if not _as_bounded(find, first.reading, leaves):
+            return None
         read = first.reading, first.spec, value, pairs, inner
         memory.covered.setdefault(pattern.name, set()).update(inner)
         matches.append(_match(find, pattern, anchor, *read))
     return matches
+
+
+def _as_bounded(find: Finder, reading: Reading, leaves: Mapping[int, int]) -> bool:
+    """Whether integers have the bounds here with which a reading was proved."""
+    known = reading.algebra.leaf_range
+    return all(
+        name == value
+        or name not in reading.algebra.integers
+        or within(interval(find.graph, value), known[name])
+        for name, value in leaves.items()
+    )
 
 
 def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:

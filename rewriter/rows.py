@@ -326,7 +326,7 @@ class _Row:
             f = _NUMERIC.get(prim)
             if f is None:
                 return LOST
-            return ("c", f(*(x[1] for x in args), node.params))
+            return ("c", self._rounded(f(*(x[1] for x in args), node.params), value))
         if prim == "mul" and UNKNOWN in args and LOST not in args:
             (other,) = [x for x in args if x != UNKNOWN] or (UNKNOWN,)
             if isinstance(other, tuple) and (self.peaks or not other[1]):
@@ -337,6 +337,16 @@ class _Row:
             known = [abs(float(x[1])) for x in args if isinstance(x, tuple)]
             self.added += [c for c in known if c >= absorbs and math.isfinite(c)]
         return _mixed(prim, args, absorbs)
+
+    def _rounded(self, number: Any, value: int) -> Any:
+        """A large number as a value's dtype holds it: sums of fills lose digits."""
+        dtype = self.g.dtype(value)
+        if isinstance(number, bool) or not jnp.issubdtype(dtype, jnp.floating):
+            return number
+        if not _large_number(number):
+            return number
+        with np.errstate(all="ignore"):
+            return float(np.asarray(number).astype(dtype))
 
     def _contracted(self, node: Node, args: list[Abstract]) -> Abstract:
         """A sum written as a contraction with a number."""
@@ -368,6 +378,11 @@ def _absorbing(dtype: Any) -> float:
     if not jnp.issubdtype(dtype, jnp.floating):
         return SWALLOWS
     return 2 * LARGE / float(jnp.finfo(dtype).eps)
+
+
+def _large_number(c: float) -> bool:
+    """Whether a number is the size of a mask's fill."""
+    return math.isfinite(c) and abs(c) > LARGE
 
 
 def _large(x: Abstract) -> bool:

@@ -14,7 +14,7 @@ ORDER = [
     "op", "along", "device", "tpu", "ahead_of_time", "kernel", "estimate", "registry",
     "profile", "timing", "conditions", "trace", "repeats", "fold", "graph",
     "normal_form", "canonicalize", "template", "formula", "emit", "region", "rows",
-    "reading", "stacked", "finder", "sieve", "reference", "check", "match", "declared",
+    "reading", "anew", "stacked", "finder", "sieve", "reference", "check", "match", "declared",
     "bindings", "pattern", "implementation", "key", "measurement", "decision", "stored",
     "whole", "tuned", "cache", "sources", "choose_sum", "choose", "choose_ring",
     "special_form", "plan", "gradients", "backward_place", "as_written", "leaves",

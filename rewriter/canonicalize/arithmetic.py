@@ -72,7 +72,7 @@ def _mul(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     a, b = ev.operands(node, args, mode)
     if node.ins[0] == node.ins[1]:
         return _gentle(ev, ev.alg.power(a, 2), 0)
-    if (not a or not b) and not ev.is_side(node.outs[0]):
+    if (not a or not b) and not _is_weight(ev, a or b, node):
         ev.assume(FINITE, "0 times a value taken for 0")
     return _gentle(ev, _product(ev.alg, a, b), 0)
 
@@ -97,6 +97,16 @@ def _add(ev: Evaluator, node: Node, args, mode: str) -> Poly:
             ev.notes.add(f"a sum of weights is not changed by {low:.4g}")
             return p
     return _gentle(ev, ev.alg.add(a, b))
+
+
+def _is_weight(ev: Evaluator, p: Poly, node: Node) -> bool:
+    """Whether a factor is no score, but a side value or exponentials of some.
+
+    Where these are no numbers, neither are those that they are added to.
+    """
+    factors = [a for _, mono in p for a, _ in mono]
+    exponentials = bool(factors) and all(ev.alg.kind(a) == "exp" for a in factors)
+    return exponentials or ev.is_side(node.outs[0])
 
 
 def _half_a_step(ev: Evaluator, node: Node) -> float:
@@ -262,7 +272,9 @@ def _select(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     if len(node.ins) != 3 or ev.g.dtype(node.ins[0]) != bool:
         return ev.alg.of_atom(ev.leaf(node.outs[0], args))
     if _is_positive_part(ev, node):
-        return ev.alg.relu(ev.poly(node.ins[2], ev.aligned(node.ins[2], args), mode))
+        p = ev.poly(node.ins[2], ev.aligned(node.ins[2], args), mode)
+        _replaces_nan(ev, node, p, {})
+        return ev.alg.relu(p)
     flag = ev.flag(node.ins[0], ev.aligned(node.ins[0], args), mode)
     no_at, yes_at = (ev.aligned(i, args) for i in node.ins[1:])
     if flag == FALSE:
@@ -273,6 +285,7 @@ def _select(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     if_true = ev.poly(node.ins[2], yes_at, mode)
     sloped = ramp(ev.alg, flag, if_true, if_false)
     if sloped is not None:
+        _replaces_nan(ev, node, if_true, if_false)
         return sloped
     return choose(ev.alg, flag, if_true, if_false)
 
@@ -283,6 +296,19 @@ def _is_positive_part(ev: Evaluator, node: Node) -> bool:
     if test is None or test.prim not in ("gt", "ge") or test.ins[0] != node.ins[2]:
         return False
     return ev.number(test.ins[1]) == 0 and ev.number(node.ins[1]) == 0
+
+
+def _replaces_nan(ev: Evaluator, node: Node, if_true: Poly, if_false: Poly) -> None:
+    """Notes that where(x > 0, x, 0) gives 0 for NaN, as max(x, 0) does not.
+
+    Where x is a variance all that it divides is NaN too.
+    """
+    test = ev.g.node_of(node.ins[0])
+    compares = test is not None and test.prim in ("gt", "ge", "lt", "le")
+    constant = all(not mono for _, mono in if_false)
+    if compares and constant and not ev.alg.is_variance(if_true):
+        if not ev.is_side(node.outs[0]):
+            ev.assume(FINITE, "NaN is replaced where a number is chosen for it")
 
 
 @rule("max", "min")

@@ -42,7 +42,13 @@ def folded(
             return None
         if out is None or _is_nan(out):
             return None
-        return np.asarray(out).astype(dtype)[()]
+        return in_dtype(out, dtype)
+
+
+def in_dtype(number: Any, dtype: Any) -> np.generic:
+    """A number as a dtype holds it; one that is too large is infinite."""
+    with np.errstate(all="ignore"):
+        return np.asarray(number).astype(dtype)[()]
 
 
 def _is_nan(x: Any) -> bool:
@@ -61,8 +67,7 @@ def cast(value: np.generic, new: Any) -> np.generic | None:
         if whole is None or not info.min <= whole <= info.max:
             return None
         return np.dtype(new).type(whole)
-    with np.errstate(all="ignore"):
-        return np.asarray(value).astype(new)[()]
+    return in_dtype(value, new)
 
 
 def _is_whole(x: np.generic) -> bool:

@@ -16,6 +16,7 @@ from rewriter.canonicalize.constants import (
     banded_constant,
     cast,
     folded,
+    in_dtype,
 )
 from rewriter.canonicalize.dtypes import is_lossless, kind_of, takes_integers
 from rewriter.canonicalize.intervals import interval
@@ -298,7 +299,7 @@ class Evaluator(Layout, LoopForms):
         dtype = self.g.dtype(value)
         const = self.g.constants.get(value)
         if const is not None:
-            return None if np.shape(const) else np.asarray(const).astype(dtype)[()]
+            return None if np.shape(const) else in_dtype(const, dtype)
         node = self.g.node_of(value)
         if node is None or depth == 0:
             return None
@@ -317,8 +318,8 @@ class Evaluator(Layout, LoopForms):
         if const is None:
             return None
         if np.shape(const) == ():
-            number = float(np.asarray(const).astype(self.g.dtype(value)))
-            return self._number_poly(number, self.g.dtype(value))
+            dtype = self.g.dtype(value)
+            return self._number_poly(float(in_dtype(const, dtype)), dtype)
         if np.size(const) <= 1 << 16:
             flat = np.asarray(const)
             if flat.size and (flat == flat.flat[0]).all():
@@ -376,7 +377,8 @@ class Evaluator(Layout, LoopForms):
             if known is not None:
                 return known
             made = rule(self, node, args, mode)
-        if mode == FULL and node.prim in ("add", "sub") and self.is_side(value):
+        sums = mode == FULL and node.prim in ("add", "sub") and not self.ideal
+        if sums and self.is_side(value):
             wrapped = with_wraps(self.alg, made, self.g.dtype(value))
             if wrapped is not None:
                 return wrapped

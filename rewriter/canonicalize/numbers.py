@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rewriter.canonicalize.constants import folded
+from rewriter.canonicalize.constants import folded, in_dtype
 from rewriter.graph import Graph, Node
 from rewriter.normal_form import FALSE, TRUE, Algebra, Poly
 
@@ -60,8 +60,7 @@ def _in_case(
         here = [c for (flag, _), c in p.items() if alg.implies(cell, flag)]
         if len(here) > 1:
             return None
-        number = np.asarray(here[0] if here else 0.0)
-        values.append(number.astype(graph.dtype(source))[()])
+        values.append(in_dtype(here[0] if here else 0.0, graph.dtype(source)))
         if here and float(values[-1]) != here[0]:
             return None
     found = folded(node.prim, values, node.params, graph.dtype(node.outs[0]))

@@ -20,8 +20,8 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
+from rewriter.canonicalize.constants import in_dtype
 from rewriter.canonicalize.dtypes import is_lossless, kind_of
 from rewriter.canonicalize.intervals import of_dtype, within
 from rewriter.graph import Graph, Node
@@ -65,7 +65,7 @@ def exact_integers(dtype: Any) -> tuple[float, float]:
 def _is_representable(c: float, dtype: Any) -> bool:
     """Whether an integer exists in a dtype; other numbers are rounded already."""
     whole = math.isfinite(c) and c == int(c)
-    return not whole or float(np.asarray(c).astype(dtype)) == c
+    return not whole or float(in_dtype(c, dtype)) == c
 
 
 def is_position(alg: Algebra, p: Poly) -> bool:

@@ -243,9 +243,17 @@ def scores_times_a_sum(q, k, v, temperature):
     return attend(dots(q, k) * (1 + temperature)[:, None, None], v)
 
 
-@case(heads(3), attention=1)
+@case(heads(3))
 def scores_kept_below_a_large_number(q, k, v):
+    """Infinite scores become finite."""
     return attend(jnp.clip(dots(q, k), -1e8, 1e8), v)
+
+
+def test_bounds_that_finite_scores_do_not_reach() -> None:
+    fn, args, _ = CASES["scores_kept_below_a_large_number"]
+    (miss,) = rewriter.explain(fn)(*args).misses
+    assert "assume=('finite',)" in miss.suggestion
+    assert rewriter.explain(fn, assume="finite")(*args).counts()["attention"] == 1
 
 
 def divided_by_at_least(least, q, k, v, mask=None, after=None, peak=None):

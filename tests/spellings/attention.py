@@ -489,7 +489,7 @@ def _(q, k, v, mask):
     return weigh(jnp.where(mask.any(-1, keepdims=True), p, 0.0), v)
 
 
-@guard("guard_nan", "zero")
+@guard("guard_nan", "zero", assume=("finite",))
 def _(q, k, v, mask):
     p = jax.nn.softmax(jnp.where(mask, dots(q, k) * SCALE, -jnp.inf))
     return weigh(jnp.where(jnp.isnan(p), 0.0, p), v)
@@ -1223,7 +1223,9 @@ def _(q, k, v, ids):
     return attend(jnp.where(keep[:, None], dots(q, k) * SCALE, NEGATIVE), v)
 
 
-PADDING = [dict(operands="q k v bias", scale=SCALE, empty_rows="nan")]
+PADDING = [
+    dict(operands="q k v bias", scale=SCALE, empty_rows=rows) for rows in ("nan", None)
+]
 FLOATS = [dict(operands="q k v bias", scale=SCALE, empty_rows=None)]
 """An array of floats may hold other numbers than 0 and 1: it is no mask."""
 
@@ -1328,6 +1330,7 @@ def _(q, k, v, valid):
     window=CAUSAL,
     sizes=SQUARE,
     bind=lambda q, k, v, m: dict(q=q, k=k, v=v, mask=(m > 0)[:, None, None]),
+    also=[dict(operands="q k v mask", scale=SCALE)],  # a product of floats, as it is
 )
 def _(q, k, v, valid):
     keep = valid[:, None, None, :] * causal().astype(jnp.float32)
@@ -1696,7 +1699,7 @@ def _(q, k, v, bias, pair):
     dict(pair="tsn", mask=booleans("bs")),
     "q k v bias mask",
     masked_rows="mean",
-    also=[dict(operands="q k v bias", scale=SCALE, empty_rows="nan")],
+    also=PADDING,
     bind=lambda q, k, v, x, m: dict(
         q=q, k=k, v=v, bias=x.transpose(2, 0, 1)[None], mask=m[:, None, None]
     ),

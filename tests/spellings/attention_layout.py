@@ -1061,7 +1061,8 @@ def _(q, k, v, kc, vc, at):
     operands="q k v offset",
     window=CAUSAL,
     sizes=dict(t=4),
-    also=(),
+    # Behind the largest int32 the position wraps around, and the query sees nothing.
+    also=[dict(operands="q k v offset mask", scale=SCALE, window=CAUSAL)],
 )
 def _(q, k, v, kc, vc, at):
     kc, vc = write(kc, k, at), write(vc, v, at)
@@ -1081,7 +1082,10 @@ def _(q, k, v, kc, vc, at):
     operands="q k v mask",
     sizes=dict(t=4),
     masked_rows="mean",
-    also=[dict(operands="q k v offset", scale=SCALE, window=CAUSAL, empty_rows=None)],
+    also=[
+        dict(operands=f"q k v {more}", scale=SCALE, window=CAUSAL, empty_rows=None)
+        for more in ("offset", "offset mask")
+    ],
 )
 def _(q, k, v, kc, vc, at):
     # GPT-2 in Hugging Face Flax.

@@ -81,7 +81,8 @@ def operand_names(site) -> list[str]:
 
 def wrong(spelling: Spelling) -> list[str]:
     """What is wrong with the sites found in a spelling; nothing if all is well."""
-    sites = explain(spelling.fn, spelling.args(), spelling.op)
+    with rewriter.config(assume=spelling.assume):
+        sites = explain(spelling.fn, spelling.args(), spelling.op)
     if not spelling.count and not sites:
         return []
     if spelling.count is not None and len(sites) != spelling.count:
@@ -119,8 +120,9 @@ def results(case: Case, fn: Callable) -> tuple:
 
 def forced(case: Case) -> Callable:
     """The function with every site of the op replaced by the op's reference."""
+    assume = case.spelling.assume if case.spelling else ()
     return rewriter.optimize(
-        case.fn, implementation={case.op: "reference"}, strict=True
+        case.fn, implementation={case.op: "reference"}, strict=True, assume=assume
     )
 
 
@@ -243,14 +245,16 @@ def lost(spelling: Spelling, dtype: object) -> str:
     """How many sites are missing with arguments of this dtype; empty if none."""
     if spelling.count is None:
         return ""
-    count = len(explain(spelling.fn, spelling.args(dtype), spelling.op))
+    with rewriter.config(assume=spelling.assume):
+        count = len(explain(spelling.fn, spelling.args(dtype), spelling.op))
     return f"found {count}, expected {spelling.count}" * (count != spelling.count)
 
 
 def lost_in(context: Context, spelling: Spelling) -> str:
     """How many sites are missing in this context; empty if none."""
     fn, args = context.wrap(spelling.fn, spelling.args())
-    count = len(explain(fn, args, spelling.op))
+    with rewriter.config(assume=spelling.assume):
+        count = len(explain(fn, args, spelling.op))
     missing = context.exact and count != spelling.count
     return f"found {count}, expected {spelling.count}" * missing
 

@@ -1,0 +1,365 @@
+"""Programs whose masks, operands and guards must stay what the machine makes of them.
+
+Each kind of program is one that a law of real or ideal whole numbers would change. The
+original and the rewritten program, kernels forced, agree in every entry: values within
+rounding, numbers where there are numbers, NaN where there is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import rewriter
+
+T, N, H = 48, 2, 8
+FORCED = {
+    "attention": ["memory_bounded", "xla"],
+    "rms_norm": ["memory_bounded", "xla"],
+    "layer_norm": ["memory_bounded", "xla"],
+    "gated_linear_unit": ["memory_bounded", "xla"],
+}
+Program = Callable[..., Any]
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    draw = np.random.default_rng(seed).normal(size=shape) * scale
+    return draw.astype("float32")
+
+
+Q, K, V = (normal(i, 1, T, N, H) for i in range(3))
+I = jnp.arange(T)
+TIMES = np.arange(T, dtype="float32")
+
+
+def attend(scores: Any, v: Any) -> Any:
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+
+
+def dots(q: Any, k: Any) -> Any:
+    return jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
+
+
+def masked(mask: Any, fill: float = -1e9) -> Any:
+    return attend(jnp.where(mask, dots(Q, K), fill), V)
+
+
+def pairs(f: Program) -> Program:
+    """Attention under a mask of pairs: f of what is given, at queries and keys."""
+    return lambda *given: masked(f(*(x[:, None] for x in given), *given))
+
+
+# ------------------------------------------------------------------ masks
+BITS = np.random.default_rng(5).integers(0, 2**32, (T, T), dtype="uint32")
+NEAR_INFINITY = np.where(np.arange(T) < T - 8, TIMES, np.inf).astype("float32")
+HALF_STEPS = (TIMES * np.float32(0.02)).astype("float32")
+FLOATS = {
+    "scaled": (lambda t, s: masked((t * s)[:, None] >= (t * s)[None]), TIMES, 0.02),
+    "difference": (lambda t: masked(t[:, None] - t[None] >= 0), HALF_STEPS),
+    "inf ge": (pairs(lambda a, b: a >= b), NEAR_INFINITY),
+    "inf not lt": (pairs(lambda a, b: ~(a < b)), NEAR_INFINITY),
+    "inf minus": (pairs(lambda a, b: a - b >= 0), NEAR_INFINITY),
+    "nan ge": (pairs(lambda a, b: a >= b), np.where(TIMES == 3, np.nan, TIMES)),
+    "nan not lt": (pairs(lambda a, b: ~(a < b)), np.where(TIMES == 3, np.nan, TIMES)),
+    "sum": (pairs(lambda a, b: a + 1e8 >= b + 1e8), TIMES),
+    "shifted": (pairs(lambda a, b: (a - b < 0.06) & (a >= b)), HALF_STEPS),
+    "ratio": (pairs(lambda a, b: a / (b + 1) >= 1), HALF_STEPS),
+    "squares": (pairs(lambda a, b: a * a >= b * b), normal(7, T) * 1e20),
+    "tiny": (pairs(lambda a, b: a * 1e-30 >= b * 1e-30), HALF_STEPS * 1e-10),
+    "abs": (pairs(lambda a, b: abs(a - b) < 1e-7), normal(8, T) * 1e-7),
+    "min": (pairs(lambda a, b: jnp.minimum(a, 1.0) >= b), normal(9, T)),
+    "select": (pairs(lambda a, b: jnp.where(a > 0, a, 0 * a) >= b), NEAR_INFINITY - 9),
+    "or": (lambda t: masked((t[:, None] > t) | (I[:, None] == I)), NEAR_INFINITY),
+}
+LOW_PRECISION = {
+    f"{dtype.__name__} {name}": (f, np.arange(600 - T, 600).astype(dtype))
+    for dtype in (jnp.bfloat16, jnp.float16)
+    for name, f in {
+        "causal": pairs(lambda a, b: a >= b),
+        "window": pairs(lambda a, b: (a >= b) & (a - b < 8)),
+        "equal": pairs(lambda a, b: a == b),
+        "strict": pairs(lambda a, b: (a > b) | (b < 556)),
+    }.items()
+} | {
+    "made": (lambda: masked(_made(jnp.bfloat16)[:, None] >= _made(jnp.bfloat16)),),
+    "cast": (lambda: masked(_cast(jnp.bfloat16)[:, None] >= _cast(jnp.bfloat16)),),
+    "half": (lambda: masked((I / 2).astype(jnp.bfloat16)[:, None] >= I / 2),),
+}
+
+
+def _made(dtype: Any) -> Any:
+    return lax.iota(dtype, 300 + T)[300:]
+
+
+def _cast(dtype: Any) -> Any:
+    return (jnp.arange(T) + 500).astype(dtype)
+
+
+DISTANCE = (I[:, None] - I).astype("float32")
+THRESHOLDS = {
+    f"{name} {c!r}": (lambda c, test=test: masked(test(DISTANCE, c)), np.float32(c))
+    if given
+    else (lambda c=c, test=test: masked(test(DISTANCE, jnp.float32(c))),)
+    for c in (2.999999, 3.0000002, -0.0000001, 0.9999999, 5.5)
+    for given in (False, True)
+    for name, test in {
+        f"le{' given' * given}": lambda d, c: (d >= 0) & (d <= c),
+        f"lt{' given' * given}": lambda d, c: (d >= 0) & (d < c),
+        f"eq{' given' * given}": lambda d, c: (d == c) | (d == 0),
+    }.items()
+}
+U8, I8, U16, U32, I32 = (np.dtype(x).type for x in ("u1", "i1", "u2", "u4", "i4"))
+MOST = np.int32(2**31 - 1)
+INTEGERS = {
+    "bits": (lambda r: masked((r > U32(10**9)) | (I[:, None] == I)), BITS),
+    "bits of int": (lambda r: masked((r.astype("int32") > 0) | (I == 0)), BITS),
+    "uint length": (lambda n: masked(I.astype("uint32") < n - U32(1)), U32(0)),
+    "uint window": (pairs(lambda a, b: a - b < 8), I.astype("uint32")),
+    "uint8 wraps": (pairs(lambda a, b: a + U8(240) >= b), I.astype("uint8")),
+    "int8 sum": (pairs(lambda a, b: a + b >= 0), (3 * I).astype("int8")),
+    "int8 product": (lambda: masked((I >= I8(100) * jnp.int8(5)) & (I < 30)),),
+    "uint16 square": (lambda: masked(I < jnp.uint16(65534) ** 2 + 6),),
+    "saturates": (
+        lambda t: masked(t.astype("uint8")[:, None] >= t.astype("uint8")),
+        normal(6, T) * 100,
+    ),
+    "truncates": (
+        lambda t: masked(t.astype("int32")[:, None] >= t.astype("int32")),
+        normal(6, T) * 3,
+    ),
+    "narrows": (pairs(lambda a, b: a.astype("int8") >= b), I * 9),
+    "offset at the end": (lambda n: masked(I[:, None] + n >= I), MOST - 20),
+    "offset at the start": (lambda n: masked(I[:, None] + n <= I), -MOST + 3),
+    "less than the least": (lambda n: masked(I < n - 5), -MOST + 2),
+    "more than the most": (lambda n: masked(I < n + 1), MOST),
+    "negated": (lambda n: masked(I < -n), -MOST - 1),
+    "absolute": (lambda n: masked(I < jnp.abs(n)), -MOST - 1),
+    "segments": (pairs(lambda a, b: a == b), BITS[0] // U32(2**30)),
+    "segments that wrap": (pairs(lambda a, b: a * I32(2**30) == b * 4), np.arange(T)),
+    "shifted bits": (pairs(lambda a, b: (a >> 1) == (b >> 1)), np.arange(T) - 9),
+    "times": (pairs(lambda a, b: a * 2**26 >= b * 2**26), np.arange(T, dtype="int32")),
+}
+FOLDED = {
+    "div": (lambda: masked(I[:, None] - I < lax.div(jnp.int32(7), jnp.int32(2)) * 2),),
+    "div negative": (
+        lambda: masked((lax.div(jnp.int32(-1), jnp.int32(3)) >= I[:, None]) | (I < 2)),
+    ),
+    "rem": (lambda: masked(I >= lax.rem(jnp.int32(-7), jnp.int32(3)) + 5),),
+    "floor": (lambda: masked(I >= (jnp.int32(-7) // 3) + 9),),
+    "mod": (lambda: masked(I >= jnp.int32(-7) % 3 + 4),),
+    "div of positions": (lambda: masked(lax.div(I - 9, jnp.int32(4))[:, None] == 0),),
+    "rem of positions": (lambda: masked(lax.rem(I - 9, jnp.int32(4))[:, None] >= 0),),
+    "int8 square": (lambda: masked(I >= jnp.int8(100) * jnp.int8(100)),),
+    "uint minus": (lambda: masked(I.astype("uint32") < jnp.uint32(3) - jnp.uint32(5)),),
+    "float cast": (lambda: masked(I < jnp.float32(3.9).astype("int32")),),
+    "bfloat16 sum": (lambda: masked(I < jnp.bfloat16(257) + jnp.bfloat16(1) - 240),),
+    "float16 product": (lambda: masked(I < jnp.float16(300) * jnp.float16(300)),),
+    "root": (lambda: masked(DISTANCE < jnp.sqrt(jnp.float32(2)) ** 2),),
+}
+
+# --------------------------------------------------------------- operands
+Z = normal(11, T, scale=60)
+
+
+def biased(bias: Program) -> Program:
+    return lambda z: attend(dots(Q, K) + bias(z), V)
+
+
+def gated(keep: Program) -> Program:
+    return lambda z: masked(keep(z))
+
+
+STABLE = {
+    "log_softmax": biased(jax.nn.log_softmax),
+    "log of softmax": biased(lambda z: jnp.log(jax.nn.softmax(z) + 1e-6)),
+    "log_sigmoid": biased(jax.nn.log_sigmoid),
+    "softplus": biased(lambda z: -jax.nn.softplus(z)),
+    "logsumexp": biased(lambda z: z - jax.nn.logsumexp(z)),
+    "logcumsumexp": biased(lax.cumlogsumexp),
+    "forgetting": lambda z: attend(
+        jnp.where(
+            I[:, None] >= I,
+            dots(Q, K) + _differences(jnp.cumsum(jax.nn.log_sigmoid(z))),
+            -1e9,
+        ),
+        V,
+    ),
+    "variance": biased(lambda z: (z - z.mean()) / (z.std() + 1e-6)),
+    "softmax mask": gated(lambda z: jax.nn.softmax(z) > 1e-6),
+    "log_softmax mask": gated(lambda z: jax.nn.log_softmax(z) > -20),
+    "sigmoid mask": gated(lambda z: jax.nn.sigmoid(3 * z) > 0.3),
+    "tanh mask": gated(lambda z: jnp.tanh(3 * z) > 0.3),
+    "top-p mask": gated(lambda z: jnp.cumsum(jax.nn.softmax(z)) < 0.9),
+    "top-k mask": gated(lambda z: z >= lax.top_k(z, 9)[0][-1]),
+    "mean mask": gated(lambda z: z > z.mean()),
+    "logistic by hand": gated(lambda z: 1 / (1 + jnp.exp(-3 * z)) > 0.3),
+    "rms scale": lambda z: _rms(normal(12, 40, T)) * jax.nn.softmax(z),
+    "layer bias": lambda z: _layer(normal(12, 40, T)) + jax.nn.log_softmax(z),
+    "unit bias": lambda z: (
+        jax.nn.silu(normal(13, 40, 16) @ normal(14, 16, T) + jax.nn.softmax(z))
+        * (normal(13, 40, 16) @ normal(15, 16, T))
+    ),
+    "temperature": lambda z: attend(dots(Q, K) * jax.nn.softmax(z).max(), V),
+    "slopes": lambda z: attend(dots(Q, K) - jax.nn.softmax(z)[0] * abs(DISTANCE), V),
+    "queries": lambda z: attend(dots(jax.nn.softmax(Q * 60), K), V),
+}
+
+
+def _differences(x: Any) -> Any:
+    return x[:, None] - x
+
+
+def _rms(x: Any) -> Any:
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def _layer(x: Any) -> Any:
+    y = x - x.mean(-1, keepdims=True)
+    return y * lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
+
+
+def pruned(f: Program) -> Program:
+    """Attention whose weights are chosen by what they are."""
+
+    def attention(scale: Any) -> Any:
+        s = dots(Q, K) * scale
+        return jnp.einsum("bnts,bsnh->btnh", f(jax.nn.softmax(s), s), V)
+
+    return attention
+
+
+def _again(p: Any) -> Any:
+    return p / p.sum(-1, keepdims=True)
+
+
+PRUNED = {
+    "threshold": pruned(lambda p, s: jnp.where(p > 1e-3, p, 0.0)),
+    "threshold, normalized": pruned(lambda p, s: _again(jnp.where(p > 1e-3, p, 0.0))),
+    "of scores": pruned(lambda p, s: jnp.where(s > 0.1, p, 0.0)),
+    "top-k": pruned(lambda p, s: jnp.where(p >= lax.top_k(p, 5)[0][..., -1:], p, 0.0)),
+    "peak": pruned(lambda p, s: jnp.where(p == p.max(-1, keepdims=True), p, 0.0)),
+    "mean": pruned(lambda p, s: jnp.where(p > p.mean(-1, keepdims=True), p, 0.0)),
+    "square": pruned(lambda p, s: _again(p * p)),
+    "floor": pruned(lambda p, s: jnp.maximum(p, 1e-3)),
+    "cap": pruned(lambda p, s: jnp.minimum(p, 0.1)),
+    "product": pruned(lambda p, s: p * (p > 1e-3)),
+    "scores as a bias": pruned(lambda p, s: jax.nn.softmax(s + jnp.where(s > 1, 1, 0))),
+}
+
+# ----------------------------------------------------------------- guards
+X = normal(20, 24, 32)
+X[5] = 0
+X[6] = 3
+BROKEN = K.copy()
+BROKEN[:, T - 4 :] = np.inf
+NAN = K.copy()
+NAN[:, T - 4 :] = np.nan
+
+
+def guarded_scores(guard: Program) -> Program:
+    return lambda k: attend(guard(dots(Q, k)), V)
+
+
+def centred(x: Any) -> tuple[Any, Any]:
+    y = x - x.mean(-1, keepdims=True)
+    return y, (y * y).mean(-1, keepdims=True)
+
+
+def guarded_norm(f: Program) -> Program:
+    return lambda x: f(*centred(x))
+
+
+GUARDED_ROWS = {
+    "where": guarded_norm(
+        lambda y, v: jnp.where(v > 0, y * lax.rsqrt(jnp.where(v > 0, v, 1)), 0)
+    ),
+    "inner where": guarded_norm(lambda y, v: y * lax.rsqrt(jnp.where(v > 0, v, 1))),
+    "equal": guarded_norm(lambda y, v: y * lax.rsqrt(jnp.where(v == 0, 1, v))),
+    "not equal": guarded_norm(lambda y, v: y * lax.rsqrt(jnp.where(v != 0, v, 1))),
+    "sqrt": guarded_norm(lambda y, v: y / jnp.sqrt(jnp.where(v > 0, v, 1))),
+    "std": guarded_norm(lambda y, v: y / jnp.where(v > 0, jnp.sqrt(v), 1)),
+    "finite": guarded_norm(
+        lambda y, v: (lambda z: jnp.where(jnp.isfinite(z), z, 0))(y * lax.rsqrt(v))
+    ),
+    "nan_to_num": guarded_norm(lambda y, v: jnp.nan_to_num(y * lax.rsqrt(v))),
+    "at least": guarded_norm(lambda y, v: y * lax.rsqrt(jnp.maximum(v, 1e-6))),
+    "eps": guarded_norm(lambda y, v: y * lax.rsqrt(v + 1e-6)),
+    "rms": lambda x: (
+        lambda v: jnp.where(v > 0, x * lax.rsqrt(jnp.where(v > 0, v, 1)), 0)
+    )((x * x).mean(-1, keepdims=True)),
+    "rms eps": lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-12),
+}
+GUARDED_SCORES = {
+    "isfinite": guarded_scores(lambda s: jnp.where(jnp.isfinite(s), s, -1e9)),
+    "isnan": guarded_scores(lambda s: jnp.where(jnp.isnan(s), -1e9, s)),
+    "unequal to itself": guarded_scores(lambda s: jnp.where(s != s, -1e9, s)),
+    "isinf": guarded_scores(lambda s: jnp.where(jnp.isinf(s), -1e9, s)),
+    "nan_to_num": guarded_scores(jnp.nan_to_num),
+    "nan_to_num fills": guarded_scores(
+        lambda s: jnp.nan_to_num(s, nan=-1e9, posinf=0.0, neginf=-1e9)
+    ),
+    "clip": guarded_scores(lambda s: jnp.clip(s, -1e8, 1e8)),
+    "minimum": guarded_scores(lambda s: jnp.minimum(s, 3e38)),
+    "equal to inf": guarded_scores(lambda s: jnp.where(s == jnp.inf, 0.0, s)),
+    "abs below inf": guarded_scores(lambda s: jnp.where(abs(s) < jnp.inf, s, -1e9)),
+    "zero times": guarded_scores(lambda s: s + 0 * s),
+    "less itself": guarded_scores(lambda s: s + (s - s)),
+    "weights": lambda k: jnp.einsum(
+        "bnts,bsnh->btnh", jnp.nan_to_num(jax.nn.softmax(dots(Q, k))), V
+    ),
+}
+
+KINDS: dict[str, dict[str, tuple]] = {
+    "floats": FLOATS,
+    "low precision": LOW_PRECISION,
+    "thresholds": THRESHOLDS,
+    "integers": INTEGERS,
+    "folded": FOLDED,
+    "stable": {n: (f, Z) for n, f in STABLE.items()},
+    "pruned": {f"{n} {s}": (f, np.float32(s)) for n, f in PRUNED.items() for s in (1, 4)},
+    "guarded rows": {n: (f, X) for n, f in GUARDED_ROWS.items()},
+    "guarded scores": {
+        f"{n} {what}": (f, k)
+        for n, f in GUARDED_SCORES.items()
+        for what, k in (("inf", BROKEN), ("nan", NAN))
+    },
+}
+LEAST = {"floats": 16, "stable": 19, "integers": 19, "thresholds": 20}
+"""How many sites of a kind are replaced at least: a mask that is no structure is the
+program's own."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind(kind: str) -> None:
+    cases = KINDS[kind]
+    assert len(cases) >= 10
+    fast = {
+        name: rewriter.optimize(f, implementation=FORCED, strict=True)
+        for name, (f, *_) in cases.items()
+    }
+    given = {name: args for name, (_, *args) in cases.items()}
+    before = jax.jit(lambda g: {n: cases[n][0](*a) for n, a in g.items()})(given)
+    after = jax.jit(lambda g: {n: fast[n](*a) for n, a in g.items()})(given)
+    wrong = {n: text for n in cases if (text := _differs(before[n], after[n]))}
+    assert not wrong
+    reports = [fast[n].report(*given[n]) for n in cases if kind in LEAST]
+    found = sum(any(s.replaced for s in r.sites) for r in reports)
+    assert found >= LEAST.get(kind, 0)
+
+
+def _differs(x: Any, y: Any) -> str:
+    """What is not as it was; nothing if all is."""
+    x, y = (np.asarray(a, "float64") for a in (x, y))
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        if (test(x) != test(y)).any():
+            return f"{test.__name__} of {test(x).sum()} entries, now of {test(y).sum()}"
+    finite = np.isfinite(x)
+    error = np.abs(np.where(finite, x, 0) - np.where(finite, y, 0)).max()
+    largest = max(np.abs(np.where(finite, x, 0)).max(), 1e-6)
+    return f"off by {error / largest:.1e}" if error > 2e-5 * largest else ""
