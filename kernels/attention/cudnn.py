@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from rewriter.device import deterministic_xla
 from rewriter.kernel import Spec
+from rewriter.kernels.attention.empty import AVERAGED, PASSING, passed
 from rewriter.kernels.attention.reference import visible
 from rewriter.verdict import YES, Verdict, all_of, no
 
@@ -165,18 +166,20 @@ def _attention(
         more["query_seq_lengths"] = jnp.full((b,), t, jnp.int32)
         more["key_value_seq_lengths"] = jnp.broadcast_to(keys, (b,))
     more |= _tables(tables, t, s, q.dtype)
+    hides = lengths is not None or bool(tables)
+    keep = _keep(operands, window) if hides else None
     out = _call(
-        _even(q), _even(k), _even(v),
+        _even(q), _even(k if keep is None else _shown(k, keep)), _even(v),
         scale=scale,
         is_causal=right is not None,
         local_window_size=None if left is None else (left, 0),
         **more,
     )  # fmt: skip
     out = out[:, :t]
-    if lengths is None and not tables:
+    if keep is None:
         return out
-    seen = _seen(operands, window)
-    return jnp.where(seen, out, _empty(v, q.shape[2], empty_rows).astype(out.dtype))
+    mean = _empty(v, q.shape[2], empty_rows).astype(out.dtype)
+    return jnp.where(_seen(keep), out, mean)
 
 
 def _call(q: jax.Array, k: jax.Array, v: jax.Array, **more: Any) -> jax.Array:
@@ -201,10 +204,10 @@ def _tables(
     return {"bias": jnp.pad(whole(bias), pad)}
 
 
-def _seen(
+def _keep(
     operands: Mapping[str, jax.Array], window: tuple[int | None, int | None]
 ) -> jax.Array:
-    """Which queries see a key, bool [b|1, t, n|1, 1]."""
+    """Which keys each query sees, bool [b|1, n|1, t, s]."""
     t, s = operands["q"].shape[1], operands["k"].shape[1]
     mask = operands.get("mask")
     if "bias" in operands:
@@ -214,13 +217,29 @@ def _seen(
         t, s, mask=mask, kv_lengths=operands.get("kv_lengths"), window=window
     )
     assert keep is not None
-    keep = jnp.broadcast_to(keep, (*keep.shape[:2], t, s))
+    return jnp.broadcast_to(keep, (*keep.shape[:2], t, s))
+
+
+def _seen(keep: jax.Array) -> jax.Array:
+    """Which queries see a key, bool [b|1, t, n|1, 1]."""
     return keep.any(-1, keepdims=True).transpose(0, 2, 1, 3)
+
+
+def _shown(k: jax.Array, keep: jax.Array) -> jax.Array:
+    """Returns keys with zeros for those that no query sees, whatever these hold.
+
+    To their scores a large number is added, which leaves NaN what it is. Their
+    cotangents are zeros, too.
+    """
+    keys = keep.any(2)
+    if keys.shape[1] > 1:
+        keys = keys.reshape(keys.shape[0], k.shape[2], -1, k.shape[1]).any(2)
+    return jnp.where(keys.swapaxes(1, 2)[..., None], k, 0)
 
 
 def _empty(v: jax.Array, heads: int, empty_rows: str) -> jax.Array:
     """What a query without keys gives, [b|1, 1, n|1, e|1]."""
-    if empty_rows != "mean":
+    if empty_rows not in AVERAGED:
         value = jnp.nan if empty_rows == "nan" else 0.0
         return jnp.full((1, 1, 1, 1), value)
     mean = v.astype(jnp.float32).mean(1, keepdims=True)
@@ -270,4 +289,10 @@ def backward(
     params = {"scale": scale, "window": window, "empty_rows": empty_rows}
     made = jax.eval_shape(lambda x: _vjp(x, **params)[1], operands)
     back = jax.tree.unflatten(jax.tree.structure(made), residuals)
-    return back(cotangent)[0]
+    grads = back(cotangent)[0]
+    if empty_rows != PASSING or operands.keys() <= PLAIN:
+        return grads
+    empty = ~_seen(_keep(operands, window))[..., 0].swapaxes(1, 2)
+    (b, t, n, _) = operands["q"].shape
+    more = passed(operands, params, jnp.broadcast_to(empty, (b, n, t)), cotangent)
+    return grads | {n: (grads[n] + x).astype(grads[n].dtype) for n, x in more.items()}

@@ -332,6 +332,10 @@ def hidden_keys(arrays: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
 @pytest.mark.parametrize("rows", ["nan", "mean_passing"])
 @pytest.mark.parametrize("case", slow.first(4, HIDDEN))
 def test_what_is_hidden_stays_hidden(case: str, rows: str) -> None:
+    check_hidden(case, rows)
+
+
+def check_hidden(case: str, rows: str) -> None:
     """Finite is what is finite by the formula, of which a choice hides scores."""
     extra, params = HIDDEN[case]
     params = {**params, "empty_rows": rows}

@@ -13,6 +13,7 @@ import pytest
 import rewriter
 from rewriter.kernel import Spec, spec_of
 from rewriter.kernels.attention import cudnn
+from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.reference import reference
 from rewriter.registry import registry
 from tests import slow
@@ -129,7 +130,7 @@ def compared(operands, cotangent, params, limit: float) -> None:
     floats = {n for n, x in given.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     assert set(grads) == floats
     seen = np.broadcast_to(
-        np.asarray(cudnn._seen(given, params["window"]))
+        np.asarray(cudnn._seen(cudnn._keep(given, params["window"])))
         if set(given) - {"q", "k", "v"} else True, out.shape,
     )  # fmt: skip
     with float64():
@@ -140,7 +141,7 @@ def compared(operands, cotangent, params, limit: float) -> None:
         exact = jnp.asarray(reference(**wide, **params))
 
         # Where rows are empty the reference's gradient is of a finite stand-in.
-        stays = params.get("empty_rows") == "mean"
+        stays = params.get("empty_rows") in AVERAGED
         finite = params if stays else {**params, "empty_rows": "zero"}
         run = lambda some: reference(**{**wide, **some}, **finite)
         _, pull = jax.vjp(run, {n: wide[n] for n in floats})
@@ -165,8 +166,10 @@ def compared(operands, cotangent, params, limit: float) -> None:
 @pytest.mark.parametrize(
     ("name", "empty_rows"),
     slow.unless(
-        lambda name, empty_rows: empty_rows == "mean" or name in ("mask", "lengths"),
-        itertools.product(TABLES, ["nan", "zero", "mean"]),
+        lambda name, empty_rows: (
+            empty_rows == "mean" or name in ("mask", "lengths", "bias_and_mask")
+        ),
+        itertools.product(TABLES, ["nan", "zero", "mean", "mean_passing"]),
         several=True,
     ),
 )
@@ -186,6 +189,27 @@ def test_what_cudnn_is_given_computes_the_op(
     )
     params = {"scale": 0.3, "window": window, "empty_rows": empty_rows}
     compared({"q": q, "k": k, "v": v, **more}, g, params, 1e-5)
+
+
+def test_keys_that_no_query_sees_may_be_anything(monkeypatch) -> None:
+    """To their scores a number is added, which does not hide what is none."""
+    monkeypatch.setattr(cudnn, "_call", by_xla)
+    q, k, v, g = (
+        jax.random.normal(jax.random.key(i), size)
+        for i, size in enumerate(
+            [(2, 8, 4, 8), (2, 12, 2, 8), (2, 12, 2, 8), (2, 8, 4, 8)]
+        )
+    )
+    bias = jax.random.normal(jax.random.key(9), (1, 4, 8, 12))
+    given = {"bias": bias, "mask": jnp.broadcast_to(jnp.arange(12) < 7, (2, 1, 8, 12))}
+    made = []
+    for keys in (k, k.at[:, 7:].set(jnp.nan)):
+        call = {"q": q, "k": keys, "v": v, **given, "scale": 0.3}
+        out, kept = cudnn.forward(**call, residuals=True)
+        grads = cudnn.backward(**call, out=None, residuals=kept, cotangent=g)
+        assert not np.asarray(grads["k"])[:, 7:].any()
+        made.append((out, grads))
+    jax.tree.map(np.testing.assert_array_equal, *made)
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (5, 0)], ids=str)

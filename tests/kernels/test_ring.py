@@ -92,9 +92,15 @@ def check(
 SEGMENTS = jnp.asarray(np.arange(COUNT * PART) // 20)[None].repeat(2, 0)
 CASES = {
     "full": ({}, {}),
+    "no keys, a gradient": (
+        {"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "mean_passing"}
+    ),
     "full, more keys": ({"keys": 24}, {}),
     "causal": ({}, {"window": CAUSAL}),
     "strictly causal": ({}, {"window": (None, -1), "empty_rows": "zero"}),
+    "strictly causal, a gradient": (
+        {}, {"window": (None, -1), "empty_rows": "mean_passing"}
+    ),
     "strictly causal, a mean": ({}, {"window": (None, -1), "empty_rows": "mean"}),
     "window within two parts": ({}, {"window": (20, 0)}),
     "window of both sides": ({}, {"window": (9, 21)}),

@@ -34,8 +34,8 @@ from rewriter.kernels.attention.tpu.schedule import (
 from rewriter.kernels.attention.tpu.sizes import together
 from rewriter.tpu import GENERATIONS
 from tests import slow
-from tests.kernels import tpu
-from tests.kernels.test_attention import CASES, close, exact, lengths, make
+from tests.kernels import test_attention, tpu
+from tests.kernels.test_attention import CASES, PLAIN, close, exact, lengths, make
 
 CAUSAL, NONE = (None, 0), (None, None)
 SMALL = Blocks(16, 128, 16, 128)
@@ -253,6 +253,37 @@ def test_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "together", lambda spec: "")
     with tpu.interpreted():
         check(case, fused=QUICK.index(case) % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    "case", slow.first(2, ["passing bias heads", "passing softcap", "passing lengths"])
+)
+def test_rows_without_keys_pass_gradients(case: str) -> None:
+    with tpu.interpreted():
+        check(case, fused=case != "passing lengths")
+
+
+@pytest.mark.parametrize(
+    ("case", "fused"),
+    slow.first(
+        2,
+        [("mask of pairs", True), ("lengths", False), ("segments", True),
+         ("window", True), ("prefix", False), ("sinks", True)],
+        several=True,
+    ),
+)  # fmt: skip
+def test_what_is_hidden_stays_hidden(
+    case: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tested(arrays: Any, options: Any, up: Any) -> Any:
+        out, grads = once(arrays, options, up)
+        more = PLAIN(arrays, options, up)[1]  # those that the reference gives
+        return out, {**more, **grads}
+
+    once = jax.jit(lambda x, o, up: run(x, dict(o), up, fused), static_argnums=1)
+    monkeypatch.setattr(test_attention, "RUN", tested)
+    with tpu.interpreted():
+        test_attention.check_hidden(case, "mean_passing" if fused else "nan")
 
 
 @pytest.mark.parametrize(

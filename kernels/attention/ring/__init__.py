@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rewriter.kernels.attention.empty import PASSING
 from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
 from rewriter.kernels.attention.ring.turns import turns
 from rewriter.op import Ring
@@ -32,6 +33,9 @@ def supports(spec: Spec, count: int) -> Verdict:
     found = [YES]
     if more:
         found.append(no("operands", f"no ring takes {', '.join(more)}"))
+    if spec.param("empty_rows") == PASSING and spec.param("softcap") is not None:
+        text = "scores of rows without keys get gradients through a soft cap"
+        found.append(no("softcap", f"{text}, for which a ring would go around again"))
     window, shift = spec.param("window"), spec.param("shift")
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     if window != (None, None) and t != s:

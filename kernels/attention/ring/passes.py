@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.empty import PASSING, passed
 from rewriter.kernels.attention.ring.empty import filled, given_back, may_be_empty
 from rewriter.kernels.attention.ring.turns import Seen, Turn, turns
 
@@ -129,6 +130,11 @@ def backward(
     dk, dv = jax.tree.map(jnp.add, own, grads)
     if may_be_empty(operands, params):
         dv = given_back(dv, lse, cotangent, params, axes, count)
+        if params["empty_rows"] == PASSING:
+            summed = lambda x: lax.psum(x, axes)
+            empty = lse == -jnp.inf
+            more = passed(operands, params, empty, cotangent, summed, count)
+            dq, dk = dq + more["q"], (dk + more["k"]).astype(dk.dtype)
     return {"q": dq.astype(operands["q"].dtype), "k": dk, "v": dv}
 
 

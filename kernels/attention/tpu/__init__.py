@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.tpu.config import (
     ANY,
     SMALLEST,
@@ -83,7 +84,7 @@ def _types(spec: Spec) -> Verdict:
 
 
 def _dropped(spec: Spec) -> Verdict:
-    if spec.has("dropout") and spec.param("empty_rows") == "mean":
+    if spec.has("dropout") and spec.param("empty_rows") in AVERAGED:
         return no("dropout", "a mean of dropped values, for rows that see no key")
     return YES
 

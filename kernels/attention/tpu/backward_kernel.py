@@ -230,10 +230,11 @@ class _Step:
         change = dot(v, up, (1, 1))
         if "dropout" in x:
             share = tile.dropout(part)
-            used, change = weights * share, change * share
+            used = weights * share
+            change = jnp.where(share == 0.0, 0.0, change * share)
         if self.kind != BY_ROWS:
             self.sum("v", tile, dot(used.astype(up.dtype), up, (1, 0)))
-        change = weights * (change - delta)
+        change = only_seen(weights * (change - delta), weights, part)
         if bent is not None:
             change = change * (1.0 - bent * bent)
         change = change.astype(q.dtype)
@@ -260,6 +261,19 @@ def read(
         x, end = refs[name][0, 0, tile.key_slice, :], cut.s
         ragged, start = cut.s % cut.keys, tile.key + tile.start
     return rows_before(x, end - start) if part and ragged else x
+
+
+def only_seen(changes: Array, weights: Array, part: bool) -> Array:
+    """Returns changes of scores, 0 where these are hidden.
+
+    There weights are 0, of which the product with what is no number is none.
+
+    Args:
+        changes: Of as many scores as there are weights.
+        weights: Those.
+        part: Whether any may be hidden.
+    """
+    return jnp.where(weights == 0.0, 0.0, changes) if part else changes
 
 
 def per_row(refs: Mapping[str, Any], tile: Tile) -> list[Array]:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.attention.tpu import operands, schedule
-from rewriter.kernels.attention.tpu.backward_kernel import per_row, read
+from rewriter.kernels.attention.tpu.backward_kernel import only_seen, per_row, read
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
 from rewriter.kernels.attention.tpu.operands import Input, Place
 from rewriter.kernels.attention.tpu.scores import Problem, Tile
@@ -151,8 +151,10 @@ class _Step:
             scores = scores - less
         change = dot(up, v)
         if "dropout" in x:
-            change = change * tile.dropout(part)
-        change = p.power(scores) * (change - kept[-1])
+            share = tile.dropout(part)
+            change = jnp.where(share == 0.0, 0.0, change * share)
+        weights = p.power(scores)
+        change = only_seen(weights * (change - kept[-1]), weights, part)
         rows, keys = tile.row_slice, tile.key_slice
         if x["sum"].shape[0] == 1:
             change, rows = change.sum(0, keepdims=True), slice(0, 1)

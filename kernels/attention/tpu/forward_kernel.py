@@ -60,7 +60,7 @@ def forward(
     given = operands.inputs(p, arrays, at)
     if "sinks" in p.names:
         given["sinks"] = operands.per_head(arrays["sinks"], rows, at)
-    if p.may_be_empty and p.empty_rows == "mean":
+    if p.averages:
         given["mean"] = _mean(p, arrays, at)
     results = {
         "out": (
@@ -196,7 +196,7 @@ class _Step:
         total = x["total"][...].sum(1, keepdims=True)
         out = x["sum"][...] / jnp.where(total == 0.0, 1.0, total)
         if p.may_be_empty:
-            fill: Any = {"nan": jnp.nan, "zero": 0.0, "mean": 0.0}[p.empty_rows]
+            fill: Any = jnp.nan if p.empty_rows == "nan" else 0.0
             if "mean" in x:
                 fill = x["mean"][0, 0]
             out = jnp.where(total == 0.0, fill, out)

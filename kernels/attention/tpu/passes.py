@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernel import Spec
+from rewriter.kernels.attention import xla
+from rewriter.kernels.attention.empty import PASSING
 from rewriter.kernels.attention.tpu import (
     backward_kernel,
     bias_kernel,
@@ -119,7 +121,10 @@ def backward(
     delta = heads_first((out.astype(jnp.float32) * wide_up).sum(-1, keepdims=True))
     delta = jnp.where(empty, 0.0, delta[..., 0])
     less = jnp.where(empty[:, :, None], jnp.inf, kept * p.unit)
-    arrays["up"] = heads_first(cotangent.astype(operands["q"].dtype))
+    up = cotangent
+    if p.may_be_empty and p.empty_rows == "zero":  # nothing comes back to zeros
+        up = jnp.where(empty.swapaxes(1, 2)[..., None], 0, up)
+    arrays["up"] = heads_first(up.astype(operands["q"].dtype))
     blocks = config or backward_default(_spec(operands), ANY)
     blocks = backward_clipped(blocks, p.cut.t, p.cut.s)
     more = -p.cut.t % blocks.rows
@@ -142,6 +147,11 @@ def backward(
         for i in range(kept.shape[2]):  # one by one, as large ones take digits
             share = share - kept[:, :, i]
         grads["sinks"] = -(jnp.exp(share) * delta).sum((0, 2))
+    if p.averages and p.empty_rows == PASSING:
+        lse = jnp.where(empty, -jnp.inf, 0.0)
+        grads = xla.with_passed(
+            grads, operands, params, out=out, lse=lse, cotangent=cotangent
+        )
     return {n: x.astype(operands[n].dtype) for n, x in grads.items()}
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.tpu.schedule import FAR, Cut
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Problem:
         e: Width of v.
         scale: Multiplies the scores.
         softcap: ``c * tanh(scores / c)``.
-        empty_rows: What a row without keys gives: "nan", "mean" or "zero".
+        empty_rows: What a row without keys gives, as in `reference`.
         names: The operands that there are.
     """
 
@@ -87,6 +88,11 @@ class Problem:
         both = cut.left is not None and cut.right is not None
         crossed = both and (cut.left or 0) + (cut.right or 0) < 0
         return "offset" in self.names or before or after or crossed
+
+    @property
+    def averages(self) -> bool:
+        """Whether there may be rows without keys that give a mean."""
+        return self.may_be_empty and self.empty_rows in AVERAGED
 
     def blocks(self, rows: int, keys: int, edges: bool = False) -> Problem:
         """Returns the same in blocks of so many queries and keys."""

@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from rewriter.kernels import mosaic_tpu
+from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.tpu.forward_kernel import LEAST, across
 from rewriter.kernels.attention.tpu.schedule import divided
 from rewriter.kernels.attention.tpu.scores import LOG2E
@@ -130,7 +131,8 @@ def forward(
         t, s, n, pool["k"], pool["z"], heads_axis, scale, softcap, window,
         "zero" if sinks is not None else empty_rows,
     )  # fmt: skip
-    visible = seen(b, t, s, kv_lengths, offset, window, shift, p.empty_rows == "mean")
+    every = p.empty_rows in AVERAGED
+    visible = seen(b, t, s, kv_lengths, offset, window, shift, every)
     pages, beyond = numbered(table, pool["p"], wraps)
     listed = steps(pages, visible.first // p.size, visible.last // p.size, config.pages)
     rows = q.swapaxes(1, 2).reshape(b, n * t, h)
@@ -279,7 +281,7 @@ class _Step:
             if right is not None:
                 kept = kept & (place <= at + right)
         own = x["heads"][...] == x["row_heads"][...]
-        if p.empty_rows != "mean":
+        if p.empty_rows not in AVERAGED:
             return jnp.where(own & kept, scores, -jnp.inf)
         own = own & (place < p.s)
         return jnp.where(own, jnp.where(kept, scores, LEAST), -jnp.inf)
