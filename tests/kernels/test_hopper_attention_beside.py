@@ -637,6 +637,16 @@ HIDDEN: dict[str, Case] = {  # some keys are seen by no query
          "bias": ((1, 2, 130, 140), "float32")},
         Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, tables=True),
     ),
+    "pairs and a mask of keys": (
+        (1, 130, 140, 2, 1, 32, 32),
+        {"mask": (1, 1, 1, 140), "keys": 70, "bias": ((1, 2, 130, 140), "float32")},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2, tables=True),
+    ),
+    "a mask of keys": (
+        (1, 130, 140, 2, 1, 32, 32),
+        {"mask": (1, 1, 1, 140), "keys": 70, "bias": ((1, 1, 1, 140), "float32")},
+        Tiles(64, 2, 2, 2), BackwardTiles(64, 64, 2, 2, 2),
+    ),
     "a mask of keys, slopes": (
         (1, 130, 140, 2, 1, 32, 32),
         {"mask": (1, 1, 1, 140), "keys": 70, "bias": ((1, 1, 1, 140), "float32"),

@@ -193,6 +193,8 @@ def backward(
     else:
         dk, dv = _call(Divided if config.divided else OfKeys, of_keys, by_key)
         (dq,) = _call(OfQueries, of_queries, by_query)
+    if turned.whole_rows and "reach" not in by_key:
+        dk = jnp.where(mask[:, 0, 0, :, None, None], dk[:, :s], 0)
     dv = dv[:, :s]
     if of_queries.mask.may_be_empty:
         dv = _with_empty_rows(dv, empty, cotangent, empty_rows)
@@ -213,6 +215,8 @@ def backward(
             OfColumns, of_keys, config, beside_of(given).transposed, by_key,
             turned_mask, turned_pair,
         )  # fmt: skip
+        if made is not None and turned.whole_rows:
+            made = jnp.where(mask[:, :, 0], made, 0)
         grads |= {} if made is None else {"bias": _shared(made[:, :, None], bias)}
     if alibi is not None:
         made = _sums(

@@ -24,6 +24,7 @@ class OfKeys(Kernel):
     fixed, passing, results = ("k", "v"), ("q", "g"), ("k", "v")
     outputs = ("dk", "dv")
     sign = -1
+    keyed = True
 
     @classmethod
     def copies_first(cls, p: Problem) -> int:

@@ -84,6 +84,13 @@ class Terms:
         """Whether there are masks or segments, and not biases alone."""
         return bool(self.hiding) or self.segments or "mask" in dict(self.parts)
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether what masks hide are whole rows, the same ones in all heads."""
+        thin = dict(self.parts).get("row_terms")
+        alone = self.hiding == {"row_terms"} and not self.segments
+        return alone and "mask" not in dict(self.parts) and not (thin and thin.heads)
+
     def copies(self, warpgroups: int) -> int:
         """Returns how many copies a block's parts are."""
         return sum(1 if x.form == COLUMNS else warpgroups for _, x in self.parts)
