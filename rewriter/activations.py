@@ -18,11 +18,12 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def _relu(y: jax.Array) -> jax.Array:
-    return jnp.where(y > 0, y, jnp.zeros_like(y))
+    """NaN stays NaN, as of max(y, 0); at 0 the derivative is 0."""
+    return jnp.where(y <= 0, jnp.zeros_like(y), y)
 
 
 def _bounded_above(y: jax.Array, most: float) -> jax.Array:
-    return jnp.where(y < most, y, jnp.full_like(y, most))
+    return jnp.where(y >= most, jnp.full_like(y, most), y)
 
 
 def _elu(y: jax.Array, alpha: float) -> jax.Array:

@@ -55,7 +55,10 @@ def reference(
 
     Returns:
         [..., f]. Branches are accumulated and combined in float32, or float64
-        if x is, and rounded once.
+        if x is, and rounded once. NaN in a branch is NaN in the result, whatever
+        the activation: also of those that are 0 below zero, which are ``max(x, 0)``
+        and not a choice by ``x > 0``. Infinities are what the formula makes of them,
+        such as NaN of ``-inf * sigmoid(-inf)``.
     """
     gate = branch(x, w_gate, (b_gate, rows_gate), precision)
     up = branch(x, w_up, (b_up, rows_up), precision)

@@ -102,6 +102,44 @@ def test_activations_are_jaxs() -> None:
         np.testing.assert_allclose(ACTIVATIONS[name](x, 1.0), theirs(x), atol=2e-6)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_no_number_stays_none(activation: str) -> None:
+    """NaN of a branch is NaN of the product, as of ``max(x, 0)``, and of no other."""
+    params = {"activation": activation, "beta": 0.7}
+    _, _, args = _both({**WEIGHTS, "x": (7, 4)}, params)
+    for given, want in with_nan(dict(zip(WEIGHTS, args, strict=True))):
+        out, grads = _gradients(given, params)
+        np.testing.assert_array_equal(np.isnan(out), want)
+        _, plain = jax.vjp(
+            lambda x: registry().op("gated_linear_unit").reference(**x, **params), given
+        )
+        for name, g in plain(jnp.ones_like(out))[0].items():
+            assert np.isfinite(np.asarray(grads[name])[np.isfinite(g)]).all(), name
+
+
+def with_nan(given: dict[str, Any]) -> Any:
+    """Yields operands with NaN in a row or a column, and where the result is NaN."""
+    rows, f = given["x"].shape[0], given["w_gate"].shape[1]
+    for name, at in (
+        ("x", (rows - 2, 1)),
+        ("w_gate", (1, f - 2)),
+        ("w_up", (1, f - 2)),
+    ):
+        made = jnp.asarray(given[name]).at[at].set(jnp.nan)
+        want = np.zeros((rows, f), bool)
+        want[(at[0], slice(None)) if name == "x" else (slice(None), at[1])] = True
+        yield {**given, name: made}, want
+
+
+def _gradients(given: dict[str, Any], params: dict[str, Any]) -> Any:
+    block = xla.Block(rows=4)  # of which the last one has rows left over
+    out, kept = xla.forward(**given, **params, residuals=True, config=block)
+    up = jnp.ones_like(out)
+    return out, xla.backward(
+        **given, **params, out=None, residuals=kept, cotangent=up, config=block
+    )
+
+
 def test_the_gradient_keeps_the_operands_alone() -> None:
     shapes = {**WEIGHTS, "x": (64, 4), "w_gate": (4, 32), "w_up": (4, 32)}
     bound, _, args = _both(shapes, {})

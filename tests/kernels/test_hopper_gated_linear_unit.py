@@ -23,6 +23,7 @@ from rewriter.registry import registry
 from tests import slow
 from tests.kernels import bits, simulator
 from tests.kernels.float64 import float64
+from tests.kernels.test_gated_linear_unit import with_nan
 from tests.kernels.test_hopper_ragged_dot import HARDEST, SIZES, on_hopper
 from tests.kernels.test_tpu_gated_linear_unit import structs
 from tests.kernels.test_tpu_ragged_gated_linear_unit import (
@@ -291,6 +292,23 @@ def test_dense_simulated(tiles: Tiles) -> None:
         wide = UNIT.forward(**given, **params, config=few, out_dtype="float32")
     close(out, want)
     close(wide, want)
+
+
+@pytest.mark.parametrize("activation", slow.first(2, ["relu", "silu", "relu6"]))
+def test_what_is_no_number_stays_none(activation: str) -> None:
+    """In tiles of which some reach over the last row, or the last column."""
+    few = dataclasses.replace(TILES[0], programs=3)
+    given, _ = make_dense((205, 192), 320)
+    for some, want in with_nan(given):
+        arrays = {n: np.asarray(x) for n, x in some.items()}
+        with simulator.simulated_ragged_dot():
+            out = UNIT.forward(**arrays, activation=activation, config=few)
+        np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32)), want)
+
+
+@pytest.mark.parametrize("activation", ON_HOPPER)
+def test_nan_stays_nan(activation: str) -> None:
+    assert np.isnan(ON_HOPPER[activation](jnp.float32(jnp.nan), 0.7))
 
 
 @pytest.mark.parametrize("activation", ON_HOPPER)

@@ -17,6 +17,7 @@ from rewriter.kernels.gated_linear_unit import KERNELS, OP, tpu
 from rewriter.kernels.gated_linear_unit.tpu.config import Tiles
 from tests import slow
 from tests.kernels import tpu as on_tpu
+from tests.kernels.test_gated_linear_unit import with_nan
 
 KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
 BIASES = ("b_gate", "b_up")
@@ -104,6 +105,21 @@ def test_activations(activation: str) -> None:
     with on_tpu.interpreted():
         made = both(given, up, **params)
     check(given, up, made, **params)
+
+
+@pytest.mark.parametrize("activation", slow.first(1, ["relu", "gelu_erf"]))
+def test_what_is_no_number_stays_none(activation: str) -> None:
+    """In blocks of which some reach over the last row, or the last column."""
+    given, up = make(structs((70, 200), 330, (), "float32"))
+    params = {"activation": activation, "precision": "highest"}
+    run = lambda x: both(x, up, Tiles(32, 128, 128, 128), **params)
+    for operands, want in with_nan(given):
+        with on_tpu.interpreted():
+            made = run(operands)
+        np.testing.assert_array_equal(np.isnan(made["out"]), want)
+        _, back = jax.vjp(lambda o: OP.reference(**o, **params), operands)
+        for name, g in back(jnp.asarray(up))[0].items():
+            assert np.isfinite(np.asarray(made[name])[np.isfinite(g)]).all(), name
 
 
 def test_numbers_in_bfloat16() -> None:
