@@ -1,38 +1,36 @@
 """Tuned choices on disk: one JSON file per key, readable and safe to share.
 
 A file is ``<device>/<op>/<kernel>-<hash>.json`` below `path`. Writing is atomic and
-merges with what another process wrote meanwhile, so that the worst loss is a
-repeated measurement. A file that cannot be read is reported and never written over:
-it is set aside as ``<name>.damaged`` by the next tuning. In a folder that cannot be
-written choices are kept in memory, with one warning.
+merges with what other processes wrote meanwhile. Each record is checked by itself
+(`rewriter.schema`): one that is wrong, or a file that cannot be read, is told once and
+left aside, and the next tuning keeps the file as ``<name>.damaged``. In a folder that
+cannot be written choices are kept in memory, with one warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter import atomic
+from rewriter import atomic, regular
 from rewriter.errors import CacheWarning
 from rewriter.key import Key
 from rewriter.measurement import Entry, Measurement, merge
-from rewriter.stored import (
-    FORMAT,
-    key_from,
-    key_json,
-    measurement_from,
-    measurement_json,
-)
+from rewriter.stored import FORMAT, Found, entry_json, key_json, read_one
 from rewriter.tuned import Tuned
 
 VARIABLE = "REWRITER_CACHE_DIR"
+
+REMEDY = "Remove it, or tune again, which replaces it"
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Info:
         files: How many files it has.
         nbytes: Their size in bytes.
         counts: ((device, op), keys) pairs.
-        unreadable: Files that cannot be used, with the reason.
+        unreadable: Files of which something cannot be used, with the reason.
     """
 
     path: str
@@ -67,6 +65,19 @@ class _Process:
     memory: Tuned = field(default_factory=Tuned)
     warned: set[str] = field(default_factory=set)
     read: dict[str, tuple[Any, tuple[Entry, ...]]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, entry: Entry) -> None:
+        """Remembers what could not be written."""
+        with self.lock:
+            self.memory |= Tuned((entry,))
+
+    def is_new(self, warning: str) -> bool:
+        """Returns whether a warning was not given yet."""
+        with self.lock:
+            new = warning not in self.warned
+            self.warned.add(warning)
+        return new
 
 
 @functools.cache
@@ -106,7 +117,7 @@ def entries(device: str, op: str) -> tuple[Entry, ...]:
     if folder not in process.read or process.read[folder][0] != stamp:
         found, problems = _read(_files(folder))
         for name, why in problems:
-            _warn(f"{name} is left aside: {why}", name)
+            _warn(f"{name} is left aside: {why}. {REMEDY}", name)
         process.read[folder] = stamp, found.entries
     return (Tuned(process.read[folder][1]) | Tuned(mine)).entries
 
@@ -121,9 +132,9 @@ def add(key: Key, measurements: Iterable[Measurement]) -> None:
         try:
             _add(_file(key, kernel, made[0].jax), key, made)
         except OSError as problem:
-            process.memory |= Tuned(((key, tuple(made)),))
-            text = f"tuned choices stay in memory: {problem}. Set {VARIABLE}"
-            _warn(text, "unwritable")
+            process.keep((key, tuple(made)))
+            text = f"tuned choices stay in memory: {problem}. Set {VARIABLE} to a "
+            _warn(f"{text}folder that can be written", "unwritable")
 
 
 def info() -> Info:
@@ -134,7 +145,7 @@ def info() -> Info:
     counts: dict[tuple[str, str], int] = {}
     for key, _ in found.entries:
         counts[key.device, key.op] = counts.get((key.device, key.op), 0) + 1
-    size = sum(os.path.getsize(n) for n in names)
+    size = sum(map(_size, names))
     return Info(root, len(names), size, tuple(sorted(counts.items())), problems)
 
 
@@ -146,17 +157,19 @@ def clear(op: str | None = None, device: str | None = None) -> int:
         device: Only of this device kind.
     """
     process = _process()
-    process.memory = Tuned(tuple(
-        (k, m) for k, m in process.memory.entries
-        if (op or k.op, device or k.device) != (k.op, k.device)
-    ))  # fmt: skip
+    with process.lock:
+        process.memory = Tuned(tuple(
+            (k, m) for k, m in process.memory.entries
+            if (op or k.op, device or k.device) != (k.op, k.device)
+        ))  # fmt: skip
     removed = 0
     for name in list(_walk(path())):
         parts = os.path.relpath(name, path()).split(os.sep)
         wanted = (_slug(device) if device else parts[0], _slug(op) if op else parts[1])
         if (parts[0], parts[1]) == wanted:
-            os.unlink(name)
-            removed += 1
+            with contextlib.suppress(OSError):  # taken away, or a folder of the user's
+                os.unlink(name)
+                removed += 1
     return removed
 
 
@@ -173,8 +186,18 @@ def _file(key: Key, kernel: str, version: str) -> str:
 
 
 def _files(folder: str) -> list[str]:
-    names = sorted(n for n in os.listdir(folder) if n.endswith(".json"))
+    try:
+        names = sorted(n for n in os.listdir(folder) if n.endswith(".json"))
+    except OSError:  # gone, no folder, or not ours to read
+        return []
     return [os.path.join(folder, n) for n in names]
+
+
+def _size(name: str) -> int:
+    try:
+        return os.lstat(name).st_size
+    except OSError:
+        return 0
 
 
 def _walk(root: str) -> Iterator[str]:
@@ -195,44 +218,34 @@ def _read(names: Sequence[str]) -> tuple[Tuned, tuple[tuple[str, str], ...]]:
     merged: dict[Key, tuple[Measurement, ...]] = {}
     problems: list[tuple[str, str]] = []
     for name in names:
-        try:
-            key, made = _load(name)
-        except FileNotFoundError:  # another process took it away
-            continue
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-            problems.append((name, f"{type(problem).__name__}: {problem}"))
-            continue
-        merged[key] = merge(merged.get(key, ()), made)
+        found = _load(name)
+        for key, made in found.entries:
+            merged[key] = merge(merged.get(key, ()), made)
+        if found.problems:
+            problems.append((name, found.told))
     return Tuned(tuple(merged.items())), tuple(problems)
 
 
-def _load(name: str) -> tuple[Key, tuple[Measurement, ...]]:
-    with open(name, encoding="utf-8") as file:
-        data: Mapping[str, Any] = json.load(file)
-    if data["format"] != FORMAT:
-        raise ValueError(f"format {data['format']}, expected {FORMAT}")
-    made = tuple(map(measurement_from, data["measurements"]))
-    return key_from(data["key"]), made
+def _load(name: str) -> Found:
+    """What a file holds; nothing if another process took it away."""
+    try:
+        return read_one(regular.read_text(name))
+    except (OSError, ValueError) as problem:
+        gone = isinstance(problem, FileNotFoundError) and not os.path.lexists(name)
+        return Found((), () if gone else (f"{type(problem).__name__}: {problem}",))
 
 
 def _add(name: str, key: Key, made: Sequence[Measurement]) -> None:
     os.makedirs(os.path.dirname(name), exist_ok=True)
-    old: tuple[Measurement, ...] = ()
-    try:
-        other, found = _load(name)
-        old = found if other == key else ()
-    except FileNotFoundError:
-        pass
-    except (ValueError, KeyError, TypeError, AttributeError):
+    found = _load(name)
+    if found.problems:
         os.replace(name, f"{name}.damaged")
-        _warn(f"{name} could not be read and is kept as {name}.damaged", name)
-    kept = [measurement_json(m) for m in merge(old, made)]
-    data = {"format": FORMAT, "key": key_json(key), "measurements": kept}
+        _warn(f"{name} is kept as {name}.damaged: {found.told}", name)
+    old = dict(found.entries).get(key, ())
+    data = {"format": FORMAT, **entry_json((key, merge(old, made)))}
     atomic.write(name, json.dumps(data, indent=1).encode())
 
 
 def _warn(text: str, once: str) -> None:
-    warned = _process().warned
-    if once not in warned:
-        warned.add(once)
+    if _process().is_new(once):
         warnings.warn(text, CacheWarning, stacklevel=3)

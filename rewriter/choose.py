@@ -509,7 +509,7 @@ def _holds(
         return False
     if m.version != version_of(made, kernels, m.spelling):
         return False
-    if not configured(made, kernels):
+    if not configured(made, kernels, spec, device):
         return False
     if _only_deterministic(config) and not _deterministic(made, kernels):
         return False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -107,16 +109,81 @@ def _thumb(space: Space | None, spec: Spec, device: Device) -> Settings:
     return settings(space.default(spec, device))
 
 
-def configured(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
-    """Returns whether its kernels take its configs: a file may hold others."""
+def configured(
+    made: Implementation, kernels: Mapping[str, Kernel], spec: Spec, device: Device
+) -> bool:
+    """Returns whether its kernels can run with its configs: a file may hold others.
+
+    Args:
+        made: The implementation.
+        kernels: Kernels by name.
+        spec: The use of the op; its sizes may be symbolic.
+        device: Where it will run.
+    """
     first = kernels.get(made.forward)
     second = kernels.get(made.backward or made.forward)
+    return _can_be(
+        first.space if first else None, made.config, spec, device
+    ) and _can_be(
+        second.backward_space if second else None, made.backward_config, spec, device
+    )
+
+
+def _can_be(space: Space | None, given: Settings, spec: Spec, device: Device) -> bool:
+    """Whether a space has such a config, with values as its fields are declared."""
     try:
-        config_of(first.space if first else None, made.config)
-        config_of(second.backward_space if second else None, made.backward_config)
-    except (TypeError, ValueError):
+        config = config_of(space, given)
+        if config is None or space is None:
+            return True
+        kinds = _kinds(space.config)
+        if not all(_is_a(value, kinds.get(name, Any)) for name, value in given or ()):
+            return False
+        if spec.symbolic:
+            return True
+        alike = _proposed_alike(config, space, spec, device)
+        return alike and bool(space.fits(config, spec, device).ok)
+    except Exception:  # whatever a kernel's own code makes of numbers that are not its
         return False
-    return True
+
+
+def _kinds(config: type) -> Mapping[str, Any]:
+    """The types of a config's fields; none where their names are not known here."""
+    try:
+        return typing.get_type_hints(config)
+    except NameError:
+        return {}
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a declared type; a flag is no number."""
+    origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_a(value, k) for k in kinds)
+    if origin is typing.Literal:
+        return value in kinds
+    plain = origin or kind
+    if not isinstance(plain, type):
+        return True
+    if isinstance(value, bool):
+        return plain in (bool, object)
+    return isinstance(value, (int, float) if plain is float else plain)
+
+
+def _proposed_alike(config: Any, space: Space, spec: Spec, device: Device) -> bool:
+    """Whether numbers are 0, or below, only where the space proposes such."""
+    odd = {
+        name: value < 0
+        for name, value in asdict(config).items()
+        if type(value) in (int, float) and not value > 0
+    }
+    if not odd:
+        return True
+    proposed = [space.default(spec, device), *space.configs(spec, device)]
+    return all(
+        any((v := getattr(p, name)) is not None and v <= 0 and (v < 0) == below
+            for p in proposed)
+        for name, below in odd.items()
+    )  # fmt: skip
 
 
 def build(

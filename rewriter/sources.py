@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable, Sequence
 
 import jax
 
-from rewriter import cache
+from rewriter import cache, regular
 from rewriter.config import Config
 from rewriter.device import Device
-from rewriter.errors import ConfigError, caller
+from rewriter.errors import CacheWarning, ConfigError, caller
 from rewriter.key import Key, nearest
 from rewriter.measurement import Entry, Measurement
+from rewriter.stored import Found, read_all
 from rewriter.tuned import Tuned
 
 Source = tuple[str, Sequence[Entry]]
@@ -67,7 +69,7 @@ def check_tuned(config: Config) -> None:
 
 def _given(tuned: object) -> Tuned:
     if isinstance(tuned, Tuned):
-        return tuned
+        return tuned.check("tuned=")
     path = str(tuned)
     try:
         return _loaded(path, os.stat(path).st_mtime_ns)
@@ -82,7 +84,7 @@ def _given(tuned: object) -> Tuned:
 @functools.lru_cache(maxsize=64)
 def _loaded(path: str, stamp: int) -> Tuned:
     del stamp
-    return Tuned.load(path)
+    return Tuned.load(path, source=f"tuned={path!r}")
 
 
 @functools.cache
@@ -97,6 +99,17 @@ def shipped(op: str) -> Tuned:
     made = Tuned()
     for name in names:
         if name.endswith(".json"):
-            with open(os.path.join(folder, name), encoding="utf-8") as file:
-                made |= Tuned.loads(file.read(), name)
+            made |= _shipped(os.path.join(folder, name))
     return made
+
+
+def _shipped(name: str) -> Tuned:
+    """A file of the package; what is wrong in it is told and left aside."""
+    try:
+        found = read_all(regular.read_text(name))
+    except (OSError, ValueError) as problem:
+        found = Found((), (f"{type(problem).__name__}: {problem}",))
+    if found.problems:
+        text = f"{name} is left aside: {found.told}. Install the package again"
+        warnings.warn(text, CacheWarning, stacklevel=2)
+    return Tuned(found.entries)

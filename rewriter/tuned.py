@@ -12,7 +12,7 @@ from types import TracebackType
 
 import jax
 
-from rewriter import atomic, config
+from rewriter import atomic, config, regular
 from rewriter.decision import by_time, decide, why_not, within_kernel
 from rewriter.errors import BundleMismatch, CacheWarning, caller
 from rewriter.implementation import XLA
@@ -28,13 +28,10 @@ from rewriter.measurement import (
     spellings,
     time_text,
 )
-from rewriter.stored import (
-    FORMAT,
-    key_from,
-    key_json,
-    measurement_from,
-    measurement_json,
-)
+from rewriter.stored import FORMAT, entry_json, read_all, wrong_entry
+
+MOST_BYTES = 1 << 30
+"""The largest file of many keys; a thousand of them have some 10 MB."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Tuned:
         return len(self.entries)
 
     def __enter__(self) -> Tuned:
-        config.enter(self)
+        config.enter(self.check("this Tuned"))
         return self
 
     def __exit__(
@@ -101,61 +98,73 @@ class Tuned:
     # ------------------------------------------------------------------ files
     def dumps(self) -> str:
         """Returns everything as JSON text."""
-        return json.dumps({"format": FORMAT, "entries": [
-            {"key": key_json(k), "measurements": [measurement_json(m) for m in ms]}
-            for k, ms in self.entries
-        ]}, indent=1)  # fmt: skip
+        data = {"format": FORMAT, "entries": [entry_json(e) for e in self.entries]}
+        return json.dumps(data, indent=1)
 
     @classmethod
     def loads(cls, text: str, source: str = "the text") -> Tuned:
         """Returns what `dumps` wrote.
 
         Raises:
-            BundleMismatch: If the text is something else.
+            BundleMismatch: If the text is something else, or a record in it is wrong.
         """
-        try:
-            data = json.loads(text)
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']}, expected {FORMAT}")
-            entries = tuple(
-                (key_from(e["key"]), tuple(map(measurement_from, e["measurements"])))
-                for e in data["entries"]
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise BundleMismatch(
-                f"{source} holds no tuned choices: {problem!r}",
-                next_step="Make them with rewriter.tune(fn)(*args).save(path)",
-                where=caller(),
-            ) from problem
-        return cls(entries)
+        found = read_all(text)
+        if found.problems:
+            raise _no_tuned(f"{source} holds no tuned choices: {found.told}")
+        return cls(found.entries)
+
+    def check(self, source: str) -> Tuned:
+        """Returns this, if every record is as it should be; one that is read is.
+
+        Args:
+            source: What to call it.
+
+        Raises:
+            BundleMismatch: If a record is wrong.
+        """
+        if self._wrong:
+            raise _no_tuned(f"{source} holds no tuned choices: {self._wrong}")
+        return self
+
+    @functools.cached_property
+    def _wrong(self) -> str:
+        told = (wrong_entry(e, f"entries[{i}]") for i, e in enumerate(self.entries))
+        return next(filter(None, told), "")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `dumps` to a file, whole or not at all."""
         atomic.write(os.fspath(path), self.dumps().encode())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], strict: bool = False) -> Tuned:
+    def load(
+        cls, path: str | os.PathLike[str], strict: bool = False, source: str = ""
+    ) -> Tuned:
         """Returns what `save` wrote.
 
         Args:
             path: The file.
             strict: Fail, and not only warn, if it was made on another device kind or
                 with another JAX than this process has.
+            source: What an error calls the file; its path by default.
 
         Raises:
             BundleMismatch: If the file holds something else, or as `strict` says.
             FileNotFoundError: If there is no such file.
         """
-        with open(path, encoding="utf-8") as file:
-            made = cls.loads(file.read(), os.fspath(path))
+        name = source or os.fspath(path)
+        try:
+            text = regular.read_text(os.fspath(path), MOST_BYTES)
+        except ValueError as problem:
+            raise _no_tuned(f"{name} holds no tuned choices: {problem}") from problem
+        made = cls.loads(text, name)
         if problem := _mismatch(made):
             if strict:
                 raise BundleMismatch(
-                    f"{os.fspath(path)}: {problem}",
+                    f"{name}: {problem}",
                     next_step="Tune again here, or load it with strict=False",
                     where=caller(),
                 )
-            warnings.warn(f"{os.fspath(path)}: {problem}", CacheWarning, stacklevel=2)
+            warnings.warn(f"{name}: {problem}", CacheWarning, stacklevel=2)
         return made
 
     # ------------------------------------------------------------------ words
@@ -178,6 +187,11 @@ class Tuned:
         from html import escape
 
         return f"<pre class='rewriter'>{escape(self.table())}</pre>"
+
+
+def _no_tuned(text: str) -> BundleMismatch:
+    step = "Make them with rewriter.tune(fn)(*args).save(path)"
+    return BundleMismatch(text, next_step=step, where=caller())
 
 
 def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:

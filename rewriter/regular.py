@@ -1,0 +1,43 @@
+"""A path in, the text of a regular file out: it never waits, and reads only so much."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+MOST_BYTES = 16 << 20
+"""The largest file of one key; real ones have some 10 kB."""
+
+_FLAGS = os.O_RDONLY
+for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # not all systems have all
+    _FLAGS |= getattr(os, _name, 0)
+
+
+def read_text(path: str, most: int = MOST_BYTES) -> str:
+    """Returns a file's text.
+
+    A pipe, a socket, a device or a folder is refused before it is opened, since
+    opening may wait or act; and once more afterwards, should it have been exchanged.
+
+    Args:
+        path: The file, or a link to one.
+        most: The largest size in bytes.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is no regular file, too large, or not UTF-8.
+    """
+    _check(os.stat(path), most)
+    with open(os.open(path, _FLAGS), "rb") as file:
+        _check(os.fstat(file.fileno()), most)
+        data = file.read(most + 1)  # which may grow meanwhile
+    if len(data) > most:
+        raise ValueError(f"more than {most:,} bytes")
+    return data.decode("utf-8")
+
+
+def _check(found: os.stat_result, most: int) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a regular file")
+    if found.st_size > most:
+        raise ValueError(f"{found.st_size:,} bytes, and at most {most:,} are read")
