@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import time
+
+OLD_S = 3600.0
+"""Seconds after which the process that writes a temporary file was ended for sure."""
+
+_TEMPORARY = re.compile(r"\.rewriter-\d+-[0-9a-f]{8}")
 
 
 def write(path: str, data: bytes) -> None:
     """Writes a file in one step: readers see the old one or the new one.
+
+    What processes that were killed while they wrote left in its folder is removed.
 
     Raises:
         OSError: If that fails; nothing is left behind.
@@ -23,3 +32,16 @@ def write(path: str, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+    _sweep(os.path.dirname(path) or ".")
+
+
+def _sweep(folder: str) -> None:
+    """Removes old temporary files from a folder."""
+    before = time.time() - OLD_S
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        for entry in found:
+            if not _TEMPORARY.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(OSError):  # another process may sweep, too
+                if entry.stat(follow_symlinks=False).st_mtime < before:
+                    os.unlink(entry.path)

@@ -14,8 +14,10 @@ import functools
 import hashlib
 import json
 import os
+import random
 import re
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +26,21 @@ from typing import Any
 from rewriter import atomic, regular
 from rewriter.errors import CacheWarning
 from rewriter.key import Key
+from rewriter.lock import only_writer
 from rewriter.measurement import Entry, Measurement, merge
 from rewriter.stored import FORMAT, Found, entry_json, key_json, read_one
 from rewriter.tuned import Tuned
 
 VARIABLE = "REWRITER_CACHE_DIR"
+
+LOOKS, LOOK_S = 5, 0.02
+"""Where there are no locks: how often, and each after how many seconds about, it is
+looked whether what was written is still there. Others need some milliseconds to read,
+merge and write."""
+
+SETTLED_NS = 2 * 10**9
+"""Nanoseconds after which a folder's stamp tells of a later change: some file systems
+count seconds only."""
 
 REMEDY = "Remove it, or tune again, which replaces it"
 
@@ -103,7 +115,8 @@ def _users_own() -> str:
 def entries(device: str, op: str) -> tuple[Entry, ...]:
     """Returns everything measured for an op on a device kind.
 
-    A folder is read again only when a file in it was added, replaced or removed.
+    A folder is read again only when a file in it was added, replaced or removed, and
+    shortly after that.
     """
     folder = os.path.join(path(), _slug(device), _slug(op))
     process = _process()
@@ -114,12 +127,15 @@ def entries(device: str, op: str) -> tuple[Entry, ...]:
         stamp = os.stat(folder).st_mtime_ns
     except OSError:
         return mine
-    if folder not in process.read or process.read[folder][0] != stamp:
+    known = process.read.get(folder)
+    if known is None or known[0] != stamp:
         found, problems = _read(_files(folder))
         for name, why in problems:
             _warn(f"{name} is left aside: {why}. {REMEDY}", name)
-        process.read[folder] = stamp, found.entries
-    return (Tuned(process.read[folder][1]) | Tuned(mine)).entries
+        known = stamp, found.entries
+        if time.time_ns() - stamp > SETTLED_NS:
+            process.read[folder] = known
+    return (Tuned(known[1]) | Tuned(mine)).entries
 
 
 def add(key: Key, measurements: Iterable[Measurement]) -> None:
@@ -236,7 +252,17 @@ def _load(name: str) -> Found:
 
 
 def _add(name: str, key: Key, made: Sequence[Measurement]) -> None:
-    os.makedirs(os.path.dirname(name), exist_ok=True)
+    folder = os.path.dirname(name)
+    os.makedirs(folder, exist_ok=True)
+    with only_writer(folder) as alone:
+        _merge_into(name, key, made)
+        for _ in range(0 if alone else LOOKS):  # others may have read before this
+            time.sleep(random.uniform(0.5, 1.5) * LOOK_S)
+            if not set(made) <= set(dict(_load(name).entries).get(key, ())):
+                _merge_into(name, key, made)
+
+
+def _merge_into(name: str, key: Key, made: Sequence[Measurement]) -> None:
     found = _load(name)
     if found.problems:
         os.replace(name, f"{name}.damaged")

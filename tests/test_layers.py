@@ -10,8 +10,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 ORDER = [
-    "errors", "assumptions", "verdict", "atomic", "regular", "_jax", "promotion",
-    "config", "activations", "cost", "op", "along", "device", "tpu",
+    "errors", "assumptions", "verdict", "atomic", "lock", "regular", "_jax",
+    "promotion", "config", "activations", "cost", "op", "along", "device", "tpu",
     "ahead_of_time", "kernel", "estimate", "registry", "profile", "timing",
     "conditions", "trace", "repeats", "fold", "graph", "normal_form",
     "canonicalize", "template", "formula", "emit", "region", "rows", "reading",
