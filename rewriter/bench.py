@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from rewriter import candidate, device, roofline, timing, trace
+from rewriter.config import in_step
 from rewriter.cost import MODES as PASSES
 from rewriter.cost import Cost
 from rewriter.errors import ConfigError, caller
@@ -190,6 +191,7 @@ def benchmark(
     ours = {k: v for k, v in options.items() if k not in theirs}
     static = trace.jit_options(fn, theirs)
 
+    @in_step
     def run(*args: Any, **kwargs: Any) -> Benchmark:
         plain = trace.jitted(fn, static)
         leaves, call = trace.split(plain, args, kwargs)

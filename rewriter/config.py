@@ -3,18 +3,25 @@
 Precedence, strongest first: an option given to ``optimize``, the innermost
 ``with config(...)``, the default. Changing one retraces the functions called
 inside; going back finds the earlier programs again.
+
+What a ``with`` block says holds for its own task and thread. JAX tells programs apart
+by a value of the thread, which is brought in step wherever a block begins or ends and
+wherever this package is asked (`in_step`). Between those, a call of an optimized
+function may come from a task that another one took turns with: see `while_traced`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 
@@ -25,6 +32,9 @@ Requirement = str | tuple[tuple[str, int], ...]
 Names = tuple[str, ...]
 Forced = tuple[str, Names, Names]
 """An op's name, and the kernels of its forward and backward pass, first wins."""
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 CHOICES = {
     "tune": ("off", "cached", "quick", "full"),
@@ -106,7 +116,7 @@ def resolve(options: Mapping[str, object]) -> Config:
 
 def current() -> Config:
     """Returns what the surrounding ``with config(...)`` says."""
-    return _CONTEXT.value or Config()
+    return _OURS.get() or Config()
 
 
 @contextmanager
@@ -129,7 +139,7 @@ def config(**options: object) -> Iterator[Config]:
         'strict'
     """
     merged = _merged(current(), options)
-    with _CONTEXT(merged):
+    with _during(merged):
         yield merged
 
 
@@ -145,7 +155,7 @@ def using(*patterns: object) -> Iterator[Config]:
     """
     base = current()
     merged = replace(base, using=(*base.using, *patterns))
-    with _CONTEXT(merged):
+    with _during(merged):
         yield merged
 
 
@@ -157,28 +167,85 @@ def exporting(targets: Mapping[str, str] | None = None) -> Iterator[None]:
         targets: Platform to device kind, where the program will run.
     """
     kinds = tuple(sorted((targets or {}).items()))
-    with _CONTEXT(replace(current(), exporting=True, targets=kinds)):
+    with _during(replace(current(), exporting=True, targets=kinds)):
         yield
 
 
 def enter(tuned: object) -> None:
     """Puts measurements in force until `leave`; what was in force stays behind them."""
     base = current()
-    context = _CONTEXT(replace(base, tuned=(*base.tuned, tuned)))
-    context.__enter__()
-    _entered().append(context)
+    _BEFORE.set((*_BEFORE.get(), _OURS.get()))
+    _set(replace(base, tuned=(*base.tuned, tuned)))
 
 
-def leave(*raised: Any) -> None:
-    """Takes back the last `enter` of this thread."""
-    _entered().pop().__exit__(*raised)
+def leave() -> None:
+    """Takes back the last `enter` of this task or thread."""
+    *before, last = _BEFORE.get()
+    _BEFORE.set(tuple(before))
+    _set(last)
 
 
-def _entered() -> list[Any]:
-    """The contexts that `enter` opened in this thread."""
-    if not hasattr(_THREAD, "entered"):
-        _THREAD.entered = []
-    return _THREAD.entered
+@contextmanager
+def _during(value: Config) -> Iterator[None]:
+    before = _OURS.get()
+    _set(value)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(value: Config | None) -> None:
+    """Sets what holds in this task, and what JAX tells programs of the thread by."""
+    _OURS.set(value)
+    _JAXS(value).__enter__()  # what was there before may be another task's
+
+
+def in_step(fn: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Returns a function that asks JAX for programs under this task's options."""
+
+    @functools.wraps(fn)
+    def asked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        mine = _OURS.get()
+        with nullcontext() if mine == _JAXS.value else _JAXS(mine):
+            return fn(*args, **kwargs)
+
+    return asked
+
+
+@contextmanager
+def while_traced(forget: Callable[[], None]) -> Iterator[None]:
+    """Settles under which options a function is traced that JAX was asked for.
+
+    JAX keeps the program under the thread's options. Where those are another task's,
+    since tasks took turns, it is made under this task's, and forgotten at the end of
+    this turn. Where there are no tasks, as in a thread that runs a copy of a task's
+    context, the thread's hold.
+
+    Args:
+        forget: Makes JAX forget the function's programs.
+    """
+    mine, kept_under = _OURS.get(), _JAXS.value
+    if mine == kept_under:
+        yield
+    elif (loop := _loop()) is not None:
+        loop.call_soon(forget)
+        with _JAXS(mine):
+            yield
+    else:
+        _OURS.set(kept_under)
+        try:
+            yield
+        finally:
+            _OURS.set(mine)
+
+
+def _loop() -> asyncio.AbstractEventLoop | None:
+    """The loop that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 STAGES = ("trace", "graph", "match", "tune", "choose", "replace", "optimize")
@@ -350,5 +417,8 @@ def _pairs(name: str, value: object, kind: type) -> tuple[tuple[str, object], ..
     raise ConfigError(f"{name}={value!r}", wanted=wanted, where=caller())
 
 
-_CONTEXT = jax.make_user_context(None)
-_THREAD = threading.local()
+_OURS: ContextVar[Config | None] = ContextVar("rewriter.config", default=None)
+_BEFORE: ContextVar[tuple[Config | None, ...]] = ContextVar(
+    "rewriter.config.before", default=()
+)
+_JAXS = jax.make_user_context(None)

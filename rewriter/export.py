@@ -21,7 +21,7 @@ import jaxlib
 from jax.extend.core import jaxprs_in_params
 
 from rewriter import atomic, device, site, trace
-from rewriter.config import exporting
+from rewriter.config import exporting, in_step
 from rewriter.errors import (
     DeviceMismatch,
     ExportError,
@@ -130,6 +130,7 @@ def export(
 
     kinds = {p: device.of(k, p).kind for p, k in (targets or {}).items()}
 
+    @in_step
     def run(*specs: Any, **named: Any) -> Artifact:
         with exporting(kinds):
             report = fast.report(*specs, **named)

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import trace
 from rewriter.analysis import Analysis, Record, check_patterns
-from rewriter.config import OPTIONS, disabled, resolve
+from rewriter.config import OPTIONS, disabled, in_step, resolve, while_traced
 from rewriter.errors import RewriterError, RewriterWarning, caller, raised_at
 from rewriter.report import Report
 from rewriter.sources import check_tuned
@@ -137,10 +137,15 @@ def _optimized(
     def call(*args: Any, **kwargs: Any) -> Any:
         if disabled() or jax.config.jax_disable_jit:
             return fn(*args, **kwargs)
-        return _noted(analysis, args, kwargs)
+        with while_traced(forget):
+            return _noted(analysis, args, kwargs)
 
     fast = jax.jit(trace.renamed(call, fn), **options)
+    forget = fast.clear_cache
+    fast.trace, fast.lower = in_step(fast.trace), in_step(fast.lower)
+    fast.eval_shape = in_step(fast.eval_shape)
 
+    @in_step
     def report(*args: Any, **kwargs: Any) -> Report:
         if not args and not kwargs and analysis.records:
             return next(reversed(analysis.records.values())).report
@@ -152,10 +157,9 @@ def _optimized(
             )
         return _record(fast, analysis, args, kwargs).report
 
+    @in_step
     def jaxpr(*args: Any, **kwargs: Any) -> ClosedJaxpr:
         return _record(fast, analysis, args, kwargs).rewritten.closed_jaxpr
-
-    forget = fast.clear_cache
 
     def clear_cache() -> None:
         analysis.forget()

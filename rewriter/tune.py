@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from rewriter import autotune, cache, device, pipeline, trace
-from rewriter.config import as_list, resolve
+from rewriter.config import as_list, in_step, resolve
 from rewriter.decision import decide
 from rewriter.errors import ConfigError, caller, known
 from rewriter.implementation import XLA
@@ -110,6 +110,7 @@ def tune(
     jit_options = trace.jit_options(fn, theirs)
     inner = trace.jitted(fn, jit_options)
 
+    @in_step
     def run(*args: Any, **kwargs: Any) -> Tuned:
         start = time.monotonic()
         on = device.named(config.target) if config.target else device.attached()

@@ -93,7 +93,8 @@ class Tuned:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        config.leave(kind, error, trace)
+        del kind, error, trace
+        config.leave()
 
     # ------------------------------------------------------------------ files
     def dumps(self) -> str:

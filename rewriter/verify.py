@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter import oracle, trace
+from rewriter.config import in_step
 from rewriter.errors import VerificationFailed
 from rewriter.optimize import optimize
 from rewriter.report import Report
@@ -122,6 +123,7 @@ def verify(
     ours = {k: v for k, v in options.items() if k not in theirs}
     static = trace.jit_options(fn, theirs)
 
+    @in_step
     def run(*args: Any, **kwargs: Any) -> Verification:
         plain = trace.jitted(fn, static)
         leaves, call = trace.split(plain, args, kwargs)
