@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from rewriter.measurement import ESTIMATES, Measurement, merge, time_text
 from rewriter.programs import Task
 from rewriter.race import Race
 from rewriter.registry import REFERENCE
-from rewriter.threads import settings as this_threads_settings
+from rewriter.threads import apart, check_stop
 from rewriter.tuned import Tuned
 
 log = logging.getLogger("rewriter.tune")
@@ -136,8 +135,7 @@ def measure(
 ) -> Tuned:
     """Returns the measurements of tasks, those of the cache included, and caches them.
 
-    Interrupted, it returns what was measured so far. For a TPU generation that is not
-    attached, the times are its compiler's estimates.
+    For a TPU generation that is not attached, the times are its compiler's estimates.
 
     Args:
         tasks: What to measure; forward passes are measured before gradients.
@@ -152,6 +150,8 @@ def measure(
 
     Raises:
         ConfigError: If the device kind is not attached, nor can be compiled for.
+        KeyboardInterrupt: If interrupted, within a second; what was measured is in the
+            cache.
     """
     made = _Made()
     on = on or device.attached()
@@ -183,15 +183,16 @@ def _measure(
         ordered = sorted(tasks, key=lambda t: t.passes != FORWARD)
         for i, task in enumerate(ordered):
             left = until - time.monotonic()
-            if made.interrupted or left <= 0:
+            check_stop()
+            if left <= 0:
                 made.skipped += len(ordered) - i
                 return
             _measure_task(
                 task, on, level, until, made, progress, again, isolate, spares
             )
 
-    _apart(run, made)
-    if made.skipped and not made.interrupted:
+    apart(run, _say_interrupted)
+    if made.skipped:
         log.warning("%d sites were not measured within %.0f s", made.skipped, budget_s)
 
 
@@ -208,9 +209,11 @@ def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
         return Tuned()
     made = _Made()
     _measure(tasks, level, SITE_S * len(tasks), made, device.attached())
-    if made.interrupted:
-        raise KeyboardInterrupt
     return made.tuned
+
+
+def _say_interrupted() -> None:
+    log.warning("interrupted; what was measured is kept in %s", cache.path())
 
 
 @dataclass
@@ -219,38 +222,6 @@ class _Made:
 
     tuned: Tuned = field(default_factory=Tuned)
     skipped: int = 0
-    interrupted: bool = False
-
-
-def _apart(run: Callable[[], None], made: _Made) -> None:
-    """Runs a function in a thread without JAX's tracing, and waits for it.
-
-    An interrupt lets it finish the site it is at, and keeps what was measured.
-    """
-    problems: list[BaseException] = []
-    done = threading.Event()  # an interrupted join would take the thread for dead
-    ready = this_threads_settings()
-
-    def body() -> None:
-        try:
-            with ready():
-                run()
-        except BaseException as problem:
-            problems.append(problem)
-        finally:
-            done.set()
-
-    threading.Thread(target=body, name="rewriter-tune", daemon=True).start()
-    while not done.is_set():
-        try:
-            done.wait(0.1)
-        except KeyboardInterrupt:
-            made.interrupted = True
-            log.warning("interrupted; what was measured is kept")
-            done.wait(2 * SITE_S)
-            break
-    if problems:
-        raise problems[0]
 
 
 def _measure_task(

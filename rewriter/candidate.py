@@ -24,7 +24,7 @@ from rewriter.implementation import XLA
 from rewriter.inputs import Args
 from rewriter.least_time import UNTRIED, least_seconds
 from rewriter.measurement import time_text
-from rewriter.threads import first_line, side_by_side
+from rewriter.threads import check_stop, first_line, side_by_side
 
 AT_ONCE = 2
 """Compilations at once: Pallas kernels for Hopper GPUs are lowered by Python, half a
@@ -192,6 +192,7 @@ def checked(
             return [replace(c, reason=c.reason or problem) for c in candidates]
         done: list[Compiled] = []
         for c in candidates:
+            check_stop()
             if number == 0:
                 say(len(done))
             own = next((d.error for d in done if d.name == XLA), None) or written

@@ -31,10 +31,13 @@ from rewriter.op import Op
 from rewriter.pattern import Pattern
 from rewriter.programs import Task, function
 from rewriter.registry import registry
-from rewriter.threads import first_line
+from rewriter.threads import STEP_S, check_stop, first_line
 
 START_S = 120.0
 """Seconds within which a child has to be ready."""
+
+BEHIND: Any = {"process_group": 0} if os.name == "posix" else {}
+"""How a child is started that Ctrl-C does not reach: it would seem to crash."""
 
 RUN_S = 60.0
 """Seconds within which a candidate has to compile and run once."""
@@ -153,7 +156,7 @@ def _child(order: bytes) -> tuple[int, str, bool]:
     env = {**os.environ, "PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.Popen(
         [sys.executable, "-c", "from rewriter.isolate import child; child()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, **BEHIND,
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
@@ -187,14 +190,19 @@ def _lines(stream: BinaryIO, limit: Callable[[], float]) -> Iterator[str]:
 
     Raises:
         TimeoutError: If one does not.
+        Stopped: If nobody wants them any more.
     """
     text = b""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         until = time.monotonic() + limit()
         while True:
-            if not selector.select(max(0.0, until - time.monotonic())):
-                raise TimeoutError
+            left = max(0.0, until - time.monotonic())
+            if not selector.select(min(STEP_S, left)):
+                check_stop()
+                if left <= STEP_S:
+                    raise TimeoutError
+                continue
             more = os.read(stream.fileno(), 65536)
             if not more:
                 return

@@ -17,7 +17,6 @@ operands are like those of the others; else, with a note, the op as usually writ
 
 from __future__ import annotations
 
-import concurrent.futures as futures
 import contextlib
 import logging
 import math
@@ -46,7 +45,7 @@ from rewriter.programs import (
     reference,
 )
 from rewriter.registry import REFERENCE as PLAIN
-from rewriter.threads import first_line, settings
+from rewriter.threads import beside, check_stop, first_line, stopping
 from rewriter.times import Times, measurement, time_apart
 
 log = logging.getLogger("rewriter.tune")
@@ -60,6 +59,9 @@ HUNG_S = 60.0
 
 STAGES = ((1, 3.0), (3, 1.3), (10, 1.1), (20, math.inf))
 """After so many turns, candidates that take so many times the best's are dropped."""
+
+ENOUGH = 3
+"""Turns after which an interrupted race is kept: one turn has no spread."""
 
 OTHER = 0.25
 """Relative error from which equations on their own do not compute the same."""
@@ -230,16 +232,9 @@ class Race:
     ) -> tuple[tuple[Inputs, ...], Compiled, list[Compiled]]:
         """Inputs, the compiled reference, and the candidates or why there is none."""
         kernels = [i for i in wanted if i.forward != XLA]
-        ready = settings()
-
-        def written() -> tuple[tuple[Inputs, ...], Compiled, Compiled | None]:
-            with ready():
-                return self._written(len(kernels) < len(wanted))
-
-        with futures.ThreadPoolExecutor(1) as beside:
-            asked = beside.submit(written)
-            mine = iter(self._compiled_kernels(kernels))
-            drawn, truth, own = asked.result()
+        written = beside(lambda: self._written(len(kernels) < len(wanted)))
+        mine = iter(self._compiled_kernels(kernels))
+        drawn, truth, own = written()
         compiled = [own if i.forward == XLA else next(mine) for i in wanted]
         return drawn, truth, [c for c in compiled if c is not None]
 
@@ -339,7 +334,10 @@ class Race:
         failed: dict[str, str] = {}
         done = 0
         for turns, factor in STAGES:
-            if not alive or (done and time.monotonic() > self.until):
+            if stopping() and done < ENOUGH:
+                check_stop()
+            late = stopping() or time.monotonic() > self.until
+            if not alive or (done and late):
                 break
             found = time_apart(
                 alive, drawn, turns - done, until=self.until, turn_s=TURN_S

@@ -30,6 +30,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,11 +40,11 @@ import jax
 from rewriter import ahead_of_time
 from rewriter.device import Device
 from rewriter.implementation import XLA, Implementation, build, config_of
-from rewriter.isolate import Order, order_of, place_of
+from rewriter.isolate import BEHIND, Order, order_of, place_of
 from rewriter.key import FORWARD
 from rewriter.measurement import BUNDLES, SIMULATED, Measurement
 from rewriter.programs import Task, function
-from rewriter.threads import side_by_side
+from rewriter.threads import STEP_S, check_stop, side_by_side
 from rewriter.tpu import generation
 
 CHILD_S = 100.0
@@ -222,15 +223,39 @@ def _child(
         code = "from rewriter.static_cost import child; child()"
         command = [sys.executable, "-c", code, mode, on.kind, folder]
         try:
-            done = subprocess.run(
-                command, input=given, env=environment, capture_output=True,
-                timeout=CHILD_S, check=False,
-            )  # fmt: skip
+            code, out, err = _ran(command, given, environment)
         except subprocess.TimeoutExpired:
             return f"no estimate: not compiled within {CHILD_S:.0f} s"
-    if done.returncode:
-        return _cause(done.stderr.decode(errors="replace"), done.returncode)
-    return json.loads(done.stdout.splitlines()[-1])
+    if code:
+        return _cause(err.decode(errors="replace"), code)
+    return json.loads(out.splitlines()[-1])
+
+
+def _ran(
+    command: Sequence[str], given: bytes, environment: Mapping[str, str]
+) -> tuple[int, bytes, bytes]:
+    """What a command gives: its status, and what it wrote.
+
+    Raises:
+        TimeoutExpired: If it takes too long; then it is ended.
+        Stopped: If nobody wants it any more; then too.
+    """
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    until = time.monotonic() + CHILD_S
+    with subprocess.Popen(command, env=environment, **pipes, **BEHIND) as process:
+        try:
+            asked: bytes | None = given
+            while True:
+                try:
+                    out, err = process.communicate(asked, STEP_S)
+                    return process.returncode, out, err
+                except subprocess.TimeoutExpired:
+                    asked = None
+                    check_stop()
+                    if time.monotonic() > until:
+                        raise
+        finally:
+            process.kill()
 
 
 def _cause(said: str, code: int) -> str:

@@ -1,7 +1,12 @@
-"""Jobs in, results out: threads with the settings of the one that asks."""
+"""Jobs in, results out: threads with the settings of the one that asks.
+
+What an interrupted thread began is stopped at the next `check_stop`; a compilation is
+left behind in its thread, which does not keep the process from ending.
+"""
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import math
@@ -9,7 +14,10 @@ import os
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -19,6 +27,133 @@ HUNG = "hangs in compilation"
 
 AT_ONCE = 4
 """Jobs at once, at most."""
+
+STEP_S = 0.05
+"""Seconds between two looks whether to stop."""
+
+GRACE_S = 0.5
+"""Seconds for what is measured already to be kept, once interrupted."""
+
+
+class Stopped(BaseException):
+    """Nobody wants the result any more; no reason why a candidate failed."""
+
+
+# ------------------------------------------------------------------ interrupting
+_STOP: ContextVar[threading.Event | None] = ContextVar("rewriter.stop", default=None)
+
+
+def stopping() -> bool:
+    """Returns whether the one that asked for this thread's work was interrupted."""
+    stop = _STOP.get()
+    return stop is not None and stop.is_set()
+
+
+def check_stop() -> None:
+    """Ends this thread's work if nobody wants it any more.
+
+    Raises:
+        Stopped: If so.
+    """
+    if stopping():
+        raise Stopped
+
+
+def apart(run: Callable[[], None], interrupted: Callable[[], None]) -> None:
+    """Runs a function in a thread without JAX's tracing, and waits for it.
+
+    Args:
+        run: The function; `check_stop` in it ends it after an interrupt.
+        interrupted: Is called after one, before `run` has some time to keep what it
+            has.
+
+    Raises:
+        KeyboardInterrupt: After an interrupt, whatever the function is at.
+        BaseException: What the function raises.
+    """
+    stop, done = threading.Event(), threading.Event()
+    problems: list[BaseException] = []
+    ready = settings(stop)
+
+    def body() -> None:
+        try:
+            with ready():
+                run()
+        except Stopped:
+            pass
+        except BaseException as problem:
+            problems.append(problem)
+        finally:
+            done.set()
+
+    try:
+        _started(body)
+        while not done.wait(STEP_S):  # a join that is interrupted takes it for dead
+            pass
+    except KeyboardInterrupt:
+        stop.set()
+        interrupted()
+        done.wait(GRACE_S)
+        raise
+    if problems:
+        raise problems[0]
+
+
+# ------------------------------------------------------------------- side by side
+def beside(job: Callable[[], Any]) -> Callable[[], Any]:
+    """Runs a job in a thread beside this one, with its settings.
+
+    Returns:
+        A function that waits for the job, and returns or raises what it does.
+    """
+    found: Future[Any] = Future()
+    ready = settings()
+
+    def work() -> None:
+        try:
+            with ready():
+                found.set_result(job())
+        except BaseException as problem:
+            found.set_exception(problem)
+
+    thread = _started(work)
+
+    def result() -> Any:
+        _wait_for(thread, math.inf)
+        return found.result()
+
+    return result
+
+
+def _started(work: Callable[[], None]) -> threading.Thread:
+    """A thread that does not keep the process from ending."""
+    thread = threading.Thread(target=work, name="rewriter", daemon=True)
+    _STARTED.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _wait_a_little() -> None:
+    """Lets threads that were left behind end, if they do so soon.
+
+    Before Python 3.14, one that comes back from a compilation just while Python ends
+    aborts the process, which is ending anyway.
+    """
+    until = time.monotonic() + GRACE_S
+    for thread in list(_STARTED):
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+_STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _wait_for(thread: threading.Thread, until: float) -> None:
+    """Waits for a thread, until a `time.monotonic` or an interrupt."""
+    while thread.is_alive() and (left := until - time.monotonic()) > 0:
+        thread.join(min(STEP_S, left))
+        check_stop()
+    check_stop()
 
 
 def side_by_side(
@@ -42,11 +177,15 @@ def side_by_side(
         surely: How many of the first jobs begin at any time.
         done_by: The `time.monotonic` after which none of the others begins that would
             not end before, if it took as long as those before did on average.
+
+    Raises:
+        Stopped: If nobody wants the results any more; those begun are left behind.
     """
     results: dict[int, Any] = {}
     waiting, lock = collections.deque(range(len(jobs))), threading.Lock()
     took: list[float] = []
     ready = settings()
+    stop = _STOP.get() or threading.Event()
 
     def work() -> None:
         while True:
@@ -54,7 +193,7 @@ def side_by_side(
                 begin = time.monotonic()
                 ends = begin + (statistics.fmean(took) if took else 0.0)
                 late = begin > start_by or ends > done_by
-                if not waiting or (late and waiting[0] >= surely):
+                if stop.is_set() or not waiting or (late and waiting[0] >= surely):
                     return
                 i = waiting.popleft()
                 results[i] = HUNG
@@ -66,16 +205,21 @@ def side_by_side(
             took.append(time.monotonic() - begin)
 
     count = min(len(jobs), max(1, (os.cpu_count() or 1) // 2), at_once)
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    threads = [_started(work) for _ in range(count)]
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end_by - time.monotonic()))
+        _wait_for(thread, end_by)
     return [results.get(i, LATE) for i in range(len(jobs))]
 
 
-def settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns this thread's settings that change what is compiled, for another one."""
+def settings(
+    stop: threading.Event | None = None,
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Returns this thread's settings that change what is compiled, for another one.
+
+    Args:
+        stop: What tells that other one to stop; by default what tells this one.
+    """
+    stop = stop or _STOP.get()
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore
     precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     where = jax.config.jax_default_device  # pyright: ignore
@@ -87,7 +231,11 @@ def settings() -> Callable[[], contextlib.AbstractContextManager[None]]:
             jax.default_matmul_precision(precision),
             jax.default_device(where),
         ):
-            yield
+            before = _STOP.set(stop)
+            try:
+                yield
+            finally:
+                _STOP.reset(before)
 
     return ready
 

@@ -20,6 +20,7 @@ from rewriter.measurement import of_spelling, spellings
 from rewriter.optimize import optimize, with_patterns
 from rewriter.placement import placed
 from rewriter.programs import Task
+from rewriter.threads import apart
 from rewriter.tuned import Tuned
 from rewriter.whole import REWRITTEN, WITHOUT
 from rewriter.whole_race import race_programs
@@ -82,6 +83,8 @@ def tune(
     Raises:
         ConfigError: For a level that does not exist, no time, or samples of an op
             that the program does not have.
+        KeyboardInterrupt: From the function, within a second of Ctrl-C; what was
+            measured of whole sites is in the cache, and not measured again.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -189,9 +192,14 @@ def _whole(
     programs = {XLA: jax.jit(call), REWRITTEN: without()}
     if len(ops) > 1:
         programs |= {f"{WITHOUT}{op}": without(op) for op in ops}
-    found = race_programs(programs, leaves)
-    cache.add(report.key, found)
-    return Tuned(((report.key, found),))
+    key, found = report.key, []
+
+    def race() -> None:
+        found.extend(race_programs(programs, leaves))
+        cache.add(key, found)
+
+    apart(race, lambda: None)
+    return Tuned(((key, tuple(found)),))
 
 
 def _shown() -> bool:

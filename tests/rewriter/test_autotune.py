@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import dataclasses
 import logging
 import math
-import signal
 import sys
 import time
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -750,41 +747,6 @@ def test_what_makes_the_whole_program_slower_is_left_as_written(monkeypatch) -> 
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
     with pytest.raises(rewriter.ConfigError, match="end_to_end=True with shapes"):
         rewriter.tune(two_ops, end_to_end=True)(*specs)
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT raises, also in a process that a shell started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("inside", [False, True])
-def test_an_interrupt_keeps_what_was_measured(inside: bool) -> None:
-    pattern, traced = slow_pattern(), []
-
-    @pattern.kernel()
-    def interrupts(x, w):
-        if not traced:
-            traced.append(1)
-            _thread.interrupt_main()
-            time.sleep(1)  # until the main thread has seen it
-        return program(x, w)
-
-    def many(x, w):
-        return [program(x[:n], w) for n in (3, 5, 7, 9)]
-
-    if inside:
-        fast = rewriter.optimize(many, patterns=[pattern], tune="quick")
-        with pytest.raises(KeyboardInterrupt):
-            fast(X, W)
-        assert cache.info().files == 2
-    else:
-        tuned = rewriter.tune(many, patterns=[pattern], level="quick")(X, W)
-        ((_, found),) = tuned.entries
-        assert all(m.median_us is not None for m in found)
 
 
 def test_a_terminal_sees_a_bar_and_one_line(monkeypatch, capsys) -> None:
