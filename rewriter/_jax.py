@@ -7,7 +7,7 @@ versions (0.10.2, 0.11.2, 0.12).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -397,6 +397,32 @@ def with_equations(
         return jex_core.ClosedJaxpr(inner, jaxpr.consts)
     inputs = {"invars": [*jaxpr.invars, *more]} if more else {}
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), **inputs)
+
+
+def with_one_variable(closed: Any, same: Mapping[Any, Any]) -> Any:
+    """A closed jaxpr without some of its constants.
+
+    Args:
+        closed: The closed jaxpr; it has no effects, which count constants.
+        same: Variable of each constant that goes to that of one that stays.
+    """
+
+    def renamed(atoms: Sequence[Any]) -> list[Any]:
+        return [same.get(a, a) if a.__class__ is Var else a for a in atoms]
+
+    jaxpr = closed.jaxpr
+    pairs = zip(jaxpr.constvars, closed.consts, strict=True)
+    kept = [(v, c) for v, c in pairs if v not in same]
+    eqns = [
+        e.replace(invars=renamed(e.invars))
+        if any(a.__class__ is Var and a in same for a in e.invars)
+        else e
+        for e in jaxpr.eqns
+    ]
+    new = jaxpr.replace(
+        constvars=[v for v, _ in kept], eqns=eqns, outvars=renamed(jaxpr.outvars)
+    )
+    return jex_core.ClosedJaxpr(new, [c for _, c in kept])
 
 
 def part_of(

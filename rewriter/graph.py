@@ -1,8 +1,8 @@
 """The matching view of a jaxpr: every equation at any depth, as one graph of values.
 
 Calls are inlined, loop-invariant operands of scan, while and cond bodies stand
-for the values outside, and equal equations are merged, so that one value has one
-number however often the program computes it. The original equations stay where
+for the values outside, and equal equations and constants are merged, so that one value
+has one number however often the program computes it. The original equations stay where
 they are: a `Scope` remembers which variable carries which value in it.
 """
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter import _jax
+from rewriter.constants import Constants
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +99,7 @@ class Graph:
         self._numbers: dict[Any, tuple[int, ...]] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
+        self._equal = Constants()
         self._literals: dict[Any, int] = {}
         self._user_rules: dict[Any, bool] = {}
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
@@ -207,6 +209,7 @@ class Graph:
         opaque = _jax.is_opaque(const)
         if not opaque and np.shape(const) == ():
             return self.literal(const, aval)
+        const = self._equal.one(const)
         key = ("const", id(const))
         if key not in self._literals:
             self._literals[key] = self._new(aval)

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import promotion
 from rewriter.absorb import absorbed
 from rewriter.config import Config
+from rewriter.constants import once
 from rewriter.fold import Folded, fold
 from rewriter.gradients import search_gradients
 from rewriter.graph import Graph
@@ -58,6 +59,7 @@ def rewrite(
         patterns = possible(closed_jaxpr, patterns)
         if not patterns:
             return Rewritten(closed_jaxpr, seconds=clock.seconds)
+        closed_jaxpr = once(closed_jaxpr)
         if placement is not None:  # layers that look alike may be placed differently
             return _whole(closed_jaxpr, config, patterns, clock, placement=placement)
         return _rewritten(closed_jaxpr, config, patterns, clock)
@@ -87,7 +89,7 @@ def tasks(
         patterns = possible(closed_jaxpr, patterns)
         if not patterns:
             return []
-        graph = Graph(closed_jaxpr)
+        graph = Graph(once(closed_jaxpr))
         regions = Regions(graph)
         found = search(regions, patterns, config.numerics, config.assume)
         every = found.matches

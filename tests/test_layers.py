@@ -13,7 +13,7 @@ ORDER = [
     "errors", "assumptions", "verdict", "atomic", "lock", "regular", "_jax",
     "promotion", "config", "activations", "cost", "op", "along", "device", "tpu",
     "ahead_of_time", "kernel", "estimate", "registry", "profile", "timing",
-    "conditions", "trace", "repeats", "fold", "graph", "normal_form",
+    "conditions", "trace", "repeats", "fold", "constants", "graph", "normal_form",
     "canonicalize", "template", "formula", "emit", "region", "rows", "reading",
     "anew", "stacked", "finder", "sieve", "reference", "check", "match", "declared",
     "bindings", "pattern", "implementation", "key", "measurement", "decision",
