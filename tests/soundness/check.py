@@ -1,0 +1,243 @@
+"""Programs in, findings out: which of them the rewriter changes.
+
+Programs are compiled together, and compared with what rounding usually changes. Only
+those that differ are compiled alone, to see what rounding changes in them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.soundness import compare, passes, tolerance, values
+from tests.soundness.passes import Joined
+from tests.soundness.program import Program
+
+Pass = Callable[[Joined, Sequence[Program]], Joined]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute programs, as they are and rewritten.
+
+    Attributes:
+        name: What it is called.
+        original: The original, of what programs compute.
+        rewritten: The same of the rewritten programs.
+    """
+
+    name: str
+    original: Callable[[Sequence[Program]], Joined]
+    rewritten: Callable[[Sequence[Program]], Any]
+
+
+def _plain(of: Pass) -> Callable[[Sequence[Program]], Joined]:
+    return lambda programs: of(passes.joined(programs), programs)
+
+
+FORWARD = Way(
+    "forward",
+    _plain(passes.forward),
+    lambda programs: passes.rewritten(
+        passes.forward(passes.joined(programs), programs)
+    ),
+)
+GRAD_OF_REWRITTEN = Way(
+    "grad(optimize(f))",
+    _plain(passes.gradients),
+    lambda programs: jax.jit(
+        passes.gradients(passes.rewritten(passes.joined(programs)), programs)
+    ),
+)
+REWRITTEN_GRAD = Way(
+    "optimize(grad(f))",
+    _plain(passes.gradients),
+    lambda programs: passes.rewritten(
+        passes.gradients(passes.joined(programs), programs)
+    ),
+)
+WAYS = (FORWARD, GRAD_OF_REWRITTEN, REWRITTEN_GRAD)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A program that is computed otherwise.
+
+    Attributes:
+        program: Which.
+        way: In which way of computing it.
+        what: What differs, or what was raised.
+    """
+
+    program: Program
+    way: str
+    what: str
+
+    def __str__(self) -> str:
+        head = f"{self.program.kind} {self.program.seed}, {self.way}: {self.what}"
+        return f"{head}\n{self.program.text}\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes of some programs.
+
+    Attributes:
+        findings: Those that are computed otherwise.
+        replaced: Files of programs of which the forward pass has a kernel in it.
+    """
+
+    findings: tuple[Finding, ...]
+    replaced: frozenset[str]
+
+
+def check(programs: Sequence[Program], ways: Sequence[Way] = WAYS) -> Outcome:
+    """Whether programs are computed the same in some ways."""
+    given = [values.arguments(p) for p in programs]
+    findings: list[Finding] = []
+    replaced: frozenset[str] = frozenset()
+    originals: dict[Any, Any] = {}
+    for way in ways:
+        try:
+            results, fast = _both(way, programs, given, originals)
+        except Exception:
+            findings += _each(way, programs, given)
+            continue
+        replaced |= _replaced(fast) if way is FORWARD else frozenset()
+        for p, own, before, after in zip(programs, given, *results, strict=True):
+            if any(_differences(p, own, way, before, after)):
+                findings += _alone(way, p, own)
+    return Outcome(tuple(findings), replaced)
+
+
+def _both(
+    way: Way, programs: Sequence[Program], given: Any, originals: dict[Any, Any]
+) -> tuple[tuple[Any, Any], Any]:
+    """Results of both, and the rewritten function."""
+    kind = way is FORWARD
+    if kind not in originals:
+        originals[kind] = jax.jit(way.original(programs))(given)
+    fast = _strictly(way, programs)
+    return (originals[kind], fast(given)), fast
+
+
+def _strictly(way: Way, programs: Sequence[Program]) -> Any:
+    """The rewritten function, whose warnings are errors."""
+    return way.rewritten(programs)
+
+
+def _replaced(fast: Any) -> frozenset[str]:
+    sites = fast.report().sites
+    return frozenset(s.where.split(":")[0] for s in sites if s.replaced)
+
+
+def _each(way: Way, programs: Sequence[Program], given: Any) -> Iterator[Finding]:
+    """Findings of programs that cannot be computed together."""
+    for p, own in zip(programs, given, strict=True):
+        yield from _alone(way, p, own)
+
+
+def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
+    """Findings of one program, which is compared by what rounding changes in it."""
+    run = lambda v: way.original([program])([v])[0]
+    before = jax.jit(run)(own)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            after = way.rewritten([program])([own])[0]
+    except Exception as error:
+        text = str(error).strip().split("\n")[0]
+        yield Finding(program, way.name, f"{type(error).__name__}: {text[:300]}")
+        return
+    if not any(_differences(program, own, way, before, after)):
+        return
+    others = tolerance.variants(run, program, own)
+    ignored = _behind_masks(program, own, run, before, after)
+    found = _differences(program, own, way, before, after, others, ignored)
+    names = [program.arguments[i].name for i in program.operands]
+    for name, one in zip(names, found, strict=False):
+        if one is not None:
+            of = "" if way is FORWARD else f"gradient of {name} "
+            yield Finding(program, way.name, f"{of}{one}")
+            return
+
+
+def _differences(
+    program: Program,
+    own: Sequence[Any],
+    way: Way,
+    before: Sequence[Any],
+    after: Sequence[Any],
+    others: tolerance.Variants | None = None,
+    ignored: Sequence[np.ndarray] | None = None,
+) -> list[compare.Difference | None]:
+    """What differs in each array of a result."""
+    entries = program.entries and way is FORWARD
+    found = []
+    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+        floor = 0.0 if way is FORWARD else _floor(program, own, i)
+        if others is None or ignored is None:
+            allowed, skipped = tolerance.basic(a, entries, floor), None
+        else:
+            allowed = tolerance.sensitive(a, others, i, entries, floor)
+            skipped = compare.borderline(a, others, i) | ignored[i]
+        found.append(compare.difference(a, b, allowed, skipped))
+    return found
+
+
+def _floor(program: Program, own: Sequence[Any], which: int) -> float:
+    """The magnitude of what cancels in gradients of queries and keys.
+
+    Gradients of values are sums of weights times cotangents, which do not cancel where
+    no weights are: they have no floor.
+    """
+    names = [program.arguments[i].name for i in program.operands]
+    if program.kind not in ("mask", "operand") or names[which] == "v":
+        return 0.0
+    sizes = [np.asarray(own[i], np.float64) for i in program.operands]
+    largest = [np.max(abs(s[np.isfinite(s)]), initial=1.0) for s in sizes]
+    return float(np.prod(np.minimum(largest, 1e60)))
+
+
+def _behind_masks(
+    program: Program, own: Sequence[Any], run: Any, before: Any, after: Any
+) -> list[np.ndarray]:
+    """Entries that are NaN only because a weight of zero is multiplied by what is none.
+
+    The one exception: a kernel may skip a key that a mask hides, or a row that no group
+    has, and with it 0 * NaN. So entries may be finite in the rewritten program, if the
+    original gives just that for any numbers in place of those that are not finite.
+    """
+    nothing = [np.zeros(np.shape(a), bool) for a in before]
+    if program.kind not in ("mask", "operand", "ragged"):
+        return nothing
+    a, b = (jax.jit(run)(_filled(program, own, seed)) for seed in (1, 2))
+    return [
+        _skipped(*(tolerance.numbers(x) for x in of))
+        for of in zip(before, after, a, b, strict=True)
+    ]
+
+
+def _skipped(
+    before: np.ndarray, after: np.ndarray, one: np.ndarray, two: np.ndarray
+) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        near = abs(one - two) <= 1e-4 * abs(two) + tolerance.TINY
+        same = abs(after - two) <= 1e-3 * abs(two) + 1e-5
+    return np.isnan(before) & near & same
+
+
+def _filled(program: Program, own: Sequence[Any], seed: int) -> list[Any]:
+    """Arguments with numbers in place of operands that are not finite."""
+    draw = np.random.default_rng(seed)
+
+    def fill(v: Any) -> Any:
+        numbers = draw.normal(size=v.shape).astype(v.dtype)
+        return np.where(np.isfinite(np.asarray(v, np.float32)), v, numbers)
+
+    return [fill(v) if i in program.operands else v for i, v in enumerate(own)]

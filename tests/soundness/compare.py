@@ -1,0 +1,84 @@
+"""Two results of a program in, what differs out: numbers, and where they are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests.soundness.tolerance import Variants, numbers
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two arrays.
+
+    Attributes:
+        what: Of what kind it is.
+        count: In how many entries.
+        size: Of how many.
+        where: The index of the worst.
+        original: What is there in the original.
+        rewritten: What is there in the rewritten program.
+    """
+
+    what: str
+    count: int
+    size: int
+    where: tuple[int, ...]
+    original: float
+    rewritten: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} in {self.count} of {self.size} entries, as at {self.where}:"
+            f" {self.original:.9g} -> {self.rewritten:.9g}"
+        )
+
+
+def difference(
+    original: Any,
+    rewritten: Any,
+    tolerance: np.ndarray,
+    ignored: np.ndarray | None = None,
+) -> Difference | None:
+    """The first kind of difference, if there is one.
+
+    Args:
+        original: An array.
+        rewritten: What should be the same.
+        tolerance: How far numbers may differ, of the same shape.
+        ignored: Entries that may be finite in one and not in the other.
+    """
+    if original.dtype != rewritten.dtype or original.shape != rewritten.shape:
+        what = f"{original.dtype}{original.shape} -> {rewritten.dtype}{rewritten.shape}"
+        return Difference(what, 1, 1, (), 0.0, 0.0)
+    a, b = numbers(original), numbers(rewritten)
+    finite, also = np.isfinite(a), np.isfinite(b)
+    counted = True if ignored is None else ~ignored
+    if (lost := finite & ~also & counted).any():
+        return _described("finite is no more", lost, lost, a, b)
+    if (found := ~finite & also & counted).any():
+        return _described("what is not finite is", found, found, a, b)
+    with np.errstate(invalid="ignore"):
+        excess = np.where(finite & also, abs(a - b) / tolerance, 0.0)
+    return _described("differs", excess > 1.0, excess, a, b)
+
+
+def borderline(original: Any, others: Variants, which: int) -> np.ndarray:
+    """Entries of which rounding decides whether they are finite."""
+    finite = np.isfinite(numbers(original))
+    runs = (others.eager, *others.nudged)
+    return np.logical_or.reduce([np.isfinite(r[which]) != finite for r in runs])
+
+
+def _described(
+    what: str, wrong: np.ndarray, how_wrong: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> Difference | None:
+    if not wrong.any():
+        return None
+    where = np.unravel_index(np.argmax(how_wrong), wrong.shape)
+    index = tuple(int(i) for i in where)
+    total = int(wrong.sum())
+    return Difference(what, total, wrong.size, index, float(a[where]), float(b[where]))

@@ -1,0 +1,23 @@
+"""A kind and a seed in, a program out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.soundness import attention, norms, ragged, units
+from tests.soundness.program import Program
+
+KINDS: dict[str, Callable[[int], Program]] = {
+    "mask": attention.of_masks,
+    "operand": attention.of_operands,
+    "norm": norms.program,
+    "unit": units.program,
+    "ragged": ragged.program,
+}
+TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
+"""Kinds as they take turns; masks have most to go wrong."""
+
+
+def program(seed: int, kind: str | None = None) -> Program:
+    """The program of a seed, of a kind that is given or whose turn it is."""
+    return KINDS[kind or TURNS[seed % len(TURNS)]](seed)

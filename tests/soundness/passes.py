@@ -1,0 +1,76 @@
+"""Functions of programs in, their forward pass and gradients as functions out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import rewriter
+from tests.soundness.program import Program
+
+KERNELS = {
+    "attention": ["memory_bounded", "xla"],
+    "rms_norm": ["memory_bounded", "xla"],
+    "layer_norm": ["memory_bounded", "xla"],
+    "gated_linear_unit": ["memory_bounded", "xla"],
+    "ragged_dot": ["memory_bounded", "tiled", "xla"],
+}
+"""Whichever is not as written, so that what a program computes is another program."""
+
+Values = Sequence[Any]
+Joined = Callable[[Sequence[Values]], list[Any]]
+
+
+def joined(programs: Sequence[Program]) -> Joined:
+    """All programs as one, which takes half of the time to compile."""
+    functions = [p.function for p in programs]
+
+    def run(given: Sequence[Values]) -> list[Any]:
+        return [f(*values) for f, values in zip(functions, given, strict=True)]
+
+    return run
+
+
+def rewritten(run: Joined) -> Any:
+    """The same, with kernels wherever one can be had."""
+    return rewriter.optimize(run, implementation=KERNELS)
+
+
+def forward(run: Joined, programs: Sequence[Program]) -> Joined:
+    """What programs return, as one array in a list of each."""
+    return lambda given: [[out] for out in run(given)]
+
+
+def gradients(run: Joined, programs: Sequence[Program]) -> Joined:
+    """Gradients of programs by their operands, a list of each."""
+
+    def results(given: Sequence[Values]) -> list[Any]:
+        def of(operands: Sequence[Values]) -> list[Any]:
+            return run([
+                _with(p, values, own)
+                for p, values, own in zip(programs, given, operands, strict=True)
+            ])  # fmt: skip
+
+        operands = [
+            [values[i] for i in p.operands]
+            for p, values in zip(programs, given, strict=True)
+        ]
+        out, pull = jax.vjp(of, operands)
+        return pull([_cotangent(o) for o in out])[0]
+
+    return results
+
+
+def _with(program: Program, values: Values, operands: Values) -> list[Any]:
+    """All arguments, those among them that are differentiated by as given."""
+    changed = dict(zip(program.operands, operands, strict=True))
+    return [changed.get(i, value) for i, value in enumerate(values)]
+
+
+def _cotangent(out: Any) -> Any:
+    """Numbers between -1 and 1, no two of which are the same."""
+    places = jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)
+    return jnp.cos(places * 0.37).astype(out.dtype)

@@ -1,0 +1,79 @@
+"""A program as text with arguments; what to run, to print and to give it come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a program.
+
+    Attributes:
+        name: What the text calls it.
+        shape: Its shape.
+        dtype: Its dtype's name.
+        values: Which values it has, a name of `values.RECIPES`.
+        operand: Whether programs are differentiated by it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    values: str
+    operand: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}{list(self.shape)} {self.values}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, written by the grammar of a kind from a seed.
+
+    Attributes:
+        kind: The grammar that wrote it.
+        seed: What it was drawn from.
+        lines: The body, the last of which returns one array.
+        arguments: What it takes.
+        entries: Whether each entry of the result counts for itself, as those of
+            attention's weights do, and not by the largest of its row.
+    """
+
+    kind: str
+    seed: int
+    lines: tuple[str, ...]
+    arguments: tuple[Argument, ...]
+    entries: bool = False
+
+    @property
+    def file(self) -> str:
+        """The name of its file in reports."""
+        return f"{self.kind}_{self.seed}.py"
+
+    @property
+    def text(self) -> str:
+        """What a reader sees, which runs as it is."""
+        names = ", ".join(a.name for a in self.arguments)
+        given = [f"# {a}" for a in self.arguments]
+        return "\n".join(
+            [*given, f"def f({names}):", *(f"    {line}" for line in self.lines)]
+        )
+
+    @property
+    def function(self) -> Callable[..., jax.Array]:
+        """The program itself."""
+        names: dict[str, Any] = {"jax": jax, "jnp": jnp, "lax": lax}
+        exec(compile(self.text, self.file, "exec"), names)
+        return names["f"]
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """Which arguments it is differentiated by."""
+        return tuple(i for i, a in enumerate(self.arguments) if a.operand)

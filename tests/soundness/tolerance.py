@@ -1,0 +1,117 @@
+"""How far two results of a program may differ, by rounding alone.
+
+What a program computes is rounded where XLA or a kernel rounds it. How much that
+matters is told by the original itself: computed op by op, in float64, and of operands
+that differ in their last bit. Operands of masks stay as they are, since what a mask
+lets through is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.soundness.program import Program
+
+TINY = 1e-36
+"""What is smaller may be zero: denormal numbers are flushed, by some instructions."""
+ROUNDINGS = 64
+"""Roundings of the largest of a row, for sums of up to as many numbers."""
+FACTOR = 16
+"""How much larger than what the original differs by a difference may be."""
+
+Run = Callable[[Sequence[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Results of the original, computed in other ways.
+
+    Attributes:
+        eager: Op by op.
+        exact: With operands in float64; arithmetic on masks stays as it is.
+        nudged: With operands that differ in their last bit, by several draws.
+    """
+
+    eager: list[np.ndarray]
+    exact: list[np.ndarray]
+    nudged: list[list[np.ndarray]]
+
+
+def numbers(array: Any) -> np.ndarray:
+    """An array as float64, for comparisons."""
+    return np.asarray(jnp.asarray(array).astype(jnp.float32), np.float64)
+
+
+def variants(run: Run, program: Program, values: Sequence[Any]) -> Variants:
+    """Results of a run of the original, computed in other ways."""
+    with jax.disable_jit():
+        eager = [numbers(x) for x in run(values)]
+    with jax.enable_x64(True):
+        exact = [np.asarray(x, np.float64) for x in run(_widened(program, values))]
+    nudged = [
+        [numbers(x) for x in jax.jit(run)(_nudged(program, values, seed))]
+        for seed in range(3)
+    ]
+    return Variants(eager, exact, nudged)
+
+
+def _widened(program: Program, values: Sequence[Any]) -> list[Any]:
+    return [
+        jnp.asarray(v, jnp.float64) if i in program.operands else v
+        for i, v in enumerate(values)
+    ]
+
+
+def _nudged(program: Program, values: Sequence[Any], seed: int) -> list[Any]:
+    draw = np.random.default_rng(seed)
+
+    def nudge(v: Any) -> Any:
+        step = float(jnp.finfo(v.dtype).eps) * draw.uniform(-1, 1, size=v.shape)
+        with np.errstate(all="ignore"):
+            return (np.asarray(v, np.float64) * (1 + step)).astype(v.dtype)
+
+    return [nudge(v) if i in program.operands else v for i, v in enumerate(values)]
+
+
+def basic(original: Any, entries: bool, floor: float) -> np.ndarray:
+    """What rounding alone may change, of a result as it is."""
+    eps = float(jnp.finfo(original.dtype).eps)
+    many = ROUNDINGS if eps < 1e-5 else ROUNDINGS / 4
+    return many * eps * (_scale(numbers(original), entries) + floor) + TINY
+
+
+def sensitive(
+    original: Any, others: Variants, which: int, entries: bool, floor: float
+) -> np.ndarray:
+    """What rounding may change, by what it changes in the original."""
+    mine = numbers(original)
+    apart = lambda other: _apart(mine, other[which], entries)
+    by_last_bit = np.maximum.reduce([apart(n) for n in others.nudged])
+    changes = apart(others.eager) + np.minimum(apart(others.exact), by_last_bit)
+    return basic(original, entries, floor) + FACTOR * changes
+
+
+def _scale(x: np.ndarray, entries: bool) -> np.ndarray:
+    """The magnitude that errors of each entry are relative to."""
+    sizes = np.where(np.isfinite(x), abs(x), 0.0)
+    if entries or x.ndim == 0:
+        return sizes
+    return np.broadcast_to(sizes.max(-1, keepdims=True, initial=0.0), x.shape)
+
+
+def _apart(a: np.ndarray, b: np.ndarray, entries: bool) -> np.ndarray:
+    """How far two results differ: by the row, or relative to each entry by the row."""
+    both = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(all="ignore"):
+        difference = np.where(both, abs(np.where(both, a - b, 0.0)), 0.0)
+        if not entries or a.ndim == 0:
+            return _scale(difference, entries)
+        ratio = np.where(abs(a) > TINY, difference / np.maximum(abs(a), TINY), 0.0)
+    relative = np.minimum(ratio, 1e6).max(-1, keepdims=True)
+    return np.maximum(difference, relative * abs(np.where(both, a, 0.0)))
