@@ -49,27 +49,27 @@ def difference(
         original: An array.
         rewritten: What should be the same.
         tolerance: How far numbers may differ, of the same shape.
-        ignored: Entries that may be finite in one and not in the other.
+        ignored: Entries that do not count.
     """
     if original.dtype != rewritten.dtype or original.shape != rewritten.shape:
         what = f"{original.dtype}{original.shape} -> {rewritten.dtype}{rewritten.shape}"
         return Difference(what, 1, 1, (), 0.0, 0.0)
     a, b = numbers(original), numbers(rewritten)
     finite, also = np.isfinite(a), np.isfinite(b)
-    counted = True if ignored is None else ~ignored
+    counted = np.ones(a.shape, bool) if ignored is None else ~ignored
     if (lost := finite & ~also & counted).any():
         return _described("finite is no more", lost, lost, a, b)
     if (found := ~finite & also & counted).any():
         return _described("what is not finite is", found, found, a, b)
     with np.errstate(invalid="ignore"):
-        excess = np.where(finite & also, abs(a - b) / tolerance, 0.0)
+        excess = np.where(finite & also & counted, abs(a - b) / tolerance, 0.0)
     return _described("differs", excess > 1.0, excess, a, b)
 
 
 def borderline(original: Any, others: Variants, which: int) -> np.ndarray:
     """Entries of which rounding decides whether they are finite."""
     finite = np.isfinite(numbers(original))
-    runs = (others.eager, *others.nudged)
+    runs = (others.eager, *others.nudged, *others.shaken)
     return np.logical_or.reduce([np.isfinite(r[which]) != finite for r in runs])
 
 

@@ -39,7 +39,7 @@ ODD_SQUARES = (
     "abs({y}).mean(-1, keepdims=True)", "({y} * {y}).max(-1, keepdims=True)",
     "({y} * {y}).sum(-1, keepdims=True) / ({n} - 1)", "({y} * {x}).mean(-1, keepdims=True)",
     "lax.stop_gradient(({y} * {y}).mean(-1, keepdims=True))",
-    "({y}.astype(jnp.bfloat16) ** 2).astype(jnp.float32).mean(-1, keepdims=True)",
+    "({y}.astype(jnp.bfloat16).astype(jnp.float32) ** 2).mean(-1, keepdims=True)",
 )  # fmt: skip
 ROOTS = (
     "{y} * lax.rsqrt({v} + {e})", "{y} / jnp.sqrt({v} + {e})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,25 @@ def joined(programs: Sequence[Program]) -> Joined:
 def rewritten(run: Joined) -> Any:
     """The same, with kernels wherever one can be had."""
     return rewriter.optimize(run, implementation=KERNELS)
+
+
+def compiled(run: Any) -> Any:
+    """A function that is compiled in as little time as can be."""
+    return jax.jit(run, compiler_options=_options())
+
+
+@functools.cache
+def _options() -> dict[str, bool]:
+    """XLA's older way to write loops, where it still is, takes a fifth of the time.
+
+    jax 0.10.2 has it, 0.11.2 has not.
+    """
+    older = {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(jnp.sin, compiler_options=older).lower(0.0).compile()
+    except Exception:
+        return {}
+    return older
 
 
 def forward(run: Joined, programs: Sequence[Program]) -> Joined:

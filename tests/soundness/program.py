@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+ROUNDED = ".astype(jnp.bfloat16).astype(jnp.float32)"
+"""How programs round an operand, other than by its dtype."""
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -72,6 +75,13 @@ class Program:
         names: dict[str, Any] = {"jax": jax, "jnp": jnp, "lax": lax}
         exec(compile(self.text, self.file, "exec"), names)
         return names["f"]
+
+    @property
+    def eps(self) -> float:
+        """The rounding of the narrowest float that operands go through."""
+        narrow = any(a.operand and a.dtype != "float32" for a in self.arguments)
+        rounded = any(ROUNDED in line for line in self.lines)
+        return float(jnp.finfo(jnp.bfloat16 if narrow or rounded else jnp.float32).eps)
 
     @property
     def operands(self) -> tuple[int, ...]:

@@ -67,7 +67,9 @@ def _summary(
     """How many programs of each kind have a kernel, and how many are wrong."""
     every = Counter(p.kind for p in programs)
     found = Counter(p.kind for p in programs if p.file in replaced)
-    wrong = Counter(kind for kind, _ in {(f.program.kind, f.program.seed) for f in findings})
+    wrong = Counter(
+        kind for kind, _ in {(f.program.kind, f.program.seed) for f in findings}
+    )
     lines = [
         f"{kind:8s} {every[kind]:6d} programs, {found[kind] / every[kind]:4.0%} with a"
         f" kernel, {wrong[kind]} wrong"

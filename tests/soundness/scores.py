@@ -11,6 +11,8 @@ FILLS = (
     "-jnp.inf", "-jnp.inf", "jnp.finfo(jnp.float32).min", "-1e9", "-1e4", "-30.0",
     "-1e30", "-2.0 ** 31", "0.5 * jnp.finfo(jnp.float32).min", "0.0",
 )  # fmt: skip
+FINITE = FILLS[2:]
+"""What zero times is zero."""
 WHERE = (
     "jnp.where({m}, {s}, {f})", "jnp.where({m}, {s}, {f})",
     "jnp.where(~({m}), {f}, {s})", "{s} + jnp.where({m}, 0.0, {f})",
@@ -78,8 +80,9 @@ def scores(w: Writer, given: Operands) -> str:
 
 def masked(w: Writer, score: str, mask: str) -> str:
     """Scores under a mask."""
-    text = w.one(WHERE).format(m=mask, s=score, f=w.one(FILLS))
-    return w.let(text, "s")
+    text = w.one(WHERE)
+    fill = w.one(FILLS if "(1.0 -" not in text else FINITE)
+    return w.let(text.format(m=mask, s=score, f=fill), "s")
 
 
 def weights(w: Writer, score: str, mask: str | None = None) -> str:
@@ -114,9 +117,9 @@ def given(
     shape = lambda tokens, width: (size.batch, tokens, size.heads, width)
     dtype = w.mostly("float32", ("bfloat16",), 0.85)
     return Operands(
-        w.argument("q", shape(size.queries, widths[0]), recipes["q"], dtype, operand=True),
-        w.argument("k", shape(size.keys, widths[0]), recipes["k"], dtype, operand=True),
         w.argument(
-            "v", shape(size.keys, widths[1]), recipes["v"], dtype, operand=True
+            "q", shape(size.queries, widths[0]), recipes["q"], dtype, operand=True
         ),
+        w.argument("k", shape(size.keys, widths[0]), recipes["k"], dtype, operand=True),
+        w.argument("v", shape(size.keys, widths[1]), recipes["v"], dtype, operand=True),
     )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.soundness import passes
 from tests.soundness.program import Program
 
 TINY = 1e-36
@@ -36,11 +37,13 @@ class Variants:
         eager: Op by op.
         exact: With operands in float64; arithmetic on masks stays as it is.
         nudged: With operands that differ in their last bit, by several draws.
+        shaken: With those that differ in their last three bits.
     """
 
     eager: list[np.ndarray]
     exact: list[np.ndarray]
     nudged: list[list[np.ndarray]]
+    shaken: list[list[np.ndarray]]
 
 
 def numbers(array: Any) -> np.ndarray:
@@ -54,11 +57,15 @@ def variants(run: Run, program: Program, values: Sequence[Any]) -> Variants:
         eager = [numbers(x) for x in run(values)]
     with jax.enable_x64(True):
         exact = [np.asarray(x, np.float64) for x in run(_widened(program, values))]
-    nudged = [
-        [numbers(x) for x in jax.jit(run)(_nudged(program, values, seed))]
-        for seed in range(3)
-    ]
-    return Variants(eager, exact, nudged)
+    compiled = passes.compiled(run)
+    nudged, shaken = (
+        [
+            [numbers(x) for x in compiled(_nudged(program, values, seed, bits))]
+            for seed in range(draws)
+        ]
+        for draws, bits in ((3, 1), (6, 8))
+    )
+    return Variants(eager, exact, nudged, shaken)
 
 
 def _widened(program: Program, values: Sequence[Any]) -> list[Any]:
@@ -68,33 +75,37 @@ def _widened(program: Program, values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _nudged(program: Program, values: Sequence[Any], seed: int) -> list[Any]:
+def _nudged(program: Program, values: Sequence[Any], seed: int, last: int) -> list[Any]:
     draw = np.random.default_rng(seed)
 
     def nudge(v: Any) -> Any:
-        step = float(jnp.finfo(v.dtype).eps) * draw.uniform(-1, 1, size=v.shape)
+        step = last * float(jnp.finfo(v.dtype).eps) * draw.uniform(-1, 1, size=v.shape)
         with np.errstate(all="ignore"):
             return (np.asarray(v, np.float64) * (1 + step)).astype(v.dtype)
 
     return [nudge(v) if i in program.operands else v for i, v in enumerate(values)]
 
 
-def basic(original: Any, entries: bool, floor: float) -> np.ndarray:
-    """What rounding alone may change, of a result as it is."""
-    eps = float(jnp.finfo(original.dtype).eps)
+def basic(original: Any, eps: float, entries: bool, floor: float) -> np.ndarray:
+    """What rounding to some `eps` may change, of a result as it is."""
     many = ROUNDINGS if eps < 1e-5 else ROUNDINGS / 4
     return many * eps * (_scale(numbers(original), entries) + floor) + TINY
 
 
 def sensitive(
-    original: Any, others: Variants, which: int, entries: bool, floor: float
+    original: Any,
+    eps: float,
+    entries: bool,
+    floor: float,
+    others: Variants,
+    which: int,
 ) -> np.ndarray:
     """What rounding may change, by what it changes in the original."""
     mine = numbers(original)
     apart = lambda other: _apart(mine, other[which], entries)
     by_last_bit = np.maximum.reduce([apart(n) for n in others.nudged])
     changes = apart(others.eager) + np.minimum(apart(others.exact), by_last_bit)
-    return basic(original, entries, floor) + FACTOR * changes
+    return basic(original, eps, entries, floor) + FACTOR * changes
 
 
 def _scale(x: np.ndarray, entries: bool) -> np.ndarray:
