@@ -14,7 +14,8 @@ VALUES = (
 EPSILONS = ("1e-6", "1e-5", "1e-6", "1e-12", "0.0", "1e-3", "1e-30", "1.0")
 CENTERS = (
     "{x} - {x}.mean(-1, keepdims=True)", "{x} - {x}.mean(-1, keepdims=True)",
-    "{x} - {x}.sum(-1, keepdims=True) / {n}", "{x} - jnp.sum({x} / {n}, -1, keepdims=True)",
+    "{x} - {x}.sum(-1, keepdims=True) / {n}",
+    "{x} - jnp.sum({x} / {n}, -1, keepdims=True)",
     "{x} - {x}.sum(-1, keepdims=True) * {i}",
 )  # fmt: skip
 ODD_CENTERS = (
@@ -31,13 +32,15 @@ SQUARES = (
     "jnp.maximum(({x} * {x}).mean(-1, keepdims=True)"
     " - {x}.mean(-1, keepdims=True) ** 2, 0.0)",
     "jnp.einsum('...n,...n->...', {y}, {y})[..., None] / {n}",
-    "abs({y} * {y}).mean(-1, keepdims=True)", "({y} * {y} / {n}).sum(-1, keepdims=True)",
+    "abs({y} * {y}).mean(-1, keepdims=True)",
+    "({y} * {y} / {n}).sum(-1, keepdims=True)",
 )  # fmt: skip
 ODD_SQUARES = (
     "{x}.var(-1, ddof=1, keepdims=True)", "({y} * {y}).sum(-1, keepdims=True)",
     "({y} * {y}).mean(0, keepdims=True)", "({y} * {y}).mean()",
     "abs({y}).mean(-1, keepdims=True)", "({y} * {y}).max(-1, keepdims=True)",
-    "({y} * {y}).sum(-1, keepdims=True) / ({n} - 1)", "({y} * {x}).mean(-1, keepdims=True)",
+    "({y} * {y}).sum(-1, keepdims=True) / ({n} - 1)",
+    "({y} * {x}).mean(-1, keepdims=True)",
     "lax.stop_gradient(({y} * {y}).mean(-1, keepdims=True))",
     "({y}.astype(jnp.bfloat16).astype(jnp.float32) ** 2).mean(-1, keepdims=True)",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Operands: arrays by arithmetic that is stable, guarded or rounded as it is written."""
+"""Operands: arrays by arithmetic that is stable, guarded or rounded as written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ STABLE = (
     "jax.nn.softplus({x})", "-jax.nn.softplus(-{x})", "jax.nn.sigmoid({x})",
     "jnp.tanh({x})", "jnp.logaddexp({x}, 0.0)", "jnp.log1p(jnp.exp(-abs({x})))",
     "jnp.expm1(-abs({x}))", "{x} * jax.nn.sigmoid({x})", "jax.nn.gelu({x})",
-    "jax.nn.elu({x})", "jnp.hypot({x}, 1.0)", "jnp.cumsum(jax.nn.log_sigmoid({x}), {a})",
+    "jax.nn.elu({x})", "jnp.hypot({x}, 1.0)",
+    "jnp.cumsum(jax.nn.log_sigmoid({x}), {a})",
     "jnp.exp(-abs({x}))", "1.0 / (1.0 + jnp.exp(-{x}))",
 )  # fmt: skip
 DIVIDED = (
     "{x} / (1.0 + abs({x}))", "{x} / ({x}.std({a}, keepdims=True) + 1e-3)",
-    "({x} - {x}.mean({a}, keepdims=True)) / jnp.sqrt({x}.var({a}, keepdims=True) + 1e-6)",
+    "({x} - {x}.mean({a}, keepdims=True))"
+    " / jnp.sqrt({x}.var({a}, keepdims=True) + 1e-6)",
     "{x} * lax.rsqrt(({x} * {x}).mean({a}, keepdims=True) + 1e-6)",
     "{x} / jnp.sqrt(({x} * {x}).sum({a}, keepdims=True) + 1e-30)",
     "{x} / jnp.maximum(jnp.sqrt(({x} * {x}).sum({a}, keepdims=True)), 1e-12)",

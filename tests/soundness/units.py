@@ -11,7 +11,8 @@ SILU = (
     "{a} / (1.0 + jnp.exp(-{a}))", "0.5 * {a} * (1.0 + jnp.tanh(0.5 * {a}))",
     "{a} * (jnp.exp({a}) / (1.0 + jnp.exp({a})))",
     "jnp.where({a} > 0.0, {a} / (1.0 + jnp.exp(-{a})),"
-    " {a} * jnp.exp({a}) / (1.0 + jnp.exp({a})))", "{a} * jnp.exp(-jax.nn.softplus(-{a}))",
+    " {a} * jnp.exp({a}) / (1.0 + jnp.exp({a})))",
+    "{a} * jnp.exp(-jax.nn.softplus(-{a}))",
     "{a} * jax.nn.sigmoid(1.702 * {a})", "{a} * jax.nn.sigmoid(1.7 * {a})",
     "{a} * jnp.exp(jax.nn.log_sigmoid({a}))", "{a} - {a} * jax.nn.sigmoid(-{a})",
 )  # fmt: skip
@@ -47,9 +48,10 @@ PRODUCTS = (
 )  # fmt: skip
 ODD_PRODUCTS = (
     "{h} * {a}", "{h} * {h}", "{h} * {u} * {a}", "{h} * abs({u})", "{h} + {u}",
-    "{h} * ({u} + 1.0)", "{h} * jnp.clip({u}, -7.0, 7.0)", "{h} * jnp.nan_to_num({u})",
-    "{h} * jnp.where(jnp.isfinite({u}), {u}, 0.0)", "{h} * {u} - {h}", "{h} * {u} * {u}",
-    "jnp.where({a} > 0.0, {h} * {u}, 0.0)", "{h} * lax.stop_gradient({u})",
+    "{h} * ({u} + 1.0)", "{h} * jnp.clip({u}, -7.0, 7.0)",
+    "{h} * jnp.nan_to_num({u})",
+    "{h} * jnp.where(jnp.isfinite({u}), {u}, 0.0)", "{h} * {u} - {h}",
+    "{h} * {u} * {u}", "jnp.where({a} > 0.0, {h} * {u}, 0.0)", "{h} * lax.stop_gradient({u})",
 )  # fmt: skip
 GUARDED = (
     "jnp.minimum({a}, 7.0)", "jnp.clip({a}, -7.0, 7.0)", "jnp.nan_to_num({a})",

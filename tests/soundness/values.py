@@ -26,7 +26,7 @@ def _of(program: Program, argument: Argument) -> np.ndarray:
     name = f"{program.kind} {program.seed} {argument.name}"
     draw = np.random.default_rng(zlib.crc32(name.encode()))
     dtype = jnp.dtype(argument.dtype)
-    if dtype == bool:
+    if argument.dtype == "bool":
         return _booleans(draw, argument)
     if jnp.issubdtype(dtype, jnp.integer):
         return INTEGERS[argument.values](draw, argument.shape, dtype)
@@ -90,8 +90,7 @@ def _rising(draw: Draw, shape: Shape) -> np.ndarray:
 
 def _identity(draw: Draw, shape: Shape) -> np.ndarray:
     """Values that tell keys apart: (batch, keys, heads, keys)."""
-    batch, keys, heads, width = shape
-    eye = np.eye(keys, width)[None, :, None]
+    eye = np.eye(shape[1], shape[3])[None, :, None]
     return np.broadcast_to(eye, shape).copy()
 
 
