@@ -51,7 +51,8 @@ ODD_PRODUCTS = (
     "{h} * ({u} + 1.0)", "{h} * jnp.clip({u}, -7.0, 7.0)",
     "{h} * jnp.nan_to_num({u})",
     "{h} * jnp.where(jnp.isfinite({u}), {u}, 0.0)", "{h} * {u} - {h}",
-    "{h} * {u} * {u}", "jnp.where({a} > 0.0, {h} * {u}, 0.0)", "{h} * lax.stop_gradient({u})",
+    "{h} * {u} * {u}", "jnp.where({a} > 0.0, {h} * {u}, 0.0)",
+    "{h} * lax.stop_gradient({u})",
 )  # fmt: skip
 GUARDED = (
     "jnp.minimum({a}, 7.0)", "jnp.clip({a}, -7.0, 7.0)", "jnp.nan_to_num({a})",
