@@ -1,8 +1,9 @@
 """Where a match's gradients are computed, seen from its forward.
 
 A replaced forward keeps residuals that its gradients read. They can be read in the
-same body, behind the forward; in the backward loop of a loop, which gets them step
-by step; and in a checkpoint's recomputation. Calls in between are dissolved, unless
+same body, behind the forward, and in the backward loop of a loop, which gets them step
+by step. A checkpoint keeps for its recomputation what its policy says, and no
+residuals: there the forward is computed again. Calls in between are dissolved, unless
 they hold values of a trace around.
 """
 
@@ -14,29 +15,53 @@ from collections.abc import Sequence
 from rewriter import _jax
 from rewriter.gradients import Backward
 from rewriter.graph import Graph, Scope
+from rewriter.match import Match
+from rewriter.region import Regions
+from rewriter.standing import obstacle, places, read_instead
 
 
 def residuals_place(
-    backward: Backward,
-    graph: Graph,
-    places: Sequence[tuple[Scope, int]],
-    leaves: Sequence[int],
+    backward: Backward, regions: Regions, match: Match
 ) -> tuple[tuple[Scope, int], int] | None:
-    """Of the places of a forward, the one whose residuals the gradients can read.
+    """Where a forward is computed whose residuals the gradients can read.
 
-    That is one in the body that computes the gradients too; or one from which a
-    `route` leads to them. None: they are computed elsewhere.
+    That is one of its places in the body that computes the gradients too. A checkpoint
+    that runs again makes the forward anew in front of its gradients, where it did not
+    have to as written: what is kept for it is what its policy keeps, and residuals
+    are handed to it only in place of more that it kept of the region. To other bodies
+    they are handed from a place with a `route`. None: the gradients cannot read any.
 
     Args:
         backward: The gradients.
-        graph: The program.
-        places: Bodies, and where they compute the forward's result.
-        leaves: What the forward is computed from.
+        regions: The walks over the program's graph.
+        match: What is replaced.
 
     Returns:
         The place, and the equation in its body behind which the forward is computed.
         That is another one where the program has the result behind the gradients.
     """
+    graph, leaves = regions.graph, [v for _, v in match.leaves]
+    free = [(s, p) for s, p in places(match) if not obstacle(match, s, regions)]
+    found = _beside(backward, graph, free, leaves)
+    if found is not None:
+        return found
+    body, _ = home_of(_scope_of_gradients(backward, graph))
+    if body.runs_again and not _gives_up(backward, graph, match, body):
+        return _made_anew(backward, regions, match, body)
+    for scope, position in free:
+        bodies = route(backward, graph, scope)
+        if bodies and _before(scope, position, bodies[0]):
+            return (scope, position), position
+    return None
+
+
+def _beside(
+    backward: Backward,
+    graph: Graph,
+    places: Sequence[tuple[Scope, int]],
+    leaves: Sequence[int],
+) -> tuple[tuple[Scope, int], int] | None:
+    """The place in the body that computes the gradients, in front of them."""
     for scope, position in places:
         home, path = home_of(scope)
         if not (lies_at(backward, graph, home) and _free(scope, home)):
@@ -49,22 +74,56 @@ def residuals_place(
             where, at = where.parent, where.call - 1  # in front of the call
         if where is scope and at >= 0 and _known_at(scope, at, leaves):
             return (scope, position), at
-    for scope, position in places:
-        bodies = route(backward, graph, scope)
-        if bodies and _before(scope, position, bodies[0]):
-            return (scope, position), position
     return None
 
 
-def runs_again(scope: Scope) -> bool:
-    """Whether a body, or one around it, is a checkpoint's recomputation."""
-    while scope.parent is not None:
-        if scope.kind == "remat":
-            eqn = scope.parent.jaxpr.eqns[scope.call]
-            if _jax.is_recomputation(eqn):
-                return True
-        scope = scope.parent
-    return False
+def _made_anew(
+    backward: Backward, regions: Regions, match: Match, body: Scope
+) -> tuple[tuple[Scope, int], int] | None:
+    """The place of the first gradient in a body, if all that is read is there then."""
+    graph, instead = regions.graph, read_instead(regions, match, body)
+    leaves = [instead[v].value if v in instead else v for _, v in match.leaves]
+    if not lies_at(backward, graph, body):
+        return None
+    found = [first_defined(graph, v, body) for v in backward.results]
+    path, scope, position = min(found, key=lambda f: f[0])  # type: ignore
+    known = regions.place(body).defined
+    if position < 0 or any(v not in known or known[v][0] > path for v in leaves):
+        return None
+    if not all(_free(known[v][1], body) for v in leaves):
+        return None
+    return (scope, position), position
+
+
+ROOM = 2
+"""Residuals are taken to be so many times as large as the result, beside operands:
+they are it and a few numbers for each row, or what it was made of."""
+
+
+def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bool:
+    """Whether a checkpoint kept more of a region than its residuals are.
+
+    What it was given of the region, and needs no longer, is the room for those.
+    """
+    inside = match.inner | backward.inner
+    leaves = {v for _, v in match.leaves}
+    given = {value for value, (position, _) in body.first_var.items() if position < 0}
+
+    def is_spare(value: int) -> bool:
+        return all(inside.issuperset(node.outs) for node in graph.users(value))
+
+    spare = [v for v in given & inside - leaves - {match.value} if is_spare(v)]
+    need = ROOM * _bytes(graph, match.value)
+    need += sum(_bytes(graph, v) for v in leaves - given)
+    return sum(_bytes(graph, v) for v in spare) >= need
+
+
+def _bytes(graph: Graph, value: int) -> int:
+    """How large a value is; one whose axes have names has no size."""
+    shape = graph.shape(value)
+    if not all(isinstance(d, int) for d in shape):
+        return 0
+    return math.prod(shape) * graph.dtype(value).itemsize
 
 
 def _known_at(scope: Scope, position: int, values: Sequence[int]) -> bool:
@@ -81,7 +140,7 @@ def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
     recomputation in it. The last one computes the gradients; empty if there is no way.
     """
     home, _ = home_of(scope)
-    body, _ = home_of(graph.node_of(next(iter(backward.grads.values()))).scope)
+    body, _ = home_of(_scope_of_gradients(backward, graph))
     if home is body or not lies_at(backward, graph, body) or not _free(scope, home):
         return ()
     bodies: list[Scope] = []
@@ -101,6 +160,10 @@ def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
             return tuple(bodies[::-1])
         body = outer
     return ()
+
+
+def _scope_of_gradients(backward: Backward, graph: Graph) -> Scope:
+    return graph.node_of(next(iter(backward.grads.values()))).scope  # type: ignore
 
 
 def left_by(first: Scope, bodies: Sequence[Scope]) -> list[Scope]:

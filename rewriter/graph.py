@@ -77,6 +77,15 @@ class Scope:
         outer = self.parent.path if self.parent else ()
         return (*outer, self.kind) if self.kind in _SHOWN else outer
 
+    @property
+    def runs_again(self) -> bool:
+        """Whether it, or a body around it, is a checkpoint's recomputation."""
+        if self.parent is None:
+            return False
+        eqn = self.parent.jaxpr.eqns[self.call]
+        here = self.kind == "remat" and _jax.is_recomputation(eqn)
+        return here or self.parent.runs_again
+
 
 _SHOWN = {"scan", "while", "cond", "remat", "shard_map", "custom_vjp", "custom_jvp"}
 _NEVER_MERGED = {"optimization_barrier"}

@@ -25,7 +25,8 @@ from rewriter.reading import leaves_of
 from rewriter.region import Regions
 from rewriter.replace import replace
 from rewriter.shards import NoShards, Shards, shards_of
-from rewriter.splice import Splice, as_placed, obstacle, places
+from rewriter.splice import Splice
+from rewriter.standing import obstacle, places, read_instead
 
 log = logging.getLogger("rewriter.locate")
 
@@ -134,7 +135,11 @@ def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | st
     """How a match is spread where types state it: as those of its operands say."""
     graph, reading = regions.graph, match.reading
     here, names = dict(match.leaves), leaves_of(reading)
-    placed = as_placed(regions, match, match.node.scope)
+    placed = {
+        leaf: instead.value
+        for leaf, instead in read_instead(regions, match, match.node.scope).items()
+        if not instead.steps
+    }
     avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
     own, params = set(match.op.operands), {**match.op.defaults, **reading.params}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -20,7 +20,7 @@ from rewriter.planner import chosen, target_of, tasks_of
 from rewriter.propagation import Placement
 from rewriter.region import Regions
 from rewriter.remains import computed_anyway
-from rewriter.splice import obstacle, places
+from rewriter.standing import obstacle, places
 
 log = logging.getLogger("rewriter.parts")
 

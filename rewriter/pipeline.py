@@ -24,6 +24,7 @@ from rewriter.match import search
 from rewriter.memory_order import told
 from rewriter.parts import apart, parted, wholes
 from rewriter.planner import planned, target_of, tasks_of
+from rewriter.policies import kept_to
 from rewriter.programs import Task
 from rewriter.propagation import Placement
 from rewriter.recompute import recomputed
@@ -163,6 +164,7 @@ def _whole(
     clock("keep")
     program = told(absorbed(program))
     clock("absorb")
+    program = kept_to(program) if plan.splices else program
     program, stacks = recomputed(program) if plan.splices else (program, ())
     clock("recompute")
     return Rewritten(

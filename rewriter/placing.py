@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from rewriter import device, site
-from rewriter.backward_place import runs_again
 from rewriter.choose import Choice, choose
 from rewriter.choose_ring import by_parts
 from rewriter.config import Config
@@ -117,7 +116,7 @@ def _noted(plan: Plan, p: Placed, said: Site, kept: bool = True) -> str:
     also where the turn with the forward was left out.
     """
     first, own = len(plan.sites) + 1, plan.forward.get(id(p.match)) if kept else None
-    if runs_again(p.scope):
+    if p.scope.runs_again:
         free = (n for n in plan.left_out if not plan.sites[n - 1].again)
         for number in free if own is None else (own,):
             row = plan.sites[number - 1]

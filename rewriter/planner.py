@@ -19,7 +19,7 @@ from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.fold import Folded
 from rewriter.gradients import Backward
-from rewriter.graph import Graph, Scope
+from rewriter.graph import Graph
 from rewriter.implementation import RING, XLA
 from rewriter.key import BOTH, FORWARD, Key, key_of
 from rewriter.locate import Located
@@ -29,7 +29,7 @@ from rewriter.programs import Task
 from rewriter.region import Regions
 from rewriter.remains import SAVED, WHY, computed_anyway
 from rewriter.shards import Shards
-from rewriter.splice import obstacle, places
+from rewriter.standing import obstacle, places
 from rewriter.whole import program_key
 
 UNREACHED = "they are in another loop, branch or checkpoint than the result"
@@ -59,12 +59,7 @@ def planned(
     target = target_of(config)
     graph = regions.graph
     homes = {
-        id(m): residuals_place(
-            backward[id(m)],
-            graph,
-            _unhindered(m, regions),
-            [v for _, v in m.leaves],
-        )
+        id(m): residuals_place(backward[id(m)], regions, m)
         for m in matches
         if id(m) in backward
     }
@@ -117,8 +112,14 @@ def _at_its_places(
     home: Any,
     shards: Shards | str | None,
 ) -> Iterator[Placed]:
-    """A match at all its places; as written where a replacement cannot stand."""
-    for scope, position in places(match):
+    """A match at all its places; as written where a replacement cannot stand.
+
+    One of them is where its gradients read what it keeps, in front of them.
+    """
+    here = places(match)
+    if home is not None and home[0] not in here:
+        here = [p for p in here if p[0] is not home[0][0]] + [home[0]]
+    for scope, position in here:
         its = None
         if home is not None and home[0] == (scope, position):
             its, position = backward[id(match)], home[1]
@@ -303,11 +304,6 @@ def _made_again(
         for scope, _ in places(match)
         if obstacle(match, scope, regions)
     )
-
-
-def _unhindered(match: Match, regions: Regions) -> list[tuple[Scope, int]]:
-    """The places where a replacement can stand."""
-    return [(s, p) for s, p in places(match) if not obstacle(match, s, regions)]
 
 
 def target_of(config: Config) -> Device:

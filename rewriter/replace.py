@@ -37,7 +37,8 @@ from rewriter.reading import leaves_of
 from rewriter.recompute import Stacks
 from rewriter.reference import gradient_function
 from rewriter.region import Regions
-from rewriter.splice import Splice, as_placed
+from rewriter.splice import Splice
+from rewriter.standing import Instead, read_instead
 from rewriter.verdict import Reason
 
 
@@ -136,7 +137,7 @@ class _Work:
         self.backward_at: dict[int, dict[int, list[Any]]] = {}
         self.residuals: dict[int, Any] = {}
         self.gradients_home: dict[int, Scope] = {}
-        self.placed = {id(s): as_placed(regions, s.match, s.scope) for s in splices}
+        self.instead = {id(s): read_instead(regions, s.match, s.scope) for s in splices}
         for splice in splices:
             here = self.at.setdefault(id(splice.scope), {})
             here.setdefault(splice.position, []).append(splice)
@@ -195,9 +196,8 @@ class _Work:
     def _dissolve(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
         place = self.regions.place(splice.scope)
-        placed = self.placed[id(splice)]
         for _, leaf in splice.match.leaves:
-            value = placed.get(leaf, leaf)
+            value = self._read_for(splice, leaf).value
             if value not in splice.scope.first_var:
                 _, home, _ = place.defined[value]
                 self._inlined_to(place.scope, splice.scope, home)
@@ -441,9 +441,13 @@ class _Work:
         frame.labels.update((id(e), label) for e in made)
         return results
 
+    def _read_for(self, splice: Splice, leaf: int) -> Instead:
+        """What a splice reads of a leaf."""
+        return self.instead[id(splice)].get(leaf, Instead(leaf))
+
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """What carries a value at a splice: a variable there or in an inlined call."""
-        value = self.placed[id(splice)].get(value, value)
+        value = self._read_for(splice, value).value
         home = splice.scope
         found = home.first_var.get(value)
         if found is None:
@@ -463,10 +467,10 @@ class _Work:
         here = dict(splice.match.leaves)
         order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
         names = leaves_of(reading)
-        placed = self.placed[id(splice)]
-        avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
+        read = [self._read_for(splice, here[v]) for v in names]
+        avals = [graph.avals[r.value] for r in read]
         result = graph.avals[splice.match.value]
-        stated = _jax.stated([*avals, result])
+        stated = _jax.stated([*avals, result]), tuple(r.key for r in read)
         key = (id(reading), splice.key, order, result.weak_type, stated)
         if splice.key is not None and key in self.fragments:
             return self.fragments[key]
@@ -482,10 +486,11 @@ class _Work:
 
         trees: list[Any] = []
 
-        def with_residuals(*arrays: jax.Array) -> list[jax.Array]:
+        def with_residuals(*given: jax.Array) -> list[jax.Array]:
+            arrays = [r.back(x) for r, x in zip(read, given, strict=True)]
             if not order:
                 return [code(*arrays)]
-            out, function = gradient_function(code, list(arrays), list(order))
+            out, function = gradient_function(code, arrays, list(order))
             residuals, tree = _saved(function)
             trees.append(tree)
             return [out, *residuals]

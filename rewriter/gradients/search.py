@@ -19,6 +19,7 @@ from rewriter.graph import Graph
 from rewriter.match import Match
 from rewriter.normal_form import OverBudget
 from rewriter.region import Regions
+from rewriter.standing import obstacle, read_instead
 from rewriter.verdict import Reason
 
 log = logging.getLogger("rewriter.gradients")
@@ -88,6 +89,7 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
             text = f"{match.op.name}: {type(error).__name__}: {error}"
             failures.append(Reason("internal", text, match.where))
             backward = None
+        match = match if backward else _over_what_is_named(match, cut)
         taken.append(match)
         if backward is not None:
             found[id(match)] = backward
@@ -110,7 +112,9 @@ def _at_its_cotangent(
     """
     backward = find_backward(graph, match, memory)
     key = id(match.reading)
-    if backward is not None or memory.alone[key] >= ATTEMPTS:
+    if backward is not None:
+        return _over_what_is_kept(match, backward, memory, cut)
+    if memory.alone[key] >= ATTEMPTS:
         return match, backward
     for lower in relaid.below(match):
         backward = find_backward(graph, lower, memory)
@@ -123,6 +127,38 @@ def _at_its_cotangent(
             return pieces, backward
     memory.alone[key] += 1
     return match, None
+
+
+def _over_what_is_named(match: Match, cut: Cut) -> Match:
+    """The match over the pieces of what it reads, if the program names those.
+
+    A policy may keep them once the program is differentiated.
+    """
+    regions, scope = cut.regions, match.node.scope
+    named = (n for v in match.inner if (n := regions.graph.node_of(v)) is not None)
+    if not any(n.prim == "name" and n.outs != (match.value,) for n in named):
+        return match
+    pieces = None if read_instead(regions, match, scope) else cut.up(match)
+    return pieces if pieces and read_instead(regions, pieces, scope) else match
+
+
+def _over_what_is_kept(
+    match: Match, backward: Backward, memory: Memory, cut: Cut
+) -> tuple[Match, Backward]:
+    """The match over the pieces of what it reads, if a checkpoint kept only these."""
+    if _is_had(cut.regions, match, backward):
+        return match, backward
+    pieces = cut.up(match)
+    found = pieces and find_backward(cut.regions.graph, pieces, memory)
+    if not pieces or not found or not _is_had(cut.regions, pieces, found):
+        return match, backward
+    return pieces, found
+
+
+def _is_had(regions: Regions, match: Match, backward: Backward) -> bool:
+    """Whether a checkpoint, if one holds the gradients, has all that a match reads."""
+    scope = regions.graph.node_of(next(iter(backward.grads.values()))).scope  # type: ignore
+    return not scope.runs_again or not obstacle(match, scope, regions)
 
 
 def _elsewhere(
