@@ -295,7 +295,7 @@ def local_spec(
         }
         result, static = _changed(rule, given, params, parts)
         own.append(static)
-        return result
+        return {name: result[name] for name in given}  # where it is in the whole, not
 
     return spec_of(op, jax.eval_shape(changed, structs), own[0] if own else params)
 

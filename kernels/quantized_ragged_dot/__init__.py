@@ -13,40 +13,43 @@ from rewriter.kernels.quantized_ragged_dot.reference import (
     sample,
 )
 from rewriter.kernels.quantized_ragged_dot.sharding import sharding
+from rewriter.kernels.ragged_dot.rows import FIRST, anywhere, from_any_row
 from rewriter.op import Op
 
 OP = Op(
     name="quantized_ragged_dot",
     form_of="ragged_dot",
-    operands=("lhs", "rhs", "group_sizes", "rhs_scale"),
+    operands=("lhs", "rhs", "group_sizes", "rhs_scale", FIRST),
     required=("lhs", "rhs", "group_sizes"),
     dims={
         "lhs": "m k", "rhs": "g k n", "group_sizes": "g", "rhs_scale": "g n",
         "out": "m n",
     },
-    reference=reference,
+    reference=from_any_row(reference),
     sample=sample,
     defaults={"mode": "forward", "out_dtype": None, "precision": None},
-    general=general,
+    general=from_any_row(general),
     cost=cost,
     distributions=distributions,
     sharding=sharding,
 )  # fmt: skip
 
 KERNELS = (
-    Kernel(
-        name="hopper",
-        op="quantized_ragged_dot",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports,
-        runs_on=hopper.runs_on,
-        forward=hopper.forward,
-        backward=hopper.backward,
-        memory_bounded=True,
-        profitable=hopper.profitable,
-        estimate=estimate,
-        saves_out=False,
-        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+    anywhere(
+        Kernel(
+            name="hopper",
+            op="quantized_ragged_dot",
+            platforms=("cuda",),
+            version=1,
+            supports=hopper.supports,
+            runs_on=hopper.runs_on,
+            forward=hopper.forward,
+            backward=hopper.backward,
+            memory_bounded=True,
+            profitable=hopper.profitable,
+            estimate=estimate,
+            saves_out=False,
+            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+        )
     ),
 )

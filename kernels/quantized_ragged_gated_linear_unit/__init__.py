@@ -14,6 +14,7 @@ from rewriter.kernels.quantized_ragged_gated_linear_unit.reference import (
     sample,
 )
 from rewriter.kernels.quantized_ragged_gated_linear_unit.sharding import sharding
+from rewriter.kernels.ragged_dot.rows import anywhere, from_any_row
 from rewriter.op import Op
 
 OP = Op(
@@ -23,29 +24,32 @@ OP = Op(
     operands=(*plain.OP.operands, "w_scale", "w_up_scale"),
     required=plain.OP.required,
     dims={**plain.OP.dims, "w_scale": "g f", "w_up_scale": "g f"},
-    reference=reference,
+    reference=from_any_row(reference, "x"),
     sample=sample,
     defaults=plain.OP.defaults,
-    general=general,
+    general=from_any_row(general, "x"),
     cost=cost,
     distributions=distributions,
     sharding=sharding,
 )
 
 KERNELS = (
-    Kernel(
-        name="hopper",
-        op="quantized_ragged_gated_linear_unit",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports,
-        runs_on=hopper.runs_on,
-        forward=hopper.forward,
-        backward=hopper.backward,
-        memory_bounded=True,
-        profitable=hopper.profitable,
-        estimate=estimate,
-        saves_out=False,
-        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+    anywhere(
+        Kernel(
+            name="hopper",
+            op="quantized_ragged_gated_linear_unit",
+            platforms=("cuda",),
+            version=1,
+            supports=hopper.supports,
+            runs_on=hopper.runs_on,
+            forward=hopper.forward,
+            backward=hopper.backward,
+            memory_bounded=True,
+            profitable=hopper.profitable,
+            estimate=estimate,
+            saves_out=False,
+            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+        ),
+        "x",
     ),
 )

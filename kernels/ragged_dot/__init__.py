@@ -8,18 +8,19 @@ from rewriter.kernels.ragged_dot.cost import cost
 from rewriter.kernels.ragged_dot.estimate import estimate
 from rewriter.kernels.ragged_dot.general import general
 from rewriter.kernels.ragged_dot.reference import distributions, reference, sample
+from rewriter.kernels.ragged_dot.rows import FIRST, anywhere, from_any_row
 from rewriter.kernels.ragged_dot.sharding import sharding
 from rewriter.op import Op
 
 OP = Op(
     name="ragged_dot",
-    operands=("lhs", "rhs", "group_sizes"),
+    operands=("lhs", "rhs", "group_sizes", FIRST),
     required=("lhs", "rhs", "group_sizes"),
     dims={"lhs": "m k", "rhs": "g k n", "group_sizes": "g", "out": "m n"},
-    reference=reference,
+    reference=from_any_row(reference),
     sample=sample,
     defaults={"mode": "forward", "out_dtype": None, "precision": None},
-    general=general,
+    general=from_any_row(general),
     cost=cost,
     distributions=distributions,
     sharding=sharding,
@@ -28,40 +29,44 @@ OP = Op(
 HOPPER = Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits)
 
 KERNELS = (
-    Kernel(
-        name="mosaic_tpu",
-        op="ragged_dot",
-        platforms=("tpu",),
-        version=1,
-        supports=tpu.supports,
-        tried=False,
-        forward=tpu.forward,
-        backward=tpu.backward,
-        memory_bounded=True,
-        profitable=tpu.profitable,
-        estimate=estimate,
-        saves_out=False,
-        space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
-        backward_space=Space(
-            tpu.Tiles, tpu.default_backward, tpu.configs, tpu.fits_backward
-        ),
-        steps=tpu.steps,
+    anywhere(
+        Kernel(
+            name="mosaic_tpu",
+            op="ragged_dot",
+            platforms=("tpu",),
+            version=1,
+            supports=tpu.supports,
+            tried=False,
+            forward=tpu.forward,
+            backward=tpu.backward,
+            memory_bounded=True,
+            profitable=tpu.profitable,
+            estimate=estimate,
+            saves_out=False,
+            space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
+            backward_space=Space(
+                tpu.Tiles, tpu.default_backward, tpu.configs, tpu.fits_backward
+            ),
+            steps=tpu.steps,
+        )
     ),
-    Kernel(
-        name="hopper",
-        op="ragged_dot",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports,
-        runs_on=hopper.runs_on,
-        forward=hopper.forward,
-        backward=hopper.backward,
-        memory_bounded=True,
-        profitable=hopper.profitable,
-        estimate=estimate,
-        saves_out=False,
-        space=HOPPER,
-        backward_space=HOPPER,
+    anywhere(
+        Kernel(
+            name="hopper",
+            op="ragged_dot",
+            platforms=("cuda",),
+            version=1,
+            supports=hopper.supports,
+            runs_on=hopper.runs_on,
+            forward=hopper.forward,
+            backward=hopper.backward,
+            memory_bounded=True,
+            profitable=hopper.profitable,
+            estimate=estimate,
+            saves_out=False,
+            space=HOPPER,
+            backward_space=HOPPER,
+        )
     ),
     Kernel(
         name="memory_bounded",
@@ -78,19 +83,21 @@ KERNELS = (
         backward_space=Space(xla.Tile, xla.default, xla.configs),
         saves_out=False,
     ),
-    Kernel(
-        name="tiled",
-        op="ragged_dot",
-        platforms=PLATFORMS,
-        version=1,
-        supports=tiled.supports,
-        forward=tiled.forward,
-        backward=tiled.backward,
-        memory_bounded=True,
-        profitable=tiled.profitable,
-        estimate=estimate,
-        saves_out=False,
-        space=Space(tiled.Tiles, tiled.default, tiled.configs),
-        backward_space=Space(tiled.Tiles, tiled.default, tiled.configs),
+    anywhere(
+        Kernel(
+            name="tiled",
+            op="ragged_dot",
+            platforms=PLATFORMS,
+            version=1,
+            supports=tiled.supports,
+            forward=tiled.forward,
+            backward=tiled.backward,
+            memory_bounded=True,
+            profitable=tiled.profitable,
+            estimate=estimate,
+            saves_out=False,
+            space=Space(tiled.Tiles, tiled.default, tiled.configs),
+            backward_space=Space(tiled.Tiles, tiled.default, tiled.configs),
+        )
     ),
 )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.ragged_dot.rows import FIRST
 from rewriter.op import Part, Sharding
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ def sharding(params: Mapping[str, Any]) -> Sharding:
         along=frozenset("kn" if contracting else "mn"),
         sums=frozenset("m" if contracting else "kg"),
         local=local,
-        finish=finish,
         dims={**DIMS[mode], "group_sizes": "sizes"},
     )
 
@@ -43,29 +43,14 @@ def local(
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-    """Of the groups those that are here, of each the rows that are here, to the top."""
+    """Of the groups those that are here, of each the rows that are here."""
     sizes = _rows_here(operands, parts)
     changed = {**operands, "group_sizes": sizes}
     if "g" in parts:
         first, count = _groups_here(operands, parts["g"])
         own = jax.lax.dynamic_slice_in_dim(sizes, first, count)
-        rows = jnp.roll(operands["lhs"], -_before(sizes, first), 0)
-        changed |= {"group_sizes": own, "lhs": rows}
+        changed |= {"group_sizes": own, FIRST: _before(sizes, first)}
     return changed, params
-
-
-def finish(
-    out: Array,
-    operands: Mapping[str, Array],
-    params: Mapping[str, Any],
-    parts: Mapping[str, Part],
-) -> Array:
-    """The rows back to where they were; those of no group here are zero."""
-    del params
-    if "g" not in parts:
-        return out
-    first, _ = _groups_here(operands, parts["g"])
-    return jnp.roll(out, _before(_rows_here(operands, parts), first), 0)
 
 
 def _rows_here(operands: Mapping[str, Array], parts: Mapping[str, Part]) -> Array:
@@ -85,4 +70,5 @@ def _groups_here(operands: Mapping[str, Array], part: Part) -> tuple[Array, int]
 
 def _before(sizes: Array, first: Array) -> Array:
     """How many rows belong to the groups before one."""
-    return jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0).sum()
+    before = jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0)
+    return before.sum(dtype=jnp.int32)

@@ -117,6 +117,7 @@ def forward(
     out_dtype: str | None = None,
     precision: str | None = None,
     residuals: bool = False,
+    first_row: Array | None = None,
     config: Tile | None = None,
 ) -> Any:
     """Returns the ragged dot, as `reference` does.
@@ -129,13 +130,16 @@ def forward(
         out_dtype: The result's dtype, that of the operands by default.
         precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
+        first_row: int32 [], where the rows of the first group begin; at the top by
+            default.
         config: The tile.
     """
     size = (config or Tile()).rows or tile_rows(lhs.shape[0], group_sizes.shape[0])
     size = min(size, lhs.shape[0])
     dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
     run = _contracted if mode == "contracting" else _ragged
-    out = run(lhs, rhs, group_sizes, mode, dtype, precision, size)
+    ranges = _ranges(group_sizes, lhs.shape[0], first_row)
+    out = run(lhs, rhs, ranges, mode, dtype, precision, size)
     return (out, ()) if residuals else out
 
 
@@ -150,6 +154,7 @@ def backward(
     mode: str = "forward",
     out_dtype: str | None = None,
     precision: str | None = None,
+    first_row: Array | None = None,
     config: Any = None,
     product: Callable[..., Array] = forward,
 ) -> dict[str, Array]:
@@ -165,6 +170,7 @@ def backward(
         mode: As in `forward`.
         out_dtype: As in `forward`.
         precision: As in `forward`.
+        first_row: As in `forward`.
         config: As in `forward`.
         product: A `forward` that computes them.
     """
@@ -175,6 +181,8 @@ def backward(
         "contracting": ((rhs, cotangent, "transposed"), (lhs, cotangent, "forward")),
     }[mode]
     given = {"precision": precision, "config": config}
+    if first_row is not None:
+        given["first_row"] = first_row
     return {
         name: product(a, b, group_sizes, mode=how, out_dtype=str(x.dtype), **given)
         for name, x, (a, b, how) in (("lhs", lhs, left), ("rhs", rhs, right))
@@ -184,7 +192,7 @@ def backward(
 def _ragged(
     lhs: Array,
     rhs: Array,
-    group_sizes: Array,
+    ranges: tuple[Array, Array],
     mode: str,
     dtype: Any,
     precision: Any,
@@ -208,23 +216,23 @@ def _ragged(
 
         return _over_tiles(start, end, m, size, one_tile, out)
 
-    out = jnp.zeros((m, n), dtype) + zero(lhs, rhs, group_sizes).astype(dtype)
-    return _over_groups(group_sizes, m, one_group, out)
+    out = jnp.zeros((m, n), dtype) + zero(lhs, rhs, *ranges).astype(dtype)
+    return _over_groups(ranges, one_group, out)
 
 
 def _contracted(
     lhs: Array,
     rhs: Array,
-    group_sizes: Array,
+    ranges: tuple[Array, Array],
     mode: str,
     dtype: Any,
     precision: Any,
     size: int,
 ) -> Array:
     del mode
-    (m, k), n, groups = lhs.shape, rhs.shape[1], group_sizes.shape[0]
+    (m, k), n, groups = lhs.shape, rhs.shape[1], ranges[0].shape[0]
     wide = _wide(lhs, rhs)
-    nothing = zero(lhs, rhs, group_sizes)
+    nothing = zero(lhs, rhs, *ranges)
 
     def product(first: Any, valid: Array) -> Array:
         left = jnp.where(valid, lax.dynamic_slice_in_dim(lhs, first, size), 0)
@@ -250,21 +258,28 @@ def _contracted(
 
     out = jnp.zeros((groups, k, n), dtype) + nothing.astype(dtype)
     body = in_place if dtype == wide else summed
-    return _over_groups(group_sizes, m, body, out)
+    return _over_groups(ranges, body, out)
+
+
+def _ranges(group_sizes: Array, m: int, first_row: Array | None) -> tuple[Array, Array]:
+    """Where the rows of each group begin and end."""
+    sizes = group_sizes.astype(jnp.int32)
+    ends = jnp.cumsum(sizes)
+    ends = jnp.minimum(ends if first_row is None else ends + first_row, m)
+    first = jnp.zeros_like(ends[:1]) if first_row is None else first_row.reshape(1)
+    return jnp.concatenate([first, ends[:-1]]), ends
 
 
 def _over_groups(
-    group_sizes: Array, m: int, body: Callable[..., Array], out: Array
+    ranges: tuple[Array, Array], body: Callable[..., Array], out: Array
 ) -> Array:
     """Runs ``out = body(group, start, end, out)`` over the groups' row ranges."""
-    sizes = group_sizes.astype(jnp.int32)
-    ends = jnp.minimum(jnp.cumsum(sizes), m)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    starts, ends = ranges
 
     def step(group: Any, out: Array) -> Array:
         return body(group, starts[group], ends[group], out)
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(group_sizes.shape[0]), step, out)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(starts.shape[0]), step, out)
 
 
 def _over_tiles(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernel import Kernel, Space
+from rewriter.kernels.ragged_dot.rows import FIRST, anywhere, from_any_row
 from rewriter.kernels.ragged_gated_linear_unit import hopper, tpu
 from rewriter.kernels.ragged_gated_linear_unit.cost import cost
 from rewriter.kernels.ragged_gated_linear_unit.estimate import estimate
@@ -20,18 +21,18 @@ from rewriter.op import Op
 
 OP = Op(
     name="ragged_gated_linear_unit",
-    operands=("x", "w", "w_up", "group_sizes"),
+    operands=("x", "w", "w_up", "group_sizes", FIRST),
     required=("x", "w", "group_sizes"),
     dims={
         "x": "m k", "w": "g k f", "w_up": "g k f", "group_sizes": "g", "out": "m f",
     },
-    reference=reference,
+    reference=from_any_row(reference, "x"),
     sample=sample,
     defaults={
         "activation": "silu", "beta": 1.0, "halves": None, "precision": None,
         "out_dtype": None,
     },
-    general=general,
+    general=from_any_row(general, "x"),
     cost=cost,
     distributions=distributions,
     sharding=sharding,
@@ -47,73 +48,85 @@ BACKWARD = Space(
 )
 
 KERNELS = (
-    Kernel(
-        name="mosaic_tpu",
-        op="ragged_gated_linear_unit",
-        platforms=("tpu",),
-        version=1,
-        supports=tpu.supports,
-        tried=False,
-        forward=tpu.forward,
-        backward=tpu.backward,
-        memory_bounded=True,
-        profitable=tpu.profitable,
-        estimate=estimate,
-        saves_out=False,
-        space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
-        backward_space=BACKWARD,
-        steps=tpu.steps,
+    anywhere(
+        Kernel(
+            name="mosaic_tpu",
+            op="ragged_gated_linear_unit",
+            platforms=("tpu",),
+            version=1,
+            supports=tpu.supports,
+            tried=False,
+            forward=tpu.forward,
+            backward=tpu.backward,
+            memory_bounded=True,
+            profitable=tpu.profitable,
+            estimate=estimate,
+            saves_out=False,
+            space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
+            backward_space=BACKWARD,
+            steps=tpu.steps,
+        ),
+        "x",
     ),
-    Kernel(
-        name="hopper",
-        op="ragged_gated_linear_unit",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports,
-        runs_on=hopper.runs_on,
-        forward=hopper.forward,
-        backward=hopper.backward,
-        memory_bounded=True,
-        profitable=hopper.profitable,
-        estimate=hopper_estimate,
-        saves_out=False,
-        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        backward_space=PARTS_ON_HOPPER,
+    anywhere(
+        Kernel(
+            name="hopper",
+            op="ragged_gated_linear_unit",
+            platforms=("cuda",),
+            version=1,
+            supports=hopper.supports,
+            runs_on=hopper.runs_on,
+            forward=hopper.forward,
+            backward=hopper.backward,
+            memory_bounded=True,
+            profitable=hopper.profitable,
+            estimate=hopper_estimate,
+            saves_out=False,
+            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+            backward_space=PARTS_ON_HOPPER,
+        ),
+        "x",
     ),
     # What the whole is compared with; where it is best the parts are taken.
-    Kernel(
-        name="by_parts",
-        op="ragged_gated_linear_unit",
-        platforms=("tpu",),
-        version=1,
-        supports=tpu.supports_parts,
-        tried=False,
-        forward=tpu.forward_by_parts,
-        backward=tpu.backward,
-        memory_bounded=True,
-        profitable=tpu.profitable,
-        estimate=estimate,
-        saves_out=False,
-        space=Space(
-            tpu.Tiles, tpu.default_of_parts, tpu.configs_of_parts, tpu.fits_parts
+    anywhere(
+        Kernel(
+            name="by_parts",
+            op="ragged_gated_linear_unit",
+            platforms=("tpu",),
+            version=1,
+            supports=tpu.supports_parts,
+            tried=False,
+            forward=tpu.forward_by_parts,
+            backward=tpu.backward,
+            memory_bounded=True,
+            profitable=tpu.profitable,
+            estimate=estimate,
+            saves_out=False,
+            space=Space(
+                tpu.Tiles, tpu.default_of_parts, tpu.configs_of_parts, tpu.fits_parts
+            ),
+            backward_space=BACKWARD,
+            steps=tpu.steps_of_parts,
         ),
-        backward_space=BACKWARD,
-        steps=tpu.steps_of_parts,
+        "x",
     ),
-    Kernel(
-        name="by_parts_hopper",
-        op="ragged_gated_linear_unit",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports_parts,
-        runs_on=hopper.runs_on,
-        forward=hopper.forward_by_parts,
-        backward=hopper.backward,
-        memory_bounded=True,
-        profitable=hopper.profitable,
-        estimate=hopper_estimate,
-        saves_out=False,
-        space=PARTS_ON_HOPPER,
-        backward_space=PARTS_ON_HOPPER,
+    anywhere(
+        Kernel(
+            name="by_parts_hopper",
+            op="ragged_gated_linear_unit",
+            platforms=("cuda",),
+            version=1,
+            supports=hopper.supports_parts,
+            runs_on=hopper.runs_on,
+            forward=hopper.forward_by_parts,
+            backward=hopper.backward,
+            memory_bounded=True,
+            profitable=hopper.profitable,
+            estimate=hopper_estimate,
+            saves_out=False,
+            space=PARTS_ON_HOPPER,
+            backward_space=PARTS_ON_HOPPER,
+        ),
+        "x",
     ),
 )
