@@ -46,13 +46,24 @@ class Substitution:
         support, _ = self.bools[b]
         if all(self._free[a].isdisjoint(to) for a in support):
             return b
-        out = self.of_literals(b, [self.subst_literal(a, to) for a in support])
+        literals = [self.subst_literal(a, to) for a in support]
+        for atom, moved in zip(support, literals, strict=True):
+            literal = self.literal(atom)
+            self._hand_on(literal, moved, to)
+            self._hand_on(self.negate(literal), self.negate(moved), to)
+        out = self.of_literals(b, literals)
+        self._hand_on(b, out, to)
+        return out
+
+    def _hand_on(self, b: int, out: int, to: Mapping[int, Index]) -> None:
+        """Remembers which of the program's booleans a function with other indices is."""
+        if out in (TRUE, FALSE):
+            return
         for value, args in self.own.get(b, ()):
             moved = value, tuple(self.subst_index(a, to) for a in args)
             known = self.own.setdefault(out, [])
             if moved not in known:
                 known.append(moved)
-        return out
 
     def of_literals(self, b: int, literals: list[int]) -> int:
         """A boolean function of other functions in place of its literals."""
