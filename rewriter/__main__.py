@@ -126,7 +126,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 OF_OPS = ("op", "shapes", "implementations", "peers", "plot")
-OF_FUNCTION = ("args", "patterns", "numerics", "target", "require", "tuned")
+OF_FUNCTION = ("args", "patterns", "numerics", "assume", "target", "require", "tuned")
 
 
 def _none_of(
@@ -299,6 +299,8 @@ def _named(text: str) -> Any:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("patterns", "numerics", "target", "tuned")
     found = {n: getattr(args, n) for n in names if getattr(args, n)}
+    if args.assume:
+        found["assume"] = args.assume.split(",")
     if args.require:
         found["require"] = _requirement(args.require)
     return found
@@ -394,6 +396,7 @@ def _on_function(
     command.add_argument("--args", help="package.module:arguments, or a maker of them")
     command.add_argument("--patterns", help="such as --patterns=-rms_norm")
     command.add_argument("--numerics", choices=CHOICES["numerics"])
+    command.add_argument("--assume", help="what need not be proved, such as finite")
     command.add_argument("--target", help="device kind to build for, such as h200")
     command.add_argument("--tuned", help="a file of measurements to choose by")
     command.add_argument("--require", help="attention, all, or attention=24,...")

@@ -125,5 +125,6 @@ class Rows:
             leaf = self.alg.defs[mono[0][0]] if len(mono) == 1 else ("",)
             if flag != TRUE or leaf[0] != "leaf" or leaf[2] or mono[0][1] != 1 or c < 0:
                 return False
-            least = min(least, self.find.least(leaf[1]))
+            known, _ = self.alg.leaf_range.get(leaf[1], (-math.inf, 0))
+            least = min(least, max(known, self.find.least(leaf[1])))
         return least >= 0

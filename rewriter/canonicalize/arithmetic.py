@@ -72,7 +72,7 @@ def _mul(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     a, b = ev.operands(node, args, mode)
     if node.ins[0] == node.ins[1]:
         return _gentle(ev, ev.alg.power(a, 2), 0)
-    if (not a or not b) and not _is_weight(ev, a or b, node):
+    if bool(a) != bool(b) and not _is_weight(ev, a or b, node):
         ev.assume(FINITE, "0 times a value taken for 0")
     return _gentle(ev, _product(ev.alg, a, b), 0)
 

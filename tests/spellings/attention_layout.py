@@ -1614,7 +1614,7 @@ def _(q, k, v, mask):
     dict(**QKV, mask=booleans("bts")),
     operands="q k v mask",
     masked_rows="mean",
-    also=[dict(operands="q k v bias", scale=SCALE)],
+    also=[dict(operands="q k v bias", scale=SCALE, empty_rows=None)],
 )
 def _(q, k, v, mask):
     q = jnp.multiply(q, 1.0 / math.sqrt(float(H)))

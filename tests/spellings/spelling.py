@@ -321,6 +321,7 @@ def collect(op: str) -> tuple[list[Spelling], Callable]:
         sizes: Mapping[str, int] | None = None,
         gradients: bool = True,
         spread: float = 2e-5,
+        assume: tuple[str, ...] = (),
         **params: object,
     ) -> Callable:
         def add(fn: Callable) -> Callable:
@@ -344,6 +345,7 @@ def collect(op: str) -> tuple[list[Spelling], Callable]:
                     sizes=dict(sizes or {}),
                     gradients=gradients,
                     spread=spread,
+                    assume=assume,
                 )
             )
             return fn
