@@ -29,7 +29,7 @@ from rewriter.kernels.norm_rows_teams import (
     vector_of,
 )
 from rewriter.registry import registry
-from tests.kernels import addends, bits, simulator
+from tests.kernels import addends, bits, extreme_rows, simulator
 from tests.kernels.test_tpu_norms import ALL, OPS, exact, layer, loss, make, names, rms
 from tests.slow import first
 
@@ -284,6 +284,20 @@ def test_simulated_in_other_dtypes(op: str) -> None:
             check(op, given, up, both(op, given, up, config=Teams(1, 2, 2, 3, 2)))
             wide = both(op, given, up.astype("float32"), "float32")
         check(op, given, up.astype("float32"), wide)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_extreme_rows_are_as_exact_as_the_formula(op: str) -> None:
+    its, config = kernel(op), Teams(1, 2, 2, 2, 2)
+
+    def run(given: Any, up: Any, eps: float) -> Any:
+        with simulator.simulated_norms():
+            out, kept = its.forward(**given, eps=eps, residuals=True, config=config)
+            return {"out": out} | its.backward(
+                **given, eps=eps, out=None, residuals=kept, cotangent=up, config=config
+            )
+
+    extreme_rows.check(op, 384, run)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from rewriter import site
 from rewriter.kernel import spec_of
 from rewriter.registry import registry
 from tests import slow
+from tests.kernels import extreme_rows
 from tests.rewriter import transforms
 
 CASES: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]] = {
@@ -73,6 +75,21 @@ def test_optional_operands_agree_with_float64(case: str, transform: str) -> None
 )
 def test_bfloat16_is_as_accurate_as_the_reference(case: str, transform: str) -> None:
     transforms.check(transform, *_both(case, "bfloat16"))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_extreme_rows_are_as_exact_as_the_formula(name: str) -> None:
+    kernel = next(k for k in registry().kernels(name) if k.name == "memory_bounded")
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(given: Any, up: Any, eps: float) -> Any:
+        out, kept = kernel.forward(**given, eps=eps, residuals=True)
+        assert kernel.backward is not None
+        return {"out": out} | kernel.backward(
+            **given, eps=eps, out=None, residuals=kept, cotangent=up
+        )
+
+    extreme_rows.check(name, 256, run)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])

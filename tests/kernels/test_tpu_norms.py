@@ -18,7 +18,7 @@ from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.norm_rows import Rows, beside_sum, chunk_of, rows_of, vmem
 from rewriter.registry import registry
 from tests import slow
-from tests.kernels import addends
+from tests.kernels import addends, extreme_rows
 from tests.kernels import tpu as on_tpu
 
 OPS = ("rms_norm", "layer_norm")
@@ -128,6 +128,21 @@ CASES = {
     "many columns": ((17, 9000), (), Rows(64)),
     "wide rows": ((19, 33000), ("scale",), None),
 }
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_extreme_rows_are_as_exact_as_the_formula(op: str) -> None:
+    its = kernel(op)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(given: Any, up: Any, eps: float) -> Any:
+        out, kept = its.forward(**given, eps=eps, residuals=True)
+        return {"out": out} | its.backward(
+            **given, eps=eps, out=None, residuals=kept, cotangent=up
+        )
+
+    with on_tpu.interpreted():
+        extreme_rows.check(op, 300, run)
 
 
 @pytest.mark.parametrize("op", OPS)
