@@ -223,10 +223,15 @@ def _behind_masks(
 
 
 def _skipped(after: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarray:
+    """Entries that fillings do not change, and that are as they are with those."""
+    return _near(one, two, 1e-4) & _near(after, two, 1e-3)
+
+
+def _near(a: np.ndarray, b: np.ndarray, share: float) -> np.ndarray:
+    """Where two are near each other, or neither is finite."""
     with np.errstate(invalid="ignore"):
-        near = abs(one - two) <= 1e-4 * abs(two) + tolerance.TINY
-        same = abs(after - two) <= 1e-3 * abs(two) + 1e-5
-    return near & same
+        near = abs(a - b) <= share * abs(b) + 1e-5
+    return near | ~(np.isfinite(a) | np.isfinite(b))
 
 
 def _filled(program: Program, own: Sequence[Any], seed: int) -> list[Any]:
