@@ -60,6 +60,11 @@ def is_tracer(value: Any) -> bool:
     return isinstance(value, core.Tracer)
 
 
+def is_tracing() -> bool:
+    """Whether a transformation is under way, so that what is called is recorded."""
+    return not core.trace_state_clean()
+
+
 def is_opaque(value: Any) -> bool:
     """Whether a value's numbers cannot be read: it is traced, or a random key."""
     return is_tracer(value) or (

@@ -74,13 +74,17 @@ class Config:
             as tuples of names, the first that can be had; an error if none can.
             ``"ring"``, as the first, passes operands from device to device, and
             computes parts by the first of the others that can be had.
-        verify: ``once`` compares each site with its reference while tracing.
+        verify: ``once`` compares, at the first call for given shapes, each site and the
+            whole program with what was written, on the arguments of the call and on
+            probes made from them. What differs is left as written, with a warning.
         target: The device kind to build for, such as ``"h200"``; ``None`` is the
             default device.
         require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
         using: Patterns put in force by ``with using(...)``.
         exporting: Whether the program is traced to be exported.
         targets: ``((platform, device kind), ...)`` that it is exported for.
+        differing: ``((op, the user's line), ...)`` of sites whose numbers were found to
+            differ: they are left as written.
     """
 
     patterns: str = "default"
@@ -99,9 +103,10 @@ class Config:
     using: tuple[object, ...] = ()
     exporting: bool = False
     targets: tuple[tuple[str, str], ...] = ()
+    differing: tuple[tuple[str, str], ...] = ()
 
 
-NO_OPTIONS = ("using", "exporting", "targets")
+NO_OPTIONS = ("using", "exporting", "targets", "differing")
 OPTIONS = tuple(f.name for f in fields(Config) if f.name not in NO_OPTIONS)
 
 

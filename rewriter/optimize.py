@@ -7,18 +7,21 @@ called instead.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, overload
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from rewriter import trace
+from rewriter import _jax, trace
 from rewriter.analysis import Analysis, Record, check_patterns
 from rewriter.config import OPTIONS, disabled, in_step, resolve, while_traced
 from rewriter.errors import RewriterError, RewriterWarning, caller, raised_at
 from rewriter.report import Report
 from rewriter.sources import check_tuned
+
+log = logging.getLogger("rewriter.optimize")
 
 
 class Optimized(Protocol):
@@ -165,13 +168,62 @@ def _optimized(
         analysis.forget()
         forget()
 
-    fast.original, fast.report, fast.jaxpr = fn, report, jaxpr
-    fast.clear_cache = clear_cache  # the next call chooses kernels again
-    fast.options = dict(ours)
+    made = _comparing(fast, analysis, fn) if config.verify == "once" else fast
+    made.original, made.report, made.jaxpr = fn, report, jaxpr
+    made.clear_cache = clear_cache  # the next call chooses kernels again
+    made.options = dict(ours)
     if patterns:
-        fast.options["patterns"] = [*ours.get("patterns", "default").split(","),
+        made.options["patterns"] = [*ours.get("patterns", "default").split(","),
                                     *patterns]  # fmt: skip
-    return fast
+    return made
+
+
+def _comparing(fast: Any, analysis: Analysis, fn: Any) -> Any:
+    """The same function, which compares at the first call for given shapes.
+
+    While JAX traces, the numbers in a call's arguments are not known: so they are
+    looked at before. Inside of another transformation arguments are drawn instead.
+    """
+    seen: set[Any] = set()
+
+    def compared(*args: Any, **kwargs: Any) -> Any:
+        kinds = None if _jax.is_tracing() else _kinds(args, kwargs)
+        if not (kinds is None or kinds in seen or disabled()):
+            seen.add(kinds)
+            if not jax.config.jax_disable_jit and _left(analysis, args, kwargs):
+                forget()  # what was traced before
+        return fast(*args, **kwargs)
+
+    forget = fast.clear_cache
+    compared = trace.renamed(compared, fn)
+    for name in ("trace", "lower", "eval_shape", "_jit_info"):
+        setattr(compared, name, getattr(fast, name))
+    return compared
+
+
+def _left(analysis: Analysis, args: Any, kwargs: Any) -> bool:
+    """Whether anything is left as written; a user's own error is left to the call."""
+    try:
+        return analysis.compare(args, kwargs)
+    except (RewriterError, RewriterWarning):
+        raise
+    except Exception as error:
+        log.debug("nothing is compared", exc_info=error)
+        return False
+
+
+def _kinds(args: Any, kwargs: Any) -> Any:
+    """What tells signatures apart; None for one whose arrays have no values yet."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    if any(isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in leaves):
+        return None
+    found = [
+        (x.shape, x.dtype, getattr(x, "sharding", None))
+        if hasattr(x, "dtype")
+        else (type(x), x if isinstance(x, (str, bytes)) or callable(x) else None)
+        for x in leaves
+    ]
+    return tree, tuple(found), resolve({})
 
 
 def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Any:

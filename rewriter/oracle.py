@@ -7,8 +7,7 @@ takes no float64 (or reads the bits of a float) runs in its own types.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,68 +71,36 @@ def in_float64(closed: ClosedJaxpr, leaves: Sequence[Any]) -> tuple[list[Any], s
         Its results (NumPy arrays, floats as float64) and a note on what could
         not be run in float64, or ``""``.
     """
-    notes: dict[str, None] = {}
-    try:
-        with jax.enable_x64(True):
-            run = jax.jit(lambda xs: _replay(closed, [_wide(x) for x in xs], notes))
-            out = [_host(x) for x in run(list(leaves))]
-        names = ", ".join(notes)
-        return out, f"{names} ran in its own types" if names else ""
-    except Exception as problem:
-        with jax.default_matmul_precision("highest"):
-            out = [_host(x) for x in jaxpr_as_fun(closed)(*leaves)]
-        kind = type(problem).__name__
-        return out, f"compared with a float32 run at full precision ({kind})"
+    return replay_of(closed)(leaves)
 
 
-def check_sites(program: ClosedJaxpr) -> list[tuple[str, float, float]]:
-    """Compares every kind of site in a program with its op's reference.
+def replay_of(
+    closed: ClosedJaxpr,
+) -> Callable[[Sequence[Any]], tuple[list[Any], str]]:
+    """Returns what runs a program in float64, compiled at most once.
 
     Args:
-        program: A rewritten program.
+        closed: The program, in any types.
 
     Returns:
-        (op and shapes, error, allowed error) for each different use, on the
-        op's sample inputs, against a float64 run of the reference.
+        As `in_float64`, a function of the inputs.
     """
-    uses = {}
-    for eqn in _sites(program.jaxpr):
-        avals = tuple((a.aval.shape, a.aval.dtype) for a in eqn.invars)
-        uses.setdefault((eqn.params["use"], avals), eqn)
-    return [_site_error(use, avals, eqn) for (use, avals), eqn in uses.items()]
+    notes: dict[str, None] = {}
+    run = jax.jit(lambda xs: _replay(closed, [_wide(x) for x in xs], notes))
 
+    def replay(leaves: Sequence[Any]) -> tuple[list[Any], str]:
+        try:
+            with jax.enable_x64(True):
+                out = [_host(x) for x in run(list(leaves))]
+            names = ", ".join(notes)
+            return out, f"{names} ran in its own types" if names else ""
+        except Exception as problem:
+            with jax.default_matmul_precision("highest"):
+                out = [_host(x) for x in jaxpr_as_fun(closed)(*leaves)]
+            kind = type(problem).__name__
+            return out, f"compared with a float32 run at full precision ({kind})"
 
-def _sites(jaxpr: Any) -> Iterator[JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "rewriter_site":
-            yield eqn
-        for body in jaxprs_in_params(eqn.params):
-            yield from _sites(body)
-
-
-def _site_error(use: Any, avals: Any, eqn: JaxprEqn) -> tuple[str, float, float]:
-    specs = {
-        n: jax.ShapeDtypeStruct(*a) for n, a in zip(use.names, avals, strict=False)
-    }
-    params = dict(use.params)
-    what = f"{use.op.name} {' '.join(f'{n}{list(s.shape)}' for n, s in specs.items())}"
-    fixed = all(isinstance(d, int) for s in specs.values() for d in s.shape)
-    if use.op.sample is None or eqn.params.get("batch") or not fixed:
-        return what, 0.0, 0.0
-    inputs = use.op.sample(jax.random.key(0), specs, params)
-    leaves = [inputs[n] for n in use.names]
-    bind = functools.partial(eqn.primitive.bind, **eqn.params)
-    at = use.names.index(use.adds_to) if len(eqn.invars) > len(leaves) else None
-    addend = [] if at is None else [jnp.flip(leaves[at])]
-    got = jax.jit(lambda *xs: bind(*xs)[0])(*leaves, *addend)
-    if at is not None:
-        leaves[at] = leaves[at] + addend[0]
-    plain = lambda *xs: use.op.reference(
-        **dict(zip(use.names, xs, strict=True)), **params
-    )
-    exact, _ = in_float64(jax.make_jaxpr(plain)(*leaves), leaves)
-    before, after = error(jax.jit(plain)(*leaves), exact[0]), error(got, exact[0])
-    return what, after, max(allowed(got.dtype), 2 * before)
+    return replay
 
 
 def _host(x: Any) -> Any:

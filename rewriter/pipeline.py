@@ -22,6 +22,7 @@ from rewriter.kept import kept, offered
 from rewriter.locate import located
 from rewriter.match import search
 from rewriter.memory_order import told
+from rewriter.pairs import Pair, pairs_of
 from rewriter.parts import apart, parted, wholes
 from rewriter.planner import planned, target_of, tasks_of
 from rewriter.policies import kept_to
@@ -153,6 +154,9 @@ def _whole(
     clock("placement")
     plan = planned(regions, its.matches, config, its.backward, its.why, folded, spread)
     clock("choose")
+    pairs: tuple[Pair, ...] = ()
+    if config.verify == "once" and placement is None:
+        pairs = pairs_of(graph, plan.splices, len(closed_jaxpr.in_avals))
     program, origins = replace(regions, plan.splices)
     graph.release()
     clock("replace")
@@ -177,6 +181,7 @@ def _whole(
         stacks,
         more,
         rest,
+        pairs,
     )
 
 

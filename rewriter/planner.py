@@ -32,6 +32,7 @@ from rewriter.shards import Shards
 from rewriter.standing import obstacle, places
 from rewriter.whole import program_key
 
+DIFFERS = "verify found that its numbers differ from those of the program as written"
 UNREACHED = "they are in another loop, branch or checkpoint than the result"
 
 
@@ -250,6 +251,9 @@ def chosen(
             there is none.
     """
     kernels = match.pattern.kernels
+    if (match.op.name, match.where) in config.differing:
+        why = tuple((k.name, DIFFERS) for k in kernels)
+        return Choice(AS_WRITTEN, "heuristic", why or (("", DIFFERS),))
     if isinstance(shards, str):
         names = [k.name for k in kernels] or [""]
         return Choice(AS_WRITTEN, "heuristic", tuple((n, shards) for n in names))

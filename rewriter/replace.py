@@ -32,6 +32,7 @@ from rewriter.kept import Kept
 from rewriter.key import Key
 from rewriter.loops import inserted, loop_of, traced
 from rewriter.match import NearMiss
+from rewriter.pairs import Pair
 from rewriter.plan import Site
 from rewriter.reading import leaves_of
 from rewriter.recompute import Stacks
@@ -56,6 +57,7 @@ class Rewritten:
         stacks: What loops stack for their gradients, where that is less than before.
         kept: What checkpoints are given, and do not compute again.
         offered: What more they could be given.
+        pairs: Each kind of site as written and replaced, where they are compared.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -67,6 +69,7 @@ class Rewritten:
     stacks: tuple[Stacks, ...] = ()
     kept: tuple[Kept, ...] = ()
     offered: tuple[Kept, ...] = ()
+    pairs: tuple[Pair, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

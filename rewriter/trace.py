@@ -91,6 +91,19 @@ class Traced:
         """
         return jax.tree.unflatten(self.out_tree, _called(self, call, leaves))
 
+    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the inputs of ``closed_jaxpr``, or the names of their arguments.
+
+        Args:
+            leaves: The dynamic arguments, flattened, or a name for each.
+        """
+        if self.call is None:
+            return list(leaves)
+        values = _values(self.outer)
+        count = _leading(self.call, values)
+        values.update(zip(self.outer.jaxpr.invars, leaves, strict=True))
+        return [_read(values, x) for x in self.call.invars[count:]]
+
 
 @dataclass(frozen=True)
 class Bound:

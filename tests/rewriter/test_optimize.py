@@ -345,14 +345,6 @@ def test_verify_once():
     close(fast(*args), block(*args))
 
 
-def test_verify_once_refuses_wrong_numbers(monkeypatch):
-    monkeypatch.setattr(
-        engine.oracle, "check_sites", lambda p: [("attention q[1]", 0.5, 1e-5)]
-    )
-    with pytest.raises(rewriter.VerificationFailed, match=r"attention.*5\.0e-01"):
-        rewriter.optimize(block, verify="once")(*inputs())
-
-
 def test_patterns_can_be_left_out():
     counts = rewriter.explain(block, patterns="-attention")(*inputs()).counts()
     assert (counts["attention"], counts["rms_norm"]) == (0, 1)
