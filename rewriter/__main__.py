@@ -327,7 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--pairs", type=int, default=3, help="runs of each program")
     explain = _on_function(commands, "explain", _explain, "what would be rewritten")
     explain.add_argument("--html", help="also write a page with a picture")
-    verify = _on_function(commands, "verify", _verify, "compare with a float64 run")
+    verify = _on_function(commands, "verify", _verify, "compare with what is written")
     verify.add_argument("--grad", action="store_true", help="gradients as well")
     _bench_options(_on_function(commands, "bench", _bench, BENCH, optional=True))
     tune = _on_function(commands, "tune", _tune, "measure the kernels of every site")

@@ -1,35 +1,47 @@
-"""Original and rewritten against a float64 run, on the user's own arguments."""
+"""Original and rewritten against each other, on the user's arguments and on probes.
+
+The reference is a float64 run of the original, in the rows where that is near what the
+program gives in its own types, and the original itself elsewhere.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import oracle, trace
-from rewriter.config import in_step
+from rewriter import _jax, checked, trace
+from rewriter.analysis import rewritten_of
+from rewriter.compare import Comparison, compared
+from rewriter.config import in_step, resolve
 from rewriter.errors import VerificationFailed
-from rewriter.optimize import optimize
+from rewriter.optimize import optimize, with_patterns
+from rewriter.pairs import Pair
+from rewriter.placement import placed
 from rewriter.report import Report
 
 
 @dataclass(frozen=True)
 class Row:
-    """One result: its errors against float64, and what is allowed.
+    """One result, or one site: the errors of its worst row, and what is allowed.
 
     Attributes:
-        name: Where it is in the result, such as ``"grad[0]['wq']"``.
+        name: Where it is in the result, such as ``"grad[0]['wq']"``, or the site, such
+            as ``"attention at model.py:88 (Attention)"``.
         dtype: The result's dtype.
-        original: Relative error of the program as written.
-        rewritten: Relative error of the rewritten program.
-        allowed: The larger of the dtype's tolerance and twice ``original``.
-        ok: Whether the rewritten error is allowed, and the same entries are
-            NaN or infinite as before.
+        original: Error of the program as written against float64, relative to the row.
+        rewritten: Error of the rewritten program against the reference; infinite if
+            other entries are NaN or infinite than before.
+        allowed: What rounding explains: the tolerance of the coarsest dtype that was
+            computed in, or what the original moves if its arguments do by a rounding.
+        ok: Whether every row is within what is allowed and the same entries are NaN or
+            infinite as before, on your arguments and on every probe.
+        differs: What differs, and on which arguments; ``""`` if nothing.
     """
 
     name: str
@@ -38,6 +50,7 @@ class Row:
     rewritten: float
     allowed: float
     ok: bool
+    differs: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,15 +59,20 @@ class Verification:
 
     Attributes:
         name: The function's name.
-        rows: One per result.
+        rows: One per result, and one per kind of site.
         notes: What else to know, one sentence each.
         report: What was rewritten.
+        probes: How many probes both programs were run on.
+        silent: Probes for which the program as written gives no number at all, so that
+            they tell nothing.
     """
 
     name: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     report: Report
+    probes: int = 0
+    silent: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -73,14 +91,16 @@ class Verification:
         raise VerificationFailed(
             f"{self.name}: {bad.name}: error {bad.rewritten:.1e}",
             wanted=f"at most {bad.allowed:.1e} ({bad.dtype})",
-            next_step='Try numerics="strict", and print(verify(...)) for the rest',
+            next_step=_next(bad.differs)
+            + 'Try numerics="strict", and print(verify(...)) for the rest',
         )
 
     def json(self) -> str:
         """Returns the table as JSON."""
         rows = [asdict(r) for r in self.rows]
         return json.dumps({"function": self.name, "ok": self.ok, "rows": rows,
-                           "notes": self.notes}, indent=1)  # fmt: skip
+                           "notes": self.notes, "probes": self.probes,
+                           "silent": self.silent}, indent=1)  # fmt: skip
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -96,9 +116,12 @@ def verify(
 ) -> Callable[..., Verification]:
     """Returns a function that compares ``fn`` rewritten with ``fn`` as written.
 
-    Both run on the given arguments, and so does a float64 replay of the
-    original. The rewritten program may be as wrong as the original, or as its
-    dtype's rounding explains.
+    Both run on the given arguments and on probes made from them: zeros, equal values,
+    huge, tiny and infinite ones, masks of one value, ends of integer types. Every row
+    of every result, and of every kind of site with all the equations that lead to it,
+    is held against the reference: a float64 run of the original, where that is near
+    what it gives in its own types, else the original. The rewritten program may be as
+    wrong as the original, or as the rounding of the types it computes in explains.
 
     Args:
         fn: Any callable that ``optimize`` takes.
@@ -127,14 +150,32 @@ def verify(
     def run(*args: Any, **kwargs: Any) -> Verification:
         plain = trace.jitted(fn, static)
         leaves, call = trace.split(plain, args, kwargs)
-        report = optimize(call, **ours).report(*leaves)
         names = trace.leaf_names(plain, args, kwargs)
-        pair = [jax.jit(call), optimize(call, **ours)]
+        fast = optimize(call, **{**ours, "verify": "off"})
+        report = fast.report(*leaves)
+        pair = [jax.jit(call), fast]
         if grad:
             pair = [jax.jit(with_gradient(f, leaves, names)) for f in pair]
-        return _compare(trace.name_of(fn), *pair, leaves, report)
+        pairs = _pairs(call, ours, leaves)
+        return _compare(trace.name_of(fn), *pair, leaves, names, report, pairs)
 
     return run
+
+
+def _pairs(
+    call: Any, options: dict[str, Any], leaves: list[Any]
+) -> list[tuple[Pair, trace.Traced]]:
+    """Each kind of site as written and replaced, where it can be had on its own."""
+    given, patterns = with_patterns(
+        {k: v for k, v in options.items() if k != "patterns"}, options.get("patterns")
+    )
+    config = replace(resolve(given), verify="once", strict=False)
+    traced, placement = placed(jax.jit(call), leaves, {}, {})
+    values = *leaves, *traced.closed_jaxpr.consts
+    if placement is not None or any(map(_jax.is_tracer, values)):
+        return []
+    made = rewritten_of(traced, config, patterns, None)
+    return [(p, traced) for p in checked.sites_of(made.pairs)]
 
 
 def with_gradient(
@@ -183,24 +224,40 @@ def _is_float(x: Any) -> bool:
 
 
 def _compare(
-    name: str, plain: Any, fast: Any, leaves: list[Any], report: Report
+    name: str,
+    plain: Any,
+    fast: Any,
+    leaves: list[Any],
+    names: list[str],
+    report: Report,
+    pairs: Sequence[tuple[Pair, trace.Traced]],
 ) -> Verification:
     try:
-        original = plain(*leaves)
+        shapes = jax.eval_shape(plain, *leaves)
     except Exception as error:
         raise trace.trace_error(plain, error) from error
-    rewritten = fast(*leaves)
-    exact, note = oracle.in_float64(trace.trace(plain, leaves).outer, leaves)
-    paths = [_path(p) for p, _ in jax.tree_util.tree_leaves_with_path(original)]
-    pairs = zip(
-        paths,
-        jax.tree.leaves(original),
-        jax.tree.leaves(rewritten),
-        exact,
-        strict=True,
+    paths = [_path(p) for p, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+
+    def both(whole: Any, side: str) -> Any:
+        def run(leaves: Sequence[Any]) -> list[Any]:
+            sites = [getattr(p, side)(t.inputs(leaves)) for p, t in pairs]
+            return [*jax.tree.leaves(whole(*leaves)), *sites]
+
+        return run
+
+    found = compared(
+        both(plain, "written"),
+        both(fast, "replaced"),
+        leaves,
+        names,
+        gradients=[k for k, p in enumerate(paths) if p.startswith("grad.")],
+        errors=True,
+        compiled=bool(pairs),
     )
-    rows = tuple(_row(p, o, r, e) for p, o, r, e in pairs)
-    return Verification(name, rows, tuple(_notes(report, note)), report)
+    paths += [f"{p.op} at {p.where}" for p, _ in pairs]
+    rows = tuple(_row(k, path, found) for k, path in enumerate(paths))
+    notes = tuple(_notes(report, found))
+    return Verification(name, rows, notes, report, found.probes, found.silent)
 
 
 def _path(path: Any) -> str:
@@ -210,33 +267,30 @@ def _path(path: Any) -> str:
     return text.removeprefix("['out']") or "out"
 
 
-def _row(name: str, original: Any, rewritten: Any, exact: Any) -> Row:
-    if jnp.issubdtype(original.dtype, jax.dtypes.extended):
-        original, rewritten = map(jax.random.key_data, (original, rewritten))
-    before, after = oracle.error(original, exact), oracle.error(rewritten, exact)
-    limit = oracle.allowed(original.dtype) if _is_float(original) else 0.0
-    limit = max(limit, 2 * before if before != float("inf") else 0.0)
-    same = _finite_alike(original, rewritten)
-    fine = same and (after <= limit or oracle.error(rewritten, original) == 0.0)
-    return Row(name, str(original.dtype), before, after, limit, fine)
+def _row(k: int, name: str, found: Comparison) -> Row:
+    verdict, off = found.verdicts[k], found.of(k)
+    said = checked.said(off) if off else ""
+    numbers = verdict.original, verdict.error, verdict.allowed
+    return Row(name, found.dtypes[k], *numbers, off is None, said)
 
 
-def _finite_alike(a: Any, b: Any) -> bool:
-    if not _is_float(a):
-        return True
-    a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
-    return bool(
-        np.array_equal(np.isnan(a), np.isnan(b))
-        and np.array_equal(np.isposinf(a), np.isposinf(b))
-        and np.array_equal(np.isneginf(a), np.isneginf(b))
-    )
+def _next(differs: str) -> str:
+    return f"{differs[:1].upper()}{differs[1:]}. " if differs else ""
 
 
 MASKED = {"mean": "the mean of v", "nan": "NaN", "zero": "zero"}
 
 
-def _notes(report: Report, note: str) -> list[str]:
-    notes = [note] if note else []
+def _notes(report: Report, found: Comparison) -> list[str]:
+    notes = [found.note] if found.note else []
+    if found.probes:
+        notes.append(_probes_text(found))
+    if far := sum(v.far for v in found.verdicts):
+        notes.append(
+            f"{far} rows are judged by the original: float64 gives grossly other values"
+        )
+    if unstable := sum(v.unstable for v in found.verdicts):
+        notes.append(f"{unstable} rows tell nothing: rounding alone changes them")
     for site in report.sites:
         rows = MASKED.get(str(dict(site.params).get("empty_rows", "")))
         if rows and site.replaced:
@@ -248,13 +302,21 @@ def _notes(report: Report, note: str) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
+def _probes_text(found: Comparison) -> str:
+    text = f"{found.probes} probes"
+    if found.silent:
+        names = ", ".join(found.silent[:2])
+        text += f", of which {len(found.silent)} give no number as written ({names})"
+    return text
+
+
 SHOWN = 8  # rows printed; failing ones are always shown
 
 
 def _rank(row: Row) -> tuple[bool, bool, float]:
     """Failures first, then results, then gradients with the largest error first."""
     share = row.rewritten / row.allowed if row.allowed else row.rewritten
-    return row.ok, row.name.startswith("grad."), -share
+    return row.ok, row.name.startswith("grad."), -share if share == share else 0.0
 
 
 def _lines(v: Verification) -> list[str]:
@@ -266,7 +328,7 @@ def _lines(v: Verification) -> list[str]:
     lines += [
         f" {r.name:<{width}}   original {r.original:.1e}   "
         f"rewritten {r.rewritten:.1e}   allowed {r.allowed:.1e}   "
-        f"{'ok' if r.ok else 'OFF'}"
+        f"{'ok' if r.ok else 'OFF'}" + (f" {r.differs}" if r.differs else "")
         for r in shown
     ]
     if len(shown) < len(v.rows):
