@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -339,11 +340,12 @@ def _assumptions(value: object) -> tuple[str, ...]:
 
 
 def _bytes(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+    whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    if whole and operator.index(value) >= 0:  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     raise ConfigError(
         f"{name}={value!r}",
-        wanted="a number of bytes, such as 2 << 30 for 2 GiB",
+        wanted="a whole number of bytes, 0 or more, such as 2 << 30 for 2 GiB",
         where=caller(),
     )
 

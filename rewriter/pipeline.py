@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -163,7 +164,7 @@ def _whole(
     if folded is not None:
         program = _unfolded(folded, program, origins, plan.labels)
         clock("unfold")
-    program, more = kept(program, config.checkpoint_memory)
+    program, more = kept(program, _room(config.checkpoint_memory, placement))
     rest = offered(program) if plan.splices else ()
     clock("keep")
     program = told(absorbed(program))
@@ -183,6 +184,17 @@ def _whole(
         rest,
         pairs,
     )
+
+
+def _room(memory: int, placement: Placement | str | None) -> int:
+    """Bytes of values that may be kept, if all devices together may keep so many.
+
+    Where a mesh does not split a value, each device has all of it, and what XLA will
+    split is not known here: each is taken to be on every device.
+    """
+    if isinstance(placement, str):
+        return 0
+    return memory // math.prod(placement.sizes.values()) if placement else memory
 
 
 def _unfolded(folded: Folded, program: Any, origins: Any, labels: Labels) -> Any:

@@ -222,7 +222,44 @@ def test_random_numbers_of_another_key_are_not_the_same():
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("value", [-1, "2 GiB", 1.5, True, None])
+def two_by_two(weights, x):
+    one = jax.checkpoint(block)
+    loop = lambda x, w: jax.lax.scan(lambda x, p: (one(x, p), None), x, w)[0]
+    pairs = jax.tree.map(lambda w: jnp.stack([w[:2], w[1:]]), weights)
+    both = jax.checkpoint(loop)
+    x, _ = jax.lax.scan(lambda x, p: (both(x, p), None), x, pairs)
+    return jnp.mean(x**2)
+
+
+def temporary(fn, **options):
+    step = rewriter.optimize(
+        jax.value_and_grad(fn),
+        implementation={"attention": "memory_bounded"},
+        **options,
+    )
+    analysis = step.lower(WEIGHTS, X).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("fn", [in_a_loop, two_by_two])
+def test_the_compiled_program_keeps_no_more_than_it_may(fn):
+    nothing = temporary(fn)
+    assert temporary(fn, checkpoint_memory=0) == nothing
+    assert temporary(fn, checkpoint_memory=1000) == nothing
+    grown = []
+    for memory in (3 << 20, 8 << 20):
+        grown.append(temporary(fn, checkpoint_memory=memory) - nothing)
+        assert 0 < grown[-1] <= memory + 4096  # some numbers of a loop's own
+    assert grown[0] < grown[1]
+
+
+@pytest.mark.parametrize("value", [-1, "2 GiB", 1.5, True, False, None, np.bool_(1)])
 def test_memory_is_a_number_of_bytes(value):
-    with pytest.raises(ConfigError, match=r"checkpoint_memory=.*2 << 30"):
+    wanted = r"checkpoint_memory=.*whole number of bytes, 0 or more, such as 2 << 30"
+    with pytest.raises(ConfigError, match=wanted) as raised:
         rewriter.optimize(in_a_loop, checkpoint_memory=value)
+    assert repr(value) in str(raised.value)
+
+
+def test_numbers_of_numpy_are_numbers_of_bytes():
+    rewriter.optimize(in_a_loop, checkpoint_memory=np.int64(1 << 20))

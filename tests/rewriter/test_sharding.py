@@ -61,16 +61,17 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        4,
+        5,
         [
             ("sharded_calls",),
+            ("sharded_experts",),
             ("sharded_ring",),
             ("sharded_streams",),
             ("sharded_programs", "--brief"),
             ("sharded_programs", "--only", "attention"),
         ],
     ),
-    ids=["calls", "ring", "streams", "programs", "programs of attention"],
+    ids=["calls", "experts", "ring", "streams", "programs", "programs of attention"],
 )
 def test_on_eight_devices(command: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     ended(started(*command, XLA_FLAGS=devices(8), REWRITER_CACHE_DIR=str(tmp_path)))
