@@ -16,7 +16,7 @@ import jax
 
 from rewriter import _jax
 from rewriter.anew import require_own
-from rewriter.canonicalize import Evaluator, NeedSplit
+from rewriter.canonicalize import Evaluator, NeedSplit, kind_of
 from rewriter.graph import Graph
 from rewriter.kernel import Spec, spec_of
 from rewriter.normal_form import OverBudget
@@ -133,6 +133,6 @@ def traced_forms(
     )
     ev.private = True
     for value, name in zip(inputs, names, strict=True):
-        if known is not None and graph.dtype(value) == bool:
+        if known is not None and kind_of(graph.dtype(value)) == "b":
             ev.given[value] = functools.partial(known.flag, name)
     return ev, tuple(top.env[v] for v in top.jaxpr.outvars)

@@ -125,7 +125,9 @@ class Finder:
             (scope,) = node.scope.children[node.position]
             carried = body.invars[constants : constants + carries]
             found |= {scope.env[v] for v in carried}
-        floating = (v for v in found if jnp.issubdtype(self.graph.dtype(v), np.floating))
+        floating = (
+            v for v in found if jnp.issubdtype(self.graph.dtype(v), np.floating)
+        )
         return frozenset(floating)
 
     def _leaves_at(self, place: Place) -> dict[int, int]:

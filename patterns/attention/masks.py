@@ -271,7 +271,10 @@ class Masks:
         )
         shift = right if right is not None and (left is None or right < 0) else 0
         if right is None and left is not None and left < 0:
-            offset, left = alg.add(offset, alg.const(-left)), 0  # each key from there on
+            offset, left = (
+                alg.add(offset, alg.const(-left)),
+                0,
+            )  # each key from there on
             self.offset = alg.freeze(offset)
         if right is not None or left is not None:
             width = None if left is None else left + shift

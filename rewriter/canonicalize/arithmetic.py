@@ -306,9 +306,9 @@ def _replaces_nan(ev: Evaluator, node: Node, if_true: Poly, if_false: Poly) -> N
     test = ev.g.node_of(node.ins[0])
     compares = test is not None and test.prim in ("gt", "ge", "lt", "le")
     constant = all(not mono for _, mono in if_false)
-    if compares and constant and not ev.alg.is_variance(if_true):
-        if not ev.is_side(node.outs[0]):
-            ev.assume(FINITE, "NaN is replaced where a number is chosen for it")
+    core = not ev.is_side(node.outs[0]) and not ev.alg.is_variance(if_true)
+    if compares and constant and core:
+        ev.assume(FINITE, "NaN is replaced where a number is chosen for it")
 
 
 @rule("max", "min")

@@ -280,7 +280,9 @@ class Evaluator(Layout, LoopForms):
         if node.prim in ("add", "sub"):
             return adds_zero(node, self.number)
         numbers = [self.number(i) for i in node.ins]
-        known = numbers[1] if numbers[1] is not None or node.prim == "div" else numbers[0]
+        known = (
+            numbers[1] if numbers[1] is not None or node.prim == "div" else numbers[0]
+        )
         # A factor far from one may take the product out of the dtype's range.
         return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
 
@@ -399,7 +401,11 @@ class Evaluator(Layout, LoopForms):
             p = self.poly(place, self.aligned(place, args))
             inside = self.alg.compare("ge", p, True)
             return choose(self.alg, inside, p, self.alg.add(p, self.alg.const(size)))
-        if not self.is_side(value) or node.prim not in FOLD or kind_of(self.g.dtype(value)) not in "if":
+        if (
+            not self.is_side(value)
+            or node.prim not in FOLD
+            or kind_of(self.g.dtype(value)) not in "if"
+        ):
             return None
         forms = self.operands(node, args, mode)
         return in_each_case(self.alg, self.g, node, forms)

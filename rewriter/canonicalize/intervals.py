@@ -132,8 +132,8 @@ def _quotient(a: Interval, b: Interval) -> Interval | None:
 
 
 SAME_ELEMENTS = LAYOUT_PRIMITIVES | {
-    "convert_element_type", "stop_gradient", "reduce_max", "reduce_min", "sort", "cummax",
-    "cummin",
+    "convert_element_type", "stop_gradient", "reduce_max", "reduce_min", "sort",
+    "cummax", "cummin",
 }  # fmt: skip
 """Equations that give some of their first operand's elements, or integers equal to
 them; a cast that may change one has a dtype that does not hold it."""

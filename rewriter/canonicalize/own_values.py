@@ -1,4 +1,4 @@
-"""Which values around an op are taken apart, and which are taken as the program has them.
+"""Which values around an op are taken apart, and which are taken as they are.
 
 An op's operands are made of *side values*: masks, biases, scales, positions, anything
 that does not depend on what the op computes. A side value is the program's own array,
@@ -50,9 +50,9 @@ def is_exact(alg: Algebra, graph: Graph, node: Node, made: Poly) -> bool:
         return all(_is_representable(c, dtype) for c in made.values())
     if is_position(alg, made):
         return within(alg.bounds(made), exact_integers(dtype))
-    if node.prim == "convert_element_type":
-        if not is_lossless(graph.dtype(node.ins[0]), dtype):
-            return False
+    casts = node.prim == "convert_element_type"
+    if casts and not is_lossless(graph.dtype(node.ins[0]), dtype):
+        return False
     return _is_masked(alg, node, made) or _is_slope(alg, made)
 
 
@@ -107,7 +107,7 @@ def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
 
 
 def _is_moved_position(alg: Algebra, p: Poly) -> bool:
-    """Whether a form is positions, one other integer at most, and a number, added up."""
+    """Whether a form is positions, one other integer and a number, added up."""
     given = 0
     for (flag, mono), c in p.items():
         if flag != TRUE or not float(c).is_integer() or len(mono) > 1:

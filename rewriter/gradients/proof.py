@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from rewriter.canonicalize import TRANSPARENT, Evaluator, NeedSplit, pieces
+from rewriter.canonicalize import TRANSPARENT, Evaluator, NeedSplit, kind_of, pieces
 from rewriter.gradients.addends import sums, widest
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import CONTRACTIONS, below, beside, cone
@@ -202,7 +202,7 @@ def _evaluator(
         Evaluator,
         graph,
         match.reading.algebra,
-        names={v: v for v in stops if graph.dtype(v) != bool},
+        names={v: v for v in stops if kind_of(graph.dtype(v)) != "b"},
         inside=dots,
         full_sides=frozenset((v, k) for v in dots for k in (0, 1)),
         filled_rows=True,

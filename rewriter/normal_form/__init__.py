@@ -49,8 +49,8 @@ from rewriter.normal_form.sums import Sums
 from rewriter.normal_form.text import Text
 
 __all__ = [
-    "EXACT", "FALSE", "TRUE", "WORK_BUDGET", "Algebra", "Index", "Monomial", "OverBudget",
-    "Poly", "TooMuchWork",
+    "EXACT", "FALSE", "TRUE", "WORK_BUDGET", "Algebra", "Index", "Monomial",
+    "OverBudget", "Poly", "TooMuchWork",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ TRUE, FALSE = 0, 1
 TERM_BUDGET = 128
 LITERAL_BUDGET = 12
 SNAP = 1e-6
-"""Numbers of programs in up to 32 bits that are closer, relatively, are taken for one."""
+"""Numbers of programs in up to 32 bits that are relatively closer are one."""
 SNAP_64 = 1e-13
 """The same of programs in 64 bits."""
 SAME = 1e-12

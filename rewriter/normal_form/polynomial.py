@@ -64,7 +64,9 @@ class Polynomials:
             raise TooMuchWork("the region takes too many steps")
         old = out.get((flag, mono), 0.0)
         new = old + c
-        little = old and math.isfinite(new) and abs(new) <= ROUNDING * self.snap * abs(old)
+        little = (
+            old and math.isfinite(new) and abs(new) <= ROUNDING * self.snap * abs(old)
+        )
         if little and not (_is_whole(old) and _is_whole(c)):
             new = 0.0
         if new == 0:

@@ -105,7 +105,7 @@ class Predicates:
         return kind, rest, factor
 
     def bounds(self, p: Poly) -> tuple[float, float]:
-        """Least and greatest value of a form over whole numbers; infinite if unknown."""
+        """Least and greatest value of whole numbers' form; infinite if unknown."""
         lo = hi = 0.0
         for (flag, mono), c in p.items():
             a, b = 1.0, 1.0

@@ -56,7 +56,7 @@ class Substitution:
         return out
 
     def _hand_on(self, b: int, out: int, to: Mapping[int, Index]) -> None:
-        """Remembers which of the program's booleans a function with other indices is."""
+        """Remembers which of the program's booleans a moved function is."""
         if out in (TRUE, FALSE):
             return
         for value, args in self.own.get(b, ()):

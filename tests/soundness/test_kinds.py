@@ -34,7 +34,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
 
 
 Q, K, V = (normal(i, 1, T, N, H) for i in range(3))
-I = jnp.arange(T)
+AT = jnp.arange(T)
 TIMES = np.arange(T, dtype="float32")
 
 
@@ -75,7 +75,7 @@ FLOATS = {
     "abs": (pairs(lambda a, b: abs(a - b) < 1e-7), normal(8, T) * 1e-7),
     "min": (pairs(lambda a, b: jnp.minimum(a, 1.0) >= b), normal(9, T)),
     "select": (pairs(lambda a, b: jnp.where(a > 0, a, 0 * a) >= b), NEAR_INFINITY - 9),
-    "or": (lambda t: masked((t[:, None] > t) | (I[:, None] == I)), NEAR_INFINITY),
+    "or": (lambda t: masked((t[:, None] > t) | (AT[:, None] == AT)), NEAR_INFINITY),
 }
 LOW_PRECISION = {
     f"{dtype.__name__} {name}": (f, np.arange(600 - T, 600).astype(dtype))
@@ -89,7 +89,7 @@ LOW_PRECISION = {
 } | {
     "made": (lambda: masked(_made(jnp.bfloat16)[:, None] >= _made(jnp.bfloat16)),),
     "cast": (lambda: masked(_cast(jnp.bfloat16)[:, None] >= _cast(jnp.bfloat16)),),
-    "half": (lambda: masked((I / 2).astype(jnp.bfloat16)[:, None] >= I / 2),),
+    "half": (lambda: masked((AT / 2).astype(jnp.bfloat16)[:, None] >= AT / 2),),
 }
 
 
@@ -101,7 +101,7 @@ def _cast(dtype: Any) -> Any:
     return (jnp.arange(T) + 500).astype(dtype)
 
 
-DISTANCE = (I[:, None] - I).astype("float32")
+DISTANCE = (AT[:, None] - AT).astype("float32")
 THRESHOLDS = {
     f"{name} {c!r}": (lambda c, test=test: masked(test(DISTANCE, c)), np.float32(c))
     if given
@@ -117,14 +117,14 @@ THRESHOLDS = {
 U8, I8, U16, U32, I32 = (np.dtype(x).type for x in ("u1", "i1", "u2", "u4", "i4"))
 MOST = np.int32(2**31 - 1)
 INTEGERS = {
-    "bits": (lambda r: masked((r > U32(10**9)) | (I[:, None] == I)), BITS),
-    "bits of int": (lambda r: masked((r.astype("int32") > 0) | (I == 0)), BITS),
-    "uint length": (lambda n: masked(I.astype("uint32") < n - U32(1)), U32(0)),
-    "uint window": (pairs(lambda a, b: a - b < 8), I.astype("uint32")),
-    "uint8 wraps": (pairs(lambda a, b: a + U8(240) >= b), I.astype("uint8")),
-    "int8 sum": (pairs(lambda a, b: a + b >= 0), (3 * I).astype("int8")),
-    "int8 product": (lambda: masked((I >= I8(100) * jnp.int8(5)) & (I < 30)),),
-    "uint16 square": (lambda: masked(I < jnp.uint16(65534) ** 2 + 6),),
+    "bits": (lambda r: masked((r > U32(10**9)) | (AT[:, None] == AT)), BITS),
+    "bits of int": (lambda r: masked((r.astype("int32") > 0) | (AT == 0)), BITS),
+    "uint length": (lambda n: masked(AT.astype("uint32") < n - U32(1)), U32(0)),
+    "uint window": (pairs(lambda a, b: a - b < 8), AT.astype("uint32")),
+    "uint8 wraps": (pairs(lambda a, b: a + U8(240) >= b), AT.astype("uint8")),
+    "int8 sum": (pairs(lambda a, b: a + b >= 0), (3 * AT).astype("int8")),
+    "int8 product": (lambda: masked((I8(100) * jnp.int8(5) <= AT) & (AT < 30)),),
+    "uint16 square": (lambda: masked(jnp.uint16(65534) ** 2 + 6 > AT),),
     "saturates": (
         lambda t: masked(t.astype("uint8")[:, None] >= t.astype("uint8")),
         normal(6, T) * 100,
@@ -133,34 +133,40 @@ INTEGERS = {
         lambda t: masked(t.astype("int32")[:, None] >= t.astype("int32")),
         normal(6, T) * 3,
     ),
-    "narrows": (pairs(lambda a, b: a.astype("int8") >= b), I * 9),
-    "offset at the end": (lambda n: masked(I[:, None] + n >= I), MOST - 20),
-    "offset at the start": (lambda n: masked(I[:, None] + n <= I), -MOST + 3),
-    "less than the least": (lambda n: masked(I < n - 5), -MOST + 2),
-    "more than the most": (lambda n: masked(I < n + 1), MOST),
-    "negated": (lambda n: masked(I < -n), -MOST - 1),
-    "absolute": (lambda n: masked(I < jnp.abs(n)), -MOST - 1),
+    "narrows": (pairs(lambda a, b: a.astype("int8") >= b), AT * 9),
+    "offset at the end": (lambda n: masked(AT[:, None] + n >= AT), MOST - 20),
+    "offset at the start": (lambda n: masked(AT[:, None] + n <= AT), -MOST + 3),
+    "less than the least": (lambda n: masked(n - 5 > AT), -MOST + 2),
+    "more than the most": (lambda n: masked(n + 1 > AT), MOST),
+    "negated": (lambda n: masked(-n > AT), -MOST - 1),
+    "absolute": (lambda n: masked(jnp.abs(n) > AT), -MOST - 1),
     "segments": (pairs(lambda a, b: a == b), BITS[0] // U32(2**30)),
     "segments that wrap": (pairs(lambda a, b: a * I32(2**30) == b * 4), np.arange(T)),
     "shifted bits": (pairs(lambda a, b: (a >> 1) == (b >> 1)), np.arange(T) - 9),
     "times": (pairs(lambda a, b: a * 2**26 >= b * 2**26), np.arange(T, dtype="int32")),
 }
 FOLDED = {
-    "div": (lambda: masked(I[:, None] - I < lax.div(jnp.int32(7), jnp.int32(2)) * 2),),
-    "div negative": (
-        lambda: masked((lax.div(jnp.int32(-1), jnp.int32(3)) >= I[:, None]) | (I < 2)),
+    "div": (
+        lambda: masked(AT[:, None] - AT < lax.div(jnp.int32(7), jnp.int32(2)) * 2),
     ),
-    "rem": (lambda: masked(I >= lax.rem(jnp.int32(-7), jnp.int32(3)) + 5),),
-    "floor": (lambda: masked(I >= (jnp.int32(-7) // 3) + 9),),
-    "mod": (lambda: masked(I >= jnp.int32(-7) % 3 + 4),),
-    "div of positions": (lambda: masked(lax.div(I - 9, jnp.int32(4))[:, None] == 0),),
-    "rem of positions": (lambda: masked(lax.rem(I - 9, jnp.int32(4))[:, None] >= 0),),
-    "int8 square": (lambda: masked(I >= jnp.int8(100) * jnp.int8(100)),),
-    "uint minus": (lambda: masked(I.astype("uint32") < jnp.uint32(3) - jnp.uint32(5)),),
-    "float cast": (lambda: masked(I < jnp.float32(3.9).astype("int32")),),
-    "bfloat16 sum": (lambda: masked(I < jnp.bfloat16(257) + jnp.bfloat16(1) - 240),),
-    "float16 product": (lambda: masked(I < jnp.float16(300) * jnp.float16(300)),),
-    "root": (lambda: masked(DISTANCE < jnp.sqrt(jnp.float32(2)) ** 2),),
+    "div negative": (
+        lambda: masked(
+            (lax.div(jnp.int32(-1), jnp.int32(3)) >= AT[:, None]) | (AT < 2)
+        ),
+    ),
+    "rem": (lambda: masked(lax.rem(jnp.int32(-7), jnp.int32(3)) + 5 <= AT),),
+    "floor": (lambda: masked((jnp.int32(-7) // 3) + 9 <= AT),),
+    "mod": (lambda: masked(jnp.int32(-7) % 3 + 4 <= AT),),
+    "div of positions": (lambda: masked(lax.div(AT - 9, jnp.int32(4))[:, None] == 0),),
+    "rem of positions": (lambda: masked(lax.rem(AT - 9, jnp.int32(4))[:, None] >= 0),),
+    "int8 square": (lambda: masked(jnp.int8(100) * jnp.int8(100) <= AT),),
+    "uint minus": (
+        lambda: masked(AT.astype("uint32") < jnp.uint32(3) - jnp.uint32(5)),
+    ),
+    "float cast": (lambda: masked(jnp.float32(3.9).astype("int32") > AT),),
+    "bfloat16 sum": (lambda: masked(jnp.bfloat16(257) + jnp.bfloat16(1) - 240 > AT),),
+    "float16 product": (lambda: masked(jnp.float16(300) * jnp.float16(300) > AT),),
+    "root": (lambda: masked(jnp.sqrt(jnp.float32(2)) ** 2 > DISTANCE),),
 }
 
 # --------------------------------------------------------------- operands
@@ -184,7 +190,7 @@ STABLE = {
     "logcumsumexp": biased(lax.cumlogsumexp),
     "forgetting": lambda z: attend(
         jnp.where(
-            I[:, None] >= I,
+            AT[:, None] >= AT,
             dots(Q, K) + _differences(jnp.cumsum(jax.nn.log_sigmoid(z))),
             -1e9,
         ),
@@ -322,7 +328,9 @@ KINDS: dict[str, dict[str, tuple]] = {
     "integers": INTEGERS,
     "folded": FOLDED,
     "stable": {n: (f, Z) for n, f in STABLE.items()},
-    "pruned": {f"{n} {s}": (f, np.float32(s)) for n, f in PRUNED.items() for s in (1, 4)},
+    "pruned": {
+        f"{n} {s}": (f, np.float32(s)) for n, f in PRUNED.items() for s in (1, 4)
+    },
     "guarded rows": {n: (f, X) for n, f in GUARDED_ROWS.items()},
     "guarded scores": {
         f"{n} {what}": (f, k)
