@@ -44,7 +44,9 @@ def of_operands(seed: int) -> Program:
     """Attention of operands that are computed."""
     w = Writer("operand", seed)
     size = scores.sizes(w)
-    where = w.one(("q", "k", "v", "bias", "bias", "bias", "scores", "weights", "k, v"))
+    where = w.usually(
+        ("q", "k", "v", "bias", "bias", "bias", "k, v"), ("scores", "weights"), 0.2
+    )
     named = [n for n in ("q", "k", "v") if n in where.split(", ")]
     given = scores.given(w, size, (8, 8), {n: operands.values(w) for n in named})
     given = dataclasses.replace(

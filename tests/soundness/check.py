@@ -184,6 +184,7 @@ def _differences(
         else:
             allowed = tolerance.sensitive(a, program.eps, entries, floor, others, i)
             skipped = compare.borderline(a, others, i) | ignored[i]
+            skipped = skipped | compare.in_range(a, b, others, i)
         found.append(compare.difference(a, b, allowed, skipped))
     return found
 

@@ -95,20 +95,15 @@ def program(seed: int) -> Program:
     return w.program(out)
 
 
-def _odd(w: Writer, usual: tuple[str, ...], odd: tuple[str, ...]) -> str:
-    """One of the usual ones, or seldom an odd one."""
-    return w.one(odd) if w.chance(0.15) else w.one(usual)
-
-
 def _normed(w: Writer, x: str, size: int) -> str:
     """Rows by their root mean square, of what is left when their mean is taken off."""
     names = {"x": x, "n": size, "i": 1 / size, "e": w.one(EPSILONS), "y": x}
     if w.chance(0.1):
         names["e"] = w.argument("e", (), w.one(("times 1e-3", "positive")))
     if w.chance(0.5):
-        names["y"] = w.let(_odd(w, CENTERS, ODD_CENTERS).format(**names), "y")
-    names["v"] = w.let(_odd(w, SQUARES, ODD_SQUARES).format(**names), "v")
-    return w.let(_odd(w, ROOTS, ODD_ROOTS).format(**names), "o")
+        names["y"] = w.let(w.usually(CENTERS, ODD_CENTERS).format(**names), "y")
+    names["v"] = w.let(w.usually(SQUARES, ODD_SQUARES).format(**names), "v")
+    return w.let(w.usually(ROOTS, ODD_ROOTS).format(**names), "o")
 
 
 def _scaled(w: Writer, out: str, size: int) -> str:

@@ -8,30 +8,39 @@ from tests.soundness.masks import Sizes
 from tests.soundness.writer import Writer
 
 FILLS = (
-    "-jnp.inf", "-jnp.inf", "jnp.finfo(jnp.float32).min", "-1e9", "-1e4", "-30.0",
-    "-1e30", "-2.0 ** 31", "0.5 * jnp.finfo(jnp.float32).min", "0.0",
+    "-jnp.inf", "-jnp.inf", "jnp.finfo(jnp.float32).min", "-1e9", "-1e4", "-1e30",
+    "-2.0 ** 31", "0.5 * jnp.finfo(jnp.float32).min",
 )  # fmt: skip
 FINITE = FILLS[2:]
 """What zero times is zero."""
+ODD_FILLS = ("-30.0", "0.0", "-100.0", "1e4", "-1.0")
 WHERE = (
     "jnp.where({m}, {s}, {f})", "jnp.where({m}, {s}, {f})",
     "jnp.where(~({m}), {f}, {s})", "{s} + jnp.where({m}, 0.0, {f})",
     "{s} + (1.0 - ({m}).astype(jnp.float32)) * {f}",
+)  # fmt: skip
+ODD_WHERE = (
     "jnp.minimum({s}, jnp.where({m}, jnp.inf, {f}))",
     "{s} * ({m}) + (1.0 - ({m}).astype(jnp.float32)) * {f}",
+    "jnp.maximum({s} + jnp.where({m}, 0.0, {f}), {f})", "{s} * ({m})",
+    "{s} - (1.0 - ({m}).astype(jnp.float32)) * 1e9",
 )  # fmt: skip
-SOFTMAX = "jax.nn.softmax({s}, -1)"
+EXP = "jnp.exp({s} - {s}.max(-1, keepdims=True))"
 WEIGHTS = (
-    SOFTMAX, SOFTMAX, SOFTMAX, SOFTMAX,
+    "jax.nn.softmax({s}, -1)", "jax.nn.softmax({s}, -1)", "jax.nn.softmax({s}, -1)",
     "jnp.exp({s} - jax.nn.logsumexp({s}, -1, keepdims=True))",
     "jnp.exp(jax.nn.log_softmax({s}, -1))",
-    "(lambda e: e / e.sum(-1, keepdims=True))"
-    "(jnp.exp({s} - {s}.max(-1, keepdims=True)))",
+    f"(lambda e: e / e.sum(-1, keepdims=True))({EXP})",
     "(lambda e: e / e.sum(-1, keepdims=True))(jnp.exp({s}))",
-    "(lambda e: e / (e.sum(-1, keepdims=True) + 1e-6))"
-    "(jnp.exp({s} - {s}.max(-1, keepdims=True)))",
-    "(lambda e: e / jnp.maximum(e.sum(-1, keepdims=True), 1e-3))(jnp.exp({s}))",
     "(lambda e: e / (1.0 + e.sum(-1, keepdims=True)))(jnp.exp({s}))",
+)  # fmt: skip
+ODD_WEIGHTS = (
+    f"(lambda e: e / (e.sum(-1, keepdims=True) + 1e-6))({EXP})",
+    "(lambda e: e / jnp.maximum(e.sum(-1, keepdims=True), 1e-3))(jnp.exp({s}))",
+    f"(lambda e: e / jnp.maximum(e.sum(-1, keepdims=True), 1e-6))({EXP})",
+    "jax.nn.softmax({s}, -2)", "jax.nn.sigmoid({s})",
+    f"(lambda e: e / (jnp.exp(-{{s}}.max(-1, keepdims=True))"
+    f" + e.sum(-1, keepdims=True)))({EXP})",
 )  # fmt: skip
 AFTER = (
     "jnp.where({m}, {w}, 0.0)", "jnp.where(({m}).any(-1, keepdims=True), {w}, 0.0)",
@@ -80,15 +89,15 @@ def scores(w: Writer, given: Operands) -> str:
 
 def masked(w: Writer, score: str, mask: str) -> str:
     """Scores under a mask."""
-    text = w.one(WHERE)
-    fill = w.one(FILLS if "(1.0 -" not in text else FINITE)
+    text = w.usually(WHERE, ODD_WHERE)
+    fill = w.usually(FILLS if "(1.0 -" not in text else FINITE, ODD_FILLS)
     return w.let(text.format(m=mask, s=score, f=fill), "s")
 
 
 def weights(w: Writer, score: str, mask: str | None = None) -> str:
     """Weights of scores, sometimes changed afterwards."""
-    found = w.let(w.one(WEIGHTS).format(s=score), "w")
-    if mask is not None and w.chance(0.2):
+    found = w.let(w.usually(WEIGHTS, ODD_WEIGHTS).format(s=score), "w")
+    if mask is not None and w.chance(0.15):
         found = w.let(w.one(AFTER).format(w=found, m=mask), "w")
     return found
 

@@ -87,7 +87,7 @@ def gated(w: Writer, a: str, u: str) -> str:
     if w.chance(0.2):
         a = w.let(w.one(GUARDED).format(a=a), "a")
     h = w.let(w.one(w.one(GATES)).format(a=a), "h")
-    text = w.one(ODD_PRODUCTS) if w.chance(0.2) else w.one(PRODUCTS)
+    text = w.usually(PRODUCTS, ODD_PRODUCTS)
     return w.let(text.format(h=h, u=u, a=a), "o")
 
 

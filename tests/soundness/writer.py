@@ -35,6 +35,12 @@ class Writer:
         """The usual one, or else one of several."""
         return usual if self.chance(share) else self.one(options)
 
+    def usually(
+        self, usual: Sequence[str], odd: Sequence[str], share: float = 0.15
+    ) -> str:
+        """One of the usual ones, or an odd one as often as that."""
+        return self.one(odd if self.chance(share) else usual)
+
     def branch(self, *options: Callable[[], Any]) -> Any:
         """What one of several gives; the others write nothing."""
         return self.one(options)()
