@@ -345,7 +345,8 @@ class _Team:
         turn: Any,
         first: Callable[[int, int], Sequence[Array]],
         second: Callable[[int, int, Any], Sequence[Array]],
-    ) -> tuple[list[Any], list[list[Array]], list[list[Array]]]:
+        third: Callable[[int, int, Any], Sequence[Array]] | None = None,
+    ) -> tuple[list[Any], list[list[Array]], list[list[Array]], list[list[Array]]]:
         """Returns a step's levels, and means over columns before and after.
 
         Args:
@@ -353,16 +354,22 @@ class _Team:
             first: ``first(chunk, row)`` gives x, and more; taken only if centred.
             second: ``second(chunk, row, level)`` gives the squares of what is left of
                 x, and more.
+            third: The same of as many more; taken only if centred.
         """
         if not self.norm.centred:
             half = lax.rem(turn, jnp.int32(2))
             found = self.means(lambda c, r: second(c, r, None), half)
             self.refill(turn)
-            return [None] * self.rows, [], found
-        before = self.means(first, 0)
+            return [None] * self.rows, [], found, []
+        half = jnp.int32(0) if third is None else lax.rem(turn, jnp.int32(2))
+        before = self.means(first, half)
         self.refill(turn)
         levels = [row[0] for row in before]
-        return levels, before, self.means(lambda c, r: second(c, r, levels[r]), 1)
+        after = self.means(lambda c, r: second(c, r, levels[r]), 1 - half)
+        if third is None:
+            return levels, before, after, []
+        more = self.means(lambda c, r: third(c, r, levels[r]), half)
+        return levels, before, after, more
 
     def inverse(self, square: Array) -> Array:
         """Returns the inverse root of a mean square."""
@@ -380,7 +387,7 @@ class _Team:
                 y = self.x(slot, row, chunk, level)
                 return [y * y]
 
-            level, _, squares = self.statistics(
+            level, _, squares, _ = self.statistics(
                 turn, lambda c, r: [self.x(slot, r, c)], square
             )
             roots = [self.inverse(row[0]) for row in squares]
@@ -408,7 +415,8 @@ class _Team:
         """Writes this team's rows of x's cotangent, and the block's sums over rows.
 
         With n = (x - mean) r and g the cotangent times scale, x's is
-        ``r (g - mean(g) - n mean(g n))``, without the first mean if not centred.
+        ``r (g - mean(g) - n mean(g n))``, without the first mean if not centred. Of n
+        what is left of a rounded mean is taken off, where that shows.
         """
         names = self.norm.summed
         given = "epsilon" in self.refs
@@ -433,18 +441,26 @@ class _Team:
             y = self.x(slot, row, chunk, level)
             return [y * y, y * scaled(chunk, row)]
 
-        level, before, after = self.statistics(
-            turn, lambda c, r: [self.x(slot, r, c), scaled(c, r)], products
-        )
+        def left(chunk: int, row: int, level: Any) -> list[Array]:
+            y = self.x(slot, row, chunk, level)
+            return [y, y]  # as many sums as the others are
+
+        level, before, after, more = self.statistics(
+            turn, lambda c, r: [self.x(slot, r, c), scaled(c, r)], products,
+            left if self.norm.corrects else None,
+        )  # fmt: skip
         roots = [self.inverse(row[0]) for row in after]
         along = [row[1] * r for row, r in zip(after, roots, strict=True)]
+        less = [row[1] for row in before]
+        for i, row in enumerate(more):
+            less[i] = less[i] - row[0] * roots[i] * along[i]
         for chunk in range(self.chunks):
             scale = self.kept("scale", chunk)
             for row in range(self.rows):
                 n = self.x(slot, row, chunk, level[row]) * roots[row]
                 up = self.up(slot, row, chunk)
                 g = up if scale is None else up * scale
-                g = g - before[row][1] if before else g
+                g = g - less[row] if less else g
                 down = (g - n * along[row]) * roots[row]
                 if not self.norm.addend:
                     self.write(0, self.row(turn) + row, chunk, down)

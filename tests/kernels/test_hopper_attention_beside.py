@@ -677,6 +677,11 @@ HIDDEN: dict[str, Case] = {  # some keys are seen by no query
 @pytest.mark.parametrize("name", first(3, HIDDEN))
 def test_gradients_of_what_is_hidden_are_finite(name: str) -> None:
     """Those that are by the formula, whatever hidden keys and other rows hold."""
+    with simulator.simulated():
+        check_hidden(name, forward_kernel.forward, backward_kernel.backward)
+
+
+def check_hidden(name: str, forward: Any, backward: Any) -> None:
     shape, case, tiles, back = HIDDEN[name]
     *arrays, up = (np.asarray(x) for x in operands(shape, "bfloat16"))
     given = drawn(case, shape)
@@ -690,14 +695,11 @@ def test_gradients_of_what_is_hidden_are_finite(name: str) -> None:
             named[which] = made.astype(up.dtype)
         want = wanted(**named, given=given)
         q, k, v, cotangent = named.values()
-        with simulator.simulated():
-            out, residuals = forward_kernel.forward(
-                q, k, v, residuals=True, config=tiles, **given
-            )
-            got = backward_kernel.backward(
-                q, k, v, out=out, residuals=residuals, cotangent=cotangent,
-                config=back, **given,
-            )  # fmt: skip
+        out, residuals = forward(q=q, k=k, v=v, residuals=True, config=tiles, **given)
+        got = backward(
+            q=q, k=k, v=v, out=out, residuals=residuals, cotangent=cotangent,
+            config=back, **given,
+        )  # fmt: skip
         for part, x in {"out": out, **got}.items():
             exact, x = np.asarray(want[part]), np.asarray(x, np.float64)
             finite = np.isfinite(exact)
@@ -866,3 +868,22 @@ def test_what_is_hidden_may_be_anything_there_too() -> None:
     for mask in (seen[None, None, None], np.broadcast_to(seen, (1, 2, 300, 300))):
         got = run(q=q, k=bad, v=v, mask=jnp.asarray(mask))
         assert error(got, want) <= LIMITS["bfloat16"]
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", HIDDEN)
+def test_gradients_of_what_is_hidden_are_finite_there_too(name: str) -> None:
+    def as_arrays(call: Any, given: dict[str, Any]) -> Any:
+        arrays = {n: jnp.asarray(x) for n, x in given.items() if hasattr(x, "shape")}
+        params = {n: x for n, x in given.items() if n not in arrays}
+        return jax.jit(lambda x: call(**x, **params))(arrays)
+
+    check_hidden(
+        name,
+        lambda **given: as_arrays(hopper.forward, given),
+        lambda residuals, **given: as_arrays(
+            lambda lse, **x: hopper.backward(residuals=(lse,), **x),
+            {"lse": residuals[0], **given},
+        ),
+    )
