@@ -152,6 +152,9 @@ def backward(
               "warpgroups": config.warpgroups,
               "claimed": config.claimed}  # fmt: skip
     turned, extra_turned = transposed(terms, extra)
+    if turned.whole_rows:  # of whole tiles, as `OfKeys.shown` reads it
+        line = extra_turned["row_terms"]
+        extra_turned["row_terms"] = _padded(line, config, 0.0)
     of_keys = Problem(
         heads=heads, group=n // heads, shared=1, block=config.queries,
         mask=Mask(
@@ -193,8 +196,6 @@ def backward(
     else:
         dk, dv = _call(Divided if config.divided else OfKeys, of_keys, by_key)
         (dq,) = _call(OfQueries, of_queries, by_query)
-    if turned.whole_rows and "reach" not in by_key:
-        dk = jnp.where(mask[:, 0, 0, :, None, None], dk[:, :s], 0)
     dv = dv[:, :s]
     if of_queries.mask.may_be_empty:
         dv = _with_empty_rows(dv, empty, cotangent, empty_rows)
@@ -215,8 +216,6 @@ def backward(
             OfColumns, of_keys, config, beside_of(given).transposed, by_key,
             turned_mask, turned_pair,
         )  # fmt: skip
-        if made is not None and turned.whole_rows:
-            made = jnp.where(mask[:, :, 0], made, 0)
         grads |= {} if made is None else {"bias": _shared(made[:, :, None], bias)}
     if alibi is not None:
         made = _sums(

@@ -24,7 +24,6 @@ class OfKeys(Kernel):
     fixed, passing, results = ("k", "v"), ("q", "g"), ("k", "v")
     outputs = ("dk", "dv")
     sign = -1
-    keyed = True
 
     @classmethod
     def copies_first(cls, p: Problem) -> int:
@@ -61,6 +60,21 @@ class OfKeys(Kernel):
             barrier = self.memory["first_ready"].at[slot]
             self.send("rest", (tile.b, head, rows), slot, barrier)
         self.send_terms(tile, head, j, slot)
+
+    @property
+    def shows(self) -> bool:  # pyright: ignore
+        """Whether masks hide whole keys, and no blocks are left out for it."""
+        return self.p.terms.whole_rows and not self.classed
+
+    def shown(self, tile: Tile, x: Array) -> Array:
+        """Returns what is summed up of a tile, with zeros for keys that masks hide."""
+        if not self.shows:
+            return x
+        part = dict(self.p.terms.parts)["row_terms"]
+        entry, rows = tile.b if part.batches else 0, pl.ds(tile.mine, 64)
+        line = pallas.read(self.given["row_terms"].at[entry, 0, rows], pallas.ROWS)
+        hidden = line if x.ndim == 1 else pallas.along(line, x.shape)
+        return jnp.where(hidden == -jnp.inf, 0.0, x)
 
     def head(self, tile: Tile, step: Any) -> Any:
         """Returns the query head of a step: those of the group come in order."""
@@ -146,7 +160,7 @@ class OfKeys(Kernel):
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sums of a tile."""
         dk, dv = carry
-        dk = dk * self.p.scale
+        dk = self.shown(tile, dk * self.p.scale)
         self.put(dk, "k", "dk", tile)
         self.put(dv, "v", "dv", tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -302,7 +316,7 @@ class _Changes(Divided):
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
-        self.put_apart(carry * self.p.scale, "k", tile)
+        self.put_apart(self.shown(tile, carry * self.p.scale), "k", tile)
 
 
 class Fused(OfKeys):

@@ -96,7 +96,7 @@ class OfColumns(_Sums, OfKeys):
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sums of a tile."""
-        self.put_sums(tile, carry.sum(axis=1))
+        self.put_sums(tile, self.shown(tile, carry.sum(axis=1)))
 
 
 class OfSlopes(_Sums, OfQueries):

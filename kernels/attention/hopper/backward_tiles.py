@@ -106,9 +106,9 @@ class Kernel(abc.ABC):
     results: tuple[str, ...]
     """The arrays like which the results are."""
     outputs: tuple[str, ...]
-    keyed: bool = False
-    """Whether rows of a tile are keys: what is computed of those that no query sees is
-    then left out in the end."""
+    shows = False
+    """Whether what masks hide are whole rows of tiles, which are left out as they are
+    stored."""
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
         self.p, self.given, self.memory = p, given, memory
@@ -308,8 +308,7 @@ class Kernel(abc.ABC):
             part: Whether ends of what rows see may lie within the block.
         """
         p = self.p
-        masked = part if self.classed else not (self.keyed and p.terms.whole_rows)
-        masked = masked and p.terms.masks
+        masked = p.terms.masks and (part if self.classed else not self.shows)
         placed = part and (p.mask.hides or "lengths" in self.given)
         return jnp.where(weights == 0.0, 0.0, changes) if masked or placed else changes
 
