@@ -61,7 +61,7 @@ class Config:
             change what attention gives for a row whose keys are all masked.
         assume: What may be taken for granted without proof: ``"finite"``, that scores
             and activations hold no NaN or infinity; ``"varied_rows"``, that no row that
-            is normalized is constant. Else a site that depends on it is left as written.
+            is normalized is constant. Else sites that depend on it are left as written.
         strict: A failure inside the rewriter is an error, not a warning.
         deterministic: Whether kernels that add up in an order that differs from run to
             run, as cuDNN's gradients of attention do, are left out. They are also
