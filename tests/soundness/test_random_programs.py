@@ -23,4 +23,4 @@ def test_programs_compute_the_same(case: int) -> None:
     ways = WAYS if case < WITH_GRADIENTS else (FORWARD,)
     outcome = check([program(seed) for seed in seeds], ways)
     assert not outcome.findings, "\n".join(map(str, outcome.findings))
-    assert 2 * len(outcome.replaced) >= TOGETHER, "too few programs have a kernel"
+    assert 3 * len(outcome.replaced) >= TOGETHER, "too few programs have a kernel"
