@@ -26,6 +26,10 @@ ROUNDINGS = 64
 FACTOR = 16
 """How much larger than what the original differs by a difference may be."""
 
+NEAR = 1e-2
+"""How far from float64 the original is by rounding. If it is further off, float64 does
+something else: it does not absorb a score in a fill of -1e9."""
+
 Run = Callable[[Sequence[Any]], list[Any]]
 
 
@@ -104,8 +108,10 @@ def sensitive(
     mine = numbers(original)
     apart = lambda other: _apart(mine, other[which], entries)
     by_last_bit = np.maximum.reduce([apart(n) for n in others.nudged])
-    changes = apart(others.eager) + np.minimum(apart(others.exact), by_last_bit)
-    return basic(original, eps, entries, floor) + FACTOR * changes
+    inexact = apart(others.exact)
+    changes = FACTOR * (apart(others.eager) + np.minimum(inexact, by_last_bit))
+    near = np.where(inexact <= NEAR * _scale(mine, entries), 4 * inexact, 0.0)
+    return basic(original, eps, entries, floor) + changes + near
 
 
 def _scale(x: np.ndarray, entries: bool) -> np.ndarray:
