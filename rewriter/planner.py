@@ -129,9 +129,9 @@ def _at_its_places(
         if why:
             made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
         copies = match.copies if scope is match.node.scope else 0
-        if made.ring and isinstance(shards, Shards):
-            shards = shards.around
-        yield Placed(match, scope, position, made, its, copies, shards)
+        passes = made.ring and isinstance(shards, Shards)
+        spread = shards.around if passes else shards  # type: ignore[union-attr]
+        yield Placed(match, scope, position, made, its, copies, spread)
 
 
 def _program_key(
