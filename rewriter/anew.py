@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rewriter.canonicalize import of_dtype
+from rewriter.emit import sides
 from rewriter.normal_form import Algebra, Monomial, Poly
 from rewriter.reading import Operand, Reading, Refused
 
@@ -50,10 +52,18 @@ def require_own(reading: Reading) -> None:
 def _is_allowed(alg: Algebra, atom: int) -> bool:
     kind = alg.kind(atom)
     if kind in ("ge", "eq"):
-        return bool(alg.defs[atom][2])
+        return bool(alg.defs[atom][2]) and _fits(alg, alg.thaw(alg.defs[atom][1]))
     if kind == "log":
         return alg.exponents(alg.thaw(alg.defs[atom][1])) is not None
     return kind in ALLOWED
+
+
+def _fits(alg: Algebra, p: Poly) -> bool:
+    """Whether both sides of a comparison hold in 32 bits."""
+    least, most = of_dtype("int32")
+    return all(
+        least <= lo and hi <= most + 1 for lo, hi in map(alg.bounds, sides(alg, p))
+    )
 
 
 def _atoms(alg: Algebra, operand: Operand) -> Iterator[int]:

@@ -266,7 +266,7 @@ class Emitter:
             if not d[2]:
                 x, y = self._sum(p, order), 0
             else:
-                left, right = self._sides(p)
+                left, right = sides(self.alg, p)
                 last = right.get((TRUE, ()), 0.0) - 1
                 if d[0] == "ge" and last == jnp.iinfo(jnp.int32).max:
                     right[TRUE, ()] = last  # 2^31 is no int32
@@ -280,23 +280,6 @@ class Emitter:
         if d[0] == "ind":
             return self._bool(d[1], order)
         raise OverBudget(f"no code for a predicate of kind {d[0]}")
-
-    def _sides(self, p: Poly) -> tuple[Poly, Poly]:
-        """P as a difference, in which no value is added to numbers if that can be.
-
-        So a comparison is right for values near the largest of their type.
-        """
-        sides: tuple[Poly, Poly] = {}, {}
-        known: Poly = {}
-        for (flag, mono), c in p.items():
-            if flag == TRUE and all(self.alg.kind(a) == "iota" for a, _ in mono):
-                known[flag, mono] = c
-            else:
-                sides[c < 0][flag, mono] = abs(c)
-        right = bool(sides[0]) and not sides[1]
-        for term, c in known.items():
-            sides[right][term] = -c if right else c
-        return sides
 
     def _integer(self, p: Poly, order: list[int], near: bool = False) -> jax.Array:
         """A form over integers, computed exactly; `near` as for `array`."""
@@ -368,6 +351,24 @@ class Emitter:
             return None
         shape = x.shape[: len(order)] + tuple(self.alg.sizes[i] for i in bound)
         return jnp.broadcast_to(x, shape).sum(tuple(range(len(order), len(shape))))
+
+
+def sides(alg: Algebra, p: Poly) -> tuple[Poly, Poly]:
+    """P as a difference, in which no value is added to numbers if that can be.
+
+    So a comparison is right for values near the largest of their type.
+    """
+    found: tuple[Poly, Poly] = {}, {}
+    known: Poly = {}
+    for (flag, mono), c in p.items():
+        if flag == TRUE and all(alg.kind(a) == "iota" for a, _ in mono):
+            known[flag, mono] = c
+        else:
+            found[c < 0][flag, mono] = abs(c)
+    right = bool(found[0]) and not found[1]
+    for term, c in known.items():
+        found[right][term] = -c if right else c
+    return found
 
 
 FAR = 1 << 28

@@ -22,7 +22,7 @@ from rewriter.canonicalize import (
     is_lossless,
 )
 from rewriter.graph import Graph, Node, Scope
-from rewriter.normal_form import Algebra, OverBudget
+from rewriter.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.reading import Refused
 from rewriter.region import Place, Regions
 from rewriter.stacked import layers
@@ -87,7 +87,7 @@ class Finder:
         self.algebra.work = 0
         self.algebra.set_precision(self.graph.dtype(value))
         if roots is not None:
-            options["core"] = self._below(frozenset(roots), value).__contains__
+            options["core"] = self.below(frozenset(roots), value).__contains__
         ev = RegionEvaluator(
             self.graph,
             self.algebra,
@@ -101,7 +101,7 @@ class Finder:
         ev.place = place
         return ev
 
-    def _below(self, roots: frozenset[int], last: int) -> frozenset[int]:
+    def below(self, roots: frozenset[int], last: int) -> frozenset[int]:
         """Values computed from others, those too, as far down as a last one.
 
         Values are numbered in the order of the program.
@@ -211,6 +211,20 @@ class Finder:
                 score=0.85,
                 suggestion=f"if {ASSUMPTIONS[name]}: assume=({name!r},)",
             )
+
+    def own_form(self, ev: RegionEvaluator, p: Poly, axes: Sequence[int]) -> Poly:
+        """A form whose choices are made by the program's own booleans."""
+        alg, out = self.algebra, {}
+        for (flag, mono), c in p.items():
+            factors = [
+                (alg.atom("ind", self.own_flag(ev, alg.defs[a][1], axes)), e)
+                if alg.kind(a) == "ind"
+                else (a, e)
+                for a, e in mono
+            ]
+            own = self.own_flag(ev, flag, axes) if flag != TRUE else flag
+            out = alg.add(out, {(own, alg.monomial(factors)): c})
+        return out
 
     def own_flag(self, ev: RegionEvaluator, flag: int, axes: Iterable[int]) -> int:
         """A boolean function as the program's own booleans, as far as it has them.

@@ -278,7 +278,12 @@ def _next(differs: str) -> str:
     return f"{differs[:1].upper()}{differs[1:]}. " if differs else ""
 
 
-MASKED = {"mean": "the mean of v", "nan": "NaN", "zero": "zero"}
+MASKED = {
+    "mean": "the mean of v",
+    "mean_passing": "the mean of v",
+    "nan": "NaN",
+    "zero": "zero",
+}
 
 
 def _notes(report: Report, found: Comparison) -> list[str]:

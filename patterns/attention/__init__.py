@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from rewriter.canonicalize import TRANSPARENT, adds_zero
-from rewriter.finder import Finder
+from rewriter.canonicalize import TRANSPARENT, adds_zero, kind_of
+from rewriter.finder import Finder, RegionEvaluator
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
 from rewriter.normal_form import OverBudget
@@ -212,7 +212,29 @@ def read(
         raise Refused("loop", "a value of one step of a loop is read", score=0.4)
     reading.in_blocks = in_blocks and not parts.at_once
     find.require_proved(ev)
+    _require_addends(find, ev, reading)
     return reading
+
+
+def _require_addends(find: Finder, ev: RegionEvaluator, reading: Reading) -> None:
+    """Refuses to leave out what is added to all scores of a row.
+
+    It cancels in the weights; but where it is large the scores are rounded away
+    beside it, and where it is infinite or NaN so are they.
+
+    Raises:
+        Refused: If a value that feeds the region is nowhere in the operands.
+    """
+    graph, read = find.graph, set(leaves_of(reading))
+    forms = [p for o in reading.operands.values() for p, _ in o.parts]
+    used = {a for p in forms for _, mono in p for a, _ in mono}
+    for value in ev.leaf_values - read:
+        side = ev.is_side(value) and not ev.varies(value)
+        if side and kind_of(graph.dtype(value)) == "f" and not reading.joined:
+            raise Refused("rows", "a number is added to all scores of a row", score=0.7)
+    own = {find.algebra.kind(a) for a in used}
+    if ev.softened and "ind" not in own:
+        raise Refused("rows", "a fill is added to all scores of a row", score=0.7)
 
 
 STEPS = (Step(DOT), Step(ANCHORS), Step(DOT))

@@ -21,6 +21,9 @@ from rewriter.reading import (
 
 NAME = "attention"
 
+LOUD = 1e6
+"""Numbers from here on leave few digits of what is added to them."""
+
 
 class Assembly(Masks, Rows):
     """Names the axes, classifies the masks and writes the operands."""
@@ -296,9 +299,10 @@ class Assembly(Masks, Rows):
             allowed = {*self.b, *self.n, *self.t, *self.s}
             if alg.ids(self.bias) - allowed:
                 raise Refused("bias", "the bias has an axis of its own", score=0.6)
-            self.operands["bias"] = operand(
-                self.bias, self.b, self.n, self.t, self.s, full=False
-            )
+            axes = (self.b, self.n, self.t, self.s)
+            self._swallowed_in_a_logarithm()
+            own = self.find.own_form(self.ev, self.bias, [i for a in axes for i in a])
+            self.operands["bias"] = operand(own, *axes, full=False)
         if parts.sink:
             if alg.ids(parts.sink) - heads:
                 raise Refused(
@@ -312,10 +316,29 @@ class Assembly(Masks, Rows):
             drop = {(parts.drop_flag, alg.monomial(parts.rest)): parts.factor}
             if not parts.rest:
                 drop = {(parts.drop_flag, ()): 1.0}
-            self.operands["dropout"] = operand(
-                drop, self.b, self.n, self.t, self.s, full=False
-            )
+            axes = (self.b, self.n, self.t, self.s)
+            drop = self.find.own_form(self.ev, drop, [i for a in axes for i in a])
+            self.operands["dropout"] = operand(drop, *axes, full=False)
             self.ev.notes.add("the dropout mask is an operand")
+
+    def _swallowed_in_a_logarithm(self) -> None:
+        """Refuses a large bias where a logarithm of a sum of weights is added to it.
+
+        In a row of nothing but large fills it is rounded away: exp(s - logsumexp(s))
+        is then 1 for each key, and not 1 of n.
+        """
+        find, graph = self.find, self.find.graph
+        values = self.values_of(self.alg.poly_leaves(self.bias))
+        loud = max(abs(c) for c in self.bias.values())
+        loud = max([loud, *map(find.loudest, values)])
+        below = find.below(self.scores, self.value)
+        nodes = [n for n in map(graph.node_of, below) if n is not None]
+        if loud >= LOUD and any(n.prim in ("log", "log1p") for n in nodes):
+            raise Refused(
+                "rows",
+                "a row of large fills rounds the logarithm of its weights' sum away",
+                score=0.7,
+            )
 
     def _slopes(self, heads: set[int]) -> Poly | None:
         """The slopes of a bias slope(head) * s, else None."""

@@ -20,7 +20,7 @@ from rewriter.canonicalize.dtypes import is_lossless, kind_of
 from rewriter.canonicalize.evaluator import Evaluator
 from rewriter.canonicalize.gather import Pages, values_named
 from rewriter.canonicalize.infinities import log_may_be_infinite
-from rewriter.canonicalize.intervals import interval, within
+from rewriter.canonicalize.intervals import interval, of_dtype, within
 from rewriter.canonicalize.layout import pieces
 from rewriter.canonicalize.primitives import (
     FULL,
@@ -40,6 +40,6 @@ RULES = (arithmetic, contraction, gather, one_row, predicates)
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
     "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "adds_zero", "interval",
-    "is_local", "is_lossless", "kind_of", "log_may_be_infinite", "pieces",
-    "ragged_axes", "sigmoid", "tanh", "values_named", "within",
+    "is_local", "is_lossless", "kind_of", "log_may_be_infinite", "of_dtype",
+    "pieces", "ragged_axes", "sigmoid", "tanh", "values_named", "within",
 ]  # fmt: skip

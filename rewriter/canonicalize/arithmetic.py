@@ -156,6 +156,7 @@ def _fills(ev: Evaluator, p: Poly) -> Poly:
         soft = flag != TRUE and abs(c) < SWALLOWS and not mono
         if soft and any(m and ev.alg.both(f, flag) != FALSE for f, m in p):
             atom = ev.alg.atom("ind", flag)
+            ev.softened.add(atom)
             out = ev.alg.add(out, {(TRUE, ((atom, 1),)): c})
         else:
             out = ev.alg.add(out, {(flag, mono): c})

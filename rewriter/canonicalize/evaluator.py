@@ -120,6 +120,7 @@ class Evaluator(Layout, LoopForms):
         self.visits = 0
         self.private = False
         self.ideal = False
+        self.softened: set[int] = set()
         self.outer: frozenset[int] = frozenset()
         self.loops = Loops()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 Index = Any
@@ -50,4 +51,6 @@ def is_frozen(value: tuple[Any, ...]) -> bool:
 
 def exact(c: float) -> Any:
     """An integer where the number is one."""
+    if not math.isfinite(c):
+        raise OverBudget("a number that is not finite")
     return int(c) if c == int(c) else c
