@@ -24,7 +24,8 @@ ALLOWED = {
     "eq": "the same",
     "any": "whether one of the program's booleans holds anywhere: exact",
     "val": "a factor that is a sum of the above",
-    "log": "the logarithm of exponentials of the program's values, by `logaddexp`",
+    "log": "the logarithm of exponentials of the program's values, by `logaddexp`, or "
+    "of one that the program computes: as exact as that",
 }
 """By kind of atom, why code for it gives what the program computes."""
 
@@ -54,7 +55,10 @@ def _is_allowed(alg: Algebra, atom: int) -> bool:
     if kind in ("ge", "eq"):
         return bool(alg.defs[atom][2]) and _fits(alg, alg.thaw(alg.defs[atom][1]))
     if kind == "log":
-        return alg.exponents(alg.thaw(alg.defs[atom][1])) is not None
+        inner = alg.thaw(alg.defs[atom][1])
+        names = [alg.defs[a][1] for a in _of_form(alg, inner) if alg.kind(a) == "leaf"]
+        one = len(inner) == 1 == len(names) and names[0] in alg.exponentials
+        return one or alg.exponents(inner) is not None
     return kind in ALLOWED
 
 

@@ -225,16 +225,24 @@ def _require_addends(find: Finder, ev: RegionEvaluator, reading: Reading) -> Non
     Raises:
         Refused: If a value that feeds the region is nowhere in the operands.
     """
-    graph, read = find.graph, set(leaves_of(reading))
-    forms = [p for o in reading.operands.values() for p, _ in o.parts]
-    used = {a for p in forms for _, mono in p for a, _ in mono}
-    for value in ev.leaf_values - read:
+    graph, alg, read = find.graph, find.algebra, set(leaves_of(reading))
+    for value in _fed(ev) - read if not reading.joined else ():
         side = ev.is_side(value) and not ev.varies(value)
-        if side and kind_of(graph.dtype(value)) == "f" and not reading.joined:
+        if side and kind_of(graph.dtype(value)) == "f":
             raise Refused("rows", "a number is added to all scores of a row", score=0.7)
-    own = {find.algebra.kind(a) for a in used}
-    if ev.softened and "ind" not in own:
+    forms = [p for o in reading.operands.values() for p, _ in o.parts]
+    used = {alg.kind(a) for p in forms for _, mono in p for a, _ in mono}
+    if ev.softened and "ind" not in used:
         raise Refused("rows", "a fill is added to all scores of a row", score=0.7)
+
+
+def _fed(ev: RegionEvaluator) -> set[int]:
+    """The program's values in the forms of what the op computes."""
+    alg, found = ev.alg, set()
+    for (value, _, _), form in ev.memo.items():
+        if isinstance(form, dict) and not ev.is_side(value):
+            found |= alg.poly_leaves(form)
+    return {alg.defs[a][1] for a in found if alg.defs[a][1] in ev.leaf_values}
 
 
 STEPS = (Step(DOT), Step(ANCHORS), Step(DOT))

@@ -212,8 +212,11 @@ class Evaluator(Layout, LoopForms):
         name = self.names[value]
         if not self.private and name not in self.alg.leaf_range:
             self.alg.leaf_range[name] = interval(self.g, value)
+            node = self.g.node_of(value)
             if kind_of(self.g.dtype(value)) == "i":
                 self.alg.integers.add(name)
+            if node is not None and node.prim in ("exp", "exp2"):
+                self.alg.exponentials.add(name)
         return self.alg.atom("leaf", name, (*args, *self.varies(value)))
 
     def _expandable(self, value: int, mode: str) -> Node | None:

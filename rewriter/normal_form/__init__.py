@@ -85,6 +85,7 @@ class Algebra(
         self.nonnegative: set[Any] = set()
         self.leaf_range: dict[Any, tuple[float, float]] = {}
         self.integers: set[Any] = set()
+        self.exponentials: set[Any] = set()
         self.own: dict[int, list[tuple[Any, tuple[Index, ...]]]] = {}
         self.snap = SNAP
         self.blurred: set[float] = set()

@@ -133,7 +133,9 @@ activated(
 activated("relu", jax.nn.relu, "relu")
 activated("relu_maximum", lambda g: jnp.maximum(g, 0), "relu")
 activated("relu_maximum_left", lambda g: jnp.maximum(0.0, g), "relu")
-activated("relu_select", lambda g: jnp.where(g > 0, g, 0), "relu")
+activated(  # where g is NaN it gives 0, as max(g, 0) does not
+    "relu_select", lambda g: jnp.where(g > 0, g, 0), "relu", assume=("finite",)
+)
 activated("relu_times_predicate", lambda g: g * (g > 0), "relu")
 activated("relu_clip", lambda g: jnp.clip(g, min=0), "relu")
 activated("relu_half_absolute", lambda g: 0.5 * (g + jnp.abs(g)), "relu", count=None)
