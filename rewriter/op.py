@@ -94,6 +94,7 @@ class Sharding:
         dims: As `Op.dims`, where this use has others.
         ring: How what is split along another letter may be passed from device to
             device instead of gathered; None if it may not.
+        unseen: Operands that ``local`` adds and by which no kernel is chosen.
     """
 
     along: frozenset[str]
@@ -103,6 +104,7 @@ class Sharding:
     finish: Callable[..., Any] | None = None
     dims: Mapping[str, str] | None = None
     ring: Ring | None = None
+    unseen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)

@@ -295,7 +295,7 @@ def local_spec(
         }
         result, static = _changed(rule, given, params, parts)
         own.append(static)
-        return {name: result[name] for name in given}  # where it is in the whole, not
+        return {k: v for k, v in result.items() if k in given or k not in rule.unseen}
 
     return spec_of(op, jax.eval_shape(changed, structs), own[0] if own else params)
 

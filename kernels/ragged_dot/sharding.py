@@ -35,6 +35,7 @@ def sharding(params: Mapping[str, Any]) -> Sharding:
         sums=frozenset("m" if contracting else "kg"),
         local=local,
         dims={**DIMS[mode], "group_sizes": "sizes"},
+        unseen=frozenset({FIRST}),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rewriter.kernels.ragged_dot.rows import FIRST
 from rewriter.kernels.ragged_dot.sharding import local
 from rewriter.op import Part, Sharding
 
@@ -25,6 +26,7 @@ def sharding(params: Mapping[str, Any]) -> Sharding:
         local=_local,
         dims={"x": "m k", "w": both, "w_up": "g k f", "out": "m f",
               "group_sizes": "sizes"},
+        unseen=frozenset({FIRST}),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from rewriter.canonicalize import TRANSPARENT, adds_zero, kind_of
+from rewriter.canonicalize import TRANSPARENT, adds_zero, kind_of, values_named
 from rewriter.finder import Finder, RegionEvaluator
 from rewriter.graph import Node
 from rewriter.match import ReaderPattern
@@ -242,7 +242,8 @@ def _fed(ev: RegionEvaluator) -> set[int]:
     for (value, _, _), form in ev.memo.items():
         if isinstance(form, dict) and not ev.is_side(value):
             found |= alg.poly_leaves(form)
-    return {alg.defs[a][1] for a in found if alg.defs[a][1] in ev.leaf_values}
+    names = {v for a in found for v in values_named(alg.defs[a][1])}
+    return {v for v in names if isinstance(v, int) and v in ev.leaf_values}
 
 
 STEPS = (Step(DOT), Step(ANCHORS), Step(DOT))

@@ -22,7 +22,7 @@ from rewriter.canonicalize.dtypes import is_lossless, kind_of, takes_integers
 from rewriter.canonicalize.intervals import interval
 from rewriter.canonicalize.layout import Layout, is_slice
 from rewriter.canonicalize.loops import LoopForms, Loops
-from rewriter.canonicalize.numbers import from_the_end, in_each_case
+from rewriter.canonicalize.numbers import cast_choice, from_the_end, in_each_case
 from rewriter.canonicalize.own_values import (
     is_exact,
     with_wraps,
@@ -482,6 +482,10 @@ class Evaluator(Layout, LoopForms):
         old, new = self.g.dtype(source), self.g.dtype(value)
         if old == bool:
             return self.alg.of_bool(self.flag(source, args, mode))
+        if self.is_side(value):
+            chosen = cast_choice(self.alg, self.poly(source, args, mode), old, new)
+            if chosen is not None:
+                return chosen
         kinds = (kind_of(old), kind_of(new))
         if kinds == ("f", "i"):
             p = self.poly(source, args, mode)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from rewriter.canonicalize.constants import folded, in_dtype
+from rewriter.canonicalize.constants import cast, folded, in_dtype
 from rewriter.graph import Graph, Node
 from rewriter.normal_form import FALSE, TRUE, Algebra, Poly
 
@@ -49,6 +50,22 @@ def in_each_case(
             return None
         if number:
             out = alg.add(out, {(cell, ()): number})
+    return out
+
+
+def cast_choice(alg: Algebra, p: Poly, old: Any, new: Any) -> Poly | None:
+    """A choice among numbers in another dtype; None if a form is no such choice."""
+    if any(mono for _, mono in p) or all(flag == TRUE for flag, _ in p):
+        return None
+    if not alg.blurred.isdisjoint(p.values()):
+        return None
+    out: Poly = {}
+    for term, c in p.items():
+        number = cast(in_dtype(c, old), new)
+        if number is None or math.isnan(float(number)):
+            return None
+        if float(number):
+            out[term] = float(number)
     return out
 
 

@@ -259,10 +259,17 @@ def read_before(h: jax.Array, r: jax.Array, scale: jax.Array) -> Any:
     return h, rms(h, jnp.sin(h[0, 0]))
 
 
+def test_a_scale_made_of_the_sum_comes_after_the_norm(calls: Calls) -> None:
+    """The sum is made beside the norm, and its result is scaled by the program."""
+    fast = rewriter.optimize(read_before, implementation=FORCED, strict=True)
+    assert sites(fast.jaxpr(X, R, SCALE), residual_stream.site_p, True) == 1
+    check(fast, read_before, X, R, SCALE)
+
+
 @pytest.mark.parametrize(
     "f",
     [of_row, of_number, of_another, of_itself, of_product,
-     of_biased_product, read_once, difference, read_before],
+     of_biased_product, read_once, difference],
 )  # fmt: skip
 def test_sums_that_are_left(f: Callable[..., Any], calls: Calls) -> None:
     fast = rewriter.optimize(f, implementation=FORCED, strict=True)
