@@ -145,8 +145,6 @@ def _optimized(
 
     fast = jax.jit(trace.renamed(call, fn), **options)
     forget = fast.clear_cache
-    fast.trace, fast.lower = in_step(fast.trace), in_step(fast.lower)
-    fast.eval_shape = in_step(fast.eval_shape)
 
     @in_step
     def report(*args: Any, **kwargs: Any) -> Report:
