@@ -6,8 +6,9 @@ inside; going back finds the earlier programs again.
 
 What a ``with`` block says holds for its own task and thread. JAX tells programs apart
 by a value of the thread, which is brought in step wherever a block begins or ends and
-wherever this package is asked (`in_step`). Between those, a call of an optimized
-function may come from a task that another one took turns with: see `while_traced`.
+wherever this package is asked (`in_step`). Between those JAX is asked, by a call of an
+optimized function or its ``lower``, which may come from a task that another one took
+turns with: see `while_traced`.
 """
 
 from __future__ import annotations

@@ -184,19 +184,39 @@ def _comparing(fast: Any, analysis: Analysis, fn: Any) -> Any:
     """
     seen: set[Any] = set()
 
-    def compared(*args: Any, **kwargs: Any) -> Any:
+    def compare(args: Any, kwargs: Any) -> None:
         kinds = None if _jax.is_tracing() else _kinds(args, kwargs)
         if not (kinds is None or kinds in seen or disabled()):
             seen.add(kinds)
             if not jax.config.jax_disable_jit and _left(analysis, args, kwargs):
                 forget()  # what was traced before
-        return fast(*args, **kwargs)
 
     forget = fast.clear_cache
-    compared = trace.renamed(compared, fn)
-    for name in ("trace", "lower", "eval_shape", "_jit_info"):
-        setattr(compared, name, getattr(fast, name))
-    return compared
+    return trace.renamed(_Compared(fast, compare), fn)
+
+
+class _Compared:
+    """An optimized function that does something else before each call.
+
+    JAX hands the attributes of what it wraps on, as from ``f`` to ``grad(f)``. Those of
+    the class are not among them: ``jit(grad(f)).lower`` has to lower the gradient.
+    """
+
+    def __init__(self, fast: Any, before: Callable[[Any, Any], None]) -> None:
+        self._fast, self._before, self._jit_info = fast, before, fast._jit_info
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(args, kwargs)
+        return self._fast(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fast.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fast.lower(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fast.eval_shape(*args, **kwargs)
 
 
 def _left(analysis: Analysis, args: Any, kwargs: Any) -> bool:

@@ -23,7 +23,7 @@ OP = Op(
     required=("lhs", "rhs", "group_sizes"),
     dims={
         "lhs": "m k", "rhs": "g k n", "group_sizes": "g", "rhs_scale": "g n",
-        "out": "m n",
+        FIRST: "", "out": "m n",
     },
     reference=from_any_row(reference),
     sample=sample,

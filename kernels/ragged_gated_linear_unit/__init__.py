@@ -24,7 +24,8 @@ OP = Op(
     operands=("x", "w", "w_up", "group_sizes", FIRST),
     required=("x", "w", "group_sizes"),
     dims={
-        "x": "m k", "w": "g k f", "w_up": "g k f", "group_sizes": "g", "out": "m f",
+        "x": "m k", "w": "g k f", "w_up": "g k f", "group_sizes": "g", FIRST: "",
+        "out": "m f",
     },
     reference=from_any_row(reference, "x"),
     sample=sample,

@@ -345,6 +345,18 @@ def test_verify_once():
     close(fast(*args), block(*args))
 
 
+@pytest.mark.parametrize("verify", ["off", "once"])
+def test_what_jax_makes_of_it_is_lowered_as_that(verify: str) -> None:
+    """JAX hands on the attributes of what it wraps: none may stand for its own."""
+    fast = rewriter.optimize(lambda x: jnp.sin(x).sum(), verify=verify)
+    assert fast.eval_shape(jnp.ones(3)).shape == ()
+    for around, shape in ((jax.grad, (3,)), (jax.vmap, (2,))):
+        made, x = jax.jit(around(fast)), jnp.ones((2, 3) if around is jax.vmap else 3)
+        assert made.eval_shape(x).shape == shape
+        assert made.trace(x).out_info.shape == shape
+        assert made.lower(x).out_info.shape == shape
+
+
 def test_patterns_can_be_left_out():
     counts = rewriter.explain(block, patterns="-attention")(*inputs()).counts()
     assert (counts["attention"], counts["rms_norm"]) == (0, 1)
