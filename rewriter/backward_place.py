@@ -103,7 +103,8 @@ they are it and a few numbers for each row, or what it was made of."""
 def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bool:
     """Whether a checkpoint kept more of a region than its residuals are.
 
-    What it was given of the region, and needs no longer, is the room for those.
+    What it was given of the region, and needs no longer, is the room for those. The
+    program's own arguments take none, nor does the result twice.
     """
     inside = match.inner | backward.inner
     leaves = {v for _, v in match.leaves}
@@ -113,9 +114,16 @@ def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bo
         return all(inside.issuperset(node.outs) for node in graph.users(value))
 
     spare = [v for v in given & inside - leaves - {match.value} if is_spare(v)]
-    need = ROOM * _bytes(graph, match.value)
-    need += sum(_bytes(graph, v) for v in leaves - given)
+    need = (ROOM - (match.value in given)) * _bytes(graph, match.value)
+    need += sum(_bytes(graph, v) for v in leaves - given if not _is_argument(body, v))
     return sum(_bytes(graph, v) for v in spare) >= need
+
+
+def _is_argument(body: Scope, value: int) -> bool:
+    """Whether a value is one of the program's arguments, which are there anyway."""
+    while body.parent is not None:
+        body = body.parent
+    return body.first_var.get(value, (0,))[0] < 0
 
 
 def _bytes(graph: Graph, value: int) -> int:

@@ -39,7 +39,7 @@ def places(match: Match) -> list[tuple[Scope, int]]:
     return list(found.values())
 
 
-PLACING = frozenset({"reshard", "sharding_constraint"})
+PLACING = frozenset({"pcast", "pvary", "reshard", "sharding_constraint"})
 LAYOUT = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})
 STEPS = 6
 """How many equations below a leaf a name is looked for."""
