@@ -14,6 +14,8 @@ from rewriter.graph import Graph
 from tests.rewriter import test_fold
 from tests.rewriter.test_fold import LAYERS, B, T, X, norm, unit, weights
 
+pytestmark = pytest.mark.once
+
 
 def mask() -> np.ndarray:
     return np.tril(np.ones((T, T), bool))

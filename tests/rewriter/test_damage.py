@@ -19,6 +19,8 @@ from rewriter.errors import BundleMismatch, CacheWarning, ConfigError
 from rewriter.tuned import Tuned
 from tests.rewriter.test_tuned import key, took
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def path(tmp_path) -> pathlib.Path:

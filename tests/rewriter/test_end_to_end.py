@@ -19,6 +19,8 @@ from rewriter.judge import judged
 from rewriter.rounding import coarsest
 from tests.rewriter.programs import FORCED, attention, block, inputs
 
+pytestmark = pytest.mark.once
+
 T = 96
 N, J = np.arange(T)[:, None], np.arange(T)[None]
 

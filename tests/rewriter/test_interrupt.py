@@ -20,6 +20,8 @@ from rewriter.kernel import spec_of
 from rewriter.programs import Task
 from tests.rewriter import stalling
 
+pytestmark = pytest.mark.once
+
 CODE = "from tests.rewriter import stalling; stalling.main()"
 
 

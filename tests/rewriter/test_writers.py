@@ -15,6 +15,8 @@ import pytest
 from rewriter import atomic, cache, lock
 from tests.rewriter.test_tuned import key, took
 
+pytestmark = pytest.mark.once
+
 fcntl = pytest.importorskip("fcntl", reason="locks of Unix")
 
 WRITERS = """

@@ -6,7 +6,6 @@ Seeds are fixed: what fails here fails again, by the command that its text begin
 
 from __future__ import annotations
 
-import jax
 import pytest
 
 from tests.soundness.check import FORWARD, WAYS, check
@@ -23,10 +22,7 @@ WITH_GRADIENTS = 4
 """Cases whose gradients are compared, too: they take four times as long."""
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11),
-    reason="run on the oldest version, which compiles them in half the time",
-)
+@pytest.mark.once
 @pytest.mark.parametrize("case", range(CASES))
 def test_programs_compute_the_same(case: int) -> None:
     seeds = range(case * TOGETHER, (case + 1) * TOGETHER)
