@@ -8,6 +8,7 @@ called instead.
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, overload
 
@@ -208,6 +209,9 @@ class _Compared:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._before(args, kwargs)
         return self._fast(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         return self._fast.trace(*args, **kwargs)

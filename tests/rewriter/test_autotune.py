@@ -34,7 +34,10 @@ from rewriter.measurement import Measurement
 from rewriter.op import Op
 from rewriter.verdict import YES, no
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*:rewriter.CacheWarning")
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:.*:rewriter.CacheWarning"),
+]
 
 
 def slow_pattern() -> rewriter.Pattern:

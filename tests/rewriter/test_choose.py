@@ -204,7 +204,8 @@ def test_kernels_whose_sums_differ_from_run_to_run_can_be_left_out(
     def backward(choice) -> dict:
         return dict(choice.implementation.backward_config or ())
 
-    assert backward(chosen(use, 1))["fused"]
+    # Measured on a newer JAX than the oldest, which has no such kernel.
+    assert backward(chosen(use, 1))["fused"] == (jax.__version_info__ >= (0, 11))
     assert chosen(full, 1).kernel == "cudnn"
     for made in (use, full):
         choice = chosen(made, 1, deterministic=True)
