@@ -28,6 +28,8 @@ from rewriter.tuned import Tuned
 from tests.kernels.tpu import needs_compiler
 from tests.rewriter import on_tpu
 
+pytestmark = pytest.mark.once
+
 X = jax.ShapeDtypeStruct((2048, 512), jnp.float32)
 W = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 TARGETS = ("tpu_v4", "tpu_v5e", "tpu_v5p", "tpu_7x")

@@ -18,6 +18,8 @@ from jax import lax
 
 import rewriter
 
+pytestmark = pytest.mark.once
+
 T, N, H = 48, 2, 8
 FORCED = {
     "attention": ["memory_bounded", "xla"],
