@@ -429,8 +429,8 @@ class Evaluator(Layout, LoopForms):
     def _may_wrap(self, node: Node, value: int, made: Poly) -> bool:
         """Whether a whole number may not be what its form says, since it wraps around.
 
-        Of what depends on inputs that is assumed of 8 and 16 bits alone: with more, the
-        sum of a position and a length that is given is taken not to.
+        Where its bounds are not known, that is assumed of sums and products of 8 and 16
+        bits alone.
         """
         dtype = self.g.dtype(value)
         if self.private or kind_of(dtype) != "i":
