@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rewriter.patterns.index import PATTERNS
 from rewriter.registry import registry
-
-DEFAULT = (
-    "attention", "paged_attention", "layer_norm", "rms_norm", "gated_linear_unit",
-    "ragged_dot", "quantized_ragged_dot", "ragged_gated_linear_unit",
-    "quantized_ragged_gated_linear_unit",
-)  # fmt: skip
 
 
 def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:
@@ -37,7 +32,7 @@ def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:
                     del chosen[name]
         elif word == "default":
             chosen.update(
-                (n, registry().pattern(n)) for n in (*DEFAULT, *registry().defaults)
+                (n, registry().pattern(n)) for n in (*PATTERNS, *registry().defaults)
             )
         elif word != "none":
             chosen[word] = registry().pattern(word)

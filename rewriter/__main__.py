@@ -17,6 +17,7 @@ import jax
 import rewriter
 from rewriter import errors, trace
 from rewriter.config import CHOICES
+from rewriter.patterns.index import PATTERNS
 from rewriter.registry import registry
 from rewriter.report import ASCII
 
@@ -208,10 +209,7 @@ def _env(args: argparse.Namespace) -> int:
 
 
 def _patterns(args: argparse.Namespace) -> int:
-    table = {}
-    for name in registry().patterns():
-        text = importlib.import_module(f"rewriter.patterns.{name}").__doc__ or ""
-        table[name] = text.strip().splitlines()[0] if text.strip() else ""
+    table = {name: PATTERNS[name].about for name in sorted(PATTERNS)}
     width = max((len(name) for name in table), default=0)
     _say(args)("\n".join(f"{name:<{width}}  {text}" for name, text in table.items()))
     _json(args, table)

@@ -30,7 +30,7 @@ from rewriter.inputs import Args, Inputs, inputs
 from rewriter.kernel import Kernel, Spec, spec_of
 from rewriter.op import Op
 from rewriter.programs import Task, function, in_passes, reference
-from rewriter.registry import Registry, registry
+from rewriter.registry import Registry, package_of, registry
 from rewriter.threads import first_line
 from rewriter.times import time_apart
 
@@ -49,7 +49,7 @@ def named_uses(op: str, name: str) -> tuple[Spec, ...]:
     """
     found = registry().op(op)
     try:
-        sets = importlib.import_module(f"rewriter.kernels.{op}.shapes").SHAPES
+        sets = importlib.import_module(f"{package_of(op)}.shapes").SHAPES
     except ModuleNotFoundError:  # an op of the user's
         return ()
     if name not in sets:

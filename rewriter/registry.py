@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 from rewriter import errors
 from rewriter.kernel import Kernel, source_line
+from rewriter.kernels.index import OPS
 from rewriter.op import Op
+from rewriter.patterns.index import PATTERNS
 
 REFERENCE = "reference"
 """The name of the plain `jax.numpy` form that every op has."""
@@ -26,8 +27,8 @@ class Registry:
     """Ops, kernels and patterns by name.
 
     Attributes:
-        builtin: Whether names not added are looked up in the packages
-            ``rewriter.kernels`` and ``rewriter.patterns``.
+        builtin: Whether names not added are looked up in
+            `rewriter.kernels.index` and `rewriter.patterns.index`.
         defaults: Patterns that a user added to the default set.
     """
 
@@ -81,7 +82,7 @@ class Registry:
         """
         with self._lock:
             other = self._patterns.get(name)
-            if other is None and self.builtin and name in _shipped("patterns"):
+            if other is None and self.builtin and name in PATTERNS:
                 other = _shipped_pattern(name)
             if other is not None and other is not pattern:
                 raise _duplicate(name, other, pattern)
@@ -106,7 +107,7 @@ class Registry:
 
     def ops(self) -> tuple[str, ...]:
         """Returns the names of all ops, sorted; loads nothing."""
-        shipped = _shipped("kernels") if self.builtin else ()
+        shipped = OPS if self.builtin else ()
         return tuple(sorted({*self._ops, *shipped}))
 
     def kernel(self, op: str, name: str) -> Kernel | None:
@@ -140,15 +141,12 @@ class Registry:
     def pattern(self, name: str) -> Any:
         """Returns the pattern of a name.
 
-        A shipped pattern is ``PATTERN``, or else the attribute of its own
-        name, in the module ``rewriter.patterns.<name>``.
-
         Raises:
             UnknownPattern: If there is none.
         """
         with self._lock:
             if name not in self._patterns:
-                if not self.builtin or name not in _shipped("patterns"):
+                if not self.builtin or name not in PATTERNS:
                     raise errors.UnknownPattern(
                         f"no pattern {name!r}",
                         next_step=errors.known(name, self.patterns()),
@@ -166,13 +164,13 @@ class Registry:
 
     def patterns(self) -> tuple[str, ...]:
         """Returns the names of all patterns, sorted; loads nothing."""
-        shipped = _shipped("patterns") if self.builtin else ()
-        return tuple(sorted({*self._patterns, *shipped} - {"sets"}))
+        shipped = PATTERNS if self.builtin else ()
+        return tuple(sorted({*self._patterns, *shipped}))
 
     def _shipped_op(self, name: str) -> Op | None:
-        if not self.builtin or name not in _shipped("kernels"):
+        if not self.builtin or name not in OPS:
             return None
-        module = importlib.import_module(f"rewriter.kernels.{name}")
+        module = importlib.import_module(package_of(name))
         self._ops[name] = module.OP
         kernels = self._kernels.setdefault(name, {})
         kernels.update((k.name, k) for k in module.KERNELS)
@@ -185,17 +183,25 @@ def registry() -> Registry:
     return Registry()
 
 
-@functools.cache
-def _shipped(folder: str) -> frozenset[str]:
-    package = importlib.import_module(f"rewriter.{folder}")
-    # An op is a folder; a file beside those is something that they share.
-    found = pkgutil.iter_modules(package.__path__)
-    return frozenset(m.name for m in found if m.ispkg or folder != "kernels")
+def package_of(op: str) -> str:
+    """Returns the package of an op's kernels.
+
+    Raises:
+        ModuleNotFoundError: If the op is none of the package's.
+
+    Example:
+        >>> package_of("attention")
+        'rewriter.kernels.attention'
+    """
+    if op not in OPS:
+        raise ModuleNotFoundError(f"no package of kernels for {op!r}")
+    return f"rewriter.kernels.{OPS[op]}"
 
 
 def _shipped_pattern(name: str) -> Any:
-    module = importlib.import_module(f"rewriter.patterns.{name}")
-    return module.PATTERN if hasattr(module, "PATTERN") else getattr(module, name)
+    entry = PATTERNS[name]
+    module = importlib.import_module(f"rewriter.patterns.{entry.module}")
+    return getattr(module, entry.attribute)
 
 
 def _duplicate(name: str, first: Any, second: Any) -> errors.DuplicateName:

@@ -16,6 +16,7 @@ from rewriter.device import Device
 from rewriter.errors import CacheWarning, ConfigError, caller
 from rewriter.key import Key, nearest
 from rewriter.measurement import Entry, Measurement
+from rewriter.registry import package_of
 from rewriter.stored import Found, read_all
 from rewriter.tuned import Tuned
 
@@ -91,7 +92,7 @@ def _loaded(path: str, stamp: int) -> Tuned:
 def shipped(op: str) -> Tuned:
     """Returns the measurements that come with the package, of all device kinds."""
     try:
-        module = importlib.import_module(f"rewriter.kernels.{op}")
+        module = importlib.import_module(package_of(op))
     except ModuleNotFoundError:
         return Tuned()
     folder = os.path.join(os.path.dirname(str(module.__file__)), "tuned")

@@ -405,3 +405,4 @@ def _of_integers(graph: Graph, value: int) -> bool:
 
 STEPS = (Step(REDUCE), Step(ANCHORS))
 PATTERN = ReaderPattern("layer_norm", ANCHORS, propose_layer_norm, STEPS)
+RMS_NORM = ReaderPattern("rms_norm", ANCHORS, propose_rms_norm, STEPS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import importlib
 import importlib.metadata
 import json
 import os
@@ -27,6 +26,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from rewriter.registry import registry
 
 Arrays = tuple[jax.Array, ...]
 Function = Callable[..., Any]
@@ -130,11 +131,7 @@ def ragged_case(case: Case) -> tuple[Arrays, Function, Function]:
 
 def kernel(op: str, names: tuple[str, ...], params: dict[str, Any]) -> Function:
     """Returns the op's memory-bounded kernel as a function with a gradient."""
-    (found,) = (
-        x
-        for x in importlib.import_module(f"rewriter.kernels.{op}").KERNELS
-        if x.name == "memory_bounded"
-    )
+    found = registry().kernel(op, "memory_bounded")
 
     @jax.custom_vjp
     def run(*operands: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from rewriter.device import KNOWN
 from rewriter.implementation import XLA
 from rewriter.key import Key
 from rewriter.measurement import ESTIMATES
-from rewriter.registry import registry
+from rewriter.registry import package_of, registry
 from rewriter.report import size
 from rewriter.sources import shipped
 from rewriter.tpu import generation
@@ -46,7 +46,7 @@ def supported() -> str:
     """One row per op: what it is, its kernels."""
     rows = []
     for name in registry().ops():
-        text = importlib.import_module(f"rewriter.kernels.{name}").__doc__ or ""
+        text = importlib.import_module(package_of(name)).__doc__ or ""
         kernels = ", ".join(k.name for k in registry().kernels(name)) or "reference"
         rows.append((f"`{name}`", text.splitlines()[0].split(": ", 1)[-1], kernels))
     return _table(("op", "computes", "kernels besides XLA's own"), rows)

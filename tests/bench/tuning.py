@@ -31,6 +31,7 @@ from rewriter.decision import decide
 from rewriter.implementation import XLA
 from rewriter.inputs import inputs
 from rewriter.kernel import Kernel
+from rewriter.kernels.index import OPS
 from rewriter.key import BOTH, FORWARD, Key
 from rewriter.measurement import Measurement
 from rewriter.programs import Task, function
@@ -245,7 +246,7 @@ def ship(given: argparse.Namespace) -> None:
             if key.op == op and any(m.median_us for m in ms)
         )
         slug = entries[0][0].device.lower().replace(" ", "_")
-        path = pathlib.Path(f"kernels/{op}/tuned/{slug}.json")
+        path = pathlib.Path(f"kernels/{OPS[op].replace('.', '/')}/tuned/{slug}.json")
         path.parent.mkdir(exist_ok=True)
         old = dict(Tuned.load(path).entries) if path.exists() else {}
         new = {key: ms if _xla(ms) else ms + _xla(old.get(key, ()))

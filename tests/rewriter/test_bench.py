@@ -34,7 +34,7 @@ from rewriter.kernels.attention.cost import seen
 from rewriter.kernels.attention.reference import visible
 from rewriter.op import Op
 from rewriter.programs import Task
-from rewriter.registry import Registry, registry
+from rewriter.registry import Registry, package_of, registry
 from rewriter.verdict import YES, no
 
 SHIPPED = (
@@ -54,7 +54,7 @@ def cost_of(op, shapes, mode="forward", dtype="float32", **params):
 # --------------------------------------------------------------------- cost
 @pytest.mark.parametrize("op", SHIPPED)
 def test_shipped_costs_have_examples_that_run(op):
-    module = importlib.import_module(f"rewriter.kernels.{op}.cost")
+    module = importlib.import_module(f"{package_of(op)}.cost")
     assert registry().op(op).cost is module.cost
     assert "Example:" in module.cost.__doc__
     assert doctest.testmod(module).failed == 0

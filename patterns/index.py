@@ -1,0 +1,56 @@
+"""Where each pattern of the package is: its module, its attribute, and what it finds.
+
+A pattern is loaded when its name is first looked up. A new pattern is one entry here.
+The order is the one in which patterns are tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A pattern of the package.
+
+    Attributes:
+        module: Its module below ``rewriter.patterns``.
+        about: What it finds, in one line.
+        attribute: Its name in the module.
+    """
+
+    module: str
+    about: str
+    attribute: str = "PATTERN"
+
+
+PATTERNS = {
+    "attention": Shipped(
+        "attention", "Attention, in any spelling: softmax(q kᵀ · scale + ...) v."
+    ),
+    "paged_attention": Shipped(
+        "attention.paged", "Attention to keys and values that lie in pages of a pool."
+    ),
+    "layer_norm": Shipped(
+        "layer_norm", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
+    ),
+    "rms_norm": Shipped(
+        "layer_norm", "RMS norm: x / sqrt(mean x² + eps) * scale.", "RMS_NORM"
+    ),
+    "gated_linear_unit": Shipped(
+        "gated_linear_unit", "Gated linear unit: act(x w_gate) * (x w_up)."
+    ),
+    "ragged_dot": Shipped(
+        "ragged_dot", "Ragged dot: each group of rows times its own matrix."
+    ),
+    "quantized_ragged_dot": Shipped(
+        "ragged_dot.quantized", "Ragged dot of 8-bit matrices with scales."
+    ),
+    "ragged_gated_linear_unit": Shipped(
+        "ragged_gated_linear_unit", "Gated linear unit of experts, of ragged dots."
+    ),
+    "quantized_ragged_gated_linear_unit": Shipped(
+        "quantized_ragged_gated_linear_unit",
+        "Gated linear unit of experts with 8-bit matrices.",
+    ),
+}
