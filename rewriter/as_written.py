@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.gradients import Backward
+from rewriter.gradients.backward import Backward
 from rewriter.graph import Graph, Scope
 from rewriter.match import Match
 from rewriter.reading import leaves_of

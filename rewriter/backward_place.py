@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from rewriter import _jax
-from rewriter.gradients import Backward
+from rewriter.gradients.backward import Backward
 from rewriter.graph import Graph, Scope
 from rewriter.match import Match
 from rewriter.region import Regions

@@ -17,7 +17,7 @@ from rewriter.absorb import absorbed
 from rewriter.config import Config
 from rewriter.constants import once
 from rewriter.fold import Folded, fold
-from rewriter.gradients import search_gradients
+from rewriter.gradients.search import search_gradients
 from rewriter.graph import Graph
 from rewriter.kept import kept, offered
 from rewriter.locate import located

@@ -16,7 +16,7 @@ from rewriter.choose_ring import by_parts
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.fold import Cut, Folded
-from rewriter.gradients import Backward
+from rewriter.gradients.backward import Backward
 from rewriter.graph import Scope
 from rewriter.implementation import XLA, Implementation, build
 from rewriter.kernel import PLATFORMS, Kernel, Spec

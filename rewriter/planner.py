@@ -18,7 +18,7 @@ from rewriter.choose_ring import choose_ring
 from rewriter.config import Config
 from rewriter.device import Device
 from rewriter.fold import Folded
-from rewriter.gradients import Backward
+from rewriter.gradients.backward import Backward
 from rewriter.graph import Graph
 from rewriter.implementation import RING, XLA
 from rewriter.key import BOTH, FORWARD, Key, key_of

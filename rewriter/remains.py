@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rewriter import _jax
 from rewriter.canonicalize import STRUCTURAL
-from rewriter.gradients import Backward
+from rewriter.gradients.backward import Backward
 from rewriter.graph import Graph, Node, Scope
 from rewriter.match import Match
 

@@ -26,7 +26,7 @@ from rewriter.backward_place import (
     route,
 )
 from rewriter.equations import live
-from rewriter.gradients import Backward
+from rewriter.gradients.backward import Backward
 from rewriter.graph import Scope
 from rewriter.kept import Kept
 from rewriter.key import Key

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from rewriter.gradients import Backward
+from rewriter.gradients.backward import Backward
 from rewriter.graph import Scope
 from rewriter.match import Match
 

@@ -11,10 +11,3 @@ computed from it, by way of `reference` and `proof` to `search`, which asks
 has no cotangent in the program may be one of a value further down: see `relaid`.
 One that reads an array whose gradient is not its own may read pieces: see `cut`.
 """
-
-from __future__ import annotations
-
-from rewriter.gradients.backward import Backward
-from rewriter.gradients.search import search_gradients
-
-__all__ = ["Backward", "search_gradients"]
