@@ -5,12 +5,12 @@ An op is loaded when its name is first looked up. A new op is one line here.
 
 OPS = {
     "attention": "attention",
+    "paged_attention": "attention.paged",
+    "layer_norm": "norms.layer_norm",
+    "rms_norm": "norms.rms_norm",
     "gated_linear_unit": "gated_linear_unit",
-    "layer_norm": "layer_norm",
-    "paged_attention": "paged_attention",
-    "quantized_ragged_dot": "quantized_ragged_dot",
-    "quantized_ragged_gated_linear_unit": "quantized_ragged_gated_linear_unit",
-    "ragged_dot": "ragged_dot",
-    "ragged_gated_linear_unit": "ragged_gated_linear_unit",
-    "rms_norm": "rms_norm",
+    "ragged_dot": "ragged.dot",
+    "quantized_ragged_dot": "ragged.quantized_dot",
+    "ragged_gated_linear_unit": "ragged.gated_linear_unit",
+    "quantized_ragged_gated_linear_unit": "ragged.quantized_gated_linear_unit",
 }

@@ -26,31 +26,31 @@ class Shipped:
 
 PATTERNS = {
     "attention": Shipped(
-        "attention", "Attention, in any spelling: softmax(q kᵀ · scale + ...) v."
+        "attention.read", "Attention, in any spelling: softmax(q kᵀ · scale + ...) v."
     ),
     "paged_attention": Shipped(
         "attention.paged", "Attention to keys and values that lie in pages of a pool."
     ),
     "layer_norm": Shipped(
-        "layer_norm", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
+        "norms.read", "Layer norm: (x - mean x) / sqrt(var x + eps) * scale + bias."
     ),
     "rms_norm": Shipped(
-        "layer_norm", "RMS norm: x / sqrt(mean x² + eps) * scale.", "RMS_NORM"
+        "norms.read", "RMS norm: x / sqrt(mean x² + eps) * scale.", "RMS_NORM"
     ),
     "gated_linear_unit": Shipped(
-        "gated_linear_unit", "Gated linear unit: act(x w_gate) * (x w_up)."
+        "gated_linear_unit.read", "Gated linear unit: act(x w_gate) * (x w_up)."
     ),
     "ragged_dot": Shipped(
-        "ragged_dot", "Ragged dot: each group of rows times its own matrix."
+        "ragged.dot", "Ragged dot: each group of rows times its own matrix."
     ),
     "quantized_ragged_dot": Shipped(
-        "ragged_dot.quantized", "Ragged dot of 8-bit matrices with scales."
+        "ragged.quantized_dot", "Ragged dot of 8-bit matrices with scales."
     ),
     "ragged_gated_linear_unit": Shipped(
-        "ragged_gated_linear_unit", "Gated linear unit of experts, of ragged dots."
+        "ragged.gated_linear_unit", "Gated linear unit of experts, of ragged dots."
     ),
     "quantized_ragged_gated_linear_unit": Shipped(
-        "quantized_ragged_gated_linear_unit",
+        "ragged.quantized_gated_linear_unit",
         "Gated linear unit of experts with 8-bit matrices.",
     ),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rewriter.ops.registry import registry
 from rewriter.patterns.index import PATTERNS
-from rewriter.registry import registry
 
 
 def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 
 import rewriter
-from rewriter import errors, trace
+from rewriter import errors
 from rewriter.config import CHOICES
+from rewriter.ops.registry import registry
 from rewriter.patterns.index import PATTERNS
-from rewriter.registry import registry
-from rewriter.report import ASCII
+from rewriter.program import trace
+from rewriter.reports.report import ASCII
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 # ----------------------------------------------------------------- commands
 def _demo(args: argparse.Namespace) -> int:
-    from rewriter import demo
+    from rewriter.tools import demo
 
     fn, values = demo.build(demo.SMALL if args.small else demo.Size())
     say = _say(args)
@@ -139,7 +140,8 @@ def _none_of(
 
 
 def _bench_ops(args: argparse.Namespace) -> int:
-    from rewriter import bench_ops, device, roofline
+    from rewriter.ops import device
+    from rewriter.tools import bench_ops, roofline
 
     _none_of(args, OF_FUNCTION, "without a function", "Name it: bench module:function")
     if args.plot:

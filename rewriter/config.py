@@ -27,8 +27,8 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
-from rewriter.assumptions import ASSUMPTIONS
 from rewriter.errors import ConfigError, RewriterWarning, caller, known
+from rewriter.support.assumptions import ASSUMPTIONS
 
 Requirement = str | tuple[tuple[str, int], ...]
 Names = tuple[str, ...]

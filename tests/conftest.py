@@ -28,7 +28,7 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What one test measures decides nothing in the next."""
-    from rewriter import cache
+    from rewriter.measure import cache
 
     monkeypatch.setenv("REWRITER_CACHE_DIR", str(tmp_path / "cache"))
     cache._process.cache_clear()

@@ -1,88 +1,120 @@
-"""The engine is a list: a module imports only modules above it."""
+"""The engine is a list of folders: a module imports only from folders above its own.
+
+Inside a folder no modules import each other in a circle.
+"""
 
 from __future__ import annotations
 
 import ast
 import pathlib
 
+import networkx as nx
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-ORDER = [
-    "errors", "assumptions", "verdict", "atomic", "lock", "regular", "_jax",
-    "promotion", "config", "activations", "cost", "op", "along", "device", "tpu",
-    "ahead_of_time", "kernel", "estimate", "registry", "profile", "timing",
-    "conditions", "trace", "repeats", "fold", "constants", "graph", "normal_form",
-    "canonicalize", "template", "formula", "emit", "region", "rows", "reading",
-    "anew", "stacked", "finder", "sieve", "reference", "check", "match", "declared",
-    "bindings", "pattern", "implementation", "key", "measurement", "decision",
-    "schema", "stored", "whole", "tuned", "cache", "sources", "choose_sum",
-    "choose", "choose_ring", "special_form", "plan", "standing", "gradients",
-    "backward_place", "as_written", "leaves", "remains", "oracle", "rounding",
-    "deciding", "probes", "judge", "compare", "uses", "kernel_call", "levels",
-    "implement", "site", "residual_stream", "equations", "bodies", "loops", "work",
-    "kept", "recompute", "memory_order", "sums", "sums_of_parts", "absorb",
-    "policies", "threads", "programs", "inputs", "least_time", "candidate", "times",
-    "race", "whole_race", "isolate", "static_cost", "autotune", "propagation",
-    "shards", "ring", "splice", "pairs", "reached", "replace", "locate", "unfold",
-    "placing", "planner", "parts", "pipeline", "placement", "deferred",
-    "collectives", "draw", "report", "checked", "analysis", "optimize", "tune",
-    "verify", "roofline", "bench", "bench_table", "bench_peers", "bench_ops",
-    "export", "demo", "__init__", "__main__",
+FOLDERS = [
+    "errors", "support", "_jax", "config", "ops", "hardware", "program", "algebra",
+    "find", "gradients", "site", "measure", "rewrite", "choose", "reports",
+    "verification", "run", "tools", "_moved", "__init__", "__main__",
 ]  # fmt: skip
+"""Folders and single files below ``rewriter``, from the first to the last."""
 
-KERNELS = {
-    "activations", "cost", "op", "device", "kernel", "verdict", "errors",
-    "estimate", "registry", "kernels", "tpu",
-}  # fmt: skip
-NOT_FOR_PATTERNS = {"optimize", "pipeline", "replace", "site", "kernels", "_jax"}
+INDEXED = {
+    "ops/registry": {"kernels/index", "patterns/index"},
+    "run/pipeline": {"patterns/sets"},
+    "__main__": {"patterns/index"},
+}
+"""What modules of the engine may import of kernels and patterns: names alone."""
+
+KERNELS = {"ops", "support", "errors", "kernels"}
+NOT_FOR_PATTERNS = {"run", "rewrite", "site", "choose", "measure", "kernels", "_jax"}
 
 
 def imported(path: pathlib.Path) -> set[str]:
-    """Modules of the package that a file imports, at any depth."""
+    """Modules below ``rewriter`` that a file imports, as paths without suffix."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            parts = (node.module or "").split(".")
-            if parts[0] == "rewriter":
-                found |= {parts[1]} if parts[1:] else {a.name for a in node.names}
-            assert parts[0] not in ("kernels", "patterns"), f"{path}: bare import"
+            names = [f"{node.module}.{a.name}" for a in node.names]
+            found |= {place(name) for name in names}
         elif isinstance(node, ast.Import):
-            for name in node.names:
-                parts = name.name.split(".")
-                if parts[0] == "rewriter" and parts[1:]:
-                    found.add(parts[1])
-    return found
+            found |= {place(a.name) for a in node.names}
+    return found - {""}
+
+
+def place(dotted: str) -> str:
+    """The module that a dotted name of ours is in; "" for a name of others."""
+    parts = dotted.split(".")
+    assert parts[0] not in ("kernels", "patterns"), f"bare import of {dotted}"
+    if parts[0] != "rewriter":
+        return ""
+    for end in range(len(parts), 0, -1):
+        inside = "/".join(parts[1:end]) or "__init__"
+        if (ROOT / "rewriter" / f"{inside}.py").exists():
+            return inside
+        if (ROOT / "rewriter" / inside).is_dir() and end < len(parts):
+            return f"{inside}/__init__"
+    return "__init__"
 
 
 def files(folder: str) -> list[pathlib.Path]:
-    """The Python files below a folder."""
+    """The Python files below a folder; links are not followed."""
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-MODULES = sorted((ROOT / "rewriter").glob("*.py"))
+def named(path: pathlib.Path) -> str:
+    """A file's path below its top folder, without suffix."""
+    inside = path.relative_to(ROOT).with_suffix("")
+    return "/".join(inside.parts[1:])
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
+ENGINE = [
+    p
+    for p in files("rewriter")
+    if named(p).split("/")[0] not in ("kernels", "patterns")
+]
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=named)
 def test_engine(path):
-    assert path.stem in ORDER, f"add {path.name} to the list"
-    allowed = set(ORDER[: ORDER.index(path.stem)])
-    if path.stem in ("registry", "pipeline", "__main__"):
-        allowed |= {"patterns", "kernels"}  # found by name, loaded on first use
-    public = {"__version__", "__init__"} if path.stem == "__main__" else set()
-    assert imported(path) <= allowed | public
+    folder = named(path).split("/")[0]
+    assert folder in FOLDERS, f"add {folder} to the list"
+    allowed = {*FOLDERS[: FOLDERS.index(folder) + 1]}
+    if folder == "__main__":
+        allowed.add("__init__")
+    here = imported(path) - INDEXED.get(named(path), set())
+    assert {name.split("/")[0] for name in here} <= allowed
 
 
-@pytest.mark.parametrize("path", files("kernels"), ids=lambda p: p.stem)
+def test_no_circles():
+    graph = nx.DiGraph(
+        (named(path), other)
+        for path in ENGINE
+        for other in imported(path)
+        if not other.endswith("__init__") and other != named(path)
+    )
+    assert list(nx.simple_cycles(graph)) == []
+
+
+@pytest.mark.parametrize("path", files("kernels"), ids=named)
 def test_kernels(path):
-    assert imported(path) <= KERNELS
+    assert {name.split("/")[0] for name in imported(path)} <= KERNELS
 
 
-@pytest.mark.parametrize("path", files("patterns"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", files("patterns"), ids=named)
 def test_patterns(path):
-    assert not imported(path) & NOT_FOR_PATTERNS
+    here = {name.split("/")[0] for name in imported(path)}
+    assert not here & NOT_FOR_PATTERNS
+
+
+def test_folders_say_what_they_hold():
+    for folder in FOLDERS:
+        if (ROOT / "rewriter" / folder).is_dir():
+            text = (ROOT / "rewriter" / folder / "__init__.py").read_text()
+            (only,) = ast.parse(text).body
+            assert isinstance(only, ast.Expr), f"{folder}: more than a docstring"
 
 
 def test_only_one_file_touches_internals():

@@ -25,7 +25,7 @@ heavy = [m for m in sys.modules if m.split('.')[0] in ('networkx', 'rich', 'flax
 assert not heavy, heavy
 import jax.numpy as jnp, kernels
 assert kernels.MINE
-from rewriter.registry import registry
+from rewriter.ops.registry import registry
 from rewriter.kernels import attention
 assert registry().op('attention') is attention.OP
 assert len(registry().ops()) >= 5 and len(registry().patterns()) >= 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.attention import cudnn, hopper, hopper_decode, tpu, xla
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import estimate
@@ -13,7 +12,8 @@ from rewriter.kernels.attention.reference import (
     usual,
 )
 from rewriter.kernels.attention.sharding import sharding
-from rewriter.op import Op
+from rewriter.ops.kernel import PLATFORMS, Kernel, Space
+from rewriter.ops.op import Op
 
 _TABLE = "b|1 n|1 t|1 s|1"
 

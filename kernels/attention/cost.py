@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rewriter.cost import Cost, Dtypes, Shapes, moved, of_mode
+from rewriter.ops.cost import Cost, Dtypes, Shapes, moved, of_mode
 
 
 def cost(

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.device import deterministic_xla
-from rewriter.kernel import Spec
 from rewriter.kernels.attention.empty import AVERAGED, PASSING, passed
 from rewriter.kernels.attention.reference import visible
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.ops.device import deterministic_xla
+from rewriter.ops.kernel import Spec
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 PLAIN = frozenset({"q", "k", "v"})
 TABLES = frozenset({"bias", "mask"})

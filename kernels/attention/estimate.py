@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rewriter.device import Device
-from rewriter.estimate import item, seconds
-from rewriter.kernel import Spec
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.cudnn import SMALL, untried
 from rewriter.kernels.attention.hopper.config import STEP, filled
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
 
 PASSES, MASKED = 4.5, 2.0
 """How often XLA reads or writes the scores, in the operands' type; how often more

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.ring import RING
-from rewriter.op import Part, Sharding
+from rewriter.ops.op import Part, Sharding
 
 if TYPE_CHECKING:
     from jax import Array

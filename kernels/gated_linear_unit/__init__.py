@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rewriter.kernel import PLATFORMS, Kernel, Space
 from rewriter.kernels.gated_linear_unit import hopper, tpu, xla
 from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
-from rewriter.op import Op, Sharding
+from rewriter.ops.kernel import PLATFORMS, Kernel, Space
+from rewriter.ops.op import Op, Sharding
 
 OP = Op(
     name="gated_linear_unit",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rewriter.cost import Cost, Dtypes, Shapes, moved, of_mode
+from rewriter.ops.cost import Cost, Dtypes, Shapes, moved, of_mode
 
 
 def cost(

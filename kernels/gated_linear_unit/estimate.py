@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rewriter.device import Device
-from rewriter.estimate import item, seconds
-from rewriter.kernel import Spec
 from rewriter.kernels.gated_linear_unit.cost import cost
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
 
 PRODUCTS = 0.87
 """The share of the peak that products reach."""

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels import gated_tiles
-from rewriter.kernels.activations_hopper import ON_HOPPER
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
-from rewriter.kernels.gated_tiles import fits as fits
-from rewriter.kernels.hopper import runs_on as runs_on
-from rewriter.kernels.ragged_dot import hopper as ragged_dot
-from rewriter.kernels.ragged_dot.hopper.config import Tiles
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.kernels.ragged.dot import hopper as ragged_dot
+from rewriter.kernels.ragged.dot.hopper.config import Tiles
+from rewriter.kernels.shared import gated_tiles
+from rewriter.kernels.shared.activations_hopper import ON_HOPPER
+from rewriter.kernels.shared.gated_tiles import fits as fits
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.device import Device
-    from rewriter.kernel import Spec
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
 
 NAME = "gated_linear_unit"
 """The kernel, as profilers show it."""
@@ -122,8 +122,8 @@ def forward(
         residuals: Whether to return ``(result, ())``.
         config: The tiles; their columns are those of both branches.
     """
-    from rewriter.kernels.ragged_dot.hopper.branches import Branch
-    from rewriter.kernels.ragged_dot.hopper.by_rows import combined
+    from rewriter.kernels.ragged.dot.hopper.branches import Branch
+    from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
     del precision
     rows, k = math.prod(x.shape[:-1]), x.shape[-1]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.activations import ACTIVATIONS, Activation
+from rewriter.ops.activations import ACTIVATIONS, Activation
 
 Bounds = tuple[float | None, float | None]
 
@@ -44,7 +44,7 @@ def reference(
         rows_gate: [..., f], added to the branch row by row, as a low-rank adapter is;
             0 if absent.
         rows_up: The same for the other branch.
-        activation: One of `rewriter.activations.ACTIVATIONS`.
+        activation: One of `rewriter.ops.activations.ACTIVATIONS`.
         beta: The number of a parametric activation, such as the factor inside
             ``swish``: x · sigmoid(beta · x).
         clip_gate: Lower and upper bound of the gate branch, None for none.

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.activations import ACTIVATIONS
-from rewriter.device import Device
-from rewriter.kernel import Spec
 from rewriter.kernels.gated_linear_unit.reference import Bounds, branch, combine
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.ops.activations import ACTIVATIONS
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Spec
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 
 @dataclass(frozen=True)

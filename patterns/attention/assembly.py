@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rewriter.canonicalize import kind_of, log_may_be_infinite, values_named
-from rewriter.normal_form import TRUE, Poly
-from rewriter.patterns.attention.masks import Masks
-from rewriter.patterns.attention.rows import Rows
-from rewriter.reading import (
+from rewriter.algebra.canonicalize import kind_of, log_may_be_infinite, values_named
+from rewriter.algebra.normal_form import TRUE, Poly
+from rewriter.find.reading import (
     Group,
     Operand,
     Reading,
@@ -18,6 +16,8 @@ from rewriter.reading import (
     flat_indices,
     operand,
 )
+from rewriter.patterns.attention.masks import Masks
+from rewriter.patterns.attention.rows import Rows
 
 NAME = "attention"
 

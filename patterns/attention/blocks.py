@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rewriter.canonicalize import TRANSPARENT
-from rewriter.finder import Finder
-from rewriter.graph import Node
+from rewriter.algebra.canonicalize import TRANSPARENT
+from rewriter.find.finder import Finder
+from rewriter.program.graph import Node
 
 LIMIT = 600
 CANDIDATES = 4

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter.normal_form import Algebra, Index, Monomial, OverBudget, Poly
-from rewriter.reading import Joined, Operand, operand
+from rewriter.algebra.normal_form import Algebra, Index, Monomial, OverBudget, Poly
+from rewriter.find.reading import Joined, Operand, operand
 
 ARRAYS = 5
 """Arrays with an axis of keys in one piece; all ways to pair them are tried."""

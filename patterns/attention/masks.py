@@ -6,8 +6,8 @@ import itertools
 import operator
 from collections.abc import Mapping
 
-from rewriter.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
-from rewriter.reading import (
+from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
+from rewriter.find.reading import (
     Group,
     Operand,
     Refused,

@@ -13,14 +13,11 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rewriter.canonicalize import LAYOUT_PRIMITIVES, Pages
-from rewriter.finder import Finder
-from rewriter.graph import Node
-from rewriter.match import ReaderPattern
-from rewriter.normal_form import TRUE, Algebra, Index, OverBudget
-from rewriter.patterns import attention
-from rewriter.patterns.attention import ANCHORS, STEPS
-from rewriter.reading import (
+from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, Pages
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, OverBudget
+from rewriter.find.finder import Finder
+from rewriter.find.match import ReaderPattern
+from rewriter.find.reading import (
     Group,
     Operand,
     Reading,
@@ -28,6 +25,9 @@ from rewriter.reading import (
     flat_indices,
     operand,
 )
+from rewriter.patterns.attention import read
+from rewriter.patterns.attention.read import ANCHORS, STEPS
+from rewriter.program.graph import Node
 
 NAME = "paged_attention"
 AXES = ("kpzh", "pkzh", "pzkh")
@@ -39,7 +39,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     looking = _looking_through(find)
     if looking is None:
         return
-    for reading in attention.propose(looking, anchor):
+    for reading in read.propose(looking, anchor):
         try:
             yield paged(looking, reading)
         except Refused as refusal:

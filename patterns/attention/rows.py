@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rewriter.normal_form import TRUE
-from rewriter.reading import (
-    Refused,
-)
+from rewriter.algebra.normal_form import TRUE
+from rewriter.find.reading import Refused
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 

@@ -6,12 +6,9 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter.normal_form import TRUE, Algebra, Monomial, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
+from rewriter.find.reading import Group, Refused
 from rewriter.patterns.attention.masks import conjuncts
-from rewriter.reading import (
-    Group,
-    Refused,
-)
 
 
 @dataclass

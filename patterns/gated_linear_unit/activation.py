@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import jax
 
-from rewriter.activations import ACTIVATIONS, PARAMETRIC
-from rewriter.formula import applied
-from rewriter.normal_form import Algebra, OverBudget, Poly
+from rewriter.algebra.formula import applied
+from rewriter.algebra.normal_form import Algebra, OverBudget, Poly
+from rewriter.find.reading import Refused
+from rewriter.ops.activations import ACTIVATIONS, PARAMETRIC
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.forms import every
-from rewriter.reading import Refused
 
 TRIED = 8
 """Numbers that a parametric activation is tried with."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rewriter.normal_form import TRUE, Algebra, Monomial, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
+from rewriter.find.reading import Refused, flat_indices
 from rewriter.patterns.gated_linear_unit.forms import (
     contractions,
     every,
     linear_parts,
 )
-from rewriter.reading import Refused, flat_indices
 
 Bounds = tuple[float | None, float | None]
 OPEN: Bounds = (None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rewriter.normal_form import TRUE, Algebra, Monomial, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
 
 
 def contractions(alg: Algebra, p: Poly) -> list[int]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rewriter.finder import Finder
-from rewriter.graph import Node
+from rewriter.find.finder import Finder
+from rewriter.program.graph import Node
 
 MOST = 16
 """How many products below one equation are looked at."""

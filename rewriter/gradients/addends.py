@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 import numpy as np
 
 from rewriter import _jax
-from rewriter.canonicalize import TRANSPARENT, kind_of
-from rewriter.graph import Graph, Node, Scope
+from rewriter.algebra.canonicalize import TRANSPARENT, kind_of
+from rewriter.program.graph import Graph, Node, Scope
 
 SUMS = frozenset({"add_any", "add"})
 MOST = 16

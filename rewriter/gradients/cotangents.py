@@ -8,14 +8,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rewriter.canonicalize import (
+from rewriter.algebra.canonicalize import (
     LAYOUT_PRIMITIVES,
     TRANSPARENT,
     is_local,
     is_lossless,
 )
-from rewriter.graph import Graph
-from rewriter.match import Match
+from rewriter.find.match import Match
+from rewriter.program.graph import Graph
 
 REACH = 240
 """How many values below a cotangent are looked at."""

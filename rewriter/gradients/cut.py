@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from rewriter.check import check
-from rewriter.finder import Finder
-from rewriter.match import Match, region_values
-from rewriter.reading import Reading, leaves_of
-from rewriter.region import Regions
-from rewriter.stacked import cuts
-from rewriter.template import Template, apply, template
+from rewriter.algebra.template import Template, apply, template
+from rewriter.find.check import check
+from rewriter.find.finder import Finder
+from rewriter.find.match import Match, region_values
+from rewriter.find.reading import Reading, leaves_of
+from rewriter.find.region import Regions
+from rewriter.find.stacked import cuts
 
 
 @dataclass(eq=False)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from rewriter.algebra.template import Template, go, same_cone, way
+from rewriter.find.match import Match
 from rewriter.gradients.addends import read_as_a_sum
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import below, beside, cone
-from rewriter.graph import Graph
-from rewriter.match import Match
-from rewriter.template import Template, go, same_cone, way
+from rewriter.program.graph import Graph
 
 Look = Callable[[Graph, Template, int], Iterator[int]]
 

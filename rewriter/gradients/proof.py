@@ -12,14 +12,20 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-from rewriter.canonicalize import TRANSPARENT, Evaluator, NeedSplit, kind_of, pieces
+from rewriter.algebra.canonicalize import (
+    TRANSPARENT,
+    Evaluator,
+    NeedSplit,
+    kind_of,
+    pieces,
+)
+from rewriter.algebra.normal_form import Algebra, OverBudget
+from rewriter.find.match import Match
 from rewriter.gradients.addends import sums, widest
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import CONTRACTIONS, below, beside, cone
 from rewriter.gradients.reference import wanted_at
-from rewriter.graph import Graph
-from rewriter.match import Match
-from rewriter.normal_form import Algebra, OverBudget
+from rewriter.program.graph import Graph
 
 
 def proved_gradients(

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from rewriter import _jax
-from rewriter.canonicalize import Evaluator
-from rewriter.check import traced_forms
+from rewriter.algebra.canonicalize import Evaluator
+from rewriter.find.check import traced_forms
+from rewriter.find.match import Match
+from rewriter.find.reading import leaves_of
+from rewriter.find.reference import differentiable, gradient_function
 from rewriter.gradients.cotangents import is_float
-from rewriter.graph import Graph
-from rewriter.match import Match
-from rewriter.reading import leaves_of
-from rewriter.reference import differentiable, gradient_function
+from rewriter.program.graph import Graph
 
 
 def traced_gradients(graph: Graph, match: Match) -> Graph:

@@ -12,14 +12,19 @@ import math
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
-from rewriter.canonicalize import LAYOUT, LAYOUT_PRIMITIVES, TRANSPARENT, Evaluator
-from rewriter.check import check
+from rewriter.algebra.canonicalize import (
+    LAYOUT,
+    LAYOUT_PRIMITIVES,
+    TRANSPARENT,
+    Evaluator,
+)
+from rewriter.algebra.normal_form import TRUE, Index
+from rewriter.find.check import check
+from rewriter.find.match import Match
+from rewriter.find.reading import Reading, split_digits
+from rewriter.find.region import Regions
 from rewriter.gradients.cotangents import cotangents
-from rewriter.graph import Graph, Node
-from rewriter.match import Match
-from rewriter.normal_form import TRUE, Index
-from rewriter.reading import Reading, split_digits
-from rewriter.region import Regions
+from rewriter.program.graph import Graph, Node
 
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"mul", "div", "neg"}
 MOST = 6

@@ -7,20 +7,20 @@ import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from rewriter.algebra.normal_form import OverBudget
+from rewriter.find.match import Match
+from rewriter.find.region import Regions
 from rewriter.gradients.addends import returned
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import cotangents, is_float
 from rewriter.gradients.cut import Cut
+from rewriter.gradients.insertion_point import obstacle, read_instead
 from rewriter.gradients.known import Known, found_again, known
 from rewriter.gradients.proof import proved_gradients
 from rewriter.gradients.reference import traced_gradients
 from rewriter.gradients.relaid import Relaid
-from rewriter.graph import Graph
-from rewriter.match import Match
-from rewriter.normal_form import OverBudget
-from rewriter.region import Regions
-from rewriter.standing import obstacle, read_instead
-from rewriter.verdict import Reason
+from rewriter.program.graph import Graph
+from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.gradients")
 

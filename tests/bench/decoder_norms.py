@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 import rewriter
-from rewriter import _jax, timing
+from rewriter import _jax
+from rewriter.hardware import timing
 from tests.bench import decoder, passes, record
 
 BY = {"xla": "xla", "gradients": {"backward": "hopper"}, "hopper": "hopper"}

@@ -17,10 +17,10 @@ import sys
 import tempfile
 from typing import Any
 
-from rewriter import ahead_of_time
-from rewriter.static_cost import FLAGS
+from rewriter.hardware import ahead_of_time
+from rewriter.measure.static_cost import FLAGS
 from tests.bench import record
-from tests.kernels import tpu
+from tests.support.kernels import tpu
 
 Wanted = tuple[tuple[str, str, str], ...]
 """Modes ("cycles" or "bundles"), generations, and names of programs."""

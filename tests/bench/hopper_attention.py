@@ -24,12 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import device, timing
-from rewriter.kernel import spec_of, worth_measuring
+from rewriter.hardware import timing
 from rewriter.kernels.attention.cost import seen
 from rewriter.kernels.attention.hopper import BackwardTiles
 from rewriter.kernels.attention.reference import relative_position, usual, visible
-from rewriter.registry import registry
+from rewriter.ops import device
+from rewriter.ops.kernel import spec_of, worth_measuring
+from rewriter.ops.registry import registry
 from tests.bench import record
 
 NONE, CAUSAL = (None, None), (None, 0)

@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import device, timing
-from rewriter.kernel import spec_of, worth_measuring
+from rewriter.hardware import timing
 from rewriter.kernels.attention.reference import reference, usual
-from rewriter.registry import registry
+from rewriter.ops import device
+from rewriter.ops.kernel import spec_of, worth_measuring
+from rewriter.ops.registry import registry
 from tests.bench import record
 
 COMMAND = "python3 -m tests.bench.hopper_decode"

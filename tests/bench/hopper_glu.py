@@ -23,10 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import device, timing
-from rewriter.implementation import settings
-from rewriter.kernel import Kernel, spec_of, worth_measuring
-from rewriter.registry import registry
+from rewriter.hardware import timing
+from rewriter.ops import device
+from rewriter.ops.kernel import Kernel, spec_of, worth_measuring
+from rewriter.ops.registry import registry
+from rewriter.site.implementation import settings
 from tests.bench import record
 from tests.bench.ragged import normal, sizes_of
 

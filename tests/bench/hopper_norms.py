@@ -29,11 +29,13 @@ import jax
 import jax.numpy as jnp
 
 import rewriter
-from rewriter import device, timing
-from rewriter.implementation import settings
-from rewriter.kernel import spec_of, worth_measuring
-from rewriter.kernels import hopper, norm_rows_teams
-from rewriter.registry import registry
+from rewriter.hardware import timing
+from rewriter.kernels.norms import rows_hopper_config
+from rewriter.kernels.shared import hopper
+from rewriter.ops import device
+from rewriter.ops.kernel import spec_of, worth_measuring
+from rewriter.ops.registry import registry
+from rewriter.site.implementation import settings
 from tests.bench import record
 
 SHAPES = ((16384, 4096), (8192, 8192), (65536, 1024), (4096, 16384))
@@ -196,8 +198,8 @@ def sum_candidates(
     named = dict(zip(OPERANDS[op][1:], given, strict=True))
     programs = hopper.processors(device.attached())
     forward, backward = (
-        norm_rows_teams.proposed(
-            norm_rows_teams.norm_of(op == "layer_norm", x, None, 0.0, named, True),
+        rows_hopper_config.proposed(
+            rows_hopper_config.norm_of(op == "layer_norm", x, None, 0.0, named, True),
             is_backward,
             programs,
         )[:most]

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.registry import registry
+from rewriter.ops.registry import registry
 
 Arrays = tuple[jax.Array, ...]
 Function = Callable[..., Any]

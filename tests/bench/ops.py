@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import rewriter
-from rewriter import demo
+from rewriter.tools import demo
 from tests.bench import record
 
 

@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 import rewriter
-from rewriter import _jax, timing
+from rewriter import _jax
+from rewriter.hardware import timing
 
 Loss = Callable[..., jax.Array]
 

@@ -25,11 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import rewriter
-from rewriter import device, timing
-from rewriter.implementation import settings
-from rewriter.kernel import spec_of, worth_measuring
-from rewriter.kernels.quantized_ragged_dot.reference import dequantized, quantized
-from rewriter.registry import registry
+from rewriter.hardware import timing
+from rewriter.kernels.ragged.quantized_dot.reference import dequantized, quantized
+from rewriter.ops import device
+from rewriter.ops.kernel import spec_of, worth_measuring
+from rewriter.ops.registry import registry
+from rewriter.site.implementation import settings
 from tests.bench import record
 from tests.bench.hopper_glu import compiled
 from tests.bench.hopper_glu import error_of as of_unit

@@ -24,12 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import device, timing
-from rewriter.bench_ops import named_uses
-from rewriter.implementation import settings
-from rewriter.kernel import Kernel, Spec, spec_of
-from rewriter.kernels.ragged_dot.hopper import Tiles
-from rewriter.registry import registry
+from rewriter.hardware import timing
+from rewriter.kernels.ragged.dot.hopper import Tiles
+from rewriter.ops import device
+from rewriter.ops.kernel import Kernel, Spec, spec_of
+from rewriter.ops.registry import registry
+from rewriter.site.implementation import settings
+from rewriter.tools.bench_ops import named_uses
 from tests.bench import record
 
 COMMAND = "python3 -m tests.bench.ragged"

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from rewriter import conditions
+from rewriter.hardware import conditions
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.registry import registry
+from rewriter.ops.registry import registry
 
 SIZES = jnp.array([5, 0, 130, 60], jnp.int32)
 """Rows of four groups, of 200."""

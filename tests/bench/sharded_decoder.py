@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import rewriter
-from rewriter.collectives import collectives_in
+from rewriter.program.collectives import collectives_in
 from tests.bench import decoder, passes, public_decoder, record
 
 ROWS = 2

@@ -17,16 +17,16 @@ import re
 import jax
 
 import rewriter
-from rewriter import demo
-from rewriter.decision import decide
-from rewriter.device import KNOWN
-from rewriter.implementation import XLA
-from rewriter.key import Key
-from rewriter.measurement import ESTIMATES
-from rewriter.registry import package_of, registry
-from rewriter.report import size
-from rewriter.sources import shipped
-from rewriter.tpu import generation
+from rewriter.measure.decision import decide
+from rewriter.measure.key import Key
+from rewriter.measure.measurement import ESTIMATES
+from rewriter.measure.sources import shipped
+from rewriter.ops.device import KNOWN
+from rewriter.ops.registry import package_of, registry
+from rewriter.ops.tpu import generation
+from rewriter.reports.report import size
+from rewriter.site.implementation import XLA
+from rewriter.tools import demo
 from tests.bench import hopper_table, record
 from tests.bench import tpu_attention_cycles as attention
 from tests.bench import tpu_norms_cycles as norms
@@ -237,7 +237,7 @@ def sharded() -> str:
         "KiB at most. "
         "Reproduce with `XLA_FLAGS="
         "--xla_force_host_platform_device_count=8 python3 -m "
-        f"tests.rewriter.sharded_programs` (jax {data['jax']})."
+        f"tests.support.sharded_programs` (jax {data['jax']})."
     )
 
 

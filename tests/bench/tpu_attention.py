@@ -20,15 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import device
-from rewriter.kernel import spec_of
 from rewriter.kernels.attention import OP
 from rewriter.kernels.attention import tpu as kernel
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, Blocks
-from rewriter.tpu import GENERATIONS
+from rewriter.ops import device
+from rewriter.ops.kernel import spec_of
+from rewriter.ops.tpu import GENERATIONS
 from tests.bench import record
-from tests.kernels import tpu
-from tests.kernels.test_attention import CASES, Shape, exact, lengths, make
+from tests.kernels.attention.test_memory_bounded import (
+    CASES,
+    Shape,
+    exact,
+    lengths,
+    make,
+)
+from tests.support.kernels import tpu
 
 CAUSAL = {"window": (None, 0)}
 DTYPES = ("bfloat16", "float32")

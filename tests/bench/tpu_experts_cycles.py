@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rewriter.kernels import mosaic_tpu
-from rewriter.kernels.ragged_dot import tpu as ragged_dot
-from rewriter.kernels.ragged_dot.tpu import by_rows, schedule
-from rewriter.kernels.ragged_dot.tpu.config import Tiles
-from rewriter.kernels.ragged_gated_linear_unit import tpu as unit
+from rewriter.kernels.ragged.dot import tpu as ragged_dot
+from rewriter.kernels.ragged.dot.tpu import by_rows, schedule
+from rewriter.kernels.ragged.dot.tpu.config import Tiles
+from rewriter.kernels.ragged.gated_linear_unit import tpu as unit
+from rewriter.kernels.shared import pallas_tpu
 from tests.bench import estimates
 
 GROUPS, ROWS = 4, 512
@@ -65,7 +65,7 @@ def program(name: str, generation: str) -> tuple[Callable[..., Any], tuple[Any, 
 
 def _calculate_steps(rows: int) -> None:
     """Has kernels calculate their steps, for this child process alone."""
-    real = mosaic_tpu.call
+    real = pallas_tpu.call
 
     def of_rows(sizes: Any, m: int, tile: int) -> tuple[Any, int]:
         del sizes
@@ -92,7 +92,7 @@ def _calculate_steps(rows: int) -> None:
         return lambda table, *arrays: made(*arrays)
 
     schedule.of_rows, by_rows.Step.__call__ = of_rows, field
-    mosaic_tpu.call = without_table
+    pallas_tpu.call = without_table
 
 
 if __name__ == "__main__":

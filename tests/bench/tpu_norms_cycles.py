@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.device import Device
-from rewriter.kernel import spec_of
-from rewriter.registry import registry
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import spec_of
+from rewriter.ops.registry import registry
 from tests.bench import estimates
-from tests.kernels import tpu
+from tests.support.kernels import tpu
 
 GENERATIONS = ("v5e", "v5p", "v6e")
 SHAPES = ("8192 4096", "4096 16384")

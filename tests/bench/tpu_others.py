@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.kernel import spec_of
-from rewriter.registry import registry
-from rewriter.tpu import GENERATIONS
+from rewriter.ops.kernel import spec_of
+from rewriter.ops.registry import registry
+from rewriter.ops.tpu import GENERATIONS
 from tests.bench import record
-from tests.kernels import tpu
+from tests.support.kernels import tpu
 
 Use = tuple[str, dict[str, Any], dict[str, Any]]
 """An op, shapes by operand, and parameters."""

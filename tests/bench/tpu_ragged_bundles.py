@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rewriter.device import named
-from rewriter.kernel import spec_of
-from rewriter.kernels import mosaic_tpu
-from rewriter.kernels.ragged_dot.products import products
-from rewriter.kernels.ragged_dot.tpu import config
-from rewriter.registry import registry
+from rewriter.kernels.ragged.dot.products import products
+from rewriter.kernels.ragged.dot.tpu import config
+from rewriter.kernels.shared import pallas_tpu
+from rewriter.ops.device import named
+from rewriter.ops.kernel import spec_of
+from rewriter.ops.registry import registry
 from tests.bench import estimates
 
 SIZES = ((4096, 2048, 2048, 4), (8192, 2048, 1024, 8))
@@ -93,12 +93,12 @@ def program(name: str, generation: str) -> tuple[Callable[..., Any], tuple[Any, 
 
 def _leave_out_shared_tiles() -> None:
     """Changes the kernels, for this child process alone."""
-    from rewriter.kernels.ragged_dot.tpu import by_groups, by_rows
+    from rewriter.kernels.ragged.dot.tpu import by_groups, by_rows
 
     def whole_tile(
         b: Any, precision: Any, step: Any, x: Any, y: Any, sums: Any
     ) -> None:
-        sums[...] += mosaic_tpu.dot(x[...], y[...], (0, 0), precision)
+        sums[...] += pallas_tpu.dot(x[...], y[...], (0, 0), precision)
 
     by_groups._add = whole_tile
     by_rows._Tile.run = lambda self: self.multiply(pl.ds(0, self.blocks.m), whole=True)

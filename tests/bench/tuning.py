@@ -24,20 +24,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from rewriter import autotune, device
-from rewriter.bench_ops import named_uses
-from rewriter.candidate import Candidate, compile_all
-from rewriter.decision import decide
-from rewriter.implementation import XLA
-from rewriter.inputs import inputs
-from rewriter.kernel import Kernel
 from rewriter.kernels.index import OPS
-from rewriter.key import BOTH, FORWARD, Key
-from rewriter.measurement import Measurement
-from rewriter.programs import Task, function
-from rewriter.registry import registry
-from rewriter.times import time_apart
-from rewriter.tuned import Tuned
+from rewriter.measure import autotune
+from rewriter.measure.candidate import Candidate, compile_all
+from rewriter.measure.decision import decide
+from rewriter.measure.inputs import inputs
+from rewriter.measure.key import BOTH, FORWARD, Key
+from rewriter.measure.measurement import Measurement
+from rewriter.measure.programs import Task, function
+from rewriter.measure.times import time_apart
+from rewriter.measure.tuned import Tuned
+from rewriter.ops import device
+from rewriter.ops.kernel import Kernel
+from rewriter.ops.registry import registry
+from rewriter.site.implementation import XLA
+from rewriter.tools.bench_ops import named_uses
 from tests.bench import record
 
 COMMAND = "python3 -m tests.bench.tuning"

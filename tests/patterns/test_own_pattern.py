@@ -88,7 +88,7 @@ def test_requires_can_refuse(operands) -> None:
 
     @pattern.requires
     def wide(match: rewriter.Candidate):
-        from rewriter.verdict import YES, no
+        from rewriter.support.verdict import YES, no
 
         return YES if match.shapes["x"][-1] >= 64 else no("width", "h is below 64")
 

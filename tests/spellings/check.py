@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rewriter
-from rewriter.oracle import in_float64
+from rewriter.measure.oracle import in_float64
 from tests.spellings.contexts import Context
 from tests.spellings.oracle import ORACLES
 from tests.spellings.spelling import Spelling

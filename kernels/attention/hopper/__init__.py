@@ -28,7 +28,6 @@ from rewriter.kernels.attention.hopper.backward_config import (
 from rewriter.kernels.attention.hopper.backward_config import (
     fits_backward as fits_backward,
 )
-from rewriter.kernels.attention.hopper.beside import beside_in, beside_of
 from rewriter.kernels.attention.hopper.config import Tiles as Tiles
 from rewriter.kernels.attention.hopper.config import configs as configs
 from rewriter.kernels.attention.hopper.config import default as default
@@ -39,13 +38,14 @@ from rewriter.kernels.attention.hopper.config import (
 )
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
-from rewriter.kernels.hopper import runs_on as runs_on
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 OPERANDS = frozenset(
     {

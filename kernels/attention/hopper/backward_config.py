@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from rewriter.kernels.attention.hopper.beside import NONE, Beside, beside_in
 from rewriter.kernels.attention.hopper.config import (
     BARRIERS,
     KIB,
@@ -15,12 +14,13 @@ from rewriter.kernels.attention.hopper.config import (
     sees_unevenly,
     widths,
 )
-from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.kernels.attention.hopper.extra_operands import NONE, Beside, beside_in
+from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from rewriter.device import Device
-    from rewriter.kernel import Spec
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from jax import lax
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty import PASSING
-from rewriter.kernels.attention.hopper import classes, pallas
+from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
     TABLE_BLOCK,
@@ -48,12 +48,12 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
     splits,
 )
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
-from rewriter.kernels.attention.hopper.beside import Beside, beside_of
 from rewriter.kernels.attention.hopper.blocks import Mask
+from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
 from rewriter.kernels.attention.hopper.forward_kernel import even, pair_of, row_sums
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import terms_of, transposed
-from rewriter.kernels.hopper import PROCESSORS
+from rewriter.kernels.shared.hopper import PROCESSORS
 
 if TYPE_CHECKING:
     from jax import Array
@@ -182,7 +182,7 @@ def backward(
         (of_keys, by_key, turned_mask, turned_pair),
         (of_queries, by_query, mask, pair),
     ):
-        found = classes.table(
+        found = block_masks.table(
             b, p.mask.t, p.mask.s, p.rows, p.block, hiding, segments, p.group
         )
         if found is not None:
@@ -268,7 +268,7 @@ def _sums(
     )  # fmt: skip
     rows, columns = p.mask.t, p.mask.s
     named = {name: x for name, x in named.items() if name != "reach"}
-    reach = classes.table(p.b, rows, columns, whole.rows, block, mask, segments)
+    reach = block_masks.table(p.b, rows, columns, whole.rows, block, mask, segments)
     if reach is not None:
         named["reach"] = reach
     size = (p.b, n, -(-rows // whole.rows) * whole.rows)

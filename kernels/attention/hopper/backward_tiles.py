@@ -12,13 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels import claims
-from rewriter.kernels.attention.hopper import classes, pallas
+from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place, Terms
+from rewriter.kernels.shared import work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -91,7 +91,7 @@ class Problem:
             work=tuple(
                 self.group * (1 if self.terms.segments else r.count) for r in ranges
             ),
-            claims=self.claimed and claims.AVAILABLE,
+            claims=self.claimed and work_stealing.AVAILABLE,
         )
 
 
@@ -135,7 +135,7 @@ class Kernel(abc.ABC):
             "free": pallas.barriers(p.stages, p.warpgroups),
             **cls.row_memory(p),
             **p.terms.scratch(p.stages, p.parts, p.block),
-            **(claims.scratch(p.warpgroups) if p.order.claimed else {}),
+            **(work_stealing.scratch(p.warpgroups) if p.order.claimed else {}),
         }
 
     @classmethod
@@ -397,7 +397,7 @@ class Tile:
         )
         if "reach" in kernel.given:
             table = kernel.given["reach"]
-            self.range = classes.left(table, self.range, self.b, self.head, row)
+            self.range = block_masks.left(table, self.range, self.b, self.head, row)
         if self.length is not None and not p.mask.lengths:  # rows may be past it
             self.range = _without_rows(self.range, self.first + p.rows > self.length)
         self.mine = self.first + 64 * kernel.part

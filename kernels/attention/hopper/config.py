@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.attention.hopper.beside import NONE, Beside, beside_in
-from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.kernels.attention.hopper.extra_operands import NONE, Beside, beside_in
+from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from rewriter.device import Device
-    from rewriter.kernel import Spec
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 """By number of computing warpgroups: registers per lane for them and for the one that

@@ -21,10 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels import claims
 from rewriter.kernels.attention.empty import AVERAGED
-from rewriter.kernels.attention.hopper import classes, pallas
-from rewriter.kernels.attention.hopper.beside import Beside, beside_of
+from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.blocks import (
     Mask,
     blocks_ahead,
@@ -32,9 +30,11 @@ from rewriter.kernels.attention.hopper.blocks import (
     least,
 )
 from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, apart
+from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
+from rewriter.kernels.shared import work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -98,7 +98,7 @@ class _Problem:
                 ).count
                 for i in range(-(-self.mask.t // rows))
             ),
-            claims=self.config.claimed and claims.AVAILABLE,
+            claims=self.config.claimed and work_stealing.AVAILABLE,
         )
 
 
@@ -183,7 +183,7 @@ def forward(
         if x is not None:
             named[name] = jnp.broadcast_to(x.astype(jnp.int32), (b,))
     named |= arrays
-    found = classes.table(
+    found = block_masks.table(
         b, t, s, config.rows, config.block_kv, mask, pair_of(q_segments, kv_segments)
     )
     if found is not None:
@@ -250,7 +250,7 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
             )
         },
         **terms.scratch(stages, wgs, config.block_kv),
-        **(claims.scratch(wgs) if p.order.claimed else {}),
+        **(work_stealing.scratch(wgs) if p.order.claimed else {}),
     }  # fmt: skip
     if p.apart:
         scratch |= {"q_tiles": q_tiles, "o_tiles": o_tiles}

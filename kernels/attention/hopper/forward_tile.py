@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.hopper import classes, pallas
+from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.blocks import FAR, Range, blocks_of, inside
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 
@@ -51,7 +51,9 @@ class Tile:
             self.prefix = pallas.scalar(given["prefixes"], self.b)
         self.range = self.blocks(self.first, p.config.rows)
         if "reach" in given:
-            self.range = classes.left(given["reach"], self.range, self.b, self.n, row)
+            self.range = block_masks.left(
+                given["reach"], self.range, self.b, self.n, row
+            )
         self.mine = self.first + 64 * block.warpgroup
         self.shape = (64, p.config.block_kv)
 

@@ -1,4 +1,4 @@
-"""What attention needs of Pallas Mosaic GPU, beside `rewriter.kernels.mosaic`.
+"""What attention needs of Pallas Mosaic GPU beyond what all kernels share.
 
 One function per need, one comment per difference between versions.
 """
@@ -19,13 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from rewriter.kernels import claims
-from rewriter.kernels.mosaic import PROGRAM as PROGRAM
-from rewriter.kernels.mosaic import WARPGROUP as WARPGROUP
-from rewriter.kernels.mosaic import barriers as barriers
-from rewriter.kernels.mosaic import kernel as kernel
-from rewriter.kernels.mosaic import loaded as loaded
-from rewriter.kernels.mosaic import when as when
+from rewriter.kernels.shared import work_stealing
+from rewriter.kernels.shared.pallas_gpu import PROGRAM as PROGRAM
+from rewriter.kernels.shared.pallas_gpu import WARPGROUP as WARPGROUP
+from rewriter.kernels.shared.pallas_gpu import barriers as barriers
+from rewriter.kernels.shared.pallas_gpu import kernel as kernel
+from rewriter.kernels.shared.pallas_gpu import loaded as loaded
+from rewriter.kernels.shared.pallas_gpu import when as when
 
 if TYPE_CHECKING:
     from jax import Array
@@ -362,7 +362,7 @@ def pass_turn(warpgroups: int) -> None:
 def dealt(order: Order) -> dict[str, Any]:
     """Returns what `over_tiles` reads in global memory, by name."""
     if order.claimed:
-        return {"claims": claims.counter()}
+        return {"claims": work_stealing.counter()}
     return {} if order.table is None else {"table": jnp.asarray(order.table)}
 
 
@@ -384,7 +384,7 @@ def over_tiles(
     """
     program, steps, table = lax.axis_index(PROGRAM), jnp.int32(0), given.get("table")
     if order.claimed:
-        line = claims.Claims(memory, given["claims"], order.blocks, order.tiles)
+        line = work_stealing.Claims(memory, given["claims"], order.blocks, order.tiles)
         line.over(lambda i, steps, index, _: body(index, steps), steps, copies)
     elif order.programs == 0:
         body(program, steps)

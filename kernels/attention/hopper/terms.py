@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper.beside import table_type
+from rewriter.kernels.attention.hopper.extra_operands import table_type
 
 if TYPE_CHECKING:
     from jax import Array

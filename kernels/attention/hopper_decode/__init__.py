@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.device import Device
-from rewriter.kernel import spec_of
 from rewriter.kernels.attention.hopper_decode.config import ROWS
 from rewriter.kernels.attention.hopper_decode.config import Split as Split
 from rewriter.kernels.attention.hopper_decode.config import configs as configs
 from rewriter.kernels.attention.hopper_decode.config import default as default
 from rewriter.kernels.attention.hopper_decode.config import fits as fits
-from rewriter.kernels.hopper import runs_on as runs_on
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import spec_of
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 IN_PAGES = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Operands that it takes, also of keys in pages."""

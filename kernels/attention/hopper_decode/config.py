@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.hopper import PROCESSORS, SHARED_MEMORY, processors
-from rewriter.verdict import Verdict, all_of, no
+from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
+from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from rewriter.device import Device
-    from rewriter.kernel import Spec
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
 
 ROWS = 64
 """Rows that a tensor core multiplies at once: queries of all heads of a key head."""

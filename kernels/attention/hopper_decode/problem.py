@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper.blocks import Mask, Range, blocks_of
 from rewriter.kernels.attention.hopper_decode.config import Split, rows_of
-from rewriter.kernels.attention.hopper_decode.line import Line
+from rewriter.kernels.attention.hopper_decode.work_split import Line
 
 LANES = 128
 """Columns of partial results are padded to as many, as `merge` reads them."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from rewriter.kernels.attention.empty import PASSING
 from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
 from rewriter.kernels.attention.ring.turns import turns
-from rewriter.op import Ring
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.ops.op import Ring
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 OPERANDS = frozenset({"q", "k", "v", "q_segments", "kv_segments", "kv_lengths"})
 

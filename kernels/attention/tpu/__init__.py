@@ -32,12 +32,12 @@ from rewriter.kernels.attention.tpu.config import fits as fits
 from rewriter.kernels.attention.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.attention.tpu.sizes import together
 from rewriter.kernels.attention.tpu.steps import steps as steps
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 TYPES = ("bfloat16", "float32")
 

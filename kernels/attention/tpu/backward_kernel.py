@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.attention.tpu import operands, schedule
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
 from rewriter.kernels.attention.tpu.forward_kernel import rows_before
 from rewriter.kernels.attention.tpu.operands import Input, Place
 from rewriter.kernels.attention.tpu.scores import Problem, Tile
+from rewriter.kernels.shared import pallas_tpu
 
 if TYPE_CHECKING:
     from jax import Array
@@ -90,9 +90,9 @@ def _call(
         shape = (p.b, p.n, p.cut.t, p.h)
         results["dq"] = (
             operands.block((1, 1, rows, p.h), at, of_rows),
-            mosaic_tpu.shaped(shape, dtype, arrays["q"]),
+            pallas_tpu.shaped(shape, dtype, arrays["q"]),
         )
-        scratch["q"] = mosaic_tpu.VMEM((1, rows, p.h), jnp.float32)
+        scratch["q"] = pallas_tpu.VMEM((1, rows, p.h), jnp.float32)
     if kind != BY_ROWS:
         every = kind == FUSED
         blocks = p.cut.blocks[1] if every else 1
@@ -101,9 +101,9 @@ def _call(
             size = (1, 1, p.cut.s if every else keys, width)
             results[f"d{name}"] = (
                 operands.block(size, at, of_keys),
-                mosaic_tpu.shaped((p.b, p.heads, p.cut.s, width), dtype, arrays["q"]),
+                pallas_tpu.shaped((p.b, p.heads, p.cut.s, width), dtype, arrays["q"]),
             )
-            scratch[name] = mosaic_tpu.VMEM((blocks, keys, width), jnp.float32)
+            scratch[name] = pallas_tpu.VMEM((blocks, keys, width), jnp.float32)
     tables = listed.table
     names = [*tables, *scalars, *given, *results, *(f"{n} sum" for n in scratch)]
 
@@ -117,10 +117,10 @@ def _call(
     grid = (p.b, p.heads, listed.count, group)
     grid = grid if by_keys else (p.b, p.heads, group, listed.count)
     parallel = 3 if kind == BY_ROWS else 2
-    call = mosaic_tpu.call(
+    call = pallas_tpu.call(
         body,
         f"attention backward {kind}".replace(" ", "_"),
-        mosaic_tpu.Grid(grid, parallel),
+        pallas_tpu.Grid(grid, parallel),
         [x.block for x in given.values()],
         [spec for spec, _ in results.values()],
         [shape for _, shape in results.values()],
@@ -220,7 +220,7 @@ class _Step:
     def add(self, tile: Tile, part: bool) -> None:
         """Adds some scores to the gradients."""
         p, x = self.p, self.refs
-        dot = lambda a, b, axes: mosaic_tpu.dot(a, b, axes, p.precision)
+        dot = lambda a, b, axes: pallas_tpu.dot(a, b, axes, p.precision)
         q, k, v, up = (read(p, x, n, tile, part) for n in ("q", "k", "v", "up"))
         *kept, delta = per_row(x, tile)
         scores, bent = tile.scores(dot(k, q, (1, 1)), part)

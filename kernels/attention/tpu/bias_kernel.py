@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.attention.tpu import operands, schedule
 from rewriter.kernels.attention.tpu.backward_kernel import only_seen, per_row, read
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
 from rewriter.kernels.attention.tpu.operands import Input, Place
 from rewriter.kernels.attention.tpu.scores import Problem, Tile
-from rewriter.kernels.mosaic_tpu import LANES
+from rewriter.kernels.shared import pallas_tpu
+from rewriter.kernels.shared.pallas_tpu import LANES
 
 if TYPE_CHECKING:
     from jax import Array
@@ -59,7 +59,7 @@ def gradient(p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array]) ->
         where = (i.b, i.n, i.row, i.key)
         return tuple(x if k else 0 for x, k in zip(where, kept, strict=True))
 
-    out = mosaic_tpu.shaped(arrays["bias"].shape, jnp.float32, arrays["q"])
+    out = pallas_tpu.shaped(arrays["bias"].shape, jnp.float32, arrays["q"])
     names = ["states", *scalars, *given, "out", "sum"]
 
     def body(*refs: Any) -> None:
@@ -78,14 +78,14 @@ def gradient(p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array]) ->
 
     size = arrays["q"].dtype.itemsize
     tables = (*operands.wide(arrays), 4, 4)
-    (made,) = mosaic_tpu.call(
+    (made,) = pallas_tpu.call(
         body,
         "attention_bias_gradient",
-        mosaic_tpu.Grid(tuple(sizes[i] for i in order), sum(kept)),
+        pallas_tpu.Grid(tuple(sizes[i] for i in order), sum(kept)),
         [x.block for x in given.values()],
         [operands.block((1, 1, *thin), at, place)],
         [out],
-        [mosaic_tpu.VMEM(thin, jnp.float32)],
+        [pallas_tpu.VMEM(thin, jnp.float32)],
         prefetched=1 + len(scalars),
         vmem=backward_vmem(config, 0, p.h, p.e, size, tables),
     )(
@@ -143,7 +143,7 @@ class _Step:
     def add(self, tile: Tile, part: bool) -> None:
         """Adds the changes of some scores."""
         p, x = self.p, self.refs
-        dot = lambda a, b: mosaic_tpu.dot(a, b, (1, 1), p.precision)
+        dot = lambda a, b: pallas_tpu.dot(a, b, (1, 1), p.precision)
         q, k, v, up = (read(p, x, n, tile, part) for n in ("q", "k", "v", "up"))
         kept = [_column(row) for row in per_row(x, tile)]
         scores, _ = tile.scores(dot(q, k), part)

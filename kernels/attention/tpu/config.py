@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from rewriter.device import Device
 from rewriter.kernels.attention.tpu.schedule import MOST_BLOCKS
 from rewriter.kernels.attention.tpu.sizes import FEW, LANES, extent, listed
-from rewriter.tpu import UNKNOWN, generation
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.ops.device import Device
+from rewriter.ops.tpu import UNKNOWN, generation
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 ANY = Device(UNKNOWN.kind, "tpu")
 """A TPU of unknown kind."""

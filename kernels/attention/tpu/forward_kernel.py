@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.attention.tpu import operands, schedule
 from rewriter.kernels.attention.tpu.config import Blocks, vmem
 from rewriter.kernels.attention.tpu.operands import Input, Place
 from rewriter.kernels.attention.tpu.scores import LOG2E, Problem, Tile
-from rewriter.kernels.mosaic_tpu import LANES
+from rewriter.kernels.shared import pallas_tpu
+from rewriter.kernels.shared.pallas_tpu import LANES
 
 if TYPE_CHECKING:
     from jax import Array
@@ -65,21 +65,21 @@ def forward(
     results = {
         "out": (
             operands.block((1, 1, rows, p.e), at, lambda i: (i.b, i.n, i.row, 0)),
-            mosaic_tpu.shaped((p.b, p.n, p.cut.t, p.e), out_dtype, arrays["q"]),
+            pallas_tpu.shaped((p.b, p.n, p.cut.t, p.e), out_dtype, arrays["q"]),
         )
     }
     if saves:
         kept = 2 if "bias" in p.names else 1
         results["kept"] = (
             operands.block((1, 1, kept, rows), at, lambda i: (i.b, i.n, 0, i.row)),
-            mosaic_tpu.shaped(
+            pallas_tpu.shaped(
                 (p.b, p.n, kept, p.cut.blocks[0] * rows), jnp.float32, arrays["q"]
             ),
         )
     scratch = {
-        "top": mosaic_tpu.VMEM((rows, LANES), jnp.float32),
-        "total": mosaic_tpu.VMEM((rows, LANES), jnp.float32),
-        "sum": mosaic_tpu.VMEM((rows, p.e), jnp.float32),
+        "top": pallas_tpu.VMEM((rows, LANES), jnp.float32),
+        "total": pallas_tpu.VMEM((rows, LANES), jnp.float32),
+        "sum": pallas_tpu.VMEM((rows, p.e), jnp.float32),
     }
     tables = listed.table
     names = [*tables, *scalars, *given, *results, *scratch]
@@ -90,10 +90,10 @@ def forward(
         word = listed.at(refs[:1], b, step)
         _Step(p, config, named, scalars, listed, word).run(b)
 
-    call = mosaic_tpu.call(
+    call = pallas_tpu.call(
         body,
         "attention",
-        mosaic_tpu.Grid((p.b, p.n, listed.count), 2),
+        pallas_tpu.Grid((p.b, p.n, listed.count), 2),
         [x.block for x in given.values()],
         [spec for spec, _ in results.values()],
         [shape for _, shape in results.values()],
@@ -167,7 +167,7 @@ class _Step:
         for tile in Tile.of_block(p, x, numbers, row, key, self.config):
             queries = x["q"][0, 0, tile.row_slice, :]
             keys = x["k"][0, 0, tile.key_slice, :]
-            product = mosaic_tpu.dot(queries, keys, (1, 1), p.precision)
+            product = pallas_tpu.dot(queries, keys, (1, 1), p.precision)
             scores, _ = tile.scores(product, part)
             self.add(tile, scores, part)
 
@@ -185,7 +185,7 @@ class _Step:
         values = x["v"][0, 0, tile.key_slice, :]
         if part and p.cut.s % p.cut.keys:
             values = rows_before(values, p.cut.s - tile.key - tile.start)
-        added = mosaic_tpu.dot(
+        added = pallas_tpu.dot(
             weights.astype(values.dtype), values, (1, 0), p.precision
         )
         x["sum"][rows] = x["sum"][rows] * across(fade, p.e) + added

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernel import Spec
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty import PASSING
 from rewriter.kernels.attention.tpu import (
     backward_kernel,
     bias_kernel,
-    few,
+    decode_layout,
     forward_kernel,
 )
 from rewriter.kernels.attention.tpu.config import (
@@ -28,6 +27,7 @@ from rewriter.kernels.attention.tpu.operands import heads_first
 from rewriter.kernels.attention.tpu.schedule import Cut
 from rewriter.kernels.attention.tpu.scores import Problem
 from rewriter.kernels.attention.tpu.sizes import together
+from rewriter.ops.kernel import Spec
 
 if TYPE_CHECKING:
     from jax import Array
@@ -78,10 +78,10 @@ def forward(
     shape, t = (p.b, p.n, p.cut.t, p.e), p.cut.t
     kind = together(spec)
     if kind == "all":
-        p, arrays = few.every_head(p, operands)
+        p, arrays = decode_layout.every_head(p, operands)
     else:
         arrays = _turned(operands)
-        p, arrays = few.by_group(p, arrays) if kind else (p, arrays)
+        p, arrays = decode_layout.by_group(p, arrays) if kind else (p, arrays)
     blocks = clipped(config or default(spec, ANY), p.cut.t, p.cut.s)
     out, *kept = forward_kernel.forward(p, blocks, arrays, out_dtype, residuals)
     out = heads_first(out.reshape(shape))

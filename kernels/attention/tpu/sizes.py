@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rewriter.kernels.attention.tpu import schedule
 
 if TYPE_CHECKING:
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 LANES = 128
 FEW = 128

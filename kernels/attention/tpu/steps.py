@@ -15,7 +15,7 @@ from rewriter.kernels.attention.tpu.config import (
 from rewriter.kernels.attention.tpu.sizes import extent, kinds, listed, together
 
 if TYPE_CHECKING:
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 
 def steps(

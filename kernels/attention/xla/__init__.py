@@ -20,10 +20,10 @@ from rewriter.kernels.attention.xla.config import Blocks as Blocks
 from rewriter.kernels.attention.xla.config import configs as configs
 from rewriter.kernels.attention.xla.config import default as default
 from rewriter.kernels.attention.xla.forward import forward as forward
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from rewriter.kernel import Spec
+    from rewriter.ops.kernel import Spec
 
 
 def supports(spec: Spec) -> Verdict:

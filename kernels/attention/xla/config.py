@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rewriter.device import Device
-    from rewriter.kernel import Spec
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.device import Device
-from rewriter.kernel import Spec
-from rewriter.kernels.activations_tpu import ON_TPU, WITHOUT
 from rewriter.kernels.gated_linear_unit import xla
 from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
 from rewriter.kernels.gated_linear_unit.tpu.config import (
@@ -31,7 +28,10 @@ from rewriter.kernels.gated_linear_unit.tpu.config import (
 )
 from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Spec
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 DTYPES = ("bfloat16", "float32")
 PRECISIONS = (None, "default", "high", "highest")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from rewriter import tpu
-from rewriter.verdict import YES, Verdict, all_of, no
+from rewriter.ops import tpu
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
-    from rewriter.device import Device
-    from rewriter.kernel import Spec
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
 
 MORE = 3 << 20
 """Bytes of VMEM for everything but blocks."""

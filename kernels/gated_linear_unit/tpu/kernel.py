@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rewriter.kernels import mosaic_tpu
 from rewriter.kernels.gated_linear_unit.tpu.config import (
     Blocks,
     Sizes,
@@ -23,6 +22,7 @@ from rewriter.kernels.gated_linear_unit.tpu.config import (
     blocks,
     vmem,
 )
+from rewriter.kernels.shared import pallas_tpu
 
 if TYPE_CHECKING:
     from jax import Array
@@ -59,7 +59,7 @@ def combined(
         del row, read
         out[...] = combine(gate, up).astype(out.dtype)
 
-    like = mosaic_tpu.shaped((sizes.m, sizes.n), dtype, operands["x"])
+    like = pallas_tpu.shaped((sizes.m, sizes.n), dtype, operands["x"])
     (out,) = _call(
         "gated_linear_unit", operands, [], sizes, [like], precision, tiles, finish
     )
@@ -92,8 +92,8 @@ def taken_apart(
     x, b = operands["x"], blocks(sizes, tiles)
     biases = [name for name in ("b_gate", "b_up") if name in operands]
     shape = -(-sizes.m // b.m) * SUMS, sizes.n
-    out = [mosaic_tpu.shaped((sizes.m, sizes.n), dtype, x)] * 2
-    out += [mosaic_tpu.shaped(shape, jnp.float32, x) for _ in biases]
+    out = [pallas_tpu.shaped((sizes.m, sizes.n), dtype, x)] * 2
+    out += [pallas_tpu.shaped(shape, jnp.float32, x) for _ in biases]
 
     def finish(gate: Any, up: Any, row: Any, read: Any, *out: Any) -> None:
         _, back = jax.vjp(combine, gate, up)
@@ -114,7 +114,7 @@ def taken_apart(
 
 def _by_register(x: Array, rows: Any) -> Array:
     """Returns sums over rows, those past `rows` left out: [m, n] to [SUMS, n]."""
-    x = mosaic_tpu.masked(x, 0, 0, rows)
+    x = pallas_tpu.masked(x, 0, 0, rows)
     whole = x.shape[0] // SUMS * SUMS
     total = jnp.sum(x[:whole].reshape(-1, SUMS, x.shape[1]), axis=0) if whole else 0.0
     if whole == x.shape[0]:
@@ -159,15 +159,15 @@ def _call(
                   finish(*both, row, taken, *made))  # fmt: skip
 
     several = parts > 1 or b.step < b.k
-    return mosaic_tpu.call(
+    return pallas_tpu.call(
         body,
         name,
-        mosaic_tpu.Grid((-(-sizes.m // b.m), -(-sizes.n // b.n), parts), 2),
+        pallas_tpu.Grid((-(-sizes.m // b.m), -(-sizes.n // b.n), parts), 2),
         inputs,
         [result if o.shape[0] == sizes.m and i < 2 else sums
          for i, o in enumerate(out)],
         out,
-        [mosaic_tpu.VMEM((b.m, b.n), jnp.float32)] * 2 if several else [],
+        [pallas_tpu.VMEM((b.m, b.n), jnp.float32)] * 2 if several else [],
         vmem=vmem(sizes, tiles),
     )(*arrays)  # fmt: skip
 
@@ -228,6 +228,6 @@ class _Block:
         x, w = self.x[:, columns], weight[columns, :]
         if self.sizes.k % self.blocks.k:  # what lies beyond is undefined
             rest = self.sizes.k - self.part * self.blocks.k - columns.start
-            x = mosaic_tpu.masked(x, 1, 0, rest)
-            w = mosaic_tpu.masked(w, 0, 0, rest)
-        return mosaic_tpu.dot(x, w, precision=self.precision)
+            x = pallas_tpu.masked(x, 1, 0, rest)
+            w = pallas_tpu.masked(w, 0, 0, rest)
+        return pallas_tpu.dot(x, w, precision=self.precision)

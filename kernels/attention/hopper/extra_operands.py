@@ -1,0 +1,106 @@
+"""Operands in, what scores read beside q, k and v out: bytes of memory, registers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from rewriter.ops.kernel import Spec
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What scores read beside q, k and v.
+
+    Attributes:
+        tables: Bytes of an element of each operand that differs along rows and columns.
+        rows: Operands that are a number a row.
+        columns: Operands that are a number a column.
+        slopes: Whether distances are added.
+    """
+
+    tables: tuple[int, ...] = ()
+    rows: int = 0
+    columns: int = 0
+    slopes: bool = False
+
+    @property
+    def copied(self) -> bool:
+        """Whether blocks of keys have something copied beside them."""
+        return bool(self.tables or self.rows or self.columns)
+
+    def nbytes(self, stages: int, rows: int, columns: int) -> int:
+        """Returns bytes of shared memory for so many blocks of rows and columns.
+
+        Example:
+            >>> Beside(tables=(2,), columns=1).nbytes(2, 128, 64)
+            33280
+        """
+        each = sum(self.tables) * rows * columns
+        return stages * (each + 4 * (self.rows * rows + self.columns * columns))
+
+    @property
+    def transposed(self) -> Beside:
+        """The same where rows are columns."""
+        return replace(self, rows=self.columns, columns=self.rows)
+
+    def registers(self, columns: int) -> int:
+        """Returns registers per lane, as far as ptxas 12.9 was seen to run out of them.
+
+        For blocks of 144 keys and heads of 128, slopes spilled 16 bytes; for blocks of
+        128 keys, heads of 64 and 3 warpgroups, tables of masks 20 bytes.
+        """
+        wide = columns > 128 and (self.copied or self.slopes)
+        return len(self.tables) * columns // 8 + 64 * wide
+
+
+NONE = Beside()
+
+
+def beside_of(operands: Mapping[str, Any]) -> Beside:
+    """Returns what scores read beside q, k and v.
+
+    Args:
+        operands: Arrays, or anything with ``shape`` and ``dtype``, by name.
+
+    Example:
+        >>> mask = jax.ShapeDtypeStruct((2, 1, 1, 300), jnp.bool_)
+        >>> beside_of({"mask": mask})
+        Beside(tables=(), rows=0, columns=1, slopes=False)
+    """
+    tables, lines = [], set()
+    for name in ("bias", "mask"):
+        if name in operands:
+            _, _, t, s = operands[name].shape
+            if 1 not in (t, s):
+                tables.append(table_type(operands[name].dtype).itemsize)
+            else:
+                lines.add("columns" if t == 1 else "rows")
+    segments = int("q_segments" in operands and "kv_segments" in operands)
+    return Beside(
+        tuple(tables), ("rows" in lines) + segments, ("columns" in lines) + segments,
+        "alibi" in operands,
+    )  # fmt: skip
+
+
+def beside_in(spec: Spec) -> Beside:
+    """Returns the same for a use of attention."""
+    return beside_of(
+        {
+            name: jax.ShapeDtypeStruct(shape, spec.dtype(name))
+            for name, shape in spec.shapes
+        }
+    )
+
+
+def table_type(dtype: Any) -> Any:
+    """Returns the dtype in which kernels read a table of this one: 8 to 32 bits."""
+    if dtype == jnp.bool_:
+        return jnp.dtype(jnp.int8)
+    narrow = str(jnp.dtype(dtype)) in ("bfloat16", "float16")
+    return jnp.dtype(dtype if narrow else jnp.float32)

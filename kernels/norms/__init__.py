@@ -1,0 +1,1 @@
+"""Layer norm and RMS norm: kernels of rows that both share."""

@@ -1,0 +1,47 @@
+"""How long the norm takes by XLA and by the kernel: the bytes that it moves.
+
+Both are fused by XLA and were as fast on an H200 (``tests/bench/results/
+tuned_h200.json``): 0.7 to 0.9 of the bandwidth forward. With gradients XLA took from
+0.8 to 1.2 of the kernel's time, in no order by shape, so that they count as equal.
+
+What an addition in front is worth to the kernel for Hopper GPUs, which `adds_to` x, is
+not in it; see `rewriter.choose.choose_sum`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.kernels.norms import rows_hopper_config
+from rewriter.kernels.norms.rms_norm.cost import cost
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import seconds
+from rewriter.ops.kernel import Spec
+
+REACHED = {"forward": 0.85, "vjp": 0.65, "forward_and_vjp": 0.65}
+"""Shares of the bandwidth."""
+
+ON_HOPPER = 0.89
+"""The share that our kernel for Hopper GPUs reached there
+(``tests/bench/results/hopper_norms_h200.json``)."""
+
+ON_TPU = 5 / 7
+"""What the TPU kernel takes of XLA's time with gradients: they read and write arrays of
+rows five times, and XLA's programs for TPUs seven times."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns seconds by name: of ``"xla"`` and the platform's kernels."""
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    work = cost(shapes, dtypes, params, passes)
+    each = seconds(device, 0.0, work.bytes, memory=REACHED[passes])
+    if device.platform != "tpu":
+        own = seconds(device, 0.0, work.bytes, memory=ON_HOPPER)
+        if not rows_hopper_config.measured(spec):
+            own = math.inf
+        return {"xla": each, "memory_bounded": each, "hopper": own}
+    share = 1.0 if passes == "forward" else ON_TPU
+    launch = seconds(device, 0.0, 0.0)
+    ours = launch + (each - launch) * share
+    return {"xla": each, "memory_bounded": each, "mosaic_tpu": ours}

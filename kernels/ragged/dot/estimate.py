@@ -1,0 +1,100 @@
+"""How long a ragged dot takes: a model of the ways to compute it.
+
+On a GPU XLA multiplies every row by every group's matrix; on a TPU, of which
+`rewriter.kernels.ragged.dot.tpu_estimate` tells, it has a kernel. A
+loop over the groups launches a few kernels for each. Tiles copy a matrix for each tile
+of rows. The kernel for Hopper GPUs reads each matrix and multiplies whole tiles. The
+constants are those of an H200 (``tests/bench/results/tuned_h200.json``,
+``ragged_h200.json``), which the model meets within a fifth for 8 to 128 groups in
+bfloat16, but for the loop over few rows:
+
+m, k, n, g               XLA           loop          tiles         hopper   (model,
+8192 4096 4096 16        5.5  5.0      1.0  1.0      1.9  1.9      0.4  0.4  measured;
+32768 2048 1536 128     33.0  32.3     3.1  3.1      1.9  2.0      0.4  0.4  ms)
+8192 4096 14336 8        9.6  8.4      2.6  2.5      5.5  5.0      1.3  1.3
+256 2048 1536 128        0.3  0.3      2.6  1.2      1.0  1.0      0.2  0.2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.kernels.ragged.dot.tpu_estimate import estimate as of_tpu
+from rewriter.ops.device import Device, named
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
+from rewriter.support.verdict import YES, Verdict, no
+
+DENSE = 0.95
+"""The share of the peak of large products."""
+
+PARTED = 0.48
+"""The share of the peak of products of some hundred rows."""
+
+STEP_S = 20e-6
+"""Seconds of a group's turn in a loop."""
+
+COPIED = 0.81
+"""The share of the bandwidth of copies."""
+
+TILE = 256
+"""Rows of a tile."""
+
+SPARE = 96
+"""Rows of a group's last tile on Hopper that hold none, and what a tile costs."""
+
+PRODUCTS = {"forward": 1.0, "vjp": 2.0, "forward_and_vjp": 3.0}
+"""How many products of the forward's size there are."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns seconds: of ``"xla"``, ``"memory_bounded"``, ``"tiled"``, ``"hopper"``.
+
+    On a TPU those of ``"mosaic_tpu"``, too.
+    """
+    m, k = spec.shape("lhs")
+    (groups,) = spec.shape("group_sizes")
+    n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else -1]
+    size, times = item(spec, "lhs"), PRODUCTS[passes]
+    flops = times * 2.0 * m * k * n
+    tiles = m // TILE + min(m, groups)
+    copied = times * 3 * tiles * k * n * size  # read, written, read
+    filled = tiles * TILE / max(m, 1)
+    xla = seconds(device, groups * flops, 0.0, compute=DENSE, item=size, launches=0)
+    loop = seconds(device, flops, 0.0, compute=PARTED, item=size, launches=0)
+    tiled = seconds(
+        device, filled * flops, copied, compute=DENSE, memory=COPIED, item=size,
+        launches=0,
+    )  # fmt: skip
+    loop += times * groups * STEP_S
+    active = groups * -math.expm1(-m / groups) if groups else 0.0  # have rows, if even
+    moved = times * size * (active * k * n + m * (k + n))
+    padded = flops * (1 + min(m, groups) * SPARE / max(m, 1))
+    own = max(
+        seconds(device, padded, 0.0, compute=DENSE, item=size, launches=3 * times),
+        seconds(device, 0.0, moved, launches=3 * times),
+    )
+    made = {"xla": xla, "memory_bounded": loop, "tiled": tiled, "hopper": own}
+    return made | of_tpu(spec, device, passes) if device.platform == "tpu" else made
+
+
+def best(spec: Spec, platform: str, name: str) -> Verdict:
+    """Returns yes on CUDA where a kernel for any GPU is the fastest by a fifth.
+
+    For a GPU of which nothing is known but that: as on an H200.
+    """
+    if platform != "cuda":
+        return no("platform", f"not measured to be faster than XLA on {platform}")
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known to tell whether it pays")
+    found = dict(estimate(spec, named("h200"), "forward"))
+    del found["hopper"]  # it may be another GPU
+    fastest = min(found, key=found.__getitem__)
+    if fastest == name and found[name] < 0.8 * found["xla"]:
+        return YES
+    mine, theirs = (math.ceil(1e6 * found[x]) for x in (name, fastest))
+    if fastest == name:
+        theirs = math.ceil(1e6 * found["xla"])
+        return no("model", f"estimated to take {mine} µs, and XLA {theirs} µs")
+    return no("model", f"estimated to take {mine} µs, and {fastest} {theirs} µs")

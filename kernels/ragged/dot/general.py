@@ -1,0 +1,93 @@
+"""Ragged dot by whole groups, for the transformations that JAX's own lacks.
+
+`jax.lax.ragged_dot_general` has no second derivatives in one of its modes and
+batches over leading axes alone. This form takes every transformation; its
+work grows with the number of groups, so it serves derivatives and odd batch
+axes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def general(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+) -> Array:
+    """Returns what `rewriter.kernels.ragged.dot.reference.reference` does.
+
+    Args:
+        lhs: [m, k].
+        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
+        group_sizes: int [g].
+        mode: "forward", "transposed" or "contracting".
+        out_dtype: The result's dtype, that of the operands by default.
+        precision: As in `jax.lax.dot`.
+
+    Returns:
+        [m, n], or [g, k, n] if contracting.
+    """
+    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
+    ends = jnp.cumsum(group_sizes)
+    bounds = (ends - group_sizes, ends)
+
+    def dot(a: Array, b: Array) -> Array:
+        return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype)
+
+    # Only the operands are kept for a gradient, not one product per group.
+    if mode == "contracting":
+        return _per_group(jax.checkpoint(dot), lhs, rhs, bounds)
+    turn = jnp.swapaxes if mode == "transposed" else lambda x, *_: x
+    product = jax.checkpoint(lambda a, b: dot(a, turn(b, -1, -2)))
+    return _by_row(product, lhs, rhs, bounds, dtype)
+
+
+def _rows(bounds: tuple[Array, Array], m: int) -> Array:
+    row = jnp.arange(m)
+    return ((row >= bounds[0]) & (row < bounds[1]))[:, None]
+
+
+def _per_group(
+    product: Callable[[Array, Array], Array],
+    lhs: Array,
+    rhs: Array,
+    bounds: tuple[Array, Array],
+) -> Array:
+    def one(group: tuple[Array, Array]) -> Array:
+        own = _rows(group, lhs.shape[0])
+        return product(jnp.where(own, lhs, 0).T, jnp.where(own, rhs, 0))
+
+    return jax.lax.map(jax.checkpoint(one), bounds)
+
+
+def _by_row(
+    product: Callable[[Array, Array], Array],
+    lhs: Array,
+    rhs: Array,
+    bounds: tuple[Array, Array],
+    dtype: jnp.dtype,
+) -> Array:
+    @jax.checkpoint
+    def part(matrix: Array, group: tuple[Array, Array]) -> Array:
+        own = _rows(group, lhs.shape[0])
+        return jnp.where(own, product(jnp.where(own, lhs, 0), matrix), 0)
+
+    def step(total: Array, one: tuple[Array, tuple[Array, Array]]):
+        return total + part(*one), None
+
+    width = jax.eval_shape(product, lhs, rhs[0]).shape[-1]
+    start = jnp.zeros((lhs.shape[0], width), dtype)
+    return jax.lax.scan(step, start, (rhs, bounds))[0]

@@ -1,0 +1,126 @@
+"""Ragged dot on NVIDIA Hopper GPUs, in Pallas Mosaic GPU: what it takes, and the op.
+
+Pallas takes half a second to import, so that the kernels themselves are imported where
+they are first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.ragged.dot import tiled, xla
+from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
+from rewriter.kernels.ragged.dot.hopper.config import configs as configs
+from rewriter.kernels.ragged.dot.hopper.config import default as default
+from rewriter.kernels.ragged.dot.hopper.config import fits as fits
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.ops.kernel import Spec
+
+MOST = 1 << 30
+"""Sizes from here on do not fit the kernels' numbers."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernels take this use: 16 bits, k and n multiples of 64."""
+    base = xla.supports(spec)
+    if not base.ok:
+        return base
+    found = [YES]
+    left, right = spec.dtype("lhs"), spec.dtype("rhs")
+    if left not in ("bfloat16", "float16") or left != right:
+        text = f"lhs is {left} and rhs {right}, not both bfloat16 or both float16"
+        found.append(no("dtype", text))
+    out = spec.param("out_dtype") or left
+    if out not in (left, "float32"):
+        found.append(no("out_dtype", f"the result is {out}, not {left} or float32"))
+    k = spec.shape("lhs")[1]
+    n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else -1]
+    for name, size in (("k", k), ("n", n)):
+        if size % STEP:  # copies are 128 bytes wide
+            found.append(no("alignment", f"{name} is {size}, no multiple of {STEP}"))
+    if max(*spec.shape("lhs"), n) >= MOST:
+        found.append(no("size", "sizes of 2^30 and more do not fit its numbers"))
+    verdict = all_of(*found)
+    return _importable() if verdict.ok else verdict
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: for Hopper GPUs, where those are known, there is an estimate."""
+    del spec, platform
+    return no("device", "chosen for a GPU that is known to be a Hopper GPU")
+
+
+@functools.cache
+def _importable() -> Verdict:
+    try:
+        from rewriter.kernels.ragged.dot.hopper import by_rows
+    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
+        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
+    del by_rows
+    return YES
+
+
+def forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns the ragged dot, as `reference` does, for what `supports` takes.
+
+    Products of 16-bit numbers are exact in the float32 that they are summed in, so
+    that `precision` changes nothing.
+
+    Args:
+        lhs: [m, k], bfloat16 or float16.
+        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
+        group_sizes: int [g].
+        mode: "forward", "transposed" or "contracting".
+        out_dtype: The result's dtype, that of the operands by default.
+        precision: As in `jax.lax.dot`.
+        residuals: Whether to return ``(result, ())``.
+        config: The tiles.
+    """
+    from rewriter.kernels.ragged.dot.hopper.by_groups import product_of_groups
+    from rewriter.kernels.ragged.dot.hopper.by_rows import rows_times_matrices
+
+    del precision
+    dtype, tiles = jnp.dtype(out_dtype or lhs.dtype), config or Tiles()
+    if mode == "contracting":
+        out = product_of_groups(lhs, rhs, group_sizes, dtype, tiles)
+    else:
+        turned = mode == "transposed"
+        out = rows_times_matrices(lhs, rhs, group_sizes, turned, dtype, tiles)
+    return (out, ()) if residuals else out
+
+
+def backward(
+    *,
+    cotangent: Array,
+    config: Tiles | None = None,
+    **given: Any,
+) -> dict[str, Array]:
+    """Returns the cotangents of lhs and rhs, each a ragged dot itself.
+
+    Args:
+        cotangent: As the result of `forward`. If it is wider than the operands, which
+            tensor cores do not multiply, XLA computes both in `tiled`'s way.
+        config: The tiles.
+        **given: As for `rewriter.kernels.ragged.dot.xla.backward`.
+    """
+    if cotangent.dtype != given["lhs"].dtype:
+        return tiled.backward(cotangent=cotangent, **given)
+    return xla.backward(cotangent=cotangent, config=config, product=forward, **given)

@@ -1,0 +1,149 @@
+"""What rows are multiplied by: where it lies in shared memory, and in the sums.
+
+One matrix per group makes one branch. Those of several lie side by side in a tile, so
+that one product of a tile of rows computes all: a gated linear unit has two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
+from rewriter.kernels.shared import pallas_gpu
+
+WIDE = 64
+"""Columns of a piece of a tile of several branches: a row of 128 bytes."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Some columns of a matrix per group: arrays, or references to them.
+
+    Attributes:
+        matrices: [g, k, n or more]; [g, n, k] if transposed.
+        first: The first of its columns, a multiple of 64.
+        bias: float32 [n], added to each row of the product.
+        scale: float32 [g, n], what each row of the product is multiplied by before.
+    """
+
+    matrices: Any
+    first: int = 0
+    bias: Any = None
+    scale: Any = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one copy brings of a step's matrices.
+
+    Attributes:
+        branch: Which branch it is of.
+        place: Where it goes, in a stage of shared memory.
+        column: Its first column in the tile of that branch.
+        columns: How many it has.
+    """
+
+    branch: int
+    place: tuple[int, ...]
+    column: int
+    columns: int
+
+
+def pieces(config: Tiles, branches: int) -> list[Piece]:
+    """Returns what is copied for a step: each part whole, or 64 columns at a time.
+
+    Args:
+        config: The tiles.
+        branches: How many branches share a tile's columns.
+
+    Example:
+        >>> [(p.branch, p.place, p.column) for p in pieces(Tiles(), 2)]
+        [(0, (0, 0), 0), (0, (0, 1), 64), (1, (0, 2), 0), (1, (0, 3), 64)]
+    """
+    parts, columns = config.parts, config.columns
+    if branches == 1:
+        return [Piece(0, (i,), i * columns, columns) for i in range(parts)]
+    own = columns // branches
+    return [
+        Piece(j // own, (i, j // WIDE), i * own + j % own, WIDE)
+        for i in range(parts)
+        for j in range(0, columns, WIDE)
+    ]
+
+
+@dataclass(frozen=True)
+class Side:
+    """How matrices come into shared memory as tensor cores take them.
+
+    Attributes:
+        scratch: Shared memory for it.
+        copied: Of that, what copies fill: [stages, *place, ...].
+        taken: ``taken(memory, slot, part, i)`` gives a warpgroup's part of the i-th
+            step of a tile, [*place, ...], once its copies have come.
+    """
+
+    scratch: Any
+    copied: Callable[[Any], Any]
+    taken: Callable[[Any, Any, Any, Any], Any]
+
+
+def side(
+    config: Tiles, branches: int, transposed: bool, stored: Any, dtype: Any
+) -> Side:
+    """Returns how matrices come that are stored as they are multiplied.
+
+    Args:
+        config: The tiles.
+        branches: How many branches share a tile's columns.
+        transposed: Whether the last axis of the matrices is summed.
+        stored: Their dtype.
+        dtype: That of the rows, the same.
+    """
+    del stored
+    made = config.stages, config.parts, *part(config, branches, transposed)
+    return Side(
+        pallas_gpu.tiles(made, dtype),
+        lambda memory: memory,
+        lambda memory, slot, part, i: memory.at[slot, part],
+    )
+
+
+def part(config: Tiles, branches: int, transposed: bool) -> tuple[int, ...]:
+    """Returns the shape of a warpgroup's part of a step."""
+    if branches > 1:
+        return config.columns // WIDE, STEP, WIDE
+    return (config.columns, STEP) if transposed else (STEP, config.columns)
+
+
+def blocks(
+    sums: Any,
+    branches: Sequence[Branch],
+    row: int,
+    column: int,
+    wide: int,
+    first: Any,
+    group: Any,
+) -> Iterator[Any]:
+    """Yields a block of 64 rows of each branch, with its scale and bias.
+
+    Args:
+        sums: float32 [rows, columns of all branches], in registers.
+        branches: What those are, their biases and scales references.
+        row: The block's first row.
+        column: Its first column in a branch.
+        wide: Its columns.
+        first: Which column of the result a branch's first one is.
+        group: The rows' group.
+    """
+    own = sums.shape[1] // len(branches)
+    for i, branch in enumerate(branches):
+        start = i * own + column
+        block = sums[row : row + 64, start : start + wide]
+        if branch.scale is not None:
+            scale = branch.scale.at[group]
+            block = block * pallas_gpu.row(scale, first + column, block.shape)
+        if branch.bias is not None:
+            block = block + pallas_gpu.row(branch.bias, first + column, block.shape)
+        yield block

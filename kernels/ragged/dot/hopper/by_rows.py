@@ -1,0 +1,374 @@
+"""Rows times their group's matrix, on Hopper's tensor cores.
+
+A block of threads takes tiles of the result, one after the other. Its last warpgroup
+only copies: `STEP` columns of the tile's rows and the matrix's rows that they meet, as
+shared memory becomes free, also for the tile after this one. The two others multiply.
+A warpgroup without rows of the group lets its parts pass.
+
+Rows may be multiplied by several matrices of their group in one pass, and their
+products be combined before they are stored, as for a gated linear unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.ragged.dot.hopper import schedule
+from rewriter.kernels.ragged.dot.hopper.branches import (
+    Branch,
+    Side,
+    blocks,
+    pieces,
+    side,
+)
+from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, STEP, WARPGROUPS, Tiles
+from rewriter.kernels.ragged.dot.hopper.store import scratch as stored
+from rewriter.kernels.ragged.dot.hopper.store import store
+from rewriter.kernels.shared import pallas_gpu, work_stealing
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def rows_times_matrices(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    transposed: bool,
+    dtype: Any,
+    config: Tiles,
+) -> Array:
+    """Returns each row times its group's matrix; zeros for rows of no group.
+
+    Args:
+        lhs: [m, k], bfloat16 or float16.
+        rhs: [g, k, n]; [g, n, k] if transposed.
+        group_sizes: int [g].
+        transposed: Whether rhs's last axis is summed.
+        dtype: The result's dtype.
+        config: The tiles.
+
+    Returns:
+        [m, n].
+    """
+    n = rhs.shape[1 if transposed else 2]
+    given = "ragged_dot", lhs, [Branch(rhs)], n, group_sizes
+    (out,) = combined(*given, [lambda product: product], dtype, config, transposed)
+    return out
+
+
+def combined(
+    name: str,
+    lhs: Array,
+    branches: Sequence[Branch],
+    n: int,
+    group_sizes: Array | None,
+    results: Sequence[Callable[..., Any]],
+    dtype: Any,
+    config: Tiles,
+    transposed: bool = False,
+    matrices: Callable[..., Side] = side,
+) -> Sequence[Array]:
+    """Returns what is made of each row's products with its group's matrices.
+
+    Products of rows of no group are zeros.
+
+    Args:
+        name: The kernel's name, as profilers show it.
+        lhs: [m, k], bfloat16 or float16.
+        branches: The matrices; if there are several, their tiles share the columns of
+            a tile.
+        n: Columns of each branch.
+        group_sizes: int [g]; None if all rows are of the only group.
+        results: For each result what it is of float32 blocks of all branches.
+        dtype: The results' dtype.
+        config: The tiles.
+        transposed: Whether the last axis of the only branch's matrices is summed.
+        matrices: How they come into shared memory as tensor cores take them.
+
+    Returns:
+        [m, n] for each result.
+    """
+    m, count = lhs.shape[0], len(branches)
+    tiles, table = schedule.OneGroup(m, config.block_m), None
+    most, claimed = tiles.count, False
+    if group_sizes is not None:
+        claimed = config.claimed and work_stealing.AVAILABLE
+        table = schedule.of_rows(group_sizes, m, config.block_m)
+        table = jax.new_ref(table) if claimed else table  # claims are counted in it
+        most = schedule.most_tiles(m, len(group_sizes), config.block_m)
+    stored_as = branches[0].matrices.dtype
+    right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
+    scratch = {
+        "left": pallas_gpu.tiles_and_rows(
+            (config.stages, config.block_m // config.rows, config.rows, STEP),
+            (config.stages, config.block_m, STEP),
+            lhs.dtype,
+        ),
+        "right": right_side.scratch,
+        "stored": stored(dtype),
+        "ready": pallas_gpu.barriers(
+            config.owners * config.stages, 1 + len(pieces(config, count))
+        ),
+        "free": pallas_gpu.barriers(config.stages, config.sharing),
+        **(work_stealing.scratch(WARPGROUPS, 1 + schedule.FIELDS) if claimed else {}),
+    }
+    of_branches = [(b.matrices, b.bias, b.scale) for b in branches]
+    given, tree = jax.tree.flatten((of_branches, table))
+
+    def body(lhs: Any, *references: Any, **shared: Any) -> None:
+        outs = references[len(given) :]
+        arrays, table = jax.tree.unflatten(tree, references[: len(given)])
+        right = [
+            Branch(matrices, b.first, bias, scale)
+            for b, (matrices, bias, scale) in zip(branches, arrays, strict=True)
+        ]
+        listed = tiles if table is None else schedule.Listed(table)
+        _Block(
+            config, transposed, lhs, right, right_side, listed, results, outs, shared
+        ).run()
+
+    wide = config.block_n // count
+    return pallas_gpu.kernel(
+        body, name, [jax.ShapeDtypeStruct((m, n), dtype)] * len(results), scratch,
+        min(config.programs, most * -(-n // wide)), WARPGROUPS + 1,
+    )(lhs, *given)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile: its rows, their group, its first column, and how many steps it takes.
+
+    `owner` is the warpgroup that computes it, 0 if all do.
+    """
+
+    owner: Any
+    group: Any
+    row: Any
+    rows: Any
+    column: Any
+    steps: Any
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one block of threads does."""
+
+    config: Tiles
+    transposed: bool
+    lhs: Any
+    branches: Sequence[Branch]
+    right: Side
+    tiles: schedule.Listed | schedule.OneGroup
+    results: Sequence[Callable[..., Any]]
+    outs: Sequence[Any]
+    shared: dict[str, Any]
+
+    def run(self) -> None:
+        warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
+
+        @pallas_gpu.when(warpgroup < WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            self.compute(warpgroup)
+
+        @pallas_gpu.when(warpgroup == WARPGROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            self.copy()
+
+    def over_tiles(self, body: Any, copies: bool = False) -> None:
+        """Runs ``body(tile, step)`` for this block's tiles.
+
+        Args:
+            body: `step` counts the parts of all tiles before.
+            copies: Whether this is the warpgroup that claims tiles for all.
+        """
+        wide = self.config.block_n // len(self.branches)
+        columns = -(-self.outs[0].shape[1] // wide)
+        rows = self.tiles.count
+        program, programs = (
+            lax.axis_index(pallas_gpu.PROGRAM),
+            lax.axis_size(pallas_gpu.PROGRAM),
+        )
+        total = rows * columns
+
+        def read(index: Any) -> tuple[Any, ...]:
+            index = jnp.minimum(index, total - 1)
+            row, column = schedule.place(index, rows, columns, self.config.width)
+            return (*self.tiles.tile(row), column)
+
+        def run(i: Any, step: Any, numbers: tuple[Any, ...]) -> Any:
+            group, row, count, any_, column = numbers
+            steps = any_ * (self.lhs.shape[1] // STEP)
+            owner = lax.rem(i, jnp.int32(self.config.owners))
+            body(_Tile(owner, group, row, count, column * wide, steps), step)
+            return step + steps
+
+        def one(i: Any, carry: Any) -> Any:
+            step, numbers = carry
+            after = read((i + 1) * programs + program)  # while this one is computed
+            return run(i, step, numbers), after
+
+        if "told" in self.shared:
+            assert isinstance(self.tiles, schedule.Listed)
+            table = self.tiles.table
+            line = work_stealing.Claims(self.shared, table, programs, total, read)
+            of = lambda i, step, _, numbers: run(i, step, numbers)
+            line.over(of, jnp.int32(0), copies)
+            return
+        turns = lax.div(total - program + programs - 1, jnp.int32(programs))
+        lax.fori_loop(0, turns, one, (jnp.int32(0), read(program)))
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    def ready(self, tile: _Tile, slot: Any) -> Any:
+        return self.shared["ready"].at[tile.owner * self.config.stages + slot]
+
+    # ------------------------------------------------------------------ copying
+    def copy(self) -> None:
+        """Fills shared memory as it becomes free."""
+        config, x = self.config, self.shared
+        _, left = x["left"]
+
+        def one(tile: _Tile, step: Any) -> None:
+            def part(i: Any, _: Any) -> None:
+                slot = self.slot(step + i)
+                plgpu.barrier_wait(x["free"].at[slot])
+                along = pl.ds(pl.multiple_of(i * STEP, STEP), STEP)
+                plgpu.copy_gmem_to_smem(
+                    self.lhs.at[pl.ds(tile.row, config.block_m), along],
+                    left.at[slot], self.ready(tile, slot),
+                )  # fmt: skip
+                for piece in pieces(config, len(self.branches)):
+                    branch = self.branches[piece.branch]
+                    column = branch.first + piece.column
+                    first = pl.multiple_of(tile.column + column, 64)
+                    across = pl.ds(first, piece.columns)
+                    place = (across, along) if self.transposed else (along, across)
+                    plgpu.copy_gmem_to_smem(
+                        branch.matrices.at[tile.group, *place],
+                        self.right.copied(x["right"]).at[slot, *piece.place],
+                        self.ready(tile, slot),
+                    )  # fmt: skip
+
+            lax.fori_loop(0, tile.steps, part, None)
+
+        self.over_tiles(one, copies=True)
+
+    # ---------------------------------------------------------------- computing
+    def compute(self, warpgroup: Any) -> None:
+        """Computes this warpgroup's part of every tile, or all of every other tile."""
+        config = self.config
+        self.free_all(warpgroup)
+        part = 0 if config.apart else warpgroup
+        above, before = (0, part) if config.by_columns else (part, 0)
+
+        def mine(tile: _Tile, step: Any) -> None:
+            columns = config.columns // len(self.branches)
+            row, column = above * config.rows, before * columns
+            rows = tile.rows - row
+
+            def some(height: int) -> None:
+                sums = self.product(tile, step, above, before, height)
+                first = tile.column + column
+                for out, result in zip(self.outs, self.results, strict=True):
+
+                    def block(i: int, j: int, wide: int, result: Any = result) -> Any:
+                        of_branches = blocks(
+                            sums, self.branches, i, j, wide, first, tile.group
+                        )
+                        return result(*of_branches)
+
+                    store(
+                        block, (height, columns), self.shared["stored"], warpgroup, out,
+                        tile.row + row, first, rows,
+                    )  # fmt: skip
+
+            # Tensor cores take 64 rows at once; those without any are left out.
+            for height in range(64, config.rows + 1, 64):
+                last = (rows <= height) | (height == config.rows)
+                pallas_gpu.when((rows > height - 64) & last)(lambda h=height: some(h))
+            pallas_gpu.when(rows <= 0)(lambda: self.pass_by(tile, step))
+
+        def one(tile: _Tile, step: Any) -> None:
+            if config.apart:
+                pallas_gpu.when(tile.owner == warpgroup)(lambda: mine(tile, step))
+            else:
+                mine(tile, step)
+
+        self.over_tiles(one)
+        plgpu.wait_smem_to_gmem(0)
+
+    def free_all(self, warpgroup: Any) -> None:
+        """Says that all shared memory is free: each that shares a tile, once."""
+
+        @pallas_gpu.when(warpgroup < self.config.sharing)
+        def _() -> None:
+            for slot in range(self.config.stages):
+                plgpu.barrier_arrive(self.shared["free"].at[slot])
+
+    def pass_by(self, tile: _Tile, step: Any) -> None:
+        """Lets the parts of a tile pass."""
+
+        def part(i: Any, _: Any) -> None:
+            slot = self.slot(step + i)
+            plgpu.barrier_wait(self.ready(tile, slot))
+            plgpu.barrier_arrive(self.shared["free"].at[slot])
+
+        lax.fori_loop(0, tile.steps, part, None)
+
+    def product(
+        self, tile: _Tile, step: Any, above: Any, before: Any, height: int
+    ) -> Any:
+        """Returns the first rows of a warpgroup's part: float32, in registers."""
+        config, x = self.config, self.shared
+        left, _ = x["left"]
+
+        def free(i: Any) -> None:
+            plgpu.barrier_arrive(x["free"].at[self.slot(step + i)])
+
+        def added(add: Callable[..., Any], sums: Any) -> Any:
+            """Adds the products of all parts; sums go from each to the next."""
+
+            def part(i: Any, sums: Any) -> Any:
+                slot = self.slot(step + i)
+                plgpu.barrier_wait(self.ready(tile, slot))
+                right = self.right.taken(x["right"], slot, before, i)
+                right = right.transpose((1, 0)) if self.transposed else right
+                sums = add(sums, left.at[slot, above, pl.ds(0, height)], right)
+                plgpu.wgmma_wait(int(config.behind))
+                if config.behind:
+                    pallas_gpu.when(i > 0)(lambda: free(i - 1))
+                else:
+                    free(i)
+                return sums
+
+            return lax.fori_loop(0, tile.steps, part, sums)
+
+        def of_one(sums: Any) -> Any:
+            added(lambda _, rows, right: plgpu.wgmma(sums, rows, right), None)
+            return sums[...]
+
+        shape = (height, config.columns)
+        if len(self.branches) == 1:
+            made = pl.run_scoped(
+                lambda sums: lax.optimization_barrier(of_one(sums)),
+                plgpu.ACC(shape, jnp.float32),
+            )
+        else:
+            made = added(pallas_gpu.add_product, pallas_gpu.zeros(shape))
+            plgpu.wgmma_wait(0)
+            made = lax.optimization_barrier(made)
+        if config.behind:
+            pallas_gpu.when(tile.steps > 0)(lambda: free(tile.steps - 1))
+        return made

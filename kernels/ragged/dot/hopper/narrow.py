@@ -1,0 +1,56 @@
+"""Matrices of 8 bits in global memory, of 16 in shared memory.
+
+They are copied as they are. Each of the warpgroups that multiply widens what it will
+multiply itself, a step's part at a time, while tensor cores still work on the one
+before: out of the copy, through its registers, into one of two places that only it
+reads. So no warpgroup waits for another one. A scale for each column commutes with the
+sum, and is applied to the sums at last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.ragged.dot.hopper.branches import Side, part
+from rewriter.kernels.ragged.dot.hopper.config import WARPGROUPS, Tiles
+from rewriter.kernels.shared import pallas_gpu
+
+PLACES = 2
+"""Where a warpgroup puts what it widens, in turns."""
+
+
+def side(
+    config: Tiles, branches: int, transposed: bool, stored: Any, dtype: Any
+) -> Side:
+    """Returns how matrices come that are stored in 8 bits.
+
+    Args:
+        config: The tiles; no warpgroups share the columns that one multiplies.
+        branches: How many branches share a tile's columns.
+        transposed: Whether the last axis of the matrices is summed.
+        stored: Their dtype.
+        dtype: That of the rows, bfloat16 or float16.
+    """
+    shape = part(config, branches, transposed)
+    scratch = {
+        "narrow": pallas_gpu.tiles((config.stages, config.parts, *shape), stored),
+        "wide": pallas_gpu.tiles((WARPGROUPS, PLACES, *shape), dtype),
+    }
+
+    def taken(memory: Any, slot: Any, own: Any, i: Any) -> Any:
+        place = lax.rem(i, jnp.int32(PLACES))
+        wide = memory["wide"].at[lax.axis_index(pallas_gpu.WARPGROUP), place]
+        narrow = memory["narrow"].at[slot, own]
+        # A warp waits for its own part of the product that read this place; here for
+        # those of the others.
+        plgpu.commit_smem()
+        for piece in range(shape[0]) if branches > 1 else (Ellipsis,):
+            pallas_gpu.widened(narrow.at[piece], wide.at[piece])
+        plgpu.commit_smem()
+        return wide
+
+    return Side(scratch, lambda memory: memory["narrow"], taken)

@@ -1,0 +1,161 @@
+"""Group sizes in, tiles out: which rows, of which group, in which order.
+
+Tiles begin where their group does, so that only a group's last tile has rows to
+spare. Rows of no group are a group of their own, of which nothing is multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.ragged.dot.ranges import upto
+
+if TYPE_CHECKING:
+    from jax import Array
+
+FIELDS = 4
+"""Numbers of a row of `of_rows`."""
+
+
+def most_tiles(m: int, groups: int, rows: int) -> int:
+    """Returns how many tiles m rows in `groups` groups and the rest are at most.
+
+    Example:
+        >>> most_tiles(256, 4, 64)
+        8
+    """
+    return min(m, -(-m // rows) + groups)
+
+
+def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
+    """Returns the tiles of `rows` rows each, a power of two: int32 [1 + most, 4].
+
+    The first row holds their count; each of the others a tile: its group, first row,
+    number of rows, and 1 if there is something to multiply, 0 if its rows are of no
+    group. If the sizes are too large in sum, the last tiles may have no rows.
+    """
+    groups, most = len(group_sizes), most_tiles(m, len(group_sizes), rows)
+    sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
+    own = (sizes + rows - 1) >> (rows.bit_length() - 1)  # fused, as // is not
+    either = jnp.arange(2)[:, None] == 0
+    ends, after = upto(jnp.where(either, sizes, own))
+    tile = jnp.arange(most, dtype=jnp.int32)[:, None]
+    # Sums over groups, all in one kernel: of a tile's own, or of those before it.
+    mine = (tile >= (after - own)) & (tile < after)
+    group = jnp.sum(tile >= after, 1, dtype=jnp.int32)
+    first = jnp.sum(jnp.where(mine, ends - sizes + rows * (tile - after + own), 0), 1)
+    end = jnp.sum(jnp.where(mine, ends, 0), 1)
+    rest = group == groups
+    total = jnp.minimum(ends[-1], m)
+    first = jnp.where(rest, total + rows * (tile[:, 0] - after[-1]), first)
+    end = jnp.where(rest, m, jnp.minimum(end, m))
+    made = (
+        jnp.minimum(group, groups - 1), first, jnp.clip(end - first, 0, rows), ~rest
+    )  # fmt: skip
+    table = jnp.stack([x.astype(jnp.int32) for x in made], 1)
+    count = jnp.minimum(after[-1] + -(-(m - total) // rows), most)
+    return jnp.concatenate([jnp.pad(count[None, None], ((0, 0), (0, 3))), table])
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Tiles that `of_rows` lists, as a kernel reads them."""
+
+    table: Any
+
+    @property
+    def count(self) -> Any:
+        """How many tiles there are."""
+        return self.table[0, 0]
+
+    def tile(self, index: Any) -> tuple[Any, ...]:
+        """Returns a tile's numbers."""
+        return tuple(self.table[index + 1, x] for x in range(FIELDS))
+
+
+@dataclass(frozen=True)
+class OneGroup:
+    """Tiles of rows that are all of one group, which need no list.
+
+    Attributes:
+        m: Rows.
+        rows: Those of a tile.
+
+    Example:
+        >>> [x.item() for x in OneGroup(100, 64).tile(1)]
+        [0, 64, 36, 1]
+    """
+
+    m: int
+    rows: int
+
+    @property
+    def count(self) -> int:
+        """How many tiles there are."""
+        return -(-self.m // self.rows)
+
+    def tile(self, index: Any) -> tuple[Any, ...]:
+        """Returns a tile's numbers."""
+        first = index * self.rows
+        made = 0, first, jnp.minimum(self.rows, self.m - first), 1
+        return tuple(jnp.int32(x) for x in made)
+
+
+def place(index: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
+    """Returns (row, column) of a tile: bands of rows, columns to and fro.
+
+    Tiles that run at once then read few rows and few columns, which stay in the cache.
+
+    Args:
+        index: From 0 to ``rows * columns - 1``, an integer or a kernel's scalar.
+        rows: How many tiles there are in a column.
+        columns: And in a row.
+        width: Rows of a band.
+
+    Example:
+        >>> [place(i, 3, 2, 2) for i in range(6)]
+        [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (2, 0)]
+    """
+    whole = width * columns
+    if isinstance(index, int):
+        band, rest = divmod(index, whole)
+        high = min(width, rows - band * width)
+        column, row = divmod(rest, high)
+        column = columns - 1 - column if band % 2 else column
+        return band * width + row, column
+    band = lax.div(index, jnp.int32(whole))
+    rest = index - band * whole
+    high = jnp.minimum(width, rows - band * width)
+    column = lax.div(rest, high)
+    row = rest - column * high
+    column = jnp.where(lax.rem(band, jnp.int32(2)) == 1, columns - 1 - column, column)
+    return band * width + row, column
+
+
+def part_of_tile(valid: Any, piece: int, rows: int) -> tuple[Any, Any, Any]:
+    """Returns where one of the pieces lies that fill a tile of some valid rows.
+
+    A tile of ``rows`` rows, a power of two, with ``0 < valid < rows`` of them valid is
+    made of one piece for each power of two below ``rows``, and of one more row, which
+    is `valid` itself: pieces in the binary digits of ``valid`` hold valid rows, and the
+    others rows to be zero. So there are equally many pieces, whatever is valid.
+
+    Args:
+        valid: How many rows are valid.
+        piece: The piece's rows, a power of two below ``rows``.
+        rows: Rows of the tile.
+
+    Returns:
+        Whether the piece is valid, where it begins if so, and where if not.
+
+    Example:
+        >>> part_of_tile(5, 4, 8), part_of_tile(5, 2, 8), part_of_tile(5, 1, 8)
+        ((True, 0, 4), (False, 4, 6), (True, 4, 5))
+    """
+    spare = rows - 1 - valid
+    above = ~(2 * piece - 1)
+    return (valid & piece) != 0, valid & above, rows - piece - (spare & above)

@@ -1,0 +1,197 @@
+"""Ragged dot as one product of many tiles, in plain XLA, for GPUs.
+
+XLA's own lowering on a GPU multiplies every row by every group's matrix; a loop over
+the groups launches a few kernels for each. Here the rows of each group are laid into
+tiles of equal size, the last one filled up with zeros: at most m / rows + g tiles. A
+tile's matrix is that of its group, and all tiles are multiplied at once, or in parts
+so that the copies of the matrices stay within bounds.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.ragged.dot import estimate, xla
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+    from rewriter.support.verdict import Verdict
+
+supports = xla.supports
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The config of both passes.
+
+    Attributes:
+        rows: Rows of a tile.
+        entries: Entries of copied matrices (of products, if contracting) held at once.
+    """
+
+    rows: int = 256
+    entries: int = 1 << 28
+
+
+DEFAULT = Tiles()
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns tiles of 256 rows, the tile of a GPU's own products."""
+    del spec, device
+    return DEFAULT
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns tiles worth measuring, of fewer rows than there are."""
+    del device
+    return [Tiles(n) for n in (128, 512) if n <= spec.shape("lhs")[0]]
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns yes on a GPU where `estimate` says it beats XLA and the loop."""
+    return estimate.best(spec, platform, "tiled")
+
+
+def forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns the ragged dot, as `reference` does.
+
+    Args:
+        lhs: [m, k].
+        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
+        group_sizes: int [g].
+        mode: "forward", "transposed" or "contracting".
+        out_dtype: The result's dtype, that of the operands by default.
+        precision: As in `jax.lax.dot`.
+        residuals: Whether to return ``(result, ())``.
+        config: The tiles.
+    """
+    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
+    tiles = _Layout(lhs.shape[0], group_sizes, config or DEFAULT)
+    run = _contracted if mode == "contracting" else _ragged
+    out = run(lhs, rhs, tiles, mode, precision, dtype).astype(dtype)
+    return (out, ()) if residuals else out
+
+
+backward = functools.partial(xla.backward, product=forward)
+"""The cotangents of lhs and rhs, each a ragged dot itself."""
+
+
+class _Layout:
+    """Which rows are in which tile, and which group a tile belongs to."""
+
+    def __init__(self, m: int, group_sizes: Array, config: Tiles):
+        self.m, self.groups = m, group_sizes.shape[0]
+        self.size, self.entries = min(config.rows, m), config.entries
+        self.count = m // self.size + min(m, self.groups)
+        sizes = group_sizes.astype(jnp.int32)
+        self.ends = jnp.minimum(jnp.cumsum(sizes), m)
+        self.starts = jnp.concatenate([jnp.zeros_like(self.ends[:1]), self.ends[:-1]])
+        own = -(-(self.ends - self.starts) // self.size)
+        self.last = jnp.cumsum(own)
+        self.first = self.last - own
+        tile = jnp.arange(self.count, dtype=jnp.int32)
+        found = jnp.searchsorted(self.last, tile, side="right")
+        self.group = jnp.minimum(found, self.groups - 1).astype(jnp.int32)
+        begin = self.starts[self.group] + (tile - self.first[self.group]) * self.size
+        row = begin[:, None] + jnp.arange(self.size, dtype=jnp.int32)
+        inside = (row < self.ends[self.group][:, None]) & (tile < self.last[-1])[
+            :, None
+        ]
+        self.row = jnp.where(inside, row, m)
+
+    def laid(self, x: Array) -> Array:
+        """Returns [m, k] as tiles [tiles, rows, k], zero where there is no row."""
+        return x.at[self.row].get(mode="fill", fill_value=0)
+
+    def taken(self, tiles: Array) -> Array:
+        """Returns [tiles, rows, n] as [m, n], zero for rows of no group."""
+        row = jnp.arange(self.m, dtype=jnp.int32)
+        group = jnp.searchsorted(self.ends, row, side="right")
+        inside = group < self.groups
+        group = jnp.minimum(group, self.groups - 1)
+        at = self.first[group] * self.size + row - self.starts[group]
+        flat = tiles.reshape(-1, tiles.shape[-1])
+        place = jnp.where(inside, at, len(flat))
+        return flat.at[place].get(mode="fill", fill_value=0)
+
+    def parts(self, each: int) -> tuple[int, int]:
+        """How many parts of how many tiles, if a tile takes so many entries."""
+        most = max(1, self.entries // max(1, each))
+        parts = -(-self.count // most)
+        return parts, -(-self.count // parts)
+
+
+def _ragged(
+    lhs: Array, rhs: Array, tiles: _Layout, mode: str, precision: Any, dtype: Any
+) -> Array:
+    form = "tsk,tnk->tsn" if mode == "transposed" else "tsk,tkn->tsn"
+
+    def product(part: tuple[Array, Array]) -> Array:
+        rows, group = part
+        return jnp.einsum(
+            form, rows, rhs[group], precision=precision, preferred_element_type=dtype
+        )
+
+    parts, each = tiles.parts(rhs.shape[1] * rhs.shape[2])
+    rows, group = tiles.laid(lhs), tiles.group
+    if parts == 1:
+        return tiles.taken(product((rows, group)))
+    out = lax.map(product, (_cut(rows, parts, each), _cut(group, parts, each)))
+    return tiles.taken(out.reshape(-1, *out.shape[2:])[: tiles.count])
+
+
+def _contracted(
+    lhs: Array, rhs: Array, tiles: _Layout, mode: str, precision: Any, dtype: Any
+) -> Array:
+    del mode, dtype
+    wide = jnp.promote_types(jnp.result_type(lhs, rhs), jnp.float32)
+    k, n = lhs.shape[1], rhs.shape[1]
+    start = jnp.zeros((tiles.groups, k, n), wide)
+    start = start + xla.zero(lhs, rhs, tiles.ends).astype(wide)
+
+    def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        left, right, group = part
+        new = jnp.einsum(
+            "tsk,tsn->tkn", left, right, precision=precision,
+            preferred_element_type=wide,
+        )  # fmt: skip
+        return total.at[group].add(new, indices_are_sorted=True), None
+
+    parts, each = tiles.parts(k * n)
+    given = (tiles.laid(lhs), tiles.laid(rhs), tiles.group)
+    if parts == 1:
+        return add(start, given)[0]
+    cut = tuple(_cut(x, parts, each) for x in given)
+    return lax.scan(add, start, cut)[0]
+
+
+def _cut(x: Array, parts: int, each: int) -> Array:
+    """Returns [tiles, ...] as [parts, each, ...].
+
+    Tiles that fill it up hold zeros and belong to the last tile's group.
+    """
+    more = parts * each - x.shape[0]
+    if more and x.ndim == 1:
+        x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (more,))])
+    elif more:
+        x = jnp.pad(x, ((0, more), (0, 0), (0, 0)))
+    return x.reshape(parts, each, *x.shape[1:])

@@ -1,0 +1,103 @@
+"""Ragged dot on TPUs, in Pallas Mosaic TPU: what it takes, and the op.
+
+Pallas takes half a second to import, so that the kernels themselves are imported where
+they are first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.ragged.dot import xla
+from rewriter.kernels.ragged.dot.products import Product
+from rewriter.kernels.ragged.dot.tpu.config import NAMES, Tiles, blocks, smallest, vmem
+from rewriter.kernels.ragged.dot.tpu.config import configs as configs
+from rewriter.kernels.ragged.dot.tpu.config import default as default
+from rewriter.kernels.ragged.dot.tpu.config import default_backward as default_backward
+from rewriter.kernels.ragged.dot.tpu.config import fits as fits
+from rewriter.kernels.ragged.dot.tpu.config import fits_backward as fits_backward
+from rewriter.kernels.ragged.dot.tpu.config import steps as steps
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.ops.kernel import Spec
+
+DTYPES = ("bfloat16", "float32")
+PRECISIONS = (None, "default", "high", "highest")
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernels take this use: bfloat16 and float32, any sizes."""
+    base = xla.supports(spec)
+    if not base.ok:
+        return base
+    found = [YES]
+    made = spec.param("out_dtype") or str(
+        jnp.result_type(spec.dtype("lhs"), spec.dtype("rhs"))
+    )
+    for name, dtype in (
+        ("lhs", spec.dtype("lhs")), ("rhs", spec.dtype("rhs")), ("the result", made),
+    ):  # fmt: skip
+        if dtype not in DTYPES:
+            text = f"{name} is {dtype}, not {' or '.join(DTYPES)}"
+            found.append(no("dtype", text))
+    if spec.param("precision") not in PRECISIONS:
+        text = f"precision {spec.param('precision')!r} is no choice of the compiler"
+        found.append(no("precision", text))
+    return all_of(*found, smallest(spec))
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: what is worth it depends on the generation, which `estimate` asks."""
+    del spec, platform
+    return no("device", "which TPU it is decides, and that is not known")
+
+
+def forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns the ragged dot, as `reference` does, for what `supports` takes.
+
+    Args:
+        lhs: [m, k], bfloat16 or float32.
+        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
+        group_sizes: int [g].
+        mode: "forward", "transposed" or "contracting".
+        out_dtype: The result's dtype, that of the operands by default.
+        precision: As in `jax.lax.dot`. Products of bfloat16 numbers are exact.
+        residuals: Whether to return ``(result, ())``.
+        config: The tiles.
+    """
+    from rewriter.kernels.ragged.dot.tpu.by_groups import product_of_groups
+    from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
+
+    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
+    n = rhs.shape[1 if mode == "transposed" else -1]
+    items = lhs.dtype.itemsize, rhs.dtype.itemsize, dtype.itemsize
+    product = Product(mode, *lhs.shape, n, len(group_sizes), items)
+    tiles = config or Tiles()
+    if mode == "contracting":
+        out = product_of_groups(lhs, rhs, group_sizes, product, dtype, precision, tiles)
+    else:
+        (out,) = rows_times_matrices(
+            lhs, [rhs], group_sizes, product, [dtype], precision,
+            blocks(product, tiles), vmem(product, tiles), NAMES[mode],
+        )  # fmt: skip
+    return (out, ()) if residuals else out
+
+
+backward = functools.partial(xla.backward, product=forward)
+"""The cotangents of lhs and rhs, each a ragged dot itself."""

@@ -1,0 +1,204 @@
+"""Rows times their group's matrix, or matrices, on a TPU.
+
+The result's columns are in blocks; for each, tiles of rows follow one another, and the
+sum over lhs's columns runs in each. A tile that is all one group's is multiplied at
+once. One that groups share is visited for each, and only the chunks that have rows of
+the group are multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from rewriter.kernels.ragged.dot.products import Product
+from rewriter.kernels.ragged.dot.tpu import schedule
+from rewriter.kernels.ragged.dot.tpu.config import Blocks
+from rewriter.kernels.ragged.dot.tpu.step import Step
+from rewriter.kernels.shared import pallas_tpu
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+Finish = Callable[..., Sequence[Any]]
+"""``finish(*products)`` gives results of float32 blocks of the products."""
+
+
+def rows_times_matrices(
+    lhs: Array,
+    rhs: Sequence[Array],
+    group_sizes: Array,
+    product: Product,
+    dtypes: Sequence[Any],
+    precision: str | None,
+    blocks: Blocks,
+    vmem: int,
+    name: str,
+    finish: Finish = lambda *products: products,
+    first: Sequence[int] | None = None,
+) -> Sequence[Array]:
+    """Returns each row times its group's matrices; zeros for rows of no group.
+
+    Args:
+        lhs: [m, k].
+        rhs: [g, k, n] each; [g, n, k] if transposed.
+        group_sizes: int [g].
+        product: The sizes of one of the products.
+        dtypes: The results' dtypes.
+        precision: As for `mosaic_tpu.dot`.
+        blocks: The sizes of blocks.
+        vmem: Bytes of VMEM that it takes.
+        name: The kernel's name, as profilers show it.
+        finish: What becomes of the products; it gives zeros for zeros.
+        first: The block of each array's columns at which its matrices begin.
+
+    Returns:
+        [m, n] for each dtype.
+    """
+    b, transposed = blocks, product.mode == "transposed"
+    table, count = schedule.of_rows(group_sizes, product.m, b.m)
+    steps, parts = len(table) // schedule.FIELDS, -(-product.k // b.k)
+    begin = first or [0] * len(rhs)
+
+    def at(step: Step, k: Any) -> Any:  # stays where nothing is multiplied
+        return k if parts == 1 else jnp.where(step(schedule.HIGH) > 0, k, parts - 1)
+
+    def left(j: Any, s: Any, k: Any, table: Any) -> Any:
+        step = Step(table, steps, s)
+        return step(schedule.READ), at(step, k)
+
+    def right(begin: int, j: Any, s: Any, k: Any, table: Any) -> Any:
+        step = Step(table, steps, s)
+        column = j + begin if begin else j
+        place = (column, at(step, k)) if transposed else (at(step, k), column)
+        return step(schedule.GROUP), *place
+
+    def made(j: Any, s: Any, k: Any, table: Any) -> Any:
+        return Step(table, steps, s)(schedule.TILE), j
+
+    def body(table: Any, lhs: Any, *refs: Any) -> None:
+        step = Step(table, steps, pl.program_id(1))
+        part = 0 if parts == 1 else pl.program_id(2)
+        ends = len(rhs), len(rhs) + len(dtypes)
+        matrices, out, sums = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
+        _Tile(
+            product, b, precision, step, part, parts, lhs, matrices, out, sums, finish
+        ).run()
+
+    block = (None, b.n, b.k) if transposed else (None, b.k, b.n)
+    sums = [pallas_tpu.VMEM((b.m, b.n), jnp.float32)] * len(rhs)
+    return pallas_tpu.call(
+        body,
+        name,
+        pallas_tpu.Grid((-(-product.n // b.n), count, parts), 1),
+        [
+            pl.BlockSpec((b.m, b.k), left),
+            *(pl.BlockSpec(block, functools.partial(right, i)) for i in begin),
+        ],
+        [pl.BlockSpec((b.m, b.n), made) for _ in dtypes],
+        [pallas_tpu.shaped((product.m, product.n), dtype, lhs) for dtype in dtypes],
+        sums if product.k > b.step else [],
+        prefetched=1,
+        vmem=vmem,
+    )(table, lhs, *rhs)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """What one step does: part of the sums of a block of the result."""
+
+    product: Product
+    blocks: Blocks
+    precision: str | None
+    step: Step
+    part: Any
+    parts: int
+    lhs: Any
+    rhs: Sequence[Any]
+    out: Sequence[Any]
+    sums: Sequence[Any]
+    finish: Finish
+
+    def run(self) -> None:
+        step, rows = self.step, self.blocks.m
+        some, first = step(schedule.HIGH) > 0, step(schedule.FIRST) > 0
+        whole = (step(schedule.LOW) == 0) & (step(schedule.HIGH) == rows)
+        pl.when(whole)(lambda: self.multiply(pl.ds(0, rows), whole=True))
+
+        @pl.when(~whole & first & (self.part == 0))
+        def _() -> None:
+            for out in self.out:
+                out[...] = jnp.zeros_like(out)
+
+        @pl.when(~whole & some)
+        def _() -> None:
+            size = self.blocks.chunk
+
+            def chunk(i: Any, _: Any) -> None:
+                first = 0 if size == rows else pl.multiple_of(i * size, size)
+                self.multiply(pl.ds(first, size), whole=False)
+
+            low, high = step(schedule.LOW), step(schedule.HIGH)
+            start, end = lax.div(low, size), lax.div(high + (size - 1), size)
+            lax.fori_loop(start, end, chunk, None)
+
+    def multiply(self, rows: Any, whole: bool) -> None:
+        """Adds to the sums of some rows; stores them when they are complete."""
+        size, step = self.blocks.k, self.blocks.step
+        if step == size and self.parts == 1:
+            self.store(rows, self.parts_of(rows, pl.ds(0, size)), whole)
+            return
+
+        @pl.when(self.part == 0)
+        def _() -> None:
+            for total in self.sums:
+                total[rows, :] = jnp.zeros((rows.size, self.blocks.n), jnp.float32)
+
+        def add(columns: Any) -> None:
+            parts = self.parts_of(rows, columns)
+            for total, part in zip(self.sums, parts, strict=True):
+                total[rows, :] += part
+
+        def turn(i: Any, _: Any) -> None:
+            add(pl.ds(pl.multiple_of(i * step, step), step))
+
+        lax.fori_loop(0, size // step, turn, None)
+        if size % step:
+            add(pl.ds(size - size % step, size % step))
+
+        @pl.when(self.part == self.parts - 1)
+        def _() -> None:
+            self.store(rows, [total[rows, :] for total in self.sums], whole)
+
+    def parts_of(self, rows: Any, columns: Any) -> list[Array]:
+        """Returns the products over some of lhs's columns."""
+        across = int(self.product.mode == "transposed")
+        left, rest = self.lhs[rows, columns], None
+        if self.product.k % self.blocks.k:  # what lies beyond is undefined
+            rest = self.product.k - self.part * self.blocks.k - columns.start
+            left = pallas_tpu.masked(left, 1, 0, rest)
+        made = []
+        for rhs in self.rhs:
+            right = rhs[:, columns] if across else rhs[columns, :]
+            if rest is not None:
+                right = pallas_tpu.masked(right, across, 0, rest)
+            made.append(pallas_tpu.dot(left, right, (1, across), self.precision))
+        return made
+
+    def store(self, rows: Any, products: Sequence[Array], whole: bool) -> None:
+        """Writes rows of the group, and leaves those of others."""
+        for out, made in zip(self.out, self.finish(*products), strict=True):
+            if whole:
+                out[rows, :] = made.astype(out.dtype)
+                continue
+            row = lax.broadcasted_iota(jnp.int32, made.shape, 0) + rows.start
+            mine = (row >= self.step(schedule.LOW)) & (row < self.step(schedule.HIGH))
+            old = out[rows, :].astype(jnp.float32)
+            out[rows, :] = jnp.where(mine, made, old).astype(out.dtype)

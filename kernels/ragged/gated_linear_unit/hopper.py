@@ -1,0 +1,145 @@
+"""The gated linear unit of experts on Hopper: both branches in one pass over the rows.
+
+Pallas takes half a second to import, so that the kernel itself is imported where it is
+first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from rewriter.kernels.ragged.dot import hopper as ragged_dot
+from rewriter.kernels.ragged.dot.hopper import profitable as profitable
+from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
+from rewriter.kernels.ragged.gated_linear_unit import by_parts
+from rewriter.kernels.ragged.gated_linear_unit.by_parts import part_of
+from rewriter.kernels.shared import gated_tiles
+from rewriter.kernels.shared.activations_hopper import ON_HOPPER
+from rewriter.kernels.shared.gated_tiles import fits as fits
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+
+NAME = "ragged_gated_linear_unit"
+"""The kernel, as profilers show it."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernel takes this use: 16 bits, k and f multiples of 64."""
+    found = [supports_parts(spec)]
+    if not found[0].ok:
+        return found[0]
+    columns = spec.shape("w")[2]
+    if spec.param("halves") and columns % (2 * STEP):
+        text = f"half of {columns} columns is no multiple of {STEP}"
+        found.append(no("halves", text))
+    return all_of(*found, gated_tiles.computes(spec.param("activation")))
+
+
+def supports_parts(spec: Spec) -> Verdict:
+    """Returns whether kernels of ragged dots take the parts of this use."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    found, dtype = [ragged_dot.supports(part_of(spec))], spec.dtype("x")
+    others = {
+        "w_up": dict(spec.dtypes).get("w_up"),
+        "the result": spec.param("out_dtype"),
+    }
+    for name, other in others.items():
+        if other not in (dtype, None):
+            found.append(no("dtype", f"{name} is {other}, and x {dtype}"))
+    return all_of(YES, *found)
+
+
+def _mean(spec: Spec) -> int:
+    return spec.shape("x")[0] // spec.shape("group_sizes")[0]
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the rule of thumb."""
+    del device
+    return gated_tiles.default(_mean(spec))
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns tiles worth measuring, the likeliest first."""
+    del device
+    return gated_tiles.configs(_mean(spec))
+
+
+def default_of_parts(spec: Spec, device: Device) -> Tiles:
+    """Returns the tiles of the ragged dots, also of the cotangents."""
+    return ragged_dot.default(part_of(spec), device)
+
+
+def configs_of_parts(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns tiles of the ragged dots worth measuring."""
+    return ragged_dot.configs(part_of(spec), device)
+
+
+def fits_parts(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether the ragged dots can run."""
+    return ragged_dot.fits(config, part_of(spec), device)
+
+
+def forward(
+    *,
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    w_up: Array | None = None,
+    activation: str = "silu",
+    beta: float = 1.0,
+    halves: str | None = None,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns the result, as `reference` does, for what `supports` takes.
+
+    Products of 16-bit numbers are exact in the float32 that they are summed in, so
+    that `precision` changes nothing.
+
+    Args:
+        x: [m, k], bfloat16 or float16.
+        w: [g, k, f], or [g, k, 2f].
+        group_sizes: int [g].
+        w_up: [g, k, f].
+        activation: As in `reference`.
+        beta: As in `reference`.
+        halves: As in `reference`.
+        precision: As in `jax.lax.dot`.
+        out_dtype: The result's dtype: x's.
+        residuals: Whether to return ``(result, (gate, up))``.
+        config: The tiles; their columns are those of both branches.
+    """
+    from rewriter.kernels.ragged.dot.hopper.branches import Branch
+    from rewriter.kernels.ragged.dot.hopper.by_rows import combined
+
+    del precision, out_dtype
+    f = w.shape[2] // (2 if halves else 1)
+    branches = [Branch(w), Branch(w if w_up is None else w_up)]
+    if halves:
+        first = (0, f) if halves == "gate_up" else (f, 0)
+        branches = [Branch(w, column) for column in first]
+    results = [lambda gate, up: ON_HOPPER[activation](gate, beta) * up]
+    if residuals:
+        results += [lambda gate, up: gate, lambda gate, up: up]
+    out, *kept = combined(
+        NAME, x, branches, f, group_sizes, results, x.dtype, config or Tiles()
+    )
+    return (out, tuple(kept)) if residuals else out
+
+
+forward_by_parts = functools.partial(by_parts.forward, product=ragged_dot.forward)
+"""Returns the result by the kernels of ragged dots, for what `supports_parts` takes."""
+
+backward = functools.partial(by_parts.backward, product_backward=ragged_dot.backward)
+"""The cotangents of x and the matrices, by the kernels of ragged dots."""

@@ -1,0 +1,159 @@
+"""The gated linear unit of experts, made of ragged dots.
+
+Source: Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6, with one pair of
+matrices per expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.kernels.ragged.dot.general import general as by_groups
+from rewriter.kernels.ragged.dot.reference import one_hot as one_hot_of_dot
+from rewriter.kernels.ragged.dot.reference import reference as ragged_dot
+from rewriter.kernels.ragged.dot.reference import sample as sample_of_dot
+from rewriter.kernels.ragged.dot.reference import skewed as skewed_of_dot
+from rewriter.ops.activations import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def reference(
+    *,
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    w_up: Array | None = None,
+    activation: str = "silu",
+    beta: float = 1.0,
+    halves: str | None = None,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+    product: Callable[..., Array] = ragged_dot,
+) -> Array:
+    """Returns ``act(x·w[group]) · (x·w_up[group])`` for rows in groups.
+
+    Row i of x belongs to the group whose range of rows holds it, the ranges following
+    one another; rows past ``sum(group_sizes)`` belong to none and give zeros.
+
+    Args:
+        x: [m, k].
+        w: [g, k, f], the matrices of the branch that goes through the activation; of
+            both branches, side by side, [g, k, 2f], if they are `halves`.
+        group_sizes: int [g].
+        w_up: [g, k, f], those of the other branch, if they are apart.
+        activation: One of `rewriter.ops.activations.ACTIVATIONS`.
+        beta: The number of a parametric activation.
+        halves: Which branches w holds: "gate_up" or "up_gate", the first one first;
+            None if only the one that goes through the activation.
+        precision: As in `jax.lax.dot`.
+        out_dtype: The result's dtype; x's by default.
+        product: A ragged dot, as `rewriter.kernels.ragged.dot.reference.reference`.
+
+    Returns:
+        [m, f]. Branches are accumulated and combined in float32, or float64 if x is,
+        and rounded once.
+    """
+    wide = str(jnp.promote_types(x.dtype, jnp.float32))
+    gate, up = branches(
+        x, w, group_sizes, w_up, halves, product, precision=precision, out_dtype=wide
+    )
+    return (ACTIVATIONS[activation](gate, beta) * up).astype(out_dtype or x.dtype)
+
+
+def general(**given: Any) -> Array:
+    """Returns what `reference` does, in a form that every transformation takes.
+
+    Args:
+        **given: As for `reference`.
+    """
+    return reference(**given, product=by_groups)
+
+
+def branches(
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    w_up: Array | None,
+    halves: str | None,
+    product: Callable[..., Array],
+    **params: Any,
+) -> tuple[Array, Array]:
+    """Returns both branches before the activation, [m, f] each.
+
+    Args:
+        x: As in `reference`.
+        w: As in `reference`.
+        group_sizes: As in `reference`.
+        w_up: As in `reference`.
+        halves: As in `reference`.
+        product: As in `reference`.
+        **params: The product's.
+    """
+    first = product(x, w, group_sizes, **params)
+    if halves is None:
+        return first, product(x, w_up, group_sizes, **params)
+    f = w.shape[-1] // 2
+    left, right = first[:, :f], first[:, f:]
+    return (left, right) if halves == "gate_up" else (right, left)
+
+
+def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Returns how group sizes may be drawn, by name, as for a ragged dot."""
+    del operands
+    return {"uniform": sample, "dirichlet": skewed, "one_hot": one_hot}
+
+
+def sample(
+    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Returns normal rows and matrices, and group sizes of rows that choose evenly.
+
+    Args:
+        key: A PRNG key.
+        operands: Shapes and dtypes by operand name.
+        params: The op's parameters; unused.
+    """
+    return _drawn(sample_of_dot, key, operands, params)
+
+
+def skewed(
+    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Returns the same with group sizes that are Dirichlet-skewed."""
+    return _drawn(skewed_of_dot, key, operands, params)
+
+
+def one_hot(
+    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Returns the same with all rows in one group."""
+    return _drawn(one_hot_of_dot, key, operands, params)
+
+
+def _drawn(
+    draw: Callable[..., Any],
+    key: Array,
+    operands: Mapping[str, Any],
+    params: Mapping[str, Any],
+) -> dict[str, Array]:
+    """As of one ragged dot of all matrices; theirs keep the size of rows."""
+    matrices = [name for name in ("w", "w_up") if name in operands]
+    keys = jax.random.split(key, len(matrices))
+    made: dict[str, Array] = {}
+    for name, own in zip(matrices, keys, strict=True):
+        of_dot = {
+            "lhs": operands["x"],
+            "rhs": operands[name],
+            "group_sizes": operands["group_sizes"],
+        }
+        drawn = draw(own, of_dot, params)
+        spread = operands[name].shape[1] ** -0.5
+        made[name] = (drawn["rhs"] * spread).astype(operands[name].dtype)
+        made["x"], made["group_sizes"] = drawn["lhs"], drawn["group_sizes"]
+    return made

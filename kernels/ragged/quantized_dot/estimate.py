@@ -1,0 +1,63 @@
+"""How long a ragged dot of quantised matrices takes, and one of dequantised ones.
+
+The latter reads all matrices in 8 bits and writes them in 16, of groups without rows
+too, and is then an ordinary ragged dot. Ours reads those of groups with rows, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.kernels.ragged.dot.estimate import estimate as of_dot
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
+
+WIDENED = 0.5
+"""The share of the peak that is left where matrices are widened on the way: shared
+memory is written once more, and read once more. 445 and 500 TF/s of an H200
+(``tests/bench/results/quantized_ragged_h200.json``)."""
+
+STREAMED = 0.5
+"""The share of the bandwidth that is reached where only matrices are read: 2.3 to 2.6
+TB/s there, and 2.5 where XLA dequantises them."""
+
+ROWS = (64, 128)
+"""Rows of a tile where groups have few, up to as many, and where they have more."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantised before.
+
+    With gradients, which need the dequantised matrices, both take those as well.
+    """
+    (m, k), (groups,) = spec.shape("lhs"), spec.shape("group_sizes")
+    n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else 2]
+    size = item(spec, "lhs")
+    written = seconds(device, 0.0, float(groups * k * n * (1 + size)), memory=STREAMED)
+    plain = dequantized(spec)
+    before = written + min(of_dot(plain, device, passes).values())
+    active = groups * -math.expm1(-m / groups) if groups else 0.0  # have rows, if even
+    moved = active * k * n + size * m * (k + n)
+    rows = ROWS[m > ROWS[0] * groups]
+    padded = 2.0 * k * n * rows * (m // rows + active)
+    ours = max(
+        seconds(device, padded, 0.0, compute=WIDENED, item=size, launches=3),
+        seconds(device, 0.0, moved, memory=STREAMED, launches=3),
+    )
+    if passes != "forward":
+        ours += written + min(of_dot(plain, device, "vjp").values())
+    return {"xla": before, "hopper": ours}
+
+
+def dequantized(spec: Spec) -> Spec:
+    """Returns the use of an ordinary ragged dot that a use is, once dequantised."""
+    names = ("lhs", "rhs", "group_sizes")
+    dtype = spec.dtype("lhs")
+    return Spec(
+        "ragged_dot",
+        tuple((n, spec.shape(n)) for n in names),
+        tuple((n, dtype if n == "rhs" else spec.dtype(n)) for n in names),
+        spec.params,
+    )

@@ -1,0 +1,188 @@
+"""Ragged dots of quantised matrices on Hopper: they are widened in shared memory.
+
+Pallas takes half a second to import, so that the kernel itself is imported where it is
+first traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.ragged.dot import hopper as ragged_dot
+from rewriter.kernels.ragged.dot.hopper import config as of_dot
+from rewriter.kernels.ragged.dot.hopper import profitable as profitable
+from rewriter.kernels.ragged.dot.hopper.config import STEP, STORED, WARPGROUPS
+from rewriter.kernels.ragged.quantized_dot.estimate import ROWS
+from rewriter.kernels.ragged.quantized_dot.estimate import dequantized as plain
+from rewriter.kernels.ragged.quantized_dot.reference import DTYPES, dequantized
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+
+NAME = "quantized_ragged_dot"
+"""The kernel, as profilers show it."""
+
+WIDE = 128
+"""Columns of a copy of 8-bit numbers: a row of 128 bytes."""
+
+PLACES = 2
+"""Parts of a step that a warpgroup holds widened."""
+
+
+@dataclass(frozen=True)
+class Tiles(of_dot.Tiles):
+    """The config: as of a ragged dot, but that each warpgroup has its own columns.
+
+    So it widens what it multiplies itself, and waits for no other one: tiles of 64
+    rows whose columns both share, or tiles apart.
+    """
+
+    block_m: int = 64
+    block_n: int = 256
+    stages: int = 5
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory for 16-bit rows and 8-bit matrices."""
+        copied = STEP * self.stages * (2 * self.block_m + self.block_n)
+        widened = 2 * WARPGROUPS * PLACES * STEP * self.columns
+        return copied + widened + 2 * WARPGROUPS * STORED + of_dot.BARRIERS
+
+
+MANY = Tiles(128, 128, apart=True)
+"""Tiles for many rows of a group."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernel takes this use: 16-bit rows, whole copies."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    found = [ragged_dot.supports(plain(spec))]
+    if (stored := spec.dtype("rhs")) not in DTYPES:
+        found.append(no("dtype", f"rhs is {stored}, not {', '.join(DTYPES)}"))
+    if (mode := spec.param("mode")) not in ("forward", "transposed"):
+        found.append(no("mode", f"no kernel for the mode {mode}"))
+    n = spec.shape("rhs")[-1]
+    if mode == "forward" and n % WIDE:
+        found.append(no("alignment", f"n is {n}, no multiple of {WIDE}"))
+    return all_of(YES, *found)
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the rule of thumb, by rows of a group."""
+    del device
+    return Tiles() if _few(spec) else MANY
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns configs worth measuring, the likeliest first."""
+    del device
+    few = [Tiles(), Tiles(64, 128, 8), Tiles(64, 128, apart=True), Tiles(behind=False)]
+    return few if _few(spec) else [MANY, replace(MANY, width=16), *few[:1]]
+
+
+def _few(spec: Spec) -> bool:
+    """Whether groups have, in the mean, no more rows than a small tile."""
+    return spec.shape("lhs")[0] <= ROWS[0] * spec.shape("group_sizes")[0]
+
+
+def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: as a ragged dot's, and nothing is shared."""
+    found = [of_dot.fits(config, spec, device)]
+    if not (config.by_columns or config.apart):
+        text = f"{config.block_m} rows that warpgroups share, each with all columns"
+        found.append(no("apart", text))
+    if spec.param("mode") == "forward" and config.columns not in (64, 128, 256):
+        text = f"{config.columns} columns a warpgroup, not 64, 128 or 256"
+        found.append(no("block_n", text))
+    return all_of(YES, *found)
+
+
+def forward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    rhs_scale: Array | None = None,
+    *,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns the ragged dot, as `reference` does, for what `supports` takes.
+
+    Products are exact in the float32 that they are summed in, so that `precision`
+    changes nothing; the sums are multiplied by the scale, and rounded once.
+
+    Args:
+        lhs: [m, k], bfloat16 or float16.
+        rhs: [g, k, n]; [g, n, k] if transposed; 8 bits.
+        group_sizes: int [g].
+        rhs_scale: [g, n].
+        mode: "forward" or "transposed".
+        out_dtype: The result's dtype, that of lhs by default.
+        precision: As in `jax.lax.dot`.
+        residuals: Whether to return ``(result, ())``.
+        config: The tiles.
+    """
+    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper.branches import Branch
+    from rewriter.kernels.ragged.dot.hopper.by_rows import combined
+
+    del precision
+    turned = mode == "transposed"
+    scale = None if rhs_scale is None else rhs_scale.astype(jnp.float32)
+    (out,) = combined(
+        NAME, lhs, [Branch(rhs, scale=scale)], rhs.shape[1 if turned else 2],
+        group_sizes, [lambda product: product], jnp.dtype(out_dtype or lhs.dtype),
+        config or Tiles(), turned, narrow.side,
+    )  # fmt: skip
+    return (out, ()) if residuals else out
+
+
+def backward(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    rhs_scale: Array | None = None,
+    *,
+    out: None = None,
+    residuals: tuple[()] = (),
+    cotangent: Array,
+    mode: str = "forward",
+    out_dtype: str | None = None,
+    precision: str | None = None,
+    config: Any = None,
+) -> dict[str, Array]:
+    """Returns the cotangent of lhs, by the dequantised matrices.
+
+    Those of the scale, and of matrices that are floats, are the reference's.
+
+    Args:
+        lhs: As in `forward`.
+        rhs: As in `forward`.
+        group_sizes: As in `forward`.
+        rhs_scale: As in `forward`.
+        out: Not needed.
+        residuals: Empty.
+        cotangent: As the result of `forward`.
+        mode: As in `forward`.
+        out_dtype: As in `forward`.
+        precision: As in `forward`.
+        config: Not needed.
+    """
+    del out, residuals, config
+    given = ragged_dot.backward(
+        lhs=lhs, rhs=dequantized(lhs, rhs, rhs_scale, mode), group_sizes=group_sizes,
+        cotangent=cotangent, mode=mode, out_dtype=out_dtype, precision=precision,
+    )  # fmt: skip
+    return {"lhs": given["lhs"]}

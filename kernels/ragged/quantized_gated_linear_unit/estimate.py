@@ -1,0 +1,41 @@
+"""How long a quantised unit of experts takes: in one pass, or dequantised before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import TOUCHED
+from rewriter.kernels.ragged.quantized_dot.estimate import estimate as of_dot
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantised before.
+
+    With gradients the branches are needed, and so it is computed by parts.
+    """
+    dots = 1 if spec.param("halves") else 2
+    times = of_dot(part_of(spec), device, passes)
+    columns = spec.shape("w")[2] * dots // 2
+    touched = TOUCHED * item(spec, "x") * spec.shape("x")[0] * columns
+    return {
+        "xla": dots * times["xla"] + seconds(device, 0.0, float(touched)),
+        "hopper": dots * times["hopper"] if passes == "forward" else math.inf,
+    }
+
+
+def part_of(spec: Spec) -> Spec:
+    """Returns the use of a ragged dot of quantised matrices that a part is."""
+    names = {
+        "lhs": "x", "rhs": "w", "group_sizes": "group_sizes", "rhs_scale": "w_scale",
+    }  # fmt: skip
+    own = {name: of for name, of in names.items() if spec.has(of)}
+    return Spec(
+        "quantized_ragged_dot",
+        tuple((name, spec.shape(of)) for name, of in own.items()),
+        tuple((name, spec.dtype(of)) for name, of in own.items()),
+        (("mode", "forward"), ("out_dtype", None), ("precision", None)),
+    )

@@ -1,0 +1,1 @@
+"""What kernels of several ops share: Pallas on each chip, tiles, activations."""

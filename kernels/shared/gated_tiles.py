@@ -1,0 +1,57 @@
+"""Tiles of gated linear units on Hopper: a use in, what is worth running it with out.
+
+The columns of a tile are those of both branches, one half each, so that a tile takes
+the shared memory and registers of a product of as many columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
+from rewriter.kernels.ragged.dot.hopper.config import fits as fits_product
+from rewriter.kernels.shared.activations_hopper import WITHOUT
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+
+APART = Tiles(128, 128, 6, apart=True)
+"""Each warpgroup with tiles of its own: one combines while the other multiplies."""
+
+
+def computes(activation: str) -> Verdict:
+    """Returns whether a kernel can compute an activation."""
+    if (missing := WITHOUT.get(activation)) is None:
+        return YES
+    return no("activation", f"{activation} needs {missing}, which Mosaic GPU lacks")
+
+
+def default(rows: int) -> Tiles:
+    """Returns the rule of thumb, by rows of a group.
+
+    On an H200 it was the fastest for 512 and 1024 rows a group, and took 1.02 of the
+    fastest one's time, 256 x 128, without groups (``tests/bench/results/
+    hopper_glu_h200.json``); fewer rows were not measured.
+    """
+    return Tiles(64, 256) if rows <= 32 else Tiles()
+
+
+def configs(rows: int) -> list[Tiles]:
+    """Returns tiles worth measuring for groups of so many rows, the likeliest first."""
+    made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), APART]
+    if rows <= 512:
+        alike = [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]
+        made += [replace(x, claimed=False) for x in alike]
+    return made
+
+
+def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether tiles can run: as for a product, and both branches alike."""
+    found = [fits_product(config, spec, device)]
+    if config.columns % (2 * STEP):
+        text = f"{config.columns} columns a warpgroup, no multiple of {2 * STEP}"
+        found.append(no("block_n", text))
+    return all_of(YES, *found)

@@ -1,0 +1,117 @@
+"""Blocks of threads on a GPU that take the next tile when they are done with one.
+
+A number in global memory says how many tiles are taken. The warpgroup that copies
+claims a tile as soon as the one before it is copied, while that one is computed, and
+tells the others. Each block begins with the tile of its own number. So blocks whose
+tiles are light, or whose memory is near, take more of them, and all of them stay close
+together in the line of tiles, which keeps what they share in the cache. What a tile
+holds does not depend on who computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from rewriter.kernels.shared import pallas_gpu
+
+if TYPE_CHECKING:
+    from jax import Array
+
+AVAILABLE = jax.__version_info__ >= (0, 11)
+"""Whether kernels may change memory that they are given; else tiles are dealt out."""
+
+PLACES = 2
+"""How many tiles are handed on at once: one is read while the next is written."""
+
+
+def counter() -> Any:
+    """Returns memory to count in, for one call of a kernel."""
+    return jax.new_ref(jnp.zeros((1, 1), jnp.int32))
+
+
+SHARED_MEMORY = 1 << 10
+"""Bytes that `scratch` takes, but for the barriers: memory begins at a KiB."""
+
+
+def scratch(listeners: int, numbers: int = 0) -> dict[str, Any]:
+    """Returns what a block allocates to claim tiles.
+
+    Args:
+        listeners: Warpgroups beside the one that claims.
+        numbers: How many numbers they are told of a tile, beside its index.
+    """
+    return {
+        "told": plgpu.SMEM((PLACES, 1 + numbers), jnp.int32),
+        "listed": pallas_gpu.barriers(PLACES),
+        "heard": pallas_gpu.barriers(PLACES, listeners),
+    }
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The tiles that a block has still to take.
+
+    Attributes:
+        shared: `scratch`.
+        counter: What `mosaic.claim` counts in.
+        programs: How many blocks there are.
+        total: How many tiles.
+        read: Returns the numbers of a tile by its index.
+    """
+
+    shared: dict[str, Any]
+    counter: Any
+    programs: Any
+    total: Any
+    read: Callable[[Any], tuple[Any, ...]] = lambda index: ()
+
+    def over(
+        self, body: Callable[[Any, Any, Any, Any], Any], steps: Any, copies: bool
+    ) -> None:
+        """Runs ``steps = body(i, steps, index, numbers)`` for the tiles of a block.
+
+        Args:
+            body: Copies or computes a tile, the block's i-th.
+            steps: What it takes from one tile to the next.
+            copies: Whether this is the warpgroup that claims.
+        """
+        if not copies:
+            for place in range(PLACES):
+                plgpu.barrier_arrive(self.shared["heard"].at[place])
+
+        def one(carry: Any) -> Any:
+            i, steps, index, numbers = carry
+            steps = body(i, steps, index, numbers)
+            place = lax.rem(i, jnp.int32(PLACES))
+            return i + 1, steps, *(self.claim(place) if copies else self.hear(place))
+
+        first = lax.axis_index(pallas_gpu.PROGRAM)
+        start = jnp.int32(0), steps, first, self.read(first)
+        lax.while_loop(lambda carry: carry[2] < self.total, one, start)
+
+    def claim(self, place: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Claims a tile, and tells the other warpgroups of it."""
+        x = self.shared
+        plgpu.barrier_wait(x["heard"].at[place])
+        pallas_gpu.claim(self.counter, x["told"].at[place])
+        index: Array = x["told"][place, 0] + self.programs
+        numbers = self.read(index)
+        for i, number in enumerate(numbers):
+            x["told"][place, 1 + i] = number
+        plgpu.barrier_arrive(x["listed"].at[place])
+        return index, numbers
+
+    def hear(self, place: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the tile that was claimed."""
+        x = self.shared
+        plgpu.barrier_wait(x["listed"].at[place])
+        index, *numbers = (x["told"][place, i] for i in range(x["told"].shape[1]))
+        plgpu.barrier_arrive(x["heard"].at[place])
+        return index + self.programs, tuple(numbers)

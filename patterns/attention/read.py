@@ -1,0 +1,250 @@
+"""Attention: softmax(scale q kᵀ + bias, masked) v, in any layout and spelling.
+
+Formula    out[b,t,n,e] = Σ_s p v[b,s,k,e]
+           p = [keep] exp(x) / (Σ_s [keep] exp(x) + sink)
+           x = softcap(scale Σ_h q[b,t,n,h] k[b,s,k,h]) + bias
+Looks like an exponential between two contractions: one above it gives the
+           scores, one below it weighs the values.
+Must hold  the form splits into those factors, each mask is a predicate of
+           positions or an array, and no other factor is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from rewriter.algebra.canonicalize import TRANSPARENT, adds_zero, kind_of, values_named
+from rewriter.algebra.normal_form import OverBudget
+from rewriter.find.finder import Finder, RegionEvaluator
+from rewriter.find.match import ReaderPattern
+from rewriter.find.reading import Reading, Refused, leaves_of, split_digits
+from rewriter.find.sieve import Step
+from rewriter.patterns.attention.assembly import NAME, Assembly
+from rewriter.patterns.attention.blocks import (
+    Blocks,
+    blocks,
+    results,
+    weighing,
+    weighs_once,
+)
+from rewriter.patterns.attention.joined import over_all_keys
+from rewriter.patterns.attention.softmax import exponents, softmax_parts
+from rewriter.program.graph import Node
+
+ANCHORS = frozenset({"exp", "exp2"})
+DOT = frozenset({"dot_general"})
+AFTER = TRANSPARENT | {
+    "div", "mul", "select_n", "transpose", "reshape", "squeeze", "broadcast_in_dim",
+    "expand_dims", "convert_element_type", "neg",
+}  # fmt: skip
+
+
+ATTEMPTS = 6
+"""Results of blocks that are read in vain in one program; reading one is slow."""
+
+
+def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of the regions around an exponential."""
+    scores = [
+        n
+        for n in find.regions.above(anchor.ins[0], DOT)
+        if n.params["dimension_numbers"][0][0]
+    ]
+    if not scores or find.barren(NAME, anchor):
+        return
+    below = [
+        (n, side)
+        for n, side in find.regions.below(anchor.outs[0], DOT)
+        if n.params["dimension_numbers"][0][0]
+    ]
+    sums = {n.outs[0] for n, k in below if find.number(n.ins[1 - k]) is not None}
+    for pv, side in below:
+        if pv in scores or pv.outs[0] in sums or find.done(NAME, pv.outs[0]):
+            continue
+        before = len(find.found)
+        whole = results(find, pv)
+        if any(find.done(NAME, v) for v in whole):
+            return  # a block of a result that is found
+        yield from _in_blocks(find, anchor, scores, pv, whole)
+        if len(find.found) > before:
+            return
+        yield from _around(find, anchor, scores, pv, side, sums)
+        if len(find.found) > before:
+            return  # weights that several products read are one attention
+
+
+def _in_blocks(
+    find: Finder, anchor: Node, scores: list[Node], pv: Node, whole: list[int]
+) -> Iterator[Reading]:
+    """Readings of results that several products add up to."""
+    for value in whole:
+        key = ("blocks", value)
+        if key in find.cache or find.cache.get("failed blocks", 0) >= ATTEMPTS:
+            continue
+        find.cache[key] = True
+        found = blocks(find, value) or weighing(
+            find, value, anchor.outs[0], tuple(scores)
+        )
+        if found is None or (pv.outs[0] not in {n.outs[0] for n, _ in found.products}):
+            continue
+        if not found.scans and not weighs_once(find, anchor.outs[0]):
+            continue  # differentiated: it would be left as written, after a long search
+        failed = find.cache.get("failed blocks", 0)
+        find.cache["failed blocks"] = failed + 1
+        try:
+            yield read(find, value, found, "full")
+        except Refused as refusal:
+            if refusal.score > 0.5:
+                find.missed(NAME, anchor, refusal)
+        except (OverBudget, RecursionError):
+            continue
+        if find.done(NAME, value):
+            find.cache["failed blocks"] = failed
+            return
+
+
+def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
+    choices = [scores] if len(scores) == 1 else [scores, *([s] for s in scores)]
+    if len(scores) > 3:
+        choices = [[s] for s in scores]
+    miss: Refused | None = None
+    for chosen in choices:
+        value = pv.outs[0]
+        later = [
+            v
+            for v in find.regions.chain(value, lambda n: _goes_on(find, n), 10)
+            if find.graph.node_of(v).prim in ("div", "mul", "select_n")
+        ]
+        for k, candidate in enumerate([value, *later]):
+            for how in ("full", "soft", "whole"):
+                try:
+                    parts = Blocks(tuple(chosen), ((pv, side),))
+                    yield read(find, candidate, parts, how, sums)
+                except Refused as refusal:
+                    if miss is None or refusal.score > miss.score:
+                        miss = refusal.with_traceback(None)
+                    if refusal.code not in ("rows", "terms", "weights", "unequal"):
+                        break
+                except (OverBudget, RecursionError) as error:
+                    miss = miss or Refused("budget", str(error), score=0.3)
+                if find.done(NAME, candidate):
+                    return
+            if (
+                k == 0
+                and miss is not None
+                and miss.code not in ("denominator", "budget")
+            ):
+                break
+    if miss is not None and miss.score > 0.2:
+        find.missed(NAME, anchor, miss)
+
+
+def _goes_on(find: Finder, node: Node) -> bool:
+    """Whether what an equation gives may be a later form of the same result."""
+    return node.prim in AFTER or adds_zero(node, find.number)
+
+
+def read(
+    find: Finder,
+    value: int,
+    parts: Blocks,
+    how: str,
+    sums: Set[int] = frozenset(),
+) -> Reading:
+    """The reading of one candidate result.
+
+    Args:
+        find: The search.
+        value: The candidate.
+        parts: The contractions it is computed from.
+        how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
+            ``"whole"`` takes a bias as it is, however it was computed.
+        sums: Contractions of the weights with ones.
+
+    Raises:
+        Refused: If the form is not that of attention.
+        OverBudget: If the form grows too large.
+    """
+    scores = frozenset(n.outs[0] for n in parts.scores)
+    products = frozenset(n.outs[0] for n, _ in parts.products)
+
+    def from_scores(v: int) -> bool:
+        return bool(parts.scans) or any(
+            find.regions.depends(v, score, 120) for score in scores
+        )
+
+    ev = find.evaluator(
+        value,
+        inside=scores | products | parts.scans | sums,
+        roots=scores | parts.scans | find.float_carries(parts.scans),
+        full_sides=frozenset(
+            [
+                *((n.outs[0], k) for n, k in parts.products),
+                *((n, k) for n in sums for k in (0, 1)),
+            ]
+        ),
+        soft_fills=how == "soft",
+        in_pieces=from_scores,
+        whole_sides=from_scores if how == "whole" else None,
+        filled_rows=True,
+    )
+    alg = find.algebra
+    args = ev.indices(value)
+    form = ev.poly(value, args)
+    whole = args
+    form, args = split_digits(alg, form, args)
+    if len(parts.products) > 1:
+        form = alg.merged(form)
+    in_blocks = len(parts.products) > 1 or bool(parts.scans)
+    if in_blocks and not parts.at_once:
+        ev.notes.add("sums over blocks of keys are taken at once")
+    ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
+    values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
+    over = over_all_keys(alg, form, values)
+    found = softmax_parts(alg, over.form, values | over.values)
+    left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
+    right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
+    qk, bias = exponents(alg, found, left | right | over.joined.keys())
+    reading = Assembly(
+        find, ev, value, args, form, found, qk, bias, parts.products, scores, over
+    ).reading()
+    if any(ev.varies(leaf) for leaf in leaves_of(reading)):
+        raise Refused("loop", "a value of one step of a loop is read", score=0.4)
+    reading.in_blocks = in_blocks and not parts.at_once
+    find.require_proved(ev)
+    _require_addends(find, ev, reading)
+    return reading
+
+
+def _require_addends(find: Finder, ev: RegionEvaluator, reading: Reading) -> None:
+    """Refuses to leave out what is added to all scores of a row.
+
+    It cancels in the weights; but where it is large the scores are rounded away
+    beside it, and where it is infinite or NaN so are they.
+
+    Raises:
+        Refused: If a value that feeds the region is nowhere in the operands.
+    """
+    graph, alg, read = find.graph, find.algebra, set(leaves_of(reading))
+    for value in _fed(ev) - read if not reading.joined else ():
+        side = ev.is_side(value) and not ev.varies(value)
+        if side and kind_of(graph.dtype(value)) == "f":
+            raise Refused("rows", "a number is added to all scores of a row", score=0.7)
+    forms = [p for o in reading.operands.values() for p, _ in o.parts]
+    used = {alg.kind(a) for p in forms for _, mono in p for a, _ in mono}
+    if ev.softened and "ind" not in used:
+        raise Refused("rows", "a fill is added to all scores of a row", score=0.7)
+
+
+def _fed(ev: RegionEvaluator) -> set[int]:
+    """The program's values in the forms of what the op computes."""
+    alg, found = ev.alg, set()
+    for (value, _, _), form in ev.memo.items():
+        if isinstance(form, dict) and not ev.is_side(value):
+            found |= alg.poly_leaves(form)
+    names = {v for a in found for v in values_named(alg.defs[a][1])}
+    return {v for v in names if isinstance(v, int) and v in ev.leaf_values}
+
+
+STEPS = (Step(DOT), Step(ANCHORS), Step(DOT))
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, STEPS)

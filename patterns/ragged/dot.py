@@ -1,0 +1,128 @@
+"""Ragged dot: rows in groups, a matrix per group; one primitive, three forms.
+
+Formula    out[m, n] = Σ_k lhs[m, k] rhs[group(m), k, n], or its two gradients
+Looks like JAX's own primitive; only its dimension numbers vary.
+Must hold  there are no batch axes and no group offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rewriter.algebra.canonicalize import LAYOUT, ragged_axes
+from rewriter.find.finder import Finder
+from rewriter.find.match import ReaderPattern
+from rewriter.find.reading import Reading, Refused, flat_indices, operand, split_digits
+from rewriter.patterns.ragged.dense_experts import CHOICES, RAGGED, near_miss
+from rewriter.program.graph import Node
+
+NAME = "ragged_dot"
+ANCHORS = RAGGED | CHOICES
+
+
+def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """The reading of one ragged dot; of a choice among experts, what it lacks."""
+    value = anchor.outs[0]
+    if anchor.prim in CHOICES:
+        miss = near_miss(find, anchor)
+        if miss is not None:
+            find.missed(NAME, anchor, miss)
+        return
+    if find.done(NAME, value):
+        return
+    try:
+        yield read(find, anchor)
+    except Refused as refusal:
+        find.missed(NAME, anchor, refusal)
+
+
+def read(find: Finder, node: Node) -> Reading:
+    """The reading of a ragged dot.
+
+    Raises:
+        Refused: If it has axes that the op does not have.
+    """
+    g, alg, value = find.graph, find.algebra, node.outs[0]
+    if len(node.ins) != 3 or node.params.get("group_offset") is not None:
+        raise Refused("offset", "a group offset", score=0.9)
+    contracting, left, right = roles(find, node)
+    ev = find.evaluator(value, inside=frozenset({value}))
+    args = ev.indices(value)
+    form = ev.poly(value, args)
+    lhs_axes = ("m0", "k0")
+    if contracting:
+        mode, rhs_axes = "contracting", ("k0", "n0")
+        lhs_axes = ("k0", "m0")
+    elif stored(find, node.ins[1], right) == ("g0", "n0", "k0"):
+        mode, rhs_axes = "transposed", ("g0", "n0", "k0")
+    else:
+        mode, rhs_axes = "forward", ("g0", "k0", "n0")
+    operands = {}
+    for name, source, have, want in (
+        ("lhs", node.ins[0], left, lhs_axes),
+        ("rhs", node.ins[1], right, rhs_axes),
+        ("group_sizes", node.ins[2], ("s0",), ("s0",)),
+    ):
+        at = ev.indices(source)
+        poly, at = split_digits(alg, ev.poly(source, at, LAYOUT), at)
+        groups = [flat_indices(at[have.index(w)]) for w in want]
+        operands[name] = operand(poly, *groups, dtype=g.dtype(source))
+    params: dict[str, Any] = {"out_dtype": str(g.dtype(value))}
+    if mode != "forward":
+        params["mode"] = mode
+    precision = precision_of(node)
+    if precision is not None:
+        params["precision"] = precision
+    groups = tuple(() if i is None else (i,) for i in args)
+    return Reading(NAME, alg, ev.place, value, args, form, groups, operands, params)
+
+
+ROWS_BY_MATRICES = False, ("m0", "k0"), ("g0", "k0", "n0")
+"""The `roles` in `jax.lax.ragged_dot`."""
+
+
+def roles(find: Finder, node: Node) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    """(whether the ragged axis is contracted, roles of lhs's and of rhs's axes).
+
+    Raises:
+        Refused: If it has axes that the op does not have.
+    """
+    ranks = [len(find.graph.shape(i)) for i in node.ins]
+    ragged, left, right, sizes = ragged_axes(node, ranks)
+    form = ragged, tuple(sorted(left)), tuple(sorted(right)), sizes
+    forms = {
+        (("m0",), ("k0", "m0"), ("g0", "k0", "n0"), ("s0",)): False,
+        (("k0",), ("k0", "m0"), ("k0", "n0"), ("s0",)): True,
+    }
+    if form not in forms:
+        raise Refused(
+            "dimensions",
+            "a ragged dot with batch axes or several axes of one role",
+            difference=str(node.params["ragged_dot_dimension_numbers"]),
+            score=0.9,
+        )
+    return forms[form], left, right
+
+
+def stored(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str, ...]:
+    """The roles in the order in which the array under layout has its axes."""
+    node = find.graph.node_of(value)
+    while node is not None and node.prim in ("transpose", "copy"):
+        if node.prim == "transpose":
+            moved = dict(zip(node.params["permutation"], roles, strict=True))
+            roles = tuple(moved[a] for a in range(len(roles)))
+        node = find.graph.node_of(node.ins[0])
+    return roles
+
+
+def precision_of(node: Node) -> str | None:
+    """What a ragged dot asks for, as the op's parameter."""
+    precision = node.params.get("precision")
+    if precision is None:
+        return None
+    first = precision[0] if isinstance(precision, tuple) else precision
+    return getattr(first, "name", str(first)).lower()
+
+
+PATTERN = ReaderPattern(NAME, ANCHORS, propose)

@@ -1,0 +1,231 @@
+"""Gated linear unit of experts: two ragged dots of the same rows, and their product.
+
+Formula    out[m, f] = act(Σ_k x[m, k] w_gate[group(m), k, f])
+                       (Σ_k x[m, k] w_up[group(m), k, f])
+Looks like a product below ragged dots of one x by one set of groups, or below both
+           halves of one, where one of them goes through an activation.
+Must hold  the form is the activation's applied to one ragged dot, times the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
+from rewriter.find.finder import Finder, RegionEvaluator
+from rewriter.find.match import ReaderPattern
+from rewriter.find.reading import Reading, Refused, operand
+from rewriter.patterns.gated_linear_unit.activation import activated
+from rewriter.patterns.gated_linear_unit.branches import Branch
+from rewriter.patterns.gated_linear_unit.forms import every
+from rewriter.patterns.gated_linear_unit.products import products
+from rewriter.patterns.ragged.dense_experts import RAGGED
+from rewriter.patterns.ragged.dot import ROWS_BY_MATRICES, precision_of, roles, stored
+from rewriter.program.graph import Node
+
+NAME = "ragged_gated_linear_unit"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A product that may be a gated linear unit.
+
+    Attributes:
+        value: The product, or what it is rounded to.
+        act: The factor that goes through the activation.
+        up: The other one.
+        gate_dot: The ragged dot above the first.
+        up_dot: That above the other one; both may be one.
+    """
+
+    value: int
+    act: int
+    up: int
+    gate_dot: Node
+    up_dot: Node
+
+
+def units(find: Finder, anchor: Node, name: str) -> Iterator[Unit]:
+    """Products below a ragged dot, up to one that is known to be an op of a name."""
+    for product in products(find, anchor):
+        value = _rounded(find, product.outs[0])
+        if find.done(name, value):
+            return
+        for act, up in (product.ins, product.ins[::-1]):
+            dots = [find.regions.above(value, RAGGED) for value in (act, up)]
+            if [len(found) for found in dots] != [1, 1] or [anchor] not in dots:
+                continue
+            (gate_dot,), (up_dot,) = dots
+            yield Unit(value, act, up, gate_dot, up_dot)
+
+
+def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of the products below a ragged dot."""
+    for unit in units(find, anchor, NAME):
+        try:
+            yield read(find, unit)
+            return
+        except Refused as refusal:
+            find.missed(NAME, anchor, refusal)
+        except OverBudget as error:
+            find.missed(NAME, anchor, Refused("budget", str(error), score=0.2))
+
+
+def _rounded(find: Finder, value: int) -> int:
+    """A value in the narrower type that is all that is read of it, if one is."""
+    g, users = find.graph, find.graph.users(value)
+    if len(users) != 1 or users[0].prim != "convert_element_type":
+        return value
+    (made,) = users[0].outs
+    narrower = g.dtype(made).itemsize < g.dtype(value).itemsize
+    return made if narrower and jnp.issubdtype(g.dtype(made), jnp.floating) else value
+
+
+def read(find: Finder, unit: Unit) -> Reading:
+    """The reading of a product of two values.
+
+    Raises:
+        Refused: If the form is not that of a gated linear unit of ragged dots.
+        OverBudget: If the form grows too large.
+    """
+    g, alg, value = find.graph, find.algebra, unit.value
+    gate_dot, up_dot = unit.gate_dot, unit.up_dot
+    x, w, sizes = _operands(find, gate_dot)
+    also = _operands(find, up_dot)
+    if (x, sizes) != (also[0], also[2]):
+        raise Refused("x", "gate and up are of other rows or groups", score=0.3)
+    if g.shape(value)[0] != g.shape(x)[0]:
+        raise Refused("rows", "some rows of the ragged dots are left out", score=0.3)
+    precision = precision_of(gate_dot)
+    if precision != precision_of(up_dot):
+        raise Refused("precision", "gate and up differ in precision", score=0.3)
+    leaves = dict.fromkeys((x, w, also[1], sizes))
+    ev = find.evaluator(
+        value,
+        inside=frozenset({gate_dot.outs[0], up_dot.outs[0]}),
+        names={leaf: leaf for leaf in leaves},
+    )
+    args = ev.indices(value)
+    form = ev.poly(value, args)
+    act_form, up_form = (
+        ev.poly(side, ev.aligned(side, args)) for side in (unit.act, unit.up)
+    )
+    branches = _branches(alg, act_form, up_form)
+    found = activated(alg, act_form, [Branch(((branches.gate, 1),), {})])
+    params: dict[str, Any] = {
+        "activation": found.name, "out_dtype": str(g.dtype(value)),
+    }  # fmt: skip
+    if found.beta != 1.0:
+        params["beta"] = found.beta
+    if precision is not None:
+        params["precision"] = precision
+    operands = {"x": x, "w": w, "w_up": also[1], "group_sizes": sizes}
+    if gate_dot is up_dot:
+        del operands["w_up"]
+        params["halves"] = _halves(find, ev, gate_dot, args, branches)
+    factor = found.factor * branches.factor
+    return Reading(
+        NAME,
+        alg,
+        ev.place,
+        value,
+        args,
+        form,
+        tuple(() if i is None else (i,) for i in args),
+        {name: _whole(ev, alg, leaf) for name, leaf in operands.items()},
+        params,
+        notes=tuple(sorted(ev.notes)),
+        times=None if factor == 1.0 else alg.const(factor),
+    )
+
+
+def _operands(find: Finder, dot: Node) -> tuple[int, int, int]:
+    """(rows, matrices, group sizes) of a ragged dot.
+
+    Raises:
+        Refused: If it is of another kind.
+    """
+    if len(dot.ins) != 3 or dot.params.get("group_offset") is not None:
+        raise Refused("offset", "a group offset", score=0.2)
+    if roles(find, dot) != ROWS_BY_MATRICES:
+        raise Refused("dimensions", "no ragged dot of rows by matrices", score=0.2)
+    x, w, sizes = dot.ins
+    matrices = ROWS_BY_MATRICES[2]
+    if stored(find, w, matrices) != matrices:  # a ragged dot takes them as they are
+        raise Refused("stored", "the matrices are stored transposed", score=0.2)
+    return x, w, sizes
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """Both ragged dots as atoms, and the number that the plain one is multiplied by."""
+
+    gate: int
+    up: int
+    factor: float
+
+
+def _branches(alg: Algebra, act: Poly, up: Poly) -> _Branches:
+    """The ragged dot in each factor.
+
+    Raises:
+        Refused: If there are others, or one is in both.
+    """
+    own = _alone(alg, up)
+    if own is None:
+        raise Refused("up", "the other factor is more than a ragged dot", score=0.3)
+    gates = [atom for atom in every(alg, act) if _ragged(alg, atom)]
+    if _alone(alg, act) is not None or len(gates) != 1 or gates[0] == own[0]:
+        raise Refused("gate", "the activation is not of another ragged dot", score=0.2)
+    return _Branches(gates[0], *own)
+
+
+def _alone(alg: Algebra, p: Poly) -> tuple[int, float] | None:
+    """(ragged dot, factor) of a form that is nothing but that."""
+    for (flag, mono), factor in p.items() if len(p) == 1 else ():
+        if flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
+            atom = mono[0][0]
+            return (atom, factor) if _ragged(alg, atom) else None
+    return None
+
+
+def _ragged(alg: Algebra, atom: int) -> bool:
+    """Whether an atom is a ragged dot that is taken apart."""
+    name = alg.defs[atom][1]
+    return alg.kind(atom) == "leaf" and isinstance(name, tuple) and name[1] in RAGGED
+
+
+def _halves(
+    find: Finder, ev: RegionEvaluator, dot: Node, args: Any, branches: _Branches
+) -> str:
+    """Which half of the columns of one ragged dot is which branch.
+
+    Raises:
+        Refused: If they are no halves.
+    """
+    alg, value = find.algebra, dot.outs[0]
+    columns = find.graph.shape(value)[1]
+    rows, column = args
+    halves = []
+    for first in (0, columns // 2):
+        form = ev.poly(value, (rows, alg.affine(column, 1, first)))
+        halves.append(next((atom for _, ((atom, _),) in form), None))
+    if columns % 2 == 0 and halves == [branches.gate, branches.up]:
+        return "gate_up"
+    if columns % 2 == 0 and halves == [branches.up, branches.gate]:
+        return "up_gate"
+    raise Refused("halves", "gate and up are no halves of one ragged dot", score=0.3)
+
+
+def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
+    """An operand as it is in the program."""
+    at = ev.indices(leaf)
+    groups = tuple(() if i is None else (i,) for i in at)
+    return operand(alg.of_atom(alg.atom("leaf", leaf, at)), *groups)
+
+
+PATTERN = ReaderPattern(NAME, RAGGED, propose, needs=frozenset({"mul"}))

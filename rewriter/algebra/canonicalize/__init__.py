@@ -1,0 +1,45 @@
+"""Graph values to normal forms: one rule per primitive.
+
+Values are evaluated from the result towards the inputs, at given index
+arguments, so that layout primitives only rewrite arguments. What has no rule is
+a leaf named after its value number.
+"""
+
+from __future__ import annotations
+
+from rewriter.algebra.canonicalize import (
+    arithmetic,
+    contraction,
+    gather,
+    one_row,
+    predicates,
+)
+from rewriter.algebra.canonicalize.arithmetic import sigmoid, tanh
+from rewriter.algebra.canonicalize.contraction import ragged_axes
+from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of
+from rewriter.algebra.canonicalize.evaluator import Evaluator
+from rewriter.algebra.canonicalize.gather import Pages, values_named
+from rewriter.algebra.canonicalize.infinities import log_may_be_infinite
+from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
+from rewriter.algebra.canonicalize.layout import pieces
+from rewriter.algebra.canonicalize.primitives import (
+    FULL,
+    LAYOUT,
+    LAYOUT_PRIMITIVES,
+    LOCAL,
+    STRUCTURAL,
+    TRANSPARENT,
+    NeedSplit,
+    adds_zero,
+    is_local,
+)
+
+RULES = (arithmetic, contraction, gather, one_row, predicates)
+"""The modules that hold a rule per primitive."""
+
+__all__ = [
+    "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
+    "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "adds_zero", "interval",
+    "is_local", "is_lossless", "kind_of", "log_may_be_infinite", "of_dtype",
+    "pieces", "ragged_axes", "sigmoid", "tanh", "values_named", "within",
+]  # fmt: skip

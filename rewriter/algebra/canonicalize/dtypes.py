@@ -1,0 +1,55 @@
+"""Kinds of dtypes and what casts keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rewriter.algebra.normal_form import Algebra, Poly
+
+
+def kind_of(dtype: Any) -> str:
+    """'f' for floats of every width, 'i' for integers, 'b' for booleans."""
+    kind = np.dtype(dtype).kind if not hasattr(dtype, "_rules") else "V"
+    if kind in "iu":
+        return "i"
+    if kind == "b":
+        return "b"
+    return "f" if kind in "fV" else kind
+
+
+def is_lossless(old: Any, new: Any) -> bool:
+    """Whether every value of a dtype exists in another."""
+    try:
+        return bool(np.can_cast(old, new, "safe")) or (str(old), str(new)) in _WIDER
+    except TypeError:
+        return old == new
+
+
+_WIDER = {
+    (small, wide)
+    for small in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    for wide in ("float32", "float64")
+} | {
+    (small, wide)
+    for small in ("float8_e4m3fn", "float8_e5m2")
+    for wide in ("bfloat16", "float16")
+}
+
+
+def takes_integers(alg: Algebra, p: Poly) -> bool:
+    """Whether a form takes only integer values: positions, flags, truncated values."""
+    return all(
+        float(c).is_integer() and all(e == 1 and _whole_atom(alg, a) for a, e in m)
+        for (_, m), c in p.items()
+    )
+
+
+def _whole_atom(alg: Algebra, atom: int) -> bool:
+    d = alg.defs[atom]
+    if d[0] == "relu":
+        return takes_integers(alg, alg.thaw(d[1]))
+    if d[0] == "fn" and d[1] in ("idiv", "rem", "floor_divide", "remainder", "sign"):
+        return all(takes_integers(alg, alg.thaw(x)) for x in d[2:])
+    return d[0] in ("iota", "ind") or d[:2] == ("fn", "trunc")

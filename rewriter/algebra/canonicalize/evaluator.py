@@ -1,0 +1,612 @@
+"""Normal forms of graph values, from the result towards the leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rewriter.algebra.canonicalize.choice import choose
+from rewriter.algebra.canonicalize.constants import (
+    FOLD,
+    FOLD_FLAGS,
+    affine_constant,
+    banded_constant,
+    cast,
+    folded,
+    in_dtype,
+)
+from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
+from rewriter.algebra.canonicalize.intervals import interval
+from rewriter.algebra.canonicalize.layout import Layout, is_slice
+from rewriter.algebra.canonicalize.loops import LoopForms, Loops
+from rewriter.algebra.canonicalize.numbers import (
+    cast_choice,
+    from_the_end,
+    in_each_case,
+)
+from rewriter.algebra.canonicalize.own_values import is_exact, with_wraps
+from rewriter.algebra.canonicalize.primitives import (
+    FULL,
+    KNOWN_CONSTANTS,
+    LAYOUT,
+    LAYOUT_PRIMITIVES,
+    LOCAL,
+    STRUCTURAL,
+    TRANSPARENT,
+    NeedSplit,
+    adds_zero,
+    is_local,
+)
+from rewriter.algebra.normal_form import (
+    EXACT,
+    FALSE,
+    TRUE,
+    Algebra,
+    Index,
+    OverBudget,
+    Poly,
+    TooMuchWork,
+)
+from rewriter.program.graph import Graph, Node
+
+SAME_NUMBER = (
+    TRANSPARENT | LAYOUT_PRIMITIVES | {"convert_element_type", "stop_gradient"}
+)
+"""Primitives that keep a number which stands at every position."""
+
+
+class Evaluator(Layout, LoopForms):
+    """Normal forms of graph values relative to leaves.
+
+    Args:
+        graph: The matching view.
+        algebra: Where atoms are interned.
+        names: Values that are leaves, with the name each one gets.
+        inside: Results of contractions and scans that are expanded; others are
+            leaves.
+        usable: Whether a value can be had where the replacement will stand; an
+            equation with an operand that cannot is a leaf. None: all can.
+        soft_fills: Keep additive constants above -1e5 as a bias, not as a mask.
+        full_sides: (result of a contraction, operand position) pairs whose operand
+            is expanded beyond layout.
+        expand_all: Expand every contraction (used for references).
+        in_pieces: Whether a concatenation is taken apart; None: every one.
+        whole_sides: Whether a float value is expanded; None: every one.
+        filled_rows: Take sums of exponentials to be positive, masked ones too; what
+            rows without keys give is then for the caller to find out.
+        holding: Atoms that hold, at indices of any names: that a row has a key.
+        core: Whether a value depends on what the op computes. All others are side
+            values, see `own_values`; None: nothing is a side value.
+        at_hand: Whether a value can be a leaf, since it is defined where the
+            replacement will stand; None: all are.
+        assumed: What may be assumed without proof, see `assumptions`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        algebra: Algebra,
+        *,
+        names: Mapping[int, Any] | None = None,
+        inside: frozenset[int] = frozenset(),
+        usable: Callable[[int], bool] | None = None,
+        expand_all: bool = False,
+        soft_fills: bool = False,
+        full_sides: frozenset[tuple[int, int]] = frozenset(),
+        in_pieces: Callable[[int], bool] | None = None,
+        whole_sides: Callable[[int], bool] | None = None,
+        filled_rows: bool = False,
+        holding: frozenset[int] = frozenset(),
+        core: Callable[[int], bool] | None = None,
+        at_hand: Callable[[int], bool] | None = None,
+        assumed: frozenset[str] = frozenset(),
+    ):
+        self.g, self.alg = graph, algebra
+        self.names = dict(names or {})
+        self.inside, self.usable, self.expand_all = inside, usable, expand_all
+        self.soft_fills, self.full_sides = soft_fills, full_sides
+        self.in_pieces, self.whole_sides = in_pieces, whole_sides
+        self.filled_rows, self.holding = filled_rows, holding
+        self.core, self.at_hand, self.assumed = core, at_hand, assumed
+        self.memo: dict[Any, Any] = {}
+        self._expanded_values: dict[int, bool] = {}
+        self.fills: set[float] = set()
+        self.notes: set[str] = set()
+        self.unproved: dict[str, str] = {}
+        self.given: dict[int, Callable[[tuple[Index, ...]], int]] = {}
+        self.leaf_values: set[int] = set()
+        self.visits = 0
+        self.private = False
+        self.ideal = False
+        self.softened: set[int] = set()
+        self.outer: frozenset[int] = frozenset()
+        self.loops = Loops()
+
+    # ------------------------------------------------------------- entry
+    def indices(self, value: int) -> tuple[Index, ...]:
+        """New indices, one per axis of a value."""
+        return tuple(self.alg.new_index(n) for n in self.g.shape(value))
+
+    def poly(self, value: int, args: tuple[Index, ...], mode: str = FULL) -> Poly:
+        """The form of a value at index arguments; booleans count as 0 and 1."""
+        if self.g.dtype(value) == bool:
+            return self.alg.of_bool(self.flag(value, args, mode))
+        key = (value, args, mode)
+        if key not in self.memo:
+            self._count()
+            try:
+                self.memo[key] = self._poly(value, args, mode)
+            except NeedSplit:
+                if self._whole(value):
+                    raise
+                self.memo[key] = self.alg.of_atom(self.leaf(value, args))
+            except TooMuchWork:
+                raise
+            except OverBudget:  # no rule for this: a value taken as it is
+                self.memo[key] = self.alg.of_atom(self.leaf(value, args))
+        return self.memo[key]
+
+    def flag(self, value: int, args: tuple[Index, ...], mode: str = FULL) -> int:
+        """The boolean function that a boolean value is at index arguments."""
+        key = (value, args, mode)
+        if key not in self.memo:
+            self._count()
+            try:
+                self.memo[key] = self._flag(value, args, mode)
+            except NeedSplit:
+                if self._whole(value):
+                    raise
+                self.memo[key] = self.alg.literal(self.leaf(value, args))
+            except TooMuchWork:
+                raise
+            except OverBudget:
+                self.memo[key] = self.alg.literal(self.leaf(value, args))
+            if mode == FULL and not self.private:
+                self._note_own(value, args, self.memo[key])
+        return self.memo[key]
+
+    def _note_own(self, value: int, args: tuple[Index, ...], flag: int) -> None:
+        """Remembers which of the program's booleans a boolean function is."""
+        if flag in (TRUE, FALSE) or (self.at_hand and not self.at_hand(value)):
+            return
+        known = self.alg.own.setdefault(flag, [])
+        if len(known) < OWN_NAMES and (value, args) not in known:
+            known.append((value, args))
+
+    def is_side(self, value: int) -> bool:
+        """Whether a value feeds an op, and is none of what the op computes."""
+        return self.core is not None and not self.core(value)
+
+    def assume(self, name: str, text: str) -> None:
+        """Notes an assumption that the user allows; else that it is not proved."""
+        if name in self.assumed:
+            self.notes.add(text)
+        else:
+            self.unproved.setdefault(name, text)
+
+    def _whole(self, value: int) -> bool:
+        """Whether an index over several pieces of a value concerns its readers."""
+        node = self.g.node_of(value)
+        joins = node is not None and node.prim in ("concatenate", "pad", "stack")
+        return not joins or self.in_pieces is None or self.in_pieces(value)
+
+    def _count(self) -> None:
+        self.visits += 1
+        if self.visits > 3000:
+            raise TooMuchWork("the region is too large")
+
+    def operand_mode(self, node: Node, k: int, mode: str) -> str:
+        """How far an operand of a contraction is expanded."""
+        if self.expand_all or is_local(node):
+            return mode
+        return FULL if (node.outs[0], k) in self.full_sides else LAYOUT
+
+    # ------------------------------------------------------------- leaves
+    def leaf(self, value: int, args: tuple[Index, ...]) -> int:
+        """The atom of a value taken as it is."""
+        if value not in self.names:
+            self.names[value] = ("own", value) if self.private else value
+        self.leaf_values.add(value)
+        name = self.names[value]
+        if not self.private and name not in self.alg.leaf_range:
+            self.alg.leaf_range[name] = interval(self.g, value)
+            node = self.g.node_of(value)
+            if kind_of(self.g.dtype(value)) == "i":
+                self.alg.integers.add(name)
+            if node is not None and node.prim in ("exp", "exp2"):
+                self.alg.exponentials.add(name)
+        return self.alg.atom("leaf", name, (*args, *self.varies(value)))
+
+    def _expandable(self, value: int, mode: str) -> Node | None:
+        if value in self.names and value not in self.g.constants:
+            return None
+        node = self.g.node_of(value)
+        if node is None:
+            return None
+        prim = node.prim
+        if prim == "gather" and is_slice(node):
+            ok = bool(self.varies(node.ins[1]))
+        elif prim == "gather":
+            row = mode == FULL and self.g.dtype(value) == bool
+            ok = row or self.expand_all or value in self.inside
+        elif mode == LAYOUT:
+            ok = (
+                prim in LAYOUT_PRIMITIVES
+                or prim in TRANSPARENT
+                or (
+                    prim in ("convert_element_type", "mul", "div", "neg", "add", "sub")
+                    and self._plain(node)
+                )
+            )
+        elif prim in STRUCTURAL:
+            ok = self.expand_all or value in self.inside
+        elif prim == "scan":
+            ok = value in self.inside
+        elif prim in ("dot_general",):
+            ok = self.expand_all or value in self.inside or is_local(node)
+        else:
+            ok = prim in LOCAL and prim not in ("reduce_max",)
+        if ok and mode == FULL and self.whole_sides is not None:
+            ok = (
+                kind_of(self.g.dtype(value)) != "f"
+                or self.whole_sides(value)
+                or self.number(value) is not None
+            )
+        if not ok:
+            return None
+        if self.usable and not all(self._had(i) for i in node.ins):
+            return None
+        return node
+
+    def _had(self, value: int) -> bool:
+        """Whether a value can be had, or is expanded into values that can."""
+        if self.usable(value) or self.varies(value):
+            return True
+        if value not in self._expanded_values:
+            node = self.g.node_of(value)
+            self._expanded_values[value] = (
+                node is not None
+                and (value in self.inside or is_local(node))
+                and all(self._had(i) for i in node.ins)
+            )
+        return self._expanded_values[value]
+
+    def _plain(self, node: Node) -> bool:
+        """A lossless cast, a multiplication by a constant number, or zero added."""
+        if node.prim == "convert_element_type":
+            return is_lossless(self.g.dtype(node.ins[0]), self.g.dtype(node.outs[0]))
+        if kind_of(self.g.dtype(node.outs[0])) != "f":
+            return False
+        if node.prim == "neg":
+            return True
+        if node.prim in ("add", "sub"):
+            return adds_zero(node, self.number)
+        numbers = [self.number(i) for i in node.ins]
+        known = (
+            numbers[1] if numbers[1] is not None or node.prim == "div" else numbers[0]
+        )
+        # A factor far from one may take the product out of the dtype's range.
+        return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
+
+    def number(self, value: int, depth: int = 8) -> float | None:
+        """The number a value is at every position, folded through scalar chains."""
+        found = self.typed_number(value, depth)
+        if found is None or (kind_of(found.dtype) == "i" and abs(int(found)) > EXACT):
+            return None
+        return float(found)
+
+    def typed_number(self, value: int, depth: int = 8) -> np.generic | None:
+        """The number a value is at every position, in its dtype and as computed in it.
+
+        None if it is not one, or if it is not known what a machine makes of it.
+        """
+        dtype = self.g.dtype(value)
+        const = self.g.constants.get(value)
+        if const is not None:
+            return None if np.shape(const) else in_dtype(const, dtype)
+        node = self.g.node_of(value)
+        if node is None or depth == 0:
+            return None
+        if node.prim in SAME_NUMBER and len(node.ins) == 1:
+            inner = self.typed_number(node.ins[0], depth - 1)
+            return None if inner is None else cast(inner, dtype)
+        if node.prim not in FOLD:
+            return None
+        values = [self.typed_number(i, depth - 1) for i in node.ins]
+        if any(v is None for v in values):
+            return None
+        return folded(node.prim, values, node.params, dtype)
+
+    def _constant(self, value: int) -> Poly | None:
+        const = self.g.constants.get(value)
+        if const is None:
+            return None
+        if np.shape(const) == ():
+            dtype = self.g.dtype(value)
+            return self._number_poly(float(in_dtype(const, dtype)), dtype)
+        if np.size(const) <= 1 << 16:
+            flat = np.asarray(const)
+            if flat.size and (flat == flat.flat[0]).all():
+                return self._number_poly(float(flat.flat[0]), self.g.dtype(value))
+        return None
+
+    def _number_poly(self, c: float, dtype: Any) -> Poly:
+        if not math.isnan(c) and str(dtype) in ("bfloat16", "float16"):
+            for known in KNOWN_CONSTANTS:
+                for sign in (1.0, -1.0):
+                    if float(np.asarray(sign * known, dtype)) == c:
+                        self.notes.add(f"literal {c:.6g} stands for {sign * known:.6g}")
+                        return self.alg.const(sign * known)
+        if math.isnan(c):
+            raise OverBudget("a NaN constant")
+        return self.alg.const(c)
+
+    # ------------------------------------------------------------- numbers
+    def _poly(self, value: int, args: tuple[Index, ...], mode: str) -> Poly:
+        const = self._constant(value)
+        if const is not None:
+            return const
+        if value not in self.names and (mode == LAYOUT or not self.g.shape(value)):
+            number = self.number(value)
+            if number is not None:
+                return self._number_poly(number, self.g.dtype(value))
+        if value in self.loops.steps or value in self.loops.carries:
+            known = self.before_step(value, args, mode)
+            return self.alg.of_atom(self.leaf(value, args)) if known is None else known
+        node = self._expandable(value, mode)
+        if node is None:
+            array = self.g.constants.get(value)
+            if array is not None and mode == FULL:
+                known = affine_constant(np.asarray(array))
+                if known is not None:
+                    return self._affine(known, args)
+                chosen = self._two_values(np.asarray(array), args)
+                if chosen is not None:
+                    return chosen
+            return self.alg.of_atom(self.leaf(value, args))
+        prim = node.prim
+        moved = self.moved(node, value, args)
+        if moved is not None:
+            source, at = moved
+            return {} if source is None else self.poly(source, at, mode)
+        if prim == "scan":
+            return self.scanned(node, value, args, mode)
+        rule = RULES.get(prim)
+        if prim in ("convert_element_type", "stop_gradient"):
+            made = self._cast(node, value, args, mode)
+        elif rule is None:
+            return self.alg.of_atom(self.leaf(value, args))
+        else:
+            known = self._computed(node, value, args, mode)
+            if known is not None:
+                return known
+            made = rule(self, node, args, mode)
+        sums = mode == FULL and node.prim in ("add", "sub") and not self.ideal
+        if sums and self.is_side(value):
+            wrapped = with_wraps(self.alg, made, self.g.dtype(value))
+            if wrapped is not None:
+                return wrapped
+        if self._is_opaque(node, value, made, mode):
+            return self.alg.of_atom(self.leaf(value, args))
+        return made
+
+    def _computed(self, node: Node, value: int, args, mode: str) -> Poly | None:
+        """A side value that is one of a few numbers: each computed in its dtype.
+
+        So is a position from the end, `where(i < 0, i + n, i)`, which never wraps.
+        """
+        if mode != FULL:
+            return None
+        position = from_the_end(self.g, node, self.number)
+        if position is not None:
+            place, size = position
+            p = self.poly(place, self.aligned(place, args))
+            inside = self.alg.compare("ge", p, True)
+            return choose(self.alg, inside, p, self.alg.add(p, self.alg.const(size)))
+        if (
+            not self.is_side(value)
+            or node.prim not in FOLD
+            or kind_of(self.g.dtype(value)) not in "if"
+        ):
+            return None
+        forms = self.operands(node, args, mode)
+        return in_each_case(self.alg, self.g, node, forms)
+
+    def _is_opaque(self, node: Node, value: int, made: Poly, mode: str) -> bool:
+        """Whether a value is taken as it is, since its form may not be its value."""
+        if self.ideal:
+            return False
+        if mode != FULL or not self.is_side(value):
+            casts = node.prim in ("convert_element_type", "stop_gradient")
+            return not casts and self._may_wrap(node, value, made)
+        if is_exact(self.alg, self.g, node, made):
+            return False
+        floats = kind_of(self.g.dtype(value)) == "f"
+        return not floats or self.at_hand is None or self.at_hand(value)
+
+    def _may_wrap(self, node: Node, value: int, made: Poly) -> bool:
+        """Whether a whole number may not be what its form says, since it wraps around.
+
+        Where its bounds are not known, that is assumed of sums and products of 8 and 16
+        bits alone.
+        """
+        dtype = self.g.dtype(value)
+        if self.private or kind_of(dtype) != "i":
+            return False
+        lo, hi = self.alg.bounds(made)
+        if math.isinf(lo) or math.isinf(hi):
+            return np.dtype(dtype).itemsize < 4 and node.prim in WRAPPING
+        info = np.iinfo(dtype)
+        return lo < info.min or hi > info.max
+
+    def _two_values(self, array: np.ndarray, args: tuple[Index, ...]) -> Poly | None:
+        """A constant array of two numbers, such as a mask with its fill."""
+        if array.dtype.kind != "f" or array.size > 1 << 22:
+            return None
+        values = np.unique(array)
+        if len(values) != 2 or np.isnan(values).any():
+            return None
+        flag = self._constant_flag(array == values[1], args)
+        if flag is None:
+            return None
+        lo, hi = (self.alg.const(float(v)) for v in values)
+        return choose(self.alg, flag, hi, lo)
+
+    def _affine(self, known: tuple[float, tuple[float, ...]], args) -> Poly:
+        c0, slopes = known
+        out = self.alg.const(c0)
+        for slope, a in zip(slopes, args, strict=True):
+            if slope:
+                out = self.alg.add(out, self.alg.scale(self.alg.iota(a), slope))
+        return out
+
+    def operands(self, node: Node, args: tuple[Index, ...], mode: str) -> list[Poly]:
+        """Forms of the operands of an elementwise equation."""
+        return [self.poly(i, self.aligned(i, args), mode) for i in node.ins]
+
+    def aligned(self, value: int, args: tuple[Index, ...]) -> tuple[Index, ...]:
+        """Arguments of an operand that may be a scalar or have axes of size one."""
+        shape = self.g.shape(value)
+        if len(shape) != len(args):
+            return ()
+        return tuple(None if n == 1 else a for a, n in zip(args, shape, strict=True))
+
+    def _cast(self, node: Node, value: int, args, mode: str) -> Poly:
+        source = node.ins[0]
+        if node.prim == "stop_gradient":
+            if self.constant_like(source):
+                return self.poly(source, args, mode)
+            return self.alg.of_atom(self.leaf(value, args))
+        old, new = self.g.dtype(source), self.g.dtype(value)
+        if old == bool:
+            return self.alg.of_bool(self.flag(source, args, mode))
+        if self.is_side(value):
+            chosen = cast_choice(self.alg, self.poly(source, args, mode), old, new)
+            if chosen is not None:
+                return chosen
+        kinds = (kind_of(old), kind_of(new))
+        if kinds == ("f", "i"):
+            p = self.poly(source, args, mode)
+            c = self.alg.as_constant(p)
+            if c is not None and math.isfinite(c):
+                return self.alg.const(float(int(c)))
+            if takes_integers(self.alg, p):
+                return p
+            return self.alg.of_atom(self.alg.atom("fn", "trunc", self.alg.freeze(p)))
+        if kinds == ("i", "i") and self._wraps(old, new):
+            p = self.poly(source, args, mode)
+            lo, hi = self.alg.bounds(p)
+            info = np.iinfo(new)
+            if lo < info.min or hi > info.max:
+                return self.alg.of_atom(self.leaf(value, args))
+            return p
+        if kinds == ("f", "f") and not is_lossless(old, new):
+            if self.g.node_of(source) is None and not self.expand_all:
+                return self.alg.of_atom(self.leaf(value, args))  # rounds an input
+            self.notes.add(f"rounding to {np.dtype(new).name} moved")
+        return self.poly(source, args, mode)
+
+    def _wraps(self, old: Any, new: Any) -> bool:
+        """Whether a cast between integers may change some, as from uint32 to int32.
+
+        Code of ours casts to others of a size what it has brought near before.
+        """
+        narrower = np.dtype(new).itemsize < np.dtype(old).itemsize
+        return narrower or not (self.private or is_lossless(old, new))
+
+    def constant_like(self, value: int, depth: int = 12) -> bool:
+        """Whether a value depends on no input."""
+        if value in self.g.constants:
+            return True
+        node = self.g.node_of(value)
+        if node is None or depth == 0:
+            return False
+        return all(self.constant_like(i, depth - 1) for i in node.ins)
+
+    # ------------------------------------------------------------- booleans
+    def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:
+        if value in self.given:
+            return self.given[value](args)
+        const = self.g.constants.get(value)
+        if const is not None:
+            found = self._constant_flag(np.asarray(const), args)
+            if found is not None:
+                return found
+            return self.alg.literal(self.leaf(value, args))
+        if value in self.loops.steps:
+            whole, step = self.loops.steps[value]
+            return self.flag(whole, (step, *args), mode)
+        node = self._expandable(value, mode)
+        if node is None:
+            return self.alg.literal(self.leaf(value, args))
+        moved = self.moved(node, value, args)
+        if moved is not None:
+            return self.flag(moved[0], moved[1], mode)
+        folded = self._folded(node)
+        if folded is not None:
+            found = self._constant_flag(folded, args)
+            if found is not None:
+                return found
+        rule = FLAGS.get(node.prim)
+        if rule is None:
+            return self.alg.literal(self.leaf(value, args))
+        return rule(self, node, args, mode)
+
+    def _folded(self, node: Node) -> np.ndarray | None:
+        """A predicate of constant arrays, computed; None if it is not that."""
+        fold = FOLD_FLAGS.get(node.prim)
+        arrays = [self.g.constants.get(i) for i in node.ins]
+        if fold is None or any(a is None for a in arrays):
+            return None
+        shape = self.g.shape(node.outs[0])
+        if math.prod(shape) > 1 << 27 or not shape:
+            return None
+        return np.broadcast_to(fold(*map(np.asarray, arrays)), shape)
+
+    def _constant_flag(self, mask: np.ndarray, args: tuple[Index, ...]) -> int | None:
+        if mask.ndim == 0 or (mask == mask.flat[0]).all():
+            return TRUE if bool(mask.flat[0]) else FALSE
+        found = banded_constant(mask)
+        if found is None:
+            return None
+        rows, cols, lower, upper = found
+        diff = self.alg.add(
+            self.alg.iota(args[cols]) if cols is not None else {},
+            self.alg.iota(args[rows]) if rows is not None else {},
+            -1.0,
+        )
+        out = TRUE
+        if upper is not None:  # col - row <= upper
+            p = self.alg.add(self.alg.const(upper), diff, -1.0)
+            out = self.alg.both(out, self.alg.compare("ge", p, True))
+        if lower is not None:
+            p = self.alg.add(diff, self.alg.const(-lower))
+            out = self.alg.both(out, self.alg.compare("ge", p, True))
+        return out
+
+
+MODERATE = 2.0**-20, 2.0**20
+"""Between them, a factor moves from an operand of a contraction to its result."""
+
+OWN_NAMES = 4
+"""Values of the program that are remembered for one boolean function."""
+
+WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs", "integer_pow", "square"})
+"""What makes of whole numbers of a size others that may have no place in it."""
+
+RULES: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], Poly]] = {}
+FLAGS: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], int]] = {}
+
+
+def rule(*names: str, table: dict = RULES):
+    """Registers the rule of some primitives, for numbers or for booleans."""
+
+    def register(f):
+        for name in names:
+            table[name] = f
+        return f
+
+    return register

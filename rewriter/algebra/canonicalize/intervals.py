@@ -1,0 +1,159 @@
+"""The least and the greatest value of the integers in an array, as far as it is known.
+
+A law of whole numbers holds for machine integers only where no step wraps around. That
+is proved from these bounds: those of the dtype, or narrower ones that equations such as
+`clamp`, `rem` and `iota` give.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
+from rewriter.program.graph import Graph, Node
+
+Interval = tuple[float, float]
+UNKNOWN: Interval = (-math.inf, math.inf)
+DEPTH = 12
+"""Equations above a value that are looked at."""
+
+COUNTED = 1 << 16
+"""Constant arrays of more elements have the bounds of their dtype."""
+
+
+def interval(graph: Graph, value: int, depth: int = DEPTH) -> Interval:
+    """Least and greatest number in an array of integers or booleans.
+
+    Args:
+        graph: The program.
+        value: The array.
+        depth: How many equations above it are looked at.
+
+    Returns:
+        The bounds, both included; infinite ones for arrays of anything else.
+    """
+    whole = of_dtype(graph.dtype(value))
+    if whole == UNKNOWN:
+        return UNKNOWN
+    array = graph.constants.get(value)
+    if array is not None and 0 < np.size(array) <= COUNTED:
+        numbers = np.asarray(array)
+        return float(numbers.min()), float(numbers.max())
+    node = graph.node_of(value)
+    if node is None or depth == 0:
+        return whole
+    found = _made_by(graph, node, value, depth - 1)
+    if found is None or not within(found, whole):
+        return whole
+    return found
+
+
+def of_dtype(dtype: object) -> Interval:
+    """The bounds of a dtype of integers or booleans; infinite for others."""
+    if dtype == bool:
+        return 0.0, 1.0
+    try:
+        if not jnp.issubdtype(dtype, jnp.integer):
+            return UNKNOWN
+    except TypeError:
+        return UNKNOWN
+    info = jnp.iinfo(dtype)
+    return float(info.min), float(info.max)
+
+
+def within(inner: Interval, outer: Interval) -> bool:
+    """Whether one interval is a part of another."""
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | None:
+    """The bounds of what an equation gives over whole numbers; None if not known."""
+    prim = node.prim
+    if prim == "iota":
+        return 0.0, float(node.params["shape"][node.params["dimension"]] - 1)
+    if prim in ("argmax", "argmin"):
+        axes = node.params["axes"]
+        return 0.0, float(graph.shape(node.ins[0])[axes[0]] - 1)
+    if prim in TRANSPARENT:
+        return interval(graph, node.ins[node.outs.index(value)], depth)
+    if prim in SAME_ELEMENTS:
+        return interval(graph, node.ins[0], depth)
+    if prim in ("reduce_sum", "cumsum"):
+        lo, hi = interval(graph, node.ins[0], depth)
+        count = _added(graph, node)
+        return min(lo, lo * count), max(hi, hi * count)
+    if prim in ("select_n", "concatenate", "pad"):
+        parts = node.ins[1:] if prim == "select_n" else node.ins
+        found = [interval(graph, i, depth) for i in parts]
+        return min(lo for lo, _ in found), max(hi for _, hi in found)
+    rule = RULES.get(prim)
+    if rule is None:
+        return None
+    return rule(*(interval(graph, i, depth) for i in node.ins))
+
+
+def _added(graph: Graph, node: Node) -> int:
+    """How many elements are added up to one."""
+    shape = graph.shape(node.ins[0])
+    if node.prim == "cumsum":
+        return int(shape[node.params["axis"]])
+    return math.prod(int(shape[int(a)]) for a in node.params["axes"])
+
+
+def _product(a: Interval, b: Interval) -> Interval:
+    ends = [x * y if x and y else 0.0 for x, y in itertools.product(a, b)]
+    return min(ends), max(ends)
+
+
+def _remainder(a: Interval, b: Interval) -> Interval | None:
+    """Of `rem`, whose sign is that of what is divided."""
+    if b[0] <= 0:
+        return None
+    most = b[1] - 1
+    return (0.0 if a[0] >= 0 else -most), (0.0 if a[1] <= 0 else most)
+
+
+def _bits(a: Interval, b: Interval) -> Interval | None:
+    """Of `and`, with a number that is not negative."""
+    most = [hi for lo, hi in (a, b) if lo >= 0]
+    return (0.0, min(most)) if most else None
+
+
+def _quotient(a: Interval, b: Interval) -> Interval | None:
+    """Of `div`, which rounds towards zero."""
+    if b[0] <= 0:
+        return None
+    return (a[0] if a[0] < 0 else 0.0), (a[1] if a[1] > 0 else 0.0)
+
+
+SAME_ELEMENTS = LAYOUT_PRIMITIVES | {
+    "convert_element_type", "stop_gradient", "reduce_max", "reduce_min", "sort",
+    "cummax", "cummin",
+}  # fmt: skip
+"""Equations that give some of their first operand's elements, or integers equal to
+them; a cast that may change one has a dtype that does not hold it."""
+
+RULES: dict[str, Callable[..., Interval | None]] = {
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "mul": _product,
+    "neg": lambda a: (-a[1], -a[0]),
+    "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "clamp": lambda lo, x, hi: (
+        min(max(lo[0], x[0]), hi[0]), min(max(lo[1], x[1]), hi[1]),
+    ),
+    "rem": _remainder,
+    "remainder": lambda a, b: (0.0, b[1] - 1) if b[0] > 0 else None,
+    "floor_divide": lambda a, b: (
+        (math.floor(min(a[0], 0.0)), max(a[1], 0.0)) if b[0] > 0 else None
+    ),
+    "div": _quotient,
+    "and": _bits,
+    "sign": lambda a: (-1.0 if a[0] < 0 else 0.0, 1.0 if a[1] > 0 else 0.0),
+}  # fmt: skip

@@ -1,0 +1,286 @@
+"""Layout equations: the same value at other index arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.extend.core import InconclusiveDimensionOperation
+
+from rewriter.algebra.canonicalize.primitives import TRANSPARENT, NeedSplit
+from rewriter.algebra.normal_form import Algebra, Index, OverBudget, Poly
+from rewriter.program.graph import Node
+
+
+class Layout:
+    """Moves index arguments through layout equations.
+
+    Attributes:
+        strided: Whether to take interleaved pieces apart, as gradients of strided
+            slices are; else what is made of them is taken as it is.
+    """
+
+    strided = False
+
+    def moved(
+        self, node: Node, value: int, args: tuple[Index, ...]
+    ) -> tuple[int | None, tuple[Index, ...]] | None:
+        """(source value, its arguments) of a layout equation; source None is zero."""
+        prim, params, alg = node.prim, node.params, self.alg
+        if prim in TRANSPARENT:
+            return node.ins[node.outs.index(value)], args
+        if prim == "broadcast_in_dim":
+            source = node.ins[0]
+            at = tuple(
+                None if n == 1 else args[d]
+                for d, n in zip(
+                    params["broadcast_dimensions"], self.g.shape(source), strict=True
+                )
+            )
+            return source, at
+        if prim == "transpose":
+            at: list[Index] = [None] * len(args)
+            for k, d in enumerate(params["permutation"]):
+                at[d] = args[k]
+            return node.ins[0], tuple(at)
+        if prim == "squeeze":
+            drop = {int(d) for d in params["dimensions"]}
+            kept = iter(args)
+            shape = self.g.shape(node.ins[0])
+            return node.ins[0], tuple(
+                None if d in drop else next(kept) for d in range(len(shape))
+            )
+        if prim == "expand_dims":
+            drop = {int(d) for d in params["dimensions"]}
+            return node.ins[0], tuple(a for d, a in enumerate(args) if d not in drop)
+        if prim == "reshape":
+            if params.get("dimensions") is not None:
+                return None
+            return node.ins[0], reshape_args(
+                alg, args, self.g.shape(node.outs[0]), self.g.shape(node.ins[0])
+            )
+        if prim == "slice":
+            strides = params["strides"] or (1,) * len(args)
+            sizes = self.g.shape(node.ins[0])
+            return node.ins[0], tuple(
+                None if n == 1 else alg.affine(a, int(m), int(s))
+                for a, m, s, n in zip(
+                    args, strides, params["start_indices"], sizes, strict=True
+                )
+            )
+        if prim == "dynamic_slice":
+            return self._static_slice(node, args)
+        if prim == "gather":
+            stepped = is_slice(node) and self.varies(node.ins[1])
+            return self._gathered_slice(node, args) if stepped else None
+        if prim == "rev":
+            dims = {int(d) for d in params["dimensions"]}
+            sizes = self.g.shape(node.ins[0])
+            return node.ins[0], tuple(
+                alg.affine(a, -1, n - 1) if d in dims and n > 1 else a
+                for d, (a, n) in enumerate(zip(args, sizes, strict=True))
+            )
+        if prim == "split":
+            axis, sizes = int(params["axis"]), params["sizes"]
+            k = node.outs.index(value)
+            start = int(sum(sizes[:k]))
+            at = list(args)
+            if self.g.shape(node.ins[0])[axis] > 1:
+                at[axis] = alg.affine(at[axis], 1, start)
+            return node.ins[0], tuple(at)
+        if prim == "tile":
+            sizes = self.g.shape(node.ins[0])
+            return node.ins[0], tuple(
+                None if n == 1 else alg.mod(a, n)
+                for a, n in zip(args, sizes, strict=True)
+            )
+        if prim == "unstack":
+            k = node.outs.index(value)
+            axis = int(params["axis"])
+            which = alg.affine(None, 1, k)
+            return node.ins[0], (*args[:axis], which, *args[axis:])
+        if prim == "stack":
+            return self._stacked(node, args)
+        if prim == "concatenate":
+            return self._piece(node, args)
+        return None
+
+    def _stacked(self, node: Node, args: tuple[Index, ...]):
+        axis = int(node.params["axis"])
+        lo, hi = self.alg.index_range(args[axis])
+        if lo != hi:
+            raise self._split(args[axis], list(range(1, len(node.ins))))
+        return node.ins[lo], (*args[:axis], *args[axis + 1 :])
+
+    def _static_slice(self, node: Node, args: tuple[Index, ...]):
+        """A dynamic slice whose starts are numbers, or multiples of a loop's step."""
+        sizes = self.g.shape(node.ins[0])
+        at = []
+        for a, n, m, value in zip(
+            args, sizes, node.params["slice_sizes"], node.ins[1:], strict=True
+        ):
+            x = 0 if n == m else self.number(value)  # moved inside the array
+            if x is not None:
+                start = min(max(int(x), 0), n - m)
+                at.append(None if n == 1 else self.alg.affine(a, 1, start))
+            elif self.varies(value):
+                start = self.poly(value, ())
+                at.append(self.alg.stepped(start, a, m, n))
+            else:
+                return None
+        return node.ins[0], tuple(at)
+
+    def _gathered_slice(self, node: Node, args: tuple[Index, ...]):
+        """A dynamic slice at a loop's step, as `jax.vmap` writes it."""
+        numbers, at = node.params["dimension_numbers"], list(args)
+        sizes, taken = self.g.shape(node.ins[0]), node.params["slice_sizes"]
+        for k, d in enumerate(numbers.start_index_map):
+            start = self.poly(node.ins[1], (self.alg.affine(None, 1, k),))
+            at[d] = self.alg.stepped(start, at[d], int(taken[d]), sizes[d])
+        return node.ins[0], tuple(at)
+
+    def _piece(self, node: Node, args: tuple[Index, ...]):
+        axis = int(node.params["dimension"])
+        lo, hi = self.alg.index_range(args[axis])
+        start, cuts = 0, []
+        for source in node.ins:
+            size = self.g.shape(source)[axis]
+            if start <= lo and hi < start + size:
+                at = list(args)
+                at[axis] = self.alg.affine(at[axis], 1, -start)
+                if size == 1:
+                    at[axis] = None
+                return source, tuple(at)
+            start += size
+            cuts.append(start)
+        raise self._split(args[axis], cuts[:-1])
+
+    def _interleaved(self, a: Index, n: int) -> Exception:
+        """That an index is needed with every n-th position apart."""
+        if isinstance(a, tuple) and a[0] == "aff" and a[2] == 1:
+            a = a[1]
+        if self.strided and isinstance(a, int) and self.alg.sizes[a] % n == 0:
+            return NeedSplit(a, (), n)
+        return OverBudget("pieces are interleaved")
+
+    def _split(self, a: Index, cuts: list[int]) -> Exception:
+        if isinstance(a, int):
+            return NeedSplit(a, tuple(cuts))
+        moved = isinstance(a, tuple) and a[0] == "aff" and a[2] == 1
+        digit = a[1] if moved else a
+        if isinstance(digit, tuple) and digit[0] == "mod":
+            return self._interleaved(digit[1], digit[2])
+        if moved and isinstance(a[1], int):
+            inner = [c - a[3] for c in cuts if 0 < c - a[3] < self.alg.sizes[a[1]]]
+            return NeedSplit(a[1], tuple(inner))
+        if isinstance(digit, tuple) and digit[0] == "div" and isinstance(digit[1], int):
+            by, first = digit[2], a[3] if moved else 0
+            whole = [by * (c - first) for c in cuts]
+            inner = [c for c in whole if 0 < c < self.alg.sizes[digit[1]]]
+            return NeedSplit(digit[1], tuple(inner))
+        return OverBudget("pieces of a concatenation are mixed")
+
+    def summed(
+        self, make: Callable[[Mapping[int, Index]], Poly], bound: list[int]
+    ) -> Poly:
+        """Sum of make(replacements) over bound indices, taking pieces apart."""
+        try:
+            return self.alg.sum_over(make({}), bound)
+        except NeedSplit as need:
+            if need.index not in bound:
+                raise
+            return self._summed_pieces(make, bound, need)
+
+    def _summed_pieces(self, make, bound: list[int], need: NeedSplit) -> Poly:
+        alg, j = self.alg, need.index
+        out: Poly = {}
+        for piece, at in pieces(alg, need):
+            rest = [i for i in bound if i != j] + ([piece] if piece else [])
+            part = self.summed(lambda to, at=at: make({j: at, **to}), rest)
+            out = alg.add(out, part)
+        return out
+
+    def cut(self, args: tuple[Index, ...], to: Mapping[int, Index]):
+        """Arguments with bound indices replaced by pieces."""
+        if not to:
+            return args
+        out = args
+        for _ in range(3):
+            out = tuple(self.alg.subst_index(a, to) for a in out)
+        return out
+
+
+def is_slice(node: Node) -> bool:
+    """Whether a gather takes one slice with all axes of its operand."""
+    numbers = node.params["dimension_numbers"]
+    rank = len(node.params["slice_sizes"])
+    return tuple(numbers.offset_dims) == tuple(range(rank)) and not (
+        numbers.collapsed_slice_dims or numbers.operand_batching_dims
+    )
+
+
+def pieces(alg: Algebra, need: NeedSplit) -> list[tuple[Index, Index]]:
+    """New indices over the pieces of an index, and what it is in terms of them."""
+    if need.stride > 1:
+        size = alg.sizes[need.index] // need.stride
+        new = [alg.new_index(size) for _ in range(need.stride)]
+        return [(i, alg.affine(i, need.stride, k)) for k, i in enumerate(new)]
+    edges = [0, *need.cuts, alg.sizes[need.index]]
+    parts = [(alg.new_index(hi - lo), lo) for lo, hi in itertools.pairwise(edges)]
+    return [(i, alg.affine(i, 1, lo)) for i, lo in parts]
+
+
+def reshape_args(
+    alg: Algebra, args: tuple[Index, ...], new: tuple[int, ...], old: tuple[int, ...]
+) -> tuple[Index, ...]:
+    """Arguments of a reshaped value (shape new) as arguments of its source."""
+    out: list[Index] = []
+    j = 0
+    i = 0
+    while i < len(old):
+        if old[i] == 1:
+            out.append(None)
+            i += 1
+            continue
+        run, size = [i], old[i]
+        taken: list[int] = []
+        have = 1
+        while have != size:
+            if _smaller(have, size):
+                if new[j] != 1:
+                    taken.append(j)
+                    have *= new[j]
+                j += 1
+            else:
+                i += 1
+                if old[i] != 1:
+                    size *= old[i]
+                run.append(i)
+        linear: Index = None
+        for t in taken:
+            linear = args[t] if linear is None else alg.cat(linear, args[t], new[t])
+            if args[t] is None:
+                continue
+        digits = []
+        for r in reversed(run):
+            if old[r] == 1:
+                digits.append(None)
+                continue
+            digits.append(alg.mod(linear, old[r]) if r != _first(run, old) else linear)
+            linear = alg.div(linear, old[r])
+        out.extend(reversed(digits))
+        i += 1
+    return tuple(out)
+
+
+def _smaller(a: Any, b: Any) -> bool:
+    """Whether a < b; a symbolic size is smaller than its multiples."""
+    try:
+        return bool(a < b)
+    except InconclusiveDimensionOperation:
+        return bool(b % a == 0)
+
+
+def _first(run: list[int], old: tuple[int, ...]) -> int:
+    return next(r for r in run if old[r] != 1)

@@ -1,0 +1,272 @@
+"""Results of a scan as forms: what its steps stack, and what they add up.
+
+A stacked result at a step is the body's result there. A carry that each step
+multiplies by g(before) / g(after) and adds a term to,
+
+    c' = c g(before) / g(after) + r,
+
+where g is a product of carries and of their exponentials, is after the last step
+
+    c = (c0 g(first) + Σ over steps of r g(after)) / g(last),
+
+by induction over the steps. So an online softmax, whose g is the exponential of
+the largest score so far, is a softmax over the keys of all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewriter import _jax
+from rewriter.algebra.canonicalize.dtypes import kind_of
+from rewriter.algebra.canonicalize.intervals import of_dtype, within
+from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
+from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
+from rewriter.program.graph import Node
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A scan and the values of its body.
+
+    Attributes:
+        node: The scan.
+        index: The step, counted along stacked arrays; None if there is only one.
+        first: The carries before the first step, outside.
+        before: The carries before a step, inside.
+        after: The results of a step, inside: carries, then what is stacked.
+        reverse: Whether the last step along the arrays comes first.
+    """
+
+    node: Node
+    index: Index
+    first: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    reverse: bool
+
+
+@dataclass(eq=False)
+class Loops:
+    """The loops that an evaluator has entered.
+
+    Attributes:
+        entered: A scan's first result to its loop.
+        steps: A value that a body reads step by step, to (the whole, the step).
+        carries: A carry before a step, to (its loop, which one it is).
+        varying: A value to the steps that it depends on.
+    """
+
+    entered: dict[int, Loop] = field(default_factory=dict)
+    steps: dict[int, tuple[int, Index]] = field(default_factory=dict)
+    carries: dict[int, tuple[Loop, int]] = field(default_factory=dict)
+    varying: dict[int, tuple[Index, ...]] = field(default_factory=dict)
+
+
+class LoopForms:
+    """Forms of values in the bodies of scans, and of their results."""
+
+    def enter(self, node: Node) -> Loop:
+        """The loop of a scan; from now on its body's values have forms.
+
+        Raises:
+            OverBudget: If another loop's body shares values with it.
+        """
+        loops = self.loops
+        known = loops.entered.get(node.outs[0])
+        if known is not None:
+            return known
+        body, n_consts, n_carry, length = _jax.scan_parts(node.eqn)
+        (scope,) = node.scope.children[node.position]
+        inputs = [scope.env[v] for v in body.invars[n_consts:]]
+        if any(v in loops.steps or self.g.node_of(v) is not None for v in inputs):
+            raise OverBudget("a loop reads what another one wrote, step by step")
+        loop = Loop(
+            node,
+            self.alg.new_index(length),
+            node.ins[n_consts : n_consts + n_carry],
+            tuple(inputs[:n_carry]),
+            tuple(self.g.read(scope, v) for v in body.outvars),
+            bool(node.params["reverse"]),
+        )
+        loops.entered[node.outs[0]] = loop
+        for k, value in enumerate(loop.before):
+            loops.carries[value] = loop, k
+        wholes = node.ins[n_consts + n_carry :]
+        for value, whole in zip(inputs[n_carry:], wholes, strict=True):
+            loops.steps[value] = whole, loop.index
+        loops.varying.clear()
+        for value in loop.after[:n_carry]:  # carries are named, not taken apart
+            inside = value not in loops.carries and self.varies(value)
+            if inside and kind_of(self.g.dtype(value)) == "f":
+                self.names.setdefault(value, value)
+        return loop
+
+    def varies(self, value: int) -> tuple[Index, ...]:
+        """The steps of entered loops that a value depends on."""
+        loops = self.loops
+        if not loops.entered:
+            return ()
+        known = loops.varying.get(value)
+        if known is None:
+            if value in loops.carries:
+                known = (loops.carries[value][0].index,)
+            elif value in loops.steps:
+                known = (loops.steps[value][1],)
+            elif value < min((*loops.carries, *loops.steps)):
+                known = ()
+            else:
+                node = self.g.node_of(value)
+                ins = node.ins if node is not None else ()
+                known = tuple({i: None for v in ins for i in self.varies(v)})
+            loops.varying[value] = known
+        return known
+
+    def scanned(self, node: Node, value: int, args: Any, mode: str) -> Poly:
+        """The form of one result of a scan."""
+        loop, k = self.enter(node), node.outs.index(value)
+        try:
+            if k < len(loop.first):
+                return self._carried(loop, k, args)
+            inner = self.poly(loop.after[k], args[1:], mode)
+        except NeedSplit as need:
+            if need.index == loop.index:
+                raise OverBudget("a loop over pieces") from None
+            raise
+        return self.alg.subst(inner, {loop.index: args[0]})
+
+    def before_step(self, value: int, args: Any, mode: str) -> Poly | None:
+        """The form of what a body gets at each step; None if it has none."""
+        if value in self.loops.steps:
+            whole, step = self.loops.steps[value]
+            return self.poly(whole, (step, *args), mode)
+        loop, k = self.loops.carries[value]
+        if loop.after[k] == value:  # passed on as it is
+            return self.poly(loop.first[k], args, mode)
+        if not self.g.shape(value) and kind_of(self.g.dtype(value)) == "i":
+            return self._counter(loop, k)
+        return None
+
+    def _counter(self, loop: Loop, k: int) -> Poly | None:
+        """A carry to which each step adds the same number."""
+        if loop.reverse:
+            return None
+        alg, before = self.alg, loop.before[k]
+        own = alg.of_atom(self.leaf(before, ()))
+        held, self.memo = self.memo, {}
+        self.ideal = True  # that no step wraps around is seen from the last one
+        del self.loops.carries[before]
+        try:
+            step = alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
+        finally:
+            self.memo, self.ideal = held, False
+            self.loops.carries[before] = loop, k
+        if step is None:
+            return None
+        first = self.poly(loop.first[k], ())
+        count = alg.add(first, alg.scale(alg.iota(loop.index), step))
+        dtype = self.g.dtype(before)
+        return count if within(alg.bounds(count), of_dtype(dtype)) else None
+
+    def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
+        """A carry after the last step; see the module text."""
+        if loop.after[k] == loop.before[k]:
+            return self.poly(loop.first[k], args)
+        form = self._opened(loop, k, args)
+        own = self.leaf(loop.before[k], args)
+        if any(self.alg.kind(a) == "log" for _, mono in form for a, _ in mono):
+            return self.alg.log(self._exponential(loop, form, own, k, args))
+        return self._summed_steps(loop, self.alg.of_atom(own), form, k, args)
+
+    def _exponential(self, loop: Loop, form: Poly, own: int, k: int, args: Any) -> Poly:
+        """The exponential of a carry, as of a logarithm of a sum, after all steps."""
+        before = self.alg.of_atom(self.alg.atom("exp", ((own, 1),)))
+        return self._summed_steps(
+            loop, before, self.alg.exp(form, self.fills.add), k, args
+        )
+
+    def _opened(self, loop: Loop, k: int, args: Any) -> Poly:
+        """The form of a carry after a step, which is a name in other forms."""
+        after = loop.after[k]
+        name = self.names.pop(after, None)
+        try:
+            return self._poly(after, args, FULL)
+        finally:
+            if name is not None:
+                self.names[after] = name
+
+    def _summed_steps(
+        self, loop: Loop, own: Poly, form: Poly, k: int, args: Any
+    ) -> Poly:
+        """What `own` is after the last step: zero at first, `form` after each."""
+        alg, n = self.alg, len(loop.before)
+        (((_, ((atom, _),)), _),) = own.items()
+        kept: list[Monomial] = []
+        rest: Poly = {}
+        for (flag, mono), c in form.items():
+            if dict(mono).get(atom) == 1 and flag == TRUE and c == 1:
+                kept.append(tuple(f for f in mono if f[0] != atom))
+            else:
+                rest[flag, mono] = c
+        first = self.poly(loop.first[k], args)
+        first = alg.exp(first, self.fills.add) if alg.kind(atom) == "exp" else first
+        if len(kept) != 1 or first:
+            raise OverBudget("a carry that is not a sum over the steps")
+        gauge = self._gauge(kept[0], dict(zip(loop.before, loop.after, strict=False)))
+        terms = alg.mul(rest, {(TRUE, gauge): 1.0})
+        inside = {*loop.before, *loop.after[:n]}
+        if any(alg.defs[a][1] in inside for a in alg.poly_leaves(terms)):
+            raise OverBudget("a step adds what depends on other carries")
+        total = alg.sum_over(terms, [loop.index])
+        for a, e in gauge:
+            total = alg.mul(total, alg.power(self._last(loop, a), -e))
+        return total
+
+    def _last(self, loop: Loop, atom: int) -> Poly:
+        """A carry after a step, or the exponential of some: after the last one."""
+        alg, d = self.alg, self.alg.defs[atom]
+        results = dict(
+            zip(loop.after, loop.node.outs[: len(loop.before)], strict=False)
+        )
+        if d[0] == "leaf":
+            return self.poly(results[d[1]], d[2][:-1])
+        leaf = alg.defs[d[1][0][0]]
+        if len(d[1]) == 1 and d[1][0][1] == 1 and leaf[0] == "leaf":
+            k, args = loop.after.index(leaf[1]), leaf[2][:-1]
+            own = self.leaf(loop.before[k], args)
+            try:
+                form = self._opened(loop, k, args)
+                return self._exponential(loop, form, own, k, args)
+            except OverBudget:
+                pass
+        last = (
+            (self.leaf(results[alg.defs[a][1]], alg.defs[a][2][:-1]), e)
+            for a, e in d[1]
+        )
+        return alg.of_atom(alg.atom("exp", alg.monomial(last)))
+
+    def _gauge(self, kept: Monomial, names: Mapping[int, int]) -> Monomial:
+        """g(after), where a carry is multiplied by g(before) / g(after)."""
+        before, after = [], []
+        for a, e in kept:
+            leaves = {self.alg.defs[x][1] for x in self.alg.leaves(a)}
+            if leaves and leaves <= names.keys():
+                before.append((self._renamed(a, names), e))
+            else:
+                after.append((a, -e))
+        gauge = self.alg.monomial(before)
+        if gauge != self.alg.monomial(after):
+            raise OverBudget("a carry multiplied by something else at each step")
+        return gauge
+
+    def _renamed(self, atom: int, names: Mapping[int, int]) -> int:
+        """A leaf, or the exponential of some, under other names."""
+        alg, d = self.alg, self.alg.defs[atom]
+        if d[0] == "leaf" and d[1] in names:
+            return alg.atom("leaf", names[d[1]], d[2])
+        if d[0] == "exp":
+            inner = ((self._renamed(a, names), e) for a, e in d[1])
+            return alg.atom("exp", alg.monomial(inner))
+        raise OverBudget("a carry scaled by something else")

@@ -1,0 +1,177 @@
+"""Which values around an op are taken apart, and which are taken as they are.
+
+An op's operands are made of *side values*: masks, biases, scales, positions, anything
+that does not depend on what the op computes. A side value is the program's own array,
+as computed by its own equations, unless its form is exact in the machine's numbers and
+says something that an op can use:
+
+    position   whole numbers made of `iota`, whose bounds show that no step wraps around
+               or is rounded
+    choice     one of a few numbers, by booleans, such as a mask or its fill
+    masked     an array that is chosen, or a large fill instead
+    slope      a position times a number or an array, as ALiBi adds it
+
+So a stable softmax stays stable, and a comparison of floats compares those floats.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from rewriter.algebra.canonicalize.constants import in_dtype
+from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of
+from rewriter.algebra.canonicalize.intervals import of_dtype, within
+from rewriter.algebra.normal_form import EXACT, TRUE, Algebra, Monomial, Poly
+from rewriter.program.graph import Graph, Node
+
+FILL = 1e3
+"""Numbers from here on are there to mask."""
+
+
+def is_exact(alg: Algebra, graph: Graph, node: Node, made: Poly) -> bool:
+    """Whether a side value may be taken apart; see the module text.
+
+    Args:
+        alg: Where the form is.
+        graph: The program.
+        node: The equation that makes the value.
+        made: The value's form.
+    """
+    dtype = graph.dtype(node.outs[0])
+    kind = kind_of(dtype)
+    if kind == "i":
+        return is_position(alg, made) and within(alg.bounds(made), of_dtype(dtype))
+    if kind != "f":
+        return False
+    if all(not mono for _, mono in made):
+        return all(_is_representable(c, dtype) for c in made.values())
+    if is_position(alg, made):
+        return within(alg.bounds(made), exact_integers(dtype))
+    casts = node.prim == "convert_element_type"
+    if casts and not is_lossless(graph.dtype(node.ins[0]), dtype):
+        return False
+    return _is_masked(alg, node, made) or _is_slope(alg, made)
+
+
+def exact_integers(dtype: Any) -> tuple[float, float]:
+    """Between which numbers a float dtype holds every integer."""
+    most = 2.0 ** (jnp.finfo(dtype).nmant + 1)
+    return -most, most
+
+
+def _is_representable(c: float, dtype: Any) -> bool:
+    """Whether an integer exists in a dtype; other numbers are rounded already."""
+    whole = math.isfinite(c) and c == int(c)
+    return not whole or float(in_dtype(c, dtype)) == c
+
+
+def is_position(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is whole numbers made of positions, or a choice of some."""
+    whole = all(float(c).is_integer() for c in p.values())
+    factors = [a for _, mono in p for a, _ in mono]
+    powers = all(e.__class__ is int and e > 0 for _, mono in p for _, e in mono)
+    if not (whole and powers and all(_is_whole(alg, a) for a in factors)):
+        return False
+    return not factors or any(_has_position(alg, a) for a in factors)
+
+
+def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
+    """The machine integer that a sum is: less 2^n where it is too large for n bits.
+
+    So `i + 1` of a position that is given is exact whatever the position is; where a
+    mask keeps keys before it only, it is seen that the sum is not too large there.
+
+    Args:
+        alg: Where the form is.
+        p: The sum: positions and one other integer at most.
+        dtype: The integers' dtype.
+
+    Returns:
+        The form; None if the sum is another one, or never wraps around.
+    """
+    if kind_of(dtype) != "i" or not _is_moved_position(alg, p):
+        return None
+    (least, most), (lo, hi) = of_dtype(dtype), alg.bounds(p)
+    period = most - least + 1
+    if lo < least - period or hi > most + period or most >= EXACT:
+        return None
+    out = p
+    above = alg.compare("ge", alg.add(p, alg.const(-most - 1)), True)
+    below = alg.compare("ge", alg.add(alg.const(least - 1), p, -1.0), True)
+    for flag, sign in ((above, -1.0), (below, 1.0)):
+        out = alg.add(out, alg.scale(alg.of_bool(flag), sign * period))
+    return out
+
+
+def _is_moved_position(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is positions, one other integer and a number, added up."""
+    given = 0
+    for (flag, mono), c in p.items():
+        if flag != TRUE or not float(c).is_integer() or len(mono) > 1:
+            return False
+        for atom, e in mono:
+            given += alg.kind(atom) == "leaf"
+            plain = alg.kind(atom) == "iota" or (
+                alg.kind(atom) == "leaf" and abs(c) == 1 and _is_whole(alg, atom)
+            )
+            if e != 1 or not plain:
+                return False
+    return given == 1
+
+
+def _is_whole(alg: Algebra, atom: int) -> bool:
+    kind = alg.kind(atom)
+    if kind == "relu":
+        inner = alg.thaw(alg.defs[atom][1])
+        return all(float(c).is_integer() for c in inner.values()) and all(
+            e == 1 and _is_whole(alg, a) for _, mono in inner for a, e in mono
+        )
+    if kind == "fn":
+        return alg.defs[atom][1] == "sign" and is_position(
+            alg, alg.thaw(alg.defs[atom][2])
+        )
+    return kind == "iota" or (kind == "leaf" and alg.defs[atom][1] in alg.integers)
+
+
+def _has_position(alg: Algebra, atom: int) -> bool:
+    if alg.kind(atom) in ("relu", "fn"):
+        return any(_has_position(alg, a) for a in alg.children(atom))
+    return alg.kind(atom) == "iota"
+
+
+def _is_masked(alg: Algebra, node: Node, p: Poly) -> bool:
+    """Whether a form is one array where it is chosen, and large numbers elsewhere.
+
+    What is zero where a product with 0 says so is not chosen: 0 times NaN is NaN.
+    """
+    arrays = {mono for _, mono in p if mono}
+    if len(arrays) != 1 or node.prim in ("mul", "div"):
+        return False
+    (mono,) = arrays
+    return _is_array(alg, mono) and all(
+        c == 1 if inner else flag != TRUE and abs(c) >= FILL
+        for (flag, inner), c in p.items()
+    )
+
+
+def _is_array(alg: Algebra, mono: Monomial) -> bool:
+    return len(mono) == 1 and mono[0][1] == 1 and alg.kind(mono[0][0]) == "leaf"
+
+
+def _is_slope(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is linear in positions, with one array of slopes at most."""
+    arrays = set()
+    for (flag, mono), c in p.items():
+        if not mono:
+            if flag == TRUE or abs(c) < FILL:
+                return False
+            continue
+        kinds = sorted(alg.kind(a) for a, _ in mono)
+        plain = all(e == 1 for _, e in mono)
+        if not plain or kinds not in (["iota"], ["iota", "leaf"]):
+            return False
+        arrays |= {a for a, _ in mono if alg.kind(a) == "leaf"}
+    return len(arrays) <= 1

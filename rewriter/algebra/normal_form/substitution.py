@@ -1,0 +1,189 @@
+"""Substitution of index arguments in forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rewriter.algebra.normal_form.forms import (
+    FALSE,
+    ODD,
+    TRUE,
+    Index,
+    Monomial,
+    Poly,
+    is_frozen,
+)
+
+
+class Substitution:
+    """Forms at other index arguments."""
+
+    def subst(self, p: Poly, to: Mapping[int, Index]) -> Poly:
+        """The polynomial with indices replaced by index arguments."""
+        out: Poly = {}
+        for (flag, mono), c in p.items():
+            new = self.subst_mono(mono, to)
+            out = self.add(out, self._expanded(self.subst_bool(flag, to), new, c))
+        return out
+
+    def _expanded(self, flag: int, mono: Monomial, c: float) -> Poly:
+        """A term with atoms that became sums multiplied out."""
+        plain = tuple(f for f in mono if self.kind(f[0]) != "val")
+        out: Poly = {(flag, plain): c}
+        for a, e in mono:
+            if self.kind(a) == "val":
+                out = self.mul(out, self.power(self.thaw(self.defs[a][1]), e))
+        return out
+
+    def subst_mono(self, mono: Monomial, to: Mapping[int, Index]) -> Monomial:
+        """A monomial with indices replaced."""
+        if all(self._free[a].isdisjoint(to) for a, _ in mono):
+            return mono
+        return self.monomial((self.subst_atom(a, to), e) for a, e in mono)
+
+    def subst_bool(self, b: int, to: Mapping[int, Index]) -> int:
+        """A boolean function with indices replaced."""
+        support, _ = self.bools[b]
+        if all(self._free[a].isdisjoint(to) for a in support):
+            return b
+        literals = [self.subst_literal(a, to) for a in support]
+        for atom, moved in zip(support, literals, strict=True):
+            literal = self.literal(atom)
+            self._hand_on(literal, moved, to)
+            self._hand_on(self.negate(literal), self.negate(moved), to)
+        out = self.of_literals(b, literals)
+        self._hand_on(b, out, to)
+        return out
+
+    def _hand_on(self, b: int, out: int, to: Mapping[int, Index]) -> None:
+        """Remembers which of the program's booleans a moved function is."""
+        if out in (TRUE, FALSE):
+            return
+        for value, args in self.own.get(b, ()):
+            moved = value, tuple(self.subst_index(a, to) for a in args)
+            known = self.own.setdefault(out, [])
+            if moved not in known:
+                known.append(moved)
+
+    def of_literals(self, b: int, literals: list[int]) -> int:
+        """A boolean function of other functions in place of its literals."""
+        known: dict[tuple[int, int], int] = {}
+
+        def part(table: int, n: int) -> int:
+            """A truth table of the first n literals."""
+            if table == 0 or n == 0:
+                return TRUE if table else FALSE
+            if (table, n) not in known:
+                low, high = table & (1 << (1 << n - 1)) - 1, table >> (1 << n - 1)
+                out = part(low, n - 1)
+                if low != high:
+                    x = literals[n - 1]
+                    on = self.both(x, part(high, n - 1))
+                    out = self.either(on, self.both(self.negate(x), out))
+                known[table, n] = out
+            return known[table, n]
+
+        support, table = self.bools[b]
+        return part(table, len(support))
+
+    def subst_literal(self, atom: int, to: Mapping[int, Index]) -> int:
+        """A literal with indices replaced, as a boolean function."""
+        definition = self.defs[atom]
+        if definition[0] in ("ge", "eq"):
+            if not self._free[atom] & to.keys():
+                return self.literal(atom)
+            body = self.subst(self.thaw(definition[1]), to)
+            integral = definition[2]
+            return self.compare(definition[0], body, integral)
+        if definition[0] == "any":
+            fresh, flag, _ = self.open_sum(atom)
+            return self.any_over(self.subst_bool(flag, to), fresh)
+        return self.literal(self.subst_atom(atom, to))
+
+    def subst_atom(self, atom: int, to: Mapping[int, Index]) -> int:
+        """An atom with indices replaced."""
+        free = self._free[atom]
+        if free.isdisjoint(to):
+            return atom
+        if not all(isinstance(v, int) for v in to.values()):
+            return self._subst_atom(atom, to)
+        key = atom, tuple(sorted((k, v) for k, v in to.items() if k in free))
+        found = self._subst_memo.get(key)
+        if found is None:
+            found = self._subst_memo[key] = self._subst_atom(atom, to)
+        return found
+
+    def _subst_atom(self, atom: int, to: Mapping[int, Index]) -> int:
+        definition = self.defs[atom]
+        kind = definition[0]
+        if kind == "leaf":
+            args = tuple(self.subst_index(a, to) for a in definition[2])
+            return self.atom("leaf", definition[1], args)
+        if kind == "iota":
+            p = self.iota(self.subst_index(definition[1], to))
+            if len(p) == 1:
+                ((flag, mono), c) = next(iter(p.items()))
+                if c == 1 and len(mono) == 1 and mono[0][1] == 1:
+                    return mono[0][0]
+            return self.atom("val", self.freeze(p))
+        if kind == "sum":
+            if self._renames(atom, to):
+                _, names, flag, mono = definition
+                renamed = self.subst_bool(flag, to), self.subst_mono(mono, to)
+                return self.atom("sum", names, *renamed)
+            fresh, flag, mono = self.open_sum(atom)
+            inner = self._expanded(
+                self.subst_bool(flag, to), self.subst_mono(mono, to), 1.0
+            )
+            return self._as_atom(self.sum_over(inner, fresh))
+        if kind == "any":
+            lit = self.subst_literal(atom, to)
+            return self.atom("ind", lit)
+        if kind == "exp":
+            mono = self.subst_mono(definition[1], to)
+            if any(self.kind(a) == "val" for a, _ in mono):
+                return self._as_atom(self.exp(self._expanded(TRUE, mono, 1.0)))
+            return self.atom("exp", mono)
+        if kind == "ind":
+            return self.atom("ind", self.subst_bool(definition[1], to))
+        if kind == "relu":
+            return self._as_atom(self.relu(self.subst(self.thaw(definition[1]), to)))
+        if kind == "fn" and definition[1] in ODD:
+            inner = self.subst(self.thaw(definition[2]), to)
+            return self._as_atom(self.odd(definition[1], inner))
+        if kind == "pow":
+            content, atom = self.base_atom(self.subst(self.thaw(definition[1]), to))
+            if content == 1:
+                return atom
+            return self.atom("val", self.freeze({(TRUE, ((atom, 1),)): content}))
+        parts = [
+            self.freeze(self.subst(self.thaw(x), to))
+            if isinstance(x, tuple) and is_frozen(x)
+            else x
+            for x in definition[1:]
+        ]
+        return self.atom(kind, *parts)
+
+    def _renames(self, atom: int, to: Mapping[int, Index]) -> bool:
+        """Whether a sum's free indices only get other names, each one its own.
+
+        Its bound indices stay as they are if their sizes tell them apart.
+        """
+        free = self._free[atom]
+        names = [to.get(i, i) for i in free]
+        if not all(isinstance(a, int) and a != 0 for a in names):
+            return False
+        sizes = [self.sizes[i] for i in self.defs[atom][1]]
+        return (
+            len(set(names)) == len(names)
+            and len(set(sizes)) == len(sizes)
+            and all(self.sizes[i] == self.sizes[to.get(i, i)] for i in free)
+            and not set(names).intersection(self.defs[atom][1])
+        )
+
+    def _as_atom(self, p: Poly) -> int:
+        if len(p) == 1:
+            ((flag, mono), c) = next(iter(p.items()))
+            if c == 1 and flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
+                return mono[0][0]
+        return self.atom("val", self.freeze(p))

@@ -1,0 +1,516 @@
+"""A site in, the kernels of its passes out: forced, measured, or by rule of thumb."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rewriter.choose import choose_sum
+from rewriter.config import Config
+from rewriter.errors import KernelError, UnknownKernel, caller, known
+from rewriter.measure.decision import Decision, decide
+from rewriter.measure.key import BOTH, FORWARD, PROGRAM, Key, key_of
+from rewriter.measure.measurement import (
+    BUNDLES,
+    ESTIMATES,
+    SIMULATED,
+    Measurement,
+    of_spelling,
+    spellings,
+    time_text,
+    version_of,
+)
+from rewriter.measure.program_key import REWRITTEN, WITHOUT
+from rewriter.measure.sources import look_up, sources
+from rewriter.ops.device import Device, deterministic_xla
+from rewriter.ops.kernel import Kernel, Spec
+from rewriter.ops.registry import REFERENCE
+from rewriter.site.implementation import (
+    RING,
+    XLA,
+    Implementation,
+    by_thumb,
+    config_of,
+    configured,
+)
+from rewriter.support.verdict import Verdict, no
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a site on one platform.
+
+    Attributes:
+        implementation: The kernels of both passes.
+        origin: ``"forced"``, ``"tuned"`` (given by the user), ``"cached"``,
+            ``"shipped"``, ``"nearest"``, ``"simulated"`` (by the device's compiler,
+            where nothing was measured), ``"estimated"`` (by a model of the device) or
+            ``"heuristic"``.
+        not_chosen: (name, reason) for everything else.
+        ring: Whether it computes parts of operands that go from device to device.
+    """
+
+    implementation: Implementation
+    origin: str
+    not_chosen: tuple[tuple[str, str], ...] = field(default=())
+    ring: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The kernels' names; ``"xla"`` leaves the program as written."""
+        name = self.implementation.name
+        return f"{RING} of {name}" if self.ring else name
+
+
+AS_WRITTEN = Implementation()
+
+
+def choose(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: int = 0,
+    where: str = "",
+    spelling: Callable[[], str] = str,
+    sum_of: str = "",
+) -> Choice:
+    """Returns what computes a site: forced, measured, estimated, or by its rule.
+
+    Args:
+        spec: The site's shapes, dtypes and parameters.
+        config: ``implementation`` forces kernels for an op; ``numerics="strict"``
+            leaves every site as written; ``tune`` and ``tuned`` say what was measured.
+        kernels: The op's kernels, best first.
+        device: Where it will run.
+        differentiated: How often its gradient is computed in the same program, in
+            all layers together; 0 if it is not.
+        where: The user's line, for errors.
+        spelling: Gives the digest of the user's own equations, to find XLA's time.
+        sum_of: The operand that is a sum which a kernel that `adds_to` it makes; others
+            read it from memory once more than that.
+
+    Raises:
+        UnknownKernel: If a forced kernel does not exist.
+        KernelError: If none of the forced kernels takes the site.
+    """
+    forced = [f for f in config.implementation if f[0] == spec.op]
+    if forced:
+        return _forced(spec, forced[0][1:], kernels, config, device, where)
+    if config.numerics == "strict":
+        why = "numerics='strict', and every kernel sums in another order"
+        return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
+    given = (spec, config, kernels, device)
+    longer = choose_sum.reading_us(spec, kernels, device, sum_of) if sum_of else {}
+    measured = _measured(*given, differentiated > 0, spelling, longer)
+    if measured is None:
+        estimated = _estimated(*given, differentiated, longer)
+        choice = estimated or _by_thumb(*given, differentiated)
+        measured = _configured(choice, *given, differentiated > 0)
+    return _with_reading_said(measured, longer)
+
+
+def _with_reading_said(choice: Choice, longer: Mapping[str, float]) -> Choice:
+    if not longer or choice.implementation.forward in longer:
+        return choice
+    return replace(choice, not_chosen=choose_sum.said(choice.not_chosen, longer))
+
+
+def left_out(
+    config: Config, device: Device, key: Key
+) -> tuple[tuple[str, ...] | None, str]:
+    """Returns the ops to leave as written in a whole program, and why.
+
+    Args:
+        config: Says where measurements are.
+        device: Where the program will run.
+        key: The program's.
+
+    Returns:
+        Names of ops; None for all of them; () if nothing was measured or everything
+        rewritten is best.
+    """
+    for _, entries in sources(config, device, PROGRAM):
+        decision = decide(dict(entries).get(key, ()))
+        if decision is None:
+            continue
+        best, name = decision.best, decision.best.implementation.forward
+        others = dict(decision.lost)
+        why = f"end to end, with it {others.get(REWRITTEN, 'it is slower')}"
+        if name == XLA:
+            return None, why
+        if name.startswith(WITHOUT):
+            return (name.removeprefix(WITHOUT),), why
+        return (), f"end to end {time_text(best.median_us or 0.0)}"
+    return (), ""
+
+
+def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdict:
+    """Returns whether a kernel may be chosen for a site on a device."""
+    if config.exporting and not kernel.exportable:
+        return no("export", "JAX does not keep its call stable in exported programs")
+    if device.platform not in kernel.platforms:
+        names = ", ".join(kernel.platforms)
+        return no("platform", f"runs on {names}, not {device.platform}")
+    verdict = kernel.runs_on(device)
+    if verdict.ok and _only_deterministic(config):
+        verdict = kernel.deterministic(None)
+    return kernel.supports(spec) if verdict.ok else verdict
+
+
+def _only_deterministic(config: Config) -> bool:
+    return config.deterministic or deterministic_xla()
+
+
+# --------------------------------------------------------------------- estimated
+MARGIN = {"cuda": 0.8}
+"""How much of XLA's estimated time a kernel may take, by platform."""
+
+FAR = 0.5
+"""The same where the models were not compared with measurements."""
+
+OWN = 0.8
+"""The same of a kernel for TPUs alone, whose model has both by simulation."""
+
+
+def _estimated(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: int,
+    longer: Mapping[str, float],
+) -> Choice | None:
+    """The fastest by the kernels' models of a known device; None if there are none.
+
+    A kernel without a model that stands before them is chosen as its own rule says.
+    """
+    here = [k for k in kernels if device.platform in k.platforms]
+    modelled = any(k.estimate is not None for k in here)
+    if not (device.flops and device.bandwidth and modelled) or spec.symbolic:
+        return None
+    refused: list[tuple[str, str]] = []
+    times: dict[str, float] = {}
+    xla = 0.0
+    for kernel in here:
+        verdict = usable(kernel, spec, device, config)
+        if verdict.ok and kernel.estimate is None:
+            verdict = _pays(kernel, spec, device.platform, differentiated)
+            if verdict.ok and not times:
+                made = by_thumb(spec, device, kernel)
+                return Choice(made, "heuristic", tuple(refused))
+        if verdict.ok and kernel.estimate is not None:
+            found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
+            times[kernel.name], xla = (
+                found[name] + 1e-6 * longer.get(name, 0.0)
+                for name in (kernel.name, XLA)
+            )
+        elif not verdict.ok:
+            refused.append((kernel.name, _reasons(verdict)))
+    limits = {k.name: _margin(k, device.platform) * xla for k in here}
+    better = [name for name, t in times.items() if t < limits[name]]
+    best = min(better or times, key=times.__getitem__, default="")
+    wins = bool(better)
+    made = AS_WRITTEN
+    if wins:
+        made = by_thumb(spec, device, next(k for k in here if k.name == best))
+    against = times[best] if wins else xla
+    slower = {**times, XLA: xla} if wins else times
+    refused += [
+        (name, _by_model(us, against)) for name, us in slower.items() if name != best
+        or not wins
+    ]  # fmt: skip
+    return Choice(made, "estimated", tuple(refused))
+
+
+def _margin(kernel: Kernel, platform: str) -> float:
+    """How much of XLA's estimated time a kernel may take."""
+    return OWN if kernel.platforms == ("tpu",) else MARGIN.get(platform, FAR)
+
+
+def _by_model(mine: float, best: float) -> str:
+    """Why an implementation is not chosen by its estimate."""
+    if math.isinf(mine):
+        return "no estimate: it does not fit into memory, or was not tried"
+    mine, best = 1e6 * mine, 1e6 * best
+    return f"estimated to take {time_text(mine)}, and the choice {time_text(best)}"
+
+
+# --------------------------------------------------------------- rules of thumb
+def _by_thumb(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: int,
+) -> Choice:
+    refused: list[tuple[str, str]] = []
+    here = device.platform
+    # Of kernels for other platforms nothing is said, unless there are no others.
+    for kernel in [k for k in kernels if here in k.platforms] or kernels:
+        verdict = usable(kernel, spec, device, config)
+        if verdict.ok:
+            verdict = _pays(kernel, spec, here, differentiated)
+        if verdict.ok:
+            made = by_thumb(spec, device, kernel)
+            return Choice(made, "heuristic", tuple(refused))
+        refused.append((kernel.name, _reasons(verdict)))
+    return Choice(AS_WRITTEN, "heuristic", tuple(refused))
+
+
+def _pays(kernel: Kernel, spec: Spec, platform: str, differentiated: int) -> Verdict:
+    if differentiated and kernel.profitable_backward is not None:
+        return kernel.profitable_backward(spec, platform, differentiated)
+    return kernel.profitable(spec, platform)
+
+
+def _reasons(verdict: Verdict) -> str:
+    return "; ".join(r.text for r in verdict.reasons)
+
+
+# ----------------------------------------------------------------------- forced
+def _forced(
+    spec: Spec,
+    asked: tuple[Sequence[str], Sequence[str]],
+    kernels: Sequence[Kernel],
+    config: Config,
+    device: Device,
+    where: str,
+) -> Choice:
+    forward, backward = asked
+    why: list[tuple[str, str]] = []
+    first = _first(forward, spec, kernels, config, device, why)
+    second = _first(backward, spec, kernels, config, device, why)
+    if first is None and not forward:
+        first = REFERENCE  # only the backward was asked for
+    if first is None or (backward and second is None):
+        names = ", ".join((*forward, *backward))
+        text = "; ".join(f"{name}: {reason}" for name, reason in why)
+        raise KernelError(
+            f"implementation={{{spec.op!r}: {names!r}}} cannot be had: {text}",
+            next_step=f"Add {XLA!r} as the last of a list to leave such sites as they "
+            "are",
+            where=where or caller(),
+        )
+    by_name = {k.name: k for k in kernels}
+    if XLA in (first, second):
+        return Choice(AS_WRITTEN, "forced", tuple(why))
+    made = by_thumb(spec, device, by_name.get(first), by_name.get(second or ""))
+    if second == REFERENCE:
+        made = replace(made, backward=REFERENCE, backward_config=None)
+    return Choice(made, "forced", tuple(why))
+
+
+def _first(
+    names: Sequence[str],
+    spec: Spec,
+    kernels: Sequence[Kernel],
+    config: Config,
+    device: Device,
+    why: list[tuple[str, str]],
+) -> str | None:
+    """The first name that can be had; the reasons against those before go to `why`."""
+    check_names(names, spec, kernels)
+    by_name = {k.name: k for k in kernels}
+    for name in names:
+        if name in (XLA, REFERENCE):
+            return name
+        if name == RING:
+            why.append((name, "nothing goes around devices as its operands are split"))
+            continue
+        kernel = by_name[name]
+        # One for another platform is lowered only there, on a device not known yet.
+        elsewhere = Device("", kernel.platforms[0])
+        on = device if device.platform in kernel.platforms else elsewhere
+        verdict = usable(kernel, spec, on, config)
+        if verdict.ok:
+            return name
+        why.append((name, _reasons(verdict)))
+    return None
+
+
+def check_names(names: Sequence[str], spec: Spec, kernels: Sequence[Kernel]) -> None:
+    """Raises `UnknownKernel` if one of the names that are asked for is none."""
+    there = [*(k.name for k in kernels), REFERENCE, XLA, RING]
+    for name in names:
+        if name not in there:
+            raise UnknownKernel(
+                f"{spec.op} has no kernel {name!r}",
+                next_step=known(name, there),
+                where=caller(),
+            )
+
+
+# --------------------------------------------------------------------- measured
+def _measured(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: bool,
+    spelling: Callable[[], str],
+    longer: Mapping[str, float],
+) -> Choice | None:
+    """The winner of what was measured, else simulated; None if nothing still holds."""
+    passes = BOTH if differentiated else FORWARD
+    look = _looking(spec, config, kernels, device)
+    for simulated in (False, True):
+        found, origin = look(passes, ESTIMATES if simulated else ())
+        if any(spellings(found)):
+            found = of_spelling(found, spelling())
+        decision = decide([choose_sum.with_reading(m, longer) for m in found])
+        alone = all(m.implementation.forward == XLA for m in found)
+        if decision is None or (simulated and alone):
+            continue
+        if decision.best.method == BUNDLES:
+            continue  # they rank a kernel's configs, see `_configured`
+        made = decision.best.implementation
+        if not differentiated:
+            gradient, _ = look(BOTH, ESTIMATES if simulated else ())
+            gradient = of_spelling(gradient, spelling()) if gradient else ()
+            made = _with_backward(made, gradient)
+        timed = {name for m in found for name in m.implementation.kernels}
+        others = [
+            k for k in kernels
+            if device.platform in k.platforms and k.name not in timed
+        ]  # fmt: skip
+        refused = [
+            (k.name, _reasons(usable(k, spec, device, config)) or "not measured")
+            for k in others
+        ]
+        here = [k for k in others if usable(k, spec, device, config).ok]
+        faster = _far_faster(
+            spec, here, device, passes, decision.best.median_us, longer
+        )
+        if faster is not None:
+            rest = [(n, why) for n, why in refused if n != faster.name]
+            lost = (decision.best.implementation.name, "its time, measured, is longer")
+            made = by_thumb(spec, device, faster)
+            return Choice(made, "estimated", (lost, *_by_kernel(decision), *rest))
+        return Choice(made, origin, (*_by_kernel(decision), *refused))
+    return None
+
+
+def _far_faster(
+    spec: Spec,
+    kernels: Sequence[Kernel],
+    device: Device,
+    passes: str,
+    best_us: float | None,
+    longer: Mapping[str, float],
+) -> Kernel | None:
+    """The kernel of those not measured whose model says that it is far faster."""
+    margin = MARGIN.get(device.platform)
+    if margin is None or best_us is None or not (device.flops and device.bandwidth):
+        return None
+    times = {
+        k: 1e6 * k.estimate(spec, device, passes)[k.name] + longer.get(k.name, 0.0)
+        for k in kernels if k.estimate is not None
+    }  # fmt: skip
+    best = min(times, key=times.__getitem__, default=None)
+    return best if best is not None and times[best] < margin * best_us else None
+
+
+def _looking(
+    spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
+) -> Callable[..., tuple[tuple[Measurement, ...], str]]:
+    """A function of passes, and of estimates' methods, to what is known, and whence.
+
+    Without methods it is what was measured.
+    """
+    none: tuple[tuple[Measurement, ...], str] = ((), "")
+    if (config.tune == "off" and not config.tuned) or spec.symbolic or not kernels:
+        return lambda passes, methods: none
+    by_name = {k.name: k for k in kernels if device.platform in k.platforms}
+    known = sources(config, device, spec.op)
+    if not known:
+        return lambda passes, methods: none
+
+    def look(passes: str, methods: Sequence[str]) -> Any:
+        def holds(m: Measurement) -> bool:
+            how = m.method in methods if methods else m.method not in ESTIMATES
+            return how and _holds(spec, config, by_name, device, m)
+
+        found, origin = look_up(known, key_of(spec, passes, device.kind), holds)
+        return found, SIMULATED if methods and found else origin
+
+    return look
+
+
+def _configured(
+    choice: Choice,
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: bool,
+) -> Choice:
+    """The choice with the kernel's config that takes the fewest bundles, if known."""
+    if choice.implementation.forward == XLA:
+        return choice
+    passes = BOTH if differentiated else FORWARD
+    look = _looking(spec, config, kernels, device)
+    found, _ = look(passes, (BUNDLES,))
+    mine = [
+        m for m in found if m.implementation.kernels == choice.implementation.kernels
+    ]
+    decision = decide(mine)
+    if decision is None:
+        return choice
+    lost = (*_by_kernel(decision), *choice.not_chosen)
+    return Choice(decision.best.implementation, SIMULATED, lost)
+
+
+def _by_kernel(decision: Decision) -> list[tuple[str, str]]:
+    """Why other kernels lost, each with its best config."""
+    names: dict[str, str] = {}
+    for name, why in decision.lost:
+        names.setdefault(name, why)
+    names.pop(decision.best.implementation.name, None)
+    return list(names.items())
+
+
+def _with_backward(
+    forward: Implementation, measured: Sequence[Measurement]
+) -> Implementation:
+    """The forward with the backward that was fastest with it, should one be wanted.
+
+    A program left as written keeps its own gradient.
+    """
+    same = [m for m in measured if m.implementation.forward == forward.forward]
+    exactly = [m for m in same if m.implementation.config == forward.config]
+    decision = decide(exactly or same)
+    if decision is None:
+        return forward
+    return replace(decision.best.implementation, config=forward.config)
+
+
+def _deterministic(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
+    """Whether the backward's config gives the same bits each time."""
+    backward = kernels.get(made.backward or made.forward)
+    if backward is None:
+        return True
+    config = config_of(backward.backward_space, made.backward_config)
+    return backward.deterministic(config).ok
+
+
+def _holds(
+    spec: Spec,
+    config: Config,
+    kernels: Mapping[str, Kernel],
+    device: Device,
+    m: Measurement,
+) -> bool:
+    """Whether a measurement is of kernels that are here, and take the site."""
+    made = m.implementation
+    if any(name not in kernels for name in made.kernels):
+        return False
+    if m.version != version_of(made, kernels, m.spelling):
+        return False
+    if not configured(made, kernels, spec, device):
+        return False
+    if _only_deterministic(config) and not _deterministic(made, kernels):
+        return False
+    return all(usable(kernels[n], spec, device, config).ok for n in made.kernels)

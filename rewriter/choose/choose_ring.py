@@ -1,0 +1,137 @@
+"""A site spread over devices in, whether its operands go around or are gathered out.
+
+They are passed around where that is asked for, as the implementation ``"ring"``; or
+where the program holds the gradients, the op's rule says that it pays, and what the
+kernel that would be chosen for a part saves lets results be merged. Names that are
+asked for behind that are kernels for its parts, the first that can be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rewriter.choose.choose import Choice, check_names, choose, usable
+from rewriter.config import Config, Names
+from rewriter.errors import KernelError, caller
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Kernel, Spec
+from rewriter.ops.op import Ring
+from rewriter.site.implementation import RING, XLA, Implementation, by_thumb
+from rewriter.support.verdict import Verdict
+
+NO_GRADIENTS = (
+    "it would pay, but has no jax.jvp, and this program holds no gradients; to be "
+    "asked for where none is needed"
+)
+"""Why no ring is chosen by itself: the program may be differentiated in any mode."""
+
+
+def choose_ring(
+    ring: Ring,
+    spec: Spec,
+    count: int,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    kept: int = 0,
+    where: str = "",
+) -> Choice | str:
+    """Returns the choice to pass operands around, or why they are gathered.
+
+    Args:
+        ring: How they would be passed around.
+        spec: What one device has.
+        count: The number of devices in the ring.
+        config: Forced kernels, numerics, measurements.
+        kernels: The op's kernels, best first.
+        device: Where it will run.
+        kept: How often gathered operands would be kept for gradients.
+        where: The user's line, for errors.
+
+    Raises:
+        KernelError: If it cannot be, and nothing else was asked for.
+        UnknownKernel: If the op has no kernel of a name that is asked for.
+    """
+    forward, backward = _asked(spec, config)
+    given = ring, spec, count, config, kernels, device
+    if forward[:1] == (RING,):
+        check_names((*forward, *backward), spec, kernels)
+        own = "gradients go around with it, by no other kernel"
+        made = own if backward else by_parts(*given)
+        if isinstance(made, str) and forward == (RING,):
+            raise KernelError(
+                f"implementation={{{spec.op!r}: {RING!r}}} cannot be had: {made}",
+                next_step=f"Add {XLA!r} as the last of a list to leave such sites as "
+                "they are",
+                where=where or caller(),
+            )
+        return made if isinstance(made, str) else Choice(made, "forced", ring=True)
+    if forward or backward:
+        return f"{', '.join((*forward, *backward))} was asked for"
+    if config.numerics == "strict":
+        return "numerics='strict', and a ring sums in another order"
+    verdict = ring.supports(spec, count)
+    if verdict.ok:
+        verdict = ring.pays(spec, count, kept)
+    made = by_parts(*given, others=False) if verdict.ok else _reasons(verdict)
+    if isinstance(made, str):
+        return made
+    return Choice(made, "heuristic", ring=True) if kept else NO_GRADIENTS
+
+
+def by_parts(
+    ring: Ring,
+    spec: Spec,
+    count: int,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    others: bool = True,
+) -> Implementation | str:
+    """Returns what computes each part, or why no kernel does.
+
+    Args:
+        ring: How operands would be passed around.
+        spec: What one device has.
+        count: The number of devices in the ring.
+        config: Measurements, and the kernels asked for.
+        kernels: The op's kernels, best first.
+        device: Where it will run.
+        others: Whether any kernel will do, if those will not that are asked for, or
+            would be chosen.
+    """
+    verdict = ring.supports(spec, count)
+    if not verdict.ok:
+        return _reasons(verdict)
+    parts = [
+        replace(spec, params=tuple(sorted(p.items()))) for p in ring.uses(spec, count)
+    ]
+    able = [
+        k
+        for k in kernels
+        if k.merges and all(usable(k, p, device, config).ok for p in parts)
+    ]
+    if not able:
+        return f"no kernel for {device.platform} gives parts that can be merged"
+    named = {k.name: k for k in able}
+    for name in _asked(spec, config)[0]:
+        if name in named:
+            return by_thumb(parts[-1], device, named[name])
+    config = replace(config, implementation=())
+    chosen = choose(parts[-1], config, kernels, device).implementation
+    if chosen.forward in named and len(chosen.kernels) == 1:
+        return chosen
+    if not others:
+        return f"{chosen.name}, which is best for a part, gives none that can be merged"
+    return by_thumb(parts[-1], device, next((k for k in able if k.tried), able[0]))
+
+
+def _asked(spec: Spec, config: Config) -> tuple[Names, Names]:
+    """The names asked for for each pass; () for none."""
+    found = (f[1:] for f in config.implementation if f[0] == spec.op)
+    return next(found, ((), ()))
+
+
+def _reasons(verdict: Verdict) -> str:
+    return "; ".join(r.text for r in verdict.reasons)

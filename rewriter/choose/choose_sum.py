@@ -1,0 +1,68 @@
+"""A site behind a sum: what forwards take longer that do not add, and how it is said.
+
+    h = add x r;  y = site h;  … read h
+
+A kernel that `adds_to` its operand makes h in the pass over memory that it makes
+anyway. Others read h once more, which is not in the times that were measured of the
+op alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rewriter.measure.measurement import Measurement
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Kernel, Spec
+from rewriter.ops.registry import REFERENCE
+from rewriter.site.implementation import XLA
+
+
+def reading_us(
+    spec: Spec, kernels: Sequence[Kernel], device: Device, name: str
+) -> dict[str, float]:
+    """Returns microseconds, by name of a forward, in which it reads a sum once more.
+
+    Args:
+        spec: The site's shapes, dtypes and parameters.
+        kernels: The op's kernels.
+        device: Where it will run.
+        name: The operand that is the sum.
+
+    Returns:
+        Of forwards that do not add; nothing if all are alike, or nothing is known.
+    """
+    adding = {
+        k.name for k in kernels
+        if k.adds_to == name and device.platform in k.platforms
+    }  # fmt: skip
+    if spec.symbolic or not device.bandwidth or not adding:
+        return {}
+    us = 1e6 * spec.nbytes(name) / device.bandwidth
+    others = [k.name for k in kernels if k.name not in adding]
+    return dict.fromkeys((XLA, REFERENCE, *others), us)
+
+
+def with_reading(m: Measurement, longer: Mapping[str, float]) -> Measurement:
+    """Returns a measurement with what its forward takes longer behind the sum."""
+    more = longer.get(m.implementation.forward)
+    if m.median_us is None or more is None:
+        return m
+    return replace(m, median_us=m.median_us + more)
+
+
+def said(
+    not_chosen: Sequence[tuple[str, str]], longer: Mapping[str, float]
+) -> tuple[tuple[str, str], ...]:
+    """Returns why implementations lost, of those that read the sum with that.
+
+    Example:
+        >>> said([("xla", "1.46 times as long"), ("other", "slow")], {"xla": 33.0})[0]
+        ('xla', '1.46 times as long, as it reads the sum that is its operand once more')
+    """
+    why = "as it reads the sum that is its operand once more"
+    return tuple(
+        (name, f"{text}, {why}" if name.split(",")[0] in longer else text)
+        for name, text in not_chosen
+    )

@@ -1,0 +1,104 @@
+"""Matches in, and of an op that is made of others either the whole or its parts out.
+
+A gated linear unit of ragged dots is taken whole where a kernel is chosen that computes
+it in one pass. Elsewhere its ragged dots are sites of their own, as if nothing had been
+found around them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from rewriter.choose.planner import chosen, target_of, tasks_of
+from rewriter.config import Config
+from rewriter.find.match import Match
+from rewriter.find.region import Regions
+from rewriter.gradients.insertion_point import obstacle, places
+from rewriter.measure import autotune
+from rewriter.measure.still_needed import computed_anyway
+from rewriter.ops import device
+from rewriter.program.propagation import Placement
+from rewriter.rewrite.locate import located
+from rewriter.site.implementation import XLA
+
+log = logging.getLogger("rewriter.parts")
+
+BY_PARTS = ("by_parts", "by_parts_hopper")
+"""The names of kernels that compute a whole by kernels of its parts: for comparison."""
+
+
+def apart(matches: Sequence[Match]) -> tuple[Match, ...]:
+    """Returns the matches that are made of no others."""
+    return tuple(m for m in matches if not m.op.parts)
+
+
+def wholes(
+    regions: Regions, matches: Sequence[Match], config: Config
+) -> tuple[Match, ...]:
+    """Returns the matches that may be taken whole, with their parts.
+
+    Not those that hold what the program reads elsewhere too, as gradients do: it would
+    be computed twice. Nor those in a program that is exported, since the parts have
+    kernels for every platform, nor those whose parts are forced to be computed by some,
+    or are a special form of their op, as the whole is not.
+
+    Args:
+        regions: The walks over the program's graph.
+        matches: What was found in it.
+        config: Forced kernels, the target.
+    """
+    target, found = target_of(config), []
+    forced = {name for name, *_ in config.implementation}
+    for m in matches:
+        if not m.op.parts or config.exporting:
+            continue
+        here = any(target.platform in k.platforms for k in m.pattern.kernels)
+        if m.op.name not in forced and (m.op.parts in forced or not here):
+            continue
+        if any(obstacle(m, scope, regions) for scope, _ in places(m)):
+            continue
+        if computed_anyway(regions.graph, [m], {}):
+            continue
+        ops = [p for p in matches if m.op.parts in (p.op.name, p.op.form_of)]
+        inside = [p for p in ops if p.value in m.inner]
+        if not m.op.form_of and any(p.op.form_of for p in inside):
+            continue
+        found.append(dataclasses.replace(m, parts=tuple(inside)))
+    return tuple(found)
+
+
+def parted(
+    regions: Regions,
+    matches: Sequence[Match],
+    config: Config,
+    placement: Placement | str | None,
+) -> tuple[Match, ...]:
+    """Returns the matches with wholes in place of their parts, or without them.
+
+    Args:
+        regions: The walks over the program's graph.
+        matches: What was found in it.
+        config: Forced kernels, the target, measurements.
+        placement: Where the program's inputs are, if it runs on several devices; or why
+            that is not known.
+    """
+    rest = apart(matches)
+    if len(rest) == len(matches):
+        return rest
+    graph, target = regions.graph, target_of(config)
+    found = wholes(regions, matches, config)
+    spread = {} if placement is None else located(regions, found, placement)
+    if config.tune in ("quick", "full") and target == device.attached():
+        tasks = tasks_of(graph, found, {}, located=spread)
+        autotune.measure_missing(tasks, config.tune)
+    taken: dict[int, Match] = {}
+    for m in found:
+        choice = chosen(graph, m, config, target, {}, 0, spread.get(id(m)), "")
+        log.debug("%s at %s: %s", m.op.name, m.where, choice.kernel)
+        if choice.kernel not in (XLA, *BY_PARTS):
+            taken[m.value] = m
+    inside = {id(p) for m in taken.values() for p in m.parts}
+    kept = [taken.get(m.value) if m.op.parts else m for m in matches]
+    return tuple(m for m in kept if m is not None and id(m) not in inside)

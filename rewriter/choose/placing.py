@@ -1,0 +1,303 @@
+"""Matches at their places, in order: numbered sites, and splices in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from rewriter.choose.choose import Choice, choose
+from rewriter.choose.choose_ring import by_parts
+from rewriter.config import Config
+from rewriter.find.match import Match
+from rewriter.gradients.backward import Backward
+from rewriter.measure.key import Key
+from rewriter.ops import device
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import PLATFORMS, Kernel, Spec
+from rewriter.program.fold import Cut, Folded
+from rewriter.program.graph import Scope
+from rewriter.rewrite.plan import Site
+from rewriter.rewrite.splice import Splice
+from rewriter.site import site
+from rewriter.site.implementation import XLA, Implementation, build
+from rewriter.site.ring import passed_around
+from rewriter.site.shards import Shards, local_spec, spread
+
+
+@dataclass(eq=False)
+class Plan:
+    """What becomes of the sites, in order.
+
+    Attributes:
+        sites: What is said of them; those of turns that were left out, too.
+        splices: The replacements.
+        labels: By cut and turn, the labels of its sites; empty for those left alone.
+        key: Under which the whole program is measured.
+        forward: By the id of a match, the number of its site.
+        left_out: Numbers of sites of turns that were left out.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    splices: list[Splice] = field(default_factory=list)
+    labels: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    key: Key | None = None
+    forward: dict[int, int] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A match at one of its places, with what was chosen for it there.
+
+    Attributes:
+        match: The match.
+        scope: The body of the place.
+        position: The equation behind which a replacement stands.
+        choice: What computes it.
+        backward: Its gradients, if they are replaced with it.
+        copies: How often it is computed again in the same body.
+        shards: How it is spread over devices, or why it is left to XLA.
+    """
+
+    match: Match
+    scope: Scope
+    position: int
+    choice: Choice
+    backward: Backward | None
+    copies: int
+    shards: Shards | str | None = None
+
+
+def in_order(
+    placed: Sequence[Placed],
+    config: Config,
+    target: Device,
+    folded: Folded | None,
+    key: Key | None,
+) -> Plan:
+    """Sites in the order of the program, numbered, and the splices."""
+    plan = Plan(key=key)
+    elsewhere: dict[Any, tuple[tuple[str, Kernel | None], ...]] = {}
+    said = [_site(p) for p in placed]
+    waiting = list(enumerate(folded.cuts)) if folded else []
+    for p, site_said in zip(placed, said, strict=True):
+        position = top(p.scope, p.position)
+        first = top(p.match.node.scope, p.match.node.position)  # of its places
+        at = folded.kept[first] if folded else 0
+        while waiting and at >= waiting[0][1].end:
+            _left_out(plan, placed, said, folded, *waiting.pop(0))
+        label = _noted(plan, p, site_said)
+        if folded and (turn := folded.turn(position)):
+            plan.labels.setdefault(turn, []).append(label)
+        if label:
+            same = id(p.match.reading), p.choice.implementation, p.shards
+            if same not in elsewhere:
+                elsewhere[same] = _by_platform(p, config, target)
+            call = _call(p, elsewhere[same])
+            plan.splices.append(
+                Splice(
+                    p.match, p.scope, p.position, call, label,
+                    (p.choice.kernel, p.shards), p.backward,
+                )
+            )  # fmt: skip
+    for index, cut in waiting:
+        _left_out(plan, placed, said, folded, index, cut)
+    return plan
+
+
+def _noted(plan: Plan, p: Placed, said: Site, kept: bool = True) -> str:
+    """Adds a site, and those computed again there; the label of its replacement.
+
+    What a checkpoint runs again for the gradients is part of the forward's site,
+    also where the turn with the forward was left out.
+    """
+    first, own = len(plan.sites) + 1, plan.forward.get(id(p.match)) if kept else None
+    if p.scope.runs_again:
+        free = (n for n in plan.left_out if not plan.sites[n - 1].again)
+        for number in free if own is None else (own,):
+            row = plan.sites[number - 1]
+            if _same(row, said):
+                plan.sites[number - 1] = _again(row, said)
+                return f"rewriter/{said.op}#{number}" if said.replaced else ""
+    elif kept:
+        plan.forward.setdefault(id(p.match), first)
+    else:
+        plan.left_out.append(first)
+    for index in range(first, first + 1 + p.copies):
+        plan.sites.append(dataclasses.replace(said, index=index))
+    return f"rewriter/{said.op}#{first}" if said.replaced else ""
+
+
+def _same(row: Site, said: Site) -> bool:
+    """Whether two sites are of one op, and one kernel was chosen for them."""
+    names = ("op", "shapes", "params", "kernel", "not_chosen")
+    return all(getattr(row, n) == getattr(said, n) for n in names)
+
+
+def _again(row: Site, said: Site) -> Site:
+    """A forward's site that says where a checkpoint runs it again."""
+    places = dict.fromkeys(filter(None, (row.again, said.scope)))
+    return dataclasses.replace(
+        row, backward=row.backward or said.backward, again=", ".join(places)
+    )
+
+
+def _left_out(
+    plan: Plan,
+    placed: Sequence[Placed],
+    said: Sequence[Site],
+    folded: Folded,
+    index: int,
+    cut: Cut,
+) -> None:
+    """Adds the sites of the turns that are left out of a run."""
+    like = index, cut.like
+    model = [
+        (p, s, top(p.match.anchor.scope, p.match.anchor.position))
+        for p, s in zip(placed, said, strict=True)
+        if folded.turn(top(p.scope, p.position)) == like
+    ]
+    for turn in cut.out:
+        labels = plan.labels[index, turn] = []
+        for p, s, anchor in model:
+            where = folded.where(anchor, turn - cut.like, index, s.where)
+            if where != s.where:
+                s = dataclasses.replace(s, where=where)
+            labels.append(_noted(plan, p, s, kept=False))
+
+
+def top(scope: Scope, position: int) -> int:
+    """The position at the top of an equation, or of what holds it."""
+    while scope.parent is not None:
+        scope, position = scope.parent, scope.call
+    return position
+
+
+def spec_on_device(match: Match, shards: Shards | str | None) -> Spec:
+    """Returns the use of an op that a kernel sees: a part, if it is spread."""
+    if not isinstance(shards, Shards):
+        return match.spec
+    spec, params = match.spec, {**match.op.defaults, **match.reading.params}
+    structs = {
+        name: jax.ShapeDtypeStruct(shape, spec.dtype(name))
+        for name, shape in spec.shapes
+    }
+    return local_spec(match.op, shards, structs, params)
+
+
+def _by_platform(
+    p: Placed, config: Config, target: Device
+) -> tuple[tuple[str, Kernel | None], ...]:
+    """A kernel per platform: an exported program may run on another one."""
+    match, choice = p.match, p.choice
+    kernels, kinds = match.pattern.kernels, dict(config.targets)
+    made = build(choice.implementation, match.op, kernels)
+    if choice.ring:
+        return _ring_by_platform(p, config, target, made)
+    if choice.origin == "forced":
+        return _where_it_runs(made, target)
+    pairs, spec = [("default", made)], spec_on_device(match, p.shards)
+    for other in PLATFORMS:
+        if other != target.platform:
+            its = device.of(kinds.get(other, other), other)
+            there = choose(spec, config, kernels, its)
+            if match.reading.in_blocks and there.kernel == XLA:
+                continue  # as written it needs less memory than the op's reference
+            if there.implementation != choice.implementation:
+                pairs.append((other, build(there.implementation, match.op, kernels)))
+    return tuple(pairs)
+
+
+def _ring_by_platform(
+    p: Placed, config: Config, target: Device, made: Kernel | None
+) -> tuple[tuple[str, Kernel | None], ...]:
+    """A kernel per platform for parts that go around: each saves what merges them."""
+    match, shards = p.match, p.shards
+    rule = match.op.spread({**match.op.defaults, **match.reading.params})
+    assert isinstance(shards, Shards)
+    assert rule is not None
+    assert rule.ring is not None
+    kernels, kinds = match.pattern.kernels, dict(config.targets)
+    pairs, spec = [("default", made)], spec_on_device(match, shards)
+    for other in PLATFORMS:
+        if other != target.platform:
+            its = device.of(kinds.get(other, other), other)
+            count = shards.parts(shards.ring)
+            there = by_parts(rule.ring, spec, count, config, kernels, its)
+            if isinstance(there, Implementation) and there != p.choice.implementation:
+                pairs.append((other, build(there, match.op, kernels)))
+    return tuple(pairs)
+
+
+def _where_it_runs(
+    forced: Kernel | None, target: Device
+) -> tuple[tuple[str, Kernel | None], ...]:
+    """A forced kernel on its platforms, the op's plain form on others."""
+    if forced is None or set(forced.platforms) >= set(PLATFORMS):
+        return (("default", forced),)
+    if target.platform not in forced.platforms:
+        return (("default", None), *((p, forced) for p in forced.platforms))
+    others = [p for p in PLATFORMS if p not in forced.platforms]
+    return (("default", forced), *((p, None) for p in others))
+
+
+def _call(
+    p: Placed, kernels: Sequence[tuple[str, Kernel | None]]
+) -> Callable[..., jax.Array]:
+    op, shards = p.match.op, p.shards
+    names = set(op.operands)
+
+    def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
+        if isinstance(shards, Shards) and shards.passed:
+            return passed_around(op, shards, operands, params, kernels)
+        return site.bind(op, operands, params, kernels)
+
+    def call(**given: Any) -> jax.Array:
+        operands = {k: v for k, v in given.items() if k in names}
+        params = {k: v for k, v in given.items() if k not in names}
+        if isinstance(shards, Shards):
+            return spread(op, shards, operands, {**op.defaults, **params}, bind)
+        return bind(operands, params)
+
+    return call
+
+
+def _site(p: Placed) -> Site:
+    """What is said of a match at a place, without its number."""
+    match, choice, scope = p.match, p.choice, p.scope
+    spec = match.spec
+    return Site(
+        index=0,
+        op=match.op.form_of or match.op.name,
+        where=match.where,
+        repeats=scope.repeats,
+        scope="/".join(scope.path),
+        shapes=" ".join(
+            f"{name} {_short(spec.dtype(name))}[{','.join(map(str, shape))}]"
+            for name, shape in spec.shapes
+        ),
+        params=dict(match.reading.params),
+        kernel=choice.kernel,
+        origin=choice.origin,
+        replaced=choice.kernel != XLA,
+        not_chosen=choice.not_chosen,
+        numerics=match.reading.notes,
+        backward=p.backward is not None,
+        config=choice.implementation.configs,
+        sharding=p.shards.text if isinstance(p.shards, Shards) else "",
+        parts=tuple(part.op.form_of or part.op.name for part in match.parts),
+        form=match.op.name if match.op.form_of else "",
+    )
+
+
+@functools.cache
+def _short(dtype: str) -> str:
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        if dtype.startswith(long):
+            return short + dtype.removeprefix(long).split("_")[0]
+    return dtype

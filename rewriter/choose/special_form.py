@@ -1,0 +1,80 @@
+"""Matches of an op and of its special forms in, one of them for each result out.
+
+A use of paged attention is one of attention too, over keys that are gathered first:
+both are found. The special form is taken where one of its kernels is chosen, else the
+general op, which has kernels of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rewriter.choose.choose import choose
+from rewriter.config import Config
+from rewriter.find.match import Found, Match
+from rewriter.ops.device import Device
+from rewriter.ops.registry import registry
+from rewriter.site.implementation import XLA
+
+Reasons = tuple[tuple[str, str], ...]
+"""(kernel, or form of an op, why it is not chosen)."""
+
+
+def of_one_form(found: Found, config: Config, target: Device) -> tuple[Match, ...]:
+    """Returns the matches, one for each result that several forms of an op compute.
+
+    Args:
+        found: What was found in a program.
+        config: Forced kernels, measurements.
+        target: Where the program will run.
+    """
+    matches = found.matches
+    general = {(m.op.name, m.value) for m in matches}
+    forms = [m for m in matches if (m.op.form_of, m.value) in general]
+    known: dict[int, tuple[str, Reasons]] = {}
+    taken: dict[tuple[str, int], Match] = {}
+    why: dict[tuple[str, int], Reasons] = {}
+    for m in forms:
+        if id(m.reading) not in known:
+            known[id(m.reading)] = _chosen(m, config, target)
+        kernel, reasons = known[id(m.reading)]
+        if kernel == XLA:
+            why[m.op.form_of, m.value] = reasons
+        else:
+            taken[m.op.form_of, m.value] = m
+    refused = _refused(found)
+    made = []
+    for m in matches:
+        if m not in forms:
+            reasons = why.get((m.op.name, m.value), refused.get(id(m.reading), ()))
+            m = taken.get((m.op.name, m.value), m)
+            made.append(dataclasses.replace(m, not_chosen=reasons) if reasons else m)
+    return tuple(made)
+
+
+def _refused(found: Found) -> dict[int, Reasons]:
+    """By the id of a reading, why its region is not a special form of the op."""
+    shipped = sorted({name for name, _ in found.refused} & {*registry().ops()})
+    forms = {name: registry().op(name).form_of for name in shipped}
+    by_reading: dict[int, Reasons] = {}
+    for m in found.matches:
+        reasons = tuple(
+            (name, found.refused[name, m.anchor.outs[0]])
+            for name, general in forms.items()
+            if general == m.op.name and (name, m.anchor.outs[0]) in found.refused
+        )
+        if reasons:
+            by_reading[id(m.reading)] = reasons
+    return by_reading
+
+
+def _chosen(match: Match, config: Config, target: Device) -> tuple[str, Reasons]:
+    """The kernel of a special form; for XLA, why it is none of the form's."""
+    op = match.op
+    forced = {name for name, *_ in config.implementation}
+    if op.form_of in forced and op.name not in forced:
+        return XLA, ((op.name, f"a kernel of {op.form_of} is forced"),)
+    kernels = match.pattern.kernels
+    choice = choose(match.spec, config, kernels, target, where=match.where)
+    why = tuple((f"{op.name} {name}", text) for name, text in choice.not_chosen)
+    return choice.kernel, why

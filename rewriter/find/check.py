@@ -1,0 +1,138 @@
+"""A reading in, a proof that its region equals its op out, or where they differ.
+
+Both the region and the code that would take its place, with the op's reference in it,
+are brought into normal form; they are the same function of real numbers if the forms
+are equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from rewriter import _jax
+from rewriter.algebra.canonicalize import Evaluator, NeedSplit, kind_of
+from rewriter.algebra.normal_form import OverBudget
+from rewriter.find.emitted_anew import require_own
+from rewriter.find.reading import Reading, Refused, leaves_of
+from rewriter.find.reference import referenced
+from rewriter.ops.kernel import Spec, spec_of
+from rewriter.ops.op import Op
+from rewriter.program.graph import Graph
+
+
+def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused | None]:
+    """Returns the op's shapes in a reading's code; and why it is not proved, if so.
+
+    Args:
+        graph: The program.
+        op: What the reading says the region is.
+        reading: The region, and what was read off it.
+    """
+    reading.algebra.work = 0
+    try:
+        require_own(reading)
+        spec, want = replacement_forms(graph, op, reading)
+        difference = _difference(reading, want, reading.args)
+    except Refused as refusal:
+        return None, refusal.with_traceback(None)
+    except OverBudget as error:
+        return None, Refused("budget", str(error), score=0.7)
+    if not difference:
+        return spec, None
+    return None, Refused(
+        "unequal",
+        f"the region is not equal to {op.name} with what was read off it",
+        difference=difference,
+        score=0.8,
+    )
+
+
+def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
+    """How the region differs from its replacement, or ''; piece by piece."""
+    alg = reading.algebra
+    try:
+        if reading.form is not None and args == reading.args:
+            have = reading.form
+        else:
+            have = reading.evaluator.poly(reading.value, args)
+        new = want(args)
+    except NeedSplit as need:
+        edges = [0, *need.cuts, alg.sizes[need.index]]
+        for lo, hi in itertools.pairwise(edges):
+            at = alg.affine(alg.new_index(hi - lo), 1, lo)
+            part = tuple(alg.subst_index(a, {need.index: at}) for a in args)
+            found = _difference(reading, want, part)
+            if found:
+                return found
+        return ""
+    if not alg.add(have, new, -1.0):
+        return ""
+    return f"{alg.show(have)}  is not  {alg.show(new)}"
+
+
+def replacement_forms(
+    graph: Graph, op: Op, reading: Reading
+) -> tuple[Spec, Callable[[tuple[Any, ...]], Any]]:
+    """The op's shapes, and index arguments to the form of the emitted code.
+
+    The code, with the op's reference, is traced like any program, so that its
+    operands' layout, the op and the result's layout are all part of the check.
+    """
+    names = leaves_of(reading)
+    avals = [graph.avals[v] for v in names]
+    params = {**reading.params, **reading.check_params}
+    seen: dict[str, Any] = {}
+
+    def reference(**given: Any) -> jax.Array:
+        operands = {k: v for k, v in given.items() if k in op.operands}
+        for name, x in operands.items():
+            seen[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return referenced(op, operands, params)
+
+    def code(*arrays: jax.Array) -> jax.Array:
+        given = dict(zip(names, arrays, strict=True))
+        return reading.build(
+            reference,
+            given,
+            graph.shape(reading.value),
+            graph.dtype(reading.value),
+            params,
+        )
+
+    traced = _jax.trace_flat(code, avals)
+    ev, (out,) = traced_forms(Graph(traced), reading, names, reading.evaluator)
+    spec = spec_of(op, seen, dict(reading.params))
+    return spec, lambda args: ev.poly(out, args)
+
+
+def traced_forms(
+    graph: Graph, reading: Reading, names: Sequence[int], known: Evaluator | None
+) -> tuple[Evaluator, tuple[int, ...]]:
+    """An evaluator of code traced for a reading, and the code's results.
+
+    Args:
+        graph: The code's graph.
+        reading: What it is code for; forms are made in its algebra.
+        names: What the code's inputs are called as leaves: the program's values.
+        known: What made the region's form. Booleans have the form that they have in it,
+            so that a mask read as it is equals what it was taken apart into.
+    """
+    top = graph.top
+    inputs = [top.env[v] for v in top.jaxpr.invars]
+    ev = Evaluator(
+        graph,
+        reading.algebra,
+        expand_all=True,
+        names=dict(zip(inputs, names, strict=True)),
+        **reading.check_options,
+    )
+    ev.private = True
+    for value, name in zip(inputs, names, strict=True):
+        if known is not None and kind_of(graph.dtype(value)) == "b":
+            ev.given[value] = functools.partial(known.flag, name)
+    return ev, tuple(top.env[v] for v in top.jaxpr.outvars)

@@ -1,0 +1,365 @@
+"""What a pattern works with: the graph, walks, forms, and where misses are noted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter import _jax
+from rewriter.algebra.canonicalize import (
+    LAYOUT,
+    TRANSPARENT,
+    Evaluator,
+    is_local,
+    is_lossless,
+)
+from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
+from rewriter.algebra.template import neighbourhood
+from rewriter.find.reading import Refused
+from rewriter.find.region import Place, Regions
+from rewriter.find.stacked import layers
+from rewriter.program.graph import Graph, Node, Scope
+from rewriter.support.assumptions import ASSUMPTIONS
+
+
+class RegionEvaluator(Evaluator):
+    """An evaluator for a region that will be replaced at a place."""
+
+    place: Place
+
+
+@dataclass(eq=False)
+class Finder:
+    """The state of one search over one program.
+
+    With ``fast``, what attention gives for rows without keys may change. What is
+    ``assumed`` need not be proved, see `rewriter.support.assumptions`. Results of
+    gathers in ``gathers`` are taken as pages of what is gathered. ``pieces`` are values
+    that are leaves wherever they are met.
+    """
+
+    graph: Graph
+    algebra: Algebra
+    regions: Regions
+    fast: bool = False
+    assumed: frozenset[str] = frozenset()
+    gathers: frozenset[int] = frozenset()
+    pieces: frozenset[int] = frozenset()
+    misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
+    found: set[tuple[str, int]] = field(default_factory=set)
+    cache: dict[Any, Any] = field(default_factory=dict)
+    _barren: set[Any] = field(default_factory=set)
+    _asked: dict[Any, Any] = field(default_factory=dict)
+    _names: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._numbers = Evaluator(self.graph, self.algebra)
+        self._layers = (*layers(self.graph), *self.pieces)
+
+    def evaluator(
+        self,
+        value: int,
+        *,
+        names: Mapping[int, Any] | None = None,
+        inside: frozenset[int] = frozenset(),
+        roots: Iterable[int] | None = None,
+        **options: Any,
+    ) -> RegionEvaluator:
+        """An evaluator whose leaves can be had where a value is computed.
+
+        Args:
+            value: The value.
+            names: Values that are leaves, and their names.
+            inside: Contractions that are expanded.
+            roots: What the op computes first, such as its scores. What does not depend
+                on them is a side value. None: there are no side values.
+            **options: More options of `Evaluator`.
+        """
+        node = self.graph.node_of(value)
+        place = self.regions.place(node.scope)
+        self.algebra.work = 0
+        self.algebra.set_precision(self.graph.dtype(value))
+        if roots is not None:
+            options["core"] = self.below(frozenset(roots), value).__contains__
+        ev = RegionEvaluator(
+            self.graph,
+            self.algebra,
+            usable=self.regions.usable(place),
+            names={**self._leaves_at(place), **(names or {})},
+            inside=inside | self.gathers,
+            at_hand=place.defined.__contains__,
+            assumed=self.assumed,
+            **options,
+        )
+        ev.place = place
+        return ev
+
+    def below(self, roots: frozenset[int], last: int) -> frozenset[int]:
+        """Values computed from others, those too, as far down as a last one.
+
+        Values are numbered in the order of the program.
+        """
+        key = ("below", roots, last)
+        if key not in self.cache:
+            found, queue = set(roots), list(roots)
+            while queue:
+                for node in self.graph.users(queue.pop()):
+                    new = [v for v in node.outs if v <= last and v not in found]
+                    found.update(new)
+                    queue += new
+            self.cache[key] = frozenset(found)
+        return self.cache[key]
+
+    def float_carries(self, results: Iterable[int]) -> frozenset[int]:
+        """What scans with some results hand from step to step, other than integers."""
+        found: set[int] = set()
+        for node in map(self.graph.node_of, results):
+            body, constants, carries, _ = _jax.scan_parts(node.eqn)
+            (scope,) = node.scope.children[node.position]
+            carried = body.invars[constants : constants + carries]
+            found |= {scope.env[v] for v in carried}
+        floating = (
+            v for v in found if jnp.issubdtype(self.graph.dtype(v), np.floating)
+        )
+        return frozenset(floating)
+
+    def _leaves_at(self, place: Place) -> dict[int, int]:
+        """Values that are leaves wherever they are met: layers of a stack, pieces."""
+        key = id(place.scope)
+        if key not in self._names:
+            here = (v for v in self._layers if v in place.defined)
+            self._names[key] = {v: v for v in here}
+        return self._names[key]
+
+    def at_pieces(self, pieces: frozenset[int]) -> Finder:
+        """The same search, in which some values are leaves wherever they are met."""
+        return dataclasses.replace(self, pieces=pieces, _names={})
+
+    def layout_leaves(self, ev: RegionEvaluator, *values: int) -> set[int]:
+        """Leaves under values when only layout and scale are looked through."""
+        names = self._leaves_at(ev.place)
+        probe = RegionEvaluator(
+            self.graph,
+            self.algebra,
+            usable=ev.usable,
+            names=names,
+            inside=self.gathers,
+        )
+        probe.loops = ev.loops
+        for value in values:
+            try:
+                probe.poly(value, probe.indices(value), LAYOUT)
+            except OverBudget:
+                continue
+        return probe.leaf_values
+
+    def number(self, value: int) -> float | None:
+        """The number a value is at every position, if it is one."""
+        return self._numbers.number(value)
+
+    def local(self, node: Node) -> bool:
+        """Whether an equation can be inside a region."""
+        return is_local(node)
+
+    def least(self, value: int) -> float:
+        """What a whole number is at least, as the step of a loop around; or -inf."""
+        node = self.graph.node_of(value)
+        entered = (s for s in self.loops if value in s.env.values())
+        scope = node.scope if node is not None else next(entered, None)
+        ev = Evaluator(self.graph, self.algebra)
+        try:
+            while scope is not None and scope.parent is not None:
+                if scope.kind == "scan":
+                    ev.enter(self.loops[scope])
+                scope = scope.parent
+            return self.algebra.bounds(ev.poly(value, ()))[0]
+        except OverBudget:
+            return -math.inf
+
+    @functools.cached_property
+    def loops(self) -> dict[Scope, Node]:
+        """The bodies of scans, and the scans."""
+        scans = [n for n in self.graph.nodes if n.prim == "scan"]
+        return {n.scope.children[n.position][0]: n for n in scans}
+
+    @functools.cached_property
+    def steps(self) -> frozenset[int]:
+        """Values that scans take out of arrays, one at each step."""
+        found: set[int] = set()
+        for scope, node in self.loops.items():
+            body, constants, carries, _ = _jax.scan_parts(node.eqn)
+            found |= {scope.env[v] for v in body.invars[constants + carries :]}
+        return frozenset(found)
+
+    def require_proved(self, ev: Evaluator) -> None:
+        """Refuses a form that holds only under an assumption that is not allowed.
+
+        Raises:
+            Refused: With the option that allows it.
+        """
+        for name, text in ev.unproved.items():
+            raise Refused(
+                "assumption",
+                f"{text}, which is not proved",
+                score=0.85,
+                suggestion=f"if {ASSUMPTIONS[name]}: assume=({name!r},)",
+            )
+
+    def own_form(self, ev: RegionEvaluator, p: Poly, axes: Sequence[int]) -> Poly:
+        """A form whose choices are made by the program's own booleans."""
+        alg, out = self.algebra, {}
+        for (flag, mono), c in p.items():
+            factors = [
+                (alg.atom("ind", self.own_flag(ev, alg.defs[a][1], axes)), e)
+                if alg.kind(a) == "ind"
+                else (a, e)
+                for a, e in mono
+            ]
+            own = self.own_flag(ev, flag, axes) if flag != TRUE else flag
+            out = alg.add(out, {(own, alg.monomial(factors)): c})
+        return out
+
+    def own_flag(self, ev: RegionEvaluator, flag: int, axes: Iterable[int]) -> int:
+        """A boolean function as the program's own booleans, as far as it has them.
+
+        Args:
+            ev: What made the form.
+            flag: The boolean function.
+            axes: The indices that the booleans may have.
+
+        Returns:
+            The same function: of one value of the program, if one is equal to it or to
+            its negation, else of one in place of each literal.
+        """
+        alg = self.algebra
+
+        def own(b: int) -> int | None:
+            for value, args in alg.own.get(b, ()):
+                used = frozenset().union(*map(alg.index_ids, args))
+                if value in ev.place.defined and used <= known:
+                    return alg.literal(alg.atom("leaf", value, args))
+            return None
+
+        known = frozenset(axes)
+        whole, negated = own(flag), own(alg.negate(flag))
+        if whole is not None or negated is not None:
+            return alg.negate(negated) if whole is None else whole
+        literals = []
+        for atom in alg.bools[flag][0]:
+            literal = alg.literal(atom)
+            yes, no = own(literal), own(alg.negate(literal))
+            literals.append(
+                yes if yes is not None else literal if no is None else alg.negate(no)
+            )
+        return alg.of_literals(flag, literals)
+
+    def uncast(self, value: int) -> int:
+        """The value under lossless casts of floats."""
+        node = self.graph.node_of(value)
+        while node is not None and (
+            node.prim == "copy"
+            or (
+                node.prim == "convert_element_type"
+                and is_lossless(self.graph.dtype(node.ins[0]), self.graph.dtype(value))
+            )
+        ):
+            value = node.ins[0]
+            node = self.graph.node_of(value)
+        return value
+
+    def unscaled(self, value: int) -> int:
+        """The value under lossless casts, layout, products with numbers and zeros."""
+        for _ in range(12):
+            value = self.uncast(value)
+            node = self.graph.node_of(value)
+            if node is None or not node.ins:
+                return value
+            numbers = [self.number(i) for i in node.ins]
+            known = [n is not None for n in numbers]
+            if node.prim == "mul" and any(known):
+                value = node.ins[1 if known[0] else 0]
+            elif node.prim == "add" and 0 in numbers:
+                value = node.ins[1 if numbers[0] == 0 else 0]
+            elif (
+                node.prim in ("neg", "transpose", "reshape", "squeeze", "rev")
+                or (node.prim in TRANSPARENT and len(node.ins) == 1)
+                or (node.prim == "div" and known[1])
+            ):
+                value = node.ins[0]
+            else:
+                return value
+        return value
+
+    def loudest(self, value: int, limit: int = 60) -> float:
+        """The largest number that a value is computed with, infinity too."""
+        found, seen, queue = 0.0, {value}, [value]
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
+            const = self.graph.constants.get(current)
+            if const is not None and np.issubdtype(
+                self.graph.dtype(current), np.floating
+            ):
+                sizes = np.abs(np.asarray(const, np.float64))
+                found = float(np.max(sizes, initial=found, where=~np.isnan(sizes)))
+            node = self.graph.node_of(current)
+            for i in node.ins if node is not None and self.local(node) else ():
+                if i not in seen:
+                    seen.add(i)
+                    queue.append(i)
+        return found
+
+    def barren(self, op: str, anchor: Node) -> bool:
+        """Whether equal surroundings held no match before; ask before evaluating."""
+        key = (op, neighbourhood(self.graph, anchor))
+        self._asked[op, anchor.outs[0]] = key
+        return key in self._barren
+
+    def settle(self, op: str, anchor: Node, found: bool) -> None:
+        """Remembers surroundings that held no match."""
+        key = self._asked.pop((op, anchor.outs[0]), None)
+        if key is not None and not found:
+            self._barren.add(key)
+
+    def done(self, op: str, value: int) -> bool:
+        """Whether a value is already part of a verified match of an op."""
+        return (op, value) in self.found
+
+    def missed(self, op: str, anchor: Node, refusal: Refused) -> None:
+        """Notes the best attempt at an anchor."""
+        refusal.__traceback__ = refusal.__context__ = None  # they hold the graph
+        key = (op, anchor.outs[0])
+        old = self.misses.get(key)
+        if old is None or refusal.score > old[1].score:
+            self.misses[key] = (anchor, refusal)
+
+    def empty_rows(
+        self,
+        ev: RegionEvaluator,
+        scores: frozenset[int],
+        products: Sequence[tuple[Node, int]],
+        value: int,
+        keep: int,
+        factor: tuple[frozenset[int], float],
+    ) -> str:
+        """What a row without keys gives; see `rewriter.find.empty_rows`."""
+        from rewriter.find.empty_rows import empty_row
+
+        return empty_row(ev, keep, scores, products, value, factor)
+
+    def where(self, node: Node) -> str:
+        """The user's line of an equation; of the call around it, if it has none.
+
+        What a library calls under a `jax.jit` of its own knows no line but that call's.
+        """
+        scope, found = node.scope, _jax.source_of(node.eqn)
+        while not found and scope.parent is not None:
+            found = _jax.source_of(scope.parent.jaxpr.eqns[scope.call])
+            scope = scope.parent
+        return found

@@ -1,0 +1,389 @@
+"""A graph and patterns in, verified matches and ranked near misses out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+
+from rewriter.algebra.canonicalize import interval, within
+from rewriter.algebra.normal_form import Algebra
+from rewriter.algebra.template import Template, apply, template
+from rewriter.find.check import check
+from rewriter.find.finder import Finder
+from rewriter.find.reading import Reading, Refused, leaves_of
+from rewriter.find.region import Place, Regions
+from rewriter.find.sieve import Step
+from rewriter.find.stacked import pieces
+from rewriter.ops.kernel import Kernel, Spec
+from rewriter.ops.op import Op
+from rewriter.ops.registry import registry
+from rewriter.program.graph import Graph, Node
+from rewriter.support.verdict import Reason
+
+log = logging.getLogger("rewriter.match")
+
+
+class Pattern(Protocol):
+    """What the search needs of a pattern."""
+
+    name: str
+    op: Op
+    anchors: frozenset[str]
+    needs: frozenset[str]
+    steps: tuple[Step, ...]
+    kernels: tuple[Kernel, ...]
+
+    def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
+        """Readings of the regions around an anchor, best first."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ReaderPattern:
+    """A pattern whose parameters are read off the form by a function.
+
+    Attributes:
+        name: The pattern's name, which is its op's name too.
+        anchors: Primitives at which a search begins.
+        propose: Yields readings of the regions around an anchor.
+        steps: What a path through every site takes, in order; see `sieve`.
+    """
+
+    name: str
+    anchors: frozenset[str]
+    propose: Callable[[Finder, Node], Iterator[Reading]]
+    steps: tuple[Step, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+    @property
+    def op(self) -> Op:
+        """The op of the same name."""
+        return registry().op(self.name)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The op's kernels."""
+        return registry().kernels(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A region proved equal to an op.
+
+    Attributes:
+        pattern: The pattern that read it.
+        reading: The op's operands and parameters, as forms over leaves.
+        spec: The shapes and dtypes the op will see.
+        anchor: The equation at which it was found.
+        node: The equation whose result the op computes.
+        where: The user's line.
+        value: The result here; the reading may be of an equal region elsewhere.
+        place: Where the replacement stands.
+        leaves: Pairs of a leaf of the reading and the value it is here.
+        inner: Values between the leaves and the result, the result too.
+        copies: How often the region is computed again in the same body.
+        parts: The matches in it that it is made of, if its op is made of others.
+        not_chosen: (kernel, reason) for those of special forms of the op that the
+            region has too.
+    """
+
+    pattern: Pattern
+    reading: Reading
+    spec: Spec
+    anchor: Node
+    node: Node
+    where: str
+    value: int
+    place: Place
+    leaves: tuple[tuple[int, int], ...]
+    inner: frozenset[int] = frozenset()
+    copies: int = 0
+    parts: tuple[Match, ...] = ()
+    not_chosen: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def op(self) -> Op:
+        """The op."""
+        return self.pattern.op
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A part of the program that almost was an op.
+
+    Attributes:
+        op: The nearest op.
+        where: The user's line, such as ``"model.py:88 (Attention.__call__)"``.
+        reasons: Everything that stands in the way.
+        difference: The algebraic difference in words, or ``""``.
+        score: How near it is, between 0 and 1.
+        suggestion: What to do about it, or ``""``.
+    """
+
+    op: str
+    where: str
+    reasons: tuple[Reason, ...]
+    difference: str
+    score: float
+    suggestion: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        matches: What was found.
+        misses: What almost was, outside of that.
+        failures: What went wrong.
+        refused: (op, result of an anchor) to why the region there is not that op.
+    """
+
+    matches: tuple[Match, ...]
+    misses: tuple[NearMiss, ...]
+    failures: tuple[Reason, ...]
+    refused: Mapping[tuple[str, int], str]
+
+
+def search(
+    regions: Regions,
+    patterns: Sequence[Pattern],
+    numerics: str = "default",
+    assume: Iterable[str] = (),
+) -> Found:
+    """Returns all verified matches of the patterns in a graph, and near misses.
+
+    An exception inside a pattern becomes a failure with the user's line; the
+    other sites are not affected.
+    """
+    graph = regions.graph
+    find = Finder(graph, Algebra(), regions, numerics == "fast", frozenset(assume))
+    by_anchor: dict[str, list[Pattern]] = {}
+    for pattern in patterns:
+        for name in pattern.anchors:
+            by_anchor.setdefault(name, []).append(pattern)
+    matches: list[Match] = []
+    failures: list[Reason] = []
+    memory = _Memory()
+    for node in graph.nodes:
+        patterns_here = by_anchor.get(node.prim)
+        if patterns_here is None or not _of_numbers(graph, node):
+            continue
+        again: dict[str, tuple[Template, list[Match]] | None] = {}
+        for pattern in patterns_here:
+            with _kept_apart(find, pattern, node, failures):
+                again[pattern.name] = _again(find, pattern, node, memory)
+        like = next((known for known, _ in filter(None, again.values())), None)
+        for pattern in patterns_here:
+            repeated = again.get(pattern.name)
+            if repeated is not None:
+                matches += repeated[1]
+                continue
+            if like is not None and (pattern.name, like.anchor) in memory.nothing:
+                continue
+            with _kept_apart(find, pattern, node, failures):
+                matches += _at(find, pattern, node, memory)
+    refused = {at: why.text for at, (_, why) in find.misses.items() if why.score >= 0.5}
+    misses = tuple(_misses(find, matches))
+    return Found(tuple(matches), misses, tuple(failures), refused)
+
+
+def _of_numbers(graph: Graph, node: Node) -> bool:
+    """Whether an equation gives numbers at all, and no complex or 8-bit ones."""
+    for value in node.outs:
+        dtype = graph.dtype(value)
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
+        if (
+            0 in graph.shape(value)
+            or narrow
+            or jnp.issubdtype(dtype, jnp.complexfloating)
+        ):
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _kept_apart(
+    find: Finder, pattern: Pattern, node: Node, failures: list[Reason]
+) -> Iterator[None]:
+    """Turns an exception at one anchor into a failure; the other sites go on."""
+    try:
+        yield
+    except RecursionError:
+        deep = Refused("budget", "the region is too deep", score=0.3)
+        find.missed(pattern.name, node, deep)
+    except Exception as error:
+        log.debug("matching %s failed", pattern.name, exc_info=error)
+        text = f"{pattern.name}: {type(error).__name__}: {error}"
+        failures.append(Reason("internal", text, find.where(node)))
+
+
+class _Memory:
+    """What the search met: regions proved, values inside them, anchors of nothing."""
+
+    def __init__(self) -> None:
+        self.proved: dict[str, list[list[Template]]] = {}
+        self.covered: dict[str, set[int]] = {}
+        self.nothing: set[tuple[str, Node]] = set()
+
+
+def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
+    found: list[Match] = []
+    known: list[Template | None] = []
+    for reading in pattern.propose(find, anchor):
+        covered = memory.covered.setdefault(pattern.name, set())
+        if find.done(pattern.name, reading.value) or reading.value in covered:
+            continue
+        spec, problem = check(find.graph, pattern.op, reading)
+        if problem is not None:
+            find.missed(pattern.name, anchor, problem)
+            continue
+        reading, spec = _of_pieces(find, pattern, anchor, reading, spec)
+        leaves = leaves_of(reading)
+        inner = frozenset(region_values(find, reading.value, set(leaves)))
+        if any((pattern.name, v) in find.found for v in inner):
+            continue  # one holds the other: the first stays
+        covered |= inner
+        pairs = tuple((v, v) for v in leaves)
+        read = reading, spec, reading.value, pairs, inner
+        match = _match(find, pattern, anchor, *read)
+        found.append(match)
+        known.append(
+            template(find.graph, anchor, reading.value, frozenset(leaves), match)
+        )
+    if known and None not in known:
+        memory.proved.setdefault(pattern.name, []).insert(0, known)
+    if not found:
+        memory.nothing.add((pattern.name, anchor))
+    find.settle(pattern.name, anchor, bool(found))
+    return found
+
+
+def _of_pieces(
+    find: Finder, pattern: Pattern, anchor: Node, reading: Reading, spec: Spec
+) -> tuple[Reading, Spec]:
+    """The reading with pieces as its leaves, if other pieces are read beside it."""
+    leaves = leaves_of(reading)
+    inner = region_values(find, reading.value, set(leaves))
+    cut = pieces(find.graph, leaves, inner)
+    if cut:
+        for other in pattern.propose(find.at_pieces(cut), anchor):
+            if other.value == reading.value:
+                found, problem = check(find.graph, pattern.op, other)
+                if problem is None and found == spec:
+                    return other, found
+    return reading, spec
+
+
+def _match(find, pattern, anchor, reading, spec, value, leaves, inner) -> Match:
+    find.found.add((pattern.name, value))
+    node = find.graph.node_of(value)
+    where = find.where(anchor) or find.where(node)
+    place = find.regions.place(node.scope)
+    copies = 0
+    if anchor.copies and node.copies:
+        copies = min(
+            sum(scope is node.scope for scope, _, _ in n.copies) for n in (anchor, node)
+        )
+    return Match(
+        pattern, reading, spec, anchor, node, where, value, place, leaves, inner, copies
+    )
+
+
+def _again(
+    find: Finder, pattern: Pattern, anchor: Node, memory: _Memory
+) -> tuple[Template, list[Match]] | None:
+    """The matches at an anchor whose regions equal those proved at another one."""
+    for templates in memory.proved.get(pattern.name, [])[:8]:
+        applied = []
+        for known in templates:
+            found = apply(find.graph, known, anchor)
+            if found is None:
+                break
+            applied.append((known, *found))
+        else:
+            matches = _instances(find, pattern, anchor, applied, memory)
+            if matches is not None:
+                return templates[0], matches
+    return None
+
+
+def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
+    """Matches of proved regions here; None if an operand cannot be had."""
+    matches = []
+    for known, value, leaves, inner in applied:
+        if find.done(pattern.name, value):
+            continue
+        place = find.regions.place(find.graph.node_of(value).scope)
+        if any(v not in place.defined for v in leaves.values()):
+            return None
+        first, pairs = known.source, tuple(leaves.items())
+        if not _as_bounded(find, first.reading, leaves):
+            return None
+        read = first.reading, first.spec, value, pairs, inner
+        memory.covered.setdefault(pattern.name, set()).update(inner)
+        matches.append(_match(find, pattern, anchor, *read))
+    return matches
+
+
+def _as_bounded(find: Finder, reading: Reading, leaves: Mapping[int, int]) -> bool:
+    """Whether integers have the bounds here with which a reading was proved."""
+    known = reading.algebra.leaf_range
+    return all(
+        name == value
+        or name not in reading.algebra.integers
+        or within(interval(find.graph, value), known[name])
+        for name, value in leaves.items()
+    )
+
+
+def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
+    used: set[int] = set()
+    for match in matches:
+        used |= match.inner
+    for node in map(find.graph.node_of, tuple(used)):
+        if node is not None and node.prim == "scan":  # a loop that is replaced
+            used |= _body_values(node)
+    for (op, value), (anchor, refusal) in find.misses.items():
+        if value in used or refusal.score < 0.3:
+            continue
+        where = find.where(anchor)
+        yield NearMiss(
+            op,
+            where,
+            (Reason(refusal.code, refusal.text, where),),
+            refusal.difference,
+            refusal.score,
+            refusal.suggestion,
+        )
+
+
+def _body_values(scan: Node) -> set[int]:
+    """Values in the body of a scan, calls in it included."""
+    out: set[int] = set()
+    scopes = list(scan.scope.children[scan.position])
+    while scopes:
+        scope = scopes.pop()
+        out.update(scope.env.values())
+        for children in scope.children.values():
+            scopes += children
+    return out
+
+
+def region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:
+    """Values between a result and the leaves of its region."""
+    seen, stack = set(), [value]
+    while stack and len(seen) < 400:
+        value = stack.pop()
+        if value in seen or value in leaves or value in find.graph.constants:
+            continue
+        seen.add(value)
+        node = find.graph.node_of(value)
+        if node is not None:
+            stack.extend(node.ins)
+    return seen

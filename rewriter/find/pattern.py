@@ -1,0 +1,240 @@
+"""Patterns of your own: an ordinary JAX function, found however it is spelled.
+
+A pattern is the function itself, with the names of its axes. It is found where
+a program computes the same thing, whatever the spelling, and a kernel takes its
+place. Every place is proved: the function, traced at the program's own shapes,
+must have the same normal form as the program's equations.
+
+Example:
+    >>> import jax, jax.numpy as jnp, rewriter
+    >>> holes = {"eps": rewriter.scalar()}
+    >>> @rewriter.pattern(dims="x: ... d, w: d -> ... d", params=holes)
+    ... def unit(x, w, *, eps):
+    ...     return w * x / (jnp.abs(x).sum(-1, keepdims=True) + eps)
+    >>> @unit.kernel(version=1)
+    ... def one_pass(x, w, *, eps):
+    ...     return x * (w / (jnp.abs(x).sum(-1, keepdims=True) + eps))
+    >>> def model(x, w):
+    ...     total = jnp.sum(jnp.abs(x), axis=-1, keepdims=True)
+    ...     return jnp.sin((x / (1e-3 + total)) * w)
+    >>> fast = rewriter.optimize(model, patterns=[unit])
+    >>> [site.kernel for site in fast.report(jnp.ones((4, 8)), jnp.ones(8)).sites]
+    ['one_pass']
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from rewriter.errors import PatternError, caller
+from rewriter.find.bindings import Candidate, Wanted
+from rewriter.find.declared import checked, parsed
+from rewriter.find.finder import Finder
+from rewriter.find.reading import Reading
+from rewriter.find.sieve import Step
+from rewriter.ops import kernel
+from rewriter.ops.op import Op, Sharding
+from rewriter.ops.registry import registry
+from rewriter.ops.splittable import sharding_of
+from rewriter.program.graph import Node
+from rewriter.support.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A parameter that is a number written in the program."""
+
+
+def scalar() -> Scalar:
+    """Returns the declaration of a numeric parameter, read off the program."""
+    return Scalar()
+
+
+@dataclass(eq=False)
+class Pattern:
+    """A function to find, its kernels and its checks; made by `pattern`.
+
+    Attributes:
+        op: The op it stands for; the function is its reference.
+        params: Declared parameters.
+        anchors: Primitives at which a search begins.
+        needs: Primitives that every program with a place has as well.
+    """
+
+    op: Op
+    params: Mapping[str, Scalar]
+    anchors: frozenset[str]
+    kernels: tuple[kernel.Kernel, ...] = ()
+    checks: tuple[Callable[[Candidate], Verdict], ...] = ()
+    where: str = ""
+    needs: frozenset[str] = frozenset()
+    steps: ClassVar[tuple[Step, ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """The pattern's name, which is the op's."""
+        return self.op.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        return self.op.reference(
+            **dict(zip(self.op.operands, args, strict=False)), **kwargs
+        )
+
+    def requires(self, check: Callable[[Candidate], Verdict]) -> Callable[..., Verdict]:
+        """Adds a check: a function of a `Candidate` that returns a `Verdict`."""
+        self.checks = (*self.checks, check)
+        return check
+
+    def kernel(
+        self,
+        platform: str | tuple[str, ...] = kernel.PLATFORMS,
+        version: int = 1,
+        supports: Callable[[kernel.Spec], Verdict] = kernel.takes_all,
+        backward: Callable[..., Any] | None = None,
+        space: kernel.Space | None = None,
+        backward_space: kernel.Space | None = None,
+        saves_out: bool = True,
+        steps: Callable[..., Mapping[str, float]] | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Adds a kernel: a function of the operands, and of the params it names.
+
+        Args:
+            platform: Where it runs: ``cpu``, ``cuda``, ``rocm``, ``tpu``, or several.
+            version: Raised whenever its results or speed may change.
+            supports: Says which shapes and dtypes it takes.
+            backward: As `rewriter.ops.kernel.Kernel.backward`; the gradient of the
+                pattern's function if absent.
+            space: The configs to choose from by measuring; the function then takes
+                ``config=``, one of them or None.
+            backward_space: The same for `backward`.
+            saves_out: Whether `backward` reads ``out``; otherwise it gets None, and
+                the result is not kept for it.
+            steps: As `rewriter.ops.kernel.Kernel.steps`.
+        """
+        platforms = (platform,) if isinstance(platform, str) else tuple(platform)
+        unknown = [p for p in platforms if p not in kernel.PLATFORMS]
+        if unknown:
+            raise PatternError(
+                f"platform={unknown[0]!r}",
+                wanted=", ".join(kernel.PLATFORMS),
+                where=caller(),
+            )
+
+        def add(function: Callable[..., Any]) -> Callable[..., Any]:
+            made = kernel.from_function(
+                function,
+                self.op,
+                platforms=platforms,
+                version=version,
+                supports=supports,
+                backward=backward,
+                space=space,
+                backward_space=backward_space,
+                saves_out=saves_out,
+                steps=steps,
+            )
+            self.kernels = (*self.kernels, made)
+            return function
+
+        return add
+
+    # -------------------------------------------------------------- matching
+    def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
+        """Readings whose operands and parameters fit; the search proves them."""
+        wanted = Wanted(self.op, tuple(self.params), self.checks)
+        return wanted.readings(find, anchor)
+
+
+def pattern(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    dims: str = "",
+    params: Mapping[str, Scalar] | None = None,
+    name: str | None = None,
+    sample: Callable[..., Any] | None = None,
+) -> Any:
+    """Turns a function into a `Pattern`.
+
+    Args:
+        fn: The function; its positional arguments are the operands. It is the
+            formula, the fallback and, differentiated, the gradient.
+        dims: Axis letters of every operand and of the result, such as
+            ``"x: ... d, w: d -> ... d"``; ``...`` stands for any leading axes.
+        params: The keyword-only arguments, each `scalar()`.
+        name: The pattern's name; the function's by default.
+        sample: ``sample(key, operands, params)`` gives realistic arrays by name for
+            `jax.ShapeDtypeStruct` by name, on which kernels are measured; by default
+            normal numbers, which will not do for operands of integers.
+
+    Raises:
+        PatternError: If dims and function do not fit together; the message names
+            the function's line.
+    """
+    if fn is None:
+        return lambda fn: pattern(
+            fn, dims=dims, params=params, name=name, sample=sample
+        )
+    label, where = name or fn.__name__, kernel.source_line(fn)
+    operands, letters = parsed(fn, label, dims, where)
+    holes = dict(params or {})
+    keywords = [
+        p.name
+        for p in inspect.signature(fn).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    ]
+    if set(keywords) != set(holes):
+        raise PatternError(
+            f"{label}: keyword arguments {keywords}, params {sorted(holes)}",
+            wanted="the same names in both",
+            where=where,
+        )
+
+    def reference(**given: Any) -> jax.Array:
+        return fn(*(given[n] for n in operands), **{k: given[k] for k in holes})
+
+    reference.__wrapped__ = fn  # type: ignore[attr-defined]
+
+    @functools.cache
+    def sharding(params: tuple[tuple[str, Any], ...]) -> Sharding:
+        return sharding_of(reference, letters, dict(params))
+
+    op = Op(
+        label, operands, operands, letters, reference, sample,
+        sharding=lambda params: sharding(tuple(sorted(params.items()))),
+    )  # fmt: skip
+    anchors = checked(op, fn, holes, where)
+    return Pattern(op, holes, anchors, where=where)
+
+
+def register(pattern: Pattern, *, default: bool = False) -> Pattern:
+    """Makes a pattern known by its name, for ``patterns="name"``.
+
+    Args:
+        pattern: Made with `rewriter.pattern`.
+        default: Whether it joins the default set, for later traces.
+
+    Raises:
+        PatternError: If it is not a pattern.
+        DuplicateName: If another pattern has its name.
+    """
+    if not isinstance(pattern, Pattern):
+        raise PatternError(
+            f"register got a {type(pattern).__name__}",
+            wanted="a function decorated with @rewriter.pattern",
+            where=caller(),
+        )
+    registry().add_op(pattern.op)
+    registry().add_pattern(pattern.name, pattern)
+    for made in pattern.kernels:
+        registry().add_kernel(made)
+    if default:
+        registry().add_default(pattern.name)
+    return pattern

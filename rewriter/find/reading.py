@@ -1,0 +1,247 @@
+"""What a pattern read off a region: an op's operands as forms, and its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.algebra.canonicalize import values_named
+from rewriter.algebra.emit import Emitter, ordered, shaped
+from rewriter.algebra.normal_form import Algebra, Index, OverBudget, Poly
+from rewriter.find.region import Place
+
+Group = tuple[int, ...]
+
+
+class Refused(Exception):
+    """A pattern's refusal of a region, with what is different about it."""
+
+    def __init__(
+        self,
+        code: str,
+        text: str,
+        *,
+        difference: str = "",
+        score: float = 0.5,
+        suggestion: str = "",
+    ):
+        super().__init__(text)
+        self.code, self.text, self.difference = code, text, difference
+        self.score, self.suggestion = score, suggestion
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of an op, as a form over the region's leaves.
+
+    Attributes:
+        parts: Polynomials and the groups of indices that are the operand's axes;
+            several parts are concatenated along the last axis.
+        full: Whether axes on which the value does not depend have their size.
+        flag: For a boolean operand, the boolean function instead of polynomials.
+        dtype: What the array is cast to; None leaves it.
+        near: Whether it is compared with positions alone, so that integers far beyond
+            all of them may be taken for nearer ones; kernels add positions to it.
+    """
+
+    parts: tuple[tuple[Poly, tuple[Group, ...]], ...]
+    full: bool = True
+    flag: int | None = None
+    dtype: Any = None
+    near: bool = False
+
+    def leaves(self, alg: Algebra) -> set[int]:
+        """The leaf atoms that it is made of."""
+        found: set[int] = set()
+        for poly, _ in self.parts:
+            found |= alg.poly_leaves(poly)
+        if self.flag is not None:
+            found |= alg.poly_leaves(alg.of_bool(self.flag))
+        return found
+
+    def array(self, emitter: Emitter) -> jax.Array:
+        """The operand's array."""
+        if self.flag is not None:
+            return emitter.flag(self.flag, self.parts[0][1], full=self.full)
+        arrays = [
+            emitter.array(p, groups, full=self.full, dtype=self.dtype, near=self.near)
+            for p, groups in self.parts
+        ]
+        if len(arrays) == 1:
+            return arrays[0]
+        return jnp.concatenate(arrays, axis=-1)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An array that the region holds in pieces, such as the keys of two caches.
+
+    Attributes:
+        pieces: One operand for each piece.
+        axis: The axis along which they follow each other.
+    """
+
+    pieces: tuple[Operand, ...]
+    axis: int
+
+    def array(self, emitter: Emitter) -> jax.Array:
+        """The whole array."""
+        return jnp.concatenate([p.array(emitter) for p in self.pieces], self.axis)
+
+
+def operand(poly: Poly, *groups: Any, full: bool = True, dtype: Any = None) -> Operand:
+    """An operand with one part."""
+    return Operand(((poly, tuple(map(tuple, groups))),), full, None, dtype)
+
+
+def position_operand(poly: Poly, *groups: Any) -> Operand:
+    """Integers that are compared with positions alone."""
+    parts = ((poly, tuple(map(tuple, groups))),)
+    return Operand(parts, False, None, "int32", near=True)
+
+
+def flag_operand(flag: int, *groups: Any) -> Operand:
+    """A boolean operand; axes on which it does not depend have size one."""
+    return Operand((({}, tuple(map(tuple, groups))),), False, flag)
+
+
+@dataclass(eq=False)
+class Reading:
+    """A region read as an op; `rewriter.find.match` checks it.
+
+    Attributes:
+        op: The op's name.
+        value: The value that the op will compute.
+        args: The value's index arguments in `form`.
+        form: The region's normal form.
+        out_groups: The op's result axes, as groups of indices.
+        operands: Name to operand.
+        params: The op's parameters.
+        check_params: Parameters for the check, where they differ.
+        check_options: Options of the evaluator that checks.
+        leaves: Leaf name to value.
+        notes: What floats will see.
+        evaluator: For a form in pieces (None), what evaluates the region.
+        times: What the op's result is multiplied by, if anything.
+        plus: What is added to it after that, if anything.
+        in_blocks: Whether the program computes it block by block, in little memory.
+        joined: Arrays that are leaves of the operands, made of those of the region;
+            later ones may be made of earlier ones.
+    """
+
+    op: str
+    algebra: Algebra
+    place: Place
+    value: int
+    args: tuple[Index, ...]
+    form: Poly | None
+    out_groups: tuple[Group, ...]
+    operands: Mapping[str, Operand]
+    params: Mapping[str, Any]
+    leaves: tuple[int, ...] = ()
+    check_params: Mapping[str, Any] = field(default_factory=dict)
+    check_options: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    evaluator: Any = None
+    times: Poly | None = None
+    plus: Poly | None = None
+    in_blocks: bool = False
+    joined: Mapping[Any, Joined] = field(default_factory=dict)
+
+    def build(
+        self,
+        call: Callable[..., jax.Array],
+        arrays: Mapping[Any, jax.Array],
+        shape: tuple[int, ...],
+        dtype: Any,
+        params: Mapping[str, Any] | None = None,
+    ) -> jax.Array:
+        """The code of the replacement: operands, the op, the result's layout."""
+        wide = any(np.dtype(x.dtype) == np.float64 for x in arrays.values())
+        emitter = Emitter(
+            self.algebra, dict(arrays), np.float64 if wide else np.float32
+        )
+        for name, joined in self.joined.items():
+            emitter.arrays[name] = joined.array(emitter)
+        operands = {name: o.array(emitter) for name, o in self.operands.items()}
+        out = call(**operands, **(self.params if params is None else params))
+        ids = [i for group in self.out_groups for i in group]
+        out = shaped(out, [self.algebra.sizes[i] for i in ids])
+        order = [i for a in self.args for i in flat_indices(a)]
+        missing = [i for i in order if i not in ids]
+        if missing:
+            raise OverBudget("the result is broadcast along an axis")
+        out = ordered(out, [ids.index(i) for i in order])
+        for poly, join in ((self.times, jnp.multiply), (self.plus, jnp.add)):
+            if poly is not None:
+                factor = emitter.array(poly, [(i,) for i in order], full=False)
+                wide = jnp.promote_types(out.dtype, emitter.dtype)
+                out = join(out.astype(wide), factor.astype(wide))
+        return shaped(out, shape).astype(dtype)
+
+
+def flat_indices(a: Index) -> list[int]:
+    """Indices of an output axis, most significant first."""
+    if a is None:
+        return []
+    if isinstance(a, int):
+        return [a]
+    if a[0] == "cat":
+        return flat_indices(a[1]) + flat_indices(a[2])
+    raise OverBudget("an output axis is not a product of indices")
+
+
+def split_digits(
+    alg: Algebra, form: Poly, args: tuple[Index, ...]
+) -> tuple[Poly, tuple[Index, ...]]:
+    """Splits free indices that are read by digits, such as grouped heads."""
+    for _ in range(6):
+        found = None
+        for flag, mono in form:
+            atoms = [a for a, _ in mono] + list(alg.bools[flag][0])
+            for atom in atoms:
+                for a in alg._index_arguments(atom):
+                    found = found or _digit(alg, a)
+        if found is None:
+            return form, args
+        i, n = found
+        to = {i: alg.cat(alg.new_index(alg.sizes[i] // n), alg.new_index(n), n)}
+        form = alg.subst(form, to)
+        args = tuple(alg.subst_index(a, to) for a in args)
+    return form, args
+
+
+def _digit(alg: Algebra, a: Index) -> tuple[int, int] | None:
+    while isinstance(a, tuple) and a[0] != "k":
+        if a[0] in ("div", "mod") and isinstance(a[1], int) and a[1] > 0:
+            return (a[1], a[2]) if alg.sizes[a[1]] % a[2] == 0 else None
+        if a[0] == "cat":
+            inner = _digit(alg, a[2])
+            if inner:
+                return inner
+        a = a[1]
+    return None
+
+
+def size(alg: Algebra, group: Group) -> int:
+    """Number of positions of a group of indices."""
+    return math.prod(alg.sizes[i] for i in group)
+
+
+def leaves_of(reading: Reading) -> tuple[int, ...]:
+    """Returns the values that the code of a reading reads, in a fixed order."""
+    alg = reading.algebra
+    atoms: set[int] = set()
+    pieces = (p for joined in reading.joined.values() for p in joined.pieces)
+    for operand in (*reading.operands.values(), *pieces):
+        atoms |= operand.leaves(alg)
+    for poly in (reading.times, reading.plus):
+        atoms |= alg.poly_leaves(poly or {})
+    names = {name for a in atoms for name in values_named(alg.defs[a][1])}
+    return tuple(sorted(names - reading.joined.keys()))

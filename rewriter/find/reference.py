@@ -1,0 +1,122 @@
+"""An op's reference and its gradients, traced once for operands of some shapes.
+
+A program's sites often have operands of the same shapes, and so do those of the
+next program. A trace is one call, so that what it is part of is traced as fast as
+one equation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from rewriter import _jax
+from rewriter.ops.op import Op
+
+Operands = Mapping[str, jax.Array]
+
+
+def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
+    """An op's reference; from its trace, if operands like these came before."""
+    try:
+        program = _reference_of(*_key(op, operands, params))
+    except (TypeError, _HoldsArrays):
+        return op.reference(**operands, **params)
+    return jaxpr_as_fun(program)(*operands.values())[0]
+
+
+def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
+    """The same, with gradients that are those of the reference, from their trace."""
+    try:
+        found = _gradients_of(*_key(op, operands, params))
+    except (TypeError, _HoldsArrays):
+        return op.reference(**operands, **params)
+    gradients = jaxpr_as_fun(found)
+    names = tuple(operands)  # its values are of a trace, which would be kept
+
+    def reference(*arrays: jax.Array) -> jax.Array:
+        return referenced(op, dict(zip(names, arrays, strict=True)), params)
+
+    def forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        return reference(*arrays), arrays
+
+    def backward(arrays: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
+        of_floats = iter(gradients(*arrays, cotangent))
+        return tuple(next(of_floats) if _is_float(x) else None for x in arrays)
+
+    result = jax.custom_vjp(reference)
+    result.defvjp(forward, backward)
+    return result(*operands.values())
+
+
+def gradient_function(
+    code: Callable[..., jax.Array], arrays: list[jax.Array], moving: list[int]
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    """`jax.vjp` of a function by some of its arguments."""
+
+    def of(*chosen: jax.Array) -> jax.Array:
+        full = list(arrays)
+        for k, x in zip(moving, chosen, strict=True):
+            full[k] = x
+        return code(*full)
+
+    return jax.vjp(of, *(arrays[k] for k in moving))
+
+
+class _HoldsArrays(Exception):
+    """A reference holds arrays of its own, which may be those of a trace around."""
+
+
+def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a trace depends on; the last part decides what numbers are."""
+    shapes = tuple((k, v.shape, v.dtype) for k, v in operands.items())
+    return op, shapes, tuple(sorted(params.items())), jax.config.jax_enable_x64
+
+
+@functools.lru_cache(maxsize=256)
+def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
+    del wide
+    return _closed(_code(op, shapes, params), _structs(shapes))
+
+
+@functools.lru_cache(maxsize=256)
+def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
+    """Of operands and a cotangent, the gradients of those operands that are floats."""
+    (result,) = _reference_of(op, shapes, params, wide).out_avals
+    code, structs = _code(op, shapes, params), _structs(shapes)
+    moving = [k for k, x in enumerate(structs) if _is_float(x)]
+
+    def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
+        *arrays, cotangent = given
+        return gradient_function(code, arrays, moving)[1](cotangent)
+
+    return _closed(gradients, [*structs, result])
+
+
+def _closed(code: Callable[..., Any], structs: list[Any]) -> ClosedJaxpr:
+    traced = _jax.trace_flat(jax.jit(code), structs)
+    bodies = map(_jax.call_body, traced.eqns)
+    if traced.consts or any(map(_jax.consts_of, bodies)):
+        raise _HoldsArrays
+    return traced
+
+
+def _code(op: Op, shapes: Any, params: Any) -> Callable[..., jax.Array]:
+    def code(*arrays: jax.Array) -> jax.Array:
+        names = (name for name, _, _ in shapes)
+        return op.reference(**dict(zip(names, arrays, strict=True)), **dict(params))
+
+    return code
+
+
+def _structs(shapes: Any) -> list[Any]:
+    return [jax.ShapeDtypeStruct(s, d) for _, s, d in shapes]
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))

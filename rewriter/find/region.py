@@ -1,0 +1,193 @@
+"""Walks around an anchor: which equations a region can hold, and where it can stand."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rewriter.algebra.canonicalize import is_local
+from rewriter.program.graph import Graph, Node, Scope
+
+Path = tuple[float, ...]
+WALK_LIMIT = 80
+
+
+@dataclass(eq=False)
+class Place:
+    """A body in which a replacement can stand, with its transparent calls.
+
+    Attributes:
+        scope: The body: the top, or that of a loop, branch, remat or shard_map.
+        defined: Value to (place of its first definition, scope, variable).
+    """
+
+    scope: Scope
+    defined: dict[int, tuple[Path, Scope, Any]] = field(default_factory=dict)
+    _usable: dict[int, bool] = field(default_factory=dict)
+
+
+class Regions:
+    """Walks over a graph, with what can be had at each place."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._places: dict[int, Place] = {}
+
+    # ------------------------------------------------------------- places
+    def place(self, scope: Scope) -> Place:
+        """The place a scope belongs to: itself, or the body that calls it."""
+        while scope.kind == "call" and scope.parent is not None:
+            scope = scope.parent
+        found = self._places.get(id(scope))
+        if found is None:
+            found = self._places[id(scope)] = Place(scope)
+            self._collect(found, scope, ())
+        return found
+
+    def _collect(self, place: Place, scope: Scope, prefix: Path) -> None:
+        for value, (position, var) in scope.first_var.items():
+            path = (*prefix, position, float("inf"))
+            old = place.defined.get(value)
+            if old is None or path < old[0]:
+                place.defined[value] = (path, scope, var)
+        for position, children in scope.children.items():
+            for child in children:
+                if child.kind == "call":
+                    self._collect(place, child, (*prefix, position))
+
+    def usable(self, place: Place) -> Callable[[int], bool]:
+        """Whether a value can be had at a place: defined there, or recomputable."""
+        return functools.partial(self._can_be_had, place)
+
+    def _can_be_had(self, place: Place, value: int) -> bool:
+        memo = place._usable
+        known = memo.get(value)
+        if known is None:
+            memo[value] = False
+            known = memo[value] = self._ask(place, value)
+        return known
+
+    def _ask(self, place: Place, value: int) -> bool:
+        if value in place.defined or self.graph.scalar(value) is not None:
+            return True
+        node = self.graph.node_of(value)
+        if node is None or not is_local(node):
+            return False
+        return all(self._can_be_had(place, i) for i in node.ins)
+
+    # ------------------------------------------------------------- walks
+    def above(self, value: int, stop: frozenset[str]) -> list[Node]:
+        """The nearest equations of the given primitives above a value."""
+        found: dict[int, Node] = {}
+        seen, queue = {value}, [value]
+        while queue and len(seen) < WALK_LIMIT:
+            node = self.graph.node_of(queue.pop(0))
+            if node is None:
+                continue
+            if node.prim in stop and not (
+                node.prim == "dot_general" and is_local(node)
+            ):
+                found.setdefault(id(node), node)
+            elif is_local(node):
+                for i in node.ins:
+                    if i not in seen and i not in self.graph.constants:
+                        seen.add(i)
+                        queue.append(i)
+        return list(found.values())
+
+    def dominators(
+        self, values: list[int], through: Callable[[Node], bool], limit: int
+    ) -> Iterator[tuple[int, frozenset[int]]]:
+        """Values that all the given ones are computed from alone, nearest first.
+
+        With each one, the results of the contractions that were passed on the way.
+        Values are numbered in the order of the program, so that the walk goes
+        through the latest one known; when only that is left, it is a dominator.
+        """
+        seen = set(values) - self.graph.constants.keys()
+        heap = [-v for v in seen]
+        heapq.heapify(heap)
+        contractions: set[int] = set()
+        while heap and len(seen) < WALK_LIMIT and limit:
+            value = -heapq.heappop(heap)
+            if not heap:
+                limit -= 1
+                yield value, frozenset(contractions)
+            node = self.graph.node_of(value)
+            if node is None or not through(node):
+                return
+            if node.prim == "dot_general":
+                contractions.add(value)
+            for i in node.ins:
+                if i not in seen and i not in self.graph.constants:
+                    seen.add(i)
+                    heapq.heappush(heap, -i)
+
+    def below(
+        self, value: int, stop: frozenset[str], limit: int = WALK_LIMIT
+    ) -> Iterator[tuple[Node, int]]:
+        """(equation, operand position) of the nearest such primitives below a value."""
+        seen, queue = {value}, [value]
+        done = set()
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
+            for node in self.graph.users(current):
+                if node.prim in stop and not (
+                    node.prim == "dot_general" and is_local(node)
+                ):
+                    for k, i in enumerate(node.ins):
+                        if i == current and (id(node), k) not in done:
+                            done.add((id(node), k))
+                            yield node, k
+                elif is_local(node):
+                    for out in node.outs:
+                        if out not in seen:
+                            seen.add(out)
+                            queue.append(out)
+
+    def chain(
+        self, value: int, through: Callable[[Node], bool], limit: int = 12
+    ) -> list[int]:
+        """Values below a value through some equations, nearest first."""
+        seen, queue, out = {value}, [value], []
+        while queue and len(out) < limit:
+            for node in self.graph.users(queue.pop(0)):
+                if through(node):
+                    for result in node.outs:
+                        if result not in seen:
+                            seen.add(result)
+                            queue.append(result)
+                            out.append(result)
+        return out
+
+    def descends(self, value: int, on: frozenset[int], limit: int = 300) -> bool:
+        """Whether a value is computed from any of others, through any equation."""
+        seen, queue = {value}, [value]
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
+            if current in on:
+                return True
+            node = self.graph.node_of(current)
+            for i in node.ins if node is not None else ():
+                if i not in seen:
+                    seen.add(i)
+                    queue.append(i)
+        return False
+
+    def depends(self, value: int, on: int, limit: int = 400) -> bool:
+        """Whether a value is computed from another through local equations."""
+        seen, queue = {value}, [value]
+        while queue and len(seen) < limit:
+            current = queue.pop(0)
+            if current == on:
+                return True
+            node = self.graph.node_of(current)
+            if node is not None and (is_local(node) or node.prim == "dot_general"):
+                for i in node.ins:
+                    if i not in seen:
+                        seen.add(i)
+                        queue.append(i)
+        return False

@@ -1,0 +1,292 @@
+"""Which patterns a program can hold at all: its primitives, then their order.
+
+Every pattern names the steps that its regions consist of, such as a contraction,
+an exponential and another contraction. A pattern is possible if a path through
+equations that regions look through takes all steps in order. Most programs
+without a site are told here, before a graph is built, and many of those by the
+names of their primitives alone, before a path is followed.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter import _jax
+from rewriter.algebra.canonicalize import LOCAL
+
+REPLAYED = _jax.CALLS | _jax.REMAT | _jax.CUSTOM
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a pattern's path.
+
+    Attributes:
+        prims: Primitives that take the step.
+        through: What leads to the next step; every local equation by default.
+        joins: If not empty: another operand must have taken the first step, and
+            come through these equations only.
+    """
+
+    prims: frozenset[str]
+    through: frozenset[str] = LOCAL
+    joins: frozenset[str] = frozenset()
+
+
+def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
+    """The patterns of which a program may hold a site."""
+    names = primitives(jaxpr)
+    named = [
+        p
+        for p in patterns
+        if p.needs <= names
+        and not p.anchors.isdisjoint(names)
+        and not any(step.prims.isdisjoint(names) for step in p.steps)
+    ]
+    sieve = _Sieve(named)
+    sieve.body(jaxpr, [NOTHING] * len(jaxpr.invars))
+    return [p for p in named if not p.steps or p.name in sieve.found]
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    """The names of a program's primitives, at any depth."""
+    found: set[Any] = set()
+    seen: set[int] = set()
+    bodies = [jaxpr]
+    while bodies:
+        eqns = bodies.pop().eqns
+        if id(eqns) in seen:
+            continue
+        seen.add(id(eqns))
+        here = {eqn.primitive for eqn in eqns}
+        found |= here
+        outer = {p for p in here if p.name in _jax.BODIES}
+        if outer:
+            for eqn in eqns:
+                if eqn.primitive in outer:
+                    bodies += _bodies(eqn)
+    return {p.name for p in found}
+
+
+@dataclass(frozen=True)
+class _Move:
+    """From one step to the next: bits, and the pattern that is complete then."""
+
+    before: int
+    after: int
+    joins: int
+    complete: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What an equation does: paths begun and kept, moves, and whether it has bodies."""
+
+    begun: int
+    kept: int
+    moves: tuple[_Move, ...]
+    inner: bool
+
+
+Taken = tuple[int, frozenset[int]]
+"""The steps on the way to a value, and where its tracked paths began."""
+
+NOTHING: Taken = (0, frozenset())
+PIECES = frozenset({"split", "slice", "dynamic_slice", "unstack"})
+MANY = 8
+
+
+class _Sieve:
+    """The steps taken on the way to each value, as bits.
+
+    Paths that are joined by another operand begin at different equations, or at
+    different pieces of one result: an activation times its own input is no gate.
+    """
+
+    def __init__(self, patterns: Sequence[Any]):
+        self.rules: dict[str, _Rule] = {}
+        self.found: set[str] = set()
+        self.open = {p.name for p in patterns if p.steps}
+        self.starts: dict[str, int] = {}
+        self.moves: dict[str, list[_Move]] = {}
+        self.kept: dict[str, int] = {}
+        self.memo: dict[Any, tuple[int, list[Taken]]] = {}
+        self.tracked = 0
+        self.origins = itertools.count()
+        bit = 1
+        for pattern in patterns:
+            bit = self._add(pattern.name, pattern.steps, bit)
+
+    def _add(self, name: str, steps: Sequence[Step], bit: int) -> int:
+        first, before = bit, 0
+        for k, step in enumerate(steps):
+            last = k == len(steps) - 1
+            joins = 0
+            if step.joins:  # a path of its own from the first step
+                joins, bit = bit, bit << 1
+                _mark(self.starts, steps[0].prims, joins)
+                _mark(self.kept, step.joins, joins)
+            if k == 0:
+                _mark(self.starts, step.prims, bit)
+            else:
+                after, done = (0, name) if last else (bit, "")
+                for prim in step.prims:
+                    move = _Move(before, after, joins, done)
+                    self.moves.setdefault(prim, []).append(move)
+            if not last:
+                _mark(self.kept, step.through, bit)
+            before, bit = bit, bit << 1
+        if any(step.joins for step in steps):
+            self.tracked |= bit - first
+        return bit
+
+    def body(self, jaxpr: Any, taken: Sequence[Taken]) -> list[Taken]:
+        """What led to a body's results, given what led to its arguments."""
+        key = (id(jaxpr.eqns), *taken)
+        if key in self.memo:
+            return self._again(*self.memo[key])
+        first = next(self.origins)
+        env = {v: t for v, t in zip(jaxpr.invars, taken, strict=True) if t[0]}
+        self._equations(jaxpr.eqns, env)
+        outs = [_read(env, v) for v in jaxpr.outvars]
+        self.memo[key] = first, outs
+        return outs
+
+    def _again(self, first: int, outs: Sequence[Taken]) -> list[Taken]:
+        """The results of another call of a body: paths that begin in it are others."""
+        fresh: dict[int, int] = collections.defaultdict(lambda: next(self.origins))
+        return [
+            (bits, frozenset(o if o < first else fresh[o] for o in origins))
+            for bits, origins in outs
+        ]
+
+    def _equations(self, eqns: Sequence[Any], env: dict[Any, Taken]) -> None:
+        variable, rules, get = _jax.Var, self.rules, env.get
+        for eqn in eqns:
+            if not self.open:
+                return  # nothing is left to be found
+            name = eqn.primitive.name
+            rule = rules.get(name) or self._rule(name)
+            taken = [t for a in eqn.invars if a.__class__ is variable and (t := get(a))]
+            if rule.inner:
+                self._inner(eqn, env)
+            elif taken or rule.begun:
+                self._step(eqn, env, rule, taken)
+
+    def _rule(self, name: str) -> _Rule:
+        """What an equation does to paths; every primitive is asked for once.
+
+        A rounding that keeps all bits, as of what a checkpoint saves, is a copy.
+        """
+        as_if = "copy" if name == "reduce_precision" else name
+        self.rules[name] = _Rule(
+            self.starts.get(as_if, 0),
+            self.kept.get(as_if, 0),
+            tuple(self.moves.get(as_if, ())),
+            name in _jax.BODIES,
+        )
+        return self.rules[name]
+
+    def _step(
+        self, eqn: Any, env: dict[Any, Taken], rule: _Rule, taken: Sequence[Taken]
+    ) -> None:
+        bits = _bits(taken)
+        begun, out = rule.begun, bits & rule.kept | rule.begun
+        if begun and not is_contraction(eqn):
+            begun, out = 0, bits  # an outer product is local
+        if bits and rule.moves:
+            out |= self._moved(bits, taken, rule.moves)
+        if not out:
+            return
+        if not out & self.tracked:
+            after = out, NOTHING[1]
+        elif begun or eqn.primitive.name in PIECES:
+            for var in eqn.outvars:
+                env[var] = out, frozenset({next(self.origins)})
+            return
+        else:
+            after = out, _origins(taken)
+        for var in eqn.outvars:
+            env[var] = after
+
+    def _moved(self, bits: int, taken: Sequence[Taken], moves: Sequence[_Move]) -> int:
+        out = 0
+        for move in moves:
+            if not bits & move.before or move.complete in self.found:
+                continue
+            if move.joins and not _joined(taken, move):
+                continue
+            out |= move.after
+            if move.complete:
+                self.found.add(move.complete)
+                self.open.discard(move.complete)
+        return out
+
+    def _inner(self, eqn: Any, env: dict[Any, Taken]) -> None:
+        replayed = eqn.primitive.name in REPLAYED
+        args = [_read(env, a) for a in eqn.invars]
+        for body in _bodies(eqn):
+            given = args
+            if not replayed or len(args) != len(body.invars):
+                origins = frozenset().union(*(o for _, o in args))
+                given = [(_bits(args), origins)] * len(body.invars)
+            outs = self.body(body, given)
+            if replayed and len(outs) == len(eqn.outvars):
+                env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def _mark(table: dict[str, int], prims: Iterable[str], bit: int) -> None:
+    for prim in prims:
+        table[prim] = table.get(prim, 0) | bit
+
+
+def _read(env: dict[Any, Taken], atom: Any) -> Taken:
+    return env.get(atom, NOTHING) if atom.__class__ is _jax.Var else NOTHING
+
+
+def _bits(taken: Sequence[Taken]) -> int:
+    bits = 0
+    for mine, _ in taken:
+        bits |= mine
+    return bits
+
+
+def _origins(taken: Sequence[Taken]) -> frozenset[int]:
+    found = {origins for _, origins in taken if origins}
+    if len(found) == 1:
+        return found.pop()
+    union = frozenset().union(*found)
+    return union if len(union) <= MANY else frozenset(sorted(union)[:MANY])
+
+
+def _joined(taken: Sequence[Taken], move: _Move) -> bool:
+    return any(
+        mine & move.before and other & move.joins and len(a | b) > 1
+        for i, (mine, a) in enumerate(taken)
+        for j, (other, b) in enumerate(taken)
+        if i != j
+    )
+
+
+def is_contraction(eqn: Any) -> bool:
+    """Whether an equation sums over an axis of both operands, if it can."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    return bool(eqn.params["dimension_numbers"][0][0])
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    body = _jax.call_body(eqn)
+    if body is not None:
+        return [body]
+    out = []
+    for value in eqn.params.values():
+        if hasattr(value, "eqns"):
+            out.append(value)
+        elif isinstance(value, (tuple, list)):
+            out += [v for v in value if hasattr(v, "eqns")]
+    return out

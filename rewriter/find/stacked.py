@@ -1,0 +1,116 @@
+"""A graph in, the values that are operands though they are cut out of larger ones.
+
+A model that iterates over stacked weights takes one of them out per layer. That
+one is the operand: its gradient is a value of the program, while the gradient of
+the whole array is only complete when all layers have added theirs. So are pieces of
+an array of which others belong to something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Set
+
+import jax.numpy as jnp
+
+from rewriter.algebra.canonicalize import TRANSPARENT
+from rewriter.program.graph import Graph, Node
+
+_AROUND = TRANSPARENT | {"convert_element_type"}
+
+
+def layers(graph: Graph) -> Iterator[int]:
+    """Values that are one index of the leading axis of an input.
+
+    Args:
+        graph: The program; what its loops are given, and constants, are inputs too.
+    """
+    for node in graph.nodes:
+        if node.prim == "unstack":
+            if int(node.params["axis"]) == 0 and _given(graph, node.ins[0]):
+                yield from node.outs
+        elif node.prim in ("squeeze", "reshape"):
+            part = graph.node_of(node.ins[0])
+            if part is not None and _is_one(graph, part, node):
+                yield node.outs[0]
+
+
+def _is_one(graph: Graph, part: Node, node: Node) -> bool:
+    """Whether an equation drops the leading axis of one index of an input."""
+    if part.prim not in ("slice", "dynamic_slice", "split"):
+        return False
+    if part.prim == "dynamic_slice" and graph.scalar(part.ins[1]) is None:
+        return False
+    whole, rest = graph.shape(part.ins[0]), graph.shape(node.outs[0])
+    one = graph.shape(node.ins[0])
+    return (
+        len(whole) > 1
+        and one == (1, *whole[1:])
+        and rest == whole[1:]
+        and whole[0] != 1
+        and _given(graph, part.ins[0])
+    )
+
+
+def _given(graph: Graph, value: int) -> bool:
+    """Whether no equation makes a value, but for casts."""
+    node = graph.node_of(value)
+    while node is not None and node.prim in _AROUND:
+        node = graph.node_of(node.ins[0])
+    return node is None
+
+
+_CUTS = frozenset({"slice", "split", "unstack"})
+_BEFORE = _AROUND | {"reshape", "transpose", "squeeze", "expand_dims"}
+
+
+def pieces(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[int]:
+    """Pieces of leaves that a region reads without the rest.
+
+    As of one projection that is cut into queries, keys, values and what is no part of
+    attention: the gradient of the whole is no gradient of the region's, those of the
+    pieces are.
+
+    Args:
+        graph: The program.
+        leaves: What the region reads.
+        inner: Values between those and the region's result, the result too.
+    """
+    found: set[int] = set()
+    for leaf in leaves:
+        cut = cuts(graph, [leaf], inner)
+        if sum(_size(graph, v) for v in cut) != _size(graph, leaf):
+            found |= cut
+    return frozenset(found)
+
+
+def cuts(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[int]:
+    """Pieces of leaves that a region reads, the rest or not.
+
+    Args:
+        graph: The program.
+        leaves: What the region reads.
+        inner: Values between those and the region's result, the result too.
+    """
+    floats = (v for v in leaves if jnp.issubdtype(graph.dtype(v), jnp.floating))
+    return frozenset().union(*(_cut(graph, v, inner) for v in floats))
+
+
+def _cut(graph: Graph, leaf: int, inner: Set[int]) -> set[int]:
+    """Pieces of a value in a region; none if it is read whole too."""
+    found: set[int] = set()
+    stack = [leaf]
+    while stack:
+        for node in graph.users(stack.pop()):
+            inside = inner.intersection(node.outs)
+            if node.prim in _CUTS:
+                found |= inside
+            elif inside and node.prim in _BEFORE:
+                stack += inside
+            elif inside:
+                return set()
+    return found
+
+
+def _size(graph: Graph, value: int) -> int:
+    return math.prod(graph.shape(value))

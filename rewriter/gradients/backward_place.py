@@ -1,0 +1,272 @@
+"""Where a match's gradients are computed, seen from its forward.
+
+A replaced forward keeps residuals that its gradients read. They can be read in the
+same body, behind the forward, and in the backward loop of a loop, which gets them step
+by step. A checkpoint keeps for its recomputation what its policy says, and no
+residuals: there the forward is computed again. Calls in between are dissolved, unless
+they hold values of a trace around.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rewriter import _jax
+from rewriter.find.match import Match
+from rewriter.find.region import Regions
+from rewriter.gradients.backward import Backward
+from rewriter.gradients.insertion_point import obstacle, places, read_instead
+from rewriter.program.graph import Graph, Scope
+
+
+def residuals_place(
+    backward: Backward, regions: Regions, match: Match
+) -> tuple[tuple[Scope, int], int] | None:
+    """Where a forward is computed whose residuals the gradients can read.
+
+    That is one of its places in the body that computes the gradients too. A checkpoint
+    that runs again makes the forward anew in front of its gradients, where it did not
+    have to as written: what is kept for it is what its policy keeps, and residuals
+    are handed to it only in place of more that it kept of the region. To other bodies
+    they are handed from a place with a `route`. None: the gradients cannot read any.
+
+    Args:
+        backward: The gradients.
+        regions: The walks over the program's graph.
+        match: What is replaced.
+
+    Returns:
+        The place, and the equation in its body behind which the forward is computed.
+        That is another one where the program has the result behind the gradients.
+    """
+    graph, leaves = regions.graph, [v for _, v in match.leaves]
+    free = [(s, p) for s, p in places(match) if not obstacle(match, s, regions)]
+    found = _beside(backward, graph, free, leaves)
+    if found is not None:
+        return found
+    body, _ = home_of(_scope_of_gradients(backward, graph))
+    if body.runs_again and not _gives_up(backward, graph, match, body):
+        return _made_anew(backward, regions, match, body)
+    for scope, position in free:
+        bodies = route(backward, graph, scope)
+        if bodies and _before(scope, position, bodies[0]):
+            return (scope, position), position
+    return None
+
+
+def _beside(
+    backward: Backward,
+    graph: Graph,
+    places: Sequence[tuple[Scope, int]],
+    leaves: Sequence[int],
+) -> tuple[tuple[Scope, int], int] | None:
+    """The place in the body that computes the gradients, in front of them."""
+    for scope, position in places:
+        home, path = home_of(scope)
+        if not (lies_at(backward, graph, home) and _free(scope, home)):
+            continue
+        found = [first_defined(graph, v, home) for v in backward.results]
+        first, where, at = min(found, key=lambda f: f[0])  # type: ignore
+        if (*path, position) < first:
+            return (scope, position), position
+        while where is not scope and where.kind == "call":
+            where, at = where.parent, where.call - 1  # in front of the call
+        if where is scope and at >= 0 and _known_at(scope, at, leaves):
+            return (scope, position), at
+    return None
+
+
+def _made_anew(
+    backward: Backward, regions: Regions, match: Match, body: Scope
+) -> tuple[tuple[Scope, int], int] | None:
+    """The place of the first gradient in a body, if all that is read is there then."""
+    graph, instead = regions.graph, read_instead(regions, match, body)
+    leaves = [instead[v].value if v in instead else v for _, v in match.leaves]
+    if not lies_at(backward, graph, body):
+        return None
+    found = [first_defined(graph, v, body) for v in backward.results]
+    path, scope, position = min(found, key=lambda f: f[0])  # type: ignore
+    known = regions.place(body).defined
+    if position < 0 or any(v not in known or known[v][0] > path for v in leaves):
+        return None
+    if not all(_free(known[v][1], body) for v in leaves):
+        return None
+    return (scope, position), position
+
+
+ROOM = 2
+"""Residuals are taken to be so many times as large as the result, beside operands:
+they are it and a few numbers for each row, or what it was made of."""
+
+
+def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bool:
+    """Whether a checkpoint kept more of a region than its residuals are.
+
+    What it was given of the region, and needs no longer, is the room for those. The
+    program's own arguments take none, nor does the result twice.
+    """
+    inside = match.inner | backward.inner
+    leaves = {v for _, v in match.leaves}
+    given = {value for value, (position, _) in body.first_var.items() if position < 0}
+
+    def is_spare(value: int) -> bool:
+        return all(inside.issuperset(node.outs) for node in graph.users(value))
+
+    spare = [v for v in given & inside - leaves - {match.value} if is_spare(v)]
+    need = (ROOM - (match.value in given)) * _bytes(graph, match.value)
+    need += sum(_bytes(graph, v) for v in leaves - given if not _is_argument(body, v))
+    return sum(_bytes(graph, v) for v in spare) >= need
+
+
+def _is_argument(body: Scope, value: int) -> bool:
+    """Whether a value is one of the program's arguments, which are there anyway."""
+    while body.parent is not None:
+        body = body.parent
+    return body.first_var.get(value, (0,))[0] < 0
+
+
+def _bytes(graph: Graph, value: int) -> int:
+    """How large a value is; one whose axes have names has no size."""
+    shape = graph.shape(value)
+    if not all(isinstance(d, int) for d in shape):
+        return 0
+    return math.prod(shape) * graph.dtype(value).itemsize
+
+
+def _known_at(scope: Scope, position: int, values: Sequence[int]) -> bool:
+    """Whether a body has all values where an equation is computed."""
+    found = [scope.first_var.get(v) for v in values]
+    return all(f is not None and f[0] <= position for f in found)
+
+
+def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
+    """The bodies through which residuals get to the gradients, outermost first.
+
+    From a loop they get into its backward loop, step by step; from a shard_map into
+    that of its gradients, on each device; from any body into a checkpoint's
+    recomputation in it. The last one computes the gradients; empty if there is no way.
+    """
+    home, _ = home_of(scope)
+    body, _ = home_of(_scope_of_gradients(backward, graph))
+    if home is body or not lies_at(backward, graph, body) or not _free(scope, home):
+        return ()
+    bodies: list[Scope] = []
+    while body.parent is not None and not body.jaxpr.constvars:
+        outer, _ = home_of(body.parent)
+        if not _free(body.parent, outer):
+            return ()
+        bodies.append(body)
+        if body.kind != "remat":
+            if not (_is_backward_loop(body, home) or _is_split_alike(body, home)):
+                return ()
+            around, _ = home_of(home.parent)
+            if not _free(home.parent, around):
+                return ()
+            home = around
+        if outer is home:
+            return tuple(bodies[::-1])
+        body = outer
+    return ()
+
+
+def _scope_of_gradients(backward: Backward, graph: Graph) -> Scope:
+    return graph.node_of(next(iter(backward.grads.values()))).scope  # type: ignore
+
+
+def left_by(first: Scope, bodies: Sequence[Scope]) -> list[Scope]:
+    """The bodies that residuals leave on a `route`, innermost first."""
+    out = [first] if any(b.kind != "remat" for b in bodies) else []
+    while len(out) < sum(b.kind != "remat" for b in bodies):
+        out.append(home_of(out[-1].parent)[0])
+    return out
+
+
+def _is_backward_loop(body: Scope, home: Scope) -> bool:
+    """Whether a loop can read, step by step, what another one stacks."""
+    if not body.kind == home.kind == "scan" or body.length != home.length:
+        return False
+    return not home.jaxpr.constvars
+
+
+def _is_split_alike(body: Scope, home: Scope) -> bool:
+    """Whether a shard_map can read, on each device, what another one has there."""
+    if not body.kind == home.kind == "shard_map":
+        return False
+    one, other = (_jax.parts_of(s.parent.jaxpr.eqns[s.call]) for s in (home, body))
+    return one[2] == other[2]
+
+
+def _before(scope: Scope, position: int, body: Scope) -> bool:
+    """Whether an equation comes before a body, if one home holds both."""
+    home, path = home_of(scope)
+    outer, way = home_of(body.parent)
+    return outer is not home or (*path, position) < (*way, body.call)
+
+
+def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
+    """Whether gradients are computed in a body, in calls that can be dissolved."""
+    found = [first_defined(graph, v, home) for v in backward.results]
+    found.append(first_had(graph, backward.cotangent, home))
+    return all(f is not None and _free(f[1], home) for f in found)
+
+
+def _free(scope: Scope, home: Scope) -> bool:
+    """Whether no call between two bodies holds values of a trace around."""
+    while scope is not home:
+        if _jax.holds_tracers(scope.jaxpr):
+            return False
+        scope = scope.parent
+    return True
+
+
+def home_of(scope: Scope) -> tuple[Scope, tuple[float, ...]]:
+    """The body that a scope belongs to, and the calls that lead to it there."""
+    path: list[float] = []
+    while scope.kind == "call" and scope.parent is not None:
+        path.append(scope.call)
+        scope = scope.parent
+    return scope, tuple(path[::-1])
+
+
+def first_defined(
+    graph: Graph, value: int, home: Scope
+) -> tuple[tuple[float, ...], Scope, int] | None:
+    """(path, scope, position) of the first equation for a value in a body.
+
+    What a body is given comes before all its equations, at position -1.
+    """
+    node = graph.node_of(value)
+    given = home.first_var.get(value)
+    if given is not None and given[0] < 0:
+        return (-1,), home, -1
+    if node is None:
+        return None
+    places = [(node.scope, node.position), *((s, p) for s, p, _ in node.copies)]
+    found = []
+    for scope, position in places:
+        body, path = home_of(scope)
+        if body is home:
+            found.append(((*path, position), scope, position))
+    return min(found, key=lambda f: f[0], default=None)
+
+
+def first_had(
+    graph: Graph, value: int, home: Scope
+) -> tuple[tuple[float, ...], Scope, int] | None:
+    """As `first_defined`; also of a value that a checkpoint in a body returns.
+
+    What a call returns is had in the call before.
+    """
+    node, found = graph.node_of(value), first_defined(graph, value, home)
+    if node is None or found is not None:
+        return found
+    having = []
+    for scope in (node.scope, *(s for s, _, _ in node.copies)):
+        while scope is not None:
+            body, path = home_of(scope)
+            had = scope.first_var.get(value)
+            if body is home and had is not None:
+                having.append(((*path, had[0], math.inf), scope, had[0]))
+            scope = scope.parent
+    return min(having, key=lambda f: f[0], default=None)

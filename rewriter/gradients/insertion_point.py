@@ -1,0 +1,131 @@
+"""Where in a program the replacement of a match can stand, and what it reads there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from rewriter import _jax
+from rewriter.find.match import Match
+from rewriter.find.region import Regions
+from rewriter.program.graph import Node, Scope
+
+
+def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
+    """Why a replacement cannot stand in a body, or nothing."""
+    place, instead = regions.place(scope), read_instead(regions, match, scope)
+    for _, leaf in match.leaves:
+        value = instead[leaf].value if leaf in instead else leaf
+        if value in scope.first_var:
+            continue
+        if value not in place.defined:
+            return "an operand cannot be had where the result is computed"
+        for inner in (scope, place.defined[value][1]):
+            while inner is not place.scope:  # calls that would be dissolved
+                if _jax.holds_tracers(inner.jaxpr):
+                    return "a call around it holds values of a trace around"
+                inner = inner.parent
+    return ""
+
+
+def places(match: Match) -> list[tuple[Scope, int]]:
+    """The first place of the result in every body that computes it."""
+    node = match.node
+    found = {id(node.scope): (node.scope, node.position)}
+    for scope, position, _ in node.copies:
+        found.setdefault(id(scope), (scope, position))
+    return list(found.values())
+
+
+PLACING = frozenset({"pcast", "pvary", "reshard", "sharding_constraint"})
+LAYOUT = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})
+STEPS = 6
+"""How many equations below a leaf a name is looked for."""
+
+
+@dataclass(frozen=True)
+class Instead:
+    """A value that holds all of a leaf, which a replacement reads instead of it.
+
+    Attributes:
+        value: The value.
+        steps: The equations by which the leaf was laid out, from the leaf on.
+    """
+
+    value: int
+    steps: tuple[Node, ...] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for those that are brought back in the same way."""
+        return tuple(
+            (n.prim, n.eqn.invars[0].aval.shape, n.params.get("permutation"))
+            for n in self.steps
+        )
+
+    def back(self, array: jax.Array) -> jax.Array:
+        """Returns the leaf's array, of the value's."""
+        for node in reversed(self.steps):
+            if node.prim == "transpose":
+                order = node.params["permutation"]
+                array = array.transpose([order.index(k) for k in range(len(order))])
+            else:
+                array = array.reshape(node.eqn.invars[0].aval.shape)
+        return array
+
+
+def read_instead(regions: Regions, match: Match, scope: Scope) -> dict[int, Instead]:
+    """Leaves that the program places or names before the region reads them.
+
+    A checkpoint's policy knows values by their names, and may have kept nothing else.
+
+    Args:
+        regions: The walks over the program's graph.
+        match: The region.
+        scope: The body in which it is replaced.
+
+    Returns:
+        By the leaf, what the replacement reads instead.
+    """
+    found: dict[int, Instead] = {}
+    for _, leaf in match.leaves:
+        instead = Instead(leaf)
+        while (below := _placed(regions, match, scope, instead.value)) is not None:
+            instead = Instead(below)
+        instead = _named(regions, match, scope, instead)
+        if instead.value != leaf:
+            found[leaf] = instead
+    return found
+
+
+def _is_had(regions: Regions, scope: Scope, value: int) -> bool:
+    return value in scope.first_var or value in regions.place(scope).defined
+
+
+def _placed(regions: Regions, match: Match, scope: Scope, value: int) -> int | None:
+    """What a region makes of a value by putting it elsewhere, if that is had."""
+    inner = match.inner - {match.value}
+    for node in regions.graph.users(value):
+        placed = node.prim in PLACING and inner.issuperset(node.outs)
+        if placed and _is_had(regions, scope, node.outs[0]):
+            return node.outs[0]
+    return None
+
+
+def _named(regions: Regions, match: Match, scope: Scope, first: Instead) -> Instead:
+    """The last value that a region names, below layouts of a leaf, and that is had."""
+    found, todo = first, [first]
+    while todo:
+        here = todo.pop()
+        for node in regions.graph.users(here.value):
+            out = node.outs[0] if len(node.outs) == 1 else match.value
+            if out == match.value or out not in match.inner:
+                continue
+            if node.prim == "name":
+                todo.append(Instead(out, here.steps))
+                found = todo[-1] if _is_had(regions, scope, out) else found
+            elif node.prim in LAYOUT and len(here.steps) < STEPS:
+                todo.append(Instead(out, (*here.steps, node)))
+    return found

@@ -1,0 +1,328 @@
+"""Sites in, measurements out: which candidates there are, and what is known of them.
+
+A candidate is the op as XLA compiles it, or a kernel with a config, or one kernel's
+forward with another's backward. What the cache has is not measured again.
+
+All of it happens in a thread of its own, so that it may be asked for while JAX traces.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+
+from rewriter.errors import ConfigError, caller
+from rewriter.hardware import ahead_of_time
+from rewriter.measure import cache, static_cost
+from rewriter.measure import isolate as isolation
+from rewriter.measure.decision import decide
+from rewriter.measure.inputs import distributions
+from rewriter.measure.key import FORWARD, Key, key_of
+from rewriter.measure.measurement import ESTIMATES, Measurement, merge, time_text
+from rewriter.measure.programs import Task
+from rewriter.measure.race import Race
+from rewriter.measure.tuned import Tuned
+from rewriter.ops import device
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Kernel, worth_measuring
+from rewriter.ops.registry import REFERENCE
+from rewriter.site.implementation import XLA, Implementation, by_thumb, settings
+from rewriter.support.threads import apart, check_stop
+
+log = logging.getLogger("rewriter.tune")
+
+Failed = tuple[Measurement, ...]
+
+LEVELS = {"quick": 1, "full": 24}
+"""How many configs of a kernel are measured at most."""
+
+SITE_S = 15.0
+"""Seconds that one site and pass may take, within the whole budget."""
+
+
+# ------------------------------------------------------------------ candidates
+def candidates(
+    task: Task,
+    on: Device,
+    level: str,
+    known: Sequence[Measurement] = (),
+    isolate: bool = False,
+) -> tuple[Implementation, ...]:
+    """Returns what is worth measuring for a task, the program as written first.
+
+    Args:
+        task: The task.
+        on: The device.
+        level: ``"quick"``, one config of each kernel, or ``"full"``.
+        known: Measurements of its forward; the best config of each kernel and the
+            fastest kernel are taken from them.
+        isolate: Whether kernels run in a child process first; those whose code was
+            not tried on a device are among them only then.
+    """
+    most = LEVELS[level]
+    taking = [
+        k for k in task.kernels
+        if on.platform in k.platforms and (k.tried or isolate)
+        and k.runs_on(on).ok and k.supports(task.spec).ok
+    ]  # fmt: skip
+    found = [Implementation()]
+    if task.passes == FORWARD:
+        for k in taking:
+            configs, _ = worth_measuring(k.space, task.spec, on, most)
+            found += [Implementation(k.name, config=settings(c)) for c in configs]
+        return tuple(found)
+    for k in taking:
+        forward = _best_of(k.name, known) or by_thumb(task.spec, on, k)
+        configs, _ = worth_measuring(k.backward_space, task.spec, on, most)
+        found += [
+            Implementation(k.name, "", forward.config, settings(c)) for c in configs
+        ]
+    if level == "full":
+        found += _mixed(task, on, taking, known)
+    return tuple(dict.fromkeys(found))
+
+
+def _best_of(name: str, known: Sequence[Measurement]) -> Implementation | None:
+    decision = decide([m for m in known if m.implementation.forward == name])
+    return decision.best.implementation if decision else None
+
+
+def _mixed(
+    task: Task, on: Device, taking: Sequence[Kernel], known: Sequence[Measurement]
+) -> list[Implementation]:
+    """The fastest forward with the backward of other kernels that need nothing of it.
+
+    A backward that reads residuals would run its own kernel's forward first, and so
+    can only lose to that kernel's own pair.
+    """
+    decision = decide(known)
+    best = decision.best.implementation if decision else Implementation()
+    first = REFERENCE if best.forward == XLA else best.forward
+    config = None if best.forward == XLA else best.config
+    others = [k for k in taking if k.name != first and _stands_alone(task, k)]
+    made = [by_thumb(task.spec, on, None, k) for k in others]
+    return [replace(m, forward=first, config=config) for m in made]
+
+
+def _stands_alone(task: Task, kernel: Kernel) -> bool:
+    """Whether a kernel's backward reads nothing that its forward saves."""
+    if kernel.backward is None or kernel.saves_out:
+        return False
+    spec = task.spec
+    specs = {
+        n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in spec.operands
+    }
+    run = functools.partial(kernel.forward, **dict(spec.params), residuals=True)
+    try:
+        return not jax.tree.leaves(jax.eval_shape(lambda x: run(**x), specs)[1])
+    except Exception:  # it will say so when it is compiled
+        return False
+
+
+# --------------------------------------------------------------------- driving
+def measure(
+    tasks: Sequence[Task],
+    level: str = "full",
+    budget_s: float = 600.0,
+    progress: Callable[[str, int, int], None] | None = None,
+    again: bool = False,
+    isolate: bool = False,
+    on: Device | None = None,
+    spares: bool = True,
+) -> Tuned:
+    """Returns the measurements of tasks, those of the cache included, and caches them.
+
+    For a TPU generation that is not attached, the times are its compiler's estimates.
+
+    Args:
+        tasks: What to measure; forward passes are measured before gradients.
+        level: ``"quick"`` or ``"full"``.
+        budget_s: Seconds of wall time; what does not fit is not measured.
+        progress: Told what is measured now, how many candidates are done, of how many.
+        again: Measure also what the cache has.
+        isolate: Run each kernel first in a child process.
+        on: The device kind; the one attached by default.
+        spares: Whether XLA's programs are left out whose operations alone take longer
+            than the best kernel.
+
+    Raises:
+        ConfigError: If the device kind is not attached, nor can be compiled for.
+        KeyboardInterrupt: If interrupted, within a second; what was measured is in the
+            cache.
+    """
+    made = _Made()
+    on = on or device.attached()
+    if on != device.attached() and not ahead_of_time.can_compile(on):
+        raise ConfigError(
+            f"target={on.kind!r} is not attached, this is {device.attached().kind!r}",
+            next_step="Tune on such a device and load the file there is; or, for TPU "
+            "v4 to 7x on Linux, pip install 'jax[tpu]' for estimates by its compiler",
+            where=caller(),
+        )
+    _measure(tasks, level, budget_s, made, on, progress, again, isolate, spares)
+    return made.tuned
+
+
+def _measure(
+    tasks: Sequence[Task],
+    level: str,
+    budget_s: float,
+    made: _Made,
+    on: Device,
+    progress: Callable[[str, int, int], None] | None = None,
+    again: bool = False,
+    isolate: bool = False,
+    spares: bool = True,
+) -> None:
+    until = time.monotonic() + budget_s
+
+    def run() -> None:
+        ordered = sorted(tasks, key=lambda t: t.passes != FORWARD)
+        for i, task in enumerate(ordered):
+            left = until - time.monotonic()
+            check_stop()
+            if left <= 0:
+                made.skipped += len(ordered) - i
+                return
+            _measure_task(
+                task, on, level, until, made, progress, again, isolate, spares
+            )
+
+    apart(run, _say_interrupted)
+    if made.skipped:
+        log.warning("%d sites were not measured within %.0f s", made.skipped, budget_s)
+
+
+def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
+    """Measures what the cache lacks, for `optimize` while it traces.
+
+    With several processes nothing is timed: all of them must compile one program.
+
+    Raises:
+        KeyboardInterrupt: If interrupted; what was measured is in the cache.
+    """
+    if jax.process_count() > 1:
+        log.warning("nothing is timed with several processes; share a Tuned instead")
+        return Tuned()
+    made = _Made()
+    _measure(tasks, level, SITE_S * len(tasks), made, device.attached())
+    return made.tuned
+
+
+def _say_interrupted() -> None:
+    log.warning("interrupted; what was measured is kept in %s", cache.path())
+
+
+@dataclass
+class _Made:
+    """What a run has measured so far."""
+
+    tuned: Tuned = field(default_factory=Tuned)
+    skipped: int = 0
+
+
+def _measure_task(
+    task: Task,
+    on: Device,
+    level: str,
+    latest: float,
+    made: _Made,
+    progress: Callable[[str, int, int], None] | None,
+    again: bool,
+    isolate: bool,
+    spares: bool,
+) -> None:
+    there = on == device.attached()
+    if not there:
+        task, isolate = replace(task, written=None), True
+    key, forward = task.key(on), key_of(task.spec, FORWARD, on.kind)
+    mine = Tuned(cache.entries(on.kind, task.spec.op)) | made.tuned
+    known = _current(mine.find(forward), task, there)
+    wanted = candidates(task, on, level, known, isolate)
+    old = () if again else _current(mine.find(key), task, there)
+    had = {m.implementation for m in old}
+    missing = tuple(i for i in wanted if i not in had)
+    left_out: tuple[Measurement, ...] = ()
+    if there and isolate and missing:
+        missing, crashed, left_out = _isolated(task, missing)
+        cache.add(key, crashed)
+        old = merge(old, crashed)
+    if missing:
+        say = functools.partial(progress or _silent, key.text)
+        until = min(time.monotonic() + SITE_S, latest)
+        if there:
+            new = Race(task, on, until, latest, say, spares).run(missing)
+        else:
+            new = static_cost.estimated(task, on, missing, latest, say)
+        cache.add(key, new)
+        old = merge(old, new)
+        _tell(key, old)
+    by = {m.implementation: m for m in (*old, *left_out)}
+    kept = tuple(by[i] for i in wanted if i in by)
+    made.tuned |= Tuned(((key, kept),))
+
+
+def _isolated(
+    task: Task, missing: Sequence[Implementation]
+) -> tuple[
+    tuple[Implementation, ...], tuple[Measurement, ...], tuple[Measurement, ...]
+]:
+    """What runs in a child process too; what does not; what could not be tried."""
+    kernels = [i for i in missing if i.kernels]
+    problems, untried = isolation.first_runs(task, kernels) if kernels else ({}, "")
+
+    def without(made: Implementation, why: str) -> Measurement:
+        version = task.version_of(made)
+        return Measurement(made, version, jax.__version__, None, problem=why)
+
+    crashed = tuple(without(i, why) for i, why in problems.items())
+    rest = [i for i in kernels if i not in problems] if untried else []
+    left_out = tuple(without(i, untried) for i in rest)
+    gone = {*problems, *rest}
+    return tuple(i for i in missing if i not in gone), crashed, left_out
+
+
+def _current(
+    found: Sequence[Measurement], task: Task, there: bool
+) -> tuple[Measurement, ...]:
+    """Those of kernels as they are now, under this JAX, timed as they would be now.
+
+    That is on inputs drawn like these; without the device by the compiler that is here.
+    Of XLA those of the task's own equations.
+    """
+    kernels = {k.name for k in task.kernels}
+    drawn = tuple(filter(None, distributions(task)))
+
+    def timed_alike(m: Measurement) -> bool:
+        if not there:
+            return m.method in ESTIMATES and m.driver == static_cost.compiler()
+        return m.method not in ESTIMATES and tuple(n for n, _ in m.by_inputs) == drawn
+
+    return tuple(
+        m for m in found
+        if m.jax == jax.__version__
+        and all(n in kernels for n in m.implementation.kernels)
+        and m.version == task.version_of(m.implementation)
+        and (m.median_us is None or timed_alike(m))
+    )  # fmt: skip
+
+
+def _silent(text: str, done: int, of: int) -> None:
+    del text, done, of
+
+
+def _tell(key: Key, measured: Sequence[Measurement]) -> None:
+    decision = decide(measured)
+    if decision is None:
+        log.info("%s: nothing could be timed", key.text)
+        return
+    best = decision.best
+    took = time_text(best.median_us or 0.0)
+    log.info("%s: %s, %s", key.text, best.implementation.text, took)
+    for name, why in decision.lost:
+        log.debug("%s: not %s: %s", key.text, name, why)

@@ -1,0 +1,60 @@
+"""A function in, the seconds that XLA's program of it takes at least out.
+
+On a GPU XLA times products while it compiles, for 15 s where there are many groups of
+rows. Without those trials it compiles in a third of a second, to a program with as many
+operations, by its own count. At the peak of a data sheet these take a time that the
+program with the trials does not fall below, however fast its products are.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import SHEET_FLOPS
+from rewriter.ops.kernel import Spec
+from rewriter.ops.op import Op
+
+COUNTED = {"xla_gpu_autotune_level": 0}
+"""Options of XLA by which it times nothing, and counts the operations of products."""
+
+UNTRIED = {**COUNTED, "xla_gpu_enable_triton_gemm": False}
+"""The same, by which it takes a library's products: slower ones for some shapes."""
+
+
+def least_seconds(lowered: jax.stages.Lowered, on: Device) -> float:
+    """Returns the least seconds of a program by XLA's count; 0.0 if it gives none.
+
+    Args:
+        lowered: The program.
+        on: The device; of one whose peak is unknown nothing is known.
+
+    Example:
+        >>> from rewriter.ops import device
+        >>> x = jax.ShapeDtypeStruct((512, 512), "float32")
+        >>> lowered = jax.jit(lambda x: x @ x).lower(x)
+        >>> least = least_seconds(lowered, device.named("h200"))
+        >>> round(1e9 * least)  # nanoseconds of 2 * 512**3 operations
+        272
+    """
+    if not (peak := _peak(on)):
+        return 0.0
+    try:
+        count = lowered.compile(compiler_options=COUNTED).cost_analysis() or {}
+    except Exception:  # it will say so when it is compiled with its trials
+        return 0.0
+    return max(0.0, count.get("flops", 0.0)) / peak
+
+
+def needed_seconds(op: Op, spec: Spec, passes: str, on: Device) -> float:
+    """Returns the seconds of the operations that a use needs; 0.0 if not known."""
+    if op.cost is None or not (peak := _peak(on)):
+        return 0.0
+    dtypes = {n: str(spec.dtype(n)) for n in spec.operands}
+    params = {**op.defaults, **dict(spec.params)}
+    return op.cost(dict(spec.shapes), dtypes, params, passes).flops / peak
+
+
+def _peak(on: Device) -> float:
+    """The FLOP/s that a data sheet says."""
+    return on.flops / SHEET_FLOPS if on.measured else on.flops

@@ -1,0 +1,144 @@
+"""An op's operands in, the leaves of a user's own equations out, to run them on.
+
+Floats come by the transpose of the region's layout, others by trying the operands
+themselves. Operands computed from the leaves must then be like those given, else the
+region is not run: what its inputs look like is not known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.measure.as_written import NotTaken, Written
+
+ALIKE = 64.0
+"""How much larger or smaller than those given operands of leaves may be."""
+
+Arrays = Mapping[str, Any]
+
+
+def leaves_like(written: Written, out: Any) -> Callable[[Arrays], dict[str, Any]]:
+    """Returns a function of operands to leaves whose operands are like them.
+
+    It raises `NotTaken`, with the leaf or operand that stands in the way, if there are
+    none.
+
+    Args:
+        written: The region.
+        out: Shape and dtype of the op's result.
+    """
+    run = jax.jit(functools.partial(_operands, written, out))
+    of_floats = jax.jit(functools.partial(_of_floats, written, out))
+
+    def leaves(operands: Arrays) -> dict[str, Any]:
+        made = {n: jnp.zeros(s.shape, s.dtype) for n, s in written.leaves}
+        for name, struct in written.leaves:
+            if not _is_float(struct):
+                made[name] = _of_whole(run, made, name, struct, operands)
+        made |= of_floats(made, operands)
+        found = run(made)
+        for name, problem in _unlike(found, {n: operands[n] for n in found}).items():
+            if problem:
+                raise NotTaken(f"would be run on an unusual {name}: {problem}")
+        return made
+
+    return leaves
+
+
+def _operands(written: Written, out: Any, leaves: Arrays) -> dict[str, Any]:
+    """The op's operands for some leaves."""
+    seen: dict[str, Any] = {}
+
+    def call(**given: Any) -> Any:
+        seen.update(given)
+        return jnp.zeros(out.shape, out.dtype)
+
+    written.replaced(call)(leaves)
+    return {n: x for n, x in seen.items() if isinstance(x, jax.Array)}
+
+
+def _of_whole(
+    run: Callable[..., Arrays],
+    leaves: Arrays,
+    name: str,
+    struct: jax.ShapeDtypeStruct,
+    operands: Arrays,
+) -> Any:
+    """A leaf of integers or booleans that gives one of the operands exactly."""
+    for other, sample in operands.items():
+        if sample.size != struct.size or _is_float(sample):
+            continue
+        tries = [sample.reshape(struct.shape).astype(struct.dtype)]
+        if struct.dtype == bool:
+            tries.append(~tries[0])
+        for value in tries:
+            made = run({**leaves, name: value}).get(other)
+            if made is not None and not _unlike({other: made}, {other: sample})[other]:
+                return value
+    what = f"{struct.dtype}[{','.join(map(str, struct.shape))}]"
+    raise NotTaken(f"read {what}, and nothing says what that looks like")
+
+
+def _of_floats(
+    written: Written, out: Any, leaves: Arrays, operands: Arrays
+) -> dict[str, Any]:
+    """Leaves by the transpose of the layout; normal where no operand reads them."""
+    floats = [(n, s) for n, s in written.leaves if _is_float(s)]
+    keys = jax.random.split(jax.random.key(0), max(1, len(floats)))
+    normal = {
+        n: jax.random.normal(k, s.shape).astype(s.dtype)
+        for k, (n, s) in zip(keys, floats, strict=False)
+    }
+
+    def layout(some: Arrays) -> dict[str, Any]:
+        found = _operands(written, out, {**leaves, **some})
+        return {n: x for n, x in found.items() if _is_float(x)}
+
+    made, back = jax.vjp(layout, normal)
+    (sums,) = back({n: operands[n].astype(x.dtype) for n, x in made.items()})
+    ones = {n: jnp.ones_like(x) for n, x in normal.items()}
+    (weights,) = back(jax.jvp(layout, (normal,), (ones,))[1])
+    read = {n: w != 0 for n, w in weights.items()}
+    return {
+        n: jnp.where(read[n], sums[n] / jnp.where(read[n], weights[n], 1), x)
+        for n, x in normal.items()
+    }
+
+
+def _unlike(made: Arrays, samples: Arrays) -> dict[str, str]:
+    """What is different about each operand, or ``""``."""
+    if any(made[n].shape != samples[n].shape for n in made):
+        return dict.fromkeys(made, "another shape")
+    facts = jax.device_get(_facts(dict(made), dict(samples)))
+    return {n: _said(_is_float(samples[n]), *facts[n]) for n in made}
+
+
+@jax.jit
+def _facts(made: dict[str, Any], samples: dict[str, Any]) -> dict[str, Any]:
+    """By operand: whether both are equal, and their sizes."""
+    size = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+    return {
+        n: (jnp.all(x == samples[n]), size(x), size(samples[n]))
+        for n, x in made.items()
+    }
+
+
+def _said(floats: bool, same: bool, size: float, usual: float) -> str:
+    if not floats:
+        return "" if same else "other values"
+    if not size or not np.isfinite(size):
+        return f"its size is {size:g}"
+    ratio = size / (usual or 1.0)
+    if not 1 / ALIKE <= ratio <= ALIKE:
+        return f"{ratio:.1e} times as large as usual"
+    return ""
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,0 +1,117 @@
+"""A key in, what was measured of it out: given, cached, shipped, or of near shapes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Sequence
+
+import jax
+
+from rewriter.config import Config
+from rewriter.errors import CacheWarning, ConfigError, caller
+from rewriter.measure import cache
+from rewriter.measure.key import Key, nearest
+from rewriter.measure.measurement import Entry, Measurement
+from rewriter.measure.serialized import Found, read_all
+from rewriter.measure.tuned import Tuned
+from rewriter.ops.device import Device
+from rewriter.ops.registry import package_of
+from rewriter.support import regular_files
+
+Source = tuple[str, Sequence[Entry]]
+
+
+def sources(config: Config, device: Device, op: str) -> list[Source]:
+    """Where measurements of a device may be found, the strongest first."""
+    found: list[Source] = [("tuned", _given(t).entries) for t in config.tuned[::-1]]
+    if config.tune != "off":
+        found += _kept(device, op)
+    own = [(name, [e for e in es if e[0].device == device.kind]) for name, es in found]
+    return [(name, entries) for name, entries in own if entries]
+
+
+def _kept(device: Device, op: str) -> list[Source]:
+    """What this machine measured, and what comes with the package."""
+    found: list[Source] = []
+    if jax.process_count() == 1:  # all hosts must compile one program
+        mine = cache.entries(device.kind, op)
+        here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
+        found.append(("cached", [(k, ms) for k, ms in here if ms]))
+    return [*found, ("shipped", shipped(op).entries)]
+
+
+def look_up(
+    sources: Sequence[Source], key: Key, holds: Callable[[Measurement], bool]
+) -> tuple[tuple[Measurement, ...], str]:
+    """The measurements of a key, else of the nearest shapes, and their origin."""
+    for origin, entries in sources:
+        found = tuple(filter(holds, dict(entries).get(key, ())))
+        if found:
+            return found, origin
+    for _, entries in sources:
+        found = tuple(filter(holds, nearest(entries, key)))
+        if found:
+            return found, "nearest"
+    return (), ""
+
+
+def check_tuned(config: Config) -> None:
+    """Reads the files of measurements that a configuration names.
+
+    Raises:
+        ConfigError: If one cannot be read.
+        BundleMismatch: If one holds something else.
+    """
+    for given in config.tuned:
+        _given(given)
+
+
+def _given(tuned: object) -> Tuned:
+    if isinstance(tuned, Tuned):
+        return tuned.check("tuned=")
+    path = str(tuned)
+    try:
+        return _loaded(path, os.stat(path).st_mtime_ns)
+    except OSError as problem:
+        raise ConfigError(
+            f"tuned={path!r} cannot be read: {problem.strerror}",
+            wanted="a file that Tuned.save wrote",
+            where=caller(),
+        ) from problem
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(path: str, stamp: int) -> Tuned:
+    del stamp
+    return Tuned.load(path, source=f"tuned={path!r}")
+
+
+@functools.cache
+def shipped(op: str) -> Tuned:
+    """Returns the measurements that come with the package, of all device kinds."""
+    try:
+        module = importlib.import_module(package_of(op))
+    except ModuleNotFoundError:
+        return Tuned()
+    folder = os.path.join(os.path.dirname(str(module.__file__)), "tuned")
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    made = Tuned()
+    for name in names:
+        if name.endswith(".json"):
+            made |= _shipped(os.path.join(folder, name))
+    return made
+
+
+def _shipped(name: str) -> Tuned:
+    """A file of the package; what is wrong in it is told and left aside."""
+    try:
+        found = read_all(regular_files.read_text(name))
+    except (OSError, ValueError) as problem:
+        found = Found((), (f"{type(problem).__name__}: {problem}",))
+    if found.problems:
+        text = f"{name} is left aside: {found.told}. Install the package again"
+        warnings.warn(text, CacheWarning, stacklevel=2)
+    return Tuned(found.entries)

@@ -1,0 +1,383 @@
+"""Kernels: one way to compute an op, and what it can take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.ops.device import Device
+from rewriter.ops.op import Op
+from rewriter.support.verdict import YES, Verdict, no
+
+if TYPE_CHECKING:
+    import jax
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One use of an op without its values: what choosing a kernel may read.
+
+    Attributes:
+        op: The op's name.
+        shapes: (operand, shape) for each operand present, in the op's order.
+        dtypes: (operand, dtype name) for each operand present.
+        params: (name, value) for each parameter, sorted by name.
+        tails: (operand, number of axes after its leading ones) for operands that
+            take any number of leading axes.
+    """
+
+    op: str
+    shapes: tuple[tuple[str, tuple[Any, ...]], ...]
+    dtypes: tuple[tuple[str, str], ...]
+    params: tuple[tuple[str, Any], ...]
+    tails: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the operands that are there."""
+        return tuple(name for name, _ in self.shapes)
+
+    def has(self, name: str) -> bool:
+        """Whether an operand is there."""
+        return name in self.operands
+
+    def shape(self, name: str) -> tuple[Any, ...]:
+        """Returns an operand's shape; a size may be symbolic under export."""
+        return dict(self.shapes)[name]
+
+    def dtype(self, name: str) -> str:
+        """Returns the name of an operand's dtype, such as ``"bfloat16"``."""
+        return dict(self.dtypes)[name]
+
+    def nbytes(self, name: str) -> int:
+        """Returns an operand's size in bytes; its shape must be known."""
+        return math.prod(self.shape(name)) * jnp.dtype(self.dtype(name)).itemsize
+
+    def param(self, name: str, default: Any = None) -> Any:
+        """Returns a parameter's value."""
+        return dict(self.params).get(name, default)
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether any size is symbolic."""
+        return any(not isinstance(d, int) for _, shape in self.shapes for d in shape)
+
+
+def spec_of(op: Op, operands: Mapping[str, Any], params: Mapping[str, Any]) -> Spec:
+    """Returns the `Spec` of an op on given operands.
+
+    Args:
+        op: The op.
+        operands: Arrays, or anything with ``shape`` and ``dtype``, by name.
+        params: Parameters; the op's defaults fill in what is missing.
+    """
+    names = op.ordered(operands)
+    return Spec(
+        op.name,
+        tuple((n, tuple(operands[n].shape)) for n in names),
+        tuple((n, str(operands[n].dtype)) for n in names),
+        tuple(sorted({**op.defaults, **params}.items())),
+        tuple((n, len(d[1:])) for n in names if (d := _letters(op, n))[:1] == ["..."]),
+    )
+
+
+def _letters(op: Op, name: str) -> list[str]:
+    return op.dims.get(name, "").split()
+
+
+def takes_all(spec: Spec) -> Verdict:
+    """Returns yes: the `supports` of a kernel without limits."""
+    del spec
+    return YES
+
+
+def runs_anywhere(device: Device) -> Verdict:
+    """Returns yes: the `runs_on` of a kernel for every device of its platforms."""
+    del device
+    return YES
+
+
+def always_the_same(config: Any) -> Verdict:
+    """Returns yes: the `deterministic` of a kernel that adds up in a fixed order."""
+    del config
+    return YES
+
+
+def always_pays(spec: Spec, platform: str) -> Verdict:
+    """Returns yes: the `profitable` of a kernel that is chosen wherever it runs."""
+    del spec, platform
+    return YES
+
+
+def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
+    """Returns yes on a CPU for operands of a MiB and more.
+
+    Smaller ones stay in the caches, where norms take XLA's time
+    (``tests/bench/results/small.json``). On other platforms nothing shows that the
+    kernel beats XLA's fusion.
+    """
+    if platform == "cpu":
+        size = 0 if spec.symbolic else sum(map(spec.nbytes, spec.operands))
+        if spec.symbolic or size >= 1 << 20:
+            return YES
+        return no(
+            "small", f"operands of {size >> 10} KiB are so small that XLA is as fast"
+        )
+    return no("platform", f"not measured to be faster than XLA on {platform}")
+
+
+def fits_anywhere(config: Any, spec: Spec, device: Device) -> Verdict:
+    """Returns yes: the `fits` of a space that has nothing to prune."""
+    del config, spec, device
+    return YES
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The configs that one pass of a kernel may run with.
+
+    Attributes:
+        config: A frozen dataclass of numbers and words, such as block sizes. The
+            pass gets one as ``config=``, or none and uses its rule of thumb.
+        default: ``default(spec, device)`` is that rule of thumb.
+        configs: ``configs(spec, device)`` gives what is worth measuring, the
+            likeliest first.
+        fits: Says, with reasons, whether a config can run: shared memory,
+            registers, divisibility.
+
+    What a forward saves for its backward must not depend on the config.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class Rows:
+        ...     rows: int = 128
+        >>> space = Space(
+        ...     Rows,
+        ...     default=lambda spec, device: Rows(),
+        ...     configs=lambda spec, device: [Rows(64), Rows(256), Rows(512)],
+        ...     fits=lambda config, spec, device: YES
+        ...     if spec.shape("x")[0] % config.rows == 0
+        ...     else no("rows", f"{config.rows} does not divide the rows"),
+        ... )
+        >>> spec = Spec("f", (("x", (512, 8)),), (("x", "float32"),), ())
+        >>> found, pruned = worth_measuring(space, spec, Device("cpu", "cpu"), 8)
+        >>> [config.rows for config in found]
+        [128, 64, 256, 512]
+    """
+
+    config: type
+    default: Callable[[Spec, Device], Any] = field(repr=False)
+    configs: Callable[[Spec, Device], Iterable[Any]] = field(repr=False)
+    fits: Callable[[Any, Spec, Device], Verdict] = field(
+        default=fits_anywhere, repr=False
+    )
+
+
+def worth_measuring(
+    space: Space | None, spec: Spec, device: Device, most: int
+) -> tuple[tuple[Any, ...], tuple[tuple[Any, Verdict], ...]]:
+    """Returns the configs to measure, and those that were pruned with the reasons.
+
+    Args:
+        space: The space; without one there is one config, None.
+        spec: The use of the op.
+        device: Where it will run.
+        most: How many configs at most; the rule of thumb is the first.
+
+    Example:
+        >>> worth_measuring(None, Spec("f", (), (), ()), Device("cpu", "cpu"), 8)
+        ((None,), ())
+    """
+    if space is None:
+        return (None,), ()
+    default = space.default(spec, device)
+    proposed = dict.fromkeys((default, *space.configs(spec, device)))
+    verdicts = [(c, space.fits(c, spec, device)) for c in proposed]
+    good = [c for c, v in verdicts if v.ok]
+    return tuple(good[:most]), tuple((c, v) for c, v in verdicts if not v.ok)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One implementation of an op.
+
+    Attributes:
+        name: The kernel's name, unique within the op; never ``"reference"``.
+        op: The op's name.
+        platforms: Where it runs: any of ``cpu``, ``cuda``, ``rocm``, ``tpu``.
+        version: Raised whenever results or speed may change.
+        supports: Says, with reasons, whether it takes a `Spec`. It also sees
+            the shapes that `jax.vmap` makes.
+        forward: ``forward(*, <operands>, **params)`` gives the result; with
+            ``residuals=True`` (asked only if there is a `backward`) it gives
+            ``(result, residuals)``, residuals a tuple of arrays.
+        backward: ``backward(*, <operands>, out, residuals, cotangent,
+            **params)`` gives cotangents by operand name for the float
+            operands; one left out, or no backward at all, is taken from
+            `jax.vjp` of the op's reference.
+        memory_bounded: Whether it needs far less memory than the reference.
+        saves_out: Whether `backward` reads ``out``; otherwise it gets None
+            and the result is not kept for it.
+        profitable: Says, with reasons, whether it is likely to beat the program
+            as written on a platform; asked when nothing was measured.
+        profitable_backward: ``profitable_backward(spec, platform, count)`` says the
+            same for a site whose gradient is computed in the same program, where
+            what is saved for it is kept ``count`` times, once a layer;
+            `profitable` by default.
+        estimate: ``estimate(spec, device, passes)`` gives the seconds that a model of
+            it takes, and of other implementations, by name, ``"xla"`` among them; it
+            is asked instead of `profitable` where the device's figures are known.
+        exportable: Whether what it lowers to may be part of an exported program.
+        needs_devices: Whether its code has `custom_partitioning` in it, which JAX
+            lowers only where it knows the devices.
+        space: The configs of `forward`, which then takes ``config=``.
+        backward_space: The configs of `backward`, which then takes ``config=``.
+        steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
+            its Pallas TPU kernels, how often all of their code runs: the steps of the
+            grid that run where values decide it, and of code of which each step runs
+            one of n parts, a part. Without the device its time is estimated from that.
+        tried: Whether its code, as it is now, was seen to run on its devices. If not,
+            tuning tries it only with ``isolate=True``, and benches only by its name.
+        runs_on: Says, with reasons, whether it runs on a device of its platforms.
+            Where a program is exported for a platform, the device's kind is not known.
+        deterministic: ``deterministic(config)`` says, with reasons, whether the same
+            operands give the same bits each time with a config of `backward`, or the
+            one of its rule of thumb.
+        merges: Whether what its forward saves is one array, the log-sum-exp of each row
+            of scores, -inf without any, and `backward` reads that and the result only:
+            results of parts are then merged by it, and `backward` given the whole's.
+        adds_to: The operand that both passes take an ``addend=`` for, an array like
+            it, if they do for one. `forward` then adds it to the operand first and
+            gives ``(sum, result)`` instead of the result; `backward`, of which the
+            operand is that sum, adds it to that operand's cotangent.
+        swaps: Operands that it reads as well where two axes lie the other way round in
+            memory: ``(name, axis, axis)``. `forward` is told of which that is known, by
+            ``swapped=``, their names; it is given them in the op's order all the same,
+            and swaps their axes itself, which costs nothing then.
+    """
+
+    name: str
+    op: str
+    platforms: tuple[str, ...]
+    version: int
+    supports: Callable[[Spec], Verdict] = field(repr=False)
+    forward: Callable[..., Any] = field(repr=False)
+    backward: Callable[..., Mapping[str, jax.Array]] | None = field(
+        default=None, repr=False
+    )
+    memory_bounded: bool = False
+    saves_out: bool = True
+    profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
+    profitable_backward: Callable[[Spec, str, int], Verdict] | None = field(
+        default=None, repr=False
+    )
+    estimate: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
+        default=None, repr=False
+    )
+    exportable: bool = True
+    needs_devices: bool = False
+    space: Space | None = None
+    backward_space: Space | None = None
+    steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = field(
+        default=None, repr=False
+    )
+    tried: bool = True
+    runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
+    deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
+    merges: bool = False
+    adds_to: str = ""
+    swaps: tuple[tuple[str, int, int], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name})"
+
+    @property
+    def where(self) -> str:
+        """The line that defines the forward function, such as ``"fast.py:12"``."""
+        return source_line(self.forward)
+
+
+def source_line(function: Callable[..., Any]) -> str:
+    """Returns ``"file.py:12"`` for a function defined there, or ``""``."""
+    while True:
+        function = inspect.unwrap(function)
+        if not isinstance(function, functools.partial):
+            break
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
+def from_function(
+    function: Callable[..., Any],
+    op: Op,
+    name: str = "",
+    platforms: tuple[str, ...] = PLATFORMS,
+    version: int = 1,
+    supports: Callable[[Spec], Verdict] = takes_all,
+    backward: Callable[..., Mapping[str, jax.Array]] | None = None,
+    space: Space | None = None,
+    backward_space: Space | None = None,
+    saves_out: bool = True,
+    steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = None,
+) -> Kernel:
+    """Returns a kernel from a plain function of the operands.
+
+    The function gets the operands in the op's order, those named like one of
+    its keyword-only arguments by keyword, and only the parameters it names.
+
+    Args:
+        function: Computes the op's result.
+        op: The op it computes.
+        name: The kernel's name; the function's own by default.
+        platforms: Where it runs.
+        version: The kernel's version.
+        supports: What it takes; everything by default.
+        backward: As `Kernel.backward`.
+        space: The configs to choose from, if the function takes ``config=``.
+        backward_space: The configs to choose from, if `backward` takes ``config=``.
+        saves_out: As `Kernel.saves_out`.
+        steps: As `Kernel.steps`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rewriter.ops.op import Op
+        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
+        ...             lambda x: 2 * x)
+        >>> kernel = from_function(lambda x: x + x, double, name="by_adding")
+        >>> kernel.forward(x=jnp.ones(2)).tolist()
+        [2.0, 2.0]
+    """
+    arguments = inspect.signature(function).parameters.values()
+    takes_any = any(a.kind is a.VAR_KEYWORD for a in arguments)
+    keywords = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY}
+    named = {a.name for a in arguments if a.kind is not a.VAR_KEYWORD}
+
+    @functools.wraps(function)
+    def forward(**given: Any) -> Any:
+        operands = [n for n in op.operands if n in given]
+        positional = [given[n] for n in operands if n not in keywords]
+        rest = {n: given[n] for n in operands if n in keywords}
+        params = {
+            n: v
+            for n, v in given.items()
+            if n not in op.operands and (takes_any or n in named)
+        }
+        return function(*positional, **rest, **params)
+
+    return Kernel(
+        name or getattr(function, "__name__", "kernel"),
+        op.name, platforms, version, supports, forward, backward, space=space,
+        backward_space=backward_space, saves_out=saves_out, steps=steps,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""A program of many equal layers, rewritten as one of a few.
+
+`fold` leaves most turns of a program's runs out: what they read of the rest becomes
+results, and what the rest reads of them becomes inputs. What is left is a program
+of its own, so that whatever is proved of it holds for all values of those inputs.
+It is rewritten like any other; `unfold` then writes the missing turns like one that
+was left in, if that one and the one before it were rewritten alike. Their equations,
+down to the inputs, are those of every turn that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rewriter import _jax
+from rewriter.program.repeats import Numbered, Run, runs, turns_read
+
+WORTH = 1000
+"""How many equations must be left out."""
+BEHIND = 4
+"""How many turns are left in behind those left out: two that are compared, and what
+stands next to them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """What is left out of a run.
+
+    Attributes:
+        run: The run.
+        out: The turns that are left out, in order.
+        like: The turn that they are written like; the one before it is compared.
+    """
+
+    run: Run
+    out: range
+    like: int
+
+    @property
+    def end(self) -> int:
+        """Position behind the last equation that is left out."""
+        return self.run.start + self.run.period * self.out.stop
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """A program with turns left out.
+
+    Attributes:
+        whole: The program.
+        short: Without them, with inputs and results in their place.
+        program: The whole program's variables as numbers.
+        cuts: What is left out.
+        kept: By position in the short program, that in the whole one.
+        results: Which of the whole program's results the short one has, in order.
+    """
+
+    whole: Any
+    short: Any
+    program: Numbered
+    cuts: tuple[Cut, ...]
+    kept: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def turn(self, position: int) -> tuple[int, int] | None:
+        """(cut, turn) of an equation of the short program, if it is of a run."""
+        at = self.kept[position]
+        for k, cut in enumerate(self.cuts):
+            if cut.run.start <= at < cut.run.end:
+                return k, (at - cut.run.start) // cut.run.period
+        return None
+
+    def times(self, position: int) -> int:
+        """For how many equations of the whole program one of the short one stands."""
+        place = self.turn(position)
+        if place is None or place[1] != self.cuts[place[0]].like:
+            return 1
+        return 1 + len(self.cuts[place[0]].out)
+
+    def where(self, position: int, turns: int, index: int, here: str) -> str:
+        """The user's line of an equation some turns away from one of the short program.
+
+        Args:
+            position: The equation in the short program.
+            turns: How many turns away.
+            index: The cut whose turns they are.
+            here: The user's line of the equation itself.
+        """
+        at = self.kept[position]
+        eqn = self.program.eqns[at]
+        twin = self.program.eqns[at + turns * self.cuts[index].run.period]
+        same = eqn.source_info.traceback == twin.source_info.traceback
+        return here if same or _jax.call_kind(eqn) else _jax.source_of(twin)
+
+
+def fold(closed_jaxpr: Any) -> Folded | None:
+    """The program without most of its turns; None if it has too few."""
+    if len(closed_jaxpr.eqns) < WORTH:
+        return None
+    program = Numbered(closed_jaxpr)
+    found = runs(program)
+    cuts = _cuts(found)
+    if sum(len(c.out) * c.run.period for c in cuts) < WORTH:
+        return None
+    eqns, first = program.eqns, [*program.first, len(program.results)]
+    gone = np.zeros(len(eqns), bool)
+    made = np.ones(len(program.results), bool)  # in the short program
+    read: list[np.ndarray] = []
+    for cut in cuts:
+        run, out = cut.run, cut.out
+        lo, hi = (run.start + k * run.period for k in (out.start, out.stop))
+        gone[lo:hi] = True
+        made[first[lo] : first[hi]] = False
+        read.append(run.reads[out.start : out.stop].reshape(-1))
+    kept = tuple(np.flatnonzero(~gone).tolist())
+    numbers = np.concatenate(read)
+    given = np.zeros(len(program.results), bool)  # to the turns that are left out
+    given[numbers[numbers >= 0]] = True
+    variable, number = _jax.Var, program.number
+    more = dict.fromkeys(
+        a
+        for k in kept
+        for a in eqns[k].invars
+        if a.__class__ is variable and number[a] >= 0 and not made[number[a]]
+    )
+    handed = [program.results[n] for n in np.flatnonzero(given & made).tolist()]
+    outs = closed_jaxpr.outvars
+    results = tuple(
+        k
+        for k, v in enumerate(outs)
+        if _jax.is_literal(v) or number[v] < 0 or made[number[v]]
+    )
+    short = _jax.with_equations(
+        closed_jaxpr,
+        [eqns[k] for k in kept],
+        [*(outs[k] for k in results), *handed],
+        tuple(more),
+    )
+    return Folded(closed_jaxpr, short, program, tuple(cuts), kept, results)
+
+
+def _cuts(found: Sequence[Run]) -> list[Cut]:
+    """What to leave out of runs, and of those that read them the same turns."""
+    cuts: list[Cut] = []
+    by_run: dict[int, Cut] = {}
+    for index, run in enumerate(found):
+        read = {o[0] for o in run.others if o is not None}
+        if not read:
+            last = run.count - BEHIND
+            cut = Cut(run, range(1, last), last + 2)
+        else:
+            cut = _mirrored(run, found, by_run, read)
+            if cut is None:
+                continue
+        by_run[index] = cut
+        cuts.append(cut)
+    return cuts
+
+
+def _mirrored(
+    run: Run, found: Sequence[Run], cuts: Mapping[int, Cut], read: set[int]
+) -> Cut | None:
+    """The turns of a run that read turns of another one that are left out."""
+    if len(read) > 1 or not read <= cuts.keys():
+        return None
+    other = cuts[next(iter(read))]
+    turns = turns_read(run, other.run)
+    if (turns[1:-1] != turns[1:-1, :1]).any():
+        return None
+    of = turns[:, 0].tolist()
+    out = [k for k in range(1, run.count - 1) if of[k] in other.out]
+    like = [k for k in range(1, run.count - 1) if of[k] in (other.like - 1, other.like)]
+    if not out or len(like) != 2 or out != list(range(out[0], out[-1] + 1)):
+        return None
+    if like[1] != like[0] + 1 or {like[0] - 1, like[1] + 1} & set(out):
+        return None
+    return Cut(run, range(out[0], out[-1] + 1), like[1])

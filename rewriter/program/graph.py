@@ -1,0 +1,408 @@
+"""The matching view of a jaxpr: every equation at any depth, as one graph of values.
+
+Calls are inlined, loop-invariant operands of scan, while and cond bodies stand
+for the values outside, and equal equations and constants are merged, so that one value
+has one number however often the program computes it. The original equations stay where
+they are: a `Scope` remembers which variable carries which value in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter import _jax
+from rewriter.program.equal_constants import Constants
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One distinct equation: primitive, parameters, operand and result values.
+
+    Equal equations elsewhere are its copies, as (scope, position, equation). Two
+    nodes have one signature exactly if their primitives and parameters are equal.
+    """
+
+    prim: str
+    params: dict[str, Any]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    eqn: Any
+    scope: Scope
+    position: int
+    signature: int
+    copies: tuple[tuple[Scope, int, Any], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """One jaxpr body at one place of the program.
+
+    Attributes:
+        kind: ``"top"``, or the primitive of the equation that owns the body.
+        parent: The scope around it; None at the top.
+        call: Position of the owning equation among the parent's equations.
+        branch: Which of the equation's bodies this is.
+        jaxpr: The body.
+        env: Variable to value number.
+        length: How often the body runs for one run of the parent (scan length;
+            1 for a while loop, whose count is unknown).
+        open_out: Whether results may be matched together with equations outside.
+    """
+
+    kind: str
+    parent: Scope | None
+    call: int
+    branch: int
+    jaxpr: Any
+    length: int = 1
+    open_out: bool = True
+    env: dict[Any, int] = field(default_factory=dict)
+    first_var: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    children: dict[int, list[Scope]] = field(default_factory=dict)
+
+    @property
+    def repeats(self) -> int:
+        """How often the body runs in one call of the program."""
+        outer = self.parent.repeats if self.parent else 1
+        return outer * self.length
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Kinds of the loops and remat bodies around, outermost first."""
+        outer = self.parent.path if self.parent else ()
+        return (*outer, self.kind) if self.kind in _SHOWN else outer
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether it, or a body around it, is a checkpoint's recomputation."""
+        if self.parent is None:
+            return False
+        eqn = self.parent.jaxpr.eqns[self.call]
+        here = self.kind == "remat" and _jax.is_recomputation(eqn)
+        return here or self.parent.runs_again
+
+
+_SHOWN = {"scan", "while", "cond", "remat", "shard_map", "custom_vjp", "custom_jvp"}
+_NEVER_MERGED = {"optimization_barrier"}
+_ROUNDING = "reduce_precision"
+
+
+class Graph:
+    """Values and the equations that make them; see the module text."""
+
+    def __init__(self, closed_jaxpr: Any):
+        self.avals: list[Any] = []
+        self.producer: dict[int, tuple[Node, int]] = {}
+        self.consumers: dict[int, list[Node]] = {}
+        self.constants: dict[int, Any] = {}
+        self.nodes: list[Node] = []
+        self.fresh_in: dict[int, Scope] = {}
+        self.per_step: dict[tuple[int, int, bool], int] = {}
+        self.per_device: dict[Any, int] = {}
+        self.stacked: dict[int, tuple[int | None, ...]] = {}
+        self._numbers: dict[Any, tuple[int, ...]] = {}
+        self._signatures: dict[Any, int] = {}
+        self._signatures_in: dict[int, list[int]] = {}
+        self._equal = Constants()
+        self._literals: dict[Any, int] = {}
+        self._user_rules: dict[Any, bool] = {}
+        self.top = Scope("top", None, -1, 0, closed_jaxpr)
+        self._add_body(self.top, [self._new(v.aval) for v in closed_jaxpr.invars])
+
+    # ------------------------------------------------------------- values
+    def _new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """Shape of a value."""
+        return self.avals[value].shape
+
+    def dtype(self, value: int) -> np.dtype:
+        """Dtype of a value."""
+        return self.avals[value].dtype
+
+    def literal(self, val: Any, aval: Any) -> int:
+        """The value number of a literal."""
+        if _jax.is_opaque(val):
+            return self._constant(val, aval)
+        if np.shape(val):
+            number = self._new(aval)
+            self.constants[number] = val
+            return number
+        key = (aval.dtype, np.asarray(val).tobytes())
+        number = self._literals.get(key)
+        if number is None:
+            number = self._literals[key] = self._new(aval)
+            self.constants[number] = val
+        return number
+
+    # ------------------------------------------------------------- building
+    def _bind(self, scope: Scope, var: Any, value: int, position: int) -> None:
+        scope.env[var] = value
+        scope.first_var.setdefault(value, (position, var))
+
+    def read(self, scope: Scope, atom: Any) -> int:
+        """The value of a variable or literal in a scope."""
+        if _jax.is_literal(atom):
+            return self.literal(atom.val, atom.aval)
+        return scope.env[atom]
+
+    def _add_body(self, scope: Scope, args: Sequence[int]) -> list[int]:
+        jaxpr = scope.jaxpr
+        for var, const in zip(jaxpr.constvars, _jax.consts_of(jaxpr), strict=True):
+            number = self._constant(const, var.aval)
+            self._bind(scope, var, number, -1)
+        for var, value in zip(jaxpr.invars, args, strict=True):
+            self._bind(scope, var, value, -1)
+        env, first_var = scope.env, scope.first_var
+        variable = _jax.Var
+        signatures = self._signatures_of(jaxpr.eqns)
+        for position, eqn in enumerate(jaxpr.eqns):
+            ins = [
+                env[a] if a.__class__ is variable else self.read(scope, a)
+                for a in eqn.invars
+            ]
+            signature = signatures[position]
+            if signature >= 0:
+                outs = self._merged(scope, position, eqn, ins, signature)
+            else:
+                outs = self._add_equation(scope, position, eqn, ins)
+            for var, value in zip(eqn.outvars, outs):  # noqa: B905 (a hot loop)
+                if var.__class__ is variable:
+                    env[var] = value
+                    if value not in first_var:
+                        first_var[value] = (position, var)
+        return [self.read(scope, a) for a in jaxpr.outvars]
+
+    def _signatures_of(self, eqns: Sequence[Any]) -> list[int]:
+        """A number per equation, equal for equal primitive and parameters.
+
+        Equations that are never merged have numbers of their own, below zero.
+        """
+        known = self._signatures_in.get(id(eqns))
+        if known is None:
+            known = [self._signature(e) for e in eqns]
+            self._signatures_in[id(eqns)] = known
+        return known
+
+    def _signature(self, eqn: Any) -> int:
+        params, signatures = eqn.params, self._signatures
+        name = eqn.primitive.name
+        key: Any = object()  # equal to nothing else
+        number = -len(signatures) - 1
+        if not (
+            eqn.effects
+            or name in _jax.BODIES
+            or name in _NEVER_MERGED
+            or name == _ROUNDING
+            or "jaxpr" in params
+        ):
+            key = (name, *params.items())
+            number = len(signatures)
+        try:
+            return signatures.setdefault(key, number)
+        except TypeError:  # a parameter without a hash
+            return signatures.setdefault(object(), -len(signatures) - 1)
+
+    def _number_of(self, call: str) -> int:
+        """The signature of a call that is taken as one equation."""
+        return self._signatures.setdefault(call, len(self._signatures))
+
+    def _constant(self, const: Any, aval: Any) -> int:
+        opaque = _jax.is_opaque(const)
+        if not opaque and np.shape(const) == ():
+            return self.literal(const, aval)
+        const = self._equal.one(const)
+        key = ("const", id(const))
+        if key not in self._literals:
+            self._literals[key] = self._new(aval)
+            if not opaque:
+                self.constants[self._literals[key]] = const
+        return self._literals[key]
+
+    def _child(
+        self, scope: Scope, position: int, body: Any, args: Sequence[int], **kw: Any
+    ) -> list[int]:
+        siblings = scope.children.setdefault(position, [])
+        child = Scope(
+            parent=scope, call=position, branch=len(siblings), jaxpr=body, **kw
+        )
+        siblings.append(child)
+        return self._add_body(child, args)
+
+    def _fresh(self, body: Any, count: slice) -> list[int]:
+        return [self._new(v.aval) for v in body.invars[count]]
+
+    def _opaque(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        outs = tuple(self._new(v.aval) for v in eqn.outvars)
+        signature = self._signature(eqn)
+        self._record(Node(eqn.primitive.name, eqn.params, tuple(ins), outs, eqn,
+                          scope, position, signature))  # fmt: skip
+        return outs
+
+    def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        name = eqn.primitive.name
+        if name == _ROUNDING:
+            if _keeps_precision(eqn):  # what a checkpoint saves: the same value
+                return (ins[0],)
+            signature = self._number_of(f"{name} {eqn.params}")
+            return self._merged(scope, position, eqn, ins, signature)
+        kind = _jax.call_kind(eqn)
+        if kind == "call":
+            whole = _jax.integer_division(eqn)
+            if whole:
+                signature = self._number_of(whole)
+                return self._merged(scope, position, eqn, ins, signature, whole)
+            return self._child(scope, position, _jax.call_body(eqn), ins, kind="call")
+        if kind == "remat":
+            return self._child(scope, position, _jax.call_body(eqn), ins, kind="remat")
+        if kind == "custom":
+            if self._library_rule(eqn):
+                whole = _jax.named_rule(eqn)
+                if whole:
+                    signature = self._number_of(whole)
+                    return self._merged(scope, position, eqn, ins, signature, whole)
+                return self._child(
+                    scope, position, _jax.call_body(eqn), ins, kind="call"
+                )
+            what = "custom_jvp" if "jvp" in name else "custom_vjp"
+            self._child(
+                scope, position, _jax.call_body(eqn), ins, kind=what, open_out=False
+            )
+        elif kind == "scan":
+            return self._scan(scope, position, eqn, ins)
+        elif kind == "while":
+            body, n_cond, n_body = _jax.while_parts(eqn)
+            args = ins[n_cond : n_cond + n_body]
+            args = args + self._fresh(body, slice(n_body, None))
+            self._child(scope, position, body, args, kind="while", open_out=False)
+        elif kind == "cond":
+            for body in eqn.params["branches"]:
+                self._child(scope, position, body, ins[1:], kind="cond", open_out=False)
+        elif kind == "shard_map":
+            return self._shard_map(scope, position, eqn, ins)
+        return self._opaque(scope, position, eqn, ins)
+
+    def _scan(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        """A loop; what its backward loop reads step by step is what it wrote there."""
+        body, n_consts, n_carry, length = _jax.scan_parts(eqn)
+        first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
+        steps = []
+        for value, var in zip(ins[first:], body.invars[first:], strict=True):
+            known = self.per_step.get((value, length, not backwards))
+            if known is None:
+                known = self._new(var.aval)
+            self.per_step.setdefault((value, length, backwards), known)
+            steps.append(known)
+        args = ins[:n_consts] + self._fresh(body, slice(n_consts, first)) + steps
+        self._child(
+            scope, position, body, args, kind="scan", length=length, open_out=False
+        )
+        outs = self._opaque(scope, position, eqn, ins)
+        child = scope.children[position][-1]
+        for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
+            self.per_step[value, length, backwards] = self.read(child, var)
+        self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
+        return outs
+
+    def _shard_map(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        """Parts on each device; what is split alike again has the same parts."""
+        body = eqn.params["jaxpr"]
+        args = self._fresh(body, slice(None))
+        into, out_of, around = _jax.parts_of(eqn)
+        for k, (value, spec) in enumerate(zip(ins, into, strict=True)):
+            args[k] = self.per_device.setdefault((value, spec, around), args[k])
+        self._child(scope, position, body, args, kind="shard_map", open_out=False)
+        outs = self._opaque(scope, position, eqn, ins)
+        child = scope.children[position][-1]
+        for value, var, spec in zip(outs, body.outvars, out_of, strict=True):
+            if _jax.is_parts(spec, var.aval, around):
+                self.per_device[value, spec, around] = self.read(child, var)
+        return outs
+
+    def _library_rule(self, eqn: Any) -> bool:
+        key = id(eqn.params.get("call_jaxpr"))
+        if key not in self._user_rules:
+            self._user_rules[key] = _jax.is_library_rule(eqn)
+        return self._user_rules[key]
+
+    def _merged(
+        self, scope: Scope, position: int, eqn: Any, ins: list[int], signature: int,
+        name: str = "",
+    ) -> tuple[int, ...]:  # fmt: skip
+        key = (signature, *ins)
+        found = self._numbers.get(key)
+        if found is not None:
+            first = self.producer[found[0]][0]
+            first.copies = (*first.copies, (scope, position, eqn))
+            return found
+        avals = self.avals
+        start = len(avals)
+        for var in eqn.outvars:
+            avals.append(var.aval)
+        outs = self._numbers[key] = tuple(range(start, len(avals)))
+        self._record(
+            Node(name or eqn.primitive.name, eqn.params, key[1:], outs, eqn, scope,
+                 position, signature)
+        )  # fmt: skip
+        return outs
+
+    def _record(self, node: Node) -> None:
+        self.nodes.append(node)
+        for k, out in enumerate(node.outs):
+            self.producer[out] = (node, k)
+        consumers = self.consumers
+        ins = node.ins
+        for value in ins if len(ins) < 2 else dict.fromkeys(ins):
+            readers = consumers.get(value)
+            if readers is None:
+                consumers[value] = [node]
+            else:
+                readers.append(node)
+
+    def release(self) -> None:
+        """Breaks the cycles, so that a used graph is freed without a collection."""
+        for node in self.nodes:
+            node.copies = ()
+        scopes = [self.top]
+        while scopes:
+            scope = scopes.pop()
+            for children in scope.children.values():
+                scopes += children
+            scope.parent = None
+            scope.children.clear()
+
+    # ------------------------------------------------------------- queries
+    def node_of(self, value: int) -> Node | None:
+        """The equation that makes a value; None for inputs and constants."""
+        found = self.producer.get(value)
+        return found[0] if found else None
+
+    def users(self, value: int) -> list[Node]:
+        """Equations that read a value."""
+        return self.consumers.get(value, [])
+
+    def scalar(self, value: int) -> float | int | bool | None:
+        """The Python number of a constant scalar, or None."""
+        const = self.constants.get(value)
+        if const is None or np.shape(const):
+            return None
+        return np.asarray(const).item()
+
+
+def _keeps_precision(eqn: Any) -> bool:
+    """Whether a `reduce_precision` leaves all bits of its operand's type."""
+    kind = jnp.finfo(eqn.invars[0].aval.dtype)
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+    return bits[0] >= kind.nexp and bits[1] >= kind.nmant
+
+
+def variable(scope: Scope, value: int) -> tuple[int, Any] | None:
+    """(position of its definition, variable) carrying a value in a scope, or None."""
+    return scope.first_var.get(value)

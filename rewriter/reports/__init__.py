@@ -1,0 +1,1 @@
+"""What a user reads: the report of a program, as text, JSON and drawings."""

@@ -1,0 +1,434 @@
+"""A rewritten program in, words for people out: text, JSON, HTML."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from rewriter.find.match import NearMiss
+from rewriter.measure.key import Key
+from rewriter.program.collectives import Collectives, collectives_of
+from rewriter.program.propagation import Placement
+from rewriter.rewrite.passes.checkpoint_savings import Kept
+from rewriter.rewrite.passes.recompute import Stacks
+from rewriter.rewrite.plan import Site
+from rewriter.support.verdict import Reason
+
+COUNTED = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
+
+MEASURED = ("tuned", "cached", "shipped", "nearest")
+"""Origins of choices made by measuring."""
+
+ASCII = str.maketrans({
+    "✓": "+", "✗": "!", "×": "x", "→": ">", "−": "-", "·": ";", "≥": ">=",
+    "Σ": "sum", "ᵀ": "^T", "…": "...", "∞": "inf", "±": "+-", "–": "-", "µ": "u",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was recognised in one function, what became of it, and why.
+
+    ``print(report)`` is plain text and complete.
+
+    Attributes:
+        name: The function's name.
+        versions: The JAX version.
+        target: The device kind built for.
+        patterns: The patterns in force, in text.
+        sites: Everything recognised, replaced or not.
+        misses: Everything that almost was.
+        failures: What went wrong inside the rewriter, if anything.
+        numerics: The numerics policy in force.
+        seconds: Stage name to seconds; ``"trace"`` is JAX's own tracing.
+        before: The program as written.
+        after: The program as rewritten.
+        key: Under which the whole program is measured; None if nothing was replaced.
+        placement: Where its inputs are, if it runs on several devices.
+        stacks: What loops stack for their gradients, where that is less than before.
+        kept: What checkpoints are given, and do not compute again.
+        offered: What more `checkpoint_memory` could give them.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> report = rewriter.explain(jnp.sin)(1.0)
+        >>> report.counts()["attention"]
+        0
+    """
+
+    name: str
+    versions: str
+    target: str
+    patterns: str
+    sites: tuple[Site, ...]
+    misses: tuple[NearMiss, ...]
+    failures: tuple[Reason, ...] = ()
+    numerics: str = "default"
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    before: ClosedJaxpr | None = field(default=None, repr=False)
+    after: ClosedJaxpr | None = field(default=None, repr=False)
+    key: Key | None = field(default=None, repr=False)
+    placement: Placement | None = field(default=None, repr=False)
+    stacks: tuple[Stacks, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    offered: tuple[Kept, ...] = ()
+
+    def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
+        """Returns how many sites of each op were recognised.
+
+        A site made of several, such as a gated linear unit of ragged dots, counts as
+        those.
+
+        Args:
+            repeats: Count a scan's body as often as it runs, else once.
+            backward: Count only sites whose gradient was found as well.
+        """
+        found = Counter(dict.fromkeys(COUNTED, 0))
+        for site in self.sites:
+            if not backward or site.backward:
+                for op in site.parts or (site.op,):
+                    found[op] += site.repeats if repeats else 1
+        return dict(found)
+
+    def at(self, where: str) -> Report:
+        """Returns the part of the report about one source line or file.
+
+        Args:
+            where: ``"model.py"`` or ``"model.py:88"``.
+        """
+        sites = tuple(s for s in self.sites if _is_at(s.where, where))
+        misses = tuple(m for m in self.misses if _is_at(m.where, where))
+        return self._only(sites, misses)
+
+    def why_not(self, op: str = "") -> str:
+        """Returns every reason why sites of an op were missed or left, in text.
+
+        Args:
+            op: An op's name; empty for all.
+        """
+        misses = tuple(m for m in self.misses if op in ("", m.op))
+        sites = tuple(s for s in self.sites if op in ("", s.op) and not s.replaced)
+        lines = [line for m in misses for line in _miss_lines(m, full=True)]
+        lines += [line for group in _grouped(sites) for line in _site_lines(group)]
+        missing = f"nothing in {self.name} is close to {op or 'any pattern'}"
+        return "\n".join(lines) if lines else missing
+
+    def collectives(self) -> tuple[Collectives, Collectives]:
+        """Compiles the program as written and as rewritten; returns their collectives.
+
+        Returns:
+            For each, by kind, how many and how many bytes they give; nothing for a
+            program on one device.
+
+        Raises:
+            RewriterError: If the devices of an abstract mesh are not here.
+        """
+        if self.placement is None or self.before is None or self.after is None:
+            return {}, {}
+        before, after = (
+            collectives_of(program, self.placement)
+            for program in (self.before, self.after)
+        )
+        return before, after
+
+    def text(self, ascii: bool = False) -> str:
+        """Returns the report as text.
+
+        Args:
+            ascii: Use ASCII symbols only.
+        """
+        text = "\n".join(_lines(self))
+        return text.translate(ASCII) if ascii else text
+
+    def json(self) -> str:
+        """Returns the report as JSON."""
+        return json.dumps(self.as_dict(), indent=1, default=str)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as plain dicts and lists."""
+        return {
+            "function": self.name,
+            "jax": self.versions,
+            "target": self.target,
+            "patterns": self.patterns,
+            "numerics": self.numerics,
+            "counts": self.counts(),
+            "sites": [{**asdict_site(s)} for s in self.sites],
+            "misses": [asdict(m) for m in self.misses],
+            "failures": [asdict(r) for r in self.failures],
+            "stacks": [asdict(s) for s in self.stacks],
+            "kept": [asdict(k) for k in self.kept],
+            "offered": [asdict(k) for k in self.offered],
+            "seconds": dict(self.seconds),
+        }
+
+    def svg(self, site: int | None = None) -> str:
+        """Returns a picture of the program before and after.
+
+        Args:
+            site: The index of one site; ``None`` for the whole program.
+        """
+        from rewriter.reports.draw import before_after
+
+        return before_after(self.before, self.after, self.sites, site)
+
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report and its picture as one self-contained file."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(_page(self))
+
+    def _only(self, sites: Sequence[Site], misses: Sequence[NearMiss]) -> Report:
+        from dataclasses import replace
+
+        return replace(self, sites=tuple(sites), misses=tuple(misses))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return _fragment(self)
+
+
+def asdict_site(site: Site) -> dict[str, Any]:
+    """Returns a site as a plain dict."""
+    kept = {k: getattr(site, k) for k in site.__dataclass_fields__}
+    kept["params"] = {k: str(v) for k, v in dict(site.params).items()}
+    return kept
+
+
+# ------------------------------------------------------------------- text
+def _lines(report: Report) -> Iterator[str]:
+    yield (
+        f"rewriter.explain({report.name})   jax {report.versions}   "
+        f"{report.target}   patterns: {report.patterns}"
+    )
+    yield f" {_summary(report)}{_seconds(report.seconds)}"
+    if report.sites or report.misses or report.failures:
+        yield ""
+    groups = _grouped(report.sites)
+    widths = _widths(
+        [_head(g) for g in groups] + [_miss_head(m) for m in report.misses]
+    )
+    for group in groups:
+        yield from _site_lines(group, widths)
+    for miss, count in _equal(report.misses):
+        yield from _miss_lines(miss, count, widths)
+    for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
+        same = [k for k in report.kept if (k.what, k.where) == (what, where)]
+        yield _row("✓", _kept_row(same), widths)
+    if report.offered:
+        yield f" = {_offer(report.offered)}"
+    for stacks in report.stacks:
+        yield from _stacks_lines(stacks, widths)
+    for reason in report.failures:
+        yield f" ✗ left as written: {str(reason).splitlines()[0]}"
+
+
+def _kept_row(same: Sequence[Kept]) -> tuple[str, str, str, str]:
+    flops, count = sum(k.flops for k in same), sum(k.turns for k in same)
+    memory = size(sum(k.bytes for k in same))
+    text = f"kept for gradients in {memory}: {flops / 1e12:.3g} TFLOP less"
+    return same[0].what, f"×{count}", same[0].where, text
+
+
+def _offer(offered: Sequence[Kept]) -> str:
+    flops, memory = (sum(getattr(k, n) for k in offered) for n in ("flops", "bytes"))
+    best = max(offered, key=lambda k: k.flops / k.bytes)
+    first = sum(k.bytes for k in offered if k.what == best.what)
+    text = f"checkpoints compute {flops / 1e12:.3g} TFLOP again; checkpoint_memory "
+    text += f"keeps all of it in {size(memory)}"
+    return text + (f", {best.what} in {size(first)}" if first < memory else "")
+
+
+def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:
+    head = "residuals", f"×{stacks.turns} in scan", stacks.where
+    now = f"{size(stacks.after)} stacked for gradients, not {size(stacks.before)}"
+    yield _row("✓", (*head, now), widths)
+    yield f"     {stacks.again} values of a turn are computed again where they are read"
+
+
+def _summary(report: Report) -> str:
+    if not report.sites and not report.misses:
+        return "no candidates: nothing here is close to a pattern"
+    done = sum(s.repeats for s in report.sites if s.replaced)
+    kept = sum(s.repeats for s in report.sites if not s.replaced)
+    missed = len(report.misses)
+    parts = [f"{done} of {done + kept + missed} candidates rewritten"]
+    parts += [f"{kept} kept"] * bool(kept) + [f"{missed} missed"] * bool(missed)
+    return ", ".join(parts)
+
+
+def _seconds(seconds: Mapping[str, float]) -> str:
+    trace = seconds.get("trace", 0.0)
+    rest = sum(v for k, v in seconds.items() if k != "trace")
+    return f"    trace {trace:.2f} s, match {rest:.2f} s" if seconds else ""
+
+
+def _grouped(sites: Sequence[Site]) -> list[list[Site]]:
+    groups: dict[Any, list[Site]] = {}
+    for s in sites:
+        key = (s.op, s.where, s.kernel, s.origin, s.scope, s.shapes, s.not_chosen,
+               s.backward, s.again, s.sharding, s.form)  # fmt: skip
+        groups.setdefault(key, []).append(s)
+    return list(groups.values())
+
+
+def _equal(misses: Sequence[NearMiss]) -> list[tuple[NearMiss, int]]:
+    groups: dict[Any, list[NearMiss]] = {}
+    for m in misses:
+        key = (m.op, m.where, m.reasons, m.suggestion)
+        groups.setdefault(key, []).append(m)
+    return [(g[0], len(g)) for g in groups.values()]
+
+
+def _head(group: Sequence[Site]) -> tuple[str, str, str, str]:
+    site, count = group[0], sum(s.repeats for s in group)
+    inside = f" in {site.scope}" if site.scope else ""
+    return site.op, f"×{count}{inside}", site.where, _kernel(site)
+
+
+def _kernel(site: Site) -> str:
+    if site.replaced or site.origin in MEASURED:
+        form = f"{site.form} " if site.form else ""
+        return f"{form}{site.kernel} [{site.origin}]"
+    why = dict(site.not_chosen)
+    reason = next(iter(why.values()), "as fast") if len(set(why.values())) < 2 else ""
+    if reason and len(why) == 1 and site.origin == "estimated":
+        reason = f"{next(iter(why))} is {reason}"  # or the time would seem XLA's
+    return f"xla: {reason}" if reason else "xla: kept"
+
+
+def _miss_head(miss: NearMiss, count: int = 1) -> tuple[str, str, str, str]:
+    return miss.op, f"×{count}", miss.where, _near(miss)
+
+
+def _near(miss: NearMiss) -> str:
+    return f"nearest: {miss.op}" + (f", {miss.score:.0%} alike" if miss.score else "")
+
+
+def _widths(rows: Sequence[tuple[str, ...]]) -> tuple[int, int, int]:
+    widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
+    return widths[0], widths[1], min(widths[2], 44)
+
+
+def _row(mark: str, row: tuple[str, ...], widths: tuple[int, ...] = (0, 0, 0)) -> str:
+    cells = [f"{c:<{w}}" for c, w in zip(row, widths, strict=False)]
+    return f" {mark} {'  '.join([*cells, *row[3:]])}".rstrip()
+
+
+def _site_lines(
+    group: Sequence[Site], widths: tuple[int, ...] = (0, 0, 0)
+) -> Iterator[str]:
+    site = group[0]
+    yield _row("✓" if site.replaced else "=", _head(group), widths)
+    yield from (f"     {line}" for line in _details(site))
+
+
+def _details(site: Site) -> Iterator[str]:
+    facts = ["forward and backward"] * site.backward
+    if site.again:
+        facts.append(f"the forward runs again in {site.again}")
+    if site.saved_bytes:
+        facts.append(f"−{size(site.saved_bytes)} of intermediate values")
+    if site.sharding:
+        yield f"on each device: {site.sharding}"
+    facts += _telling(site.params)
+    if facts:
+        yield "; ".join(facts)
+    if site.config and site.origin in MEASURED:
+        yield f"config: {site.config}"
+    if site.numerics:
+        yield "numerics: " + "; ".join(site.numerics)
+    others = [(k, r) for k, r in site.not_chosen if site.replaced or k != "xla"]
+    several = len(set(dict(site.not_chosen).values())) > 1
+    if others and (site.replaced or site.origin in MEASURED or several):
+        yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
+
+
+QUIET = (
+    "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
+)  # fmt: skip
+"""Parameters that are true of most sites, or seen in shapes."""
+
+
+def _telling(params: Mapping[str, object]) -> Iterator[str]:
+    """The parameters worth a word."""
+    for key, value in dict(params).items():
+        if key in QUIET or value in (None, "", (None, None), False):
+            continue
+        if key == "window":
+            yield _window(value)
+        elif key == "activation":
+            yield str(value)
+        elif not (key == "shift" and value == 0):
+            yield f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+
+
+def _window(value: object) -> str:
+    if value == (None, 0):
+        return "causal"
+    left, right = value if isinstance(value, tuple) else (value, value)
+    sides = [f"{left} back" if left is not None else "all before"]
+    sides += [f"{right} ahead" if right is not None else "all after"]
+    return "window " + ", ".join(s for s in sides if not s.startswith("0 "))
+
+
+def _miss_lines(
+    miss: NearMiss,
+    count: int = 1,
+    widths: tuple[int, ...] = (0, 0, 0),
+    full: bool = False,
+) -> Iterator[str]:
+    yield _row("✗", _miss_head(miss, count), widths)
+    yield from (f"     {reason}" for reason in miss.reasons)
+    if miss.difference and (full or not miss.reasons):
+        yield f"     {miss.difference}"
+    if miss.suggestion:
+        yield f"   next: {miss.suggestion}"
+
+
+def size(count: int) -> str:
+    """Returns bytes in words.
+
+    Example:
+        >>> size(52_428_800)
+        '50 MiB'
+    """
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB"
+
+
+def _is_at(place: str, where: str) -> bool:
+    line = place.split(" ")[0]
+    return line == where or line.rsplit(":", 1)[0] == where
+
+
+# ------------------------------------------------------------------- HTML
+def _fragment(report: Report) -> str:
+    from html import escape
+
+    return (
+        f"<pre class='rewriter'>{escape(report.text())}</pre>"
+        f"<details><summary>picture</summary>{report.svg()}</details>"
+    )
+
+
+def _page(report: Report) -> str:
+    from html import escape
+
+    style = "body{font-family:system-ui;margin:2em}pre{line-height:1.4}"
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<title>{escape(report.name)}</title><style>{style}</style></head><body>"
+        f"<pre>{escape(report.text())}</pre>{report.svg()}</body></html>\n"
+    )

@@ -1,0 +1,187 @@
+"""Matches in a program on a mesh in, how each is spread over its devices out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter import _jax
+from rewriter.find.match import Match
+from rewriter.find.reading import leaves_of
+from rewriter.find.region import Regions
+from rewriter.gradients.insertion_point import obstacle, places, read_instead
+from rewriter.ops.op import OUT
+from rewriter.program.graph import Scope
+from rewriter.program.propagation import (
+    Placement,
+    Split,
+    Unreadable,
+    mark,
+    propagated,
+    split_by,
+)
+from rewriter.rewrite.replace import replace
+from rewriter.rewrite.splice import Splice
+from rewriter.site.shards import NoShards, Shards, shards_of
+
+log = logging.getLogger("rewriter.locate")
+
+ENTIRELY = "every axis of the mesh is manual around it"
+PARTLY = "some axes of the mesh are manual around it, others are not"
+
+Located = Mapping[int, "Shards | str"]
+"""By the id of a match, how it is spread, or why it is left to XLA."""
+
+
+def located(
+    regions: Regions, matches: Sequence[Match], placement: Placement | str
+) -> Located:
+    """Returns for each match how it is spread over the mesh, or why it is not.
+
+    Types say it where the mesh's axes are explicit. Else the program is written once
+    with each op's reference in place of the site, its operands marked, and XLA's
+    propagation is asked where those are.
+
+    Args:
+        regions: The walks over the program's graph.
+        matches: What was found in it.
+        placement: Where the program's inputs are; or why that is not known.
+    """
+    if isinstance(placement, str):
+        return {id(m): placement for m in matches if _manual(m.node.scope) != ENTIRELY}
+    found: dict[int, Shards | str] = {}
+    rest = []
+    for m in matches:
+        manual = _manual(m.node.scope)
+        if manual == PARTLY:
+            found[id(m)] = PARTLY
+        elif not manual and placement.stated:
+            found[id(m)] = _stated(regions, m, placement)
+        elif not manual:
+            rest.append(m)
+    found |= _propagated(regions, rest, placement)
+    for m in matches:
+        log.debug("%s at %s: %s", m.op.name, m.where, found.get(id(m), ENTIRELY))
+    return found
+
+
+def _propagated(
+    regions: Regions, matches: Sequence[Match], placement: Placement
+) -> dict[int, Shards | str]:
+    """How matches are spread, as XLA's propagation says of a program with marks."""
+    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+    splices = []
+    for index, m in enumerate(matches):
+        for scope, position in places(m):
+            if not obstacle(m, scope, regions):
+                seen = shapes[index] = {}
+                call = _observed(m, index, seen)
+                splices.append(Splice(m, scope, position, call, key=index))
+                break
+    if not splices:
+        return {}
+    try:
+        program, _ = replace(regions, splices)
+        splits = propagated(program, placement)
+    except Unreadable as problem:
+        why = f"its placement is not known: {problem}"
+        return {id(matches[i]): why for i in shapes}
+    found: dict[int, Shards | str] = {}
+    for index, seen in shapes.items():
+        m = matches[index]
+        try:
+            found[id(m)] = _shards(m, index, seen, splits, placement)
+        except NoShards as why:
+            found[id(m)] = str(why)
+    return found
+
+
+def _manual(scope: Scope | None) -> str:
+    """Whether a body sees one device's part already, by a shard_map around it."""
+    manual: set[str] = set()
+    sizes: dict[str, int] = {}
+    while scope is not None:
+        if scope.kind == "shard_map" and scope.parent is not None:
+            own, sizes = _jax.manual_axes(scope.parent.jaxpr.eqns[scope.call])
+            manual |= own
+        scope = scope.parent
+    if not sizes:
+        return ""
+    rest = [a for a, n in sizes.items() if n > 1 and a not in manual]
+    return PARTLY if rest else ENTIRELY
+
+
+def _observed(
+    match: Match, index: int, seen: dict[str, tuple[int, ...]]
+) -> Callable[..., jax.Array]:
+    """The op's reference, whose operands and result are marked."""
+    names = set(match.op.operands)
+
+    def call(**given: Any) -> jax.Array:
+        operands = {k: mark(v, f"{index}/{k}") for k, v in given.items() if k in names}
+        params = {k: v for k, v in given.items() if k not in names}
+        out = match.op.reference(**operands, **{**match.op.defaults, **params})
+        seen.update({k: v.shape for k, v in operands.items()}, **{OUT: out.shape})
+        return mark(out, f"{index}/{OUT}")
+
+    return call
+
+
+def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | str:
+    """How a match is spread where types state it: as those of its operands say."""
+    graph, reading = regions.graph, match.reading
+    here, names = dict(match.leaves), leaves_of(reading)
+    placed = {
+        leaf: instead.value
+        for leaf, instead in read_instead(regions, match, match.node.scope).items()
+        if not instead.steps
+    }
+    avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
+    own, params = set(match.op.operands), {**match.op.defaults, **reading.params}
+    shapes: dict[str, tuple[int, ...]] = {}
+    splits: dict[str, Split | None] = {}
+
+    def call(**given: Any) -> jax.Array:
+        operands = {k: v for k, v in given.items() if k in own}
+        structs = {
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in operands.items()
+        }
+        out = jax.eval_shape(lambda o: match.op.reference(**o, **params), structs)
+        for name, x in {**operands, OUT: out}.items():
+            shapes[name] = x.shape
+            spec = () if name == OUT else jax.typeof(x).sharding.spec
+            splits[name] = split_by(spec, len(x.shape))
+        return jnp.zeros(out.shape, out.dtype)
+
+    def code(*arrays: jax.Array) -> jax.Array:
+        leaves = dict(zip(names, arrays, strict=True))
+        shape, dtype = graph.shape(reading.value), graph.dtype(reading.value)
+        return reading.build(call, leaves, shape, dtype)
+
+    try:
+        _jax.trace_placed(code, avals)
+        return shards_of(match.op, params, shapes, splits, placement.mesh)
+    except NoShards as why:
+        return str(why)
+    except Exception as problem:  # JAX has no rule for a layout of these placements
+        text = (str(problem).splitlines() or [""])[0]
+        return f"its operands cannot be laid out as they are placed: {text}"
+
+
+def _shards(
+    match: Match,
+    index: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    splits: Mapping[str, Any],
+    placement: Placement,
+) -> Shards:
+    missing = [n for n in shapes if f"{index}/{n}" not in splits]
+    if missing:  # its result is not used, as far as propagation sees
+        raise NoShards(f"the compiler does not say where {missing[0]} is")
+    here = {n: splits[f"{index}/{n}"] for n in shapes}
+    params = {**match.op.defaults, **match.reading.params}
+    return shards_of(match.op, params, shapes, here, placement.mesh)

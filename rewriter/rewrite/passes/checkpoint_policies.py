@@ -1,0 +1,66 @@
+"""A rewritten program in; out, with checkpoints whose policies keep nothing of ours.
+
+    checkpoint[policy = any names but "scores"]
+        a, l = attention q k v   named rewriter.attention
+
+Sites name what they keep, so that a policy may ask for it. One that keeps every name
+but some would keep that too, which the program as written does not even have. So a
+policy decides of names of ours only if it tells them from names that nobody gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax
+from rewriter.program.bodies import changed
+
+OURS = "rewriter."
+NOBODYS = "a name that nothing has"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A checkpoint's policy that keeps what sites name only where it is asked to.
+
+    Attributes:
+        written: The policy in the program as written.
+    """
+
+    written: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        """Returns whether results of an equation are kept, as JAX asks policies."""
+        ours = str(params.get("name", "")).startswith(OURS)
+        if primitive.name == "name" and ours:
+            other = {**params, "name": NOBODYS}
+            if self.written(primitive, *avals, **other) is True:
+                return False
+        return self.written(primitive, *avals, **params)
+
+
+def kept_to(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose checkpoints keep to their policies; itself without any.
+
+    Args:
+        program: A rewritten program.
+    """
+    return changed(program, _with_policies)
+
+
+def _with_policies(body: Any) -> Any:
+    eqns = [_with_policy(e) for e in body.eqns]
+    if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+        return body
+    return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+
+
+def _with_policy(eqn: Any) -> Any:
+    policy = eqn.params.get("policy") if _jax.call_kind(eqn) == "remat" else None
+    if policy is None or isinstance(policy, Policy):
+        return eqn
+    return eqn.replace(params={**eqn.params, "policy": Policy(policy)})

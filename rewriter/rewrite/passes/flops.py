@@ -1,0 +1,57 @@
+"""An equation in, the work that it needs out, where that is known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rewriter.ops.cost import Cost
+from rewriter.site import residual_stream, site
+from rewriter.site.uses import shaped, without_levels
+
+SITES = (site.site_p, site.site_on_devices_p, residual_stream.site_p)
+
+
+def work(eqn: Any) -> Cost | None:
+    """Returns the least work of a product or of an op's site; None for others.
+
+    Args:
+        eqn: An equation. Of a site under `jax.vmap` it is that of one entry.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jnp.ones((8, 16)), jnp.ones((16, 4))
+        >>> (eqn,) = jax.make_jaxpr(jax.lax.dot)(*x).eqns
+        >>> work(eqn)
+        Cost(flops=1024.0, bytes=896.0)
+    """
+    if eqn.primitive in SITES:
+        return _of_site(eqn)
+    if eqn.primitive.name != "dot_general":
+        return None
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    terms = math.prod(lhs.shape[axis] for axis in contracted)
+    moved = sum(map(size, (*eqn.invars, *eqn.outvars)))
+    return Cost(2.0 * math.prod(out.shape) * terms, float(moved))
+
+
+def size(atom: Any) -> int:
+    """Returns the bytes of a variable's or a literal's value."""
+    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+
+
+def is_sized(atoms: Any) -> bool:
+    """Returns whether all axes have numbers for sizes, and none has a name alone."""
+    return all(isinstance(d, int) for a in atoms for d in a.aval.shape)
+
+
+def _of_site(eqn: Any) -> Cost | None:
+    use = eqn.params["use"]
+    if use.op.cost is None:
+        return None
+    given = [shaped(a.aval) for a in eqn.invars[: len(use.names)]]
+    own = without_levels(given, eqn.params.get("batch", ()))
+    shapes = {n: s for n, (s, _) in zip(use.names, own, strict=True)}
+    dtypes = {n: str(d) for n, (_, d) in zip(use.names, own, strict=True)}
+    return use.op.cost(shapes, dtypes, dict(use.params), "forward")

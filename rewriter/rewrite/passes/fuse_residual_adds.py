@@ -1,0 +1,104 @@
+"""A rewritten program in; out, with additions beside its sites made by their kernels.
+
+    h = add x r        y = site h …      →    y, h = site x … r
+    y = site h …       … read h          →    y, k = site h …;  … read k
+    d = backward h …   t = add_any p d   →    t = backward h … p
+
+The first two are for kernels that `adds_to` their operand, where h is read on; see
+`residual_stream`. Values are those of the program as it was, but that t is
+rounded once. In the second, k is h, and only the gradients of that program gain: what
+JAX would add up by itself gets to the kernel. So it is not done to sites whose
+gradients are in the program, which have residuals.
+
+That the sites are right was proved before; what is done here to the program holds by
+what an addition is. Which additions count is said in `fusable_adds`, and how they get
+to sites that each device computes a part of in `adds_into_shards`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax
+from rewriter.program.bodies import changed
+from rewriter.program.equations import Equations
+from rewriter.rewrite.passes.adds_into_shards import pulled_in
+from rewriter.site import fusable_adds, residual_stream, site
+
+
+def absorbed(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program with the additions made in its sites; itself if there are none.
+
+    Args:
+        program: A rewritten program.
+    """
+    return changed(program, _with_sums, pulled_in)
+
+
+def _with_sums(jaxpr: Any) -> Any:
+    """A body of which the sites have the additions beside them."""
+    sites = [i for i, e in enumerate(jaxpr.eqns) if residual_stream.may_add(e)]
+    if not sites:
+        return jaxpr
+    body = Equations(jaxpr)
+    for i in sites:
+        eqn = body.eqns[i]
+        if eqn.primitive is site.backward_p:
+            _sum_behind(body, i, eqn)
+        elif not _sum_in_front(body, i, eqn) and not eqn.params["residuals"]:
+            _hand_on(body, i, eqn)
+    return _jax.with_equations(jaxpr, *body.finished())
+
+
+def _sum_in_front(body: Equations, i: int, eqn: Any) -> bool:
+    """Whether a site makes its operand, a sum, now."""
+    at = residual_stream.place_of_operand(eqn)
+    others = [v for k, v in enumerate(eqn.invars) if k != at]
+    found = fusable_adds.in_front(body, i, eqn.invars[at], others)
+    if found is None:
+        return False
+    where, place = found
+    first, second = body.eqns[where].invars
+    new = eqn.replace(
+        primitive=residual_stream.site_p,
+        invars=[*eqn.invars[:at], first, *eqn.invars[at + 1 :], second],
+        outvars=[*eqn.outvars, eqn.invars[at]],
+        params={k: eqn.params[k] for k in ("use", "residuals")},
+    )
+    body.replace((i, where), place, new)
+    return True
+
+
+def _hand_on(body: Equations, i: int, eqn: Any) -> None:
+    """Lets those that read a site's operand later read what it hands on."""
+    h = eqn.invars[residual_stream.place_of_operand(eqn)]
+    if _jax.is_literal(h) or body.readers(h)[-1] == i:
+        return
+    new = _jax.new_var(h.aval)
+    body.hand_on(i, h, new)
+    body.eqns[i] = eqn.replace(
+        primitive=residual_stream.site_p,
+        outvars=[*eqn.outvars, new],
+        params={k: eqn.params[k] for k in ("use", "residuals")},
+    )
+
+
+def _sum_behind(body: Equations, i: int, eqn: Any) -> None:
+    """Lets a backward add what comes back along its operand."""
+    use, wrt = eqn.params["use"], eqn.params["wrt"]
+    at = wrt.index(use.adds_to)
+    others = [v for k, v in enumerate(eqn.outvars) if k != at]
+    found = fusable_adds.behind(body, i, eqn.outvars[at], others)
+    if found is None:
+        return
+    positions, place, addend = found
+    (total,) = body.eqns[positions[-1]].outvars
+    new = eqn.replace(
+        primitive=residual_stream.backward_p,
+        invars=[*eqn.invars, addend],
+        outvars=[*eqn.outvars[:at], total, *eqn.outvars[at + 1 :]],
+        params={"use": use, "wrt": wrt},
+    )
+    body.replace(positions, place, new)

@@ -1,0 +1,96 @@
+"""A rewritten program in; out, with kernels told which operands lie otherwise.
+
+    k = transpose[0 2 1 3] cache            the same, but the site's kernel takes its
+    y = site q k v                     →    operand back to the order of the cache
+
+A cache of [b, n, s, h] is transposed in front of a site whose op has [b, s, n, h]. XLA
+cannot look into a kernel, and would copy all of the cache at each step. A kernel that
+`swaps` is told, transposes the operand back, which XLA cancels, and reads the cache as
+it lies. Told wrongly it would compute the same, with a copy the other way: so only what
+the body is given, perhaps updated in place, counts as lying in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax
+from rewriter.ops.kernel import Kernel
+from rewriter.program.bodies import changed
+from rewriter.site import site
+
+IN_PLACE = frozenset({
+    "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "name", "reshape",
+    "scatter", "slice", "squeeze",
+})  # fmt: skip
+"""Primitives whose result lies as their first operand does."""
+
+
+def told(program: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program whose kernels know what lies otherwise; itself if nothing does.
+
+    Args:
+        program: A rewritten program.
+    """
+    return changed(program, _told)
+
+
+def _told(body: Any) -> Any:
+    """A body of which the sites' kernels know."""
+    if not any(map(_may_swap, body.eqns)):
+        return body
+    makers = {v: e for e in body.eqns for v in e.outvars}
+    eqns = [_with_order(e, makers) if _may_swap(e) else e for e in body.eqns]
+    return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
+
+
+def _may_swap(eqn: Any) -> bool:
+    """Whether an equation is a site with a kernel that takes operands otherwise."""
+    if eqn.primitive not in (site.site_p, site.site_on_devices_p):
+        return False
+    kernels = (k for _, k in eqn.params["use"].kernels)
+    return not eqn.params["batch"] and any(k and k.swaps for k in kernels)
+
+
+def _with_order(eqn: Any, makers: dict[Any, Any]) -> Any:
+    use = eqn.params["use"]
+    operands = dict(zip(use.names, eqn.invars, strict=True))
+
+    def knowing(kernel: Kernel | None) -> Kernel | None:
+        names = tuple(
+            name
+            for name, first, second in (kernel.swaps if kernel else ())
+            if name in operands and _lies_swapped(operands[name], first, second, makers)
+        )
+        return _knowing(kernel, names) if kernel and names else kernel
+
+    kernels = tuple((platform, knowing(k)) for platform, k in use.kernels)
+    return eqn.replace(params={**eqn.params, "use": replace(use, kernels=kernels)})
+
+
+def _lies_swapped(atom: Any, first: int, second: int, makers: dict[Any, Any]) -> bool:
+    """Whether an operand is a transpose, of these axes, of what is there in memory."""
+    maker = None if _jax.is_literal(atom) else makers.get(atom)
+    if maker is None or maker.primitive.name != "transpose":
+        return False
+    order = list(range(len(atom.aval.shape)))
+    order[first], order[second] = second, first
+    if list(maker.params["permutation"]) != order:
+        return False
+    source = maker.invars[0]
+    while (maker := makers.get(source)) is not None:
+        if maker.primitive.name not in IN_PLACE or _jax.is_literal(maker.invars[0]):
+            return False
+        source = maker.invars[0]
+    return True
+
+
+@functools.lru_cache(maxsize=256)
+def _knowing(kernel: Kernel, names: tuple[str, ...]) -> Kernel:
+    """The kernel, whose forward is told what lies swapped; the same for equal ones."""
+    forward = functools.partial(kernel.forward, swapped=names)
+    return replace(kernel, forward=forward, swaps=())

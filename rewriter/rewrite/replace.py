@@ -1,0 +1,535 @@
+"""A plan in, the rewritten program out.
+
+The new equations of a site are spliced in behind the equation that made its
+result, later readers are pointed at the new result, and what nobody reads any
+more is dropped. Untouched equations and bodies stay the same objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from rewriter import _jax
+from rewriter.find.match import NearMiss
+from rewriter.find.reading import leaves_of
+from rewriter.find.reference import gradient_function
+from rewriter.find.region import Regions
+from rewriter.gradients.backward import Backward
+from rewriter.gradients.backward_place import (
+    first_defined,
+    first_had,
+    home_of,
+    left_by,
+    lies_at,
+    route,
+)
+from rewriter.gradients.insertion_point import Instead, read_instead
+from rewriter.measure.key import Key
+from rewriter.program.equations import live
+from rewriter.program.graph import Scope
+from rewriter.program.loops import inserted, loop_of, traced
+from rewriter.rewrite.passes.checkpoint_savings import Kept
+from rewriter.rewrite.passes.recompute import Stacks
+from rewriter.rewrite.plan import Site
+from rewriter.rewrite.replacements import Pair
+from rewriter.rewrite.splice import Splice
+from rewriter.support.verdict import Reason
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A program with its sites replaced.
+
+    Attributes:
+        closed_jaxpr: The new program; same inputs and outputs as before.
+        sites: Everything recognised, replaced or not.
+        misses: Everything that almost was.
+        failures: What went wrong inside the rewriter, if anything.
+        seconds: Stage name to seconds.
+        key: Under which the whole program is measured; None if nothing was replaced.
+        stacks: What loops stack for their gradients, where that is less than before.
+        kept: What checkpoints are given, and do not compute again.
+        offered: What more they could be given.
+        pairs: Each kind of site as written and replaced, where they are compared.
+    """
+
+    closed_jaxpr: ClosedJaxpr
+    sites: tuple[Site, ...] = ()
+    misses: tuple[NearMiss, ...] = ()
+    failures: tuple[Reason, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    key: Key | None = None
+    stacks: tuple[Stacks, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    offered: tuple[Kept, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Origins:
+    """Where the equations of a program with splices come from.
+
+    Attributes:
+        position: By the id of an equation, the position of the one it stands for or
+            behind in the program before.
+        label: By the id of an equation of a splice, the splice's label.
+        instead: What is read in place of variables of the program before.
+    """
+
+    position: Mapping[int, int]
+    label: Mapping[int, str]
+    instead: Mapping[Any, Any]
+
+
+def replace(
+    regions: Regions, splices: Sequence[Splice]
+) -> tuple[ClosedJaxpr, Origins | None]:
+    """Returns the program with the splices made, and where its equations come from.
+
+    That is not known if splices hand residuals from body to body.
+    """
+    top = regions.graph.top
+    if not splices:
+        return top.jaxpr, None
+    work = _Work(regions, splices)
+    program = work.body(top)
+    if work.carried:
+        return _jax.pruned(program), None
+    frame, position = work.frames[id(top)], {}
+    for at, (lo, hi) in enumerate(itertools.pairwise([0, *frame.ends])):
+        for eqn in frame.eqns[lo:hi]:
+            position[id(eqn)] = at
+    return program, Origins(position, frame.labels, work.envs[id(top)])
+
+
+class _Frame:
+    """Equations of one new body, and what its variables became."""
+
+    def __init__(self) -> None:
+        self.eqns: list[Any] = []
+        self.ends: list[int] = []  # how many there are behind each one of the body
+        self.labels: dict[int, str] = {}
+
+
+class _Work:
+    """Rewrites bodies, outermost first."""
+
+    def __init__(self, regions: Regions, splices: Sequence[Splice]):
+        self.graph = regions.graph
+        self.regions = regions
+        self.saved_in: dict[int, list[Splice]] = {}
+        self.read_in: dict[int, list[Splice]] = {}
+        self.carried: dict[tuple[int, int], list[Any]] = {}
+        self.stacked: dict[int, list[Any]] = {}
+        self.level: dict[tuple[int, int], int] = {}
+        self.handed: dict[int, list[list[Any]]] = {}
+        self.at: dict[int, dict[int, list[Splice]]] = {}
+        self.touched: set[int] = set()
+        self.dissolved: set[int] = set()
+        self.fragments: dict[Any, Any] = {}
+        self.frames: dict[int, _Frame] = {}
+        self.envs: dict[int, dict[Any, Any]] = {}
+        self.results: dict[int, dict[int, Any]] = {}
+        self.backward_at: dict[int, dict[int, list[Any]]] = {}
+        self.residuals: dict[int, Any] = {}
+        self.gradients_home: dict[int, Scope] = {}
+        self.instead = {id(s): read_instead(regions, s.match, s.scope) for s in splices}
+        for splice in splices:
+            here = self.at.setdefault(id(splice.scope), {})
+            here.setdefault(splice.position, []).append(splice)
+            scope: Scope | None = splice.scope
+            while scope is not None:
+                self.touched.add(id(scope))
+                scope = scope.parent
+            self._dissolve(splice)
+            if splice.backward is not None:
+                self._plan_backward(splice, splice.backward)
+
+    def _plan_backward(self, splice: Splice, backward: Backward) -> None:
+        """Decides where gradients are computed: where the program has the first."""
+        first, _ = home_of(splice.scope)
+        home = first
+        if not lies_at(backward, self.graph, first):
+            bodies = route(backward, self.graph, splice.scope)
+            self._plan_carried(splice, first, bodies)
+            home = bodies[-1]
+        self.gradients_home[id(splice)] = home
+        found = {v: first_defined(self.graph, v, home) for v in backward.results}
+        _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
+        start = splice.scope if home is first else home
+        scopes = {id(start): start}
+        given = first_had(self.graph, backward.cotangent, home)
+        for _, at, _ in (*found.values(), given):  # type: ignore[misc]
+            scopes[id(at)] = at
+        if len(scopes) > 1:  # the results cross calls
+            self._inlined_to(home, *scopes.values())
+        for inner in scopes.values():
+            while inner is not None:
+                self.touched.add(id(inner))
+                inner = inner.parent
+        here = self.backward_at.setdefault(id(scope), {})
+        where = {v: f[1] for v, f in found.items()}  # type: ignore[index]
+        here.setdefault(position, []).append((splice, where))
+
+    def _plan_carried(
+        self, splice: Splice, first: Scope, bodies: tuple[Scope, ...]
+    ) -> None:
+        """Residuals are handed from body to body; a loop stacks them for its own.
+
+        So does a shard_map for another one, along the first axis.
+        """
+        self._inlined_to(first, splice.scope)
+        for body in bodies:
+            self.read_in.setdefault(id(body), []).append(splice)
+            self._inlined_to(home_of(body.parent)[0], body.parent)
+        for body in left_by(first, bodies):
+            self.saved_in.setdefault(id(body), []).append(splice)
+            self._inlined_to(home_of(body.parent)[0], body.parent)
+        for k, body in enumerate(bodies):  # out of how many bodies they are there
+            left = sum(inner.kind != "remat" for inner in bodies[k + 1 :])
+            self.level[id(body), id(splice)] = left
+
+    def _dissolve(self, splice: Splice) -> None:
+        """Marks the calls that must be inlined for a splice to see its leaves."""
+        place = self.regions.place(splice.scope)
+        for _, leaf in splice.match.leaves:
+            value = self._read_for(splice, leaf).value
+            if value not in splice.scope.first_var:
+                _, home, _ = place.defined[value]
+                self._inlined_to(place.scope, splice.scope, home)
+
+    def _inlined_to(self, home: Scope, *scopes: Scope) -> None:
+        """Marks the calls between bodies and the one they belong to."""
+        for scope in scopes:
+            while scope is not home:
+                self.dissolved.add(id(scope))
+                scope = scope.parent
+
+    # ------------------------------------------------------------- bodies
+    def body(self, scope: Scope) -> Any:
+        """The new jaxpr of a body."""
+        if id(scope) not in self.touched and not self._any_dissolved(scope):
+            return scope.jaxpr
+        frame = self.frames[id(scope)] = _Frame()
+        more: list[Any] = []
+        for splice in self.read_in.get(id(scope), ()):
+            avals = self._avals_in(scope, splice)
+            given = [_jax.new_var(a) for a in avals]
+            self.carried[id(scope), id(splice)] = given
+            more += given
+        outs = self._inline(scope, frame, {})
+        for splice in self.saved_in.get(id(scope), ()):
+            atoms = self._residuals_in(scope, splice)
+            self.handed.setdefault(id(splice), []).append([a.aval for a in atoms])
+            outs = outs + atoms
+        eqns, _ = live(frame.eqns, outs)
+        return _jax.with_equations(scope.jaxpr, eqns, outs, more)
+
+    def _any_dissolved(self, scope: Scope) -> bool:
+        return any(
+            id(child) in self.dissolved
+            for children in scope.children.values()
+            for child in children
+        )
+
+    def _inline(self, scope: Scope, frame: _Frame, env: dict[Any, Any]) -> list[Any]:
+        """Appends a body's new equations; returns the atoms of its results."""
+
+        def read(atom: Any) -> Any:
+            return atom if _jax.is_literal(atom) else env.get(atom, atom)
+
+        self.envs[id(scope)] = env
+        done = self.results.setdefault(id(scope), {})
+        inlined = id(scope) in self.dissolved
+        splices = self.at.get(id(scope), {})
+        gradients = self.backward_at.get(id(scope), {})
+        numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
+        ends = frame.ends if scope is self.graph.top else []
+        for position, eqn in enumerate(scope.jaxpr.eqns):
+            children = scope.children.get(position)
+            if children or inlined:
+                self._with_children(children or [], eqn, frame, env, read, inlined)
+            else:
+                eqns.append(_jax.reading(eqn, env))
+            for splice in splices.get(position, ()):
+                done[splice.match.value] = self._splice(splice, eqn, frame)
+            if position in gradients:
+                self._backward(gradients[position], eqn, frame)
+            if done:  # readers of a replaced value, and of its copies, get the new one
+                for var in eqn.outvars:
+                    if var.__class__ is variable and numbers[var] in done:
+                        env[var] = done[numbers[var]]
+            ends.append(len(eqns))
+        return [read(v) for v in scope.jaxpr.outvars]
+
+    def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
+        if any(id(c) in self.dissolved for c in children):
+            self._dissolved_call(children[0], eqn, frame, env, read)
+        elif any(id(c) in self.saved_in or id(c) in self.read_in for c in children):
+            handing = {"scan": self._loop, "shard_map": self._on_devices}
+            given = handing.get(children[0].kind, self._checkpoint)
+            given(children[0], eqn, frame, env, read)
+        else:
+            self._plain(children, eqn, frame, env, read, inlined)
+
+    def _plain(self, children, eqn, frame, env, read, inlined) -> None:
+        new = self._with_bodies(eqn, children) if children else eqn
+        ins = [read(a) for a in eqn.invars]
+        outs = list(eqn.outvars)
+        if inlined:  # one body may be inlined at several places
+            outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in outs]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        if inlined or any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+            new = new.replace(invars=ins, outvars=outs)
+        frame.eqns.append(new)
+
+    def _loop(self, child, eqn, frame, env, read) -> None:
+        """Appends a loop that stacks residuals, or reads those of another one."""
+        body, loop = jaxpr_as_fun(self.body(child)), loop_of(0, eqn)
+        atoms = self._with_residuals(child, map(read, eqn.invars))
+        start, first = loop.n_consts, loop.first
+        parts = atoms[:start], atoms[start:first], atoms[first:]
+        step = lambda consts, carry, x: body(*consts, *carry, *x)
+        eqns, outs = traced(loop, *parts, step)
+        frame.eqns += eqns
+        env.update(zip(eqn.outvars, outs, strict=False))
+        outs = outs[len(eqn.outvars) :]
+        for splice in self.saved_in.get(id(child), ()):
+            count = len(self.residuals[id(splice)][0])
+            self.stacked[id(splice)], outs = outs[:count], outs[count:]
+
+    def _on_devices(self, child, eqn, frame, env, read) -> None:
+        """Appends a shard_map that gives residuals, or is given those of another."""
+        atoms = self._with_residuals(child, map(read, eqn.invars))
+        body = self.body(child)
+        given, made = (
+            sum(len(self.residuals[id(s)][0]) for s in those.get(id(child), ()))
+            for those in (self.read_in, self.saved_in)
+        )
+        new = _jax.handing_parts(eqn, body, atoms, given, made)
+        frame.eqns.append(new)
+        env.update(zip(eqn.outvars, new.outvars, strict=False))
+        outs = list(new.outvars[len(eqn.outvars) :])
+        for splice in self.saved_in.get(id(child), ()):
+            count = len(self.residuals[id(splice)][0])
+            self.stacked[id(splice)], outs = outs[:count], outs[count:]
+
+    def _checkpoint(self, child, eqn, frame, env, read) -> None:
+        """Appends a checkpoint's recomputation that is given residuals."""
+        atoms = self._with_residuals(child, map(read, eqn.invars))
+        outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        params = {**eqn.params, _jax.call_body_name(eqn): self.body(child)}
+        frame.eqns.append(eqn.replace(invars=atoms, outvars=outs, params=params))
+
+    def _with_residuals(self, child: Scope, atoms: Iterable[Any]) -> list[Any]:
+        """What a body reads, and behind it the residuals that are handed to it."""
+        outer, _ = home_of(child.parent)
+        those = self.read_in.get(id(child), ())
+        return [*atoms, *(a for s in those for a in self._residuals_in(outer, s))]
+
+    def _residuals_in(self, body: Scope, splice: Splice) -> list[Any]:
+        """What carries a forward's residuals in a body."""
+        given = self.carried.get((id(body), id(splice)))
+        if given is None:  # what a body in it gives, which they have left
+            given = self.stacked.get(id(splice))
+        return self.residuals[id(splice)][0] if given is None else given
+
+    def _avals_in(self, body: Scope, splice: Splice) -> list[Any]:
+        """Of what types residuals are that are handed to a body."""
+        left = self.handed.get(id(splice), [])
+        level = self.level[id(body), id(splice)]
+        return left[level] if level < len(left) else self._types_behind(splice)
+
+    def _types_behind(self, splice: Splice) -> list[Any]:
+        """Of what types residuals are behind all bodies that they leave."""
+        given = self.stacked.get(id(splice)) or self.residuals[id(splice)][0]
+        return [a.aval for a in given]
+
+    def _dissolved_call(self, child, eqn, frame, env, read) -> None:
+        body = child.jaxpr
+        inner = _jax.literals_of(body)
+        inner.update(zip(body.invars, map(read, eqn.invars), strict=True))
+        outs = self._inline(child, frame, inner)
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _with_bodies(self, eqn: Any, children: list[Scope]) -> Any:
+        new = [self.body(c) for c in children]
+        if all(a is c.jaxpr for a, c in zip(new, children, strict=True)):
+            return eqn
+        kind = _jax.call_kind(eqn)
+        if kind == "cond":
+            changed = {"branches": tuple(new)}
+        elif kind == "while":
+            changed = {"body_jaxpr": new[0]}
+        else:
+            changed = {_jax.call_body_name(eqn): new[0]}
+        return eqn.replace(params={**eqn.params, **changed})
+
+    # ------------------------------------------------------------- splices
+    def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
+        """Appends a replacement's equations; returns the atom of its result."""
+        fragment, names, tree = self._fragment(splice)
+        here = dict(splice.match.leaves)
+        atoms = [self._atom_of(splice, here[v]) for v in names]
+        out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
+        if tree is not None:
+            avals = [v.aval for v in fragment.outvars[1:]]
+            self.residuals[id(splice)] = residuals, avals, tree
+        return out
+
+    def _backward(self, splices: list[Any], eqn: Any, frame: _Frame) -> None:
+        """Appends gradients, and says what they become in the bodies they are in."""
+        for splice, where in splices:
+            for value, atom in self._gradients(splice, eqn, frame).items():
+                self.results.setdefault(id(where[value]), {})[value] = atom
+
+    def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
+        """Appends the gradients' equations; returns their atoms by value."""
+        _, avals, tree = self.residuals[id(splice)]
+        backward, graph = splice.backward, self.graph
+        values = _in_order(splice)
+        dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
+        dtype = graph.dtype(splice.match.value)
+        zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
+
+        def code(*given: jax.Array) -> list[jax.Array]:
+            *saved, cotangent = given
+            function = _unsaved(tree, saved)
+            grads = function(_jax.placed_as(cotangent, own).astype(dtype))
+            found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
+            found += [jnp.zeros(*like) for like in zeros]
+            return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
+
+        here = dict(splice.match.leaves)
+        names = leaves_of(splice.match.reading)
+        places = tuple(k for k, v in enumerate(names) if here[v] in values)
+        result = graph.avals[backward.cotangent]
+        own = graph.avals[splice.match.value]
+        results = (*(backward.grads[v] for v in values), *backward.others)
+        wanted = [graph.avals[v] for v in results]
+        weak = tuple(a.weak_type for a in wanted)
+        like = tree, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
+        key = ("backward", id(splice.match.reading), splice.key, *like)
+        if key not in self.fragments:
+            self.fragments[key] = _jax.trace_placed(code, [*avals, result])
+        cotangent = self._cotangent(splice, backward.cotangent)
+        fragment = self.fragments[key]
+        if fragment.constvars:
+            raise ValueError("the gradients hold constants")
+        residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
+        given = [*residuals, cotangent]
+        atoms = self._inserted(fragment, given, eqn, frame, splice.label)
+        return dict(zip(results, atoms, strict=True))
+
+    def _cotangent(self, splice: Splice, value: int) -> Any:
+        """What carries a cotangent where gradients are computed."""
+        home = self.gradients_home[id(splice)]
+        _, scope, var = self.regions.place(home).defined[value]
+        return self.envs[id(scope)].get(var, var)
+
+    def _inserted(
+        self, fragment: Any, atoms: list[Any], eqn: Any, frame: _Frame, label: str = ""
+    ) -> list[Any]:
+        """Appends a fragment's equations; returns the atoms of its results."""
+        made, results = inserted(fragment, atoms, _jax.scoped(eqn.source_info, label))
+        frame.eqns += made
+        frame.labels.update((id(e), label) for e in made)
+        return results
+
+    def _read_for(self, splice: Splice, leaf: int) -> Instead:
+        """What a splice reads of a leaf."""
+        return self.instead[id(splice)].get(leaf, Instead(leaf))
+
+    def _atom_of(self, splice: Splice, value: int) -> Any:
+        """What carries a value at a splice: a variable there or in an inlined call."""
+        value = self._read_for(splice, value).value
+        home = splice.scope
+        found = home.first_var.get(value)
+        if found is None:
+            _, home, var = self.regions.place(splice.scope).defined[value]
+        else:
+            var = found[1]
+        return self.envs[id(home)].get(var, var)
+
+    def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...], Any]:
+        """The traced code of a replacement, and the reading's leaves it takes.
+
+        With gradients, its results are followed by residuals; the last item is the
+        structure in which `jax.vjp` keeps those.
+        """
+        reading, graph = splice.match.reading, self.graph
+        moving = _in_order(splice)
+        here = dict(splice.match.leaves)
+        order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
+        names = leaves_of(reading)
+        read = [self._read_for(splice, here[v]) for v in names]
+        avals = [graph.avals[r.value] for r in read]
+        result = graph.avals[splice.match.value]
+        stated = _jax.stated([*avals, result]), tuple(r.key for r in read)
+        key = (id(reading), splice.key, order, result.weak_type, stated)
+        if splice.key is not None and key in self.fragments:
+            return self.fragments[key]
+
+        def code(*arrays: jax.Array) -> jax.Array:
+            out = reading.build(
+                splice.call,
+                dict(zip(names, arrays, strict=True)),
+                graph.shape(reading.value),
+                graph.dtype(reading.value),
+            )
+            return _typed_as(out, result)
+
+        trees: list[Any] = []
+
+        def with_residuals(*given: jax.Array) -> list[jax.Array]:
+            arrays = [r.back(x) for r, x in zip(read, given, strict=True)]
+            if not order:
+                return [code(*arrays)]
+            out, function = gradient_function(code, arrays, list(order))
+            residuals, tree = _saved(function)
+            trees.append(tree)
+            return [out, *residuals]
+
+        traced = _jax.trace_placed(with_residuals, avals)
+        if traced.constvars:
+            raise ValueError("the replacement holds constants")
+        self.fragments[key] = (traced, names, trees[-1] if trees else None)
+        return self.fragments[key]
+
+
+def _saved(function: Any) -> tuple[list[jax.Array], Any]:
+    """What a function keeps, with one axis at least, as it may be stacked; and how."""
+    kept, tree = jax.tree.flatten(function)
+    numbers = tuple(jnp.ndim(x) == 0 for x in kept)
+    arrays = [x.reshape(1) if n else x for x, n in zip(kept, numbers, strict=True)]
+    return arrays, (tree, numbers)
+
+
+def _unsaved(saved: Any, arrays: Sequence[jax.Array]) -> Any:
+    """The function that kept some arrays."""
+    tree, numbers = saved
+    kept = [x.reshape(()) if n else x for x, n in zip(arrays, numbers, strict=True)]
+    return jax.tree.unflatten(tree, kept)
+
+
+def _typed_as(x: jax.Array, aval: Any) -> jax.Array:
+    """The array with the stated sharding and the weak type of another."""
+    x = _jax.placed_as(x, aval)
+    return _jax.weakly_typed(x) if aval.weak_type else x
+
+
+def _in_order(splice: Splice) -> list[int]:
+    """Leaves whose gradients are replaced, in the order of the reading's leaves."""
+    if splice.backward is None:
+        return []
+    here = dict(splice.match.leaves)
+    names = leaves_of(splice.match.reading)
+    return [here[v] for v in names if here[v] in splice.backward.grads]

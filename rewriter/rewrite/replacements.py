@@ -1,0 +1,203 @@
+"""A program's replacements in, each with what it replaces out: from the inputs on.
+
+A site is compared with all the equations that lead to it, operands included, so that a
+mask or a bias that is computed in another way is compared, too. In a loop they are
+those of its first turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from rewriter import _jax
+from rewriter.find.reading import leaves_of
+from rewriter.program.graph import Graph, Scope
+from rewriter.rewrite.splice import Splice
+
+LARGEST = 4000
+"""Equations that lead to a site at most."""
+
+Step = tuple[Any, tuple[int, ...], tuple[int, ...]]
+"""An equation, or a function of arrays to arrays; values that go in and come out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A site as written and replaced, both functions of the program's inputs.
+
+    Attributes:
+        op: The op's name.
+        where: The user's line.
+        written: The equations as written; None if they cannot be had on their own.
+        replaced: The same up to the site's operands, and the replacement.
+        why: Why they cannot be had.
+    """
+
+    op: str
+    where: str
+    written: Callable[[Sequence[Any]], Any] | None = None
+    replaced: Callable[[Sequence[Any]], Any] | None = None
+    why: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from other sites: its op and the user's line."""
+        return self.op, self.where
+
+
+class _NotAlone(Exception):
+    """Why what leads to a site cannot be had on its own."""
+
+
+def pairs_of(graph: Graph, splices: Sequence[Splice], inputs: int) -> tuple[Pair, ...]:
+    """Returns one pair for each kind of site: an op and its shapes on a line.
+
+    Args:
+        graph: The program; it may be released afterwards.
+        splices: Its replacements.
+        inputs: How many of its inputs there are arguments for.
+    """
+    found: dict[Any, Pair] = {}
+    around = _Around(graph, inputs)
+    for splice in splices:
+        match = splice.match
+        key = match.op.name, match.where, str(match.spec)
+        if key not in found or found[key].written is None:
+            found[key] = _pair(around, splice)
+    return tuple(found.values())
+
+
+def _pair(around: _Around, splice: Splice) -> Pair:
+    match, graph = splice.match, around.graph
+    reading, here = match.reading, dict(match.leaves)
+    names, op = leaves_of(reading), match.op.name
+    shape, dtype = graph.shape(reading.value), graph.dtype(reading.value)
+    operands = [here[name] for name in names]
+    try:
+        whole = around.leading_to([match.value])
+        front = around.leading_to(operands)
+    except _NotAlone as why:
+        return Pair(op, match.where, why=str(why))
+
+    def replaced(inputs: Sequence[Any]) -> Any:
+        arrays = dict(zip(names, front(inputs), strict=True))
+        return reading.build(splice.call, arrays, shape, dtype)
+
+    return Pair(op, match.where, lambda inputs: whole(inputs)[0], replaced)
+
+
+class _Around:
+    """What values are made from, across the bodies that they are in."""
+
+    def __init__(self, graph: Graph, inputs: int) -> None:
+        self.graph = graph
+        self.inputs = [graph.top.env[v] for v in graph.top.jaxpr.invars][:inputs]
+        self.made: dict[int, Step] = {}
+        self.consts: dict[int, Any] = dict(graph.constants)
+        scopes = [graph.top]
+        while scopes:
+            scope = scopes.pop()
+            self._note(scope)
+            for children in scope.children.values():
+                scopes += children
+
+    def _note(self, scope: Scope) -> None:
+        """Notes a body's constants, and what its inputs are in the first turn."""
+        body = scope.jaxpr
+        for var, const in zip(body.constvars, _jax.consts_of(body), strict=True):
+            self.consts.setdefault(scope.env[var], const)
+        if scope.parent is None or scope.kind not in ("scan", "while"):
+            return
+        eqn = scope.parent.jaxpr.eqns[scope.call]
+        given = [self.graph.read(scope.parent, a) for a in eqn.invars]
+        if scope.kind == "while":
+            given = given[_jax.while_parts(eqn)[1] :]
+            first = len(given)
+        else:
+            _, n_consts, n_carry, _ = _jax.scan_parts(eqn)
+            first = n_consts + n_carry
+        at = -1 if eqn.params.get("reverse") else 0
+        for k, var in enumerate(body.invars):
+            value = scope.env[var]
+            if value == given[k] or self.graph.node_of(value) is not None:
+                continue
+            turn = (lambda x: [x]) if k < first else (lambda x: [x[at]])
+            self.made.setdefault(value, (turn, (given[k],), (value,)))
+
+    def leading_to(self, values: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+        """Returns a function of the program's inputs to some values.
+
+        Raises:
+            _NotAlone: If something in front of them cannot be had.
+        """
+        steps, consts = self._steps(values)
+        inputs = tuple(self.inputs)
+
+        def run(given: Sequence[Any]) -> list[Any]:
+            env: dict[int, Any] = dict(consts)
+            env.update(zip(inputs, given, strict=True))
+            for what, ins, outs in steps:
+                results = _applied(what, [env[i] for i in ins])
+                env.update(zip(outs, results, strict=True))
+            return [env[v] for v in values]
+
+        return run
+
+    def _steps(self, values: Sequence[int]) -> tuple[list[Step], Mapping[int, Any]]:
+        """The steps to some values, in order, and the constants that they read."""
+        steps: list[Step] = []
+        known, consts = set(self.inputs), {}
+        waiting: list[tuple[int, Step | None]] = [(v, None) for v in reversed(values)]
+        while waiting:
+            value, step = waiting.pop()
+            if step is not None:
+                steps.append(step)
+                continue
+            if value in known:
+                continue
+            if value in self.consts:
+                consts[value] = self.consts[value]
+                known.add(value)
+                continue
+            step = self._step(value)
+            known.update(step[2])
+            waiting.append((value, step))
+            waiting += [(i, None) for i in step[1] if i not in known]
+            if len(steps) + len(waiting) > LARGEST:
+                raise _NotAlone(f"more than {LARGEST} equations lead to it")
+        return steps, consts
+
+    def _step(self, value: int) -> Step:
+        if value in self.made:
+            return self.made[value]
+        node = self.graph.node_of(value)
+        if node is None:
+            raise _NotAlone("it reads a value of one device, or of a turn left out")
+        if node.eqn.effects:
+            raise _NotAlone(f"{node.eqn.primitive.name} has effects")
+        return node.eqn, tuple(node.ins), tuple(node.outs)
+
+
+def _applied(what: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """What an equation, or a function, makes of some values."""
+    if not hasattr(what, "primitive"):
+        return what(*values)
+    avals = [a.aval for a in what.invars]
+    base = _jax.trace_flat(lambda *x: x, avals)
+    outs = [_jax.new_var(v.aval) for v in what.outvars]
+    eqn = what.replace(invars=list(base.jaxpr.invars), outvars=outs)
+    run = jaxpr_as_fun(_jax.with_equations(base, [eqn], outs))
+    return run(*(_typed(x, a) for x, a in zip(values, avals, strict=True)))
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """A constant of the program as an array of its type."""
+    if isinstance(x, jax.Array) or _jax.is_opaque(x):
+        return x
+    return jnp.asarray(x, aval.dtype)

@@ -1,0 +1,443 @@
+"""The turns that were left out of a program, written like those that were rewritten."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter import _jax
+from rewriter.program.equations import live
+from rewriter.program.fold import Cut, Folded
+from rewriter.program.repeats import Run, same_params, turns_read
+from rewriter.rewrite.replace import Origins
+
+Labels = Mapping[tuple[int, int], Sequence[str]]
+"""By cut and turn, the labels of its sites in order."""
+Read = Callable[[int], Any]
+"""From a turn to what an equation reads there."""
+
+
+class Unlike(Exception):
+    """The turns that were left in were not rewritten alike."""
+
+
+def unfold(folded: Folded, short: Any, origins: Origins, labels: Labels) -> Any:
+    """Returns the whole program, rewritten.
+
+    Args:
+        folded: The program with turns left out.
+        short: What it was rewritten to.
+        origins: Where its equations come from.
+        labels: Labels of the sites of all turns.
+
+    Raises:
+        Unlike: If the missing turns cannot be written like those left in.
+    """
+    return _Unfolding(folded, short, origins, labels).program()
+
+
+@dataclass(frozen=True, eq=False)
+class _Turns:
+    """The turns of one run, as they are written.
+
+    Attributes:
+        index: Which of the cuts it is.
+        run: The run.
+        like: The turn that is the model.
+        start: Where the turns begin that are left out.
+        own: Number to column of what the model reads of its own.
+        others: Other runs that it reads, and by turn, which of theirs.
+    """
+
+    index: int
+    run: Run
+    like: int
+    start: int
+    own: Mapping[int, int]
+    others: tuple[tuple[int, list[int]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """One equation of the model, and how others are written like it.
+
+    Attributes:
+        eqn: The equation.
+        reads: How its operands are found in another turn.
+        at: Its position in the whole program.
+        numbers: Those of its results that the whole program has.
+        label: The label of the splice it belongs to, if any.
+        unchanged: Whether the other turns have it as the whole program has it.
+    """
+
+    eqn: Any
+    reads: tuple[Read, ...]
+    at: int
+    numbers: tuple[int | None, ...]
+    label: str | None
+    unchanged: bool
+
+
+@dataclass(eq=False)
+class _Stretch:
+    """Equations that follow each other in the whole program, all unchanged or not.
+
+    Attributes:
+        unchanged: Whether the other turns have them as the whole program has them.
+        plans: How they are written.
+        start: Position of the first.
+        stop: Position behind the last.
+    """
+
+    unchanged: bool
+    plans: list[_Plan]
+    start: int
+    stop: int
+
+
+def _stretches(plans: Sequence[_Plan]) -> list[_Stretch]:
+    out: list[_Stretch] = []
+    for plan in plans:
+        last = out[-1] if out else None
+        if last and last.unchanged == plan.unchanged and last.stop == plan.at:
+            last.plans.append(plan)
+            last.stop += 1
+        else:
+            out.append(_Stretch(plan.unchanged, [plan], plan.at, plan.at + 1))
+    return out
+
+
+class _Unfolding:
+    """What is known of the rewritten program's variables, and the turns written.
+
+    What a turn makes is what the whole program has there, under the number that is as
+    many turns away; `made` holds what the whole program has not.
+    """
+
+    def __init__(self, folded: Folded, short: Any, origins: Origins, labels: Labels):
+        self.folded, self.short, self.origins = folded, short, origins
+        self.whole = folded.program
+        self.labels = labels
+        self.label_at = {
+            label: (*place, k)
+            for place, names in labels.items()
+            for k, label in enumerate(names)
+            if label
+        }
+        self.instead = origins.instead
+        self.position: dict[Any, int] = {}  # of what makes a variable, in the whole
+        self.turns: dict[tuple[int, int], list[Any]] = {}
+        self.place: dict[Any, tuple[int, int]] = {}
+        for eqn in short.eqns:
+            at = origins.position[id(eqn)]
+            place = folded.turn(at)
+            for var in eqn.outvars:
+                self.position[var] = folded.kept[at]
+                if place is not None:
+                    self.place[var] = place
+            if place is not None:
+                self.turns.setdefault(place, []).append(eqn)
+        self.origin: dict[Any, int] = {}
+        for var, atom in self.instead.items():
+            if atom.__class__ is _jax.Var and var in self.whole.number:
+                self.origin.setdefault(atom, self.whole.number[var])
+        more = len(short.invars) - len(folded.whole.invars)
+        self.given = set(short.invars[len(short.invars) - more :])
+        self.like: dict[Any, Any] = {}  # a compared turn's variable to the model's
+        self.made: dict[int, dict[int, dict[Any, Any]]] = {}  # by cut and turn
+        self.sources: dict[tuple[int, str], Any] = {}  # by position and model's label
+        self.read: set[Any] = set()  # by turns that are written, of what is left in
+        self.handed: set[Any] = set()  # by them, to what is left in
+
+    def program(self) -> Any:
+        """The whole program."""
+        folded, short = self.folded, self.short
+        written: list[tuple[int, list[Any]]] = []
+        for index, cut in enumerate(folded.cuts):
+            start = cut.run.start + cut.out.start * cut.run.period
+            written.append((start, self._turns(index, cut)))
+        changed = {}
+        for var in self.given:
+            atom = self._now(self.whole.number[var])
+            if atom is not var:
+                changed[var] = atom
+        outs = list(folded.whole.outvars)
+        for k, atom in zip(folded.results, short.outvars, strict=False):
+            literal = _jax.is_literal(atom)
+            outs[k] = atom if literal else changed.get(atom, atom)
+        for k in set(range(len(outs))) - set(folded.results):
+            outs[k] = self._now(self.whole.number[outs[k]])
+        left = [_jax.reading(e, changed) for e in short.eqns]
+        start_of = {
+            id(e): folded.kept[self.origins.position[id(old)]]
+            for e, old in zip(left, short.eqns, strict=True)
+        }
+        eqns, read = live(left, [*outs, *self.read])
+        known = folded.whole.constvars, folded.whole.invars, self.handed
+        if read.difference(*known):
+            raise Unlike("a variable is read that nothing makes")
+        starts = [start_of[id(e)] for e in eqns]
+        for start, turns in reversed(written):
+            at = bisect.bisect_left(starts, start)
+            eqns[at:at] = turns
+        return _jax.with_equations(folded.whole, eqns, outs)
+
+    # ------------------------------------------------------------- one run
+    def _turns(self, index: int, cut: Cut) -> list[Any]:
+        """The equations of the turns that are left out of a run."""
+        model = self.turns.get((index, cut.like), [])
+        before = self.turns.get((index, cut.like - 1), [])
+        _check_alike(before, model)
+        for a, b in zip(before, model, strict=True):
+            for u, v in zip(a.outvars, b.outvars, strict=True):
+                self.like[u] = self.like[v] = v
+        read = {o[0] for o in cut.run.others if o is not None}
+        here = _Turns(
+            index, cut.run, cut.like,
+            cut.run.start + cut.out.start * cut.run.period,
+            self.told_apart(index, cut.like, cut.like - 1),
+            tuple((k, self._turns_read(cut, k)) for k in sorted(read)),
+        )  # fmt: skip
+        self.made[index] = {}
+        plans = [self._plan(here, a, b) for a, b in zip(before, model, strict=True)]
+        stretches = _stretches(plans)
+        eqns: list[Any] = []
+        for turn in cut.out:
+            self.made[index][turn] = {}
+            places = (turn - here.like) * here.run.period
+            starts = turn * here.run.period + here.run.start == here.start
+            for part in stretches:
+                if part.unchanged and not starts:
+                    lo, hi = part.start + places, part.stop + places
+                    eqns += self.whole.eqns[lo:hi]
+                else:
+                    eqns += [self._written(here, turn, plan) for plan in part.plans]
+        return eqns
+
+    def _written(self, here: _Turns, turn: int, plan: _Plan) -> Any:
+        """An equation of the model as another turn has it."""
+        by = turn - here.like
+        shift, at = by * here.run.outs, plan.at + by * here.run.period
+        results, made = self.whole.results, self.made[here.index][turn]
+        outs = []
+        for n, v in zip(plan.numbers, plan.eqn.outvars, strict=True):
+            if n is not None:
+                outs.append(results[n + shift])
+            else:
+                made[v] = v if _jax.is_drop(v) else _jax.new_var(v.aval)
+                outs.append(made[v])
+        ins = [read(turn) for read in plan.reads]
+        if plan.label is not None:
+            source = self._source(here, plan, turn, at)
+        else:
+            source = self.whole.eqns[at].source_info
+        return plan.eqn.replace(invars=ins, outvars=outs, source_info=source)
+
+    def _made(self, index: int, var: Any) -> Read:
+        """What carries a variable of a run's model in a turn that is written."""
+        made, number = self.made[index], self.whole.number.get(var)
+        if number is None:
+            return lambda turn: made[turn][var]
+        results, cut = self.whole.results, self.folded.cuts[index]
+        outs = cut.run.outs
+        first = number - cut.like * outs
+        return lambda turn: results[first + turn * outs]
+
+    def _plan(self, here: _Turns, before: Any, eqn: Any) -> _Plan:
+        """How an equation of the model is written in other turns."""
+        pairs = list(zip(before.invars, eqn.invars, strict=True))
+        reads = tuple(self._read(here, u, v) for u, v in pairs)
+        at = self.folded.kept[self.origins.position[id(eqn)]]
+        number = self.whole.number.get
+        unchanged = eqn is self.whole.eqns[at] and all(
+            self._stays(here, v) for _, v in pairs
+        )
+        return _Plan(
+            eqn, reads, at, tuple(map(number, eqn.outvars)),
+            self.origins.label.get(id(eqn)), unchanged,
+        )  # fmt: skip
+
+    def _stays(self, here: _Turns, v: Any) -> bool:
+        """Whether all turns but the first read what the program has there."""
+        if _jax.is_literal(v):
+            return True
+        number = self.whole.number.get(v)
+        if number is None or self.place.get(v) in (
+            (here.index, here.like),
+            (here.index, here.like - 1),
+        ):
+            return number is not None
+        column = here.own.get(number)
+        return column is None or bool((here.run.reads[:, column] < 0).all())
+
+    def _turns_read(self, cut: Cut, index: int) -> list[int]:
+        """By turn of a run, the turn of another one that it reads."""
+        return turns_read(cut.run, self.folded.cuts[index].run)[:, 0].tolist()
+
+    def told_apart(self, index: int, turn: int, before: int) -> dict[int, int]:
+        """Number to column of what a turn of a run reads of its own.
+
+        Raises:
+            Unlike: If other turns read other things where this one reads one.
+        """
+        cut, found = self.folded.cuts[index], {}
+        run = cut.run
+        for column in run.own:
+            number = int(run.reads[turn, column])
+            if number == run.reads[before, column] or number in run.shared:
+                raise Unlike("what the turns read of their own is not told apart")
+            known = found.setdefault(number, column)
+            if known != column:
+                rows = slice(cut.out.start, cut.out.stop)
+                if (run.reads[rows, known] != run.reads[rows, column]).any():
+                    raise Unlike("a turn reads one thing where others read two")
+        return found
+
+    def _read(self, here: _Turns, u: Any, v: Any) -> Read:
+        """How one operand is found: `v` of the model, `u` of the turn before it."""
+        ways = (
+            self._literal, self._inside, self._carried, self._its_own,
+            self._input_of_other, self._result_of_other, self._shared,
+        )  # fmt: skip
+        for way in ways:
+            read = way(here, u, v)
+            if read is not None:
+                return read
+        raise Unlike("an operand is found in no way that turns share")
+
+    def _literal(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        if not (_jax.is_literal(u) and _jax.is_literal(v) and _jax.same_literal(u, v)):
+            return None
+        return lambda turn: v
+
+    def _inside(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        """What the same turn makes."""
+        if self.place.get(v) != (here.index, here.like) or self.like.get(u) is not v:
+            return None
+        return self._made(here.index, v)
+
+    def _carried(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        """What the turn before makes."""
+        if self.place.get(v) != (here.index, here.like - 1):
+            return None
+        number, first, outs = self._number(v), self._number(u), here.run.outs
+        if number is None or first != number - outs:
+            return None
+        made, in_turn = self.made[here.index], self._made(here.index, self.like[v])
+
+        def read(turn: int) -> Any:
+            if turn - 1 in made:
+                return in_turn(turn - 1)
+            return self._now(number + (turn - here.like) * outs)
+
+        return read
+
+    def _its_own(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        """What every turn reads of its own."""
+        column = here.own.get(self._number(v))
+        reads = here.run.reads
+        if column is None or self._number(u) != reads[here.like - 1, column]:
+            return None
+        return lambda turn: self._now(int(reads[turn, column]))
+
+    def _input_of_other(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        """What a turn of another run reads of its own, such as the layer's weights."""
+        number, first = self._number(v), self._number(u)
+        for index, of in here.others:
+            reads = self.folded.cuts[index].run.reads
+            at, before = of[here.like], of[here.like - 1]
+            for column in self.folded.cuts[index].run.own:
+                if reads[at, column] == number and reads[before, column] == first:
+                    column = self.told_apart(index, at, before)[number]
+                    return lambda turn: self._now(int(reads[of[turn], column]))
+        return None
+
+    def _result_of_other(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        """What a turn of another run makes."""
+        model = self.like.get(v)
+        if model is None or self.like.get(u) is not model:
+            return None
+        for index, of in here.others:
+            if self.place[v] == (index, of[here.like]):
+                if self.place[u] != (index, of[here.like - 1]):
+                    return None
+                made, in_turn = self.made[index], self._made(index, model)
+                return lambda turn: in_turn(_known(made, of[turn]))
+        return None
+
+    def _shared(self, here: _Turns, u: Any, v: Any) -> Read | None:
+        """What is made before the turns that are left out."""
+        made = self.position.get(v, -1)
+        if u is not v or v in self.given or made >= here.start:
+            return None
+        self.read.add(v)
+        return lambda turn: v
+
+    # ------------------------------------------------------------- variables
+    def _number(self, var: Any) -> int | None:
+        """The number of a variable, or of what it is read in place of."""
+        number = self.whole.number.get(var)
+        return self.origin.get(var) if number is None else number
+
+    def _now(self, number: int) -> Any:
+        """What carries a value of the whole program now."""
+        var = self.whole.variable(number)
+        if number < 0:
+            return var
+        for index, cut in enumerate(self.folded.cuts):
+            run = cut.run
+            turn = run.turn_of(number)
+            if turn in cut.out:
+                twin = self.whole.variable(number + (cut.like - turn) * run.outs)
+                atom = self.instead.get(twin, twin)
+                if _jax.is_literal(atom):
+                    return atom
+                if self.place.get(atom) == (index, cut.like):
+                    atom = self._made(index, atom)(_known(self.made[index], turn))
+                    self.handed.add(atom)
+                    return atom
+                raise Unlike("a value is not made any more")
+        atom = self.instead.get(var, var)
+        if not _jax.is_literal(atom):
+            self.read.add(atom)
+        return atom
+
+    # ------------------------------------------------------------- equations
+    def _source(self, here: _Turns, plan: _Plan, turn: int, at: int) -> Any:
+        """The source of an equation, under the label of its site in that turn."""
+        key = at, plan.label
+        found = self.sources.get(key)
+        if found is None:
+            label = self._label(here, plan, turn)
+            found = _jax.scoped(self.whole.eqns[at].source_info, label)
+            self.sources[key] = found
+        return found
+
+    def _label(self, here: _Turns, plan: _Plan, turn: int) -> str:
+        """The label of the site of a turn that is like one of the model's sites."""
+        index, at, nth = self.label_at[plan.label]
+        of = dict(here.others).get(index, range(here.run.count))
+        return self.labels[index, at + of[turn] - of[here.like]][nth]
+
+
+def _known(made: Container[int], turn: int) -> int:
+    """The turn, if it is written."""
+    if turn not in made:
+        raise Unlike("a turn of another run was left in")
+    return turn
+
+
+def _check_alike(before: Sequence[Any], model: Sequence[Any]) -> None:
+    """Refuses two turns with unequal equations."""
+    if len(before) != len(model):
+        raise Unlike("a turn has more equations than the one before")
+    for a, b in zip(before, model, strict=True):
+        if (
+            a.primitive is not b.primitive
+            or len(a.invars) != len(b.invars)
+            or len(a.outvars) != len(b.outvars)
+            or not same_params(a.params, b.params)
+        ):
+            raise Unlike(f"a turn has {b.primitive} where the one before has another")

@@ -1,0 +1,420 @@
+"""A traced call in, its rewritten program and report out, remembered by signature.
+
+Whatever fails inside leaves the program as it was, with a warning; with
+``strict=True`` it raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax
+from rewriter.choose.planner import DIFFERS
+from rewriter.config import Config, resolve
+from rewriter.errors import (
+    RequirementNotMet,
+    RewriterError,
+    RewriterWarning,
+    UnknownPattern,
+    VerificationFailed,
+    caller,
+    known,
+)
+from rewriter.ops.device import attached, named
+from rewriter.ops.registry import registry
+from rewriter.program import trace
+from rewriter.program.placement import Later, placed
+from rewriter.program.propagation import Placement
+from rewriter.program.trace import Bound, Traced
+from rewriter.reports.report import Report
+from rewriter.rewrite.replace import Rewritten
+from rewriter.run import deferred
+from rewriter.run.deferred import INSIDE, Deferred
+from rewriter.run.pipeline import rewrite
+from rewriter.support.verdict import Reason
+from rewriter.verification.check_sites import Complaint, Key, complaints
+
+log = logging.getLogger("rewriter.analysis")
+REMEMBERED = 64  # signatures per function; a record holds two jaxprs
+
+
+@dataclass(frozen=True)
+class Record:
+    """The analysis of one signature."""
+
+    traced: Traced
+    rewritten: Rewritten
+    bound: Bound
+    report: Report
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A call's own arguments, flattened, and what they are called."""
+
+    leaves: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
+@dataclass
+class Analysis:
+    """The pipeline for one function, remembering what it found."""
+
+    original: Callable[..., Any]
+    inner: Any
+    options: Mapping[str, Any]
+    user_patterns: tuple[Any, ...]
+    shardings: Mapping[str, Any] = field(default_factory=dict)
+    records: OrderedDict[Any, Record] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, args: Any, kwargs: Any) -> Record:
+        """Returns the analysis for these arguments, made at most once."""
+        traced, placement = self.traced(args, kwargs)
+        if isinstance(placement, Later):
+            placement = INSIDE
+        return self.of(traced, placement)
+
+    def traced(self, args: Any, kwargs: Any) -> tuple[Traced, Any]:
+        """Returns the traced call, and where its arrays are."""
+        return placed(self.inner, args, kwargs, self.shardings)
+
+    def of(
+        self,
+        traced: Traced,
+        placement: Placement | str | None,
+        config: Config | None = None,
+    ) -> Record:
+        """Returns the analysis of a traced call, made at most once."""
+        config = config or resolve(self.options)
+        found = self._remembered(traced, config, placement)
+        return found or self._made(traced, config, placement)
+
+    def result(self, args: Any, kwargs: Any) -> Any:
+        """Returns the result of the rewritten program."""
+        traced, placement = self.traced(args, kwargs)
+        leaves, _ = trace.split(self.inner, args, kwargs)
+        if isinstance(placement, Later):
+            program, config = traced.closed_jaxpr, resolve(self.options)
+            if deferred.can_wait(program):
+                waiting = Deferred(
+                    program, placement, lambda p: self.of(traced, p, config).bound
+                )
+                call = functools.partial(deferred.call, waiting)
+                return traced.calling(call, leaves)
+            placement = INSIDE
+        record = self.of(traced, placement)
+        return record.traced.run(record.bound, leaves)
+
+    def compare(self, args: Any, kwargs: Any) -> bool:
+        """Compares the rewritten program with the one as written, on these arguments.
+
+        What differs is left as written in this signature's analysis.
+
+        Returns:
+            Whether anything was.
+        """
+        traced, placement = self.traced(args, kwargs)
+        if isinstance(placement, Later):
+            placement = INSIDE
+        config = resolve(self.options)
+        leaves, _ = trace.split(self.inner, args, kwargs)
+        names = trace.leaf_names(self.inner, args, kwargs)
+        given = Arguments(tuple(leaves), tuple(names))
+        record = self._made(traced, config, placement, given)
+        return any(DIFFERS in why for why in _reasons(record.report))
+
+    def forget(self) -> None:
+        """Forgets all that was found."""
+        with self.lock:
+            self.records.clear()
+
+    def _key(self, traced: Traced, config: Config, placement: Any) -> Any:
+        program = traced.call.params["jaxpr"] if traced.call else traced.outer
+        consts = tuple(id(c) for c in traced.closed_jaxpr.consts)
+        return id(program), consts, config, placement
+
+    def _remembered(
+        self, traced: Traced, config: Config, placement: Any
+    ) -> Record | None:
+        with self.lock:
+            key = self._key(traced, config, placement)
+            if key in self.records:
+                self.records.move_to_end(key)
+            return self.records.get(key)
+
+    def _made(
+        self,
+        traced: Traced,
+        config: Config,
+        placement: Any,
+        arguments: Arguments | None = None,
+    ) -> Record:
+        record = analyze(traced, config, self.user_patterns, placement, arguments)
+        if any(_jax.is_tracer(c) for c in traced.closed_jaxpr.consts):
+            return record  # keeping it would keep the tracers alive
+        with self.lock:
+            self.records[self._key(traced, config, placement)] = record
+            while len(self.records) > REMEMBERED:
+                self.records.popitem(last=False)
+        return record
+
+
+def analyze(
+    traced: Traced,
+    config: Config,
+    user_patterns: tuple[Any, ...],
+    placement: Placement | str | None = None,
+    arguments: Arguments | None = None,
+) -> Record:
+    """Returns the rewritten program and its report; never fails unless strict.
+
+    Args:
+        traced: The call.
+        config: Options in force.
+        user_patterns: Patterns beyond those that the configuration names.
+        placement: Where its arrays are.
+        arguments: The call's own, if they are known, to compare on.
+    """
+    check_patterns(config.patterns)
+    _check_ops(config, user_patterns)
+    start = time.perf_counter()
+    rewritten = rewritten_of(traced, config, user_patterns, placement)
+    if config.verify == "once" and not config.exporting:
+        given = traced, config, user_patterns, placement
+        rewritten = _agreeing(*given, rewritten, arguments)
+    seconds = dict(rewritten.seconds) or {"match": time.perf_counter() - start}
+    report = Report(
+        name=traced.name,
+        versions=jax.__version__,
+        target=(named(config.target) if config.target else attached()).kind,
+        patterns=config.patterns,
+        sites=rewritten.sites,
+        misses=rewritten.misses,
+        failures=rewritten.failures,
+        numerics=config.numerics,
+        seconds={"trace": traced.seconds, **seconds},
+        before=traced.closed_jaxpr,
+        after=rewritten.closed_jaxpr,
+        key=rewritten.key,
+        placement=placement if isinstance(placement, Placement) else None,
+        stacks=rewritten.stacks,
+        kept=rewritten.kept,
+        offered=rewritten.offered,
+    )
+    _log(report)
+    _require(report, config)
+    return Record(traced, rewritten, Bound.of(rewritten.closed_jaxpr), report)
+
+
+SETS = ("default", "none")
+
+
+def check_patterns(text: str) -> None:
+    """Raises for names of patterns that there are not.
+
+    Raises:
+        UnknownPattern: With the names there are.
+    """
+    names = registry()
+    allowed = {*SETS, *names.patterns(), *names.ops()}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        if part.removeprefix("-") not in allowed:
+            raise UnknownPattern(
+                f"{part!r}", next_step=known(part, allowed), where=caller()
+            )
+
+
+def _check_ops(config: Config, user_patterns: tuple[Any, ...]) -> None:
+    """Raises for options about an op that there is not."""
+    own = {p.name for p in (*config.using, *user_patterns)}  # type: ignore[attr-defined]
+    wanted = config.require
+    required = [] if wanted is None else (
+        [wanted] if isinstance(wanted, str) else [op for op, _ in wanted]
+    )  # fmt: skip
+    forced = [op for op, _, _ in config.implementation]
+    names = registry()
+    allowed = {*names.patterns(), *names.ops(), *own}
+    for option, ops, more in (
+        ("require", required, {"all"}),
+        ("implementation", forced, set()),
+    ):
+        for op in ops:
+            if op not in allowed | more:
+                raise UnknownPattern(
+                    f"{option} names {op!r}",
+                    next_step=known(op, allowed | more),
+                    where=caller(),
+                )
+
+
+def rewritten_of(
+    traced: Traced,
+    config: Config,
+    user_patterns: tuple[Any, ...],
+    placement: Placement | str | None,
+) -> Rewritten:
+    """Returns the rewritten program; the program itself where that fails."""
+    before = traced.closed_jaxpr
+    try:
+        after = rewrite(before, config, user_patterns, placement)
+        problem = _changed(before, after.closed_jaxpr)
+        failures, error = after.failures, None
+    except RewriterError:
+        raise
+    except Exception as caught:
+        after, error = Rewritten(before), caught
+        failures = (Reason("failure", f"{type(caught).__name__}: {caught}"),)
+        problem = ""
+        log.debug("rewriting %s failed", traced.name, exc_info=caught)
+    if problem:
+        failures = (*failures, Reason("signature", problem))
+        after = Rewritten(before, failures=failures)
+    if not failures:
+        return after
+    if config.strict:
+        raise RewriterError(
+            f"rewriting {traced.name} failed: {failures[0]}",
+            next_step="Drop strict=True to leave the program as it was",
+        ) from error
+    for reason in failures:
+        text = f"{traced.name}: left as written: {str(reason).splitlines()[0]}"
+        warnings.warn(text, RewriterWarning, stacklevel=2)
+    return Rewritten(
+        after.closed_jaxpr, after.sites, after.misses, failures, after.seconds,
+        after.key, after.stacks, after.kept, after.offered, after.pairs,
+    )  # fmt: skip
+
+
+def _changed(before: ClosedJaxpr, after: ClosedJaxpr) -> str:
+    """What is different about the signature of two programs, or ''."""
+    if not _jax.same_types(before.in_avals, after.in_avals):
+        return f"inputs became {after.in_avals}; they are {before.in_avals}"
+    if not _jax.same_types(before.out_avals, after.out_avals):
+        return f"outputs became {after.out_avals}; they are {before.out_avals}"
+    if set(before.effects) != set(after.effects):
+        return f"effects became {after.effects}; they are {before.effects}"
+    return ""
+
+
+def _reasons(report: Report) -> list[str]:
+    return [why for site in report.sites for _, why in site.not_chosen]
+
+
+def _log(report: Report) -> None:
+    """One line per stage, site and near miss, for ``REWRITER_LOG``."""
+    for stage, seconds in report.seconds.items():
+        logger = logging.getLogger(f"rewriter.{stage}")
+        logger.info("%s: %s took %.3f s", report.name, stage, seconds)
+    match, choose = (logging.getLogger(f"rewriter.{n}") for n in ("match", "choose"))
+    for s in report.sites:
+        match.debug("%s at %s: %s %s", s.op, s.where, s.shapes, dict(s.params))
+        choose.info("%s at %s: %s [%s]", s.op, s.where, s.kernel, s.origin)
+        for kernel, reason in s.not_chosen:
+            choose.debug("%s at %s: not %s: %s", s.op, s.where, kernel, reason)
+    for m in report.misses:
+        reasons = "; ".join(map(str, m.reasons))
+        match.info("near miss: %s at %s: %s", m.op, m.where, reasons)
+
+
+def _agreeing(
+    traced: Traced,
+    config: Config,
+    user_patterns: tuple[Any, ...],
+    placement: Placement | str | None,
+    rewritten: Rewritten,
+    arguments: Arguments | None,
+) -> Rewritten:
+    """The rewritten program with sites left as written whose numbers differ."""
+    values = names = None
+    if arguments is None and placement is not None:
+        return rewritten  # drawn arguments are on one device
+    if arguments is not None:
+        values, names = map(traced.inputs, (arguments.leaves, arguments.names))
+    given = traced, config, user_patterns, placement
+    while rewritten.closed_jaxpr is not traced.closed_jaxpr:
+        found = _found(traced, rewritten, values, names)
+        if not found:
+            break
+        left: dict[Key, None] = dict.fromkeys(given[1].differing)
+        for complaint in found:
+            sites = complaint.sites
+            if complaint.whole:
+                sites = _culprit(given, sites, values, names)
+            _complain(traced.name, sites, complaint.text, config)
+            left.update(dict.fromkeys(sites))
+        if set(left) == set(given[1].differing):  # nothing more to leave
+            return Rewritten(traced.closed_jaxpr, seconds=rewritten.seconds)
+        given = traced, replace(config, differing=tuple(left)), *given[2:]
+        rewritten = rewritten_of(*given)
+    return rewritten
+
+
+def _found(
+    traced: Traced, rewritten: Rewritten, values: Any, names: Any
+) -> tuple[Complaint, ...]:
+    # A shard_map does not run under the former; and nothing is traced where it is met.
+    now = jax.ensure_compile_time_eval() if _jax.is_tracing() else nullcontext()
+    with now:
+        return complaints(traced.closed_jaxpr, rewritten, values, names or ())
+
+
+TRIED = 6
+"""Sites that are left as written one by one, where the whole program differs."""
+
+
+def _culprit(
+    given: tuple[Traced, Config, tuple[Any, ...], Any],
+    sites: tuple[Key, ...],
+    values: Any,
+    names: Any,
+) -> tuple[Key, ...]:
+    """The site without which nothing differs; all of them if there is not one."""
+    traced, config, *others = given
+    for key in sites[:TRIED] if len(sites) > 1 else ():
+        trial = replace(config, differing=(*config.differing, key))
+        if not _found(traced, rewritten_of(traced, trial, *others), values, names):
+            return (key,)
+    return sites
+
+
+def _complain(name: str, sites: tuple[Key, ...], text: str, config: Config) -> None:
+    what = ", ".join(f"{op} at {where}" for op, where in sites) or "the program"
+    got = f"{name}: {what}: differs from what is written, {text}"
+    if config.strict:
+        raise VerificationFailed(
+            got,
+            next_step="Report it with `python -m rewriter env --json`, and use "
+            f"patterns='-{sites[0][0] if sites else 'default'}' meanwhile",
+        )
+    warnings.warn(f"{got}. Left as written", RewriterWarning, stacklevel=2)
+
+
+def _require(report: Report, config: Config) -> None:
+    wanted = config.require
+    if wanted is None:
+        return
+    if wanted == "all":
+        short = [f"{len(report.misses)} missed"] if report.misses else []
+    else:
+        pairs = ((wanted, 1),) if isinstance(wanted, str) else wanted
+        found = report.counts()
+        short = [f"{op}: {found.get(op, 0)} of {n}" for op, n in pairs
+                 if found.get(op, 0) < n]  # fmt: skip
+    if short:
+        raise RequirementNotMet(
+            f"{report.name}: {', '.join(short)}\n{report.why_not()}",
+            next_step="See report.why_not(op)",
+        )

@@ -1,0 +1,246 @@
+"""A function and arguments in, measurements of its sites out, with a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from rewriter.config import as_list, in_step, resolve
+from rewriter.errors import ConfigError, caller, known
+from rewriter.measure import autotune, cache
+from rewriter.measure.decision import decide
+from rewriter.measure.end_to_end_race import race_programs
+from rewriter.measure.measurement import of_spelling, spellings
+from rewriter.measure.program_key import REWRITTEN, WITHOUT
+from rewriter.measure.programs import Task
+from rewriter.measure.tuned import Tuned
+from rewriter.ops import device
+from rewriter.program import trace
+from rewriter.program.placement import placed
+from rewriter.run import pipeline
+from rewriter.run.optimize import optimize, with_patterns
+from rewriter.site.implementation import XLA
+from rewriter.support.threads import apart
+
+Progress = Callable[[str, int, int], None]
+
+
+def tune(
+    fn: Callable[..., Any],
+    /,
+    *,
+    level: str = "full",
+    budget_s: float = 600.0,
+    grad: bool = False,
+    again: bool = False,
+    end_to_end: bool = False,
+    sample: Mapping[str, Any] | None = None,
+    isolate: bool = False,
+    patterns: Any = None,
+    **options: Any,
+) -> Callable[..., Tuned]:
+    """Returns a function that measures the kernels of every site on this device.
+
+    Equal sites are measured once, on inputs that the op draws: normal numbers, and
+    where times depend on values, several distributions, each measured, of which the
+    mean of the medians decides and which the table names. Group sizes of ragged dots
+    are drawn uniform (each row chooses a group evenly), Dirichlet-skewed
+    (concentration 0.5) and one-hot (all rows in one group); lengths of keys from 1 to
+    s, and all s. Windows are parameters, each measured as it is.
+
+    A site whose gradient is in the program is measured with it. What is measured is
+    kept in the cache (see `rewriter.cache`), where `optimize` finds it.
+
+    Args:
+        fn: Any callable that ``optimize`` takes, or an optimized function.
+        level: ``full``, every config worth it, or ``quick``, one of each kernel.
+        budget_s: Seconds of wall time; what does not fit is not measured.
+        grad: Measure gradients too where the program has none, as for
+            ``jax.grad(optimize(fn))``.
+        again: Measure also what the cache has.
+        end_to_end: Then time the whole program, on the arguments given: as written,
+            with every choice, and without each op's. Where it is faster without, those
+            sites are left as written from then on. The arguments must be arrays.
+        sample: Op to how its operands are drawn instead: a function ``sample(key,
+            operands, params)`` that gives arrays by name for shapes by name, or
+            several such functions by the name they get in the table. Such
+            measurements take the place of the usual ones in the cache.
+        isolate: Compile and run each kernel once in a child process before it is run
+            in this one, so that one that crashes or hangs costs only itself. Patterns
+            of your own must be at the top level of a module, and a GPU's memory must
+            have room for a second process (``XLA_PYTHON_CLIENT_MEM_FRACTION``).
+        patterns: As in ``optimize``.
+        **options: As in ``optimize``. For a ``target`` that is not attached, a TPU
+            generation such as ``"TPU v5e"``, times are estimates by the TPU compiler
+            (``pip install 'jax[tpu]'``); the report calls such choices simulated.
+
+    Returns:
+        A function of the same arguments (arrays or ``ShapeDtypeStruct``) to `Tuned`.
+
+    Raises:
+        ConfigError: For a level that does not exist, no time, or samples of an op
+            that the program does not have.
+        KeyboardInterrupt: From the function, within a second of Ctrl-C; what was
+            measured of whole sites is in the cache, and not measured again.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> tuned = rewriter.tune(jnp.sin)(jnp.ones(3))
+        >>> len(tuned)
+        0
+        >>> fast = rewriter.optimize(jnp.sin, tuned=tuned)
+    """
+    if level not in autotune.LEVELS:
+        choose = ", ".join(autotune.LEVELS)
+        raise ConfigError(
+            f"level={level!r}", next_step=f"Choose {choose}", where=caller()
+        )
+    if not budget_s > 0:
+        raise ConfigError(
+            f"budget_s={budget_s!r}", wanted="seconds above 0", where=caller()
+        )
+    fn, lifted = trace.original_of(fn)
+    if patterns is not None:
+        lifted["patterns"] = patterns
+    given = {**lifted, **options}
+    ours = {k: v for k, v in given.items() if k not in trace.JIT_OPTIONS}
+    theirs = {k: v for k, v in given.items() if k in trace.JIT_OPTIONS}
+    ours, user_patterns = with_patterns(ours, ours.pop("patterns", "default"))
+    config = resolve(ours)
+    jit_options = trace.jit_options(fn, theirs)
+    inner = trace.jitted(fn, jit_options)
+
+    @in_step
+    def run(*args: Any, **kwargs: Any) -> Tuned:
+        start = time.monotonic()
+        on = device.named(config.target) if config.target else device.attached()
+        if end_to_end and on != device.attached():
+            raise ConfigError(
+                f"end_to_end=True for {on.kind!r}",
+                wanted="the attached device, on which the program can run",
+                where=caller(),
+            )
+        traced, placement = placed(inner, args, kwargs, jit_options)
+        if end_to_end and placement is not None:
+            raise ConfigError(
+                "end_to_end=True for a program on several devices",
+                wanted="one device",
+                next_step="Tune its kernels alone, and compare by rewriter.benchmark",
+                where=caller(),
+            )
+        found = pipeline.tasks(
+            traced.closed_jaxpr, config, user_patterns, grad, placement
+        )
+        found = _sampled(found, sample or {})
+        with _progress() as progress:
+            made = autotune.measure(
+                found, level, budget_s, progress, again, isolate, on
+            )
+        if end_to_end:
+            plain = trace.jitted(fn, jit_options)
+            leaves, call = trace.split(plain, args, kwargs)
+            mine = {**ours, "patterns": [*ours["patterns"].split(","), *user_patterns]}
+            made |= _whole(call, leaves, mine, made)
+        _summary(made, on, len(found), time.monotonic() - start)
+        return made
+
+    return run
+
+
+def _sampled(tasks: Sequence[Task], sample: Mapping[str, Any]) -> list[Task]:
+    """The tasks with the user's own inputs."""
+    ops = list(dict.fromkeys(t.op.name for t in tasks))
+    for name in sample:
+        if name not in ops:
+            raise ConfigError(
+                f"sample={{{name!r}: ...}}, and the program has no such site",
+                next_step=known(name, ops),
+                where=caller(),
+            )
+    own = {n: s if isinstance(s, Mapping) else {"sample": s} for n, s in sample.items()}
+    return [
+        replace(t, samples=tuple(own[t.op.name].items())) if t.op.name in own else t
+        for t in tasks
+    ]
+
+
+def _whole(
+    call: Callable[..., Any], leaves: list[Any], options: dict[str, Any], made: Tuned
+) -> Tuned:
+    """The times of the whole program, as written, rewritten, and without each op."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise ConfigError(
+            "end_to_end=True with shapes as arguments",
+            wanted="arrays, on which the program can run",
+            where=caller(),
+        )
+    forced = dict(options.pop("implementation", {}))
+    tuned = [*as_list(options.pop("tuned", ())), made]
+    options = {**options, "tuned": tuned, "end_to_end": False}
+
+    def without(*ops: str) -> Any:
+        given = {**forced, **dict.fromkeys(ops, XLA)}
+        return optimize(call, **options, implementation=given)
+
+    report = without().report(*leaves)
+    if report.key is None:
+        return Tuned()
+    ops = sorted({s.op for s in report.sites if s.replaced})
+    programs = {XLA: jax.jit(call), REWRITTEN: without()}
+    if len(ops) > 1:
+        programs |= {f"{WITHOUT}{op}": without(op) for op in ops}
+    key, found = report.key, []
+
+    def race() -> None:
+        found.extend(race_programs(programs, leaves))
+        cache.add(key, found)
+
+    apart(race, lambda: None)
+    return Tuned(((key, tuple(found)),))
+
+
+def _shown() -> bool:
+    return sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """One bar on a terminal, nothing elsewhere."""
+    if not _shown():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("tuning {task.description}"), BarColumn(),
+               MofNCompleteColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1)
+
+        def progress(text: str, done: int, of: int) -> None:
+            bar.update(task, description=text, completed=done, total=of)
+
+        yield progress
+
+
+def _summary(made: Tuned, on: device.Device, wanted: int, seconds: float) -> None:
+    if not _shown() or not wanted:
+        return
+    kernels = sum(
+        (d := decide(of_spelling(ms, spelling))) is not None
+        and d.best.implementation.name != XLA
+        for _, ms in made.entries
+        for spelling in spellings(ms)[:1]
+    )
+    print(
+        f"tuned {len(made)} of {wanted} sites and passes in {seconds:.0f} s on "
+        f"{on.kind}: a kernel for {kernels}, XLA for the rest. "
+        'Keep it: tuned.save("tuned.json")',
+        file=sys.stderr,
+    )

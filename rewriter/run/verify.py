@@ -1,0 +1,343 @@
+"""Original and rewritten against each other, on the user's arguments and on probes.
+
+The reference is a float64 run of the original, in the rows where that is near what the
+program gives in its own types, and the original itself elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter import _jax
+from rewriter.config import in_step, resolve
+from rewriter.errors import VerificationFailed
+from rewriter.program import trace
+from rewriter.program.placement import placed
+from rewriter.reports.report import Report
+from rewriter.rewrite.replacements import Pair
+from rewriter.run.analysis import rewritten_of
+from rewriter.run.optimize import optimize, with_patterns
+from rewriter.verification import check_sites
+from rewriter.verification.compare import Comparison, compared
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result, or one site: the errors of its worst row, and what is allowed.
+
+    Attributes:
+        name: Where it is in the result, such as ``"grad[0]['wq']"``, or the site, such
+            as ``"attention at model.py:88 (Attention)"``.
+        dtype: The result's dtype.
+        original: Error of the program as written against float64, relative to the row.
+        rewritten: Error of the rewritten program against the reference; infinite if
+            other entries are NaN or infinite than before.
+        allowed: What rounding explains: the tolerance of the coarsest dtype that was
+            computed in, or what the original moves if its arguments do by a rounding.
+        ok: Whether every row is within what is allowed and the same entries are NaN or
+            infinite as before, on your arguments and on every probe.
+        differs: What differs, and on which arguments; ``""`` if nothing.
+    """
+
+    name: str
+    dtype: str
+    original: float
+    rewritten: float
+    allowed: float
+    ok: bool
+    differs: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify`` found.
+
+    Attributes:
+        name: The function's name.
+        rows: One per result, and one per kind of site.
+        notes: What else to know, one sentence each.
+        report: What was rewritten.
+        probes: How many probes both programs were run on.
+        silent: Probes for which the program as written gives no number at all, so that
+            they tell nothing.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    report: Report
+    probes: int = 0
+    silent: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result is within what is allowed."""
+        return all(r.ok for r in self.rows)
+
+    def check(self) -> Verification:
+        """Returns itself.
+
+        Raises:
+            VerificationFailed: If a result is off.
+        """
+        if self.ok:
+            return self
+        bad = max((r for r in self.rows if not r.ok), key=lambda r: r.rewritten)
+        raise VerificationFailed(
+            f"{self.name}: {bad.name}: error {bad.rewritten:.1e}",
+            wanted=f"at most {bad.allowed:.1e} ({bad.dtype})",
+            next_step=_next(bad.differs)
+            + 'Try numerics="strict", and print(verify(...)) for the rest',
+        )
+
+    def json(self) -> str:
+        """Returns the table as JSON."""
+        rows = [asdict(r) for r in self.rows]
+        return json.dumps({"function": self.name, "ok": self.ok, "rows": rows,
+                           "notes": self.notes, "probes": self.probes,
+                           "silent": self.silent}, indent=1)  # fmt: skip
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre class='rewriter'>{escape(str(self))}</pre>"
+
+
+def verify(
+    fn: Callable[..., Any], /, *, grad: bool = False, **options: Any
+) -> Callable[..., Verification]:
+    """Returns a function that compares ``fn`` rewritten with ``fn`` as written.
+
+    Both run on the given arguments and on probes made from them: zeros, equal values,
+    huge, tiny and infinite ones, masks of one value, ends of integer types. Every row
+    of every result, and of every kind of site with all the equations that lead to it,
+    is held against the reference: a float64 run of the original, where that is near
+    what it gives in its own types, else the original. The rewritten program may be as
+    wrong as the original, or as the rounding of the types it computes in explains.
+
+    Args:
+        fn: Any callable that ``optimize`` takes.
+        grad: Also compare gradients, by every float argument, of the result if
+            it is a scalar, else of a fixed random weighting of it.
+        **options: As in ``optimize``.
+
+    Returns:
+        A function of the same arguments to a ``Verification``.
+
+    Raises:
+        TraceError: If ``fn`` cannot be traced; JAX's error is chained.
+
+    Example:
+        >>> import jax.numpy as jnp, rewriter
+        >>> rewriter.verify(lambda x: x + 1, grad=True)(jnp.ones(3)).ok
+        True
+    """
+    fn, lifted = trace.original_of(fn)
+    options = {**lifted, **options}
+    theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
+    ours = {k: v for k, v in options.items() if k not in theirs}
+    static = trace.jit_options(fn, theirs)
+
+    @in_step
+    def run(*args: Any, **kwargs: Any) -> Verification:
+        plain = trace.jitted(fn, static)
+        leaves, call = trace.split(plain, args, kwargs)
+        names = trace.leaf_names(plain, args, kwargs)
+        fast = optimize(call, **{**ours, "verify": "off"})
+        report = fast.report(*leaves)
+        pair = [jax.jit(call), fast]
+        if grad:
+            pair = [jax.jit(with_gradient(f, leaves, names)) for f in pair]
+        pairs = _pairs(call, ours, leaves)
+        return _compare(trace.name_of(fn), *pair, leaves, names, report, pairs)
+
+    return run
+
+
+def _pairs(
+    call: Any, options: dict[str, Any], leaves: list[Any]
+) -> list[tuple[Pair, trace.Traced]]:
+    """Each kind of site as written and replaced, where it can be had on its own."""
+    given, patterns = with_patterns(
+        {k: v for k, v in options.items() if k != "patterns"}, options.get("patterns")
+    )
+    config = replace(resolve(given), verify="once", strict=False)
+    traced, placement = placed(jax.jit(call), leaves, {}, {})
+    values = *leaves, *traced.closed_jaxpr.consts
+    if placement is not None or any(map(_jax.is_tracer, values)):
+        return []
+    made = rewritten_of(traced, config, patterns, None)
+    return [(p, traced) for p in check_sites.sites_of(made.pairs)]
+
+
+def with_gradient(
+    fn: Callable[..., Any], leaves: list[Any], names: list[str] | None = None
+) -> Callable[..., Any]:
+    """Returns a function of the leaves to ``fn``'s result and its gradient.
+
+    Args:
+        fn: A function of the leaves.
+        leaves: Example leaves; the floating-point ones are differentiated.
+        names: What to call the gradients; numbers by default.
+    """
+    moving = [i for i, x in enumerate(leaves) if _is_float(x)]
+
+    def both(*leaves: Any) -> dict[str, Any]:
+        def loss(chosen: list[Any]) -> Any:
+            full = list(leaves)
+            for i, x in zip(moving, chosen, strict=True):
+                full[i] = x
+            out = fn(*full)
+            return _scalar(out), out
+
+        chosen = [leaves[i] for i in moving]
+        (_, out), grads = jax.value_and_grad(loss, has_aux=True)(chosen)
+        called = [names[i] if names else str(i) for i in moving]
+        return {"out": out, "grad": dict(zip(called, grads, strict=True))}
+
+    return trace.renamed(both, fn)
+
+
+def _scalar(out: Any) -> Any:
+    """The result if it is a scalar, else a fixed random weighting of it."""
+    floats = [x for x in jax.tree.leaves(out) if _is_float(x)]
+    if len(floats) == 1 and jnp.shape(floats[0]) == ():
+        return floats[0].astype(jnp.promote_types(floats[0].dtype, jnp.float32))
+    random = np.random.default_rng(0)
+    total = jnp.zeros(())
+    for x in floats:
+        weight = random.standard_normal(jnp.shape(x)).astype(np.float32)
+        total += jnp.sum(x * weight, dtype=jnp.float32) / max(1, np.size(weight)) ** 0.5
+    return total
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _compare(
+    name: str,
+    plain: Any,
+    fast: Any,
+    leaves: list[Any],
+    names: list[str],
+    report: Report,
+    pairs: Sequence[tuple[Pair, trace.Traced]],
+) -> Verification:
+    try:
+        shapes = jax.eval_shape(plain, *leaves)
+    except Exception as error:
+        raise trace.trace_error(plain, error) from error
+    paths = [_path(p) for p, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+
+    def both(whole: Any, side: str) -> Any:
+        def run(leaves: Sequence[Any]) -> list[Any]:
+            sites = [getattr(p, side)(t.inputs(leaves)) for p, t in pairs]
+            return [*jax.tree.leaves(whole(*leaves)), *sites]
+
+        return run
+
+    found = compared(
+        both(plain, "written"),
+        both(fast, "replaced"),
+        leaves,
+        names,
+        gradients=[k for k, p in enumerate(paths) if p.startswith("grad.")],
+        errors=True,
+        compiled=bool(pairs),
+    )
+    paths += [f"{p.op} at {p.where}" for p, _ in pairs]
+    rows = tuple(_row(k, path, found) for k, path in enumerate(paths))
+    notes = tuple(_notes(report, found))
+    return Verification(name, rows, notes, report, found.probes, found.silent)
+
+
+def _path(path: Any) -> str:
+    text = jax.tree_util.keystr(path)
+    if text.startswith("['grad']"):
+        return f"grad.{path[1].key}"
+    return text.removeprefix("['out']") or "out"
+
+
+def _row(k: int, name: str, found: Comparison) -> Row:
+    verdict, off = found.verdicts[k], found.of(k)
+    said = check_sites.said(off) if off else ""
+    numbers = verdict.original, verdict.error, verdict.allowed
+    return Row(name, found.dtypes[k], *numbers, off is None, said)
+
+
+def _next(differs: str) -> str:
+    return f"{differs[:1].upper()}{differs[1:]}. " if differs else ""
+
+
+MASKED = {
+    "mean": "the mean of v",
+    "mean_passing": "the mean of v",
+    "nan": "NaN",
+    "zero": "zero",
+}
+
+
+def _notes(report: Report, found: Comparison) -> list[str]:
+    notes = [found.note] if found.note else []
+    if found.probes:
+        notes.append(_probes_text(found))
+    if far := sum(v.far for v in found.verdicts):
+        notes.append(
+            f"{far} rows are judged by the original: float64 gives grossly other values"
+        )
+    if unstable := sum(v.unstable for v in found.verdicts):
+        notes.append(f"{unstable} rows tell nothing: rounding alone changes them")
+    for site in report.sites:
+        rows = MASKED.get(str(dict(site.params).get("empty_rows", "")))
+        if rows and site.replaced:
+            notes.append(
+                f"fully masked rows: in {site.where or site.op} both give {rows}"
+            )
+    if not any(s.replaced for s in report.sites):
+        notes.append("nothing was rewritten: both programs are the same")
+    return list(dict.fromkeys(notes))
+
+
+def _probes_text(found: Comparison) -> str:
+    text = f"{found.probes} probes"
+    if found.silent:
+        names = ", ".join(found.silent[:2])
+        text += f", of which {len(found.silent)} give no number as written ({names})"
+    return text
+
+
+SHOWN = 8  # rows printed; failing ones are always shown
+
+
+def _rank(row: Row) -> tuple[bool, bool, float]:
+    """Failures first, then results, then gradients with the largest error first."""
+    share = row.rewritten / row.allowed if row.allowed else row.rewritten
+    return row.ok, row.name.startswith("grad."), -share if share == share else 0.0
+
+
+def _lines(v: Verification) -> list[str]:
+    dtypes = ", ".join(dict.fromkeys(r.dtype for r in v.rows))
+    lines = [f"rewriter.verify({v.name})   {dtypes} against f64, your arguments"]
+    ranked = sorted(v.rows, key=_rank)
+    shown = [r for i, r in enumerate(ranked) if i < SHOWN or not r.ok]
+    width = max((len(r.name) for r in shown), default=0)
+    lines += [
+        f" {r.name:<{width}}   original {r.original:.1e}   "
+        f"rewritten {r.rewritten:.1e}   allowed {r.allowed:.1e}   "
+        f"{'ok' if r.ok else 'OFF'}" + (f" {r.differs}" if r.differs else "")
+        for r in shown
+    ]
+    if len(shown) < len(v.rows):
+        lines.append(f" ({len(v.rows) - len(shown)} more ok)")
+    return lines + [f" {n}" for n in v.notes]

@@ -1,0 +1,209 @@
+"""A kernel on the operands of one use: what it gives, saves and gives back.
+
+A kernel must give what the op's reference gives; what it does not give back, such as
+the gradient of an operand, is that of the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter import _jax, errors
+from rewriter.ops.kernel import Kernel
+from rewriter.site.uses import (
+    Shaped,
+    Use,
+    is_symbolic,
+    memoised,
+    result,
+    shaped,
+    structs,
+    wide_numbers,
+)
+from rewriter.support import promotion
+
+
+def residual_slots(
+    use: Use, operands: Sequence[Shaped]
+) -> tuple[tuple[Shaped, ...], ...]:
+    """Returns the distinct residual groups of all the kernels of a use.
+
+    One program may be lowered for several platforms, whose kernels may save
+    different things; each kernel fills its own group and zeros the others.
+    """
+    groups = [accepted(use, k, operands) for _, k in use.kernels if k is not None]
+    return tuple(dict.fromkeys(g for g in groups if g))
+
+
+def accepted(
+    use: Use, kernel: Kernel | None, operands: Sequence[Shaped]
+) -> tuple[Shaped, ...] | None:
+    """Returns the residuals of a kernel on these operands; None if it refuses.
+
+    Those without elements are left out: they need no saving, and XLA's compiler
+    crashes where one enters a `jax.shard_map` (jaxlib before 0.12).
+
+    Raises:
+        KernelError: If the kernel gives another shape or dtype than the
+            reference.
+    """
+    saved = None if kernel is None else _saved(use, kernel, operands)
+    return None if saved is None else tuple(s for s in saved if not _is_empty(s))
+
+
+def _saved(
+    use: Use, kernel: Kernel, operands: Sequence[Shaped]
+) -> tuple[Shaped, ...] | None:
+    """All the residuals of a kernel; None if it refuses."""
+    return memoised(_accepted, operands)(use, kernel, tuple(operands), wide_numbers())
+
+
+def _is_empty(value: Shaped) -> bool:
+    return any(isinstance(d, int) and d == 0 for d in value[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _accepted(
+    use: Use, kernel: Kernel, operands: tuple[Shaped, ...], x64: bool
+) -> tuple[Shaped, ...] | None:
+    del x64
+    symbolic = is_symbolic(operands)
+    try:
+        if not kernel.supports(use.spec(operands)).ok:
+            return None
+        call = functools.partial(_forward, use, kernel, kernel.backward is not None)
+        with _jax.on_one_device():
+            out, residuals = jax.eval_shape(call, *structs(operands))
+    except Exception:
+        if symbolic:  # most kernels need to know their sizes
+            return None
+        raise
+    wanted = result(use, operands)
+    if not hasattr(out, "shape") or shaped(out) != wanted:
+        raise _wrong(kernel, "returned", out, wanted)
+    return tuple(shaped(r) for r in residuals)
+
+
+def _wrong(kernel: Kernel, did: str, got: Any, wanted: Shaped) -> errors.KernelError:
+    text = _text(shaped(got)) if hasattr(got, "shape") else type(got).__name__
+    return errors.KernelError(
+        f"kernel {kernel.name!r} of {kernel.op} {did} {text}",
+        wanted=_text(wanted),
+        next_step="The reference decides shape and dtype",
+        where=kernel.where,
+    )
+
+
+def _text(value: Shaped) -> str:
+    shape, dtype = value
+    return f"{dtype}[{','.join(str(d) for d in shape)}]"
+
+
+def call_forward(
+    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array
+) -> tuple[Any, tuple[Any, ...]]:
+    """The result of a kernel, and what it saves for its backward."""
+    out, saved = _forward(use, kernel, residuals, *operands)
+    return out, tuple(r for r in saved if not _is_empty(shaped(r)))
+
+
+def call_forward_of_sum(
+    use: Use, kernel: Kernel, residuals: bool, addend: jax.Array, *operands: jax.Array
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """The result of a kernel that `adds_to`, the sum, and what it saves."""
+    both, saved = _forward(use, kernel, residuals, *operands, addend=addend)
+    wanted = shaped(addend), result(use, [shaped(x) for x in operands])
+    for got, want in zip(both, wanted, strict=True):
+        if shaped(got) != want:
+            raise _wrong(kernel, "returned, with an addend,", got, want)
+    return both[1], both[0], tuple(r for r in saved if not _is_empty(shaped(r)))
+
+
+def _forward(
+    use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array, **more: jax.Array
+) -> tuple[Any, tuple[Any, ...]]:
+    """The same with residuals that have no elements."""
+    named = {**dict(zip(use.names, operands, strict=True)), **more}
+    with promotion.as_usual():
+        if not residuals:
+            return kernel.forward(**named, **dict(use.params)), ()
+        both = kernel.forward(**named, **dict(use.params), residuals=True)
+    if not (isinstance(both, tuple) and len(both) == 2):
+        raise errors.KernelError(
+            f"kernel {kernel.name!r} of {kernel.op} returned {type(both).__name__}",
+            wanted="(result, residuals), since it has a backward",
+            where=kernel.where,
+        )
+    out, saved = both
+    return out, tuple(saved)
+
+
+def call_backward(
+    use: Use,
+    kernel: Kernel,
+    wrt: tuple[str, ...],
+    *args: jax.Array,
+    **addend: jax.Array,
+) -> list[jax.Array]:
+    """Gradients of some operands; those that the kernel lacks are the reference's.
+
+    Args:
+        use: The use of the op.
+        kernel: A kernel with a backward.
+        wrt: The operands whose gradients are wanted.
+        *args: The operands, what the forward saved, and the cotangent.
+        **addend: What is added to the gradient of the operand that it `adds_to`,
+            which the kernel must then have, under the name ``addend``.
+    """
+    n = len(use.names)
+    named = dict(zip(use.names, args[:n], strict=True))
+    out, given_back = (args[n], args[n + 1 :]) if use.keeps_out else (None, args[n:])
+    assert kernel.backward is not None
+    kept = iter(given_back[:-1])
+    saved = [
+        jnp.zeros(*s) if _is_empty(s) else next(kept)
+        for s in _saved(use, kernel, [shaped(a) for a in args[:n]]) or ()
+    ]
+    with promotion.as_usual():
+        given = kernel.backward(
+            **named, out=out, residuals=tuple(saved), cotangent=args[-1],
+            **dict(use.params), **addend,
+        )  # fmt: skip
+    absent = tuple(w for w in wrt if given.get(w) is None)
+    if addend and kernel.adds_to in absent:
+        raise errors.KernelError(
+            f"kernel {kernel.name!r} of {kernel.op} returned no gradient of "
+            f"{kernel.adds_to}",
+            wanted="one, since it takes an addend for that",
+            where=kernel.where,
+        )
+    rest: Mapping[str, Any] = {}
+    if absent:
+        rest = dict(zip(absent, pullback(use, absent, use.general, args), strict=True))
+    for name in wrt:
+        if name not in absent and shaped(given[name]) != shaped(named[name]):
+            did = f"returned as the gradient of {name}"
+            raise _wrong(kernel, did, given[name], shaped(named[name]))
+    return [rest[w] if w in absent else given[w] for w in wrt]
+
+
+def pullback(
+    use: Use, wrt: tuple[str, ...], function: Callable[..., Any], args: Sequence[Any]
+) -> list[jax.Array]:
+    """Cotangents of a function of the operands; the last argument is its own."""
+    at = [use.names.index(w) for w in wrt]
+    operands = list(args[: len(use.names)])
+
+    def of(*chosen: jax.Array) -> jax.Array:
+        full = list(operands)
+        for i, value in zip(at, chosen, strict=True):
+            full[i] = value
+        return function(*full)
+
+    _, back = jax.vjp(of, *(operands[i] for i in at))
+    return list(back(args[-1]))

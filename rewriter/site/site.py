@@ -1,0 +1,527 @@
+"""One op in a program: three primitives that support every transformation.
+
+In: an op, its operands, its parameters and a kernel per platform. Out: the
+result, as one equation.
+
+- ``rewriter_site`` computes the op, and residuals if it is differentiated. Its
+  JVP is itself and ``rewriter_site_tangent``. In operands that the op is linear in it
+  transposes to the reference's transpose.
+- ``rewriter_site_tangent`` is the reference's JVP, linear in the tangents. It
+  transposes to ``rewriter_site_backward``.
+- ``rewriter_site_backward`` gives the cotangents, linear in its last argument.
+  It transposes to ``rewriter_site_tangent``.
+
+The derivatives of the last two along the operands are the reference's. So
+reverse mode runs the fused kernels, forward mode the reference, and both
+compose to any order. Where XLA splits a program over devices, which it cannot do to
+a kernel, all three are the reference; `rewriter.site.shards` writes them for one device
+each. Results and residuals carry the name ``rewriter.<op>``
+for `jax.checkpoint` policies once they are differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from rewriter import _jax, errors
+from rewriter.ops.kernel import PLATFORMS, Kernel
+from rewriter.ops.op import Op
+from rewriter.ops.registry import registry
+from rewriter.site import implement
+from rewriter.site.kernel_call import accepted, residual_slots
+from rewriter.site.uses import (
+    Mask,
+    Shaped,
+    Use,
+    level_sizes,
+    result,
+    shaped,
+    without_levels,
+)
+
+Kernels = Sequence[tuple[str, "str | Kernel | None"]]
+
+NOWHERE = "several devices"
+"""Instead of a platform: no kernel runs there, the reference does."""
+
+site_p = Primitive("rewriter_site")
+tangent_p = Primitive("rewriter_site_tangent")
+backward_p = Primitive("rewriter_site_backward")
+# The same for kernels that JAX must know the devices of.
+site_on_devices_p = Primitive("rewriter_site")
+backward_on_devices_p = Primitive("rewriter_site_backward")
+
+
+def bind(
+    op: Op,
+    operands: Mapping[str, Any],
+    params: Mapping[str, object] | None = None,
+    kernels: Kernels = (),
+    label: str = "",
+) -> jax.Array:
+    """Returns the op's result, computed by one equation.
+
+    Args:
+        op: The op.
+        operands: Its operands by name, with the axes of ``op.dims``.
+        params: Hashable parameters; the op's defaults fill in what is missing.
+        kernels: (platform, kernel name) pairs. A platform is ``cpu``,
+            ``cuda``, ``rocm``, ``gpu``, ``tpu`` or ``default``; one that is
+            not listed, or whose kernel refuses the shapes, gets the reference.
+        label: Shown in profiles as ``rewriter/<label>``; the op's name by
+            default.
+
+    Returns:
+        The result, with the shape and dtype of the op's reference.
+
+    Raises:
+        KernelError: If operands are missing or unknown, a parameter is not
+            hashable, or a kernel gives another shape or dtype.
+        UnknownKernel: If the op has no kernel of a name.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from rewriter.ops.op import Op
+        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
+        ...             lambda x: 2 * x)
+        >>> bind(double, {"x": jnp.ones(2)}).tolist()
+        [2.0, 2.0]
+    """
+    names = op.ordered(operands)
+    use = Use(op, names, _hashable(op, params or {}), _resolved(op, kernels))
+    args = _jax.vary_alike([jnp.asarray(operands[n]) for n in names])
+    with jax.named_scope(f"rewriter/{label or op.name}"):
+        return _sharded(use, args)(*args)
+
+
+def _sharded(use: Use, args: Sequence[Any]) -> Callable[..., jax.Array]:
+    """The site as a function; shardings stated in types come from the reference."""
+
+    def site(*args: Any) -> jax.Array:
+        return _forward_of(use).bind(*args, use=use, batch=(), residuals=False)[0]
+
+    shardings = [_jax.sharding_in_type(a) for a in args]
+    if not any(shardings):
+        return site
+    structs = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+        for a, s in zip(args, shardings, strict=True)
+    ]
+    out = jax.eval_shape(use.reference, *structs)
+    return jax.sharding.auto_axes(site, out_sharding=out.sharding)
+
+
+def _hashable(op: Op, params: Mapping[str, object]) -> tuple[tuple[str, Any], ...]:
+    items = tuple(sorted({**op.defaults, **params}.items()))
+    for name, value in items:
+        try:
+            hash(value)
+        except TypeError as e:
+            raise errors.KernelError(
+                f"parameter {name} of {op.name} is a {type(value).__name__}",
+                wanted="a hashable value",
+                next_step="Pass arrays as operands",
+                where=errors.caller(),
+            ) from e
+    return items
+
+
+def _resolved(op: Op, kernels: Kernels) -> tuple[tuple[str, Kernel | None], ...]:
+    pairs = []
+    for platform, kernel in kernels:
+        if platform not in (*PLATFORMS, "gpu", "default"):
+            raise errors.UnknownKernel(
+                f"no platform {platform!r}",
+                next_step=errors.known(platform, [*PLATFORMS, "gpu", "default"]),
+                where=errors.caller(),
+            )
+        if isinstance(kernel, str):
+            kernel = registry().kernel(op.name, kernel)
+        pairs.append((platform, kernel))
+    return tuple(pairs)
+
+
+# ------------------------------------------------------------ abstract values
+def _avals(results: Sequence[Shaped], avals: Sequence[Any]) -> list[Any]:
+    return [_jax.shaped_like(shape, dtype, avals) for shape, dtype in results]
+
+
+def site_aval(
+    *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
+) -> list[Any]:
+    """The types of a result and what is saved."""
+    given = [shaped(a) for a in avals]
+    inner = without_levels(given, batch)
+    sizes = tuple(level_sizes(given, batch))
+    for _, kernel in use.kernels:
+        accepted(use, kernel, inner)  # a wrong kernel fails here
+    results = [result(use, inner)]
+    if residuals:
+        results += [r for slot in residual_slots(use, inner) for r in slot]
+    return _avals([(sizes + s, d) for s, d in results], avals)
+
+
+def tangent_aval(
+    *avals: Any, use: Use, active: tuple[str, ...], batch: tuple[Mask, ...]
+) -> Any:
+    """The type of the derivative of a result."""
+    del active
+    given = [shaped(a) for a in avals]
+    inner = without_levels(given, batch)[: len(use.names)]
+    sizes = tuple(level_sizes(given, batch))
+    shape, dtype = result(use, inner)
+    return _avals([(sizes + shape, dtype)], avals)[0]
+
+
+def backward_aval(
+    *avals: Any,
+    use: Use,
+    wrt: tuple[str, ...],
+    batch: tuple[Mask, ...],
+    summed: tuple[Mask, ...],
+) -> list[Any]:
+    """The types of cotangents."""
+    given = [shaped(a) for a in avals]
+    inner = dict(zip(use.names, without_levels(given, batch), strict=False))
+    sizes = level_sizes(given, batch)
+    results = []
+    for i, name in enumerate(wrt):
+        shape, dtype = inner[name]
+        kept = [n for n, sums in zip(sizes, summed, strict=True) if not sums[i]]
+        results.append(((*kept, *shape), dtype))
+    return _avals(results, avals)
+
+
+# ------------------------------------------------------------ differentiation
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent is known to be zero."""
+    return type(tangent) is ad.Zero
+
+
+def zero_of(value: Any) -> Any:
+    """The zero tangent of a value."""
+    return ad.Zero(jax.typeof(value).to_tangent_aval())
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value can have a tangent."""
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _site_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    use: Use,
+    batch: tuple[Mask, ...],
+    residuals: bool,
+) -> tuple[list[Any], list[Any]]:
+    moving = [
+        i
+        for i, (p, t) in enumerate(zip(primals, tangents, strict=True))
+        if is_float(p) and not is_zero(t)
+    ]
+    if not moving:
+        outs = _forward_of(use).bind(
+            *primals, use=use, batch=batch, residuals=residuals
+        )
+        return outs, [zero_of(o) for o in outs]
+    outs = _forward_of(use).bind(*primals, use=use, batch=batch, residuals=True)
+    outs = [checkpoint_name(o, f"rewriter.{use.op.name}") for o in outs]
+    saved = outs if use.keeps_out else outs[1:]
+    every = (True,) * len(saved)
+    along = tangent_p.bind(
+        *primals,
+        *saved,
+        *(tangents[i] for i in moving),
+        use=use,
+        active=tuple(use.names[i] for i in moving),
+        batch=tuple(m + every + tuple(m[i] for i in moving) for m in batch),
+    )
+    # What is saved depends on the operands alone, and the other two primitives
+    # differentiate by the operands, so residuals have no tangent of their own.
+    outs = outs if residuals else outs[:1]
+    return outs, [along, *(zero_of(r) for r in outs[1:])]
+
+
+def site_transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    use: Use,
+    batch: tuple[Mask, ...],
+    residuals: bool,
+) -> list[Any]:
+    """Of a use that is linear in some operands, as attention is in its values."""
+    del residuals
+    linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    results: list[Any] = [None] * len(args)
+    if not is_zero(cotangents[0]):
+        operands = [x.aval if i in linear else x for i, x in enumerate(args)]
+        grads = implement.transposed(use, linear, batch)(*operands, cotangents[0])
+        for i, grad in zip(linear, grads, strict=True):
+            results[i] = grad
+    return results
+
+
+def _tangent_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    use: Use,
+    active: tuple[str, ...],
+    batch: tuple[Mask, ...],
+) -> tuple[Any, Any]:
+    n, t = len(use.names), len(active)
+    params = {"use": use, "active": active, "batch": batch}
+    out = tangent_p.bind(*primals, **params)
+    linear = [*primals[:-t], *map(ad.instantiate_zeros, tangents[-t:])]
+    terms = []
+    if any(not is_zero(x) for x in tangents[-t:]):
+        terms.append(tangent_p.bind(*linear, **params))
+    function = implement.tangent(use, active, batch)
+    terms += _along_operands(function, primals, tangents, n)
+    return out, _total(terms, out)
+
+
+def _backward_jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    use: Use,
+    wrt: tuple[str, ...],
+    batch: tuple[Mask, ...],
+    summed: tuple[Mask, ...],
+) -> tuple[list[Any], list[Any]]:
+    params = {"use": use, "wrt": wrt, "batch": batch, "summed": summed}
+    outs = _backward_of(use).bind(*primals, **params)
+    terms = []
+    if not is_zero(tangents[-1]):
+        primitive = _backward_of(use)
+        terms.append(primitive.bind(*primals[:-1], tangents[-1], **params))
+    function = implement.backward(use, None, wrt, batch, summed)
+    terms += _along_operands(function, primals, tangents, len(use.names))
+    columns = [[term[i] for term in terms] for i in range(len(outs))]
+    return outs, [_total(c, o) for c, o in zip(columns, outs, strict=True)]
+
+
+def _along_operands(
+    function: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    n: int,
+) -> list[Any]:
+    """The derivative of a function along its first n arguments, if they move."""
+    moving = [i for i in range(n) if is_float(primals[i]) and not is_zero(tangents[i])]
+    if not moving:
+        return []
+
+    def of(*chosen: Any) -> Any:
+        full = list(primals)
+        for i, value in zip(moving, chosen, strict=True):
+            full[i] = value
+        return function(*full)
+
+    points = tuple(primals[i] for i in moving)
+    return [jax.jvp(of, points, tuple(tangents[i] for i in moving))[1]]
+
+
+def _total(terms: Sequence[Any], value: Any) -> Any:
+    return functools.reduce(ad.add_tangents, terms) if terms else zero_of(value)
+
+
+def tangent_transpose(
+    cotangent: Any,
+    *args: Any,
+    use: Use,
+    active: tuple[str, ...],
+    batch: tuple[Mask, ...],
+) -> list[Any]:
+    """Cotangents of the tangents: a backward's results."""
+    n, t = len(args), len(active)
+    linear = [i for i in range(n - t, n) if ad.is_undefined_primal(args[i])]
+    results: list[Any] = [None] * n
+    if is_zero(cotangent) or not linear:
+        return results
+    grads = _backward_of(use).bind(
+        *args[: n - t],
+        cotangent,
+        use=use,
+        wrt=tuple(active[i - (n - t)] for i in linear),
+        batch=tuple((*m[: n - t], True) for m in batch),
+        summed=tuple(tuple(not m[i] for i in linear) for m in batch),
+    )
+    for i, grad in zip(linear, grads, strict=True):
+        results[i] = grad
+    return results
+
+
+def backward_transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    use: Use,
+    wrt: tuple[str, ...],
+    batch: tuple[Mask, ...],
+    summed: tuple[Mask, ...],
+) -> list[Any]:
+    """The cotangent of a backward's cotangent: a tangent."""
+    results: list[Any] = [None] * len(args)
+    moving = [i for i, c in enumerate(cotangents) if not is_zero(c)]
+    if not moving or not ad.is_undefined_primal(args[-1]):
+        return results
+    levels = zip(batch, summed, strict=True)
+    along = tangent_p.bind(
+        *args[:-1],
+        *(cotangents[i] for i in moving),
+        use=use,
+        active=tuple(wrt[i] for i in moving),
+        batch=tuple((*m[:-1], *(not s[i] for i in moving)) for m, s in levels),
+    )
+    # A cotangent without a level's axis was shared by the whole level.
+    axes = tuple(i for i, m in enumerate(batch) if not m[-1])
+    results[-1] = along.sum(axes) if axes else along
+    return results
+
+
+# --------------------------------------------------------------------- batching
+def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
+    def rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        moved = [
+            a if d is None else jnp.moveaxis(a, d, 0)
+            for a, d in zip(args, dims, strict=True)
+        ]
+        level = tuple(d is not None for d in dims)
+        params["batch"] = (level, *params["batch"])
+        if "summed" in params:
+            never = (False,) * len(params["wrt"])
+            params["summed"] = (never, *params["summed"])
+        out = primitive.bind(*moved, **params)
+        return (out, [0] * len(out)) if primitive.multiple_results else (out, 0)
+
+    return rule
+
+
+# --------------------------------------------------------------------- lowering
+def _forward_of(use: Use) -> Primitive:
+    return site_on_devices_p if use.needs_devices else site_p
+
+
+def _backward_of(use: Use) -> Primitive:
+    return backward_on_devices_p if use.needs_devices else backward_p
+
+
+Made = Callable[..., Callable[..., Any]]
+"""``made(kernel, **params)`` gives what an equation computes, as a function."""
+
+_MADE: dict[Primitive, Made] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _implementation(
+    primitive: Primitive, platform: str, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    """Returns a jitted function, the same for equal sites: lowered only once."""
+    given = dict(params)
+    use: Use = given["use"]
+    kernel = None if platform == NOWHERE else use.kernel(platform)
+    function = _MADE[primitive](kernel, **given)
+
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    run.__name__ = f"{primitive.name}_{use.op.name}"
+    return jax.jit(run)
+
+
+def _warn(use: Use, platform: str) -> None:
+    if (kernel := use.kernel(platform)) is not None:
+        warnings.warn(
+            f"{use.op.name}: this program runs on several devices, which its trace did "
+            f"not show; {kernel.name!r} gives way to plain JAX. Optimize the outermost "
+            "function, or give in_shardings",
+            errors.RewriterWarning,
+            stacklevel=2,
+        )
+
+
+def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: Any):
+    if _jax.is_partitioned(ctx):  # XLA would gather what a kernel reads, or refuse it
+        _warn(params["use"], platform)
+        platform = NOWHERE
+    function = _implementation(primitive, platform, tuple(sorted(params.items())))
+    ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
+    rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
+    with _jax.on_one_device():
+        return rule(ctx, *args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _eager(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def _evaluate(primitive: Primitive, *args: Any, **params: Any) -> Any:
+    key = tuple(sorted(params.items()))
+    if jax.config.jax_disable_jit:  # pyright: ignore
+        backend = jax.default_backend()
+        platform = "cuda" if backend == "gpu" else backend
+        return _implementation(primitive, platform, key)(*args)
+    return _eager(primitive, key)(*args)
+
+
+def register(primitive: Primitive, aval: Any, batched: Any, made: Made) -> None:
+    """Sets the rules of a primitive of sites, but for those of differentiation.
+
+    Args:
+        primitive: With a parameter ``use``.
+        aval: Gives the types of its results.
+        batched: Its rule for `jax.vmap`.
+        made: What it computes.
+    """
+    _MADE[primitive] = made
+    primitive.def_impl(functools.partial(_evaluate, primitive))
+    primitive.def_abstract_eval(aval)
+    batching.primitive_batchers[primitive] = batched
+    for platform in (None, *PLATFORMS):
+        rule = functools.partial(_lower, primitive, platform or "default")
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def _forward_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
+    return implement.forward(use, kernel, **params)
+
+
+def _tangent_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
+    del kernel
+    return implement.tangent(use, **params)
+
+
+def _backward_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
+    return implement.backward(use, kernel, **params)
+
+
+register(tangent_p, tangent_aval, _batch_rule(tangent_p), _tangent_made)
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+ad.primitive_transposes[tangent_p] = tangent_transpose
+for _primitive in (site_p, site_on_devices_p):
+    _primitive.multiple_results = True
+    register(_primitive, site_aval, _batch_rule(_primitive), _forward_made)
+    ad.primitive_jvps[_primitive] = _site_jvp
+    ad.primitive_transposes[_primitive] = site_transpose
+for _primitive in (backward_p, backward_on_devices_p):
+    _primitive.multiple_results = True
+    register(_primitive, backward_aval, _batch_rule(_primitive), _backward_made)
+    ad.primitive_jvps[_primitive] = _backward_jvp
+    ad.primitive_transposes[_primitive] = backward_transpose
+for _primitive in (site_on_devices_p, backward_on_devices_p):
+    _jax.lower_with_devices(_primitive)

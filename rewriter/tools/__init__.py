@@ -1,0 +1,1 @@
+"""Commands for people: benchmarks, a roofline, and a demonstration."""

@@ -1,0 +1,142 @@
+"""A program and its rewritten form in, the sites whose numbers differ out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from rewriter import _jax
+from rewriter.rewrite.differing_inputs import reached
+from rewriter.rewrite.replace import Rewritten
+from rewriter.rewrite.replacements import Pair
+from rewriter.verification.compare import YOURS, Comparison, Difference, compared
+from rewriter.verification.probes import drawn
+
+log = logging.getLogger("rewriter.checked")
+
+DRAWN = "drawn arguments"
+"""Instead of the user's, where those are not known while tracing."""
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """A site, or the whole program, whose numbers differ.
+
+    Attributes:
+        sites: What is left as written for it: ops and the user's lines.
+        text: What differs, and on which arguments.
+        whole: Whether the program's results differ and no site alone does.
+    """
+
+    sites: tuple[Key, ...]
+    text: str
+    whole: bool = False
+
+
+def sites_of(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+    """Returns the pairs that can be run, with those of types as they should be."""
+    return tuple(p for p in pairs if p.written is not None)
+
+
+def complaints(
+    program: ClosedJaxpr,
+    rewritten: Rewritten,
+    inputs: Sequence[Any] | None,
+    names: Sequence[str] = (),
+) -> tuple[Complaint, ...]:
+    """Returns what differs between a program and what it was rewritten to.
+
+    Every kind of site is compared with all the equations that lead to it, and the
+    whole program with the rewritten one.
+
+    Args:
+        program: The program as written.
+        rewritten: What it was rewritten to.
+        inputs: Its arguments; None if they are not known, so that some are drawn.
+        names: What its arguments are called.
+    """
+    on = YOURS if inputs is not None else DRAWN
+    inputs = drawn(program.in_avals) if inputs is None else inputs
+    if inputs is None or any(_jax.is_tracer(x) for x in (*program.consts, *inputs)):
+        log.debug("nothing is compared: arguments are not known")
+        return ()
+    pairs = sites_of(rewritten.pairs)
+    whole = not program.effects
+    try:
+        found = compared(
+            both_of(program, pairs, whole, "written"),
+            both_of(rewritten.closed_jaxpr, pairs, whole, "replaced"),
+            inputs,
+            names,
+            called=on,
+        )
+    except Exception as error:
+        return _stopped(program, rewritten, inputs, error)
+    return _complaints(program, rewritten, pairs, found, inputs, names, whole)
+
+
+def both_of(program: ClosedJaxpr, pairs: Sequence[Pair], whole: bool, side: str) -> Any:
+    """Returns a function of inputs to a program's results, and those of its sites."""
+    run = jaxpr_as_fun(program)
+
+    def call(inputs: Sequence[Any]) -> list[Any]:
+        sites = [getattr(p, side)(inputs) for p in pairs]
+        return [*(run(*inputs) if whole else ()), *sites]
+
+    return call
+
+
+def _stopped(
+    program: ClosedJaxpr, rewritten: Rewritten, inputs: Sequence[Any], error: Exception
+) -> tuple[Complaint, ...]:
+    """Of a rewritten program that cannot be run, where the one as written can."""
+    try:
+        jax.block_until_ready(jax.jit(jaxpr_as_fun(program))(*inputs))
+    except Exception:
+        log.debug("nothing is compared: the program cannot be run", exc_info=error)
+        return ()
+    said = (str(error).splitlines() or [""])[0]
+    text = f"cannot be run: {type(error).__name__}: {said}"
+    return (Complaint(every(rewritten), text, True),)
+
+
+def every(rewritten: Rewritten) -> tuple[Key, ...]:
+    """Returns what tells all replaced sites apart."""
+    keys = [(s.op, s.where) for s in rewritten.sites if s.replaced]
+    return tuple(dict.fromkeys([*(p.key for p in rewritten.pairs), *keys]))
+
+
+def _complaints(
+    program: ClosedJaxpr,
+    rewritten: Rewritten,
+    pairs: Sequence[Pair],
+    found: Comparison,
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    whole: bool,
+) -> tuple[Complaint, ...]:
+    first = len(program.out_avals) if whole else 0
+    made = []
+    for k, pair in enumerate(pairs, first):
+        if (difference := found.of(k)) is not None:
+            text = said(difference)
+            entries = found.verdicts[k].entries
+            text += reached(pair, entries[0] if entries else None, inputs, names)
+            made.append(Complaint((pair.key,), text))
+    results = [d for k in range(first) if (d := found.of(k)) is not None]
+    if results and not made:
+        text = f"result {results[0].result} of the program: {said(results[0])}"
+        made.append(Complaint(every(rewritten), text, True))
+    return tuple(made)
+
+
+def said(difference: Difference) -> str:
+    """Returns a difference in words."""
+    return f"on {difference.on}: {'; '.join(difference.texts)}"

@@ -1,0 +1,224 @@
+"""Two functions of the same arguments in, where they differ by more than rounding out.
+
+Both are compiled once, and run on the arguments given and on probes made from them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from rewriter.measure import oracle
+from rewriter.verification.decision_inputs import deciding
+from rewriter.verification.judge import Verdicts, judged
+from rewriter.verification.probes import Probe, probes, shaken
+from rewriter.verification.rounding import coarsest
+
+log = logging.getLogger("rewriter.compare")
+
+YOURS = "your arguments"
+SHAKES = 4
+"""Runs with arguments moved by a rounding, where the two differ."""
+
+Flat = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one result differs.
+
+    Attributes:
+        result: Its position.
+        on: The arguments: `YOURS`, or a probe's name.
+        texts: What differs, one sentence each.
+    """
+
+    result: int
+    on: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What running both told.
+
+    Attributes:
+        verdicts: Of each result, on the arguments given.
+        dtypes: The results' dtypes.
+        coarse: The coarsest dtype behind each.
+        differences: All that differ, the arguments given first.
+        probes: How many probes were run.
+        silent: Names of probes for which the program as written gives no number.
+        note: What could not be run in float64; ``""`` if nothing.
+    """
+
+    verdicts: tuple[Verdicts, ...]
+    dtypes: tuple[str, ...]
+    coarse: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    probes: int = 0
+    silent: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def off(self) -> tuple[int, ...]:
+        """Positions of the results that differ anywhere."""
+        return tuple(dict.fromkeys(d.result for d in self.differences))
+
+    def of(self, result: int) -> Difference | None:
+        """The first difference of a result."""
+        return next((d for d in self.differences if d.result == result), None)
+
+
+def compared(
+    written: Flat,
+    rewritten: Flat,
+    leaves: Sequence[Any],
+    names: Sequence[str] = (),
+    *,
+    gradients: Iterable[int] = (),
+    most: int | None = None,
+    errors: bool = False,
+    called: str = YOURS,
+    compiled: bool = True,
+) -> Comparison:
+    """Returns where two functions of a list of arrays differ.
+
+    Args:
+        written: Gives a list of arrays.
+        rewritten: Gives what should be the same.
+        leaves: The arguments.
+        names: What they are called.
+        gradients: Positions of results whose rows of zeros must stay so.
+        most: Probes at most; all by default.
+        compiled: Whether to compile the second, which may know of its arguments'
+            devices only outside of another `jax.jit`.
+        called: What the arguments given are called.
+        errors: Whether errors against float64 are wanted where nothing differs, too.
+
+    Example:
+        >>> f = lambda xs: [jnp.where(xs[0] >= xs[0], 1.0, 2.0)]
+        >>> g = lambda xs: [jnp.where(xs[0] - xs[0] >= 0, 1.0, 2.0)]
+        >>> compared(f, g, [jnp.ones(4)]).off
+        (0,)
+        >>> compared(f, f, [jnp.ones(4)]).off
+        ()
+    """
+    pair = _Both(written, rewritten, leaves, frozenset(gradients), compiled)
+    verdicts = pair.on(leaves, always=errors)
+    differences = _differences(verdicts, called)
+    silent, count = [], 0
+    for probe in probes(leaves, pair.deciding, names)[:most]:
+        told = frozenset(d.result for d in differences)
+        if len(told) == len(verdicts):
+            break
+        found = pair.on(probe.of(leaves), probe, told)
+        count += 1
+        if found is None:
+            silent.append(probe.name)
+            continue
+        differences += _differences(found, probe.name)
+    return Comparison(
+        tuple(verdicts),
+        tuple(str(v.dtype) for v in pair.program.out_avals),
+        tuple(pair.coarse),
+        tuple(differences),
+        count,
+        tuple(silent),
+        pair.note,
+    )
+
+
+def _differences(verdicts: Sequence[Verdicts], on: str) -> list[Difference]:
+    return [Difference(k, on, v.differs) for k, v in enumerate(verdicts) if v.differs]
+
+
+class _Both:
+    """Both functions, each compiled at most once."""
+
+    def __init__(
+        self,
+        written: Flat,
+        rewritten: Flat,
+        leaves: Sequence[Any],
+        gradients: frozenset[int],
+        compiled: bool,
+    ) -> None:
+        self.written = jax.jit(lambda xs: list(written(xs)))
+        self.rewritten = lambda xs: list(rewritten(xs))
+        if compiled:
+            self.rewritten = jax.jit(self.rewritten)
+        self.gradients, self.note = gradients, ""
+        self.program: ClosedJaxpr = jax.make_jaxpr(lambda *xs: self.written(list(xs)))(
+            *leaves
+        )
+        self.deciding = deciding(self.program)
+        self.coarse = coarsest(self.program)
+        self.replay = functools.cache(lambda: oracle.replay_of(self.program))
+
+    def on(
+        self,
+        leaves: Sequence[Any],
+        probe: Probe | None = None,
+        told: frozenset[int] = frozenset(),
+        always: bool = False,
+    ) -> Any:
+        """What is to be said of each result; None if the original says nothing.
+
+        Nothing more is said of results of which something was told.
+        """
+        given = list(leaves)
+        before = self.written(given)
+        if probe is not None and not _says_something(before):
+            return None
+        after = self.rewritten(given)
+        moved = functools.cache(lambda: self._shaken(given))
+        exact = functools.cache(lambda: self._exact(given))
+        return [
+            Verdicts()
+            if k in told
+            else judged(
+                a,
+                b,
+                self.coarse[k],
+                lambda k=k: [run[k] for run in moved()],
+                lambda k=k: exact()[k],
+                gradient=k in self.gradients,
+                scaled=probe is not None and probe.scaled,
+                always=always,
+            )
+            for k, (a, b) in enumerate(zip(before, after, strict=True))
+        ]
+
+    def _shaken(self, leaves: Sequence[Any]) -> list[Any]:
+        coarse = max(self.coarse, key=lambda name: jnp.finfo(name or "float64").eps)
+        return [
+            self.written(
+                [
+                    shaken(x, d, coarse, seed)
+                    for x, d in zip(leaves, self.deciding, strict=True)
+                ]
+            )
+            for seed in range(SHAKES)
+        ]
+
+    def _exact(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        found, self.note = self.replay()(leaves)
+        return found
+
+
+def _says_something(results: Sequence[Any]) -> bool:
+    """Whether any result holds a number."""
+    for x in results:
+        real = jnp.issubdtype(x.dtype, jnp.inexact)
+        if not real or np.isfinite(np.asarray(x).astype(np.complex128)).any():
+            return True
+    return False

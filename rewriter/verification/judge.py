@@ -1,0 +1,329 @@
+"""Results as written and rewritten in, what differs by more than rounding out.
+
+Each row, which is what lies along the last axis, is judged by itself. Allowed is what
+the dtype's rounding explains: of the row's own size, or what the row as written moves
+if its arguments move by a rounding, or its distance from a run in float64. That run
+counts only where it is near: where a fill of -1e9 absorbs a score in float32 and not in
+float64, the program in its own types is what the user wrote. Entries must be NaN and
+infinite where they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.measure.oracle import allowed as allowed_by_dtype
+
+NEAR = 50.0
+"""How many allowed errors away a float64 run may be to count, ..."""
+
+NEAR_AT_MOST = 0.3
+"""... and at most this share of a row."""
+
+SHAKES = 16.0
+"""How much further than a run with shaken arguments a row may be."""
+
+ROOM = 16.0
+"""How far from its type's largest number rows of unusual size must be."""
+
+FLOOR, FLOOR_OF_GRADIENTS = 0.05, 0.25
+"""Of the usual row's size: smaller rows are judged as if they were as large.
+
+More of gradients, in which larger terms cancel.
+"""
+
+Runs = Callable[[], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What is to be said of one result.
+
+    Attributes:
+        error: The largest share of a row by which it is off the reference.
+        allowed: What is allowed there.
+        original: The same for the program as written, against float64; 0 without it.
+        differs: What differs, one sentence each; none if all is well.
+        entries: The entries that differ, flattened positions.
+        unstable: How many rows rounding alone changes, so that they say nothing.
+        far: How many rows float64 gives grossly other values for.
+    """
+
+    error: float = 0.0
+    allowed: float = 0.0
+    original: float = 0.0
+    differs: tuple[str, ...] = ()
+    entries: tuple[int, ...] = ()
+    unstable: int = 0
+    far: int = 0
+
+
+def judged(
+    written: Any,
+    rewritten: Any,
+    coarse: str,
+    shaken: Runs = tuple,
+    exact: Callable[[], Any] | None = None,
+    *,
+    gradient: bool = False,
+    scaled: bool = False,
+    always: bool = False,
+) -> Verdicts:
+    """Returns what is to be said of one result.
+
+    Args:
+        written: The result of the program as written.
+        rewritten: That of the rewritten one.
+        coarse: The coarsest dtype on the way to it.
+        shaken: Gives results as written for arguments moved by a rounding; called
+            only if the two differ.
+        exact: Gives the result in float64, called likewise.
+        gradient: Whether rows that are exactly zero must stay so.
+        scaled: Whether the arguments are of unusual size. Then rows in which float64
+            gives other values say nothing, and of gradients only what is finite does.
+        always: Whether to call the other two in any case, for their errors.
+
+    Example:
+        >>> judged(np.ones(2), np.array([1.0, np.nan]), "float32").differs
+        ('1 of 2 entries are NaN, where they were finite (the first at [1])',)
+    """
+    with np.errstate(all="ignore"):
+        return _judged(
+            written, rewritten, coarse, shaken, exact, gradient=gradient,
+            scaled=scaled, always=always,
+        )  # fmt: skip
+
+
+def _judged(
+    written: Any,
+    rewritten: Any,
+    coarse: str,
+    shaken: Runs,
+    exact: Callable[[], Any] | None,
+    *,
+    gradient: bool,
+    scaled: bool,
+    always: bool,
+) -> Verdicts:
+    a, b = _host(written), _host(rewritten)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        what = f"is {b.dtype}{list(b.shape)}, and was {a.dtype}{list(a.shape)}"
+        return Verdicts(float("inf"), differs=(what,))
+    if not a.size:
+        return Verdicts()
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
+        return _exactly(a, b, shaken)
+    floor = FLOOR_OF_GRADIENTS if gradient else FLOOR
+    case = _Case(a, b, coarse, floor=floor)
+    sizes = not (scaled and gradient)  # else roundings are of the size of what is left
+    if case.fine(gradient, sizes) and not always:
+        return case.verdicts(gradient, sizes)
+    reference = None if exact is None else _wide(_host(exact()))
+    case = _Case(a, b, coarse, (), reference, scaled, floor)
+    if not case.fine(gradient, sizes):
+        others = [_wide(_host(x)) for x in shaken()]
+        case = _Case(a, b, coarse, others, reference, scaled, floor)
+    return case.verdicts(gradient, sizes)
+
+
+def _exactly(a: np.ndarray, b: np.ndarray, shaken: Runs) -> Verdicts:
+    """Of whole numbers: equal, but where rounding alone changes them."""
+    off = a != b
+    if off.any():
+        for other in shaken():
+            off &= _host(other) == a
+    if not off.any():
+        return Verdicts()
+    text = f"{off.sum()} of {a.size} entries differ{_first(off)}"
+    where = tuple(np.flatnonzero(off)[:64].tolist())
+    return Verdicts(float(off.mean()), 0.0, 0.0, (text,), where)
+
+
+class _Case:
+    """One result's rows, and what is allowed in them."""
+
+    def __init__(
+        self,
+        written: np.ndarray,
+        rewritten: np.ndarray,
+        coarse: str,
+        shaken: Sequence[np.ndarray] = (),
+        exact: np.ndarray | None = None,
+        scaled: bool = False,
+        floor: float = FLOOR,
+    ) -> None:
+        self.shape = written.shape
+        self.a, self.b = _rows(_wide(written)), _rows(_wide(rewritten))
+        kinds_a, kinds_b = _kinds(self.a), _kinds(self.b)
+        self.kinds = kinds_a, kinds_b
+        self.moved = kinds_a != kinds_b
+        self.tolerance = max(allowed_by_dtype(coarse or written.dtype), 1e-15)
+        others = [_rows(x) for x in shaken]
+        for x in others:  # where rounding alone decides
+            self.moved &= _kinds(x) == kinds_a
+        exact = None if exact is None else _rows(exact)
+        fine = (kinds_a == 0) & (kinds_b == 0)
+        own = _norm(np.where(kinds_a == 0, self.a, 0))
+        usual = float(np.median(own[own > 0])) if (own > 0).any() else 0.0
+        tiny = float(jnp.finfo(written.dtype).tiny)
+        self.smallest = floor * usual
+        self.size = np.maximum(own, floor * usual) + 64 * tiny
+        self.gap = _norm(np.where(fine, self.b - self.a, 0))
+        self.limit = self.tolerance * self.size
+        self.spread = self._spread(others, fine)
+        self.limit = np.maximum(self.limit, self.spread)
+        self.unstable = int(np.sum(self.spread > NEAR_AT_MOST * self.size))
+        near = self._float64(exact, fine)
+        if scaled:
+            most = np.abs(np.where(kinds_a == 0, self.a, 0)).max(axis=1)
+            near &= most < float(jnp.finfo(written.dtype).max) / ROOM
+            self.moved &= near[:, None]
+            self.limit = np.where(near, self.limit, np.inf)
+
+    def _spread(self, others: Sequence[np.ndarray], fine: np.ndarray) -> np.ndarray:
+        """How far the rows move with their arguments; at least as most rows do."""
+        if not others:
+            return np.zeros(self.size.shape)
+        moves = [_norm(np.where(fine & np.isfinite(x), x - self.a, 0)) for x in others]
+        most = np.max(moves, axis=0)
+        share = float(np.quantile(most / self.size, 0.9))
+        return np.maximum(SHAKES * most, 2 * share * self.size)
+
+    def _float64(self, exact: np.ndarray | None, fine: np.ndarray) -> np.ndarray:
+        """Notes errors against float64; returns in which rows it counts."""
+        self.before, self.after = np.zeros(self.gap.shape), self.gap
+        self.far = 0
+        if exact is None:
+            return np.ones(self.gap.shape, bool)
+        own = (self.kinds[0] == 0) & np.isfinite(exact)
+        before = _norm(np.where(own, self.a - exact, 0))
+        after = _norm(np.where(fine & own, self.b - exact, 0))
+        share = min(NEAR * self.tolerance, NEAR_AT_MOST)
+        near = before <= np.maximum(share * self.size, self.spread)
+        near &= (self.kinds[0] == _kinds(exact)).all(axis=1)
+        usual = np.median((before / self.size)[near]) if near.any() else 0.0
+        roundings = np.maximum(4 * before, 8 * usual * self.size)
+        self.before = before
+        self.far = int(np.sum(~near))
+        self.after = np.where(near, np.minimum(after, self.gap), self.gap)
+        self.limit = np.where(near, np.maximum(self.limit, roundings), self.limit)
+        return near
+
+    def fine(self, gradient: bool, sizes: bool) -> bool:
+        """Whether nothing differs; but for sizes, if they say nothing."""
+        if self.moved.any() or not sizes:
+            return not self.moved.any()
+        off = (self.after > self.limit).any()
+        return not off and not (gradient and self._no_zeros().any())
+
+    def _no_zeros(self) -> np.ndarray:
+        """Rows that were exactly zero, and are more than a rounding of others now."""
+        was = ~self.a.any(axis=1) & (self.kinds[0] == 0).all(axis=1)
+        here = np.nan_to_num(np.abs(self.b)).max(axis=1)
+        return was & (here > self.tolerance * self.smallest) & (here > 0)
+
+    def verdicts(self, gradient: bool, sizes: bool) -> Verdicts:
+        """What is to be said."""
+        share = self.after / self.size
+        off = (self.after > self.limit) & sizes
+        gradient = gradient and sizes
+        worst = int(np.argmax(np.where(off, share + 1e9, share / self.limit)))
+        differs, where = [], np.zeros(self.a.shape, bool)
+        if self.moved.any():
+            differs += self._moved_text()
+            where |= self.moved
+        if off.any():
+            differs.append(self._values_text(off, worst))
+            big = np.abs(np.where(np.isfinite(self.b), self.b, 0) - self.a)
+            where |= off[:, None] & (big == big.max(axis=1, keepdims=True))
+        zeros = self._no_zeros() if gradient else np.zeros(off.shape, bool)
+        if zeros.any():
+            first = _first(np.broadcast_to(zeros[:, None], self.a.shape), self.shape)
+            differs.append(f"{zeros.sum()} rows were exactly 0 and are not{first}")
+            where |= zeros[:, None]
+        return Verdicts(
+            float("inf") if self.moved.any() else float(share[worst]),
+            float((self.limit / self.size)[worst]),
+            float((self.before / self.size)[worst]),
+            tuple(differs),
+            tuple(np.flatnonzero(where)[:64].tolist()),
+            self.unstable,
+            self.far,
+        )
+
+    def _moved_text(self) -> list[str]:
+        """Which entries became finite, NaN or infinite."""
+        before, after = self.kinds
+        texts = []
+        kinds = before * len(KINDS) + after
+        for kind in np.unique(kinds[self.moved]):
+            old, new = divmod(int(kind), len(KINDS))
+            here = self.moved & (before == old) & (after == new)
+            texts.append(
+                f"{here.sum()} of {here.size} entries are {KINDS[new]}, where they "
+                f"were {KINDS[old]}{_first(here, self.shape)}"
+            )
+        return sorted(texts)
+
+    def _values_text(self, off: np.ndarray, worst: int) -> str:
+        share, limit = self.after[worst] / self.size[worst], self.limit[worst]
+        at = _first(np.broadcast_to(off[:, None], self.a.shape), self.shape, rows=True)
+        return (
+            f"{off.sum()} of {off.size} rows differ, by up to {share:.1e} of a row "
+            f"(allowed {limit / self.size[worst]:.1e}){at}"
+        )
+
+
+KINDS = ("finite", "NaN", "inf", "-inf")
+
+
+def _kinds(x: np.ndarray) -> np.ndarray:
+    """By entry, a place in `KINDS`."""
+    found = np.zeros(x.shape, np.int8)
+    if not np.isfinite(x).all():
+        found[np.isnan(x)], found[x == np.inf], found[x == -np.inf] = 1, 2, 3
+    return found
+
+
+def _norm(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        most = np.abs(x).max(axis=1, keepdims=True)
+        safe = np.where(most > 0, most, 1)
+        return (np.sqrt(np.sum((x / safe) ** 2, axis=1)) * safe[:, 0]).astype(float)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    """What lies along the last axis, as rows."""
+    return x.reshape(-1, x.shape[-1] if x.ndim else 1)
+
+
+def _first(
+    where: np.ndarray, shape: tuple[int, ...] | None = None, rows: bool = False
+) -> str:
+    shape = where.shape if shape is None else shape
+    if not shape:
+        return ""
+    at = [int(n) for n in np.unravel_index(np.flatnonzero(where)[0], shape)]
+    if rows:
+        return f" (the first at {at[:-1]})" if len(shape) > 1 else ""
+    return f" (the first at {at})"
+
+
+def _host(x: Any) -> np.ndarray:
+    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """Floats as float64; complex numbers as pairs along the last axis."""
+    if np.iscomplexobj(x):
+        x = x.astype(np.complex128).reshape(x.shape or (1,)).view(np.float64)
+        return x
+    return x.astype(np.float64)
