@@ -303,6 +303,11 @@ def sharding_in_type(value: Any) -> Any:
     return sharding if any(p is not None for p in sharding.spec) else None
 
 
+def check_types(closed: Any) -> None:
+    """Raises an error if equations of a program do not fit together."""
+    core.check_jaxpr(closed.jaxpr)
+
+
 def same_types(first: Sequence[Any], second: Sequence[Any]) -> bool:
     """Whether abstract values agree, but for meshes that shard none of their axes."""
     return len(first) == len(second) and all(

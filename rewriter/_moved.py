@@ -26,7 +26,7 @@ _FOLDERS = {
     "algebra": "formula emit template normal_form canonicalize",
     "find": (
         "sieve finder region reading anew=emitted_anew stacked match check "
-        "reference declared bindings pattern rows=empty_rows"
+        "reference declared bindings pattern"
     ),
     "gradients": "backward_place standing=insertion_point",
     "site": (

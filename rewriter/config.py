@@ -72,6 +72,8 @@ class Config:
             checkpoints as written.
         end_to_end: Whether an op's sites are left as written where the whole program
             was measured to be faster so.
+        disable: Names of passes that are left out, such as ``("recompute",)``: those of
+            `PASSES_TO_DISABLE`. The program is right without them.
         implementation: ``((op, forward, backward), ...)``: the kernels to use,
             as tuples of names, the first that can be had; an error if none can.
             ``"ring"``, as the first, passes operands from device to device, and
@@ -98,6 +100,7 @@ class Config:
     deterministic: bool = False
     checkpoint_memory: int = 0
     end_to_end: bool = True
+    disable: tuple[str, ...] = ()
     implementation: tuple[Forced, ...] = ()
     verify: str = "off"
     target: str | None = None
@@ -255,7 +258,18 @@ def _loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-STAGES = ("trace", "graph", "match", "tune", "choose", "replace", "optimize")
+STAGES = (
+    "trace", "passes", "match", "gradients", "tune", "choose", "optimize",
+)  # fmt: skip
+"""What ``REWRITER_LOG`` can show.
+
+``passes`` shows the time of every pass."""
+
+PASSES_TO_DISABLE = (
+    "fold", "gradients", "checkpoint_savings", "residual_adds", "memory_order",
+    "recompute",
+)  # fmt: skip
+"""Names of the passes that may be left out."""
 
 
 def configure_logging(text: str | None = None) -> None:
@@ -314,7 +328,9 @@ def _normal(name: str, value: object) -> object:
     if name in ("strict", "deterministic", "end_to_end"):
         return _choice(name, value, (True, False))
     if name == "assume":
-        return _assumptions(value)
+        return _some_of(name, value, tuple(ASSUMPTIONS))
+    if name == "disable":
+        return _some_of(name, value, PASSES_TO_DISABLE)
     if name == "checkpoint_memory":
         return _bytes(name, value)
     wanted = {"patterns": (str,)}.get(name, (str, type(None)))
@@ -330,14 +346,13 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> object:
     raise ConfigError(f"{name}={value!r}", next_step=f"Choose {text}", where=caller())
 
 
-def _assumptions(value: object) -> tuple[str, ...]:
-    """Names of what is taken for granted, in order; one may stand alone."""
+def _some_of(name: str, value: object, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Some of the known names, in order; one may stand alone."""
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, (tuple, list, set, frozenset)):
-        wanted = f"some of {', '.join(map(repr, ASSUMPTIONS))}"
-        raise ConfigError(f"assume={value!r}", wanted=wanted, where=caller())
-    known = tuple(ASSUMPTIONS)
-    return tuple(sorted({str(_choice("assume", n, known)) for n in names}))
+        wanted = f"some of {', '.join(map(repr, known))}"
+        raise ConfigError(f"{name}={value!r}", wanted=wanted, where=caller())
+    return tuple(sorted({str(_choice(name, n, known)) for n in names}))
 
 
 def _bytes(name: str, value: object) -> int:

@@ -11,6 +11,9 @@ import pytest
 # What a developer tuned on this machine decides nothing here.
 os.environ["REWRITER_CACHE_DIR"] = tempfile.mkdtemp(prefix="rewriter-tests-")
 
+# Every program is checked after every pass.
+os.environ["REWRITER_VALIDATE"] = "1"
+
 # On a host without a TPU, for the TPU compiler, also in several processes.
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -6,6 +6,7 @@ import math
 
 from rewriter.algebra.normal_form import TRUE
 from rewriter.find.reading import Refused
+from rewriter.patterns.attention.empty_rows import empty_row
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 
@@ -21,12 +22,12 @@ class Rows:
         behaviour = (
             "zero"
             if self.parts.zero_rows
-            else self.find.empty_rows(
+            else empty_row(
                 self.ev,
+                kept,
                 self.scores,
                 self.products,
                 self.value,
-                kept,
                 self._dropped(),
             )
         )

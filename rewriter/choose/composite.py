@@ -1,4 +1,4 @@
-"""Matches in, and of an op that is made of others either the whole or its parts out.
+"""Chooses between a composite op and its parts.
 
 A gated linear unit of ragged dots is taken whole where a kernel is chosen that computes
 it in one pass. Elsewhere its ragged dots are sites of their own, as if nothing had been
@@ -17,24 +17,22 @@ from rewriter.find.match import Match
 from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places
 from rewriter.measure import autotune
-from rewriter.measure.still_needed import computed_anyway
+from rewriter.measure.still_needed import still_needed
 from rewriter.ops import device
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.locate import located
+from rewriter.site.facts import Facts
 from rewriter.site.implementation import XLA
 
 log = logging.getLogger("rewriter.parts")
 
-BY_PARTS = ("by_parts", "by_parts_hopper")
-"""The names of kernels that compute a whole by kernels of its parts: for comparison."""
 
-
-def apart(matches: Sequence[Match]) -> tuple[Match, ...]:
+def elementary(matches: Sequence[Match]) -> tuple[Match, ...]:
     """Returns the matches that are made of no others."""
     return tuple(m for m in matches if not m.op.parts)
 
 
-def wholes(
+def composites(
     regions: Regions, matches: Sequence[Match], config: Config
 ) -> tuple[Match, ...]:
     """Returns the matches that may be taken whole, with their parts.
@@ -59,7 +57,7 @@ def wholes(
             continue
         if any(obstacle(m, scope, regions) for scope, _ in places(m)):
             continue
-        if computed_anyway(regions.graph, [m], {}):
+        if still_needed(regions.graph, [Facts(m)]):
             continue
         ops = [p for p in matches if m.op.parts in (p.op.name, p.op.form_of)]
         inside = [p for p in ops if p.value in m.inner]
@@ -69,7 +67,7 @@ def wholes(
     return tuple(found)
 
 
-def parted(
+def with_composites(
     regions: Regions,
     matches: Sequence[Match],
     config: Config,
@@ -84,21 +82,29 @@ def parted(
         placement: Where the program's inputs are, if it runs on several devices; or why
             that is not known.
     """
-    rest = apart(matches)
+    rest = elementary(matches)
     if len(rest) == len(matches):
         return rest
     graph, target = regions.graph, target_of(config)
-    found = wholes(regions, matches, config)
-    spread = {} if placement is None else located(regions, found, placement)
+    found = composites(regions, matches, config)
+    facts = [
+        Facts(m, shards=shards)
+        for m, shards in zip(found, located(regions, found, placement), strict=True)
+    ]
     if config.tune in ("quick", "full") and target == device.attached():
-        tasks = tasks_of(graph, found, {}, located=spread)
-        autotune.measure_missing(tasks, config.tune)
+        autotune.measure_missing(tasks_of(graph, facts), config.tune)
     taken: dict[int, Match] = {}
-    for m in found:
-        choice = chosen(graph, m, config, target, {}, 0, spread.get(id(m)), "")
+    for f in facts:
+        m = f.match
+        choice = chosen(graph, f, config, target, 0, "")
         log.debug("%s at %s: %s", m.op.name, m.where, choice.kernel)
-        if choice.kernel not in (XLA, *BY_PARTS):
+        if choice.kernel != XLA and not _comparison_only(m, choice.kernel):
             taken[m.value] = m
     inside = {id(p) for m in taken.values() for p in m.parts}
     kept = [taken.get(m.value) if m.op.parts else m for m in matches]
     return tuple(m for m in kept if m is not None and id(m) not in inside)
+
+
+def _comparison_only(match: Match, name: str) -> bool:
+    """Whether a kernel computes a composite by kernels of its parts."""
+    return any(k.comparison_only for k in match.pattern.kernels if k.name == name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from rewriter.choose.choose import AS_WRITTEN, Choice, choose, left_out
@@ -24,13 +22,13 @@ from rewriter.measure.as_written import NotTaken, as_written, spelling_of
 from rewriter.measure.key import BOTH, FORWARD, Key, key_of
 from rewriter.measure.program_key import program_key
 from rewriter.measure.programs import Task
-from rewriter.measure.still_needed import SAVED, WHY, computed_anyway
+from rewriter.measure.still_needed import SAVED, WHY, still_needed
 from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.program.fold import Folded
 from rewriter.program.graph import Graph
-from rewriter.rewrite.locate import Located
 from rewriter.site import fusable_adds
+from rewriter.site.facts import Facts
 from rewriter.site.implementation import RING, XLA
 from rewriter.site.shards import Shards
 
@@ -40,92 +38,72 @@ UNREACHED = "they are in another loop, branch or checkpoint than the result"
 
 def planned(
     regions: Regions,
-    matches: Sequence[Match],
+    facts: Sequence[Facts],
     config: Config,
-    backward: Mapping[int, Backward],
-    why_none: Mapping[int, str],
-    folded: Folded | None,
-    located: Located = MappingProxyType({}),
+    folded: Folded | None = None,
 ) -> Plan:
     """Returns what becomes of all matches: their sites and the splices.
 
     Args:
         regions: The walks over the program's graph.
-        matches: What was found in it.
+        facts: The matches found in it, with their gradients and shards.
         config: Forced kernels, targets, measurements.
-        backward: By the id of a match, its gradients.
-        why_none: By the id of a match, why no gradients were found.
         folded: What was left out of the program, if anything was.
-        located: By the id of a match, how it is spread over devices, or why it is
-            left to XLA.
     """
-    target = target_of(config)
-    graph = regions.graph
-    homes = {
-        id(m): residuals_place(backward[id(m)], regions, m)
-        for m in matches
-        if id(m) in backward
-    }
-    unreached = {k: UNREACHED for k, home in homes.items() if home is None}
-    why_none = {**why_none, **unreached}
-    backward = {k: b for k, b in backward.items() if k not in unreached}
-    covered = frozenset().union(*(b.inner | {*b.results} for b in backward.values()))
-    matches = [m for m in matches if m.value not in covered]
-    anyway = {
-        id(m): SAVED
-        for m in matches
-        if id(m) in backward and _made_again(graph, m, backward[id(m)], regions)
-    }
+    target, graph = target_of(config), regions.graph
+    facts = [_with_home(f, regions) for f in facts]
+    gradients = [f.backward for f in facts if f.backward is not None]
+    covered = frozenset().union(*(b.inner | {*b.results} for b in gradients))
+    facts = [
+        _with_repeats(f, regions, folded) for f in facts if f.match.value not in covered
+    ]
     if config.tune in ("quick", "full") and target == device.attached():
-        autotune.measure_missing(
-            tasks_of(graph, matches, backward, located=located), config.tune
-        )
-    times = {
-        id(m): folded.times(top(m.node.scope, m.node.position)) if folded else 1
-        for m in matches
-    }
-    choices = _choices(
-        graph, matches, config, target, backward, anyway, why_none, times, located
-    )
+        autotune.measure_missing(tasks_of(graph, facts), config.tune)
+    choices = _choices(graph, facts, config, target)
     inputs = [v.aval for v in (folded.whole if folded else graph.top.jaxpr).invars]
     key = None
-    if not located:
-        key = _program_key(inputs, matches, choices, backward, target, times)
-    choices = _end_to_end(matches, choices, config, target, key)
+    if all(f.shards is None for f in facts):
+        key = _program_key(inputs, facts, choices, target)
+    choices = _end_to_end(facts, choices, config, target, key)
     placed = [
         p
-        for match, choice in zip(matches, choices, strict=True)
-        for p in _at_its_places(
-            match,
-            choice,
-            regions,
-            backward,
-            homes.get(id(match)),
-            located.get(id(match)),
-        )
+        for one, choice in zip(facts, choices, strict=True)
+        for p in _at_its_places(one, choice, regions)
     ]
     return in_order(placed, config, target, folded, key)
 
 
-def _at_its_places(
-    match: Match,
-    choice: Choice,
-    regions: Regions,
-    backward: Mapping[int, Backward],
-    home: Any,
-    shards: Shards | str | None,
-) -> Iterator[Placed]:
+def _with_home(facts: Facts, regions: Regions) -> Facts:
+    """The facts with the place that gradients read; without gradients if none is."""
+    if facts.backward is None:
+        return facts
+    home = residuals_place(facts.backward, regions, facts.match)
+    if home is None:
+        return replace(facts, backward=None, no_backward=UNREACHED)
+    return replace(facts, home=home)
+
+
+def _with_repeats(facts: Facts, regions: Regions, folded: Folded | None) -> Facts:
+    """The facts with how often the match occurs, and whether its products are kept."""
+    match = facts.match
+    times = folded.times(top(match.node.scope, match.node.position)) if folded else 1
+    kept = facts.backward and _made_again(match, facts.backward, regions)
+    return replace(facts, times=times, read_on=SAVED if kept else "")
+
+
+def _at_its_places(facts: Facts, choice: Choice, regions: Regions) -> Iterator[Placed]:
     """A match at all its places; as written where a replacement cannot stand.
 
     One of them is where its gradients read what it keeps, in front of them.
     """
+    match, home, shards = facts.match, facts.home, facts.shards
     here = places(match)
     if home is not None and home[0] not in here:
         here = [p for p in here if p[0] is not home[0][0]] + [home[0]]
     for scope, position in here:
-        its = None
+        backward = None
         if home is not None and home[0] == (scope, position):
-            its, position = backward[id(match)], home[1]
+            backward, position = facts.backward, home[1]
         made = choice
         why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
         if why:
@@ -133,26 +111,24 @@ def _at_its_places(
         copies = match.copies if scope is match.node.scope else 0
         passes = made.ring and isinstance(shards, Shards)
         spread = shards.around if passes else shards  # type: ignore[union-attr]
-        yield Placed(match, scope, position, made, its, copies, spread)
+        yield Placed(match, scope, position, made, backward, copies, spread)
 
 
 def _program_key(
     inputs: Sequence[Any],
-    matches: Sequence[Match],
+    facts: Sequence[Facts],
     choices: Sequence[Choice],
-    backward: Mapping[int, Backward],
     target: Device,
-    times: Mapping[int, int],
 ) -> Key | None:
     """The key of the whole program with these choices; None if nothing is replaced."""
     if all(c.implementation.forward == XLA for c in choices):
         return None
     counts: Counter[Any] = Counter()
-    for m, c in zip(matches, choices, strict=True):
-        if m.spec.symbolic:
+    for f, c in zip(facts, choices, strict=True):
+        if f.match.spec.symbolic:
             return None
-        passes = BOTH if id(m) in backward else FORWARD
-        counts[m.spec, passes, c.implementation] += times[id(m)]
+        passes = BOTH if f.differentiated else FORWARD
+        counts[f.match.spec, passes, c.implementation] += f.times
     sites = [
         (key_of(spec, passes, target.kind), f"{made.text} x{count}")
         for (spec, passes, made), count in counts.items()
@@ -163,7 +139,7 @@ def _program_key(
 
 
 def _end_to_end(
-    matches: Sequence[Match],
+    facts: Sequence[Facts],
     choices: Sequence[Choice],
     config: Config,
     target: Device,
@@ -177,81 +153,73 @@ def _end_to_end(
         Choice(AS_WRITTEN, c.origin, ((c.kernel, why), *c.not_chosen))
         if c.origin != "forced"
         and c.kernel != XLA
-        and (ops is None or m.op.name in ops)
+        and (ops is None or f.match.op.name in ops)
         else c
-        for m, c in zip(matches, choices, strict=True)
+        for f, c in zip(facts, choices, strict=True)
     ]
 
 
 def _choices(
-    graph: Graph,
-    matches: Sequence[Match],
-    config: Config,
-    target: Device,
-    backward: Mapping[int, Backward],
-    anyway: Mapping[int, str],
-    why_none: Mapping[int, str],
-    times: Mapping[int, int],
-    located: Located,
+    graph: Graph, facts: Sequence[Facts], config: Config, target: Device
 ) -> list[Choice]:
     """A kernel for each match; XLA where the kernel's work would come on top."""
-    kept: Counter[Any] = Counter()  # how often a gradient's residuals are kept
-    for m in matches:
-        if id(m) in backward:
-            kept[m.spec] += m.node.scope.repeats * times[id(m)]
+    saved: Counter[Any] = Counter()  # how often a gradient's residuals are kept
+    for f in facts:
+        if f.differentiated:
+            saved[f.match.spec] += f.match.node.scope.repeats * f.times
     by_reading: dict[Any, Choice] = {}
-    keys = [
-        (
-            id(m.reading),
-            kept[m.spec] * (id(m) in backward),
-            located.get(id(m)),
-            _sum_of(graph, m),
-        )
-        for m in matches
-    ]
-    for key, match in zip(keys, matches, strict=True):
+    choices = []
+    for f in facts:
+        count = saved[f.match.spec] * f.differentiated
+        sum_of = _sum_of(graph, f.match)
+        key = id(f.match.reading), count, f.shards, sum_of
         if key not in by_reading:
-            by_reading[key] = chosen(graph, match, config, target, backward, *key[1:])
-    choices = [
-        replace(c, not_chosen=(*c.not_chosen, *m.not_chosen)) if m.not_chosen else c
-        for c, m in zip((by_reading[key] for key in keys), matches, strict=True)
-    ]
-    replaced = [m for m, c in zip(matches, choices, strict=True) if c.kernel != XLA]
-    reasons = {
-        key: f"{WHY} (gradients: {why_none[key]})" if key in why_none else WHY
-        for key in computed_anyway(graph, replaced, backward)
-    } | dict(anyway)
+            by_reading[key] = chosen(graph, f, config, target, count, sum_of)
+        choice, refused = by_reading[key], f.match.not_chosen
+        if refused:
+            choice = replace(choice, not_chosen=(*choice.not_chosen, *refused))
+        choices.append(choice)
+    replaced = [f for f, c in zip(facts, choices, strict=True) if c.kernel != XLA]
+    needed = still_needed(graph, replaced)
     return [
-        Choice(AS_WRITTEN, c.origin, ((c.kernel, reasons[id(m)]), *c.not_chosen))
-        if id(m) in reasons and c.kernel != XLA and c.origin != "forced"
-        else c
-        for m, c in zip(matches, choices, strict=True)
+        _unless_read(f, choice, f in needed)
+        for f, choice in zip(facts, choices, strict=True)
     ]
+
+
+def _unless_read(facts: Facts, choice: Choice, needed: bool) -> Choice:
+    """The choice; XLA where the match's products are computed even so."""
+    if choice.kernel == XLA or choice.origin == "forced":
+        return choice
+    why = facts.read_on
+    if needed and not why:
+        none = facts.no_backward
+        why = f"{WHY} (gradients: {none})" if none else WHY
+    if not why:
+        return choice
+    return Choice(AS_WRITTEN, choice.origin, ((choice.kernel, why), *choice.not_chosen))
 
 
 def chosen(
     graph: Graph,
-    match: Match,
+    facts: Facts,
     config: Config,
     target: Device,
-    backward: Mapping[int, Backward],
     kept: int,
-    shards: Shards | str | None,
     sum_of: str,
 ) -> Choice:
     """Returns a kernel for a match; for what one device has of it, if it is spread.
 
     Args:
         graph: The program.
-        match: The match.
+        facts: The match, its gradients and shards.
         config: Forced kernels, measurements.
         target: Where it will run.
-        backward: By the id of a match, its gradients.
         kept: How often what is saved for its gradients is kept; 0 without them.
-        shards: How it is spread over devices, or why it is left to XLA.
         sum_of: The operand that is a sum which some kernel makes itself; ``""`` if
             there is none.
     """
+    match, shards = facts.match, facts.shards
     kernels = match.pattern.kernels
     if (match.op.name, match.where) in config.differing:
         why = tuple((k.name, DIFFERS) for k in kernels)
@@ -262,13 +230,13 @@ def chosen(
     ring = () if shards is None else _ring(match, shards, config, target, kept)
     if isinstance(ring, Choice):
         return ring
-    spelling = functools.partial(spelling_of, graph, match, backward.get(id(match)))
+    spelling = functools.partial(spelling_of, graph, match, facts.backward)
     choice = choose(
         spec_on_device(match, shards), config, kernels, target, kept, match.where,
         str if shards else spelling, sum_of,
     )  # fmt: skip
     others = [x for x in choice.not_chosen if not ring or x[0] != RING]
-    return dataclasses.replace(choice, not_chosen=(*others, *ring))
+    return replace(choice, not_chosen=(*others, *ring))
 
 
 def _sum_of(graph: Graph, match: Match) -> str:
@@ -298,15 +266,13 @@ def _ring(
     return ((RING, found),) if isinstance(found, str) else found
 
 
-def _made_again(
-    graph: Graph, match: Match, backward: Backward, regions: Regions
-) -> bool:
+def _made_again(match: Match, backward: Backward, regions: Regions) -> bool:
     """Whether the body with the gradients makes the result from what is saved for it.
 
     So it is with a checkpoint that saves products: they are needed there anyway.
     """
     return any(
-        lies_at(backward, graph, home_of(scope)[0])
+        lies_at(backward, regions.graph, home_of(scope)[0])
         for scope, _ in places(match)
         if obstacle(match, scope, regions)
     )
@@ -322,36 +288,28 @@ def target_of(config: Config) -> Device:
 
 
 def tasks_of(
-    graph: Graph,
-    matches: Sequence[Match],
-    backward: Mapping[int, Backward],
-    gradients: bool = False,
-    located: Located = MappingProxyType({}),
+    graph: Graph, facts: Sequence[Facts], gradients: bool = False
 ) -> list[Task]:
     """Returns what can be measured for matches, equal ones once.
 
     Args:
         graph: The program.
-        matches: What was found in it.
-        backward: By the id of a match, its gradients.
-        gradients: Whether to measure gradients of the others too.
-        located: By the id of a match, how it is spread over devices.
+        facts: The matches found in it.
+        gradients: Whether to measure gradients of those without gradients too.
     """
     found: dict[Task, None] = {}
-    for m in matches:
-        shards = located.get(id(m))
+    for f in facts:
+        m, shards = f.match, f.shards
         if isinstance(shards, str):
             continue
         written, why = None, "the program is spread over devices" if shards else ""
-        try:
-            if shards:
-                raise NotTaken(why)
-            written = as_written(graph, m, backward.get(id(m)))
-        except NotTaken as problem:
-            why = str(problem)
-        differentiated = id(m) in backward
-        passes = [] if differentiated else [FORWARD]
-        if differentiated or gradients:
+        if not shards:
+            try:
+                written = as_written(graph, m, f.backward)
+            except NotTaken as problem:
+                why = str(problem)
+        passes = [] if f.differentiated else [FORWARD]
+        if f.differentiated or gradients:
             passes.append(BOTH)
         for which in passes:
             kernels = tuple(m.pattern.kernels)

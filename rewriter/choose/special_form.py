@@ -1,4 +1,4 @@
-"""Matches of an op and of its special forms in, one of them for each result out.
+"""Prefers a special form of an op where one of its kernels is chosen.
 
 A use of paged attention is one of attention too, over keys that are gathered first:
 both are found. The special form is taken where one of its kernels is chosen, else the
@@ -20,7 +20,9 @@ Reasons = tuple[tuple[str, str], ...]
 """(kernel, or form of an op, why it is not chosen)."""
 
 
-def of_one_form(found: Found, config: Config, target: Device) -> tuple[Match, ...]:
+def prefer_special_ops(
+    found: Found, config: Config, target: Device
+) -> tuple[Match, ...]:
     """Returns the matches, one for each result that several forms of an op compute.
 
     Args:

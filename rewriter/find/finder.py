@@ -339,20 +339,6 @@ class Finder:
         if old is None or refusal.score > old[1].score:
             self.misses[key] = (anchor, refusal)
 
-    def empty_rows(
-        self,
-        ev: RegionEvaluator,
-        scores: frozenset[int],
-        products: Sequence[tuple[Node, int]],
-        value: int,
-        keep: int,
-        factor: tuple[frozenset[int], float],
-    ) -> str:
-        """What a row without keys gives; see `rewriter.find.empty_rows`."""
-        from rewriter.find.empty_rows import empty_row
-
-        return empty_row(ev, keep, scores, products, value, factor)
-
     def where(self, node: Node) -> str:
         """The user's line of an equation; of the call around it, if it has none.
 

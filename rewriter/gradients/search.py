@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from rewriter.algebra.normal_form import OverBudget
@@ -59,14 +59,14 @@ class Gradients:
         matches: The matches; those of which only the result in another layout has
             gradients are taken down to that, and those of which only pieces of what
             they read have gradients are over those.
-        backward: By the id of a match, its gradients.
-        why: By the id of a match, why it has none.
+        backward: The gradients of each match, or ``None``.
+        why: Why a match has none, if they could not be told from other values.
         failures: What went wrong.
     """
 
     matches: tuple[Match, ...]
-    backward: Mapping[int, Backward]
-    why: Mapping[int, str]
+    backward: tuple[Backward | None, ...]
+    why: tuple[str, ...]
     failures: tuple[Reason, ...]
 
 
@@ -75,9 +75,8 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
     graph = regions.graph
     memory = Memory(returned(graph))
     relaid, cut = Relaid(regions, memory.returned), Cut(regions)
-    found: dict[int, Backward] = {}
     failures: list[Reason] = []
-    taken: list[Match] = []
+    taken: list[tuple[Match, Backward | None]] = []
     results: set[int] = set()
     for match in reversed(matches):  # the last one lacks no gradient of its input
         try:
@@ -90,17 +89,16 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
             failures.append(Reason("internal", text, match.where))
             backward = None
         match = match if backward else _over_what_is_named(match, cut)
-        taken.append(match)
+        taken.append((match, backward))
         if backward is not None:
-            found[id(match)] = backward
             results.update(backward.results)
-    matches = tuple(reversed(taken))
-    why = {
-        id(m): memory.unproved[id(m.reading)]
-        for m in matches
-        if id(m) not in found and id(m.reading) in memory.unproved
-    }
-    return Gradients(matches, _each_once(found, matches), why, tuple(failures))
+    taken.reverse()
+    why = tuple(
+        "" if backward else memory.unproved.get(id(match.reading), "")
+        for match, backward in taken
+    )
+    matches = tuple(match for match, _ in taken)
+    return Gradients(matches, _each_once(taken), why, tuple(failures))
 
 
 def _at_its_cotangent(
@@ -177,8 +175,8 @@ def _elsewhere(
 
 
 def _each_once(
-    found: Mapping[int, Backward], matches: Sequence[Match]
-) -> dict[int, Backward]:
+    found: Sequence[tuple[Match, Backward | None]],
+) -> tuple[Backward | None, ...]:
     """Those that share no gradient with one that has more of them, or comes first.
 
     The same op of a value and of its copy, as one that was offloaded, have the same
@@ -187,15 +185,16 @@ def _each_once(
     """
     taken: set[int] = set()
     forwards: set[int] = set()
-    kept: dict[int, Backward] = {}
-    those = [m for m in matches if id(m) in found]
-    for match in sorted(those, key=lambda m: (-len(found[id(m)].grads), m.value)):
-        results = found[id(match)].results
+    kept: list[Backward | None] = [None] * len(found)
+    those = [(i, m, b) for i, (m, b) in enumerate(found) if b is not None]
+    those.sort(key=lambda one: (-len(one[2].grads), one[1].value))
+    for index, match, backward in those:
+        results = backward.results
         if match.value not in taken and (taken | forwards).isdisjoint(results):
             taken.update(results)
             forwards.add(match.value)
-            kept[id(match)] = found[id(match)]
-    return kept
+            kept[index] = backward
+    return tuple(kept)
 
 
 def find_backward(

@@ -1,4 +1,4 @@
-"""What of a region would be computed all the same, were its result computed otherwise.
+"""Values of a match that other equations still read, so that they stay computed.
 
 A replaced region only goes away if nothing else reads its parts. A program that
 returns attention's weights, or keeps them for a gradient, computes them anyway: the
@@ -7,7 +7,7 @@ kernel would come on top.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rewriter import _jax
@@ -15,6 +15,7 @@ from rewriter.algebra.canonicalize import STRUCTURAL
 from rewriter.find.match import Match
 from rewriter.gradients.backward import Backward
 from rewriter.program.graph import Graph, Node, Scope
+from rewriter.site.facts import Facts
 
 WHY = (
     "its products are read elsewhere too, so they would be computed twice; "
@@ -22,30 +23,28 @@ WHY = (
 )
 
 
-def computed_anyway(
-    graph: Graph, matches: Sequence[Match], backward: Mapping[int, Backward]
-) -> set[int]:
-    """The ids of matches whose contractions stay, though all of them be replaced.
+def still_needed(graph: Graph, facts: Sequence[Facts]) -> list[Facts]:
+    """Returns the matches whose contractions stay computed when all are replaced.
 
     Args:
         graph: The program.
-        matches: What is replaced.
-        backward: By the id of a match, its gradients that are replaced with it.
+        facts: The matches that are replaced, with the gradients replaced with them.
     """
     returned = _returned(graph)
     live = _live(graph)
-    alive = list(matches)
-    regions = {id(m): _region(m, backward.get(id(m))) for m in matches}
-    while alive:
-        inside = frozenset().union(*(regions[id(m)].values for m in alive))
-        read = returned.union(*(regions[id(m)].read for m in alive))
-        kept = [
-            m for m in alive if not _reaches(graph, regions[id(m)], inside, read, live)
+    gone = [(f, _region(f.match, f.backward)) for f in facts]
+    needed: list[Facts] = []
+    while gone:
+        inside = frozenset().union(*(region.values for _, region in gone))
+        read = returned.union(*(region.read for _, region in gone))
+        reached = [
+            f for f, region in gone if _reaches(graph, region, inside, read, live)
         ]
-        if len(kept) == len(alive):
+        if not reached:
             break
-        alive = kept
-    return {id(m) for m in matches} - {id(m) for m in alive}
+        needed += reached
+        gone = [(f, region) for f, region in gone if f not in reached]
+    return needed
 
 
 def _returned(graph: Graph) -> set[int]:

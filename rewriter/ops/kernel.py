@@ -225,6 +225,8 @@ class Kernel:
             operands; one left out, or no backward at all, is taken from
             `jax.vjp` of the op's reference.
         memory_bounded: Whether it needs far less memory than the reference.
+        comparison_only: Whether it computes a composite op by kernels of its parts, as
+            the program would without it. It is measured, and never put in place.
         saves_out: Whether `backward` reads ``out``; otherwise it gets None
             and the result is not kept for it.
         profitable: Says, with reasons, whether it is likely to beat the program
@@ -275,6 +277,7 @@ class Kernel:
         default=None, repr=False
     )
     memory_bounded: bool = False
+    comparison_only: bool = False
     saves_out: bool = True
     profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
     profitable_backward: Callable[[Spec, str, int], Verdict] | None = field(

@@ -13,7 +13,7 @@ Change = Callable[[Any], Any]
 """A body, closed or not, to another one; itself where nothing changes."""
 
 
-def changed(program: Any, change: Change, first: Change = lambda body: body) -> Any:
+def map_bodies(program: Any, change: Change, first: Change = lambda body: body) -> Any:
     """Returns a program with its bodies changed, those inside of others before them.
 
     Args:

@@ -33,14 +33,13 @@ log = logging.getLogger("rewriter.locate")
 ENTIRELY = "every axis of the mesh is manual around it"
 PARTLY = "some axes of the mesh are manual around it, others are not"
 
-Located = Mapping[int, "Shards | str"]
-"""By the id of a match, how it is spread, or why it is left to XLA."""
-
 
 def located(
-    regions: Regions, matches: Sequence[Match], placement: Placement | str
-) -> Located:
-    """Returns for each match how it is spread over the mesh, or why it is not.
+    regions: Regions, matches: Sequence[Match], placement: Placement | str | None
+) -> tuple[Shards | str | None, ...]:
+    """Returns for each match how it is spread over the mesh, or why it is left to XLA.
+
+    ``None`` for a match that one device computes entirely.
 
     Types say it where the mesh's axes are explicit. Else the program is written once
     with each op's reference in place of the site, its operands marked, and XLA's
@@ -49,33 +48,38 @@ def located(
     Args:
         regions: The walks over the program's graph.
         matches: What was found in it.
-        placement: Where the program's inputs are; or why that is not known.
+        placement: Where the program's inputs are; or why that is not known. ``None``
+            on one device.
     """
-    if isinstance(placement, str):
-        return {id(m): placement for m in matches if _manual(m.node.scope) != ENTIRELY}
-    found: dict[int, Shards | str] = {}
-    rest = []
-    for m in matches:
-        manual = _manual(m.node.scope)
-        if manual == PARTLY:
-            found[id(m)] = PARTLY
-        elif not manual and placement.stated:
-            found[id(m)] = _stated(regions, m, placement)
-        elif not manual:
-            rest.append(m)
-    found |= _propagated(regions, rest, placement)
-    for m in matches:
-        log.debug("%s at %s: %s", m.op.name, m.where, found.get(id(m), ENTIRELY))
-    return found
+    found: list[Shards | str | None] = [None] * len(matches)
+    rest: dict[int, Match] = {}
+    for index, m in enumerate(matches):
+        manual = _manual(m.node.scope) if placement is not None else ENTIRELY
+        if manual == ENTIRELY:
+            continue
+        if isinstance(placement, str):
+            found[index] = placement
+        elif manual == PARTLY:
+            found[index] = PARTLY
+        elif placement is not None and placement.stated:
+            found[index] = _stated(regions, m, placement)
+        else:
+            rest[index] = m
+    if isinstance(placement, Placement):
+        for index, shards in _propagated(regions, rest, placement).items():
+            found[index] = shards
+        for m, shards in zip(matches, found, strict=True):
+            log.debug("%s at %s: %s", m.op.name, m.where, shards or ENTIRELY)
+    return tuple(found)
 
 
 def _propagated(
-    regions: Regions, matches: Sequence[Match], placement: Placement
+    regions: Regions, matches: Mapping[int, Match], placement: Placement
 ) -> dict[int, Shards | str]:
     """How matches are spread, as XLA's propagation says of a program with marks."""
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     splices = []
-    for index, m in enumerate(matches):
+    for index, m in matches.items():
         for scope, position in places(m):
             if not obstacle(m, scope, regions):
                 seen = shapes[index] = {}
@@ -89,14 +93,14 @@ def _propagated(
         splits = propagated(program, placement)
     except Unreadable as problem:
         why = f"its placement is not known: {problem}"
-        return {id(matches[i]): why for i in shapes}
+        return dict.fromkeys(shapes, why)
     found: dict[int, Shards | str] = {}
     for index, seen in shapes.items():
         m = matches[index]
         try:
-            found[id(m)] = _shards(m, index, seen, splits, placement)
+            found[index] = _shards(m, index, seen, splits, placement)
         except NoShards as why:
-            found[id(m)] = str(why)
+            found[index] = str(why)
     return found
 
 

@@ -14,7 +14,7 @@ from rewriter import _jax
 from rewriter.config import resolve
 from rewriter.program import fold
 from rewriter.program.repeats import Numbered, runs
-from rewriter.run import pipeline
+from rewriter.run import pipeline, steps
 
 LAYERS = 14
 B, T, D, HEADS = 2, 8, 16, 2
@@ -79,7 +79,7 @@ def written_out_twice(fn, *args):
     closed = jax.make_jaxpr(fn)(*args)
     short = pipeline.rewrite(closed, CONFIG)
     patch = pytest.MonkeyPatch()
-    patch.setattr(pipeline, "fold", lambda closed: None)
+    patch.setattr(steps, "fold", lambda closed: None)
     whole = pipeline.rewrite(closed, CONFIG)
     patch.undo()
     return closed, short, whole

@@ -373,7 +373,7 @@ def test_kernels_that_do_not_add_are_left_alone() -> None:
         assert sites(jaxpr, residual_stream.site_p) == 0
         assert sites(jaxpr, residual_stream.backward_p) == 0
         program = fast.jaxpr(X, SCALES)
-        assert fuse_residual_adds.absorbed(program) is program
+        assert fuse_residual_adds.fuse_residual_adds(program) is program
 
 
 @pytest.mark.parametrize("target", ["h200", "tpu_v5p"])

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from rewriter.rewrite.passes.checkpoint_savings import kept
-from rewriter.rewrite.passes.recompute import recomputed
+from rewriter.rewrite.passes.checkpoint_savings import save
+from rewriter.rewrite.passes.recompute import recompute_stacked
 
 TURNS, SIZE = 3, 16
 SQUARE = (SIZE, SIZE)
@@ -128,11 +128,11 @@ def compared(seed: int) -> Iterator[tuple[str, float, bool]]:
     before = jax.make_jaxpr(program(seed))(*args)
     expected = jax.jit(jaxpr_as_fun(before))(*args)
     memory = random.Random(seed).choice([3000, 10000, 1 << 30])
-    keeping, _ = kept(before, memory)
+    keeping, _ = save(before, memory)
     for name, after in (
-        ("less stacked", recomputed(before)[0]),
+        ("less stacked", recompute_stacked(before)[0]),
         ("kept", keeping),
-        ("both", recomputed(keeping)[0]),
+        ("both", recompute_stacked(keeping)[0]),
     ):
         if after is before:
             yield name, 0.0, False

@@ -1,4 +1,4 @@
-"""A body in; out, with the additions beside a `shard_map` of a site within that.
+"""Moves additions beside a `shard_map` into it, next to a site that can fuse them.
 
     h = add x r     y = shard_map(site) h …      →    y, h = shard_map(add, site) x … r
     y = shard_map(site) h …    … read h          →    y, k = shard_map(site) h …
@@ -17,7 +17,7 @@ from rewriter.program.equations import Equations
 from rewriter.site import fusable_adds, residual_stream, site
 
 
-def pulled_in(jaxpr: Any) -> Any:
+def move_adds_into_shards(jaxpr: Any) -> Any:
     """Returns a body, closed or not, with such additions where their sites are.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
-from rewriter.program.bodies import changed
+from rewriter.program.bodies import map_bodies
 
 OURS = "rewriter."
 NOBODYS = "a name that nothing has"
@@ -43,13 +43,13 @@ class Policy:
         return self.written(primitive, *avals, **params)
 
 
-def kept_to(program: ClosedJaxpr) -> ClosedJaxpr:
+def keep_policies(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose checkpoints keep to their policies; itself without any.
 
     Args:
         program: A rewritten program.
     """
-    return changed(program, _with_policies)
+    return map_bodies(program, _with_policies)
 
 
 def _with_policies(body: Any) -> Any:

@@ -24,11 +24,11 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.program.bodies import changed
+from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loops_in, traced
 from rewriter.program.repeats import same_params
-from rewriter.rewrite.passes.flops import is_sized, size, work
+from rewriter.rewrite.passes.flops import flops_of, is_sized, size
 from rewriter.site import site
 
 WORTH = 500.0
@@ -55,7 +55,7 @@ class Kept:
     flops: float
 
 
-def kept(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ...]]:
+def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ...]]:
     """Returns a program that keeps so much of what it would compute again.
 
     Args:
@@ -63,30 +63,30 @@ def kept(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ..
             returned itself if nothing is kept.
         memory: Bytes that may be kept, of all checkpoints together.
     """
-    told: list[Kept] = []
+    saved: list[Kept] = []
 
     def change(body: Any) -> Any:
         for place in _places(body):
-            chosen = _chosen(place.found, memory - sum(k.bytes for k in told))
+            chosen = _chosen(place.found, memory - sum(k.bytes for k in saved))
             if chosen:
-                told.extend(a.told() for a in chosen)
+                saved.extend(a.kept() for a in chosen)
                 return change(place.keep(chosen))
         return body
 
-    return (changed(program, change) if memory else program), tuple(told)
+    return (map_bodies(program, change) if memory else program), tuple(saved)
 
 
-def offered(program: ClosedJaxpr) -> tuple[Kept, ...]:
-    """Returns what `kept` would keep of a program if memory were no matter."""
-    told: list[Kept] = []
+def unspent(program: ClosedJaxpr) -> tuple[Kept, ...]:
+    """Returns what `save` would keep if memory did not matter."""
+    saved: list[Kept] = []
 
     def look(body: Any) -> Any:
         for place in _places(body):
-            told.extend(a.told() for a in _chosen(place.found, math.inf))
+            saved.extend(a.kept() for a in _chosen(place.found, math.inf))
         return body
 
-    changed(program, look)
-    return tuple(told)
+    map_bodies(program, look)
+    return tuple(saved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +118,10 @@ class _Again:
     @property
     def flops(self) -> float:
         """Operations, of all turns."""
-        cost = work(self.eqn)
+        cost = flops_of(self.eqn)
         return self.turns * cost.flops if cost is not None else 0.0
 
-    def told(self) -> Kept:
+    def kept(self) -> Kept:
         """What is said of it."""
         use = self.eqn.params.get("use")
         what = use.op.name if use is not None else "product"

@@ -1,4 +1,4 @@
-"""An equation in, the work that it needs out, where that is known."""
+"""FLOPs of an equation, and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rewriter.site.uses import shaped, without_levels
 SITES = (site.site_p, site.site_on_devices_p, residual_stream.site_p)
 
 
-def work(eqn: Any) -> Cost | None:
+def flops_of(eqn: Any) -> Cost | None:
     """Returns the least work of a product or of an op's site; None for others.
 
     Args:
@@ -22,7 +22,7 @@ def work(eqn: Any) -> Cost | None:
         >>> import jax, jax.numpy as jnp
         >>> x = jnp.ones((8, 16)), jnp.ones((16, 4))
         >>> (eqn,) = jax.make_jaxpr(jax.lax.dot)(*x).eqns
-        >>> work(eqn)
+        >>> flops_of(eqn)
         Cost(flops=1024.0, bytes=896.0)
     """
     if eqn.primitive in SITES:

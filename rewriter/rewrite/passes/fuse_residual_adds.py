@@ -1,4 +1,4 @@
-"""A rewritten program in; out, with additions beside its sites made by their kernels.
+"""Moves a residual add into the kernel that can compute it.
 
     h = add x r        y = site h …      →    y, h = site x … r
     y = site h …       … read h          →    y, k = site h …;  … read k
@@ -22,19 +22,19 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
-from rewriter.program.bodies import changed
+from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import Equations
-from rewriter.rewrite.passes.adds_into_shards import pulled_in
+from rewriter.rewrite.passes.adds_into_shards import move_adds_into_shards
 from rewriter.site import fusable_adds, residual_stream, site
 
 
-def absorbed(program: ClosedJaxpr) -> ClosedJaxpr:
+def fuse_residual_adds(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program with the additions made in its sites; itself if there are none.
 
     Args:
         program: A rewritten program.
     """
-    return changed(program, _with_sums, pulled_in)
+    return map_bodies(program, _with_sums, move_adds_into_shards)
 
 
 def _with_sums(jaxpr: Any) -> Any:

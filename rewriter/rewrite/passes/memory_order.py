@@ -1,4 +1,4 @@
-"""A rewritten program in; out, with kernels told which operands lie otherwise.
+"""Passes transposed operands to kernels without a copy.
 
     k = transpose[0 2 1 3] cache            the same, but the site's kernel takes its
     y = site q k v                     →    operand back to the order of the cache
@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.ops.kernel import Kernel
-from rewriter.program.bodies import changed
+from rewriter.program.bodies import map_bodies
 from rewriter.site import site
 
 IN_PLACE = frozenset({
@@ -30,13 +30,13 @@ IN_PLACE = frozenset({
 """Primitives whose result lies as their first operand does."""
 
 
-def told(program: ClosedJaxpr) -> ClosedJaxpr:
+def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program whose kernels know what lies otherwise; itself if nothing does.
 
     Args:
         program: A rewritten program.
     """
-    return changed(program, _told)
+    return map_bodies(program, _told)
 
 
 def _told(body: Any) -> Any:

@@ -24,10 +24,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.program.bodies import changed
+from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import live
 from rewriter.program.loops import Loop, loops_in, traced
-from rewriter.rewrite.passes.flops import SITES, is_sized, size, work
+from rewriter.rewrite.passes.flops import SITES, flops_of, is_sized, size
 
 CHEAP = frozenset({
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
@@ -76,7 +76,7 @@ class Stacks:
     again: int
 
 
-def recomputed(program: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Stacks, ...]]:
+def recompute_stacked(program: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Stacks, ...]]:
     """Returns a program whose loops stack no more than they must, and what changed.
 
     Args:
@@ -93,7 +93,7 @@ def recomputed(program: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Stacks, ...]]:
                 return change(_with_cut(body, pair, cut.values))
         return body
 
-    return changed(program, change), tuple(found)
+    return map_bodies(program, change), tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +335,7 @@ def _cheap(eqn: Any) -> bool:
 
 def _reads_only(eqn: Any) -> bool:
     """Whether a site's operations are few for the bytes that it moves."""
-    cost = work(eqn)
+    cost = flops_of(eqn)
     if cost is None:
         return False
     return cost.intensity <= FEW and cost.bytes <= MOVED * size(eqn.outvars[0])

@@ -10,7 +10,7 @@ import pytest
 import rewriter
 from rewriter import _jax
 from rewriter.errors import ConfigError
-from rewriter.rewrite.passes.checkpoint_savings import _same, kept
+from rewriter.rewrite.passes.checkpoint_savings import _same, save
 from tests.rewrite.passes.test_recompute import loops, stacked
 
 LAYERS, BATCH, ROWS, WIDTH, HEADS = 3, 2, 64, 1024, 8
@@ -166,10 +166,10 @@ def test_report_says_what_could_be_kept(fn):
 
 def test_without_memory_nothing_changes():
     program = jax.make_jaxpr(jax.grad(in_a_loop))(WEIGHTS, X)
-    assert kept(program, 0) == (program, ())
-    assert kept(program, 1000)[0] is program  # too little for anything
+    assert save(program, 0) == (program, ())
+    assert save(program, 1000)[0] is program  # too little for anything
     plain = jax.make_jaxpr(jax.grad(lambda w: jnp.sum(w["q"][0] @ w["k"][0])))(WEIGHTS)
-    assert kept(plain, GIB)[0] is plain
+    assert save(plain, GIB)[0] is plain
 
 
 def pairs(one, other, *args):
@@ -214,7 +214,7 @@ def test_random_numbers_of_another_key_are_not_the_same():
     args = WEIGHTS, X, jax.random.key(3)
     step = jax.value_and_grad(dropped)
     program = jax.make_jaxpr(step)(*args)
-    after, found = kept(program, GIB)
+    after, found = save(program, GIB)
     assert [k.what for k in found] == ["product"]
     flat = jax.tree.leaves(args)
     run = jax.extend.core.jaxpr_as_fun

@@ -9,7 +9,7 @@ import pytest
 
 import rewriter
 from rewriter import _jax
-from rewriter.rewrite.passes.recompute import recomputed
+from rewriter.rewrite.passes.recompute import recompute_stacked
 from tests import slow
 from tests.support import loops_at_random
 
@@ -61,7 +61,7 @@ def stacked(eqn):
 def before_and_after(fn, *args):
     """The program of a function, and that with less stacked; what changed."""
     before = jax.make_jaxpr(fn)(*args)
-    after, found = recomputed(before)
+    after, found = recompute_stacked(before)
     run = jax.extend.core.jaxpr_as_fun
     flat = jax.tree.leaves(args)
     one, other = (jax.jit(run(program))(*flat) for program in (before, after))
@@ -204,9 +204,9 @@ def test_small_stacks_and_single_loops_stay_the_same_object():
     cut = {"gate": (16, 16), "up": (16, 16), "down": (16, 16), "scale": (16,)}
     small = {n: WEIGHTS[n][:, *map(slice, shape)] for n, shape in cut.items()}
     program = jax.make_jaxpr(jax.grad(loss))(small, X[:8, :16])
-    assert recomputed(program) == (program, ())
+    assert recompute_stacked(program) == (program, ())
     forward = jax.make_jaxpr(loss)(WEIGHTS, X)
-    assert recomputed(forward)[0] is forward
+    assert recompute_stacked(forward)[0] is forward
 
 
 def test_under_jit_vmap_and_twice_differentiated():

@@ -1,0 +1,151 @@
+"""The passes, one by one: each takes a `Program` and returns the next one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from rewriter.choose.composite import with_composites
+from rewriter.choose.planner import planned, target_of
+from rewriter.choose.special_form import prefer_special_ops
+from rewriter.find.match import search
+from rewriter.find.region import Regions
+from rewriter.gradients.search import search_gradients
+from rewriter.program.fold import fold
+from rewriter.program.graph import Graph
+from rewriter.rewrite import replace as splicing
+from rewriter.rewrite.locate import located
+from rewriter.rewrite.passes.checkpoint_policies import keep_policies
+from rewriter.rewrite.passes.checkpoint_savings import save, unspent
+from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
+from rewriter.rewrite.passes.memory_order import use_memory_order
+from rewriter.rewrite.passes.recompute import recompute_stacked
+from rewriter.rewrite.replacements import pairs_of
+from rewriter.rewrite.unfold import Unlike, unfold
+from rewriter.run.program import Program
+from rewriter.site.facts import Facts
+
+
+def leave_out_equal_layers(program: Program) -> Program:
+    """Leaves all but one of a run of equal layers out."""
+    folded = fold(program.closed_jaxpr)
+    if folded is None:
+        return program
+    return replace(program, folded=folded, closed_jaxpr=folded.short)
+
+
+def make_graph(program: Program) -> Program:
+    """Makes the graph of values and equations."""
+    return replace(program, regions=Regions(Graph(program.closed_jaxpr)))
+
+
+def find_sites(program: Program) -> Program:
+    """Finds the sites, each proved."""
+    config = program.config
+    found = search(program.walks, program.patterns, config.numerics, config.assume)
+    return replace(program, found=found, matches=found.matches, failures=found.failures)
+
+
+def prefer_special_forms(program: Program) -> Program:
+    """Takes a special form of an op where one of its kernels is chosen."""
+    assert program.found is not None
+    config = program.config
+    matches = prefer_special_ops(program.found, config, target_of(config))
+    return replace(program, matches=matches)
+
+
+def choose_composites(program: Program) -> Program:
+    """Takes a composite op, or its parts."""
+    matches = with_composites(
+        program.walks, program.matches, program.config, program.placement
+    )
+    facts = tuple(Facts(m) for m in matches)
+    return replace(program, matches=matches, facts=facts)
+
+
+def find_gradients(program: Program) -> Program:
+    """Finds the gradients that the program computes of each match."""
+    found = search_gradients(program.walks, program.matches)
+    facts = tuple(
+        Facts(match, backward, why)
+        for match, backward, why in zip(
+            found.matches, found.backward, found.why, strict=True
+        )
+    )
+    failures = (*program.failures, *found.failures)
+    return replace(program, facts=facts, failures=failures)
+
+
+def split_over_devices(program: Program) -> Program:
+    """Says how each site is split over the devices of a mesh."""
+    matches = [f.match for f in program.facts]
+    shards = located(program.walks, matches, program.placement)
+    facts = (replace(f, shards=s) for f, s in zip(program.facts, shards, strict=True))
+    return replace(program, facts=tuple(facts))
+
+
+def choose_kernels(program: Program) -> Program:
+    """Chooses a kernel for each site, or leaves it to XLA."""
+    plan = planned(program.walks, program.facts, program.config, program.folded)
+    return replace(program, plan=plan)
+
+
+def remember_pairs(program: Program) -> Program:
+    """Keeps each site as written and replaced, to compare both at the first call."""
+    inputs = len(program.original.in_avals)
+    pairs = pairs_of(program.walks.graph, program.plan.splices, inputs)
+    return replace(program, pairs=pairs)
+
+
+def replace_sites(program: Program) -> Program:
+    """Puts the sites into the program."""
+    made, origins = splicing.replace(program.walks, program.plan.splices)
+    program.walks.graph.release()
+    return replace(program, closed_jaxpr=made, origins=origins)
+
+
+def write_equal_layers(program: Program) -> Program:
+    """Writes the layers that were left out like the one that was rewritten."""
+    folded, made = program.folded, program.closed_jaxpr
+    assert folded is not None
+    if made is folded.short:
+        made = folded.whole
+    elif program.origins is None:
+        raise Unlike("residuals are handed from body to body")
+    else:
+        made = unfold(folded, made, program.origins, program.plan.labels)
+    return replace(program, closed_jaxpr=made)
+
+
+def save_in_checkpoints(program: Program) -> Program:
+    """Keeps results that a checkpoint would compute again, if memory is granted."""
+    memory = program.config.checkpoint_memory
+    if isinstance(program.placement, str):
+        memory = 0
+    elif program.placement is not None:
+        # What XLA splits is not known here: each device is taken to keep all of it.
+        memory //= math.prod(program.placement.sizes.values())
+    made, kept = save(program.closed_jaxpr, memory)
+    offered = unspent(made) if program.replaced else ()
+    return replace(program, closed_jaxpr=made, kept=kept, offered=offered)
+
+
+def add_residuals_in_kernels(program: Program) -> Program:
+    """Moves a residual add into the kernel that can compute it."""
+    return replace(program, closed_jaxpr=fuse_residual_adds(program.closed_jaxpr))
+
+
+def pass_transposed_operands(program: Program) -> Program:
+    """Passes transposed operands to kernels without a copy."""
+    return replace(program, closed_jaxpr=use_memory_order(program.closed_jaxpr))
+
+
+def keep_checkpoint_policies(program: Program) -> Program:
+    """Lets a checkpoint keep no more than the original's policy keeps."""
+    return replace(program, closed_jaxpr=keep_policies(program.closed_jaxpr))
+
+
+def recompute_stacked_values(program: Program) -> Program:
+    """Computes again what loops would stack for their gradients, where it is cheap."""
+    made, stacks = recompute_stacked(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=made, stacks=stacks)
