@@ -188,9 +188,18 @@ def original_of(fn: Any) -> tuple[Any, dict[str, Any]]:
     Args:
         fn: An optimized function, or any other, which is returned as it is.
     """
-    if not hasattr(fn, "original"):
+    if not is_optimized(fn):
         return fn, {}
     return fn.original, {**fn.options, **_jax.jit_options(fn)}
+
+
+def is_optimized(fn: Any) -> bool:
+    """Whether ``optimize`` returned this very object.
+
+    JAX hands attributes on to what it makes of a function: ``jax.grad(fast)`` has those
+    of ``fast``, which are bound to ``fast``.
+    """
+    return getattr(getattr(fn, "report", None), "__self__", None) is fn
 
 
 def split(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:

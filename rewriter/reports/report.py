@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.passes.checkpoint_savings import Kept
+from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
 from rewriter.support.verdict import Reason
@@ -226,8 +227,19 @@ def _lines(report: Report) -> Iterator[str]:
         yield f" = {_offer(report.offered)}"
     for stacks in report.stacks:
         yield from _stacks_lines(stacks, widths)
+    for op, count in Counter(_inside(report.before)).items():
+        yield f" = {op} ×{count}: rewritten by an `optimize` inside, which reports it"
     for reason in report.failures:
         yield f" ✗ left as written: {str(reason).splitlines()[0]}"
+
+
+def _inside(program: Any) -> Iterator[str]:
+    """The ops that were replaced before: optimized functions were called."""
+    for eqn in getattr(program, "jaxpr", program).eqns if program else ():
+        if eqn.primitive in SITES:
+            yield eqn.params["use"].op.name
+        for body in jaxprs_in_params(eqn.params):
+            yield from _inside(body)
 
 
 def _kept_row(same: Sequence[Kept]) -> tuple[str, str, str, str]:

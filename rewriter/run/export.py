@@ -127,7 +127,7 @@ def export(
                 where=caller(),
             )
     fast = fn
-    if options or not hasattr(fn, "original"):
+    if options or not trace.is_optimized(fn):
         fn, lifted = trace.original_of(fn)
         fast = optimize(fn, **{**lifted, **options})
 

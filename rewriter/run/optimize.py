@@ -71,7 +71,9 @@ def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
     The result is a ``jax.jit`` object: ``.trace``, ``.lower``, ``.eval_shape``
     and ``.clear_cache`` are JAX's own, and so is dispatch. Added are
     ``.report(*args)``, ``.jaxpr(*args)``, ``.original`` and ``.options``. It nests in
-    ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``optimize``.
+    ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``optimize``. JAX copies
+    these attributes on to ``jax.grad(fast)``, where they are still those of ``fast``;
+    ``explain(jax.grad(fast))`` is about the gradient.
 
     Args:
         fn: Any callable that ``jax.jit`` takes. An already jitted one keeps its
@@ -122,7 +124,7 @@ def explain(
         >>> print(rewriter.explain(jnp.sin)(1.0).text().splitlines()[1][:14])
          no candidates
     """
-    if hasattr(fn, "original") and not options and patterns is None:
+    if trace.is_optimized(fn) and not options and patterns is None:
         return fn.report  # type: ignore[no-any-return]
     fn, lifted = trace.original_of(fn)
     if patterns is not None:
@@ -149,7 +151,7 @@ def _optimized(
     forget = fast.clear_cache
 
     @in_step
-    def report(*args: Any, **kwargs: Any) -> Report:
+    def report(_: Any, /, *args: Any, **kwargs: Any) -> Report:
         if not args and not kwargs and analysis.records:
             return next(reversed(analysis.records.values())).report
         if not args and not kwargs and trace.wants_arguments(fn):
@@ -161,7 +163,7 @@ def _optimized(
         return _record(fast, analysis, args, kwargs).report
 
     @in_step
-    def jaxpr(*args: Any, **kwargs: Any) -> ClosedJaxpr:
+    def jaxpr(_: Any, /, *args: Any, **kwargs: Any) -> ClosedJaxpr:
         return _record(fast, analysis, args, kwargs).rewritten.closed_jaxpr
 
     def clear_cache() -> None:
@@ -169,7 +171,9 @@ def _optimized(
         forget()
 
     made = _comparing(fast, analysis, fn) if config.verify == "once" else fast
-    made.original, made.report, made.jaxpr = fn, report, jaxpr
+    made.original = fn
+    made.report = types.MethodType(report, made)  # bound: see `trace.is_optimized`
+    made.jaxpr = types.MethodType(jaxpr, made)
     made.clear_cache = clear_cache  # the next call chooses kernels again
     made.options = dict(ours)
     if patterns:
