@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.empty import AVERAGED, PASSING, passed
+from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, passed
 from rewriter.kernels.attention.reference import visible
 from rewriter.ops.device import deterministic_xla
 from rewriter.ops.kernel import Spec
@@ -240,7 +240,7 @@ def _shown(k: jax.Array, keep: jax.Array) -> jax.Array:
 def _empty(v: jax.Array, heads: int, empty_rows: str) -> jax.Array:
     """What a query without keys gives, [b|1, 1, n|1, e|1]."""
     if empty_rows not in AVERAGED:
-        value = jnp.nan if empty_rows == "nan" else 0.0
+        value = jnp.nan if empty_rows in NAN else 0.0
         return jnp.full((1, 1, 1, 1), value)
     mean = v.astype(jnp.float32).mean(1, keepdims=True)
     return jnp.repeat(mean, heads // v.shape[2], axis=2)
@@ -290,9 +290,15 @@ def backward(
     made = jax.eval_shape(lambda x: _vjp(x, **params)[1], operands)
     back = jax.tree.unflatten(jax.tree.structure(made), residuals)
     grads = back(cotangent)[0]
-    if empty_rows != PASSING or operands.keys() <= PLAIN:
+    if empty_rows not in PASSES | NAN or operands.keys() <= PLAIN:
         return grads
+    (b, t, n, _), heads = operands["q"].shape, operands["k"].shape[2]
     empty = ~_seen(_keep(operands, window))[..., 0].swapaxes(1, 2)
-    (b, t, n, _) = operands["q"].shape
-    more = passed(operands, params, jnp.broadcast_to(empty, (b, n, t)), cotangent)
+    empty = jnp.broadcast_to(empty, (b, n, t))
+    if empty_rows in NAN:
+        bad = empty.reshape(b, heads, -1).any(-1)[:, None, :, None]
+        grads = {**grads, "v": jnp.where(bad, jnp.nan, grads["v"])}
+    if empty_rows not in PASSES:
+        return grads
+    more = passed(operands, params, empty, cotangent)
     return grads | {n: (grads[n] + x).astype(grads[n].dtype) for n, x in more.items()}

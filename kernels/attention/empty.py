@@ -1,4 +1,4 @@
-"""Rows that see no key and average: which do, and what they pass back to scores.
+"""Rows that see no key: what they give, and what they pass back to scores.
 
 A program that hides keys by a number added to their scores, not by a choice, gives the
 mean of all values in a row without keys, as that number takes all digits of the scores
@@ -6,6 +6,8 @@ mean of all values in a row without keys, as that number takes all digits of the
 ds = (dp - delta) / s for every key, and since dp is a product of v with the result's
 cotangent u, ds = u (v - mean)ᵀ / s. What comes of it needs no scores at all: dq is u
 times a matrix [e, h] of v and k, dk is v - mean times one of u and q.
+
+Where what is added is -inf, such a row is NaN, and so is all that it passes back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,15 @@ if TYPE_CHECKING:
 
 PASSING = "mean_passing"
 """The mean forward, with a gradient of the scores."""
+
+NAN_PASSING = "nan_passing"
+"""NaN forward, and in gradients of the scores."""
+
+PASSES = frozenset({PASSING, NAN_PASSING})
+"""The values of ``empty_rows`` with a gradient of the scores."""
+
+NAN = frozenset({"nan", NAN_PASSING})
+"""The values of ``empty_rows`` that give NaN."""
 
 AVERAGED = frozenset({"mean", PASSING})
 """The values of ``empty_rows`` that give the mean of v over all keys."""
@@ -38,7 +49,8 @@ def passed(
 
     Args:
         operands: Those of the op; without dropout, of which ds would depend.
-        params: Its parameters; without a soft cap, for the same reason.
+        params: Its parameters; without a soft cap, for the same reason, unless what
+            passes is NaN.
         empty: bool [b, n, t], the rows without keys.
         cotangent: [b, t, n, e].
         summed: Adds up over the devices that each have a part of queries and keys.
@@ -48,6 +60,8 @@ def passed(
         Cotangents by name, in float32 or wider: of q, k, and of a bias, slopes and a
         factor of the scale, should there be such.
     """
+    if params.get("empty_rows") == NAN_PASSING:
+        return _nan_passed(operands, empty, summed)
     q, k, v = (operands[n] for n in "qkv")
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     (b, t, n, _), (s, heads, _) = q.shape, v.shape[1:]
@@ -81,6 +95,27 @@ def passed(
     if "bias" in operands:
         made["bias"] = _of_bias(operands["bias"].shape, up, away, empty, dot)
     return made
+
+
+def _nan_passed(
+    operands: Mapping[str, Array], empty: Array, summed: Callable[[Array], Array]
+) -> dict[str, Array]:
+    """Returns NaN for all that scores of rows without keys are made of, 0 else."""
+    b, _, heads, _ = operands["k"].shape
+    nan = lambda where: jnp.where(where, jnp.nan, jnp.float32(0))
+    there = summed(empty.reshape(b, heads, -1).any(-1).astype(jnp.int32)) > 0
+    made = {
+        "q": nan(empty.swapaxes(1, 2)[..., None]),
+        "k": nan(there[:, None, :, None]),
+        "scale_factor": nan(there.any()),
+        "alibi": nan(empty.any((0, 2))),
+    }
+    if "bias" in operands:
+        shape = operands["bias"].shape
+        over = tuple(i for i in range(3) if shape[i] == 1)
+        some = empty.any(over, keepdims=True)[..., None]
+        made["bias"] = jnp.broadcast_to(nan(some), shape)
+    return {n: x for n, x in made.items() if n in operands}
 
 
 def _of_bias(

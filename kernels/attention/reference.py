@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.empty import AVERAGED, PASSING
+from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -133,6 +133,8 @@ def reference(
             the row's scores, as where masks choose between scores and a number.
             Of "mean_passing", the mean as well, one does, as where a number that
             takes all their digits is added: that of equal weights ``1 / s``.
+            Of "nan_passing", as where -inf is added, NaN reaches them, and none
+            of "nan".
         out_dtype: The result's dtype, q's by default.
         wide: The dtype of scores and softmax; by default float32, or float64 for
             float64 inputs.
@@ -166,7 +168,7 @@ def reference(
         scores = jnp.where(keep, scores, -jnp.inf)
     extra = None if sinks is None else sinks.astype(wide)[:, None, None]
     weights = _softmax(scores, extra, empty_rows)
-    if empty_rows == PASSING and extra is None:
+    if empty_rows in PASSES and extra is None:
         weights = _passing(weights, plain, scores)
     if dropout is not None:
         weights = weights * dropout.astype(wide)
@@ -192,7 +194,7 @@ def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
     total = weights.sum(-1, keepdims=True)
     if extra is not None:
         total = total + jnp.exp(extra - top)
-    if empty_rows == "nan":
+    if empty_rows in NAN:
         return weights / total
     fill = 1 / scores.shape[-1] if empty_rows in AVERAGED else 0
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), fill)
@@ -202,12 +204,14 @@ def _passing(weights: Array, plain: Array, scores: Array) -> Array:
     """Returns weights that, in rows without keys, move as a softmax of equal scores.
 
     Args:
-        weights: Of `scores`, the same number in such rows.
+        weights: Of `scores`, the same number in such rows; where that is NaN, so is
+            how they move.
         plain: The scores before masks.
         scores: Those after.
     """
     empty = scores.max(-1, keepdims=True) == -jnp.inf
     moved = jnp.where(empty, _nothing(plain), 0)
+    moved = moved * jnp.where(empty & jnp.isnan(weights), jnp.nan, 1)
     return weights + (moved - moved.mean(-1, keepdims=True)) / scores.shape[-1]
 
 

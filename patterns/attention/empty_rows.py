@@ -46,7 +46,8 @@ def empty_row(
     """``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"`` for a row without keys.
 
     Also ``"mean_passing"``: the mean of the values, with a gradient that passes to the
-    scores, since a number of their dtype's size was added to them.
+    scores, since a number of their dtype's size was added to them; and
+    ``"nan_passing"``, where that number is infinite.
 
     Args:
         ev: The evaluator that made the region's form.
@@ -73,10 +74,14 @@ def empty_row(
         run = _Row(ev, truth, scores, products, ones)
         out = run(value)
         verdict = run.verdict(out, number)
+        if verdict == "nan" and run.infinite:
+            verdict = "nan_passing"
         if verdict == "mean" and run.added:
             everything = min(run.added) >= SWALLOWS
             verdict = "mean_passing" if everything else UNKNOWN
         seen.add((verdict, tuple(run.peaks)))
+    if {name for name, _ in seen} == {"nan", "nan_passing"}:
+        return "nan"  # a row is hidden by both, or by either
     if len(seen) != 1:
         return UNKNOWN
     return next(iter(seen))[0]
@@ -145,6 +150,7 @@ class _Row:
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
         self.added: list[float] = []
+        self.infinite = False
         self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
         self.numbers: dict[int, list[Poly]] = {}
@@ -336,6 +342,7 @@ class _Row:
         if prim in ("add", "sub") and (SCORES in args or UNKNOWN in args):
             known = [abs(float(x[1])) for x in args if isinstance(x, tuple)]
             self.added += [c for c in known if c >= absorbs and math.isfinite(c)]
+            self.infinite |= math.inf in known
         return _mixed(prim, args, absorbs)
 
     def _rounded(self, number: Any, value: int) -> Any:

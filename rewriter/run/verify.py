@@ -284,6 +284,7 @@ MASKED = {
     "mean": "the mean of v",
     "mean_passing": "the mean of v",
     "nan": "NaN",
+    "nan_passing": "NaN",
     "zero": "zero",
 }
 

@@ -363,6 +363,41 @@ def test_kind(kind: str) -> None:
     assert found >= LEAST.get(kind, 0)
 
 
+HIDING: dict[str, Program] = {
+    "chosen -inf": lambda s, keep: jnp.where(keep, s, -jnp.inf),
+    "added -inf": lambda s, keep: s + jnp.where(keep, 0.0, -jnp.inf),
+    "added to a bias": lambda s, keep: s + jnp.where(keep, 0.3, -jnp.inf),
+    "chosen number": lambda s, keep: jnp.where(keep, s, -1e30),
+    "added number": lambda s, keep: s + jnp.where(keep, 0.0, -1e30),
+    "zero instead": lambda s, keep: jnp.where(
+        keep.any(-1, keepdims=True), jnp.where(keep, s, -jnp.inf), 0.0
+    ),
+}
+"""How keys are hidden, of which some rows have none that is not."""
+
+
+def test_gradients_of_rows_without_keys() -> None:
+    """They are what they were: numbers, zeros or NaN."""
+    keep = np.random.default_rng(0).random((1, N, T, T)) < 0.5
+    keep[:, 0, 5] = keep[:, 1, :7] = False
+
+    def loss(hide: Program) -> Program:
+        return lambda q, k, v: (attend(hide(dots(q, k), keep), v) ** 2).sum()
+
+    def gradients(of: Callable[[Program], Program], given: Any) -> Any:
+        return {n: of(loss(hide))(*given) for n, hide in HIDING.items()}
+
+    grad = lambda f: jax.grad(f, (0, 1, 2))
+    optimized = lambda f: rewriter.optimize(f, implementation=FORCED, strict=True)
+    run = jax.jit(gradients, static_argnums=0)
+    want = run(grad, (Q, K, V))
+    for way in (lambda f: grad(optimized(f)), lambda f: optimized(grad(f))):
+        got = run(way, (Q, K, V))
+        pairs = {n: zip(want[n], got[n], strict=True) for n in want}
+        wrong = {n: [_differs(*xy) for xy in of] for n, of in pairs.items()}
+        assert not {n: text for n, text in wrong.items() if any(text)}
+
+
 def _differs(x: Any, y: Any) -> str:
     """What is not as it was; nothing if all is."""
     x, y = (np.asarray(a, "float64") for a in (x, y))

@@ -232,8 +232,8 @@ class Spelling:
         return min((self._against(r, params, operands) for r in readings), key=len)
 
     def _against(self, reading, params, operands) -> list[str]:
-        if params.get("empty_rows") == "mean_passing":  # the same numbers
-            params = {**params, "empty_rows": "mean"}
+        if rows := params.get("empty_rows"):  # what passes is the same number
+            params = {**params, "empty_rows": str(rows).removesuffix("_passing")}
         wanted = _unshifted({**DEFAULTS[self.op], **reading})
         params = _unshifted({**DEFAULTS[self.op], **params})
         if self.masked_rows is None:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import PASSING
+from rewriter.kernels.attention.empty import NAN, PASSES
 from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
@@ -222,8 +222,11 @@ def backward(
             OfSlopes, of_queries, config, beside_of(given), by_query, mask, pair,
         )  # fmt: skip
         grads |= {} if made is None else {"alibi": made.sum((0, 2)).astype(alibi.dtype)}
-    if empty_rows == PASSING and sinks is None and of_queries.mask.may_be_empty:
-        params = {"scale": scale, "window": window, "shift": shift, "softcap": softcap}
+    if empty_rows in PASSES and sinks is None and of_queries.mask.may_be_empty:
+        params = {
+            "scale": scale, "window": window, "shift": shift, "softcap": softcap,
+            "empty_rows": empty_rows,
+        }  # fmt: skip
         numbers = {"kv_lengths": kv_lengths, "offset": offset, "prefix": prefix}
         operands = {"q": q, "k": k, "v": v, **given, **numbers}
         grads = xla.with_passed(
@@ -325,7 +328,7 @@ def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Arr
     if empty_rows == "zero":
         return dv
     (b, s, heads, e), n = dv.shape, empty.shape[1]
-    if empty_rows == "nan":
+    if empty_rows in NAN:
         bad = empty.reshape(b, heads, -1).any(-1)[:, None, :, None]
         return jnp.where(bad, jnp.nan, dv)
     rows = jnp.where(empty.swapaxes(1, 2)[..., None], up.astype(jnp.float32), 0)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.empty import NAN
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -40,7 +42,7 @@ def filled(
     if params["empty_rows"] == "zero":
         return out
     empty = (lse == -jnp.inf).swapaxes(1, 2)[..., None]
-    if params["empty_rows"] == "nan":
+    if params["empty_rows"] in NAN:
         return jnp.where(empty, jnp.nan, out)
     mean = lax.pmean(v.astype(out.dtype).mean(1, keepdims=True), axes)
     return jnp.where(empty, jnp.repeat(mean, out.shape[2] // v.shape[2], 2), out)
@@ -69,7 +71,7 @@ def given_back(
     b, s, heads, e = dv.shape
     empty = (lse == -jnp.inf).swapaxes(1, 2)[..., None]
     up = jnp.where(empty, cotangent.astype(lse.dtype), 0)
-    if params["empty_rows"] == "nan":
+    if params["empty_rows"] in NAN:
         up = jnp.where(empty, jnp.nan, up)
     share = up.sum(1).reshape(b, 1, heads, -1, e).sum(3) / (count * s)
     return (dv.astype(lse.dtype) + lax.psum(share, axes)).astype(dv.dtype)

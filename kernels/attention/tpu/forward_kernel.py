@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from rewriter.kernels.attention.empty import NAN
 from rewriter.kernels.attention.tpu import operands, schedule
 from rewriter.kernels.attention.tpu.config import Blocks, vmem
 from rewriter.kernels.attention.tpu.operands import Input, Place
@@ -196,7 +197,7 @@ class _Step:
         total = x["total"][...].sum(1, keepdims=True)
         out = x["sum"][...] / jnp.where(total == 0.0, 1.0, total)
         if p.may_be_empty:
-            fill: Any = jnp.nan if p.empty_rows == "nan" else 0.0
+            fill: Any = jnp.nan if p.empty_rows in NAN else 0.0
             if "mean" in x:
                 fill = x["mean"][0, 0]
             out = jnp.where(total == 0.0, fill, out)

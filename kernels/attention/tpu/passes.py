@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import PASSING
+from rewriter.kernels.attention.empty import NAN, PASSES
 from rewriter.kernels.attention.tpu import (
     backward_kernel,
     bias_kernel,
@@ -147,7 +147,7 @@ def backward(
         for i in range(kept.shape[2]):  # one by one, as large ones take digits
             share = share - kept[:, :, i]
         grads["sinks"] = -(jnp.exp(share) * delta).sum((0, 2))
-    if p.averages and p.empty_rows == PASSING:
+    if p.may_be_empty and p.empty_rows in PASSES:
         lse = jnp.where(empty, -jnp.inf, 0.0)
         grads = xla.with_passed(
             grads, operands, params, out=out, lse=lse, cotangent=cotangent
@@ -159,7 +159,7 @@ def _empty_rows(p: Problem, dv: Array, empty: Array, up: Array) -> Array:
     """Adds to dv [b, s, heads, e] what rows without keys do, bool [b, n, t]."""
     if not p.may_be_empty or p.empty_rows == "zero":
         return dv
-    if p.empty_rows == "nan":
+    if p.empty_rows in NAN:
         bad = empty.reshape(p.b, p.heads, -1).any(-1)[:, None, :, None]
         return jnp.where(bad, jnp.nan, dv)
     up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / p.cut.s

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import PASSING, passed
+from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, passed
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
 from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
 
@@ -76,7 +76,7 @@ def with_passed(
     names = {n: x for n, x in operands.items() if x is not None}
     given = {**names, **params, "out": out, "lse": lse, "cotangent": cotangent}
     p = problem_of(*(given.pop(n) for n in "qkv"), given)
-    if _by_tiles(p):
+    if _by_tiles(p) and p.empty_rows == PASSING:
         made = _of_tiles(p, [n for n in grads if n != "v"])
     else:
         made = passed(names, params, lse == -jnp.inf, cotangent)
@@ -235,9 +235,10 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     if p.empty_rows == "zero" or "sinks" in p.arrays or not _may_be_empty(p):
         return {}
     dv = grads["v"]
-    if p.empty_rows == "nan":
+    if p.empty_rows in NAN:
         bad = empty.reshape(z.b, z.heads, -1).any(-1)[:, None, :, None]
-        return {"v": jnp.where(bad, jnp.nan, dv)}
+        made = {"v": jnp.where(bad, jnp.nan, dv)}
+        return made | (_passed(p, grads, empty) if p.empty_rows in PASSES else {})
     if p.empty_rows == PASSING and _by_tiles(p):
         return lax.cond(
             jnp.any(empty), lambda: _over_rows(p, grads, averaged=True), lambda: grads
@@ -251,10 +252,14 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / z.s
     up = up.reshape(z.b, 1, z.heads, z.group, -1).sum(3)
     made = {"v": (dv.astype(wide) + up).astype(dv.dtype)}
-    if p.empty_rows != PASSING:
-        return made
-    more = passed(p.arrays, {"scale": p.scale}, empty, p.arrays["cotangent"])
-    return made | {n: (grads[n] + x).astype(grads[n].dtype) for n, x in more.items()}
+    return made | (_passed(p, grads, empty) if p.empty_rows in PASSES else {})
+
+
+def _passed(p: Problem, grads: dict[str, Array], empty: Array) -> dict[str, Array]:
+    """Returns the cotangents that rows without keys pass something to."""
+    params = {"scale": p.scale, "empty_rows": p.empty_rows}
+    more = passed(p.arrays, params, empty, p.arrays["cotangent"])
+    return {n: (grads[n] + x).astype(grads[n].dtype) for n, x in more.items()}
 
 
 def _by_tiles(p: Problem) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import AVERAGED
+from rewriter.kernels.attention.empty import AVERAGED, NAN
 from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def forward(
     n, e = q.shape[2], v.shape[3]
 
     def one_step(step: Step, carry: Any) -> Any:
-        fill: Any = jnp.nan if p.empty_rows == "nan" else 0
+        fill: Any = jnp.nan if p.empty_rows in NAN else 0
         fill = step.mean()[:, None] if p.empty_rows in AVERAGED else fill
 
         def one_block(block: Block, carry: Any) -> Any:

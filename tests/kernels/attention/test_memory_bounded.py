@@ -75,12 +75,12 @@ def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
     total = p.sum(-1, keepdims=True) + np.exp(sink - top)
     empty = total == 0
     behaviour = params.get("empty_rows", "nan")
-    rows = {"nan": np.nan, "zero": 0.0}.get(behaviour, 1 / s)
+    rows = {"nan": np.nan, "nan_passing": np.nan, "zero": 0.0}.get(behaviour, 1 / s)
     p = np.where(empty, rows, p / np.where(empty, 1, total))
     drop = np.broadcast_to(x.get("dropout", 1.0), p.shape)
     out = np.einsum("bnts,bsne->btne", p * drop, v)
     dp = np.einsum("btne,bsne->bnts", up, v)
-    share = np.where(empty & (behaviour != "mean_passing"), 0, p)
+    share = np.where(empty & (not behaviour.endswith("passing")), 0, p)
     delta = (share * drop * dp).sum(-1, keepdims=True)
     ds = share * (drop * dp - delta)
     draw = ds * (1 - bent**2)
@@ -205,6 +205,8 @@ CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
     "passing bias heads": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 41)}, {"empty_rows": "mean_passing"}),
     "passing bias keys": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (2, 1, 1, 41)}, {"empty_rows": "mean_passing"}),
     "passing bias rows": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 1)}, {"empty_rows": "mean_passing"}),
+    "passing nan": ((3, 20, 50, 4, 2, 8, 6), {"kv_lengths": lengths(0, 50, 17)}, {"empty_rows": "nan_passing", "scale": 0.4}),
+    "passing nan heads": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 4, 37, 1), "bias": (1, 4, 37, 41), "alibi": (4,), "scale_factor": np.float32(1.7)}, {"empty_rows": "nan_passing", "softcap": 3.0}),
     "passing sinks": ((2, 40, 41, 4, 4, 8, 8), {"sinks": (4,), "mask": (2, 1, 40, 1)}, {"empty_rows": "mean_passing"}),
     "passing softcap": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 41), "alibi": (4,)}, {"empty_rows": "mean_passing", "softcap": 2.0, "scale": 0.7}),
     "passing dropout": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "dropout": (2, 4, 37, 41), "scale_factor": np.float32(1.7)}, {"empty_rows": "mean_passing", "scale": 0.7}),
@@ -244,8 +246,9 @@ def close(got: Any, want: Any, dtype: str, name: str) -> None:
     got = np.asarray(got, np.float64)
     assert got.shape == want.shape, name
     assert (np.isnan(got) == np.isnan(want)).all(), f"{name}: NaNs differ"
-    size = max(1.0, np.nanmax(np.abs(want), initial=0.0))
-    error = np.nanmax(np.abs(got - want), initial=0.0) / size
+    there = ~np.isnan(want)
+    size = np.max(np.abs(want), where=there, initial=1.0)
+    error = np.max(np.abs(got - want), where=there, initial=0.0) / size
     assert error <= TOLERANCE[dtype], f"{name}: error {error:.1e} of {size:.1e}"
 
 
@@ -392,7 +395,8 @@ def test_dtypes(case: str, dtype: str) -> None:
 
 REFERENCE = ["odd", "causal more rows", "gqa", "lengths 0 nan", "mask rows mean",
              "mask rows zero", "dropout mean", "sinks empty", "everything",
-             "passing lengths", "passing softcap", "passing dropout", "passing sinks"]  # fmt: skip
+             "passing lengths", "passing softcap", "passing dropout", "passing sinks",
+             "passing nan", "passing nan heads"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFERENCE)

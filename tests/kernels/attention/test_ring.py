@@ -84,7 +84,7 @@ def check(
     want, true = exact(arrays, up, params)
     for got, wanted in ((out, want), *((grads[n], true[n]) for n in "qkv")):
         assert got.dtype == dtype
-        limit = loose * TOLERANCE[dtype] * np.nanmax(np.abs(wanted))
+        limit = loose * TOLERANCE[dtype] * np.nanmax(np.abs(wanted), initial=0)
         got = np.asarray(got, np.float64)
         np.testing.assert_allclose(got, wanted, rtol=0, atol=limit)
 
@@ -113,6 +113,9 @@ CASES = {
     ),
     "no keys, a mean": ({"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "mean"}),
     "no keys, not a number": ({"kv_lengths": jnp.array([0, 50])}, {}),
+    "no keys, a gradient that is none": (
+        {"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "nan_passing"}
+    ),
     "segments": (
         {"q_segments": SEGMENTS, "kv_segments": SEGMENTS.at[1, 30:].set(9)},
         {"window": CAUSAL, "empty_rows": "mean"},

@@ -265,11 +265,14 @@ def test_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", slow.first(2, ["passing bias heads", "passing softcap", "passing lengths"])
+    "case",
+    slow.first(
+        3, ["passing nan", "passing bias heads", "passing softcap", "passing lengths"]
+    ),
 )
 def test_rows_without_keys_pass_gradients(case: str) -> None:
     with tpu.interpreted():
-        check(case, fused=case != "passing lengths")
+        check(case, fused=case not in ("passing lengths", "passing nan"))
 
 
 @pytest.mark.parametrize(

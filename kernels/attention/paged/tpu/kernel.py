@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from rewriter.kernels.attention.empty import AVERAGED
+from rewriter.kernels.attention.empty import AVERAGED, NAN
 from rewriter.kernels.attention.paged.reference import AXES, numbered
 from rewriter.kernels.attention.paged.tpu.config import Chunk, Sizes, vmem
 from rewriter.kernels.attention.paged.tpu.schedule import Seen, Steps, seen, steps
@@ -310,6 +310,6 @@ class _Step:
         x = self.refs
         total = across(x["total"][...], x["sum"].shape[1])
         out = x["sum"][...] / jnp.where(total == 0.0, 1.0, total)
-        fill = jnp.nan if self.p.empty_rows == "nan" else 0.0
+        fill = jnp.nan if self.p.empty_rows in NAN else 0.0
         out = jnp.where(total == 0.0, fill, out)
         x["out"][0] = out.astype(x["out"].dtype)
