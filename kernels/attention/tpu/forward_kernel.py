@@ -186,10 +186,19 @@ class _Step:
         values = x["v"][0, 0, tile.key_slice, :]
         if part and p.cut.s % p.cut.keys:
             values = rows_before(values, p.cut.s - tile.key - tile.start)
-        added = pallas_tpu.dot(
-            weights.astype(values.dtype), values, (1, 0), p.precision
-        )
-        x["sum"][rows] = x["sum"][rows] * across(fade, p.e) + added
+        weights = weights.astype(values.dtype)
+        added = pallas_tpu.dot(weights, values, (1, 0), p.precision)
+        kept = x["sum"][rows] * across(fade, p.e)
+        x["sum"][rows] = kept + added
+        if "row_heads" not in x:
+            return
+
+        @pl.when(is_broken(added))
+        def by_head() -> None:
+            key = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+            heads = key & (p.cut.step - 1), x["row_heads"][0, rows]
+            more = each_head(weights, values, *heads, p.cut.step, p.precision)
+            x["sum"][rows] = kept + more
 
     def finish(self) -> None:
         """Writes a block of queries."""
@@ -210,6 +219,37 @@ class _Step:
             x["kept"][0, 0, 1:2] = rest.T[:1]
         else:
             x["kept"][0, 0] = (top * (1 / LOG2E) + rest).T[:1]
+
+
+def is_broken(x: Array) -> Any:
+    """Returns whether any of some numbers is none, or infinite."""
+    return jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0).max() > 0.0
+
+
+def each_head(
+    weights: Array, values: Array, keys: Array, rows: Array, heads: int, precision: Any
+) -> Array:
+    """Returns weights times values, of which no head sees those of another.
+
+    Together their weights are 0, and what is not finite is still not, times 0.
+
+    Args:
+        weights: [rows, keys], 0 for keys of other heads.
+        values: [keys, e].
+        keys: int32 [keys, e], the head of each value.
+        rows: int32 [rows, 1], the head of each row.
+        heads: How many there are.
+        precision: Of the product.
+    """
+    wide = values.astype(jnp.float32)
+
+    def one(head: Any, total: Array) -> Array:
+        own = jnp.where(keys == head, wide, 0.0).astype(values.dtype)
+        made = pallas_tpu.dot(weights, own, (1, 0), precision)
+        return jnp.where(rows == head, made, total)
+
+    start = jnp.zeros((weights.shape[0], values.shape[1]), jnp.float32)
+    return lax.fori_loop(0, heads, one, start)
 
 
 def across(x: Array, width: int) -> Array:

@@ -322,6 +322,28 @@ def test_few_queries(case: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     close(out, want, "float32", "out")
 
 
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_stays_in_its_head(
+    name: str, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the queries of all heads are rows of one block."""
+    monkeypatch.setattr(passes, "together", lambda spec: "all")
+    shape, extra, params = CASES["gqa"]
+    arrays = {n: jnp.asarray(x) for n, x in make(shape, extra).items()}
+    broken = {**arrays, name: arrays[name].at[0, 5, 0].set(bad)}
+    with tpu.interpreted():
+        run = jax.jit(lambda x: kernel.forward(**x, **params, config=SMALL))
+        want, got = (np.asarray(run(x)) for x in (arrays, broken))
+    (n, heads), there = (shape[3], shape[4]), np.isfinite(want)
+    assert heads > 1
+    there[0, :, : n // heads] = False
+    np.testing.assert_array_equal(got[there], want[there])
+    with np.errstate(all="ignore"):
+        true, _ = exact(broken, np.zeros(want.shape), params)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(true))
+
+
 def test_whose_queries_are_put_together() -> None:
     few = {"more": CACHE, "shape": (4, 1, 32, 128)}
     assert together(spec(**few)) == "all"

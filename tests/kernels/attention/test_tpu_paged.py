@@ -277,6 +277,47 @@ def test_one_table_and_length_for_all() -> None:
     close(got, np.asarray(OP.reference(**given)), "float32", "out")
 
 
+BROKEN = (
+    "heads first", "heads second", "heads third", "several queries", "window",
+    "some empty rows mean", "bfloat16",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("case", slow.first(3, BROKEN))
+def test_what_is_no_number_stays_in_its_sequence_and_head(
+    case: str, bad: float
+) -> None:
+    """Of the second sequence all keys, of the third those of one head, and pages
+    that no table names."""
+    more = dict(CASES[case])
+    pages, own = more.pop("pages", 4), more.pop("params", {})
+    params = {"scale": 0.3, "heads_axis": more.get("heads_axis", 2), **own}
+    given = operands(**more)
+    axes = AXES[params["heads_axis"]].replace("p", "")
+    table = np.asarray(given["table"])
+    whole = [p for p in range(POOL) if p not in table[[0, 2]]]
+    broken = dict(given)
+    for name in ("k_pages", "v_pages"):
+        pool = np.moveaxis(
+            np.array(given[name]), AXES[params["heads_axis"]].index("p"), 0
+        )
+        pool[whole] = bad
+        for page in table[2]:
+            np.moveaxis(pool[page], axes.index("k"), 0)[1] = bad
+        back = np.moveaxis(pool, 0, AXES[params["heads_axis"]].index("p"))
+        broken[name] = jnp.asarray(back, given[name].dtype)
+    with on_tpu.interpreted():
+        run = jax.jit(lambda x: tpu.forward(**x, **params, config=tpu.Chunk(pages)))
+        want, got = (np.asarray(run(x), "float64") for x in (given, broken))
+    group = want.shape[2] // 2
+    assert np.isfinite(want[[0, 2]]).all()
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[2, :, :group], want[2, :, :group])
+    assert not np.isfinite(got[2, :, group:]).any()
+    assert not np.isfinite(got[1]).any()
+
+
 # -------------------------------------------------------------------------- code
 COMPILED = {
     "heads first": spec(heads_axis=0),

@@ -2,7 +2,9 @@
 
 The queries of all heads are rows of one block, and the keys of all heads on the pages
 of a step are its columns, as they lie in memory: each is read once. A row sees the
-columns of its own head; the others' scores take less time than reading the keys. A
+columns of its own head; the others' scores take less time than reading the keys. In a
+step with numbers that are none, each head is weighed alone, without the columns that
+its sequence does not see, which may be another's. A
 running softmax goes over the steps of a sequence, and sequences without a page left
 take no step. Sources: Kwon et al., "Efficient Memory Management for Large Language
 Model Serving with PagedAttention" (2023); Dao et al., "FlashAttention" (2022).
@@ -16,13 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from rewriter.kernels.attention.empty import AVERAGED, NAN
 from rewriter.kernels.attention.paged.reference import AXES, numbered
 from rewriter.kernels.attention.paged.tpu.config import Chunk, Sizes, vmem
 from rewriter.kernels.attention.paged.tpu.schedule import Seen, Steps, seen, steps
-from rewriter.kernels.attention.tpu.forward_kernel import LEAST, across
+from rewriter.kernels.attention.tpu.forward_kernel import (
+    LEAST,
+    across,
+    each_head,
+    is_broken,
+)
 from rewriter.kernels.attention.tpu.schedule import divided
 from rewriter.kernels.attention.tpu.scores import LOG2E
 from rewriter.kernels.shared import pallas_tpu
@@ -60,10 +68,14 @@ class Problem:
     window: tuple[int | None, int | None]
     empty_rows: str
 
+    @property
+    def order(self) -> str:
+        """How heads k and positions z of a page lie."""
+        return ("kz", "kz", "zk")[self.heads_axis]
+
     def columns(self, pages: int) -> dict[str, np.ndarray]:
         """Of a chunk's columns position and head, of rows head and position."""
-        order = ("kz", "kz", "zk")[self.heads_axis]
-        axes = {"k": self.heads, "z": self.size}
+        order, axes = self.order, {"k": self.heads, "z": self.size}
         at = np.indices([pages, *(axes[x] for x in order)], np.int32)
         at = at.reshape(3, 1, -1)
         place, head = at[1 + order.index("z")], at[1 + order.index("k")]
@@ -160,6 +172,7 @@ def _call(
     scalars = {
         "words": listed.words, "pages": listed.pages, "begin": listed.begin,
         "end": listed.end, "limit": visible.limit, "start": visible.start,
+        "first": visible.first, "last": visible.last,
     }  # fmt: skip
 
     def sequence(step: Any, words: Any, *_: Any) -> tuple[Any, ...]:
@@ -241,7 +254,7 @@ class _Step:
         x = self.refs
         row, chunk = divided(x["words"][pl.program_id(0)], self.chunks)
         pl.when(chunk == x["begin"][row])(self.start)
-        self.add(self.scores(row, chunk))
+        self.add(self.scores(row, chunk), row, chunk)
         pl.when(chunk == x["end"][row])(self.finish)
 
     def start(self) -> None:
@@ -292,9 +305,9 @@ class _Step:
             parts.append(x)
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
 
-    def add(self, scores: Array) -> None:
+    def add(self, scores: Array, row: Any, chunk: Any) -> None:
         """Adds the values of a chunk with these scores."""
-        x = self.refs
+        p, x = self.p, self.refs
         before = x["top"][...]
         top = jnp.maximum(before, scores.max(1, keepdims=True))
         weights = jnp.exp2(scores - top[:, :1])
@@ -302,8 +315,30 @@ class _Step:
         x["top"][...] = top
         x["total"][...] = x["total"][...] * fade + weights.sum(1, keepdims=True)
         values = self.joined("v")
-        added = pallas_tpu.dot(weights.astype(values.dtype), values, (1, 0), "highest")
-        x["sum"][...] = x["sum"][...] * across(fade, added.shape[1]) + added
+        weights = weights.astype(values.dtype)
+        added = pallas_tpu.dot(weights, values, (1, 0), "highest")
+        kept = x["sum"][...] * across(fade, added.shape[1])
+        x["sum"][...] = kept + added
+
+        @pl.when(is_broken(added))
+        def by_head() -> None:
+            place, head = self.rows_of(values.shape)
+            place = place + chunk * (self.many * p.size)
+            seen = (place >= x["first"][row]) & (place <= x["last"][row])
+            own = jnp.where(seen, values.astype(jnp.float32), 0.0)
+            heads = head, x["row_heads"][...], p.heads
+            more = each_head(weights, own.astype(values.dtype), *heads, "highest")
+            x["sum"][...] = kept + more
+
+    def rows_of(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """Of a chunk's values the position in it and the head, int32 [columns, e]."""
+        p = self.p
+        at = lax.broadcasted_iota(jnp.int32, shape, 0)
+        columns, inner = p.heads * p.size, {"k": p.heads, "z": p.size}[p.order[1]]
+        page, at = lax.div(at, jnp.int32(columns)), lax.rem(at, jnp.int32(columns))
+        found = lax.div(at, jnp.int32(inner)), lax.rem(at, jnp.int32(inner))
+        place = page * p.size + found[p.order.index("z")]
+        return place, found[p.order.index("k")]
 
     def finish(self) -> None:
         """Writes the result of a sequence."""

@@ -132,4 +132,4 @@ def steps(table: Array, first: Array, last: Array, pages: int) -> Steps:
 def many(b: int, p: int, pages: int) -> int:
     """Returns how many int32 of SMEM the steps take at most."""
     chunks = -(-p // pages)
-    return b * chunks * (1 + pages) + 4 * b
+    return b * chunks * (1 + pages) + 6 * b
