@@ -283,32 +283,32 @@ BROKEN = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("by", ["mosaic_tpu", "gathered", "reference"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("case", slow.first(3, BROKEN))
 def test_what_is_no_number_stays_in_its_sequence_and_head(
-    case: str, bad: float
+    case: str, bad: float, by: str
 ) -> None:
     """Of the second sequence all keys, of the third those of one head, and pages
     that no table names."""
     more = dict(CASES[case])
     pages, own = more.pop("pages", 4), more.pop("params", {})
     params = {"scale": 0.3, "heads_axis": more.get("heads_axis", 2), **own}
-    given = operands(**more)
-    axes = AXES[params["heads_axis"]].replace("p", "")
+    given, axes = operands(**more), AXES[params["heads_axis"]]
+    at, heads = axes.index("p"), axes.replace("p", "").index("k")
     table = np.asarray(given["table"])
-    whole = [p for p in range(POOL) if p not in table[[0, 2]]]
     broken = dict(given)
     for name in ("k_pages", "v_pages"):
-        pool = np.moveaxis(
-            np.array(given[name]), AXES[params["heads_axis"]].index("p"), 0
-        )
-        pool[whole] = bad
+        pool = np.moveaxis(np.array(given[name]), at, 0)
+        pool[[p for p in range(POOL) if p not in table[[0, 2]]]] = bad
         for page in table[2]:
-            np.moveaxis(pool[page], axes.index("k"), 0)[1] = bad
-        back = np.moveaxis(pool, 0, AXES[params["heads_axis"]].index("p"))
-        broken[name] = jnp.asarray(back, given[name].dtype)
+            np.moveaxis(pool[page], heads, 0)[1] = bad
+        broken[name] = jnp.asarray(np.moveaxis(pool, 0, at), given[name].dtype)
+    found = {k.name: k.forward for k in KERNELS} | {"reference": OP.reference}
+    if by == "mosaic_tpu":
+        params["config"] = tpu.Chunk(pages)
     with on_tpu.interpreted():
-        run = jax.jit(lambda x: tpu.forward(**x, **params, config=tpu.Chunk(pages)))
+        run = jax.jit(lambda x: found[by](**x, **params))
         want, got = (np.asarray(run(x), "float64") for x in (given, broken))
     group = want.shape[2] // 2
     assert np.isfinite(want[[0, 2]]).all()
