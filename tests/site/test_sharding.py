@@ -61,9 +61,10 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        5,
+        6,
         [
             ("sharded_calls",),
+            ("sharded_masks",),
             ("sharded_experts",),
             ("sharded_ring",),
             ("sharded_streams",),
@@ -71,7 +72,15 @@ def devices(count: int) -> str:
             ("sharded_programs", "--only", "attention"),
         ],
     ),
-    ids=["calls", "experts", "ring", "streams", "programs", "programs of attention"],
+    ids=[
+        "calls",
+        "masks",
+        "experts",
+        "ring",
+        "streams",
+        "programs",
+        "programs of attention",
+    ],
 )
 def test_on_eight_devices(command: tuple[str, ...], tmp_path: pathlib.Path) -> None:
     ended(started(*command, XLA_FLAGS=devices(8), REWRITER_CACHE_DIR=str(tmp_path)))
