@@ -474,8 +474,14 @@ class Tile:
             x = x + self.part("bias").astype(p.wide)
         if "alibi" in p.arrays:
             x = x + step.per_head("alibi") * self.relative().astype(p.wide)
-        for seen in self.seen():
+        hidden = self.seen()
+        for seen in hidden:
             x = jnp.where(seen, x, -jnp.inf)
+        plain = bent is None and not hidden and not {"bias", "alibi"} & p.arrays.keys()
+        if queries.dtype != p.wide and plain:
+            # Or a fused multiply-add takes the largest off before the product is
+            # rounded, as that is: of scores of 1e10 the difference may be any.
+            x = lax.optimization_barrier(x)
         return x.reshape(flat), bent
 
     def only_seen(self, x: Array) -> Array:
