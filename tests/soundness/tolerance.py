@@ -57,8 +57,8 @@ def numbers(array: Any) -> np.ndarray:
 
 def variants(run: Run, program: Program, values: Sequence[Any]) -> Variants:
     """Results of a run of the original, computed in other ways."""
-    with jax.disable_jit():
-        eager = [numbers(x) for x in run(values)]
+    with jax.disable_jit():  # of JAX's arrays: numpy indexes otherwise
+        eager = [numbers(x) for x in run([jnp.asarray(v) for v in values])]
     with jax.enable_x64(True):
         exact = [np.asarray(x, np.float64) for x in run(_widened(program, values))]
     compiled = passes.compiled(run)
