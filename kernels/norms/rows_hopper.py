@@ -150,6 +150,7 @@ def forward(
     centred: bool,
     x: jax.Array,
     eps: float = 0.0,
+    of_squares: bool = False,
     out_dtype: str | None = None,
     addend: jax.Array | None = None,
     residuals: bool = False,
@@ -162,6 +163,7 @@ def forward(
         centred: Whether it is a layer norm, and no RMS norm.
         x: [..., d], bfloat16, float16 or float32.
         eps: As for `reference`.
+        of_squares: The same.
         out_dtype: The result's dtype; x's by default.
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
@@ -170,12 +172,15 @@ def forward(
     """
     from rewriter.kernels.norms.rows_hopper_kernel import normalized
 
-    norm = norm_of(centred, x, out_dtype, eps, given, addend is not None)
+    norm = norm_of(centred, x, out_dtype, eps, given, addend is not None, of_squares)
     config = _fitting(config, norm, False)
     if config is None:  # x alone fits
         assert addend is not None
         total = x + addend
-        out = forward(centred=centred, x=total, eps=eps, out_dtype=out_dtype, **given)
+        out = forward(
+            centred=centred, x=total, eps=eps, of_squares=of_squares,
+            out_dtype=out_dtype, **given,
+        )  # fmt: skip
         return ((total, out), ()) if residuals else (total, out)
     rows = None if addend is None else addend.reshape(norm.m, norm.d)
     made = normalized(norm, x.reshape(norm.m, norm.d), given, config, rows)
@@ -193,6 +198,7 @@ def backward(
     residuals: tuple[()],
     cotangent: jax.Array,
     eps: float = 0.0,
+    of_squares: bool = False,
     out_dtype: str | None = None,
     addend: jax.Array | None = None,
     config: Teams | None = None,
@@ -208,6 +214,7 @@ def backward(
         residuals: Empty.
         cotangent: As the result.
         eps: As in `forward`.
+        of_squares: The same.
         out_dtype: As in `forward`.
         addend: As x, added to its cotangent.
         config: The teams.
@@ -216,18 +223,22 @@ def backward(
     from rewriter.kernels.norms.rows_hopper_kernel import cotangents
 
     del out, residuals, out_dtype
-    norm = norm_of(centred, x, str(cotangent.dtype), eps, given, addend is not None)
+    norm = norm_of(
+        centred, x, str(cotangent.dtype), eps, given, addend is not None, of_squares
+    )
     fitting = _fitting(config, norm, True)
     if fitting is None and addend is not None:  # the other two arrays may fit
         made = backward(
             centred=centred, by_xla=by_xla, x=x, out=None, residuals=(),
-            cotangent=cotangent, eps=eps, config=config, **given,
+            cotangent=cotangent, eps=eps, of_squares=of_squares, config=config,
+            **given,
         )  # fmt: skip
         return {**made, "x": made["x"] + addend}
     if fitting is None:
-        _, kept = by_xla.forward(x=x, eps=eps, residuals=True, **given)
+        own = {**given, "of_squares": True} if of_squares else given
+        _, kept = by_xla.forward(x=x, eps=eps, residuals=True, **own)
         return by_xla.backward(
-            x=x, out=None, residuals=kept, cotangent=cotangent, eps=eps, **given
+            x=x, out=None, residuals=kept, cotangent=cotangent, eps=eps, **own
         )
     rows = (norm.m, norm.d)
     added = None if addend is None else addend.reshape(rows)

@@ -91,6 +91,7 @@ class Norm:
         out: The result's dtype, and so the cotangent's.
         given: Dtypes of scale, bias and epsilon by name, where there are.
         addend: Whether rows as x are added to x, or to x's cotangent.
+        of_squares: As `layer_norm.reference` has it.
     """
 
     centred: bool
@@ -101,6 +102,7 @@ class Norm:
     out: str
     given: tuple[tuple[str, str], ...]
     addend: bool = False
+    of_squares: bool = False
 
     @property
     def summed(self) -> tuple[str, ...]:
@@ -127,11 +129,13 @@ def norm_of(
     eps: float,
     given: Mapping[str, Any],
     addend: bool = False,
+    of_squares: bool = False,
 ) -> Norm:
     """Returns what is computed of arrays, or of anything with their shape and dtype."""
     m, d = math.prod(x.shape[:-1]), x.shape[-1]
     kinds = tuple((n, str(y.dtype)) for n, y in given.items())
-    return Norm(centred, eps, m, d, str(x.dtype), str(out or x.dtype), kinds, addend)
+    dtype, out = str(x.dtype), str(out or x.dtype)
+    return Norm(centred, eps, m, d, dtype, out, kinds, addend, of_squares)
 
 
 def rows_of(m: int, config: Teams) -> int:

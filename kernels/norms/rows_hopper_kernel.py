@@ -373,9 +373,11 @@ class _Team:
         more = self.means(lambda c, r: third(c, r, levels[r]), half)
         return levels, before, after, more
 
-    def inverse(self, square: Array) -> Array:
-        """Returns the inverse root of a mean square."""
+    def inverse(self, square: Array, level: Any) -> Array:
+        """Returns the inverse root of a mean square around a level."""
         square = square + self.norm.eps
+        if self.norm.of_squares:
+            square = square + (level * level - level * level)  # inf - inf, or 0
         if "epsilon" in self.refs:
             square = square + self.refs["epsilon"][0]
         return lax.rsqrt(square)
@@ -392,7 +394,10 @@ class _Team:
             level, _, squares, _ = self.statistics(
                 turn, lambda c, r: [self.x(slot, r, c)], square
             )
-            roots = [self.inverse(row[0]) for row in squares]
+            roots = [
+                self.inverse(row[0], mean)
+                for row, mean in zip(squares, level, strict=True)
+            ]
             for chunk in range(self.chunks):
                 scale, bias = self.kept("scale", chunk), self.kept("bias", chunk)
                 for row in range(self.rows):
@@ -451,7 +456,9 @@ class _Team:
             turn, lambda c, r: [self.x(slot, r, c), scaled(c, r)], products,
             left if self.norm.corrects else None,
         )  # fmt: skip
-        roots = [self.inverse(row[0]) for row in after]
+        roots = [
+            self.inverse(row[0], mean) for row, mean in zip(after, level, strict=True)
+        ]
         along = [row[1] * r for row, r in zip(after, roots, strict=True)]
         less = [row[1] for row in before]
         for i, row in enumerate(more):

@@ -258,6 +258,7 @@ def forward(
     centred: bool,
     x: jax.Array,
     eps: float = 0.0,
+    of_squares: bool = False,
     out_dtype: str | None = None,
     addend: jax.Array | None = None,
     residuals: bool = False,
@@ -270,6 +271,7 @@ def forward(
         centred: Whether it is a layer norm, and no RMS norm.
         x: [..., d], bfloat16 or float32.
         eps: As for `reference`.
+        of_squares: The same.
         out_dtype: The result's dtype; x's by default.
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
@@ -278,7 +280,7 @@ def forward(
     """
     from rewriter.kernels.norms.rows_tpu_kernel import normalized
 
-    norm, rows = _rows(centred, x, eps)
+    norm, rows = _rows(centred, x, eps, of_squares)
     dtype = jnp.dtype(out_dtype or x.dtype)
     config = config or smallest(norm.d)
     total, added = None, None
@@ -304,6 +306,7 @@ def backward(
     residuals: tuple[()],
     cotangent: jax.Array,
     eps: float = 0.0,
+    of_squares: bool = False,
     out_dtype: str | None = None,
     addend: jax.Array | None = None,
     config: Rows | None = None,
@@ -318,6 +321,7 @@ def backward(
         residuals: Empty.
         cotangent: As the result.
         eps: As in `forward`.
+        of_squares: The same.
         out_dtype: As in `forward`.
         addend: As x, added to its cotangent.
         config: The blocks.
@@ -326,7 +330,7 @@ def backward(
     from rewriter.kernels.norms.rows_tpu_kernel import cotangents
 
     del out, residuals, out_dtype
-    norm, rows = _rows(centred, x, eps)
+    norm, rows = _rows(centred, x, eps, of_squares)
     up = cotangent.reshape(rows.shape)
     config = config or smallest(norm.d)
     added, later = None, None
@@ -343,9 +347,11 @@ def backward(
     return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
 
 
-def _rows(centred: bool, x: jax.Array, eps: float) -> tuple[Any, jax.Array]:
+def _rows(
+    centred: bool, x: jax.Array, eps: float, of_squares: bool
+) -> tuple[Any, jax.Array]:
     """What is computed, and x as rows."""
     from rewriter.kernels.norms.rows_tpu_kernel import Norm
 
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return Norm(centred, eps, *rows.shape), rows
+    return Norm(centred, eps, of_squares, *rows.shape), rows

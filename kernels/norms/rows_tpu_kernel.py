@@ -42,12 +42,14 @@ class Norm:
     Attributes:
         centred: Whether the mean is subtracted, as a layer norm does.
         eps: Added to the mean square.
+        of_squares: As `layer_norm.reference` has it.
         m: Rows.
         d: Columns.
     """
 
     centred: bool
     eps: float
+    of_squares: bool
     m: int
     d: int
 
@@ -212,6 +214,8 @@ def _statistics(norm: Norm, refs: dict[str, Any], rows: Any) -> tuple[Any, Array
 
     (total,) = _summed(norm.d, squares)
     square = total / norm.d + norm.eps
+    if norm.of_squares:
+        square = square + (mean * mean - mean * mean)  # inf - inf, or 0
     if "epsilon" in refs:
         square = square + refs["epsilon"][0]
     return mean, lax.rsqrt(square)

@@ -8,6 +8,7 @@ Looks like a value that everything under the root is computed from alone, of whi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,13 @@ class Source:
         x: The value.
         inside: Results of contractions that only sum over it.
         centred: Whether its mean is subtracted under the root.
+        of_squares: Whether the squares that are summed are its own.
     """
 
     x: int
     inside: frozenset[int]
     centred: bool
+    of_squares: bool = False
 
 
 def sources(find: Finder, anchor: Node) -> tuple[list[Source], Refused | None]:
@@ -63,7 +66,7 @@ def sources(find: Finder, anchor: Node) -> tuple[list[Source], Refused | None]:
         if any(s.x == x for s in out):
             continue
         try:
-            out.append(Source(x, within, _is_centred(find, anchor, x, within)))
+            out.append(Source(x, within, *_is_centred(find, anchor, x, within, tops)))
         except Refused as refusal:
             if miss is None or refusal.score >= miss.score:
                 miss = refusal.with_traceback(None)
@@ -72,14 +75,33 @@ def sources(find: Finder, anchor: Node) -> tuple[list[Source], Refused | None]:
     return out, None if out else miss
 
 
-def _is_centred(find: Finder, anchor: Node, x: int, inside: frozenset[int]) -> bool:
+def _is_centred(
+    find: Finder, anchor: Node, x: int, inside: frozenset[int], sums: Sequence[Node]
+) -> tuple[bool, bool]:
+    """Whether the mean is subtracted, and whether squares of the value are summed."""
     sides = frozenset((v, k) for v in inside for k in (0, 1))
     ev = find.evaluator(
         anchor.outs[0], inside=inside, full_sides=sides, names={x: x}, roots=(x,)
     )
     under = _upright(find.algebra, ev.poly(anchor.ins[0], ev.indices(anchor.ins[0])))
     _, mean, _, _ = statistics(find.algebra, under, x)
-    return mean is not None
+    if mean is None:
+        return False, False
+    return True, any(_sums_squares(find.algebra, ev, node, x) for node in sums)
+
+
+def _sums_squares(alg: Algebra, ev: Any, node: Node, x: int) -> bool:
+    """Whether a sum is one of a value times itself, and perhaps times a number."""
+    operands = node.ins if node.prim == "dot_general" else node.ins[:1]
+    power = 0
+    for form in (ev.poly(v, ev.indices(v)) for v in operands):
+        if len(form) != 1:
+            return False
+        ((_, mono),) = form
+        if any(alg.kind(a) != "leaf" or alg.defs[a][1] != x for a, _ in mono):
+            return False
+        power += sum(e for _, e in mono)
+    return power == 2
 
 
 def _upright(alg: Algebra, p: Poly) -> Poly:

@@ -105,7 +105,7 @@ def _readings(
     for outside in (False, True):
         for value in results if not readings else ():
             try:
-                readings.append(read(find, ev, op, value, source.x, outside))
+                readings.append(read(find, ev, op, value, source, outside))
             except Refused as refusal:
                 refusals.append(refusal.with_traceback(None))
             except OverBudget as error:
@@ -175,7 +175,7 @@ def _arrays(reading: Reading) -> set[str]:
 
 # ------------------------------------------------------------------ reading
 def read(
-    find: Finder, ev: Any, op: str, value: int, x: int, outside: bool = False
+    find: Finder, ev: Any, op: str, value: int, source: Source, outside: bool = False
 ) -> Reading:
     """The reading of one candidate result.
 
@@ -186,7 +186,7 @@ def read(
         Refused: If the form is not that of the op.
         OverBudget: If the form grows too large.
     """
-    alg = find.algebra
+    alg, x = find.algebra, source.x
     args = ev.indices(value)
     form = ev.poly(value, args)
     base = _root(alg, form, x)
@@ -241,6 +241,8 @@ def read(
         )
     find.require_proved(ev)
     params["eps"] = constant / (alpha * n)
+    if source.of_squares:
+        params["of_squares"] = True
     if extra:
         operands["epsilon"] = operand(alg.scale(extra, 1 / (alpha * n)))
     return Reading(

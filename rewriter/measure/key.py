@@ -19,6 +19,9 @@ FORWARD, BOTH = "forward", "forward_and_vjp"
 PROGRAM, WHOLE = "program", "whole"
 """The op and pass under which whole programs are measured."""
 
+UNTIMED = ("of_squares",)
+"""Parameters that change a few operations of a row, and no time."""
+
 FAR = 2.0
 """How far shapes may differ to be near: the sum over axes of |log2 of the ratio|."""
 
@@ -74,6 +77,7 @@ def key_of(spec: Spec, passes: str, device: str) -> Key:
     params = tuple(
         (n, spec.dtypes[0][1] if n == "out_dtype" and v is None else _plain(v))
         for n, v in spec.params
+        if n not in UNTIMED
     )
     tails = dict(spec.tails)
     shapes = tuple((n, _merged(s, tails.get(n))) for n, s in spec.shapes)

@@ -365,6 +365,7 @@ def _details(site: Site) -> Iterator[str]:
 
 QUIET = (
     "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
+    "of_squares",
 )  # fmt: skip
 """Parameters that are true of most sites, or seen in shapes."""
 

@@ -17,7 +17,7 @@ OP = Op(
     dims={"x": "... d", "scale": "d", "bias": "d", "epsilon": "", "out": "... d"},
     reference=reference,
     sample=sample,
-    defaults={"eps": 0.0, "out_dtype": None},
+    defaults={"eps": 0.0, "out_dtype": None, "of_squares": False},
     parallel="...",
     cost=cost,
 )

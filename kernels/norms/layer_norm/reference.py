@@ -20,6 +20,7 @@ def reference(
     epsilon: jax.Array | None = None,
     eps: float = 0.0,
     out_dtype: str | None = None,
+    of_squares: bool = False,
 ) -> jax.Array:
     """Returns ``(x - mean(x)) / sqrt(var(x) + eps + epsilon) * scale + bias``.
 
@@ -30,14 +31,19 @@ def reference(
         epsilon: [], added to `eps` where it is only known at run time.
         eps: Added to the variance.
         out_dtype: The result's dtype; x's by default.
+        of_squares: Whether a row whose mean's square overflows is NaN, as where that is
+            taken off the mean of squares.
 
     Returns:
         [..., d]. Computed in float32, or float64 if x is, and rounded once.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y = x.astype(wide)
-    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    mean = jnp.mean(y, axis=-1, keepdims=True)
+    y = y - mean
     variance = jnp.mean(y * y, axis=-1, keepdims=True) + jnp.asarray(eps, wide)
+    if of_squares:
+        variance = variance + (mean * mean - mean * mean)  # inf - inf, or 0
     if epsilon is not None:
         variance = variance + epsilon.astype(wide)
     y = y * jax.lax.rsqrt(variance)

@@ -30,6 +30,7 @@ def forward(
     epsilon: jax.Array | None = None,
     eps: float = 0.0,
     out_dtype: str | None = None,
+    of_squares: bool = False,
     residuals: bool = False,
 ) -> Any:
     """Returns the result, and with `residuals` each row's mean and inverse."""
@@ -38,6 +39,8 @@ def forward(
     mean = jnp.mean(y, axis=-1)
     y = y - mean[..., None]
     variance = jnp.mean(y * y, axis=-1) + jnp.asarray(eps, wide)
+    if of_squares:
+        variance = variance + (mean * mean - mean * mean)  # inf - inf, or 0
     if epsilon is not None:
         variance = variance + epsilon.astype(wide)
     inverse = jax.lax.rsqrt(variance)
@@ -61,9 +64,10 @@ def backward(
     epsilon: jax.Array | None = None,
     eps: float = 0.0,
     out_dtype: str | None = None,
+    of_squares: bool = False,
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of x, scale, bias and epsilon."""
-    del out, eps, out_dtype
+    del out, eps, out_dtype, of_squares
     mean, inverse = residuals
     wide = inverse.dtype
     r = inverse[..., None]
