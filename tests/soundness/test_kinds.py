@@ -79,6 +79,23 @@ FLOATS = {
     "select": (pairs(lambda a, b: jnp.where(a > 0, a, 0 * a) >= b), NEAR_INFINITY - 9),
     "or": (lambda t: masked((t[:, None] > t) | (AT[:, None] == AT)), NEAR_INFINITY),
 }
+NOT_ALL_NUMBERS = np.where(TIMES == 3, np.inf, np.where(TIMES == 7, np.nan, TIMES))
+CANCELLED = {
+    "less itself": lambda g: g - g == 0,
+    "times zero": lambda g: g * 0 == 0,
+    "over itself": lambda g: g / g == 1,
+    "and its opposite": lambda g: g + (-g) == 0,
+    "equal to itself": lambda g: g == g,
+    "at least itself": lambda g: g >= g,
+    "twice": lambda g: 2 * g <= g + g,
+    "square": lambda g: g * g >= 0,
+    "below inf": lambda g: jnp.minimum(g, jnp.inf) <= jnp.inf,
+    "chosen zero": lambda g: jnp.where(g > 0, 0 * g, 0.0) == 0,
+    "pairs": lambda g: (g[:, None] - g) - (g[:, None] - g) == 0,
+    "either way": lambda g: (g[:, None] >= g) | (g[:, None] < g),
+    "sum": lambda g: (g - g).cumsum() == 0,
+}
+"""True of all numbers, and not of NaN, or not of infinities."""
 LOW_PRECISION = {
     f"{dtype.__name__} {name}": (f, np.arange(600 - T, 600).astype(dtype))
     for dtype in (jnp.bfloat16, jnp.float16)
@@ -325,6 +342,11 @@ GUARDED_SCORES = {
 
 KINDS: dict[str, dict[str, tuple]] = {
     "floats": FLOATS,
+    "cancelled": {
+        n: (lambda g, f=f: masked(f(g)), NOT_ALL_NUMBERS.astype("float32"))
+        for n, f in CANCELLED.items()
+    }
+    | {"bias": (lambda g: attend(dots(Q, K) + (g - g), V), NEAR_INFINITY)},
     "low precision": LOW_PRECISION,
     "thresholds": THRESHOLDS,
     "integers": INTEGERS,
@@ -396,6 +418,47 @@ def test_gradients_of_rows_without_keys() -> None:
         pairs = {n: zip(want[n], got[n], strict=True) for n in want}
         wrong = {n: [_differs(*xy) for xy in of] for n, of in pairs.items()}
         assert not {n: text for n, text in wrong.items() if any(text)}
+
+
+def by_squares(x: Any) -> Any:
+    return jnp.maximum(
+        (x * x).mean(-1, keepdims=True) - x.mean(-1, keepdims=True) ** 2, 0
+    )
+
+
+def by_product(x: Any) -> Any:
+    squares = jnp.einsum("td,td->t", x, x)[:, None] / x.shape[1]
+    return squares - jnp.square(x.mean(-1, keepdims=True))
+
+
+def test_rows_whose_squares_overflow() -> None:
+    """A difference of infinite squares is NaN; an infinite square divides to zero."""
+    rows = normal(3, 64, 32) * np.logspace(0, 22, 64, dtype="float32")[:, None]
+    rows[::2] += abs(rows[::2]).max(1, keepdims=True)
+
+    def norm(variance: Program) -> Program:
+        def f(x: Any, g: Any) -> Any:
+            y = x - x.mean(-1, keepdims=True)
+            return y * lax.rsqrt(variance(x) + 1e-5) * g
+
+        return f
+
+    ways = {
+        "of squares": norm(by_squares),
+        "of a product": norm(by_product),
+        "centred": norm(lambda x: x.var(-1, keepdims=True)),
+    }
+    rows, scale = jnp.asarray(rows), jnp.asarray(normal(4, 32))
+    for name, f in ways.items():
+        fast = rewriter.optimize(f, implementation=FORCED, strict=True)
+        assert fast.report(rows, scale).sites[0].replaced
+        x, y = np.asarray(jax.jit(f)(rows, scale)), np.asarray(fast(rows, scale))
+        assert (np.isnan(x) == np.isnan(y)).all(), name
+        assert np.isnan(x).any() == (name != "centred")
+        grads = [
+            jax.grad(lambda *a, f=f: f(*a).sum(), 1)(rows, scale) for f in (f, fast)
+        ]
+        assert (np.isnan(grads[0]) == np.isnan(grads[1])).all(), name
 
 
 def _differs(x: Any, y: Any) -> str:

@@ -27,7 +27,7 @@ from rewriter.algebra.canonicalize.numbers import (
     from_the_end,
     in_each_case,
 )
-from rewriter.algebra.canonicalize.own_values import is_exact, with_wraps
+from rewriter.algebra.canonicalize.own_values import is_exact, is_position, with_wraps
 from rewriter.algebra.canonicalize.primitives import (
     FULL,
     KNOWN_CONSTANTS,
@@ -56,6 +56,10 @@ SAME_NUMBER = (
     TRANSPARENT | LAYOUT_PRIMITIVES | {"convert_element_type", "stop_gradient"}
 )
 """Primitives that keep a number which stands at every position."""
+
+
+CANCELLING = frozenset({"sub", "mul", "div"})
+"""What may take an array that is an operand twice, or a 0, out of a form."""
 
 
 class Evaluator(Layout, LoopForms):
@@ -389,9 +393,24 @@ class Evaluator(Layout, LoopForms):
             wrapped = with_wraps(self.alg, made, self.g.dtype(value))
             if wrapped is not None:
                 return wrapped
-        if self._is_opaque(node, value, made, mode):
+        if self._is_opaque(node, value, made, mode) or (
+            mode == FULL and self._cancels(node, value, args, made)
+        ):
             return self.alg.of_atom(self.leaf(value, args))
         return made
+
+    def _cancels(self, node: Node, value: int, args, made: Poly) -> bool:
+        """Whether a float side value is a number only if arrays of it are numbers.
+
+        So are `x - x`, `0 * x` and `x / x`.
+        """
+        dtype = self.g.dtype(value)
+        if node.prim not in CANCELLING or kind_of(dtype) != "f" or self.ideal:
+            return False
+        if any(mono for _, mono in made) or not self.is_side(value):
+            return False
+        forms = [p for p in self.operands(node, args, FULL) if any(m for _, m in p)]
+        return not all(is_position(self.alg, p) for p in forms)
 
     def _computed(self, node: Node, value: int, args, mode: str) -> Poly | None:
         """A side value that is one of a few numbers: each computed in its dtype.
