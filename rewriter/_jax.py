@@ -6,15 +6,18 @@ versions (0.10.2, 0.11.2, 0.12).
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import config, core, dispatch, linear_util
+from jax._src import config, core, dispatch, dtypes, linear_util, traceback_util
 from jax._src import source_info_util as _source_info_util
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax.interpreters import partial_eval
 
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin"}
@@ -24,6 +27,18 @@ CUSTOM = {
 }  # fmt: skip
 BODIES = CALLS | REMAT | CUSTOM | {"scan", "while", "cond", "shard_map"}
 Var = core.Var
+
+# Files through which the user's function is called: JAX names none of them as the line
+# of an equation, nor in the tracebacks of errors that it hands on.
+_BETWEEN = (
+    "_jax", "config", "program/trace", "program/placement", "run/analysis",
+    "run/called", "run/optimize",
+)  # fmt: skip
+for _name in _BETWEEN:
+    _file = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{_name}.py")
+    _file = os.path.normpath(_file)
+    traceback_util.register_exclusion(_file)
+    _source_info_util.register_exclusion(_file)
 
 
 # ------------------------------------------------------------------ jaxprs
@@ -63,6 +78,11 @@ def is_tracer(value: Any) -> bool:
 def is_tracing() -> bool:
     """Whether a transformation is under way, so that what is called is recorded."""
     return not core.trace_state_clean()
+
+
+def is_staging() -> bool:
+    """Whether what is called is written down as a program, and nothing is run."""
+    return isinstance(core.trace_ctx.trace, DynamicJaxprTrace)
 
 
 def is_opaque(value: Any) -> bool:
@@ -176,6 +196,11 @@ def is_jitted(fn: Any) -> bool:
     return hasattr(fn, "_jit_info") and hasattr(fn, "trace")
 
 
+def jitted_function(jitted: Any) -> Any:
+    """The function that ``jax.jit`` was given."""
+    return jitted._fun
+
+
 def static_arguments(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the static positions and names of a jitted function."""
     info = jitted._jit_info
@@ -191,6 +216,9 @@ def jit_options(jitted: Any) -> dict[str, Any]:
     ):  # fmt: skip
         if value := getattr(info, name, None):
             options[name] = value
+    # True became one of several ways in jax 0.11; what is not said has no public name.
+    if info.inline != jax.jit(lambda: 0)._jit_info.inline:
+        options["inline"] = info.inline
     # donate_argnames is derived from donate_argnums and the other way round.
     if "donate_argnums" in options:
         options.pop("donate_argnames", None)
@@ -210,19 +238,89 @@ def jit_options(jitted: Any) -> dict[str, Any]:
     return options
 
 
-def call_params(params: dict[str, Any], dropped: int, added: int) -> dict[str, Any]:
-    """Returns a jit equation's parameters with leading operands exchanged.
+def asking(jitted: Any, other: Callable[[Any, Any], Any]) -> Any:
+    """Returns the jitted function, in which something else is asked for some calls.
+
+    It is asked where JAX's own dispatch does not know a call: at the first for a
+    signature, inside of another transformation, and for arguments that are no arrays.
 
     Args:
-        params: The equation's parameters.
-        dropped: How many leading operands go.
-        added: How many operands without sharding or layout come instead.
+        jitted: A function out of ``jax.jit``.
+        other: Gives a function of no arguments for a call's arguments, whose result is
+            the call's, or None for a call that is JAX's.
     """
-    # Unspecified shardings have no public name, so ask a jit for one.
-    unspecified = jax.jit(lambda: 0)._jit_info.out_shardings_leaves[0]
-    lead = {"in_shardings": unspecified, "in_layouts": None, "donated_invars": False}
-    changed = {k: (v,) * added + params[k][dropped:] for k, v in lead.items()}
-    return {**params, **changed}
+    state = jitted.__getstate__()  # what it is pickled by
+    state["cache_miss"] = traceback_util.api_boundary(
+        functools.partial(_asked, state["cache_miss"], other)
+    )
+    made = type(jitted).__new__(type(jitted))
+    made.__setstate__(state)
+    made.__dict__.update(jitted.__dict__)
+    return made
+
+
+def _asked(theirs: Any, other: Any, /, *args: Any, **kwargs: Any) -> Any:
+    mine = other(args, kwargs)
+    if mine is None:
+        return theirs(*args, **kwargs)
+    return mine(), None, False  # nothing is remembered for a faster dispatch
+
+
+def program_of(traced: Any) -> tuple[Any, Any]:
+    """Returns the closed jaxpr of JAX's own ``Traced``, and what JAX keeps of it.
+
+    They differ where values of a trace around it are closed over: JAX has them as
+    leading inputs, and the closed jaxpr as constants.
+    """
+    program, consts = traced._params["jaxpr"], list(traced._consts)
+    if not consts:
+        return program, program
+    invars, count = program.jaxpr.invars, len(consts)
+    both = [*program.consts, *consts]
+    return with_constants(program, invars[:count], invars[count:], both), program
+
+
+def inlined(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the results of a program, whose equations become those of the trace.
+
+    Nothing in an equation is traced again, and each keeps its line and names.
+
+    Args:
+        closed: The program, without constants.
+        args: Its inputs.
+    """
+    trace, jaxpr = core.trace_ctx.trace, closed.jaxpr
+    if not is_staging() or getattr(jaxpr, "is_high", False):
+        return list(jex_core.jaxpr_as_fun(closed)(*args))
+    here = _source_info_util.current()
+    args = [_of_trace(trace, x, here) for x in args]
+    env = dict(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any, info: Any) -> Any:
+        literal = is_literal(atom)
+        return (
+            DynamicJaxprTracer(trace, atom.aval, atom, info) if literal else env[atom]
+        )
+
+    for eqn in jaxpr.eqns:
+        stack = here.name_stack + eqn.source_info.name_stack
+        info = eqn.source_info.replace(name_stack=stack)
+        effects = {
+            e.replace(env[e.input].val) if hasattr(e, "input") else e
+            for e in eqn.effects
+        }
+        outs = trace.emit_eqn(
+            [read(x, info) for x in eqn.invars], [v.aval for v in eqn.outvars],
+            eqn.primitive, eqn.params, effects or eqn.effects, info, eqn.ctx,
+        )  # fmt: skip
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(x, here) for x in jaxpr.outvars]
+
+
+def _of_trace(trace: Any, value: Any, info: Any) -> Any:
+    if not is_tracer(value):
+        value = dtypes.canonicalize_value(value)
+    return trace.to_jaxpr_tracer(value, info)
 
 
 def with_constants(

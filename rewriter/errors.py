@@ -38,6 +38,10 @@ class TraceError(RewriterError):
     """The user's function could not be traced; the cause is chained."""
 
 
+class NotTraceable(RewriterError, TypeError):
+    """What was given is nothing that ``jax.jit`` takes; a TypeError there too."""
+
+
 class UnknownPattern(RewriterError):
     """No pattern or set of patterns has this name."""
 
@@ -60,6 +64,10 @@ class KernelError(RewriterError):
 
 class ConfigError(RewriterError):
     """An option does not exist, or has a value that does not."""
+
+
+class UnknownOption(ConfigError, TypeError):
+    """No option has this name, nor has one of ``jax.jit``; a TypeError there too."""
 
 
 class RequirementNotMet(RewriterError):

@@ -112,6 +112,25 @@ def _users_own() -> str:
     return os.path.join(platformdirs.user_cache_dir("jaxpr-rewriter"), "tuned")
 
 
+def stamp() -> tuple[object, ...]:
+    """Returns what differs after something was measured, here or by others."""
+    folders = [path(), *_folders(path())]
+    folders += [inner for folder in folders[1:] for inner in _folders(folder)]
+    stamps = []
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            stamps.append((folder, os.stat(folder).st_mtime_ns))
+    return path(), tuple(stamps), _process().memory
+
+
+def _folders(folder: str) -> list[str]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted(f.path for f in found if f.is_dir())
+    except OSError:
+        return []
+
+
 def entries(device: str, op: str) -> tuple[Entry, ...]:
     """Returns everything measured for an op on a device kind.
 

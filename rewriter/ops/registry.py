@@ -30,6 +30,7 @@ class Registry:
         builtin: Whether names not added are looked up in
             `rewriter.kernels.index` and `rewriter.patterns.index`.
         defaults: Patterns that a user added to the default set.
+        changes: How often something was added that is not shipped.
     """
 
     builtin: bool = True
@@ -37,6 +38,7 @@ class Registry:
     _kernels: dict[str, dict[str, Kernel]] = field(default_factory=dict)
     _patterns: dict[str, Any] = field(default_factory=dict)
     defaults: list[str] = field(default_factory=list)
+    changes: int = 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     # ------------------------------------------------------------- adding
@@ -51,6 +53,7 @@ class Registry:
             if other is not None and other is not op:
                 raise _duplicate(op.name, other.reference, op.reference)
             self._ops[op.name] = op
+            self.changes += 1
             self._kernels.setdefault(op.name, {})
 
     def add_kernel(self, kernel: Kernel) -> None:
@@ -73,6 +76,7 @@ class Registry:
             if other is not None and other is not kernel:
                 raise _duplicate(kernel.name, other.forward, kernel.forward)
             kernels[kernel.name] = kernel
+            self.changes += 1
 
     def add_pattern(self, name: str, pattern: Any) -> None:
         """Adds a pattern; adding the same object again does nothing.
@@ -87,6 +91,7 @@ class Registry:
             if other is not None and other is not pattern:
                 raise _duplicate(name, other, pattern)
             self._patterns[name] = pattern
+            self.changes += 1
 
     # ------------------------------------------------------------ looking up
     def op(self, name: str) -> Op:
@@ -161,6 +166,7 @@ class Registry:
             self.pattern(name)
             if name not in self.defaults:
                 self.defaults.append(name)
+                self.changes += 1
 
     def patterns(self) -> tuple[str, ...]:
         """Returns the names of all patterns, sorted; loads nothing."""

@@ -79,8 +79,7 @@ def placement_of(
     """
     count = len(leaves)
     given = _by_leaf(options.get("in_shardings"), args, count)
-    results = jax.tree.unflatten(traced.out_tree, [0] * traced.out_tree.num_leaves)
-    wanted = _by_leaf(options.get("out_shardings"), results, len(traced.out_avals))
+    wanted = _of_results(options.get("out_shardings"), traced)
     stated = [_stated(x) for x in leaves]
     here = [asked or _committed(x) for asked, x in zip(given, leaves, strict=True)]
     shardings = (*here, *stated, *wanted, *_constraints(traced))
@@ -116,7 +115,7 @@ def _stated(leaf: Any) -> Any:
     here = _committed(leaf)
     if isinstance(here, Sharding) and here.num_devices == 1:
         return None
-    return jax.typeof(leaf).sharding
+    return getattr(jax.typeof(leaf), "sharding", None)  # a token has none
 
 
 def _committed(leaf: Any) -> Any:
@@ -155,20 +154,33 @@ def _kinds(mesh: Any) -> set[AxisType]:
     }
 
 
+def _of_results(shardings: Any, traced: Traced) -> list[Any]:
+    """Shardings given for the results, one for each leaf.
+
+    Only where they are given part by part is there a tree of stand-ins for leaves, the
+    same as ``jax.jit`` makes then: types may check what they are made of.
+    """
+    count = len(traced.out_avals)
+    if _ends(shardings):
+        return [shardings] * count
+    results = jax.tree.unflatten(traced.out_tree, [object()] * count)
+    return _by_leaf(shardings, results, count)
+
+
+def _ends(x: Any) -> bool:
+    return x is None or isinstance(x, (Sharding, PartitionSpec))
+
+
 def _by_leaf(shardings: Any, tree: Any, count: int) -> list[Any]:
     """Shardings given for a tree or parts of it, one for each leaf; None for none."""
     if shardings is None:
         return [None] * count
-
-    def ends(x: Any) -> bool:
-        return x is None or isinstance(x, (Sharding, PartitionSpec))
-
     found: list[Any] = []
     jax.tree.map(
         lambda s, part: found.extend([s] * len(jax.tree.leaves(part))),
         shardings,
         tree,
-        is_leaf=ends,
+        is_leaf=_ends,
     )
     return [*found, *[None] * (count - len(found))]
 

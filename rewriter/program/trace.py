@@ -1,23 +1,24 @@
 """A function and its arguments in, a traced program out.
 
-Tracing is JAX's own: the function runs under ``jax.jit``, so that static
-arguments, weak types, x64, shardings and closed-over values mean what they
-always mean, and JAX's trace cache answers when the signature was seen before.
+Tracing is JAX's own: it is that of ``jax.jit(fn)``, so that static arguments, weak
+types, x64, shardings and closed-over values mean what they always mean, and JAX's
+trace cache answers when the signature was seen before, by whomever.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
-from rewriter.errors import RewriterError, TraceError, caller, known, raised_at
+from rewriter.errors import NotTraceable, TraceError, caller, known, raised_at
 
 JIT_OPTIONS = (
     "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
@@ -34,14 +35,14 @@ class Traced:
         closed_jaxpr: The program: ``constvars`` are the values the function
             closes over (possibly tracers of a transformation around it),
             ``invars`` the leaves of its arguments.
-        outer: The whole trace, usually one call equation around the program.
+        kept: What JAX keeps of it, the same object whenever it is asked again.
         out_tree: Structure of the result.
         name: The function's name.
         seconds: How long tracing took.
     """
 
     closed_jaxpr: ClosedJaxpr
-    outer: ClosedJaxpr
+    kept: Any
     out_tree: Any
     name: str
     seconds: float
@@ -49,17 +50,10 @@ class Traced:
     @property
     def out_avals(self) -> Sequence[Any]:
         """The abstract values of the result's leaves."""
-        return [v.aval for v in self.outer.jaxpr.outvars]
-
-    @property
-    def call(self) -> JaxprEqn | None:
-        """The one equation that calls the program, if there is one."""
-        eqns = self.outer.jaxpr.eqns
-        is_call = len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit")
-        return eqns[0] if is_call else None
+        return self.closed_jaxpr.out_avals  # type: ignore[no-any-return]
 
     def run(self, program: Bound, leaves: Sequence[Any]) -> Any:
-        """Runs a program in place of this one, as one call equation.
+        """Runs a program in place of this one, as part of the trace under way.
 
         Args:
             program: Same inputs and outputs as ``closed_jaxpr``; its constants
@@ -69,40 +63,12 @@ class Traced:
         Returns:
             The result, in the structure the function returned.
         """
+        results = _jax.inlined(program.closed_jaxpr, [*program.consts, *leaves])
+        return self.result(results)
 
-        def call(operands: Sequence[Any]) -> list[Any]:
-            if self.call is None:
-                return jaxpr_as_fun(program.closed_jaxpr)(*program.consts, *operands)
-            dropped = _leading(self.call, _values(self.outer))
-            params = _jax.call_params(self.call.params, dropped, len(program.consts))
-            params["jaxpr"] = program.closed_jaxpr
-            return self.call.primitive.bind(*program.consts, *operands, **params)
-
-        return self.calling(call, leaves)
-
-    def calling(
-        self, call: Callable[[Sequence[Any]], Sequence[Any]], leaves: Sequence[Any]
-    ) -> Any:
-        """Returns the function's result, where something else computes the program's.
-
-        Args:
-            call: Gives the results of ``closed_jaxpr`` for its inputs.
-            leaves: The dynamic arguments, flattened.
-        """
-        return jax.tree.unflatten(self.out_tree, _called(self, call, leaves))
-
-    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns the inputs of ``closed_jaxpr``, or the names of their arguments.
-
-        Args:
-            leaves: The dynamic arguments, flattened, or a name for each.
-        """
-        if self.call is None:
-            return list(leaves)
-        values = _values(self.outer)
-        count = _leading(self.call, values)
-        values.update(zip(self.outer.jaxpr.invars, leaves, strict=True))
-        return [_read(values, x) for x in self.call.invars[count:]]
+    def result(self, leaves: Sequence[Any]) -> Any:
+        """Returns the program's results in the structure the function returned."""
+        return jax.tree.unflatten(self.out_tree, leaves)
 
 
 @dataclass(frozen=True)
@@ -126,15 +92,9 @@ def jitted(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
         options: Options of ``jax.jit``; only the static ones matter here.
 
     Raises:
-        RewriterError: If ``fn`` is not callable.
+        NotTraceable: If ``fn`` is nothing that ``jax.jit`` takes.
     """
-    if not callable(fn):
-        raise RewriterError(
-            f"{fn!r} is not callable",
-            wanted="a function of arrays",
-            next_step="Pass the function itself, not its result",
-            where=caller(),
-        )
+    check_callable(fn)
     static = {k: options[k] for k in ("static_argnums", "static_argnames")
               if k in options}  # fmt: skip
     lifted = _jax.jit_options(fn) if _jax.is_jitted(fn) else {}
@@ -142,7 +102,40 @@ def jitted(fn: Callable[..., Any], options: Mapping[str, Any]) -> Any:
         return fn
     if _jax.is_jitted(fn) and not static:
         return fn
+    if not _jax.is_jitted(fn) and can_be_key(fn):
+        return jax.jit(fn, **static)
     return jax.jit(renamed(lambda *a, **k: fn(*a, **k), fn), **static)
+
+
+def check_callable(fn: Any) -> None:
+    """Raises for what ``jax.jit`` does not take.
+
+    Raises:
+        NotTraceable: If ``fn`` is not callable, a generator function, or a static
+            method that is not bound yet.
+    """
+    if isinstance(fn, staticmethod):
+        got, wanted = f"{fn!r} is a staticmethod object", "the function itself"
+        step = "Put @staticmethod above the decorator, or pass fn.__func__"
+    elif not callable(fn):
+        got, wanted = f"{fn!r} is not callable", "a function of arrays"
+        step = "Pass the function itself, not its result"
+    elif inspect.isgeneratorfunction(fn):
+        got, wanted = f"{name_of(fn)} is a generator function", "one that returns"
+        step = "Return a list or stacked arrays instead of yielding values"
+    else:
+        return
+    raise NotTraceable(got, wanted=wanted, next_step=step, where=caller())
+
+
+def can_be_key(fn: Any) -> bool:
+    """Whether what is found out of a function can be kept as long as it lives."""
+    try:
+        weakref.ref(fn)
+        hash(fn)
+    except TypeError:
+        return False
+    return True
 
 
 def renamed(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,14 +159,14 @@ def jit_options(fn: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the ``jax.jit`` options given, over those ``fn`` was jitted with.
 
     Raises:
-        ConfigError: For an option that ``jax.jit`` does not know.
+        UnknownOption: For an option that ``jax.jit`` does not know.
     """
     from rewriter.config import OPTIONS
-    from rewriter.errors import ConfigError
+    from rewriter.errors import UnknownOption
 
     for name in options:
         if name not in JIT_OPTIONS:
-            raise ConfigError(
+            raise UnknownOption(
                 f"unknown option {name!r}",
                 next_step=known(name, (*OPTIONS, *JIT_OPTIONS)),
                 where=caller(),
@@ -190,28 +183,34 @@ def original_of(fn: Any) -> tuple[Any, dict[str, Any]]:
     """
     if not is_optimized(fn):
         return fn, {}
-    return fn.original, {**fn.options, **_jax.jit_options(fn)}
+    return fn.original, dict(fn.report.__self__.given)
 
 
 def is_optimized(fn: Any) -> bool:
-    """Whether ``optimize`` returned this very object.
+    """Whether a function is itself one that ``optimize`` returned.
 
-    JAX hands attributes on to what it makes of a function: ``jax.grad(fast)`` has those
-    of ``fast``, which are bound to ``fast``.
+    JAX hands attributes on to what it wraps, as from ``f`` to ``grad(f)``: that one has
+    them does not tell.
     """
-    return getattr(getattr(fn, "report", None), "__self__", None) is fn
+    maker = getattr(getattr(fn, "report", None), "__self__", None)
+    owns = getattr(maker, "owns", None)
+    return owns is not None and bool(owns(fn))
 
 
-def split(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any]]:
+def split(
+    fn: Any, args: Any, kwargs: Any, called: Callable[..., Any] | None = None
+) -> tuple[list[Any], Callable[..., Any]]:
     """Returns the dynamic leaves, and a function from leaves to ``fn``'s call.
 
     Args:
         fn: A jitted function; its static arguments stay as they are.
         args: Positional arguments.
         kwargs: Keyword arguments.
+        called: What is called in place of ``fn``.
     """
-    numbers, names = _jax.static_arguments(fn)
-    fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+    called = called or fn
+    _, names = _jax.static_arguments(fn)
+    fixed = _fixed(fn, args)
     moving = [a for i, a in enumerate(args) if i not in fixed]
     named = {k: v for k, v in kwargs.items() if k not in names}
     still = {k: v for k, v in kwargs.items() if k in names}
@@ -221,22 +220,34 @@ def split(fn: Any, args: Any, kwargs: Any) -> tuple[list[Any], Callable[..., Any
         moving, named = jax.tree.unflatten(tree, leaves)
         rest = iter(moving)
         full = [a if i in fixed else next(rest) for i, a in enumerate(args)]
-        return fn(*full, **named, **still)
+        return called(*full, **named, **still)
 
     return leaves, renamed(call, fn)
 
 
+def _fixed(fn: Any, args: Any) -> set[int]:
+    """The positions of the static arguments of a call."""
+    numbers, _ = _jax.static_arguments(fn)
+    return {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+
+
+def _equals_itself(value: Any) -> bool:
+    try:
+        return bool(value == value)
+    except Exception:
+        return False
+
+
 def dynamic(fn: Any, args: Any) -> tuple[Any, ...]:
     """Returns the positional arguments of a jitted function that are not static."""
-    numbers, _ = _jax.static_arguments(fn)
-    fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+    fixed = _fixed(fn, args)
     return tuple(a for i, a in enumerate(args) if i not in fixed)
 
 
 def leaf_names(fn: Any, args: Any, kwargs: Any) -> list[str]:
     """Returns a name such as ``"params['wq']"`` for each leaf that `split` gives."""
-    numbers, names = _jax.static_arguments(fn)
-    fixed = {n % len(args) for n in numbers if -len(args) <= n < len(args)}
+    _, names = _jax.static_arguments(fn)
+    fixed = _fixed(fn, args)
     try:
         listed = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -269,14 +280,17 @@ def trace(fn: Any, args: Any = (), kwargs: Any = {}) -> Traced:  # noqa: B006
         sin
     """
     start = time.perf_counter()
-    leaves, call = split(fn, args, kwargs)
-    outer, shape = jax.make_jaxpr(call, return_shape=True)(*leaves)
-    name, tree = name_of(fn), jax.tree.structure(shape)
+    _, names = _jax.static_arguments(fn)
+    fixed = [a for i, a in enumerate(args) if i in _fixed(fn, args)]
+    fixed += [v for k, v in kwargs.items() if k in names]
+    if all(map(_equals_itself, fixed)):
+        traced = fn.trace(*args, **kwargs)
+    else:  # JAX may compare them, and would only when called with others
+        leaves, call = split(fn, args, kwargs, _jax.jitted_function(fn))
+        traced = jax.jit(call).trace(*leaves)
+    program, kept = _jax.program_of(traced)
     seconds = time.perf_counter() - start
-    traced = Traced(outer, outer, tree, name, seconds)
-    if traced.call is None:
-        return traced
-    return Traced(_program(outer, traced.call), outer, tree, name, seconds)
+    return Traced(program, kept, traced.out_tree, name_of(fn), seconds)
 
 
 def wants_arguments(fn: Any) -> bool:
@@ -303,48 +317,3 @@ def trace_error(fn: Any, error: Exception) -> TraceError:
         next_step="jax.jit would stop at the same place",
         where=raised_at(error),
     )
-
-
-def _program(outer: ClosedJaxpr, call: JaxprEqn) -> ClosedJaxpr:
-    """The called program, with its closed-over operands as constants."""
-    inner: ClosedJaxpr = call.params["jaxpr"]
-    values = _values(outer)
-    count = _leading(call, values)
-    if not count:
-        return inner
-    consts = [*inner.consts, *(_read(values, x) for x in call.invars[:count])]
-    invars = inner.jaxpr.invars
-    return _jax.with_constants(inner, invars[:count], invars[count:], consts)
-
-
-def _values(outer: ClosedJaxpr) -> dict[Var, Any]:
-    return dict(zip(outer.jaxpr.constvars, outer.consts, strict=True))
-
-
-def _leading(call: JaxprEqn, values: Mapping[Var, Any]) -> int:
-    """How many leading operands are closed-over values; JAX puts those first."""
-    arguments = (
-        i for i, x in enumerate(call.invars)
-        if not _jax.is_literal(x) and x not in values
-    )  # fmt: skip
-    return next(arguments, len(call.invars))
-
-
-def _read(values: Mapping[Var, Any], atom: Any) -> Any:
-    return atom.val if _jax.is_literal(atom) else values[atom]
-
-
-def _called(
-    traced: Traced,
-    call: Callable[[Sequence[Any]], Sequence[Any]],
-    leaves: Sequence[Any],
-) -> Sequence[Any]:
-    outer, eqn = traced.outer, traced.call
-    if eqn is None:
-        return call(leaves)
-    values = _values(outer)
-    count = _leading(eqn, values)
-    values.update(zip(outer.jaxpr.invars, leaves, strict=True))
-    results = call([_read(values, x) for x in eqn.invars[count:]])
-    values.update(zip(eqn.outvars, results, strict=True))
-    return [_read(values, x) for x in outer.jaxpr.outvars]

@@ -6,11 +6,11 @@ Whatever fails inside leaves the program as it was, with a warning; with
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -42,7 +42,7 @@ from rewriter.reports.report import Report
 from rewriter.rewrite.replace import Rewritten
 from rewriter.run import deferred
 from rewriter.run.deferred import INSIDE, Deferred
-from rewriter.run.pipeline import rewrite
+from rewriter.run.pipeline import has_sites, rewrite
 from rewriter.support.verdict import Reason
 from rewriter.verification.check_sites import Complaint, Key, complaints
 
@@ -70,15 +70,34 @@ class Arguments:
 
 @dataclass
 class Analysis:
-    """The pipeline for one function, remembering what it found."""
+    """The pipeline for one function, remembering what it found.
 
-    original: Callable[..., Any]
-    inner: Any
+    Attributes:
+        function: Gives the function, which is not kept alive by what is found of it.
+        options: Fields of `Config`.
+        user_patterns: Patterns beyond those that the configuration names.
+        shardings: Options of ``jax.jit``, of which shardings and static ones matter.
+        records: What was found, the latest last.
+        given: Programs whose rewritten form JAX has got.
+    """
+
+    function: Callable[[], Callable[..., Any]]
     options: Mapping[str, Any]
     user_patterns: tuple[Any, ...]
     shardings: Mapping[str, Any] = field(default_factory=dict)
     records: OrderedDict[Any, Record] = field(default_factory=OrderedDict)
+    given: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The function."""
+        return self.function()
+
+    @property
+    def inner(self) -> Any:
+        """The function under ``jax.jit``."""
+        return trace.jitted(self.original, self.shardings)
 
     def __call__(self, args: Any, kwargs: Any) -> Record:
         """Returns the analysis for these arguments, made at most once."""
@@ -104,19 +123,40 @@ class Analysis:
 
     def result(self, args: Any, kwargs: Any) -> Any:
         """Returns the result of the rewritten program."""
-        traced, placement = self.traced(args, kwargs)
+        traced, placement = self._traced_anew(args, kwargs)
         leaves, _ = trace.split(self.inner, args, kwargs)
         if isinstance(placement, Later):
             program, config = traced.closed_jaxpr, resolve(self.options)
-            if deferred.can_wait(program):
+            if deferred.can_wait(program) and self._recognised(program, config):
                 waiting = Deferred(
                     program, placement, lambda p: self.of(traced, p, config).bound
                 )
-                call = functools.partial(deferred.call, waiting)
-                return traced.calling(call, leaves)
+                return traced.result(deferred.call(waiting, leaves))
             placement = INSIDE
         record = self.of(traced, placement)
         return record.traced.run(record.bound, leaves)
+
+    def _recognised(self, program: ClosedJaxpr, config: Config) -> bool:
+        """Whether anything is, so that where arrays are makes a difference."""
+        try:
+            return has_sites(program, config, self.user_patterns)
+        except Exception as error:  # told of where the program is rewritten
+            log.debug("recognising failed", exc_info=error)
+            return True
+
+    def _traced_anew(self, args: Any, kwargs: Any) -> tuple[Traced, Any]:
+        """The traced call, traced again if JAX has its program and asks once more.
+
+        Then JAX has forgotten it, as by ``clear_cache``, and what the function read
+        when it was traced may have changed.
+        """
+        traced, placement = self.traced(args, kwargs)
+        if traced.kept in self.given:
+            self.forget()
+            self.inner.clear_cache()
+            traced, placement = self.traced(args, kwargs)
+        self.given.add(traced.kept)
+        return traced, placement
 
     def compare(self, args: Any, kwargs: Any) -> bool:
         """Compares the rewritten program with the one as written, on these arguments.
@@ -140,11 +180,11 @@ class Analysis:
         """Forgets all that was found."""
         with self.lock:
             self.records.clear()
+            self.given.clear()
 
     def _key(self, traced: Traced, config: Config, placement: Any) -> Any:
-        program = traced.call.params["jaxpr"] if traced.call else traced.outer
         consts = tuple(id(c) for c in traced.closed_jaxpr.consts)
-        return id(program), consts, config, placement
+        return id(traced.kept), consts, config, placement
 
     def _remembered(
         self, traced: Traced, config: Config, placement: Any
@@ -342,7 +382,7 @@ def _agreeing(
     if arguments is None and placement is not None:
         return rewritten  # drawn arguments are on one device
     if arguments is not None:
-        values, names = map(traced.inputs, (arguments.leaves, arguments.names))
+        values, names = arguments.leaves, arguments.names
     given = traced, config, user_patterns, placement
     while rewritten.closed_jaxpr is not traced.closed_jaxpr:
         found = _found(traced, rewritten, values, names)

@@ -1,27 +1,29 @@
 """A function in, a faster one out.
 
 ``optimize`` returns a real ``jax.jit`` object. While that jit traces, once per
-signature, the function is analysed (`rewriter.run.analysis`), and the rewritten program
-called instead.
+signature, the function is analysed (`rewriter.run.analysis`), and the equations of the
+rewritten program become those of the trace: where nothing is rewritten, the program is
+the one that ``jax.jit`` has.
 """
 
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
-from rewriter.config import OPTIONS, disabled, in_step, resolve, while_traced
-from rewriter.errors import RewriterError, RewriterWarning, caller, raised_at
+from rewriter.config import OPTIONS, disabled, in_step, resolve
+from rewriter.errors import RewriterError, RewriterWarning, caller
 from rewriter.measure.sources import check_tuned
 from rewriter.program import trace
 from rewriter.reports.report import Report
 from rewriter.run.analysis import Analysis, Record, check_patterns
+from rewriter.run.called import Called, called
 
 log = logging.getLogger("rewriter.optimize")
 
@@ -71,9 +73,7 @@ def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
     The result is a ``jax.jit`` object: ``.trace``, ``.lower``, ``.eval_shape``
     and ``.clear_cache`` are JAX's own, and so is dispatch. Added are
     ``.report(*args)``, ``.jaxpr(*args)``, ``.original`` and ``.options``. It nests in
-    ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``optimize``. JAX copies
-    these attributes on to ``jax.grad(fast)``, where they are still those of ``fast``;
-    ``explain(jax.grad(fast))`` is about the gradient.
+    ``jit``, ``grad``, ``vmap``, ``scan``, ``checkpoint`` and ``optimize``.
 
     Args:
         fn: Any callable that ``jax.jit`` takes. An already jitted one keeps its
@@ -84,7 +84,7 @@ def optimize(fn: Any = None, /, *, patterns: Any = None, **options: Any) -> Any:
     Raises:
         ConfigError: For an unknown option or value, with a suggestion.
         UnknownPattern: For an unknown pattern, with a suggestion.
-        RewriterError: If ``fn`` is not callable.
+        NotTraceable: If ``fn`` is nothing that ``jax.jit`` takes.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -138,94 +138,109 @@ def _optimized(
     config = resolve(ours)  # complain now, not when tracing
     check_patterns(config.patterns)
     check_tuned(config)
+    trace.check_callable(fn)
     options = trace.jit_options(fn, theirs)
-    analysis = Analysis(fn, trace.jitted(fn, options), ours, patterns, options)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if disabled() or jax.config.jax_disable_jit:
-            return fn(*args, **kwargs)
-        with while_traced(forget):
-            return _noted(analysis, args, kwargs)
-
-    fast = jax.jit(trace.renamed(call, fn), **options)
-    forget = fast.clear_cache
-
-    @in_step
-    def report(_: Any, /, *args: Any, **kwargs: Any) -> Report:
-        if not args and not kwargs and analysis.records:
-            return next(reversed(analysis.records.values())).report
-        if not args and not kwargs and trace.wants_arguments(fn):
-            raise RewriterError(
-                f"report() of {trace.name_of(fn)}, which was not called yet",
-                next_step="Give report the arguments, or their shapes",
-                where=caller(),
-            )
-        return _record(fast, analysis, args, kwargs).report
-
-    @in_step
-    def jaxpr(_: Any, /, *args: Any, **kwargs: Any) -> ClosedJaxpr:
-        return _record(fast, analysis, args, kwargs).rewritten.closed_jaxpr
-
-    def clear_cache() -> None:
-        analysis.forget()
-        forget()
-
-    made = _comparing(fast, analysis, fn) if config.verify == "once" else fast
-    made.original = fn
-    made.report = types.MethodType(report, made)  # bound: see `trace.is_optimized`
-    made.jaxpr = types.MethodType(jaxpr, made)
-    made.clear_cache = clear_cache  # the next call chooses kernels again
-    made.options = dict(ours)
-    if patterns:
-        made.options["patterns"] = [*ours.get("patterns", "default").split(","),
-                                    *patterns]  # fmt: skip
+    what = called(fn, ours, options, patterns)
+    maker = Maker(fn, what, what.fn(), config.verify == "once")
+    made = _jax.asking(what.jitted(), maker.other)
+    for name, value in getattr(fn, "__dict__", {}).items():
+        if name not in made.__dict__:
+            setattr(made, name, value)
+    made.__wrapped__ = fn
+    made.__doc__ = getattr(fn, "__doc__", None)
+    made.__annotations__ = getattr(fn, "__annotations__", {})
+    made.original, made.report, made.jaxpr = fn, maker.report, maker.jaxpr
+    made.options = maker.options
     return made
 
 
-def _comparing(fast: Any, analysis: Analysis, fn: Any) -> Any:
-    """The same function, which compares at the first call for given shapes.
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """What an optimized function has beside those of ``jax.jit``.
 
-    While JAX traces, the numbers in a call's arguments are not known: so they are
-    looked at before. Inside of another transformation arguments are drawn instead.
+    Attributes:
+        fn: The function as given.
+        called: What ``jax.jit`` traces.
+        held: Its function, which equals ``fn``, and is kept alive here.
+        compares: Whether calls of new shapes are compared with what is written.
+        seen: Kinds of arguments that were.
     """
-    seen: set[Any] = set()
 
-    def compare(args: Any, kwargs: Any) -> None:
+    fn: Any
+    called: Called
+    held: Any
+    compares: bool
+    seen: set[Any] = field(default_factory=set)
+
+    @property
+    def analysis(self) -> Analysis:
+        """What was found."""
+        return self.called.analysis
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The rewriter's options that were given."""
+        ours, _, patterns = self.called.made_of
+        if not patterns:
+            return dict(ours)
+        named = ours.get("patterns", "default").split(",")
+        return {**ours, "patterns": [*named, *patterns]}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """All options that were given, those of ``jax.jit`` too."""
+        return {**self.options, **self.called.made_of[1]}
+
+    def owns(self, made: Any) -> bool:
+        """Whether a function is the optimized one, and not one that wraps it."""
+        return _jax.is_jitted(made) and _jax.jitted_function(made) is self.called
+
+    def other(self, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+        """Returns what is called in place of ``jax.jit``, if something is."""
+        if self.compares:
+            self._compare(args, kwargs)
+        return None
+
+    @in_step
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """Returns the report for this signature; without arguments, the latest."""
+        records = self.analysis.records
+        if not args and not kwargs and records:
+            return next(reversed(records.values())).report
+        if not args and not kwargs and trace.wants_arguments(self.fn):
+            raise RewriterError(
+                f"report() of {trace.name_of(self.fn)}, which was not called yet",
+                next_step="Give report the arguments, or their shapes",
+                where=caller(),
+            )
+        return self._record(args, kwargs).report
+
+    @in_step
+    def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:
+        """Returns the rewritten program for this signature."""
+        return self._record(args, kwargs).rewritten.closed_jaxpr
+
+    def _record(self, args: Any, kwargs: Any) -> Record:
+        try:
+            self.called.jitted().trace(*args, **kwargs)  # JAX's own checks and messages
+        except (RewriterError, RewriterWarning):
+            raise
+        except Exception as error:
+            raise trace.trace_error(self.fn, error) from error
+        return self.analysis(args, kwargs)
+
+    def _compare(self, args: Any, kwargs: Any) -> None:
+        """Compares once for given shapes.
+
+        While JAX traces, the numbers in a call's arguments are not known: so they are
+        looked at before. Inside of another transformation arguments are drawn instead.
+        """
         kinds = None if _jax.is_tracing() else _kinds(args, kwargs)
-        if not (kinds is None or kinds in seen or disabled()):
-            seen.add(kinds)
-            if not jax.config.jax_disable_jit and _left(analysis, args, kwargs):
-                forget()  # what was traced before
-
-    forget = fast.clear_cache
-    return trace.renamed(_Compared(fast, compare), fn)
-
-
-class _Compared:
-    """An optimized function that does something else before each call.
-
-    JAX hands the attributes of what it wraps on, as from ``f`` to ``grad(f)``. Those of
-    the class are not among them: ``jit(grad(f)).lower`` has to lower the gradient.
-    """
-
-    def __init__(self, fast: Any, before: Callable[[Any, Any], None]) -> None:
-        self._fast, self._before, self._jit_info = fast, before, fast._jit_info
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._before(args, kwargs)
-        return self._fast(*args, **kwargs)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fast.trace(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fast.lower(*args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fast.eval_shape(*args, **kwargs)
+        if kinds is None or kinds in self.seen or disabled():
+            return
+        self.seen.add(kinds)
+        if not jax.config.jax_disable_jit and _left(self.analysis, args, kwargs):
+            self.called.forget()  # what was traced before
 
 
 def _left(analysis: Analysis, args: Any, kwargs: Any) -> bool:
@@ -251,30 +266,6 @@ def _kinds(args: Any, kwargs: Any) -> Any:
         for x in leaves
     ]
     return tree, tuple(found), resolve({})
-
-
-def _noted(analysis: Analysis, args: Any, kwargs: Any) -> Any:
-    """The rewritten program's result; a user's own error gets a note with its line."""
-    try:
-        return analysis.result(args, kwargs)
-    except (RewriterError, RewriterWarning):
-        raise
-    except Exception as error:
-        name = trace.name_of(analysis.original)
-        where = raised_at(error)
-        note = f"rewriter: while tracing {name}"
-        error.add_note(f"{note}, {where}" if where else note)
-        raise
-
-
-def _record(fast: Any, analysis: Analysis, args: Any, kwargs: Any) -> Record:
-    try:
-        fast.trace(*args, **kwargs)  # JAX's own checks and messages
-    except (RewriterError, RewriterWarning):
-        raise
-    except Exception as error:
-        raise trace.trace_error(analysis.original, error) from error
-    return analysis(args, kwargs)
 
 
 def with_patterns(

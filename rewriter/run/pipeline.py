@@ -46,8 +46,18 @@ PASSES = (
     Pass("unfold", steps.write_equal_layers, lambda p: p.folded is not None),
     # Improve what is around the sites.
     Pass("checkpoint_savings", steps.save_in_checkpoints, optional=True),
-    Pass("residual_adds", steps.add_residuals_in_kernels, optional=True),
-    Pass("memory_order", steps.pass_transposed_operands, optional=True),
+    Pass(
+        "residual_adds",
+        steps.add_residuals_in_kernels,
+        lambda p: p.changed,
+        optional=True,
+    ),
+    Pass(
+        "memory_order",
+        steps.pass_transposed_operands,
+        lambda p: p.changed,
+        optional=True,
+    ),
     Pass("checkpoint_policies", steps.keep_checkpoint_policies, lambda p: p.replaced),
     Pass(
         "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
@@ -63,6 +73,8 @@ def rewrite(
     placement: Placement | str | None = None,
 ) -> Rewritten:
     """Returns the program with every site on the kernel chosen for it.
+
+    Where no site is replaced it is the same program, with the same constants.
 
     Args:
         closed_jaxpr: The program.
@@ -83,7 +95,7 @@ def rewrite(
             program = _through(program, clock, without=("fold",))
     assert program.found is not None
     return Rewritten(
-        program.closed_jaxpr,
+        program.closed_jaxpr if program.changed else closed_jaxpr,
         tuple(program.plan.sites),
         program.found.misses,
         program.failures,
@@ -94,6 +106,25 @@ def rewrite(
         program.offered,
         program.pairs,
     )
+
+
+def has_sites(
+    closed_jaxpr: ClosedJaxpr, config: Config, user_patterns: Sequence[Any] = ()
+) -> bool:
+    """Returns whether anything in a program is recognised, or almost.
+
+    Args:
+        closed_jaxpr: The program.
+        config: Patterns in force, numerics.
+        user_patterns: Patterns beyond those that the configuration names.
+    """
+    with _paused_collection(), promotion.as_usual():
+        program = _begun(closed_jaxpr, config, user_patterns, None)
+        if not program.patterns:
+            return False
+        found = steps.find_sites(steps.make_graph(program)).found
+    assert found is not None
+    return bool(found.matches or found.misses or found.failures)
 
 
 def tasks(

@@ -70,6 +70,11 @@ class Program:
         return bool(self.plan.splices)
 
     @property
+    def changed(self) -> bool:
+        """Whether the program differs from the original at all."""
+        return self.replaced or bool(self.kept)
+
+    @property
     def spread(self) -> bool:
         """Whether the program runs on more than one device."""
         return self.placement is not None

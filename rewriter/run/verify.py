@@ -164,9 +164,7 @@ def verify(
     return run
 
 
-def _pairs(
-    call: Any, options: dict[str, Any], leaves: list[Any]
-) -> list[tuple[Pair, trace.Traced]]:
+def _pairs(call: Any, options: dict[str, Any], leaves: list[Any]) -> list[Pair]:
     """Each kind of site as written and replaced, where it can be had on its own."""
     given, patterns = with_patterns(
         {k: v for k, v in options.items() if k != "patterns"}, options.get("patterns")
@@ -177,7 +175,7 @@ def _pairs(
     if placement is not None or any(map(_jax.is_tracer, values)):
         return []
     made = rewritten_of(traced, config, patterns, None)
-    return [(p, traced) for p in check_sites.sites_of(made.pairs)]
+    return list(check_sites.sites_of(made.pairs))
 
 
 def with_gradient(
@@ -232,7 +230,7 @@ def _compare(
     leaves: list[Any],
     names: list[str],
     report: Report,
-    pairs: Sequence[tuple[Pair, trace.Traced]],
+    pairs: Sequence[Pair],
 ) -> Verification:
     try:
         shapes = jax.eval_shape(plain, *leaves)
@@ -242,7 +240,7 @@ def _compare(
 
     def both(whole: Any, side: str) -> Any:
         def run(leaves: Sequence[Any]) -> list[Any]:
-            sites = [getattr(p, side)(t.inputs(leaves)) for p, t in pairs]
+            sites = [getattr(p, side)(leaves) for p in pairs]
             return [*jax.tree.leaves(whole(*leaves)), *sites]
 
         return run
@@ -256,7 +254,7 @@ def _compare(
         errors=True,
         compiled=bool(pairs),
     )
-    paths += [f"{p.op} at {p.where}" for p, _ in pairs]
+    paths += [f"{p.op} at {p.where}" for p in pairs]
     rows = tuple(_row(k, path, found) for k, path in enumerate(paths))
     notes = tuple(_notes(report, found))
     return Verification(name, rows, notes, report, found.probes, found.silent)

@@ -11,9 +11,10 @@ from rewriter.program import trace
 from rewriter.program.trace import Bound
 
 
-def test_one_call_equation():
-    traced = trace.trace(jax.jit(jnp.sin), (1.0,))
-    assert traced.call is not None
+def test_the_program_is_the_functions():
+    fn = jax.jit(jnp.sin)
+    traced = trace.trace(fn, (1.0,))
+    assert traced.kept is trace.trace(jax.jit(jnp.sin), (1.0,)).kept
     assert [e.primitive.name for e in traced.closed_jaxpr.eqns] == ["sin"]
     assert traced.closed_jaxpr.in_avals[0].weak_type
 

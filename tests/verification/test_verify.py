@@ -93,7 +93,7 @@ PROGRAMS = {
 def test_replay_in_float64(name):
     x, i = jax.random.normal(jax.random.key(0), (4, 4)), jnp.array([1, 2, 3, 3])
     fn = jax.jit(PROGRAMS[name])
-    exact, note = oracle.in_float64(trace.trace(fn, (x, i)).outer, [x, i])
+    exact, note = oracle.in_float64(trace.trace(fn, (x, i)).closed_jaxpr, [x, i])
     assert "compared" not in note
     tolerance = 1e-2 if name == "casts" else 1e-5
     for got, want in zip(jax.tree.leaves(fn(x, i)), exact, strict=True):
@@ -105,7 +105,7 @@ def test_replay_in_float64(name):
 def test_replay_is_more_exact():
     x = jax.random.normal(jax.random.key(0), (64, 64))
     fn = jax.jit(lambda x: jax.nn.softmax(x @ x.T) @ x)
-    exact, _ = oracle.in_float64(trace.trace(fn, (x,)).outer, [x])
+    exact, _ = oracle.in_float64(trace.trace(fn, (x,)).closed_jaxpr, [x])
     y = np.asarray(x, np.float64)
     scores = np.exp(y @ y.T - (y @ y.T).max(-1, keepdims=True))
     want = scores / scores.sum(-1, keepdims=True) @ y
