@@ -141,7 +141,8 @@ def _each(way: Way, programs: Sequence[Program], given: Any) -> Iterator[Finding
 
 def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
     """Findings of one program, which is compared by what rounding changes in it."""
-    run = lambda v: way.original([program])([v])[0]
+    of = lambda p: lambda v: way.original([p])([v])[0]
+    run = of(program)
     before = passes.compiled(run)(own)
     try:
         with warnings.catch_warnings():
@@ -153,7 +154,7 @@ def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
         return
     if not any(_differences(program, own, way, before, after)):
         return
-    others = tolerance.variants(run, program, own)
+    others = tolerance.variants(of, program, own)
     ignored = _behind_masks(program, own, run, before, after)
     found = _differences(program, own, way, before, after, others, ignored)
     names = [program.arguments[i].name for i in program.operands]
@@ -213,7 +214,7 @@ def _behind_masks(
     rewritten program does for any numbers in place of those that are not finite.
     """
     nothing = [np.zeros(np.shape(a), bool) for a in before]
-    finite = all(np.isfinite(tolerance.numbers(own[i])).all() for i in program.operands)
+    finite = all(np.isfinite(tolerance.numbers(v)).all() for v in own)
     if finite or program.kind not in ("mask", "operand", "ragged"):
         return nothing
     a, b = (passes.compiled(run)(_filled(program, own, seed)) for seed in (1, 2))
@@ -236,11 +237,12 @@ def _near(a: np.ndarray, b: np.ndarray, share: float) -> np.ndarray:
 
 
 def _filled(program: Program, own: Sequence[Any], seed: int) -> list[Any]:
-    """Arguments with numbers in place of operands that are not finite."""
+    """Arguments with numbers in place of what is not finite."""
     draw = np.random.default_rng(seed)
 
     def fill(v: Any) -> Any:
-        numbers = draw.normal(size=v.shape).astype(v.dtype)
-        return np.where(np.isfinite(np.asarray(v, np.float32)), v, numbers)
+        finite = np.isfinite(np.asarray(v, np.float32))
+        return v if finite.all() else np.where(finite, v, numbers(v))
 
-    return [fill(v) if i in program.operands else v for i, v in enumerate(own)]
+    numbers = lambda v: draw.normal(size=v.shape).astype(v.dtype)
+    return [fill(v) for v in own]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.soundness import passes
+from tests.soundness import allowed, passes
 from tests.soundness.program import Program
 
 TINY = 1e-36
@@ -31,6 +31,7 @@ NEAR = 1e-2
 something else: it does not absorb a score in a fill of -1e9."""
 
 Run = Callable[[Sequence[Any]], list[Any]]
+RunOf = Callable[[Program], Run]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,16 @@ class Variants:
     Attributes:
         eager: Op by op.
         exact: With operands in float64; arithmetic on masks stays as it is.
+        right: The same of programs that may be computed instead, see `allowed`.
+        unseen: Entries of rows of which every key that is kept has a score of -inf.
         nudged: With operands that differ in their last bit, by several draws.
         shaken: With those that differ in their last three bits.
     """
 
     eager: list[np.ndarray]
     exact: list[np.ndarray]
+    right: list[list[np.ndarray]]
+    unseen: list[np.ndarray]
     nudged: list[list[np.ndarray]]
     shaken: list[list[np.ndarray]]
 
@@ -55,12 +60,26 @@ def numbers(array: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(array).astype(jnp.float32), np.float64)
 
 
-def variants(run: Run, program: Program, values: Sequence[Any]) -> Variants:
-    """Results of a run of the original, computed in other ways."""
+def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
+    """Results of a run of the original, computed in other ways.
+
+    Args:
+        of: Gives the run of a program.
+        program: The original.
+        values: Its arguments.
+    """
+    run = of(program)
     with jax.disable_jit():  # of JAX's arrays: numpy indexes otherwise
         eager = [numbers(x) for x in run([jnp.asarray(v) for v in values])]
-    with jax.enable_x64(True):
-        exact = [np.asarray(x, np.float64) for x in run(_widened(program, values))]
+    exact, *right = (
+        _exact(of(p), program, values)
+        for p in (program, allowed.stable(program), allowed.deep(program))
+    )
+    hidden = of(allowed.bottomless(program))
+    bare, usual = (
+        _exact(hidden, program, v) for v in (values, _usual(program, values))
+    )
+    unseen = [np.isnan(x) & ~np.isnan(y) for x, y in zip(bare, usual, strict=True)]
     compiled = passes.compiled(run)
     nudged, shaken = (
         [
@@ -69,7 +88,21 @@ def variants(run: Run, program: Program, values: Sequence[Any]) -> Variants:
         ]
         for draws, bits in ((3, 1), (6, 8))
     )
-    return Variants(eager, exact, nudged, shaken)
+    return Variants(eager, exact, right, unseen, nudged, shaken)
+
+
+def _exact(run: Run, program: Program, values: Sequence[Any]) -> list[np.ndarray]:
+    with jax.enable_x64(True):
+        return [np.asarray(x, np.float64) for x in run(_widened(program, values))]
+
+
+def _usual(program: Program, values: Sequence[Any]) -> list[Any]:
+    """Arguments of which no score is infinite."""
+    draw = np.random.default_rng(0)
+    return [
+        draw.normal(size=v.shape).astype(v.dtype) if i in program.operands else v
+        for i, v in enumerate(values)
+    ]
 
 
 def _widened(program: Program, values: Sequence[Any]) -> list[Any]:

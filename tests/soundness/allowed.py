@@ -1,0 +1,65 @@
+"""A program in, programs out that give what a rewritten one may give instead.
+
+`docs/numerics.md` says what may differ: a softmax or a sigmoid of exponentials that
+overflow or vanish stays a number, and a finite fill of a mask hides what it is chosen
+for or added to, however large the scores are.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from tests.soundness.program import Program
+
+TOTAL = r"e\.sum\(-1, keepdims=True\)"
+STABLE = {
+    rf"\(lambda e: e / {TOTAL}\)\(jnp\.exp\((\w+)\)\)": r"jax.nn.softmax(\1, -1)",
+    rf"\(lambda e: e / \(1\.0 \+ {TOTAL}\)\)\(jnp\.exp\((\w+)\)\)": (
+        r"(lambda s, m: jnp.exp(s - m) / "
+        r"(jnp.exp(-m) + jnp.exp(s - m).sum(-1, keepdims=True)))"
+        r"(\1, jnp.maximum(\1.max(-1, keepdims=True), 0.0))"
+    ),
+    r"jnp\.exp\((\w+)\) / \(1\.0 \+ jnp\.exp\(\1\)\)": r"jax.nn.sigmoid(\1)",
+    r"\(jnp\.exp\((\w+)\) - jnp\.exp\(-\1\)\) / \(jnp\.exp\(\1\) \+ jnp\.exp\(-\1\)\)": (
+        r"jnp.tanh(\1)"
+    ),
+    r"jnp\.log\(1\.0 \+ jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
+    r"jnp\.log1p\(jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
+}
+"""How programs write what overflows, and the same that does not."""
+FILL = (
+    r"(?:-1e9|-1e4|-1e30|-2\.0 \*\* 31|(?:0\.5 \* )?jnp\.finfo\(jnp\.float32\)\.min)"
+    r"(?![\w.])"
+)
+HIDDEN = r"\(1\.0 - \((\w+)\)\.astype\(jnp\.float32\)\) \* "
+DEEP = {FILL: "-1e38", rf"({HIDDEN})1e[49](?![\w.])": r"\g<1>1e38"}
+"""Fills beside which no score is anything."""
+BOTTOMLESS = {
+    rf"\+ {HIDDEN}{FILL}": r"+ jnp.where(\1, 0.0, -jnp.inf)",
+    rf"- {HIDDEN}1e9(?![\w.])": r"- jnp.where(\1, 0.0, jnp.inf)",
+    FILL: "-jnp.inf",
+}
+"""The same of which nothing is smaller."""
+
+
+def stable(program: Program) -> Program:
+    """Returns the program with what overflows written otherwise."""
+    return _written(program, STABLE)
+
+
+def deep(program: Program) -> Program:
+    """Returns a stable program whose fills hide all scores."""
+    return _written(stable(program), DEEP)
+
+
+def bottomless(program: Program) -> Program:
+    """Returns a stable program in which nothing is below its fills."""
+    return _written(stable(program), BOTTOMLESS)
+
+
+def _written(program: Program, changes: dict[str, str]) -> Program:
+    lines = program.lines
+    for old, new in changes.items():
+        lines = tuple(re.sub(old, new, line) for line in lines)
+    return replace(program, lines=lines)
