@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
-from rewriter.algebra.normal_form import Algebra, OverBudget, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
@@ -342,6 +342,10 @@ def _affine(find, form, base, x, at, d, n, alpha, outside):
         _along(find, name, p, set(d))
     if outside and (len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & set(d)):
         raise Refused("scale", "the scale varies along other axes too", score=0.4)
+    chosen = any(flag != TRUE for flag, _ in scale)
+    own = {alg.defs[a][1] for p in (scale, bias) for a in alg.poly_leaves(p)}
+    if outside and (chosen or x in own):  # what is not finite stays so, times 0
+        raise Refused("scale", "the result is chosen, and not scaled", score=0.4)
     return scale, bias
 
 

@@ -7,7 +7,7 @@ expression may overflow or lose digits where the program does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rewriter.algebra.canonicalize import of_dtype
 from rewriter.algebra.emit import sides
@@ -39,8 +39,11 @@ def require_own(reading: Reading) -> None:
     alg = reading.algebra
     pieces = (p for joined in reading.joined.values() for p in joined.pieces)
     named = [*reading.operands.items(), *(("an array", p) for p in pieces)]
-    for name, operand in named:
-        for atom in _atoms(alg, operand):
+    atoms = [(name, _atoms(alg, operand)) for name, operand in named]
+    outside = [p for p in (reading.times, reading.plus) if p]
+    atoms += [("a factor", _inside(alg, _of_form(alg, p))) for p in outside]
+    for name, found in atoms:
+        for atom in found:
             if not _is_allowed(alg, atom):
                 raise Refused(
                     "anew",
@@ -72,10 +75,16 @@ def _fits(alg: Algebra, p: Poly) -> bool:
 
 def _atoms(alg: Algebra, operand: Operand) -> Iterator[int]:
     """The atoms of an operand's forms, at any depth."""
-    seen: set[int] = set()
-    stack = [a for p, _ in operand.parts for a in _of_form(alg, p)]
+    own = [a for p, _ in operand.parts for a in _of_form(alg, p)]
     if operand.flag is not None:
-        stack += alg.bools[operand.flag][0]
+        own += alg.bools[operand.flag][0]
+    return _inside(alg, own)
+
+
+def _inside(alg: Algebra, atoms: Iterable[int]) -> Iterator[int]:
+    """Some atoms, and what they are made of, at any depth."""
+    seen: set[int] = set()
+    stack = list(atoms)
     while stack:
         atom = stack.pop()
         if atom in seen:

@@ -21,9 +21,12 @@ STABLE = {
         r"(\1, jnp.maximum(\1.max(-1, keepdims=True), 0.0))"
     ),
     r"jnp\.exp\((\w+)\) / \(1\.0 \+ jnp\.exp\(\1\)\)": r"jax.nn.sigmoid(\1)",
-    r"\(jnp\.exp\((\w+)\) - jnp\.exp\(-\1\)\) / \(jnp\.exp\(\1\) \+ jnp\.exp\(-\1\)\)": (
-        r"jnp.tanh(\1)"
+    r"\(jnp\.exp\((\w+)\) - jnp\.exp\(-\1\)\) / "
+    r"\(jnp\.exp\(\1\) \+ jnp\.exp\(-\1\)\)": r"jnp.tanh(\1)",
+    r"jnp\.exp\((\w+) - jax\.nn\.logsumexp\(\1, -1, keepdims=True\)\)": (
+        r"jax.nn.softmax(\1, -1)"
     ),
+    r"jnp\.exp\(jax\.nn\.log_softmax\((\w+), -1\)\)": r"jax.nn.softmax(\1, -1)",
     r"jnp\.log\(1\.0 \+ jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
     r"jnp\.log1p\(jnp\.exp\((\w+)\)\)": r"jnp.logaddexp(\1, 0.0)",
 }

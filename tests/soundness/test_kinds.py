@@ -37,6 +37,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
 
 Q, K, V = (normal(i, 1, T, N, H) for i in range(3))
 AT = jnp.arange(T)
+POSITIONS = AT.astype(jnp.float32)
 TIMES = np.arange(T, dtype="float32")
 
 
@@ -77,6 +78,8 @@ FLOATS = {
     "abs": (pairs(lambda a, b: abs(a - b) < 1e-7), normal(8, T) * 1e-7),
     "min": (pairs(lambda a, b: jnp.minimum(a, 1.0) >= b), normal(9, T)),
     "select": (pairs(lambda a, b: jnp.where(a > 0, a, 0 * a) >= b), NEAR_INFINITY - 9),
+    "near a position": (lambda: masked(POSITIONS[:, None] + 2.999999 >= POSITIONS),),
+    "times nearly one": (lambda: masked(POSITIONS[:, None] * 1.0000001 >= POSITIONS),),
     "or": (lambda t: masked((t[:, None] > t) | (AT[:, None] == AT)), NEAR_INFINITY),
 }
 NOT_ALL_NUMBERS = np.where(TIMES == 3, np.inf, np.where(TIMES == 7, np.nan, TIMES))
@@ -317,6 +320,16 @@ GUARDED_ROWS = {
     "eps": guarded_norm(lambda y, v: y * lax.rsqrt(v + 1e-6)),
     "rms": lambda x: (
         lambda v: jnp.where(v > 0, x * lax.rsqrt(jnp.where(v > 0, v, 1)), 0)
+    )((x * x).mean(-1, keepdims=True)),
+    "chosen root, scaled": lambda x: (
+        lambda v: (
+            x * jnp.where(v > 0, lax.rsqrt(v), 1) * jnp.arange(1.0, x.shape[1] + 1)
+        )
+    )((x * x).mean(-1, keepdims=True)),
+    "chosen result, scaled": lambda x: (
+        lambda v: (
+            jnp.where(v > 0, x * lax.rsqrt(v), 0) * jnp.arange(1.0, x.shape[1] + 1)
+        )
     )((x * x).mean(-1, keepdims=True)),
     "rms eps": lambda x: x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-12),
 }

@@ -58,8 +58,8 @@ SAME_NUMBER = (
 """Primitives that keep a number which stands at every position."""
 
 
-CANCELLING = frozenset({"sub", "mul", "div"})
-"""What may take an array that is an operand twice, or a 0, out of a form."""
+ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
+"""What computes with numbers, and may take arrays out of a form."""
 
 
 class Evaluator(Layout, LoopForms):
@@ -394,22 +394,28 @@ class Evaluator(Layout, LoopForms):
             if wrapped is not None:
                 return wrapped
         if self._is_opaque(node, value, made, mode) or (
-            mode == FULL and self._cancels(node, value, args, made)
+            mode == FULL and self._rounds(node, value, args, made)
         ):
             return self.alg.of_atom(self.leaf(value, args))
         return made
 
-    def _cancels(self, node: Node, value: int, args, made: Poly) -> bool:
-        """Whether a float side value is a number only if arrays of it are numbers.
+    def _rounds(self, node: Node, value: int, args, made: Poly) -> bool:
+        """Whether a float side value may not be what its form says.
 
-        So are `x - x`, `0 * x` and `x / x`.
+        So it is if a number of it stands for others that are near, as 3 for 2.999999;
+        or if it is a number only where arrays are, as `x - x`, `0 * x` and `x / x`.
         """
-        dtype = self.g.dtype(value)
-        if node.prim not in CANCELLING or kind_of(dtype) != "f" or self.ideal:
+        if node.prim not in ARITHMETIC or kind_of(self.g.dtype(value)) != "f":
             return False
-        if any(mono for _, mono in made) or not self.is_side(value):
+        if self.ideal or not self.is_side(value):
             return False
-        forms = [p for p in self.operands(node, args, FULL) if any(m for _, m in p)]
+        forms = self.operands(node, args, FULL)
+        numbers = {abs(c) for p in (made, *forms) for c in p.values()}
+        if not numbers.isdisjoint(map(abs, self.alg.blurred)):
+            return True
+        if any(mono for _, mono in made):
+            return False
+        forms = [p for p in forms if any(m for _, m in p)]
         return not all(is_position(self.alg, p) for p in forms)
 
     def _computed(self, node: Node, value: int, args, mode: str) -> Poly | None:
