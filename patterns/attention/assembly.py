@@ -311,6 +311,9 @@ class Assembly(Masks, Rows):
                     score=0.6,
                     difference=alg.show(parts.sink),
                 )
+            leaves = self.values_of(alg.poly_leaves(parts.sink))
+            if not all(self.ev.is_side(value) for value in leaves):
+                raise Refused("sink", "the extra term depends on the scores", score=0.6)
             self.operands["sinks"] = operand(alg.log(parts.sink), self.n)
         if parts.rest or parts.drop_flag != TRUE:
             drop = {(parts.drop_flag, alg.monomial(parts.rest)): parts.factor}

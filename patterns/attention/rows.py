@@ -17,7 +17,7 @@ class Rows:
     def _empty_rows(self) -> None:
         some = self.parts.keep if self.over.some is None else self.over.some
         kept = self.alg.both(some, self.parts.row_mask)
-        if kept == TRUE or self.parts.sink or self._never_empty():
+        if kept == TRUE or self._never_empty():
             return
         behaviour = (
             "zero"
@@ -31,6 +31,14 @@ class Rows:
                 self._dropped(),
             )
         )
+        if self.parts.sink:  # zero, as far as is known
+            if behaviour in ("zero", "unknown"):
+                return
+            raise Refused(
+                "rows",
+                f"with an extra term a row without keys is {behaviour}",
+                score=0.8,
+            )
         if behaviour == "unknown" and self._may_change():
             behaviour = "zero"
             self.ev.notes.add("rows without keys give something else than before")

@@ -233,6 +233,8 @@ STABLE = {
         jax.nn.silu(normal(13, 40, 16) @ normal(14, 16, T) + jax.nn.softmax(z))
         * (normal(13, 40, 16) @ normal(15, 16, T))
     ),
+    "over a choice": lambda z: _rms(normal(12, 40, T)) / jnp.where(z > 0, z, 0.0),
+    "over a mask": lambda z: _rms(normal(12, 40, T)) / jnp.where(z > 0, 2.0, 0.0),
     "temperature": lambda z: attend(dots(Q, K) * jax.nn.softmax(z).max(), V),
     "slopes": lambda z: attend(dots(Q, K) - jax.nn.softmax(z)[0] * abs(DISTANCE), V),
     "queries": lambda z: attend(dots(jax.nn.softmax(Q * 60), K), V),

@@ -254,6 +254,14 @@ class Polynomials:
             raise OverBudget("zero to a negative power")
         if len(p) == 1:
             ((flag, mono), c) = next(iter(p.items()))
+            if (
+                e < 0
+                and flag != TRUE
+                and not any(self.kind(a) == "sum" for a, _ in mono)
+            ):
+                # 1 over what is chosen is infinite elsewhere, and not 0. Sums of
+                # weights are taken to be positive.
+                return self.of_atom(self.atom("pow", self.freeze(p)), e)
             if not isinstance(e, int):
                 if c < 0:
                     raise OverBudget("fractional power of a negative value")
