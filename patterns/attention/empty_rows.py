@@ -338,6 +338,8 @@ class _Row:
             if isinstance(other, tuple) and (self.peaks or not other[1]):
                 return other  # dropout multiplies the weights
             return LOST if _large(other) else UNKNOWN
+        if prim == "mul" and SCORES in args and ("c", 0) in args:
+            return ("c", 0.0)  # hidden by a product: nothing passes to the scores
         absorbs = _absorbing(self.g.dtype(value))
         if prim in ("add", "sub") and (SCORES in args or UNKNOWN in args):
             known = [abs(float(x[1])) for x in args if isinstance(x, tuple)]

@@ -406,6 +406,7 @@ HIDING: dict[str, Program] = {
     "added to a bias": lambda s, keep: s + jnp.where(keep, 0.3, -jnp.inf),
     "chosen number": lambda s, keep: jnp.where(keep, s, -1e30),
     "added number": lambda s, keep: s + jnp.where(keep, 0.0, -1e30),
+    "multiplied": lambda s, keep: s * keep + (1.0 - keep) * -1e30,
     "zero instead": lambda s, keep: jnp.where(
         keep.any(-1, keepdims=True), jnp.where(keep, s, -jnp.inf), 0.0
     ),
