@@ -31,8 +31,8 @@ Var = core.Var
 # Files through which the user's function is called: JAX names none of them as the line
 # of an equation, nor in the tracebacks of errors that it hands on.
 _BETWEEN = (
-    "_jax", "config", "program/trace", "program/placement", "run/analysis",
-    "run/called", "run/optimize",
+    "_jax", "config", "program/trace", "program/placement", "frameworks/nnx_state",
+    "frameworks/equinox_modules", "run/analysis", "run/called", "run/optimize",
 )  # fmt: skip
 for _name in _BETWEEN:
     _file = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{_name}.py")

@@ -62,6 +62,10 @@ class KernelError(RewriterError):
     """A kernel returned the wrong shape, dtype or structure."""
 
 
+class StateLost(RewriterError):
+    """A function changes an argument in place where the change cannot be kept."""
+
+
 class ConfigError(RewriterError):
     """An option does not exist, or has a value that does not."""
 

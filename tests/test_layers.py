@@ -14,7 +14,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 FOLDERS = [
-    "errors", "support", "_jax", "config", "ops", "hardware", "program", "algebra",
+    "errors", "support", "_jax", "config", "ops", "hardware", "program", "frameworks",
+    "algebra",
     "find", "gradients", "site", "measure", "rewrite", "choose", "reports",
     "verification", "run", "tools", "_moved", "__init__", "__main__",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from rewriter import _jax
 from rewriter.program.propagation import Placement, several
-from rewriter.program.trace import Traced, dynamic, split, trace
+from rewriter.program.trace import Traced, moving, split, trace
 
 OTHER_MESHES = "its arrays are on more than one mesh"
 MIXED = "some axes of the mesh are explicit, others automatic"
@@ -59,7 +59,7 @@ def placed(
     """
     traced = trace(fn, args, kwargs)
     leaves, _ = split(fn, args, kwargs)
-    return traced, placement_of(traced, leaves, dynamic(fn, args), options)
+    return traced, placement_of(traced, leaves, moving(fn, args), options)
 
 
 def placement_of(

@@ -197,6 +197,13 @@ def is_optimized(fn: Any) -> bool:
     return owns is not None and bool(owns(fn))
 
 
+def unjitted(fn: Any) -> Any:
+    """Returns what ``jax.jit`` was given; a function that is not of it as it is."""
+    if _jax.is_jitted(fn) and not is_optimized(fn):
+        return _jax.jitted_function(fn)
+    return fn
+
+
 def split(
     fn: Any, args: Any, kwargs: Any, called: Callable[..., Any] | None = None
 ) -> tuple[list[Any], Callable[..., Any]]:
@@ -209,20 +216,46 @@ def split(
         called: What is called in place of ``fn``.
     """
     called = called or fn
-    _, names = _jax.static_arguments(fn)
-    fixed = _fixed(fn, args)
-    moving = [a for i, a in enumerate(args) if i not in fixed]
-    named = {k: v for k, v in kwargs.items() if k not in names}
-    still = {k: v for k, v in kwargs.items() if k in names}
-    leaves, tree = jax.tree.flatten((moving, named))
+    changing, still = apart(fn, args, kwargs)
+    leaves, tree = jax.tree.flatten(changing)
 
     def call(*leaves: Any) -> Any:
-        moving, named = jax.tree.unflatten(tree, leaves)
-        rest = iter(moving)
-        full = [a if i in fixed else next(rest) for i, a in enumerate(args)]
-        return called(*full, **named, **still)
+        given, named = together(jax.tree.unflatten(tree, leaves), still)
+        return called(*given, **named)
 
     return leaves, renamed(call, fn)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named ones."""
+
+
+def apart(fn: Any, args: Any, kwargs: Any) -> tuple[Arguments, Arguments]:
+    """Returns the arguments of a jitted function, and the static ones of them.
+
+    In both there is None in the places of the others.
+    """
+    fixed = _fixed(fn, args)
+    _, names = _jax.static_arguments(fn)
+    changing = tuple(None if i in fixed else a for i, a in enumerate(args))
+    still = tuple(a if i in fixed else None for i, a in enumerate(args))
+    return (
+        (changing, {k: v for k, v in kwargs.items() if k not in names}),
+        (still, {k: v for k, v in kwargs.items() if k in names}),
+    )
+
+
+def together(changing: Arguments, still: Arguments) -> Arguments:
+    """Returns the arguments that were taken apart."""
+    pairs = zip(changing[0], still[0], strict=True)
+    given = tuple(b if a is None else a for a, b in pairs)
+    return given, {**changing[1], **still[1]}
+
+
+def moving(fn: Any, args: Any) -> tuple[Any, ...]:
+    """Returns the positional arguments of a jitted function that are not static."""
+    fixed = _fixed(fn, args)
+    return tuple(a for i, a in enumerate(args) if i not in fixed)
 
 
 def _fixed(fn: Any, args: Any) -> set[int]:
@@ -236,12 +269,6 @@ def _equals_itself(value: Any) -> bool:
         return bool(value == value)
     except Exception:
         return False
-
-
-def dynamic(fn: Any, args: Any) -> tuple[Any, ...]:
-    """Returns the positional arguments of a jitted function that are not static."""
-    fixed = _fixed(fn, args)
-    return tuple(a for i, a in enumerate(args) if i not in fixed)
 
 
 def leaf_names(fn: Any, args: Any, kwargs: Any) -> list[str]:
@@ -280,10 +307,8 @@ def trace(fn: Any, args: Any = (), kwargs: Any = {}) -> Traced:  # noqa: B006
         sin
     """
     start = time.perf_counter()
-    _, names = _jax.static_arguments(fn)
-    fixed = [a for i, a in enumerate(args) if i in _fixed(fn, args)]
-    fixed += [v for k, v in kwargs.items() if k in names]
-    if all(map(_equals_itself, fixed)):
+    _, (still, named) = apart(fn, args, kwargs)
+    if all(map(_equals_itself, (*still, *named.values()))):
         traced = fn.trace(*args, **kwargs)
     else:  # JAX may compare them, and would only when called with others
         leaves, call = split(fn, args, kwargs, _jax.jitted_function(fn))

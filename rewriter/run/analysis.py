@@ -32,6 +32,7 @@ from rewriter.errors import (
     caller,
     known,
 )
+from rewriter.frameworks import nnx_state
 from rewriter.ops.device import attached, named
 from rewriter.ops.registry import registry
 from rewriter.program import trace
@@ -89,6 +90,9 @@ class Analysis:
     given: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self.watching = nnx_state.Watching(self.function)
+
     @property
     def original(self) -> Callable[..., Any]:
         """The function."""
@@ -99,6 +103,18 @@ class Analysis:
         """The function under ``jax.jit``."""
         return trace.jitted(self.original, self.shardings)
 
+    def inner_of(self, args: Any, kwargs: Any) -> Any:
+        """The function under ``jax.jit``, watched if flax.nnx may lose its changes."""
+        inner = self.inner
+        if nnx_state.is_flaxs(_jax.jitted_function(inner)):
+            return inner
+        if not nnx_state.variables(trace.apart(inner, args, kwargs)[0]):
+            return inner
+        static = _jax.jit_options(inner)
+        names = ("static_argnums", "static_argnames")
+        static = {k: v for k, v in static.items() if k in names}
+        return jax.jit(self.watching, **static)
+
     def __call__(self, args: Any, kwargs: Any) -> Record:
         """Returns the analysis for these arguments, made at most once."""
         traced, placement = self.traced(args, kwargs)
@@ -108,7 +124,7 @@ class Analysis:
 
     def traced(self, args: Any, kwargs: Any) -> tuple[Traced, Any]:
         """Returns the traced call, and where its arrays are."""
-        return placed(self.inner, args, kwargs, self.shardings)
+        return placed(self.inner_of(args, kwargs), args, kwargs, self.shardings)
 
     def of(
         self,
@@ -153,7 +169,7 @@ class Analysis:
         traced, placement = self.traced(args, kwargs)
         if traced.kept in self.given:
             self.forget()
-            self.inner.clear_cache()
+            self.inner_of(args, kwargs).clear_cache()
             traced, placement = self.traced(args, kwargs)
         self.given.add(traced.kept)
         return traced, placement

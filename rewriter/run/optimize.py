@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from rewriter import _jax
 from rewriter.config import OPTIONS, disabled, in_step, resolve
 from rewriter.errors import RewriterError, RewriterWarning, caller
+from rewriter.frameworks import equinox_modules, nnx_state
 from rewriter.measure.sources import check_tuned
 from rewriter.program import trace
 from rewriter.reports.report import Report
@@ -139,6 +140,11 @@ def _optimized(
     check_patterns(config.patterns)
     check_tuned(config)
     trace.check_callable(fn)
+    again = lambda pure: optimize(pure, **_said(ours, patterns), **theirs)
+    if nnx_state.is_jitted(fn):
+        return nnx_state.Updating(fn, again).public(fn)
+    if equinox_modules.is_jitted(fn):
+        return equinox_modules.Jitted(fn, again)
     options = trace.jit_options(fn, theirs)
     what = called(fn, ours, options, patterns)
     maker = Maker(fn, what, what.fn(), config.verify == "once")
@@ -154,6 +160,14 @@ def _optimized(
     return made
 
 
+def _said(ours: Mapping[str, Any], patterns: tuple[Any, ...]) -> dict[str, Any]:
+    """The rewriter's options as they were given."""
+    if not patterns:
+        return dict(ours)
+    named = ours.get("patterns", "default").split(",")
+    return {**ours, "patterns": [*named, *patterns]}
+
+
 @dataclass(frozen=True, eq=False)
 class Maker:
     """What an optimized function has beside those of ``jax.jit``.
@@ -164,6 +178,7 @@ class Maker:
         held: Its function, which equals ``fn``, and is kept alive here.
         compares: Whether calls of new shapes are compared with what is written.
         seen: Kinds of arguments that were.
+        frameworks: Functions that know what a framework's arguments mean, by name.
     """
 
     fn: Any
@@ -171,6 +186,7 @@ class Maker:
     held: Any
     compares: bool
     seen: set[Any] = field(default_factory=set)
+    frameworks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def analysis(self) -> Analysis:
@@ -181,10 +197,7 @@ class Maker:
     def options(self) -> dict[str, Any]:
         """The rewriter's options that were given."""
         ours, _, patterns = self.called.made_of
-        if not patterns:
-            return dict(ours)
-        named = ours.get("patterns", "default").split(",")
-        return {**ours, "patterns": [*named, *patterns]}
+        return _said(ours, patterns)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -197,9 +210,42 @@ class Maker:
 
     def other(self, args: Any, kwargs: Any) -> Callable[[], Any] | None:
         """Returns what is called in place of ``jax.jit``, if something is."""
+        found = self._of_framework(args, kwargs)
+        if found is not None:
+            function, given = found
+            return lambda: function(*given, **kwargs)
         if self.compares:
             self._compare(args, kwargs)
         return None
+
+    def _of_framework(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The function that knows what a framework means, and positional arguments."""
+        theirs = self.called.made_of[1]
+        if nnx_state.is_flaxs(self.fn):
+            return None
+        if (module := nnx_state.own_module(self.fn)) is not None:
+            method = nnx_state.unbound(self.fn)
+            options = equinox_modules.behind(theirs)
+            make = lambda: nnx_state.updating(method, options, self._again)
+            return self._once("bound", make), (module, *args)
+        jitted = self.called.jitted()
+        changing, _ = trace.apart(jitted, args, kwargs)
+        if nnx_state.holds_nodes(changing):
+            make = lambda: nnx_state.updating(self.fn, theirs, self._again)
+            return self._once("flax", make), args
+        if equinox_modules.holds_modules(changing):
+            make = lambda: equinox_modules.Filtering(self.fn, jitted, self._again)
+            return self._once("equinox", make), args
+        return None
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self.frameworks:
+            self.frameworks[name] = make()
+        return self.frameworks[name]
+
+    def _again(self, fn: Any, **theirs: Any) -> Any:
+        """The optimized function of another one."""
+        return optimize(fn, **self.options, **theirs)
 
     @in_step
     def report(self, *args: Any, **kwargs: Any) -> Report:
@@ -207,17 +253,25 @@ class Maker:
         records = self.analysis.records
         if not args and not kwargs and records:
             return next(reversed(records.values())).report
+        if not args and not kwargs and self.frameworks:
+            return next(reversed(self.frameworks.values())).fast.report()
         if not args and not kwargs and trace.wants_arguments(self.fn):
             raise RewriterError(
                 f"report() of {trace.name_of(self.fn)}, which was not called yet",
                 next_step="Give report the arguments, or their shapes",
                 where=caller(),
             )
+        found = self._of_framework(args, kwargs)
+        if found is not None:
+            return found[0].report(*found[1], **kwargs)
         return self._record(args, kwargs).report
 
     @in_step
     def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:
         """Returns the rewritten program for this signature."""
+        found = self._of_framework(args, kwargs)
+        if found is not None:
+            return found[0].jaxpr(*found[1], **kwargs)
         return self._record(args, kwargs).rewritten.closed_jaxpr
 
     def _record(self, args: Any, kwargs: Any) -> Record:
