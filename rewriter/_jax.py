@@ -7,6 +7,7 @@ versions (0.10.2, 0.11.2, 0.12).
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,15 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import config, core, dispatch, dtypes, linear_util, traceback_util
+from jax._src import (
+    checkify,
+    config,
+    core,
+    dispatch,
+    dtypes,
+    linear_util,
+    traceback_util,
+)
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax.interpreters import partial_eval
@@ -597,6 +606,33 @@ def integer_division(eqn: Any) -> str:
 def lower_with_devices(primitive: Any) -> None:
     """Has JAX tell a primitive's lowering the devices, which it may else leave open."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def check_as_written(primitive: Any, written: Callable[..., Any]) -> None:
+    """Has `checkify` look for NaNs and indices in what an equation stands for.
+
+    Where only a user's own checks are looked for, which no such equation holds, it
+    stays.
+
+    Args:
+        primitive: The equation's.
+        written: Gives for its parameters a function of its operands.
+    """
+
+    def rule(*given: Any, **params: Any) -> Any:
+        *ctx, error, enabled = given[:_CHECKED]
+        args = given[_CHECKED:]
+        if not set(enabled) - checkify.user_checks:
+            return error, primitive.bind(*args, **params)
+        program = jax.make_jaxpr(written(**params))(*args)
+        error, outs = checkify.checkify_jaxpr(*ctx, program, enabled, error, *args)
+        return error, outs if primitive.multiple_results else outs[0]
+
+    checkify.error_checks[primitive] = rule
+
+
+# A context comes before the error and the enabled kinds of errors in jax 0.11.
+_CHECKED = 3 if "ctx" in inspect.signature(checkify.checkify_jaxpr).parameters else 2
 
 
 def on_one_device() -> Any:

@@ -74,6 +74,11 @@ def _generic(*args: Any, deferred: Deferred) -> list[Any]:
     return deferred.run(INSIDE, args)
 
 
+def _written(deferred: Deferred, *args: Any) -> list[Any]:
+    """The results of the program as written."""
+    return _jax.inlined(_jax.without_constants(deferred.program), args)
+
+
 def _avals(*avals: Any, deferred: Deferred) -> list[Any]:
     del avals
     return list(deferred.program.out_avals)
@@ -140,3 +145,4 @@ for _platform in (None, *PLATFORMS):
     # In a function of its own it would not see the computation's arguments.
     mlir.register_lowering(program_p, _lower, platform=_platform, cacheable=False)
 _jax.lower_with_devices(program_p)
+_jax.check_as_written(program_p, lambda deferred: functools.partial(_written, deferred))

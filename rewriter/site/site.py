@@ -491,6 +491,7 @@ def register(primitive: Primitive, aval: Any, batched: Any, made: Made) -> None:
     primitive.def_impl(functools.partial(_evaluate, primitive))
     primitive.def_abstract_eval(aval)
     batching.primitive_batchers[primitive] = batched
+    _jax.check_as_written(primitive, functools.partial(made, None))
     for platform in (None, *PLATFORMS):
         rule = functools.partial(_lower, primitive, platform or "default")
         mlir.register_lowering(primitive, rule, platform=platform)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import rewriter
 from rewriter import _jax
@@ -380,3 +381,46 @@ def test_equations_of_calls_have_the_users_lines() -> None:
     fast = rewriter.optimize(lambda x: x + 1)
     eqn = jax.make_jaxpr(lambda x: fast(x))(1.0).eqns[0]
     assert _jax.source_of(eqn).startswith("test_as_jit.py")
+
+
+CHECKS = {
+    "floats": (checkify.float_checks, "nan generated"),
+    "all": (checkify.all_checks, "nan generated"),
+    "users": (checkify.user_checks, None),
+}
+TRANSFORMS = {
+    "forward": lambda f: f,
+    "grad": lambda f: jax.grad(lambda p, x: f(p, x).sum()),
+    "vmap": lambda f: lambda p, x: jax.vmap(f, (None, 0))(p, x[None]),
+    "jit": jax.jit,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_checkify_sees_inside_of_sites(name: str, transform: str) -> None:
+    errors, wanted = CHECKS[name]
+    params, x = inputs()
+    fast = TRANSFORMS[transform](rewriter.optimize(block, implementation=FORCED))
+    checked = checkify.checkify(fast, errors=errors)
+    error, out = checked(params, x)
+    assert error.get() is None
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        out,
+        TRANSFORMS[transform](block)(params, x),
+    )
+    error, _ = checked(params, x.at[0].set(jnp.nan))
+    assert (error.get() is None) == (wanted is None)
+    assert wanted is None or wanted in error.get()
+
+
+@both
+def test_a_users_check(jit: Any) -> None:
+    def f(x: Any) -> Any:
+        checkify.check(x.sum() > 0, "not above")
+        return jnp.log(x)
+
+    for checked in (checkify.checkify(jit(f)), jit(checkify.checkify(f))):
+        assert "not above" in checked(jnp.float32(-1))[0].get()
+        assert checked(jnp.float32(1))[0].get() is None
