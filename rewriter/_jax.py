@@ -6,6 +6,7 @@ versions (0.10.2, 0.11.2, 0.12).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -449,6 +450,39 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
     explicit = jax.sharding.AxisType.Explicit
     meshes = (a.sharding.mesh for a in avals if hasattr(a, "sharding"))
     return next((m for m in meshes if explicit in m.axis_types), None)
+
+
+def without_mesh() -> Any:
+    """A context in which the mesh around the code, as of ``jax.set_mesh``, is not.
+
+    What is traced for a site is of arrays of one device, and may stand in another mesh
+    than the code around. Inside of `jax.shard_map` the mesh stays: types need it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def in_mesh_of(avals: Sequence[Any]) -> Any:
+    """A context whose mesh is the one that values of these types are in.
+
+    JAX lowers an equation in the mesh of the code that made it, which may be around
+    the part of a program, as a `jax.shard_map`, in which the equation stands.
+    """
+    meshes = (a.sharding.mesh for a in avals if hasattr(a, "sharding"))
+    mine = next((m for m in meshes if not m.empty), None)
+    around = jax.sharding.get_abstract_mesh()
+    if mine is None or around.empty or mine == around:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mine)
+
+
+def in_one_mesh(first: Any, second: Any) -> bool:
+    """Whether two types are of one mesh, its axes of the same kinds."""
+    meshes = [a.sharding.mesh for a in (first, second) if hasattr(a, "sharding")]
+    meshes = [m for m in meshes if not m.empty]
+    return len(set(meshes)) < 2
 
 
 def _struct_in_part(aval: Any) -> jax.ShapeDtypeStruct:

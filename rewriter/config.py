@@ -89,6 +89,8 @@ class Config:
         targets: ``((platform, device kind), ...)`` that it is exported for.
         differing: ``((op, the user's line), ...)`` of sites whose numbers were found to
             differ: they are left as written.
+        failing: ``((op, the user's line, why), ...)`` of sites whose replacement could
+            not be traced where they stand: they are left as written.
     """
 
     patterns: str = "default"
@@ -109,9 +111,10 @@ class Config:
     exporting: bool = False
     targets: tuple[tuple[str, str], ...] = ()
     differing: tuple[tuple[str, str], ...] = ()
+    failing: tuple[tuple[str, str, str], ...] = ()
 
 
-NO_OPTIONS = ("using", "exporting", "targets", "differing")
+NO_OPTIONS = ("using", "exporting", "targets", "differing", "failing")
 OPTIONS = tuple(f.name for f in fields(Config) if f.name not in NO_OPTIONS)
 
 

@@ -221,12 +221,15 @@ def chosen(
     """
     match, shards = facts.match, facts.shards
     kernels = match.pattern.kernels
-    if (match.op.name, match.where) in config.differing:
-        why = tuple((k.name, DIFFERS) for k in kernels)
-        return Choice(AS_WRITTEN, "heuristic", why or (("", DIFFERS),))
-    if isinstance(shards, str):
+    left = {(op, where): why for op, where, why in config.failing}
+    left |= dict.fromkeys(config.differing, DIFFERS)
+    why = left.get((match.op.name, match.where))
+    if why is None and isinstance(shards, str):
+        why = shards
+    if why is not None:
         names = [k.name for k in kernels] or [""]
-        return Choice(AS_WRITTEN, "heuristic", tuple((n, shards) for n in names))
+        return Choice(AS_WRITTEN, "heuristic", tuple((n, why) for n in names))
+    assert not isinstance(shards, str)
     ring = () if shards is None else _ring(match, shards, config, target, kept)
     if isinstance(ring, Choice):
         return ring

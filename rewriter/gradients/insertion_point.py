@@ -105,11 +105,17 @@ def _is_had(regions: Regions, scope: Scope, value: int) -> bool:
 
 
 def _placed(regions: Regions, match: Match, scope: Scope, value: int) -> int | None:
-    """What a region makes of a value by putting it elsewhere, if that is had."""
-    inner = match.inner - {match.value}
+    """What a region makes of a value by putting it elsewhere, if that is had.
+
+    Not what it puts into a mesh of another kind, as `jax.sharding.auto_axes` does: the
+    replacement stands in that of the result.
+    """
+    inner, avals = match.inner - {match.value}, regions.graph.avals
     for node in regions.graph.users(value):
         placed = node.prim in PLACING and inner.issuperset(node.outs)
-        if placed and _is_had(regions, scope, node.outs[0]):
+        if not placed or not _is_had(regions, scope, node.outs[0]):
+            continue
+        if _jax.in_one_mesh(avals[node.outs[0]], avals[match.value]):
             return node.outs[0]
     return None
 

@@ -7,8 +7,9 @@ more are dropped. Untouched equations and bodies stay the same objects.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.find.match import NearMiss
+from rewriter.errors import RewriterError
+from rewriter.find.match import Match, NearMiss
 from rewriter.find.reading import leaves_of
 from rewriter.find.reference import gradient_function
 from rewriter.find.region import Regions
@@ -72,6 +74,29 @@ class Rewritten:
     pairs: tuple[Pair, ...] = ()
 
 
+class NotPlaced(Exception):
+    """A replacement cannot be traced where it stands; the cause is chained.
+
+    Attributes:
+        match: What was to be replaced.
+    """
+
+    def __init__(self, match: Match, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.match = match
+
+
+@contextlib.contextmanager
+def _placing(splice: Splice) -> Iterator[None]:
+    """Says of an error which replacement it is about."""
+    try:
+        yield
+    except (NotPlaced, RewriterError):
+        raise
+    except Exception as error:
+        raise NotPlaced(splice.match, error) from error
+
+
 @dataclass(frozen=True, eq=False)
 class Origins:
     """Where the equations of a program with splices come from.
@@ -94,6 +119,9 @@ def replace(
     """Returns the program with the splices made, and where its equations come from.
 
     That is not known if splices hand residuals from body to body.
+
+    Raises:
+        NotPlaced: If a replacement cannot be traced where it stands.
     """
     top = regions.graph.top
     if not splices:
@@ -376,7 +404,8 @@ class _Work:
     # ------------------------------------------------------------- splices
     def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
-        fragment, names, tree = self._fragment(splice)
+        with _placing(splice):
+            fragment, names, tree = self._fragment(splice)
         here = dict(splice.match.leaves)
         atoms = [self._atom_of(splice, here[v]) for v in names]
         out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
@@ -419,7 +448,8 @@ class _Work:
         like = tree, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
         key = ("backward", id(splice.match.reading), splice.key, *like)
         if key not in self.fragments:
-            self.fragments[key] = _jax.trace_placed(code, [*avals, result])
+            with _placing(splice):
+                self.fragments[key] = _jax.trace_placed(code, [*avals, result])
         cotangent = self._cotangent(splice, backward.cotangent)
         fragment = self.fragments[key]
         if fragment.constvars:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr
 
+from rewriter import _jax
 from rewriter.choose.composite import composites, elementary
 from rewriter.choose.planner import tasks_of
 from rewriter.config import Config
@@ -41,8 +42,8 @@ PASSES = (
     Pass("shards", steps.split_over_devices, lambda p: p.spread),
     # Choose and replace: a kernel for each site, and the site in the program.
     Pass("choose", steps.choose_kernels),
-    Pass("remember", steps.remember_pairs, lambda p: p.compared),
     Pass("replace", steps.replace_sites),
+    Pass("remember", steps.remember_pairs, lambda p: p.compared),
     Pass("unfold", steps.write_equal_layers, lambda p: p.folded is not None),
     # Improve what is around the sites.
     Pass("checkpoint_savings", steps.save_in_checkpoints, optional=True),
@@ -84,7 +85,7 @@ def rewrite(
             that is not known.
     """
     clock = _Clock()
-    with _paused_collection(), promotion.as_usual():
+    with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
         program = _begun(closed_jaxpr, config, user_patterns, placement)
         if not program.patterns:
             return Rewritten(closed_jaxpr)
@@ -93,6 +94,7 @@ def rewrite(
         except Unlike as why:
             log.debug("layers are looked at one by one: %s", why)
             program = _through(program, clock, without=("fold",))
+        program.walks.graph.release()
     assert program.found is not None
     return Rewritten(
         program.closed_jaxpr if program.changed else closed_jaxpr,
@@ -118,7 +120,7 @@ def has_sites(
         config: Patterns in force, numerics.
         user_patterns: Patterns beyond those that the configuration names.
     """
-    with _paused_collection(), promotion.as_usual():
+    with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
         program = _begun(closed_jaxpr, config, user_patterns, None)
         if not program.patterns:
             return False
@@ -144,7 +146,7 @@ def tasks(
             not differentiate.
         placement: As for `rewrite`; what is measured is what one device computes.
     """
-    with _paused_collection(), promotion.as_usual():
+    with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
         program = _begun(closed_jaxpr, config, user_patterns, placement)
         if not program.patterns:
             return []

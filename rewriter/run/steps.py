@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
@@ -20,10 +21,14 @@ from rewriter.rewrite.passes.checkpoint_savings import save, unspent
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.recompute import recompute_stacked
+from rewriter.rewrite.replace import NotPlaced
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.unfold import Unlike, unfold
 from rewriter.run.program import Program
 from rewriter.site.facts import Facts
+from rewriter.support.verdict import Reason
+
+log = logging.getLogger("rewriter.passes")
 
 
 def leave_out_equal_layers(program: Program) -> Program:
@@ -98,10 +103,28 @@ def remember_pairs(program: Program) -> Program:
 
 
 def replace_sites(program: Program) -> Program:
-    """Replaces each match by its site."""
-    made, origins = splicing.replace(program.walks, program.plan.splices)
-    program.walks.graph.release()
-    return replace(program, closed_jaxpr=made, origins=origins)
+    """Puts the sites into the program; one that cannot be traced there stays out."""
+    while True:
+        try:
+            made, origins = splicing.replace(program.walks, program.plan.splices)
+        except NotPlaced as error:
+            log.debug("a replacement failed", exc_info=error)
+            program = choose_kernels(_left_as_written(program, error))
+        else:
+            return replace(program, closed_jaxpr=made, origins=origins)
+
+
+def _left_as_written(program: Program, error: NotPlaced) -> Program:
+    """The program with a site that is not replaced, because it cannot be."""
+    op, where, text = error.match.op.name, error.match.where, str(error)
+    config, this = program.config, (op, where, text)
+    if len(config.failing) >= len(program.facts) or this in config.failing:
+        raise error
+    return replace(
+        program,
+        config=replace(config, failing=(*config.failing, this)),
+        failures=(*program.failures, Reason("internal", f"{op}: {text}", where)),
+    )
 
 
 def write_equal_layers(program: Program) -> Program:

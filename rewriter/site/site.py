@@ -458,7 +458,7 @@ def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: 
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
     ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
     rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
-    with _jax.on_one_device():
+    with _jax.on_one_device(), _jax.in_mesh_of(ctx.avals_in):
         return rule(ctx, *args)
 
 
