@@ -1,14 +1,14 @@
-"""Options and environment in, one frozen ``Config`` out.
+"""Merges options and environment into one frozen ``Config``.
 
 Precedence, strongest first: an option given to ``optimize``, the innermost
 ``with config(...)``, the default. Changing one retraces the functions called
 inside; going back finds the earlier programs again.
 
-What a ``with`` block says holds for its own task and thread. JAX tells programs apart
-by a value of the thread, which is brought in step wherever a block begins or ends and
-wherever this package is asked (`in_step`). Between those JAX is asked, by a call of an
-optimized function or its ``lower``, which may come from a task that another one took
-turns with: see `while_traced`.
+A ``with`` block holds for its own task and thread. JAX tells programs apart by a value
+of the thread. That value is updated where a block begins or ends, and wherever this
+package is called (`in_step`). Asynchronous tasks take turns on a thread between those
+points. JAX is then entered by a call of an optimized function, or by ``lower``: see
+`while_traced`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exceptions and warnings: what was got, what was wanted, what to do next."""
+"""Exceptions and warnings: what was received, what was expected, what to do next."""
 
 from __future__ import annotations
 

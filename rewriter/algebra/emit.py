@@ -1,4 +1,4 @@
-"""Normal forms back to JAX code: a replacement's operands as array expressions."""
+"""Turns normal forms back into JAX code: the operands of a replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function and forms in, the form of the function applied to them out.
+"""Applies a function to normal forms, and returns the form of its result.
 
 So a pattern recognises a formula by the same code that computes it.
 """

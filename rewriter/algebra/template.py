@@ -1,7 +1,7 @@
-"""The same region again: a proved match applied to an equal region elsewhere.
+"""Applies a proved match to an equal region elsewhere in the program.
 
-Layers repeat. A region whose equations are those of a proved one, down to its
-leaves, computes the same function of its own leaves, so nothing is proved twice.
+Layers repeat. A region whose equations equal those of a proved one, down to its
+leaves, computes the same function of its own leaves. So it needs no second proof.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A site in, the kernels of its passes out: forced, measured, or by rule of thumb."""
+"""Chooses a site's kernels: forced by name, fastest measured, or by rule of thumb."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A site spread over devices in, whether its operands go around or are gathered out.
+"""Decides whether a site on several devices passes its keys around or gathers them.
 
-They are passed around where that is asked for, as the implementation ``"ring"``; or
-where the program holds the gradients, the op's rule says that it pays, and what the
-kernel that would be chosen for a part saves lets results be merged. Names that are
-asked for behind that are kernels for its parts, the first that can be had.
+Keys are passed around where the user asks for the implementation ``"ring"``. Otherwise
+three things must hold: the program contains the gradients, the op's rule says that
+passing pays, and the kernel chosen for one part saves what merging needs. Names after
+``"ring"`` are kernels for the parts; the first available one is used.
 """
 
 from __future__ import annotations

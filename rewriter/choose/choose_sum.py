@@ -1,10 +1,9 @@
-"""A site behind a sum: what forwards take longer that do not add, and how it is said.
+"""Adds the cost of a residual add to kernels that cannot compute it.
 
     h = add x r;  y = site h;  … read h
 
-A kernel that `adds_to` its operand makes h in the pass over memory that it makes
-anyway. Others read h once more, which is not in the times that were measured of the
-op alone.
+A kernel that `adds_to` its operand makes h in the same pass over memory. Other kernels
+read h once more. The op's measured times do not contain that read.
 """
 
 from __future__ import annotations

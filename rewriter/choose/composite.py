@@ -1,8 +1,7 @@
 """Chooses between a composite op and its parts.
 
-A gated linear unit of ragged dots is taken whole where a kernel is chosen that computes
-it in one pass. Elsewhere its ragged dots are sites of their own, as if nothing had been
-found around them.
+A gated linear unit of ragged dots becomes one site where a kernel computes it in one
+pass. Elsewhere each of its ragged dots is a site, as if the unit had not been found.
 """
 
 from __future__ import annotations

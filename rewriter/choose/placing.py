@@ -1,4 +1,4 @@
-"""Matches at their places, in order: numbered sites, and splices in their place."""
+"""Numbers the sites in program order, and builds the splice of each."""
 
 from __future__ import annotations
 

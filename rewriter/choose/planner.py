@@ -1,4 +1,4 @@
-"""What becomes of a program's matches: a kernel for each, or why there is none."""
+"""Decides for each match: which kernel replaces it, or why it stays as written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Prefers a special form of an op where one of its kernels is chosen.
 
-A use of paged attention is one of attention too, over keys that are gathered first:
-both are found. The special form is taken where one of its kernels is chosen, else the
-general op, which has kernels of its own.
+Paged attention is also attention over keys that are gathered first; the search finds
+both. The special form is used where one of its kernels is chosen. Otherwise the general
+op is used, which has kernels of its own.
 """
 
 from __future__ import annotations

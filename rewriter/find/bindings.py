@@ -1,7 +1,7 @@
-"""A user's function and a place in a program in, readings of the place as it out.
+"""Tries to read a place of the program as a call of a user's function.
 
-Every assignment of values to operands whose sizes agree is a reading, with the numbers
-written there as parameters. The search proves them.
+Every assignment of values to operands whose sizes agree is a reading. Its parameters
+are the numbers written at that place. The search proves each reading or drops it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A reading in, a proof that its region equals its op out, or where they differ.
+"""Proves that a region equals its op, or says where they differ.
 
-Both the region and the code that would take its place, with the op's reference in it,
-are brought into normal form; they are the same function of real numbers if the forms
-are equal.
+Both the region and its replacement are brought into normal form. The replacement is
+emitted code around the op's reference. Equal forms mean the same function of real
+numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A function and the names of its axes in, what they are in; or why they do not fit."""
+"""Builds an op from a user's function and the names of its axes, or says why not."""
 
 from __future__ import annotations
 

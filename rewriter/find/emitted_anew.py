@@ -1,8 +1,8 @@
 """What a replacement may compute that the program does not, and why it may.
 
-An operand is the program's own array, moved by layout. Everything else is in `ALLOWED`,
-with what has to be shown for it. What is not there is refused: an expression of real
-numbers that is written anew may overflow or lose digits where the program does not.
+An operand is the program's own array, in another layout. `ALLOWED` lists everything
+else, with the condition for it. The rest is refused: code written anew from a real
+expression may overflow or lose digits where the program does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a pattern works with: the graph, walks, forms, and where misses are noted."""
+"""The search interface of patterns: the graph, walks, forms, and a log of misses."""
 
 from __future__ import annotations
 

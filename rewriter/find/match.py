@@ -1,4 +1,4 @@
-"""A graph and patterns in, verified matches and ranked near misses out."""
+"""Searches a graph for patterns: verified matches, and ranked near misses."""
 
 from __future__ import annotations
 

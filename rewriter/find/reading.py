@@ -1,4 +1,4 @@
-"""What a pattern read off a region: an op's operands as forms, and its parameters."""
+"""A pattern's reading of a region: the op's operands as forms, and its parameters."""
 
 from __future__ import annotations
 

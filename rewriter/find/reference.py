@@ -1,8 +1,7 @@
-"""An op's reference and its gradients, traced once for operands of some shapes.
+"""Traces an op's reference and its gradients once for given operand shapes.
 
-A program's sites often have operands of the same shapes, and so do those of the
-next program. A trace is one call, so that what it is part of is traced as fast as
-one equation.
+Sites of one program often have equal operand shapes, and so do sites of the next
+program. A cached trace is embedded as one call, so that tracing around it stays cheap.
 """
 
 from __future__ import annotations

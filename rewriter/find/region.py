@@ -1,4 +1,4 @@
-"""Walks around an anchor: which equations a region can hold, and where it can stand."""
+"""Walks around an anchor: the equations of its region, and where it can stand."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Which patterns a program can hold at all: its primitives, then their order.
+"""Rejects patterns that a program cannot hold, by its primitives and their order.
 
 Every pattern names the steps that its regions consist of, such as a contraction,
-an exponential and another contraction. A pattern is possible if a path through
-equations that regions look through takes all steps in order. Most programs
-without a site are told here, before a graph is built, and many of those by the
-names of their primitives alone, before a path is followed.
+an exponential and another contraction. A pattern is possible if some path through the
+program takes all steps in order. The path may cross other equations that regions look
+through. Most programs without a site are rejected here, before a graph is built. Many
+of them are rejected by the names of their primitives alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A graph in, the values that are operands though they are cut out of larger ones.
+"""Finds values that are operands although they are cut out of larger arrays.
 
-A model that iterates over stacked weights takes one of them out per layer. That
-one is the operand: its gradient is a value of the program, while the gradient of
-the whole array is only complete when all layers have added theirs. So are pieces of
-an array of which others belong to something else.
+A model that loops over stacked weights takes one of them per layer. That slice is the
+operand: its gradient is a value of the program. The gradient of the whole array is
+complete only when all layers have added theirs. The same holds for pieces of an array
+that also serves something else.
 """
 
 from __future__ import annotations

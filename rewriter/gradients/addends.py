@@ -1,9 +1,9 @@
-"""Terms of a sum in, whether they are read as that sum alone.
+"""Checks whether terms of a sum are read only through that sum.
 
-A gradient need not be one value: where a value is read twice, by an op and beside
-it, its cotangents are added up one by one, ``((ct + a) + b)``, and ``a + b``, the
-op's gradient, is nowhere. The first term can then become the whole gradient and the
-others zero, if nothing sees the terms but their sum.
+A gradient need not be one value. Where a value is read twice, by an op and beside it,
+its cotangents are added one by one: ``((ct + a) + b)``. Then ``a + b``, the op's
+gradient, is no value of the program. If nothing else reads the terms, the first one can
+become the whole gradient, and the others zero.
 """
 
 from __future__ import annotations

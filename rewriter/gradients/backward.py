@@ -1,4 +1,4 @@
-"""Gradients that were found for a match: which values of the program they are."""
+"""The gradients found for a match: which values of the program they are."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Where a match's gradients are computed, seen from its forward.
+"""Tells where the program computes a match's gradients, relative to its forward.
 
-A replaced forward keeps residuals that its gradients read. They can be read in the
-same body, behind the forward, and in the backward loop of a loop, which gets them step
-by step. A checkpoint keeps for its recomputation what its policy says, and no
-residuals: there the forward is computed again. Calls in between are dissolved, unless
-they hold values of a trace around.
+A replaced forward saves residuals that its gradients read. The gradients may be in the
+same body, after the forward. They may be in the backward loop of a loop, which reads
+the residuals step by step. A checkpoint saves what its policy says, and no residuals:
+there the forward is computed again. Calls in between are inlined, unless values of an
+outer trace stand inside them.
 """
 
 from __future__ import annotations

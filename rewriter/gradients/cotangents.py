@@ -1,4 +1,4 @@
-"""A match in, values that may be the cotangent of its result, and what they lead to."""
+"""Candidates for the cotangent of a match's result, and values computed from them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A match in, the same match over the pieces of what it reads out.
+"""Restates a match over pieces of the arrays that it reads.
 
-Queries, keys and values that are cut out of one array have one gradient together.
-Where something else meets one of them, as a loss of the weights does queries and keys,
-it is no gradient of attention's alone, though that of the values still is.
+Queries, keys and values that are cut out of one array share one gradient. Another
+reader of one of them, such as a loss on the weights, also adds to its gradient. Then
+only some of these gradients belong to attention alone, such as that of the values.
 """
 
 from __future__ import annotations

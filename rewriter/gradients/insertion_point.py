@@ -1,4 +1,4 @@
-"""Where in a program the replacement of a match can stand, and what it reads there."""
+"""Finds where a match's replacement can stand, and which variables it reads there."""
 
 from __future__ import annotations
 

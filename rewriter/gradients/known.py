@@ -1,6 +1,6 @@
-"""The same gradients again: proved ones, found at a match of the same reading.
+"""Applies proved gradients to another match with the same reading.
 
-Layers repeat. Where a gradient's equations are those of a proved one, down to the
+Layers repeat. Where a gradient's equations equal those of a proved one, down to the
 leaves and the cotangent, nothing is proved twice.
 """
 

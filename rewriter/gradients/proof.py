@@ -1,7 +1,7 @@
-"""A candidate for the cotangent in, proved gradients out.
+"""Proves gradients, given a candidate for the cotangent.
 
-Every value below the candidate that has a leaf's shape is compared, as a normal
-form, with the gradients of the op's reference; so are sums of them.
+Every value below the candidate that has a leaf's shape is compared, as a normal form,
+with the gradients of the op's reference. Sums of such values are compared too.
 """
 
 from __future__ import annotations

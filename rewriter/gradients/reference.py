@@ -1,4 +1,4 @@
-"""The gradients that a match must have: those of its op's reference, traced."""
+"""Traces the expected gradients of a match: those of its op's reference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A match in, matches of what its result is laid out as or scaled by out.
+"""Extends a match to values that are its result in another layout or scale.
 
-The cotangent of an op's result need not be a value of the program: where the result
-is only transposed, only the cotangent of the transpose may be one. The region is then
-taken down to the transpose, of which it is as much an op.
+The program need not compute the cotangent of an op's result. Where the result is only
+transposed, the program may hold the cotangent of the transpose instead. The region is
+then extended down to the transpose, which is the same op in another layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All matches in, the gradients that the program computes of each."""
+"""Finds the gradients that the program computes, for all matches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A device kind that is not attached and a function in, a compiled program out.
+"""Compiles a function for a device kind that is not attached.
 
-TPU programs are compiled by libtpu, which needs no TPU. It reads its environment when
-it is loaded, and may end the process: compile in a child where that matters.
+libtpu compiles TPU programs and needs no TPU. It reads its environment when it is
+loaded, and may end the process: compile in a child process where that matters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nothing in, what times depend on beside the program out: clocks and driver."""
+"""Reads what times depend on beside the program: clocks and driver."""
 
 from __future__ import annotations
 

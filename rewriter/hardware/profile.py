@@ -1,7 +1,7 @@
-"""A call in, the seconds a TPU worked on it out: from JAX's profiler.
+"""Times a call on a TPU: the device's own seconds, from JAX's profiler.
 
-Written after the profiler's documented form and tested on a small profile of that form;
-it has not been run on a TPU. There, whatever fails here is answered by the wall clock.
+It follows the profiler's documented format, and is tested on a small profile in that
+format. It has not run on a TPU. If anything fails here, the wall clock is used.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Compiled programs in, seconds per run out: how long the device worked.
+"""Measures the seconds per run of compiled programs, on the device's own clock.
 
-The rules: programs take turns, in an order that is turned round each time, so that
-a machine that slows down slows all of them; each run takes the next of several sets
-of inputs, so that none finds its own in a cache; compiling and the first run do not
-count; every result is returned by the program and waited for.
+The rules: programs take turns, and the order is reversed each time, so that a machine
+that slows down slows all of them. Each run uses the next of several sets of inputs, so
+that no run finds its own inputs in a cache. Compilation and the first run do not count.
+The program returns every result, and the timing waits for all of them.
 
-On NVIDIA GPUs the time is CUPTI's, summed over all kernels of a run; on TPUs the
-profiler's, summed over the programs that ran (`profile`, not run on a TPU yet). Where
-the profiler is taken or sees nothing, and on other devices, it is the wall clock's. JAX
-offers neither CUDA's events nor the replay of a captured graph, so that on a GPU the
-wall clock is that of `IN_A_ROW` - 1 runs in a row, waited for together: they are
-launched ahead of the device, and only where a run takes less than its launch (some 10
-µs) does the time show that launch. Such times say ``"wall clock"`` and are compared
-with others of their kind alone, as all candidates of a site are timed in one way.
+On NVIDIA GPUs the time is CUPTI's, summed over all kernels of a run. On TPUs it is the
+profiler's, summed over the programs that ran (`profile`, not run on a TPU yet). The
+wall clock is used on other devices, and where the profiler is busy or sees nothing. JAX
+offers neither CUDA's events nor the replay of a captured graph. So on a GPU the wall
+clock times `IN_A_ROW` - 1 runs in a row and waits for all of them together. They are
+launched ahead of the device: only runs shorter than their launch (some 10 µs) show the
+launch. Such times say ``"wall clock"`` and are compared only with others of their kind,
+as all candidates of a site are timed in one way.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A match in, its region out as a program of its own: what the user wrote.
+"""Extracts a match's region as a program of its own: what the user wrote.
 
 XLA's candidate for a site is what the user wrote, since spellings of one op differ in
-time. The region's equations are taken out as they are, calls of `jax.custom_jvp` whole;
-where the program computes the gradients of all leaves itself, those equations too, else
-the gradients are `jax.vjp` of the region.
+time. The region's equations are copied unchanged, with calls of `jax.custom_jvp` whole.
+Where the program computes the gradients of all leaves itself, those equations are
+copied too. Otherwise the gradients are `jax.vjp` of the region.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Sites in, measurements out: which candidates there are, and what is known of them.
+"""Measures the candidates of sites, except those that are already known.
 
 A candidate is the op as XLA compiles it, or a kernel with a config, or one kernel's
-forward with another's backward. What the cache has is not measured again.
+forward with another's backward. Cached results are not measured again.
 
-All of it happens in a thread of its own, so that it may be asked for while JAX traces.
+All of it happens in a thread of its own, so that it can be called while JAX traces.
 """
 
 from __future__ import annotations

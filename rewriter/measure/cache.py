@@ -1,10 +1,10 @@
-"""Tuned choices on disk: one JSON file per key, readable and safe to share.
+"""Keeps tuned choices on disk: one JSON file per key, readable and safe to share.
 
-A file is ``<device>/<op>/<kernel>-<hash>.json`` below `path`. Writing is atomic and
+A file is ``<device>/<op>/<kernel>-<hash>.json`` below `path`. Writing is atomic, and
 merges with what other processes wrote meanwhile. Each record is checked by itself
-(`schema`): one that is wrong, or a file that cannot be read, is told once and
-left aside, and the next tuning keeps the file as ``<name>.damaged``. In a folder that
-cannot be written choices are kept in memory, with one warning.
+(`schema`). A wrong record, or a file that cannot be read, is reported once and ignored;
+the next tuning keeps the file as ``<name>.damaged``. If the folder cannot be written,
+choices are kept in memory, with one warning.
 """
 
 from __future__ import annotations

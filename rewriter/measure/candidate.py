@@ -1,7 +1,7 @@
-"""A function in, a compiled and checked program out, or why it is not to be timed.
+"""Compiles a candidate and checks its numbers, or says why it is not timed.
 
 A candidate must give the reference's numbers on the inputs that it is timed on. One
-that does not compile, does not fit, fails or gives other numbers has a reason; the
+that does not compile, does not fit, fails or gives other numbers gets a reason; the
 others go on.
 """
 

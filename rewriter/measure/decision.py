@@ -1,4 +1,4 @@
-"""Measurements in, the best of them out, with the reasons against the others."""
+"""Picks the fastest measurement, with the reasons against the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole programs in, measurements out: the same function rewritten in several ways."""
+"""Measures whole programs: the same function rewritten in several ways."""
 
 from __future__ import annotations
 

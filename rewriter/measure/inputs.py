@@ -1,4 +1,4 @@
-"""A task in, the operands it is measured on out: drawn from stated distributions."""
+"""Draws the operands of a measurement from stated distributions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Candidates in, those that do not end their process out: first runs in a child.
+"""Runs each candidate once in a child process, and drops those that crash.
 
-A kernel may crash, leave the device in an error that every later call gets, or hang;
-none of it can be caught. So each is compiled and run once in a child process, which is
-started again behind one that failed. The child finds op and kernels by import: a
-pattern has to be at the top level of a module that is not the script itself.
+A kernel may crash, hang, or leave the device in an error that every later call gets.
+None of it can be caught. So each candidate is compiled and run once in a child process,
+which is started again after a failure. The child finds op and kernels by import: a
+pattern must be at the top level of a module that is not the script itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A use of an op on a device in, the key of its measurements out; which are near."""
+"""Keys of measurements: one use of an op on one device, and which keys are near."""
 
 from __future__ import annotations
 

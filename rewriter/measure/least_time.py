@@ -1,9 +1,9 @@
-"""A function in, the seconds that XLA's program of it takes at least out.
+"""A lower bound on the seconds that XLA's program of a function takes.
 
-On a GPU XLA times products while it compiles, for 15 s where there are many groups of
+On a GPU, XLA times matrix products while it compiles: up to 15 s for many groups of
 rows. Without those trials it compiles in a third of a second, to a program with as many
-operations, by its own count. At the peak of a data sheet these take a time that the
-program with the trials does not fall below, however fast its products are.
+operations, by its own count. The bound is the time of these operations at the peak of
+the data sheet. However fast its products are, the tuned program takes at least as long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long an implementation took, or why nobody knows."""
+"""How long an implementation took, or why it has no time."""
 
 from __future__ import annotations
 

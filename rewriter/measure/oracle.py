@@ -1,4 +1,4 @@
-"""A program in, the same program in float64 out; and what error is allowed.
+"""Runs a program in float64, and states the error that is allowed.
 
 The program is replayed equation by equation: every float becomes float64,
 casts between floats do nothing, calls and loops are entered. A primitive that

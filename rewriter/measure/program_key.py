@@ -1,4 +1,4 @@
-"""A whole program in, the key under which it is measured out."""
+"""The key under which a whole program is measured."""
 
 from __future__ import annotations
 

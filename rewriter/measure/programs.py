@@ -1,4 +1,4 @@
-"""A use of an op in, the functions out that compute it: what is measured."""
+"""Builds the functions to measure from one use of an op."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Candidates in, measurements out: compiled, checked and timed against each other.
+"""Compiles, checks and times candidates against each other.
 
-Kernels are compiled in threads while inputs are drawn and XLA's programs compiled; then
-candidates are checked one by one, then timed in turns. Those that are far behind after
-a few turns are dropped. One that fails, hangs in
-compilation or gives other numbers is a measurement with a problem instead of a time;
-the others go on.
+Kernels are compiled in threads while inputs are drawn and XLA's programs compiled. Then
+candidates are checked one by one, and timed in turns. Those that are far behind after a
+few turns are dropped. A candidate that fails, hangs in compilation or gives other
+numbers becomes a measurement with a problem instead of a time; the others go on.
 
-On a GPU, an op that has a general form is compared with that, which XLA compiles soon.
-XLA's own candidate is left out if its operations alone take longer than the best of the
-others takes, as are kernels' backwards behind such a forward, and kernels whose own
-estimates are several times the best one's.
+On a GPU, an op that has a general form is compared with it, since XLA compiles that
+form soon. Three kinds of candidates are left out: XLA's own, if its operations alone
+take longer than the best of the others; backward kernels behind such a forward; and
+kernels whose own estimates are several times the best one's.
 
-XLA's candidate are the user's own equations where a task has them, on leaves whose
-operands are like those of the others; else, with a note, the op as usually written.
+XLA's candidate is the user's own equations where a task has them, on leaves whose
+operands are like those of the others. Otherwise, with a note, it is the op as usually
+written.
 """
 
 from __future__ import annotations

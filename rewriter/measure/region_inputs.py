@@ -1,8 +1,8 @@
-"""An op's operands in, the leaves of a user's own equations out, to run them on.
+"""Inputs for the user's own equations that give the op these operands.
 
-Floats come by the transpose of the region's layout, others by trying the operands
-themselves. Operands computed from the leaves must then be like those given, else the
-region is not run: what its inputs look like is not known.
+Floats come from the transpose of the region's layout, other values by trying the
+operands themselves. The operands computed from these inputs must be like those of the
+measurement. Otherwise the region is not run, since its inputs are not known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""JSON of a record in, what is wrong with it out: what records hold is said here.
+"""The format of records in JSON, and what is wrong with one that does not follow it.
 
 A file of measurements may come from anywhere: another version, another machine, a full
-disk. What passes here can be hashed, compared, added up and printed.
+disk. A record that passes can be hashed, compared, added up and printed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Keys and measurements in, their JSON out, and back, record by record.
+"""Writes keys and measurements as JSON, and reads them back record by record.
 
-Reading never fails: what is wrong with a record (see `schema`) is told, and
-the other records are read.
+Reading never fails: a wrong record (see `schema`) is reported, and the others are read.
 """
 
 from __future__ import annotations

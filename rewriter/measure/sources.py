@@ -1,4 +1,4 @@
-"""A key in, what was measured of it out: given, cached, shipped, or of near shapes."""
+"""Looks up the measurement of a key: given, cached, shipped, or of near shapes."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Candidates in, estimated times out: for TPUs that are not there.
+"""Estimates times of candidates for TPUs that are not attached.
 
 The TPU compiler's simulator gives the cycles of each operation of a compiled program.
-What it does not see:
+It does not see:
 
-- other traffic of memory at the same time: a program takes at least the time of the
-  bytes that its operations read and write there;
-- values of prefetched scalars, which it takes for 0, so that what they choose is left
-  out. Kernels that have such take the instruction bundles of their code for each step
-  of their grid; `Kernel.steps` says how many of those are run. Bundles rank configs of
-  one kernel, and say nothing against XLA;
-- how often a loop of XLA turns: a program that is one is not estimated.
+- other memory traffic at the same time: a program takes at least the time of the bytes
+  that its operations move;
+- values of prefetched scalars: it takes them for 0, so that work which they select is
+  left out. Kernels with such scalars count the instruction bundles of their code for
+  each step of their grid; `Kernel.steps` says how many of those run. Bundles rank
+  configs of one kernel, and say nothing against XLA;
+- how often a loop of XLA turns: a program that is a loop is not estimated.
 
-Where the simulator fails, at some kernels and at programs that leave it too little
-VMEM, kernels are ranked by their bundles too.
+The simulator fails at some kernels, and at programs that leave it too little VMEM.
+There kernels are ranked by their bundles too.
 
-Each candidate is compiled in child processes, since the simulator ends the process on
+Each candidate is compiled in a child process, since the simulator ends the process on
 what it does not know, and may take minutes.
 """
 

@@ -1,8 +1,8 @@
 """Values of a match that other equations still read, so that they stay computed.
 
-A replaced region only goes away if nothing else reads its parts. A program that
-returns attention's weights, or keeps them for a gradient, computes them anyway: the
-kernel would come on top.
+A replaced region disappears only if nothing else reads its intermediate values. A
+program that returns attention's weights, or keeps them for a gradient, computes them
+anyway: the kernel would add to that time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compiled programs in, how long each takes out: in turns, by distribution of inputs.
+"""Times compiled programs in turns, for each distribution of inputs.
 
-Where the operands are drawn from several distributions, each is timed apart and the
-mean of the medians counts.
+Where operands are drawn from several distributions, each is timed alone, and the mean
+of the medians counts.
 """
 
 from __future__ import annotations

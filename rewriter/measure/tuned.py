@@ -1,4 +1,4 @@
-"""Measurements as one value: to keep, to merge, to share, to put in force."""
+"""A set of measurements as one value: to keep, merge, share and apply."""
 
 from __future__ import annotations
 

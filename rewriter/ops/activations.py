@@ -1,6 +1,6 @@
-"""Activations by name: functions of a branch and of one number.
+"""Activations by name: functions of a branch, and the number that some of them have.
 
-Patterns recognise them by their traces, kernels compute with them.
+Patterns recognise them by their traces; kernels compute with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shapes in, the work of an op out: floating-point operations and bytes to move."""
+"""The work of an op, by its shapes: floating-point operations and bytes to move."""
 
 from __future__ import annotations
 

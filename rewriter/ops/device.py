@@ -1,4 +1,4 @@
-"""A device kind's name in, what is known of it out: platform, rates, sizes."""
+"""Known facts of a device kind, by its name: platform, rates, sizes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Work in, seconds on a device out: a roofline with efficiencies, where none measured.
+"""Estimates seconds on a device where nothing is measured: a roofline.
 
 ``seconds = operations / (efficiency · peak) + bytes / (efficiency · bandwidth) +
-launches · a launch``: parts are added, as those of XLA's fusions and of loops rarely
-overlap. Each op's ``estimate.py`` says what its implementations do, with efficiencies
-fitted to what was measured on an H200 (``tests/bench/results/tuned_h200.json``); for
-TPUs there are published rates of XLA alone. A choice by it is called ``estimated``.
+launches · a launch``: the parts are added, since those of XLA's fusions and of loops
+rarely overlap. Each op's ``estimate.py`` says what its implementations do. Its
+efficiencies are fitted to measurements on an H200
+(``tests/bench/results/tuned_h200.json``); for TPUs there are published rates of XLA
+alone. A choice by it is called ``estimated``.
 """
 
 from __future__ import annotations

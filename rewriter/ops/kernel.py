@@ -1,4 +1,4 @@
-"""Kernels: one way to compute an op, and what it can take."""
+"""Kernels: one way to compute an op, and what it supports."""
 
 from __future__ import annotations
 

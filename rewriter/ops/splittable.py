@@ -1,7 +1,7 @@
-"""A function and its axis letters in, along which of them it may be split out.
+"""Finds the axis letters along which a function may be split.
 
-Tried out on random numbers: a letter passes if the function of parts of the operands
-along it gives that part of the result, for every part.
+It tries the function on random numbers. A letter passes if the function of parts of the
+operands along it gives that part of the result, for every part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TPU generations: which those are, and what memory a kernel may have there."""
+"""TPU generations: their names, and the memory that a kernel may use."""
 
 from __future__ import annotations
 

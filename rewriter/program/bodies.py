@@ -1,4 +1,4 @@
-"""A program in; out, with every body in it changed: equal ones stay one object."""
+"""Maps a function over every body of a program; equal bodies stay one object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program on several devices in, what it moves between them out."""
+"""Counts the bytes that a program on several devices moves between them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Constants in, equal ones out as one: they are told apart by what they hold.
+"""Merges constants that hold equal arrays.
 
 Layers often close over an array each, such as a causal mask, and all of them are equal.
-As one constant they are one value, what is computed of it is computed once, and the
-layers repeat each other.
+As one constant they are one value: work on it is done once, and the layers repeat each
+other.
 
-Little is read. An array alone of its type and shape is not; of others some numbers
-are compared first, so that weights are neither hashed nor copied from a device, and
-what a device holds is copied once.
+Little is read. An array alone of its type and shape is not read at all. Of others some
+numbers are compared first, so that weights are neither hashed nor copied from a device.
+What a device holds is copied once.
 """
 
 from __future__ import annotations

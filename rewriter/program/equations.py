@@ -1,4 +1,4 @@
-"""The equations of one body, who makes and who reads what, and changes to them."""
+"""The equations of one body: who makes and who reads each value, and edits to them."""
 
 from __future__ import annotations
 

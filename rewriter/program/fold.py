@@ -1,11 +1,11 @@
-"""A program of many equal layers, rewritten as one of a few.
+"""Shortens a program of many equal layers to one of a few.
 
-`fold` leaves most turns of a program's runs out: what they read of the rest becomes
-results, and what the rest reads of them becomes inputs. What is left is a program
-of its own, so that whatever is proved of it holds for all values of those inputs.
-It is rewritten like any other; `unfold` then writes the missing turns like one that
-was left in, if that one and the one before it were rewritten alike. Their equations,
-down to the inputs, are those of every turn that is missing.
+`fold` leaves most turns of a program's runs out. Values that a removed turn reads from
+the rest become results; values that the rest reads from it become inputs. The short
+program is a program of its own, so that whatever is proved of it holds for all values
+of those inputs. It is rewritten like any other. `unfold` then writes the missing turns
+like one that was left in, if that one and the one before it were rewritten alike. Their
+equations, down to the inputs, equal those of every missing turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The matching view of a jaxpr: every equation at any depth, as one graph of values.
+"""A jaxpr as one graph of values: every equation at any depth.
 
 Calls are inlined, loop-invariant operands of scan, while and cond bodies stand
 for the values outside, and equal equations and constants are merged, so that one value

@@ -1,4 +1,4 @@
-"""A `scan` in a body in, the same loop with other stacks and results out."""
+"""Edits a `scan` of a body: the same loop with other stacks and results."""
 
 from __future__ import annotations
 

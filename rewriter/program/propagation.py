@@ -1,8 +1,8 @@
-"""A program and where its arrays are in, where its ops' operands are out.
+"""Finds how the operands of ops are split over devices, from a program's inputs.
 
-Shardy's propagation, the pass that XLA itself runs first, is run alone on the
-lowered program: nothing is compiled, and it needs no devices. The values asked
-for go through a mark, an identity that the pass knows as one.
+Shardy's propagation, the pass that XLA itself runs first, is run alone on the lowered
+program: nothing is compiled, and it needs no devices. The values of interest go through
+a mark, an identity that the pass knows as one.
 """
 
 from __future__ import annotations

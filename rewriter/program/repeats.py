@@ -1,9 +1,9 @@
-"""Where a program repeats itself: layers written one after the other.
+"""Finds where a program repeats itself: layers written one after the other.
 
-A `Run` is a stretch of equations that is the same stretch several times over: equal
-primitives and parameters, and operands that are wired alike. Each time, an equation
-reads what the same place of the stretch made this time or the time before, what all
-read, or something of its own, such as a layer's weights.
+A `Run` is a stretch of equations that occurs several times in a row: equal primitives
+and parameters, and operands wired alike. In each turn, an equation reads one of four
+things: a value of this turn, a value of the turn before, a value that all turns share,
+or something of its own, such as a layer's weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two programs in, one small SVG out: before on the left, after on the right.
+"""Draws two programs as one small SVG: before on the left, after on the right.
 
 A box is a run of equations from one source line, or one site. Boxes stand in
 the order of their data: those in one row do not depend on each other.

@@ -1,4 +1,4 @@
-"""A rewritten program in, words for people out: text, JSON, HTML."""
+"""The report of a rewritten program, for people: text, JSON, HTML."""
 
 from __future__ import annotations
 

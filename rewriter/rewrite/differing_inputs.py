@@ -1,4 +1,4 @@
-"""A site that differs in, the entries of arguments that only one side of it reads out.
+"""Finds the argument entries that only one side of a differing site reads.
 
 Of attention's values these are pairs of a query and a key that one mask keeps and the
 other does not.

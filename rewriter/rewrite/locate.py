@@ -1,4 +1,4 @@
-"""Matches in a program on a mesh in, how each is spread over its devices out."""
+"""Finds how each match in a program on a mesh is split over its devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of one recognised op: where it is, what computes it, why not others."""
+"""What is known of one recognised op: its place, its kernel, why not others."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A plan in, the rewritten program out.
+"""Builds the rewritten program from a plan.
 
-The new equations of a site are spliced in behind the equation that made its
-result, later readers are pointed at the new result, and what nobody reads any
-more is dropped. Untouched equations and bodies stay the same objects.
+The new equations of a site are spliced in after the equation that made its
+result. Later readers are pointed at the new result, and equations that nobody reads any
+more are dropped. Untouched equations and bodies stay the same objects.
 """
 
 from __future__ import annotations

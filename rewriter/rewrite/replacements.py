@@ -1,7 +1,7 @@
-"""A program's replacements in, each with what it replaces out: from the inputs on.
+"""Lists a program's replacements, each with the equations from the inputs to it.
 
-A site is compared with all the equations that lead to it, operands included, so that a
-mask or a bias that is computed in another way is compared, too. In a loop they are
+A site is compared with all the equations that lead to it, operands included. So a mask
+or a bias that is computed in another way is compared, too. In a loop the operands are
 those of its first turn.
 """
 

@@ -1,4 +1,4 @@
-"""The turns that were left out of a program, written like those that were rewritten."""
+"""Applies one layer's rewrite to its identical layers."""
 
 from __future__ import annotations
 

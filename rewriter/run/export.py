@@ -1,7 +1,7 @@
-"""A function in, one StableHLO artifact for several platforms out, and back.
+"""Exports a function as one StableHLO artifact for several platforms, and loads it.
 
 The bytes are plain `jax.export`: running them needs no `rewriter`. Beside them
-stands a manifest that says what was swapped in, and for which platforms.
+stands a manifest that lists the swapped-in kernels and their platforms.
 """
 
 from __future__ import annotations

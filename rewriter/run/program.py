@@ -1,4 +1,4 @@
-"""What the passes of the engine hand on, and what a pass is."""
+"""The `Program` that passes hand on, and the definition of a `Pass`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The passes, one by one: each takes a `Program` and returns the next one."""
+"""The passes of the pipeline: each takes a `Program` and returns the next one."""
 
 from __future__ import annotations
 

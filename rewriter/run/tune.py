@@ -1,4 +1,4 @@
-"""A function and arguments in, measurements of its sites out, with a progress bar."""
+"""Measures the sites of a function, with a progress bar."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Original and rewritten against each other, on the user's arguments and on probes.
+"""Compares original and rewritten program on the user's arguments and on probes.
 
-The reference is a float64 run of the original, in the rows where that is near what the
-program gives in its own types, and the original itself elsewhere.
+The reference is a float64 run of the original, in rows where it is near the original in
+its own types. Elsewhere the reference is the original itself.
 """
 
 from __future__ import annotations

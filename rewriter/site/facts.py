@@ -1,4 +1,4 @@
-"""What is known of one match beyond its reading: gradients, shards, repeats."""
+"""Facts about one match beyond its reading: gradients, shards, repeats."""
 
 from __future__ import annotations
 

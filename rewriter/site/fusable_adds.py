@@ -1,8 +1,9 @@
-"""An equation in, the addition beside it that it could make itself.
+"""Finds an add that a neighbouring site can fuse.
 
 An addition counts if its terms and its result are arrays like the value that the
-equation reads or gives: of that shape and dtype. It is left where the equation could
-then not stand where all that it reads is there and nobody reads its results yet.
+equation reads or returns: of that shape and dtype. The fused equation needs a place
+after all that it reads and before all who read its results. Without such a place the
+addition stays.
 """
 
 from __future__ import annotations

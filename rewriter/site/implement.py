@@ -1,7 +1,7 @@
-"""A kernel or the reference as one function, under any number of vmaps.
+"""Builds one function from a kernel or the reference, under any number of vmaps.
 
-In: an op's use (`Use`), a kernel, and for each vmap which arguments have the
-batch axis. Out: plain functions of arrays, which `rewriter.site.site` lowers.
+It takes an op's use (`Use`), a kernel, and for each vmap which arguments have the
+batch axis. It returns plain functions of arrays, which `rewriter.site.site` lowers.
 """
 
 from __future__ import annotations

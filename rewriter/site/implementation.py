@@ -1,4 +1,4 @@
-"""Names and configs in, one kernel out: how both passes of a site are computed."""
+"""Resolves names and configs to one kernel: how both passes of a site are computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A kernel on the operands of one use: what it gives, saves and gives back.
+"""Runs a kernel on the operands of one use, forward and backward.
 
-A kernel must give what the op's reference gives; what it does not give back, such as
-the gradient of an operand, is that of the reference.
+A kernel must return what the op's reference returns. Gradients that it does not compute
+are those of the reference.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""A site whose operand is read on beside it: three primitives.
+"""Three primitives for a site whose operand is also read elsewhere.
 
-In a residual stream ``h = x + addend; y = norm(h)``, h goes on to the next layer, and
-so in the gradients what comes back along it is added to the norm's own cotangent of
-h. A kernel that `adds_to` that operand does both additions in the pass over memory that
-it makes anyway. In: as for a site, and the addend. Out: as for a site, and the sum.
+In a residual stream ``h = x + addend; y = norm(h)``, h goes on to the next layer. So in
+the gradients, the cotangent from the next layer is added to the norm's own cotangent of
+h. A kernel that `adds_to` that operand does both additions in the same pass over
+memory. It takes a site's operands and the addend; it returns a site's results and the
+sum.
 
 - ``rewriter_site`` gives ``[result, *residuals, sum]``. Without an addend the sum is
   the operand itself, and only its gradients gain.
 - ``rewriter_site_tangent`` gives the tangents of the result and, handed on, of the sum.
-- ``rewriter_site_backward`` gives the cotangents, that of the sum with what comes back
-  along it, its last argument.
+- ``rewriter_site_backward`` gives the cotangents. Its last argument is the cotangent of
+  the sum, which it adds.
 
-Each is a primitive of `site` and an addition. What is not said here is what
-those do: under `jax.vmap`, in derivatives of derivatives, and on a platform whose
-kernel does not add.
+Each is a primitive of `site` and an addition. Everything else is as for those: under
+`jax.vmap`, in derivatives of derivatives, and on a platform whose kernel does not add.
 """
 
 from __future__ import annotations

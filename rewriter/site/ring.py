@@ -1,7 +1,7 @@
-"""An op whose operands are passed around in, one device's part of the result out.
+"""Computes one device's part of an op whose operands are passed around a ring.
 
-The op's `Ring` says how; each part is a site of its own, whose kernels save the
-log-sum-exps by which results are merged. Gradients go around too. Those of gradients
+The op's `Ring` says how. Each part is a site of its own, whose kernels save the
+log-sum-exps by which results are merged. Gradients go around too. Second derivatives
 are the reference's, on gathered operands; there is no forward mode.
 """
 

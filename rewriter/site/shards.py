@@ -1,8 +1,8 @@
-"""Where an op's operands are in, its kernel on one device's part of them out.
+"""Runs an op's kernel on each device's part of its operands.
 
-The op says along which of its letters it may be split (`Op.sharding`). What
-the operands are split along otherwise is gathered, where another axis of the
-result already takes the devices, as XLA does; else the op is left to XLA.
+The op says along which of its letters it may be split (`Op.sharding`). Operands split
+along other axes are gathered, if another axis of the result already uses the devices,
+as XLA does. Otherwise the op is left to XLA.
 """
 
 from __future__ import annotations

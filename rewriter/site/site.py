@@ -1,7 +1,6 @@
-"""One op in a program: three primitives that support every transformation.
+"""One op as one equation: three primitives that support every transformation.
 
-In: an op, its operands, its parameters and a kernel per platform. Out: the
-result, as one equation.
+Each takes an op, its operands, its parameters and a kernel per platform.
 
 - ``rewriter_site`` computes the op, and residuals if it is differentiated. Its
   JVP is itself and ``rewriter_site_tangent``. In operands that the op is linear in it
@@ -13,10 +12,10 @@ result, as one equation.
 
 The derivatives of the last two along the operands are the reference's. So
 reverse mode runs the fused kernels, forward mode the reference, and both
-compose to any order. Where XLA splits a program over devices, which it cannot do to
-a kernel, all three are the reference; `rewriter.site.shards` writes them for one device
-each. Results and residuals carry the name ``rewriter.<op>``
-for `jax.checkpoint` policies once they are differentiated.
+compose to any order. XLA cannot split a kernel over devices: where it splits the
+program, all three are the reference. `rewriter.site.shards` writes them for one device
+each. Results and residuals carry the name ``rewriter.<op>`` for `jax.checkpoint`
+policies once they are differentiated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One use of an op, and what it gives: everything but the arrays.
+"""One use of an op, and the types of its results: everything but the arrays.
 
-A batch *level* is one `jax.vmap` the use went through, outermost first. An
-argument that has a level's axis has it in front, in the order of the levels.
+A batch *level* is one `jax.vmap` around the use, outermost first. An argument that has
+a level's axis has it in front, in the order of the levels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A level of `jax.vmap` merged into an axis of the op, so that a kernel runs once."""
+"""Merges a level of `jax.vmap` into an axis of the op, so that a kernel runs once."""
 
 from __future__ import annotations
 

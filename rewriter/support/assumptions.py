@@ -1,4 +1,4 @@
-"""What a user may assert of values that is not proved, and what depends on it.
+"""What a user may assert of values without proof, and what depends on it.
 
 Without `assume=` a site that depends on one of these is left as written.
 """

@@ -1,4 +1,4 @@
-"""A path and its content in, a file out: written whole or not at all."""
+"""Writes a file whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A folder in, its only writer out: what is read, changed and replaced loses nothing.
+"""Locks a folder for one writer, so that a read, change and replace loses no data.
 
 The lock is the operating system's, on the folder itself: no file stays behind, and a
-writer that is killed gives it back.
+writer that is killed releases it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How dtypes and ranks are promoted in code of ours, whatever a user's code obeys."""
+"""Fixes how dtypes and ranks are promoted inside the engine, whatever the user sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A path in, the text of a regular file out: it never waits, and reads only so much."""
+"""Reads a regular file as text: it never waits, and reads a limited number of bytes."""
 
 from __future__ import annotations
 

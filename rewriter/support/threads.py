@@ -1,7 +1,7 @@
-"""Jobs in, results out: threads with the settings of the one that asks.
+"""Runs jobs in threads that have the settings of the calling thread.
 
-What an interrupted thread began is stopped at the next `check_stop`; a compilation is
-left behind in its thread, which does not keep the process from ending.
+Work of an interrupted thread stops at the next `check_stop`. A compilation is left
+behind in its thread, which does not keep the process from ending.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Uses of ops in, a row for each implementation out: time, rate, error, or why not."""
+"""Benchmarks ops: a row for each implementation, with time, rate, error, or why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A use of an op in, the same computed by other libraries out, where installed.
+"""Computes a use of an op with other libraries, where they are installed.
 
 Nothing here runs unless ``--peers`` asks for it, and a library that is missing is a
 line in the table.

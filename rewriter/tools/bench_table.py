@@ -1,4 +1,4 @@
-"""What implementations of ops took in, a table out: text, JSON, points of a plot."""
+"""Formats benchmark results as a table: text, JSON, points of a plot."""
 
 from __future__ import annotations
 

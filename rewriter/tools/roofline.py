@@ -1,4 +1,4 @@
-"""Work and time in, rates out: how near they come to what the device can do."""
+"""Computes rates from work and time: how near they come to the device's peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program and its rewritten form in, the sites whose numbers differ out."""
+"""Finds the sites of a rewritten program whose numbers differ from the original."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two functions of the same arguments in, where they differ by more than rounding out.
+"""Finds where two functions of the same arguments differ by more than rounding.
 
-Both are compiled once, and run on the arguments given and on probes made from them.
+Both are compiled once, and run on the user's arguments and on probes made from them.
 """
 
 from __future__ import annotations

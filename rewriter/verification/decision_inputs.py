@@ -1,7 +1,7 @@
-"""A program in, the inputs out that decide something: that comparisons read.
+"""Finds the inputs of a program that its comparisons read.
 
-Masks, positions, lengths and thresholds are such inputs; what a bit of them changes is
-not of the size of a rounding.
+Such inputs are masks, positions, lengths and thresholds. Changing one bit of them may
+change the result by more than a rounding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Results as written and rewritten in, what differs by more than rounding out.
+"""Judges whether rewritten results differ from the original by more than rounding.
 
-Each row, which is what lies along the last axis, is judged by itself. Allowed is what
-the dtype's rounding explains: of the row's own size, or what the row as written moves
-if its arguments move by a rounding, or its distance from a run in float64. That run
-counts only where it is near: where a fill of -1e9 absorbs a score in float32 and not in
+Each row along the last axis is judged by itself. The allowed difference is the largest
+of three: the dtype's rounding of the row's own size; the change of the original row if
+its arguments change by a rounding; its distance from a run in float64. That run counts
+only where it is near. Where a fill of -1e9 absorbs a score in float32 and not in
 float64, the program in its own types is what the user wrote. Entries must be NaN and
 infinite where they were.
 """

@@ -1,8 +1,8 @@
-"""A program and its arguments in, arguments out that show where programs differ.
+"""Makes arguments that show where two programs differ.
 
-Each probe changes one argument, or all floats, and keeps shapes and dtypes: values that
-are equal, zero, huge, tiny, infinite or not numbers, masks that are all true or false,
-and the ends of integer types. Equal arguments give equal probes.
+Each probe changes one argument, or all floats, and keeps shapes and dtypes. Probes hold
+equal values, zeros, huge, tiny, infinite and NaN values, masks that are all true or all
+false, and the ends of integer types. Equal arguments give equal probes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A program in, the coarsest rounding on the way to each of its results out.
+"""Finds the coarsest rounding on the way to each result of a program.
 
-A result in float32 that was computed in bfloat16 is as exact as bfloat16 is. Bits that
-only a comparison read, as positions of a mask, round nothing that comes out of it.
+A float32 result that was computed in bfloat16 is as exact as bfloat16. Bits that only a
+comparison reads, such as positions of a mask, do not round what comes out of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Graph values to normal forms: one rule per primitive.
+"""Turns graph values into normal forms: one rule per primitive.
 
-Values are evaluated from the result towards the inputs, at given index
-arguments, so that layout primitives only rewrite arguments. What has no rule is
-a leaf named after its value number.
+Values are evaluated from the result towards the inputs, at given index arguments.
+So layout primitives only rewrite arguments. A value without a rule is a leaf, named
+after its value number.
 """
 
 from __future__ import annotations

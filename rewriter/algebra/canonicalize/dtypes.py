@@ -1,4 +1,4 @@
-"""Kinds of dtypes and what casts keep."""
+"""Kinds of dtypes, and which casts keep values."""
 
 from __future__ import annotations
 

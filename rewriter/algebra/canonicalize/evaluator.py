@@ -1,4 +1,4 @@
-"""Normal forms of graph values, from the result towards the leaves."""
+"""Evaluates graph values as normal forms, from the result towards the leaves."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Gathers of whole pages by a table of their numbers, as a leaf of their own.
+"""Gathers of whole pages by a table of page numbers: each is a leaf of its own.
 
-``pages[table]`` is one value however it is spelled: by indexing, `jax.numpy.take`, a
-vmapped `lax.dynamic_index_in_dim`, of a table with other axes. Its leaf is named after
-the array, the axis of its pages and the table, and has the axes of both.
+``pages[table]`` has many spellings: indexing, `jax.numpy.take`, a vmapped
+`lax.dynamic_index_in_dim`, a table with other axes. All of them give one leaf. The leaf
+is named after the array, the axis of pages and the table, and has the axes of both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a form may be infinite: by a fill of its own, or inside an array."""
+"""Tells where a form may be infinite: by its own fill, or inside an array."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The least and the greatest value of the integers in an array, as far as it is known.
+"""Bounds of the integers in an array, as far as they are known.
 
-A law of whole numbers holds for machine integers only where no step wraps around. That
-is proved from these bounds: those of the dtype, or narrower ones that equations such as
-`clamp`, `rem` and `iota` give.
+A law of whole numbers holds for machine integers only where no step wraps around.
+These bounds prove that. They are those of the dtype, or narrower ones that equations
+such as `clamp`, `rem` and `iota` imply.
 """
 
 from __future__ import annotations

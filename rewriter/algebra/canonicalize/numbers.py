@@ -1,4 +1,4 @@
-"""Choices among a few numbers, computed by the machine's rules in each case."""
+"""Choices among a few numbers, each computed by the machine's rounding rules."""
 
 from __future__ import annotations
 

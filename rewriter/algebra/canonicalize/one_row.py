@@ -1,9 +1,9 @@
 """Rows of arrays at positions known only when the program runs.
 
-A step of decoding takes its row of a causal mask: by `lax.dynamic_slice`, by indexing,
-per sequence under `jax.vmap`. Where the position is only compared with others, the row
-is what those comparisons are at the start that JAX reads from, which is moved inside
-the array or answered by a fill.
+A decode step takes one row of a causal mask: by `lax.dynamic_slice`, by indexing, or
+per sequence under `jax.vmap`. Where the position is only compared with other numbers,
+the row's form is those comparisons, at the start that JAX reads from. JAX moves a start
+out of range inside the array, or answers it by a fill.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Which values around an op are taken apart, and which are taken as they are.
+"""Decides which values around an op are analysed, and which stay opaque.
 
 An op's operands are made of *side values*: masks, biases, scales, positions, anything
-that does not depend on what the op computes. A side value is the program's own array,
-as computed by its own equations, unless its form is exact in the machine's numbers and
-says something that an op can use:
+that does not depend on what the op computes. A side value stays the program's own
+array, computed by the program's own equations. It is analysed only if its form is exact
+in the machine's numbers and says something that an op can use:
 
     position   whole numbers made of `iota`, whose bounds show that no step wraps around
                or is rounded
-    choice     one of a few numbers, by booleans, such as a mask or its fill
-    masked     an array that is chosen, or a large fill instead
+    choice     one of a few numbers, selected by booleans, such as a mask or its fill
+    masked     an array where a mask keeps it, a large fill elsewhere
     slope      a position times a number or an array, as ALiBi adds it
 
 So a stable softmax stays stable, and a comparison of floats compares those floats.

@@ -1,4 +1,4 @@
-"""Which primitives a region looks through, and how far."""
+"""Which primitives a region may contain, and how deep the search follows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sums of exponentials are known to be."""
+"""Facts about sums of exponentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What forms are made of: types, budgets and the errors of growing beyond them."""
+"""Types of normal forms, their size budgets, and the errors for exceeding them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sums over parts of a range, as one sum over the range.
+"""Joins sums over parts of a range into one sum over the range.
 
-What one body is over a longer range is guessed from a part of it, and taken only if
-it gives back every part.
+The body over the longer range is guessed from one part. It is accepted only if it gives
+back every part.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     y = shard_map(site) h …    … read h          →    y, k = shard_map(site) h …
     d = shard_map(backward) h …   t = add p d    →    t = shard_map(backward, add) h … p
 
-So each device adds up its parts, which are split as the site's operand is, and the
-addition is beside the site, in the same body, where `fuse_residual_adds` finds it.
+Each device then adds its own parts, which are split like the site's operand. The
+addition stands beside the site, in the same body, where `fuse_residual_adds` finds it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""A rewritten program in; out, with checkpoints whose policies keep nothing of ours.
+"""Keeps a checkpoint's policy from saving names that the rewriter added.
 
     checkpoint[policy = any names but "scores"]
         a, l = attention q k v   named rewriter.attention
 
-Sites name what they keep, so that a policy may ask for it. One that keeps every name
-but some would keep that too, which the program as written does not even have. So a
-policy decides of names of ours only if it tells them from names that nobody gave.
+Sites name the values they can save, so that a policy may ask for them. A policy that
+saves every name but some would save these too, though the program as written does not
+have them. So a policy decides about our names only if it treats them differently from
+names that nobody uses.
 """
 
 from __future__ import annotations

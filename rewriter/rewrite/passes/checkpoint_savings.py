@@ -1,16 +1,16 @@
-"""A program and bytes in; out, with what its checkpoints compute again kept in those.
+"""Saves results that checkpoints would compute again, within a budget of bytes.
 
     forward                       gradients, in a checkpoint
     a = attention q k v           a, l = attention q k v;   … backward … a, l
     a, l = attention q k v   →    is given a, l;            … backward … a, l
 
 `jax.checkpoint` trades time for memory, and takes all that it may. Where kernels left
-memory free, some of it buys time back: what took most operations for its bytes is
-handed to the checkpoint, which still computes the rest again. That it is the same value
-is known by its equation, which is the forward's, of operands that are the same.
+memory free, this pass trades some of it back for time: the results that took most
+operations per byte are passed to the checkpoint, which still computes the rest again.
+Each is the same value, since its equation and its operands are those of the forward.
 
-Kept values are stacked where the forward is a loop and its gradients are in another
-one. `recompute` is what decides of programs without checkpoints.
+Saved values are stacked where the forward is a loop and its gradients are in another
+one. Programs without checkpoints are the task of `recompute`.
 """
 
 from __future__ import annotations

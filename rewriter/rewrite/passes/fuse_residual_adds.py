@@ -4,15 +4,15 @@
     y = site h …       … read h          →    y, k = site h …;  … read k
     d = backward h …   t = add_any p d   →    t = backward h … p
 
-The first two are for kernels that `adds_to` their operand, where h is read on; see
-`residual_stream`. Values are those of the program as it was, but that t is
-rounded once. In the second, k is h, and only the gradients of that program gain: what
-JAX would add up by itself gets to the kernel. So it is not done to sites whose
+The first two are for kernels that `adds_to` their operand, where h is read elsewhere;
+see `residual_stream`. Values stay those of the program as it was, except that t is
+rounded once. In the second, k equals h, and only gradients gain: the addition that JAX
+would make by itself moves into the kernel. So it is not applied to sites whose
 gradients are in the program, which have residuals.
 
-That the sites are right was proved before; what is done here to the program holds by
-what an addition is. Which additions count is said in `fusable_adds`, and how they get
-to sites that each device computes a part of in `adds_into_shards`.
+The sites were proved before. This pass only uses that addition is what it is.
+`fusable_adds` says which additions count, and `adds_into_shards` moves them to sites
+that run inside a `shard_map`.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
 
 A cache of [b, n, s, h] is transposed in front of a site whose op has [b, s, n, h]. XLA
 cannot look into a kernel, and would copy all of the cache at each step. A kernel that
-`swaps` is told, transposes the operand back, which XLA cancels, and reads the cache as
-it lies. Told wrongly it would compute the same, with a copy the other way: so only what
-the body is given, perhaps updated in place, counts as lying in memory.
+`swaps` gets the order as a parameter, and transposes the operand back. XLA cancels the
+two transposes, and the kernel reads the cache as it lies in memory. A wrong order would
+give the same numbers, with a copy the other way. So only inputs of the body count as
+lying in memory, perhaps after an update in place.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""A rewritten program in; out, with less stacked by its loops for their gradients.
+"""Computes cheap values again in backward loops, so that forward loops stack less.
 
     forward loop                           backward loop
     g = x·w   s = silu g   h = s · u       reads g, s, u, h
     stacks g, s, u, h                  →   stacks g, u, and s and h are computed again
 
-Differentiation lets a loop stack every value that the loop of its gradients reads, and
-XLA, which would compute a cheap one again where it is read, does not look across two
-loops. So it is decided here which values are stacked: those of a minimum cut between
-what is given or costs much, such as products, and what the gradients read, where an
-edge through a value is as wide as its bytes. What is behind the cut is computed again
-by the same equations, in the loop that reads it.
+Differentiation makes a loop stack every value that the loop of its gradients reads. XLA
+would compute a cheap value again where it is read, but does not look across two loops.
+So this pass decides which values are stacked: those of a minimum cut. On one side are
+inputs and expensive values, such as products; on the other, what the gradients read. An
+edge through a value is as wide as its bytes. Values behind the cut are computed again
+by the same equations, in the loop that reads them.
 
 Source: reverse mode with values computed again is Griewank's and Walther's (Algorithm
-799, 2000); that the least to be kept is a minimum cut, PyTorch's AOTAutograd shows.
+799, 2000); PyTorch's AOTAutograd shows that the fewest saved bytes are a minimum cut.
 """
 
 from __future__ import annotations
