@@ -1,4 +1,4 @@
-"""Where each op of the package is: its name, and its folder below ``rewriter.kernels``.
+"""The index of ops: each op's name, and its folder below ``rewriter.kernels``.
 
 An op is loaded when its name is first looked up. A new op is one line here.
 """

@@ -1,4 +1,4 @@
-"""Where each pattern of the package is: its module, its attribute, and what it finds.
+"""The index of patterns: each one's module, its attribute, and what it finds.
 
 A pattern is loaded when its name is first looked up. A new pattern is one entry here.
 The order is the one in which patterns are tried.

@@ -1,4 +1,4 @@
-"""Named groups of patterns, and which patterns a configuration puts in force."""
+"""Named sets of patterns, and which patterns a configuration enables."""
 
 from __future__ import annotations
 

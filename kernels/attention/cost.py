@@ -1,4 +1,4 @@
-"""The work of attention, by the keys that each query sees."""
+"""Counts the work of attention by the keys that each query sees."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Attention by cuDNN, through `jax.nn.dot_product_attention`.
 
-cuDNN is fast on recent NVIDIA GPUs, for 16-bit operands, the masks it knows by name,
-lengths of keys, and tables that are added or hide. Tables are given in whole rows, with
-large numbers for infinities; queries that see no key are put right afterwards.
+cuDNN is fast on recent NVIDIA GPUs. It supports 16-bit operands, the masks that it
+knows by name, lengths of keys, and arrays of biases or masks. These arrays are passed
+in whole rows, with large numbers for infinities. Queries that see no key are corrected
+afterwards.
 
-JAX does not promise that its call stays what it is, so that it cannot be part of an
-exported program; and it can only be traced where cuDNN is installed.
+JAX does not promise that its call stays the same, so it cannot be part of an exported
+program. It can only be traced where cuDNN is installed.
 """
 
 from __future__ import annotations

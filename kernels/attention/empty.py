@@ -1,11 +1,13 @@
-"""Rows that see no key and average: which do, and what they pass back to scores.
+"""Rows that see no key and average the values: which they are, and their gradients.
 
-A program that hides keys by a number added to their scores, not by a choice, gives the
-mean of all values in a row without keys, as that number takes all digits of the scores
-(in float32 any beyond -1e9 does). Its gradient still passes: with all weights 1 / s,
-ds = (dp - delta) / s for every key, and since dp is a product of v with the result's
-cotangent u, ds = u (v - mean)ᵀ / s. What comes of it needs no scores at all: dq is u
-times a matrix [e, h] of v and k, dk is v - mean times one of u and q.
+Some programs hide keys by a large negative number added to their scores, not by a
+choice. Such a program gives the mean of all values in a row without keys, as that
+number absorbs all digits of the scores (in float32 any beyond -1e9 does). Its gradient
+still
+passes: with all weights 1 / s, ds = (dp - delta) / s for every key. Since dp is a
+    product of v with the result's cotangent u, ds = u (v - mean)ᵀ / s. The products
+    with ds need no scores at all: dq is u times a matrix [e, h] of v and k; dk is v -
+    mean times one of u and q.
 """
 
 from __future__ import annotations

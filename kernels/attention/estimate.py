@@ -1,12 +1,12 @@
-"""How long attention takes by XLA, over blocks, by cuDNN, on Hopper: a model of each.
+"""Estimates the time of attention by XLA, over blocks, by cuDNN and on Hopper.
 
-XLA writes and reads the scores several times, all of them, whatever the mask. The loop
-over blocks does so in float32 within a few blocks, and leaves out most hidden ones.
-cuDNN and our kernel for Hopper GPUs multiply what is seen, heads of 64, 128 and 256
-equally fast within a tenth (``tests/bench/results/hopper_attention_h200.json``); cuDNN
-is compiled sooner, and so goes first. Heads of other widths it takes as if they were
-wider, ours with fewer zeros. The constants are those of an H200; what XLA takes on TPUs
-agrees with published rates of v5p, v6e and TPU7x within a factor of two.
+XLA writes and reads all scores several times, whatever the mask. The loop over blocks
+does so in float32 within a few blocks, and skips most hidden ones. cuDNN and our kernel
+for Hopper GPUs multiply only what is seen. Both are equally fast within a tenth for
+heads of 64, 128 and 256 (``tests/bench/results/hopper_attention_h200.json``); cuDNN is
+compiled sooner, and so goes first. cuDNN pads heads of other widths more than our
+kernel does. The constants are those of an H200. XLA's estimates on TPUs agree with
+published rates of v5p, v6e and TPU7x within a factor of two.
 
 b, t, n, h                          model and measured; ms
 4 4096 16 128 full bf16   forward   cudnn  0.9  0.8   memory_bounded 7.4  6.7

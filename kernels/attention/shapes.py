@@ -1,4 +1,4 @@
-"""Uses of attention that are measured, by the name of the set."""
+"""Uses of attention to measure, by the name of the set."""
 
 from __future__ import annotations
 

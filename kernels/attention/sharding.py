@@ -1,6 +1,6 @@
-"""How attention is spread over devices: batch, heads, and queries by position.
+"""How attention is split over devices: batch, heads, and queries by position.
 
-Keys that are split as queries are gathered, or go around a ring.
+Keys that are split like queries are gathered, or go around a ring.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of a gated linear unit: its matrix products."""
+"""Counts the work of a gated linear unit: its matrix products."""
 
 from __future__ import annotations
 

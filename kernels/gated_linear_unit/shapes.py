@@ -1,4 +1,4 @@
-"""Uses of a gated linear unit that are measured, by the name of the set."""
+"""Uses of a gated linear unit to measure, by the name of the set."""
 
 from __future__ import annotations
 

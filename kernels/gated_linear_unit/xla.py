@@ -1,8 +1,8 @@
 """A gated linear unit that holds both branches for one block of rows only.
 
 The usual form writes both branches, [rows, f] each, and automatic
-differentiation keeps them for the backward pass. This one walks over blocks
-of rows, keeps nothing, and computes the branches again going back: two more
+differentiation keeps them for the backward pass. This one loops over blocks
+of rows, keeps nothing, and computes the branches again in the backward pass: two more
 contractions for 2·rows·f fewer numbers in memory.
 """
 

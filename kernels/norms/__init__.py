@@ -1,1 +1,1 @@
-"""Layer norm and RMS norm: kernels of rows that both share."""
+"""Layer norm and RMS norm, and the kernels over rows that both share."""

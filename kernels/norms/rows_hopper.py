@@ -1,6 +1,6 @@
-"""Norms of rows on Hopper GPUs: what the kernel takes, and both passes.
+"""Norms of rows on Hopper GPUs: what the kernel supports, and both passes.
 
-Pallas takes half a second to import, so that the kernels themselves are imported where
+Pallas takes half a second to import, so the kernels themselves are imported where
 they are first traced.
 """
 

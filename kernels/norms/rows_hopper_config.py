@@ -1,4 +1,4 @@
-"""Teams of warpgroups that norms of rows on a Hopper GPU are tuned by: what fits."""
+"""Configs of norms of rows on Hopper: teams of warpgroups, and which of them fit."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 """Norms of rows and their gradients on a Hopper GPU, each in one pass over memory.
 
 The warpgroups of a block form teams. A team takes steps of a few whole rows, one after
-the other, as a ring of shared memory is filled with them. The columns of a row are
-spread over all lanes of the team, which adds up what each lane has once a row's sum is
-needed. Rows are read again from shared memory for each sum that needs the one before,
-so that registers hold what is summed over rows alone: the cotangents of scale and bias.
-The teams of a block add those up at the end, and XLA those of all blocks.
+the other, as they are copied into a ring of shared memory. The columns of a row are
+spread over all lanes of the team; the team adds the lanes' partial sums when it needs a
+row's sum. Rows are read again from shared memory for each sum that needs the one
+before. So registers hold only sums over rows: the cotangents of scale and bias. The
+teams of a block add those up at the end, and XLA those of all blocks.
 
-The gradients read the statistics off the rows again: nothing is saved for them.
+The gradients compute the statistics from the rows again: nothing is saved for them.
 
-An addend is streamed like the rows. To x it is added each time that x is read from
-shared memory, and rounded as XLA would round the sum, which is a result too; to x's
-cotangent it is added before that is rounded.
+An addend is streamed like the rows. It is added to x each time that x is read from
+shared memory, and rounded as XLA would round the sum, which is a result too. It is
+added to x's cotangent before that is rounded.
 """
 
 from __future__ import annotations

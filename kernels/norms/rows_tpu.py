@@ -1,6 +1,6 @@
-"""Norms of rows on TPUs: what the kernel takes, its config, what of it fits.
+"""Norms of rows on TPUs: what the kernel supports, its config, and what fits.
 
-Pallas takes half a second to import, so that the kernels themselves are imported where
+Pallas takes half a second to import, so the kernels themselves are imported where
 they are first traced.
 """
 

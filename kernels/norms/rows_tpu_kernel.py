@@ -1,9 +1,9 @@
 """Norms of rows and their gradients on a TPU, each in one pass over memory.
 
-A block holds whole rows. Of it some rows are taken at a time, and `WIDTH` columns
-of those, so that all that is computed stays in registers; the columns are read again
-from VMEM for each sum that needs the one before. The gradients read the statistics off
-the rows again, so that nothing is saved for them.
+A block holds whole rows. The kernel computes a few rows and `WIDTH` columns of them at
+a time, so that all of it stays in registers. The columns are read again from VMEM for
+each sum that needs the one before. The gradients compute the statistics from the rows
+again, so that nothing is saved for them.
 """
 
 from __future__ import annotations

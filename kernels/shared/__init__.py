@@ -1,1 +1,1 @@
-"""What kernels of several ops share: Pallas on each chip, tiles, activations."""
+"""Code that kernels of several ops share: Pallas on each chip, tiles, activations."""

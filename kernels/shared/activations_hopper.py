@@ -1,4 +1,4 @@
-"""Activations in what Mosaic GPU has, by name; and those that it lacks."""
+"""Activations by name, in Mosaic GPU operations; missing operations are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations in what the compiler for TPUs has, by name; and those that it lacks."""
+"""Activations by name, in Mosaic TPU operations; missing operations are replaced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tiles of gated linear units on Hopper: a use in, what is worth running it with out.
+"""Tiles of gated linear units on Hopper that are worth trying for one use.
 
-The columns of a tile are those of both branches, one half each, so that a tile takes
-the shared memory and registers of a product of as many columns.
+The columns of a tile are those of both branches, one half each. So a tile takes the
+shared memory and registers of a product of as many columns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hopper GPUs (compute capability 9.0): which those are, and what an SM has."""
+"""Hopper GPUs (compute capability 9.0): their names, and the resources of an SM."""
 
 from __future__ import annotations
 

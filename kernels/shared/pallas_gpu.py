@@ -1,4 +1,4 @@
-"""What kernels need of Pallas Mosaic GPU, alike in every supported version of jax.
+"""Wrappers of Pallas Mosaic GPU that hide differences between versions of jax.
 
 One function per need, one comment per difference between versions (0.10.2, 0.11.2,
 0.12).

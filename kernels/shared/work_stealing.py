@@ -1,11 +1,11 @@
-"""Blocks of threads on a GPU that take the next tile when they are done with one.
+"""A work queue of tiles on a GPU: a block of threads takes the next when it is done.
 
-A number in global memory says how many tiles are taken. The warpgroup that copies
-claims a tile as soon as the one before it is copied, while that one is computed, and
-tells the others. Each block begins with the tile of its own number. So blocks whose
-tiles are light, or whose memory is near, take more of them, and all of them stay close
-together in the line of tiles, which keeps what they share in the cache. What a tile
-holds does not depend on who computes it.
+A counter in global memory says how many tiles are taken. The warpgroup that copies
+claims the next tile as soon as the one before it is copied, while that one is computed,
+and broadcasts its number. Each block begins with the tile of its own number. So blocks
+with light tiles, or near memory, take more of them. All blocks stay close together in
+the queue, which keeps shared data in the cache. A tile's result does not depend on who
+computes it.
 """
 
 from __future__ import annotations

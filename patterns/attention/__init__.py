@@ -1,1 +1,1 @@
-"""Attention, also to keys in pages and over blocks of keys."""
+"""Attention, also with keys in pages and over blocks of keys."""

@@ -1,4 +1,4 @@
-"""Attention over blocks of keys: results that several products or steps add up to.
+"""Attention over blocks of keys: an online softmax in several products or loop steps.
 
 Looks like products of weights and values that are added, or made by the steps of a
            loop, and then divided by the sum of all weights, as in an online softmax.

@@ -1,4 +1,4 @@
-"""What a softmax gives for a row whose keys are all masked, read off the program.
+"""Finds what a program's softmax gives for a row whose keys are all masked.
 
 The region is run on one such row with abstract values: a constant, the same at
 every key; scores, finite and different; or unknown. Spellings differ here (NaN,

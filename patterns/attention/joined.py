@@ -1,10 +1,11 @@
-"""Attention over keys in several arrays, as one over all of them.
+"""Joins attention over keys in several arrays into attention over all of them.
 
     Σ_i w1(i) v1(i) / D + Σ_j w2(j) v2(j) / D,   D = Σ_i w1(i) + Σ_j w2(j)
 
-is one quotient of two sums, over the first keys and the others behind them, if w1 and
-w2 are one function of the arrays that they read. So attention over two caches, merged
-by the largest scores and the sums of weights of both, is attention over both.
+is one quotient of two sums, over the first keys and then the second ones. This holds if
+w1 and w2 are the same function of the arrays that they read. So attention over two
+caches is attention over both, if it is merged by the largest scores and the sums of
+weights of both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts of a softmax read off a form: weights, total, scores, values."""
+"""Reads the parts of a softmax off a form: weights, total, scores, values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which activation a form is, of one of several arguments."""
+"""Recognises the activation that a form applies to one of several arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An equation in, the products below it out: where a gate may meet its branch."""
+"""Finds the products below an equation, where a gate may meet its branch."""
 
 from __future__ import annotations
 

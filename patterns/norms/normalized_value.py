@@ -1,8 +1,8 @@
-"""What a root normalises: the value whose squares are summed, and results below.
+"""Finds the value that a root normalises: its squares are summed under the root.
 
-Looks like a value that everything under the root is computed from alone, of which
-           the form under the root is a sum of squares, perhaps centred. Nothing
-           else is asked of how it is written.
+Looks like a value that everything under the root is computed from alone, and whose
+           squares, perhaps centred, the form under the root sums. Its spelling
+           does not matter.
 """
 
 from __future__ import annotations

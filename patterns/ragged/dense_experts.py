@@ -3,8 +3,8 @@
 Looks like a choice among E experts (top_k, argmax) that is combined with matrices
            of shape [E, ...]: every expert computed for every token and masked,
            tokens dispatched by one-hot contractions, or weights gathered per token.
-Never      a match: the program's own work is what it is asked to do, and the same
-           numbers with less work need another order of tokens.
+Never      a match: less work would need the tokens in another order, which the
+           program does not ask for.
 """
 
 from __future__ import annotations

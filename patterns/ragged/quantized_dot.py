@@ -1,4 +1,4 @@
-"""Quantised ragged dot: a ragged dot whose matrices are stored in 8 bits.
+"""Quantized ragged dot: a ragged dot whose matrices are stored in 8 bits.
 
 Formula    out[m, n] = Σ_k lhs[m, k] rhs[group(m), k, n] scale[group(m), n]
 Looks like a ragged dot of 8 bits, or below a cast of them and products.

@@ -1,8 +1,8 @@
-"""Quantised gated linear unit of experts: one whose matrices are stored in 8 bits.
+"""Quantized gated linear unit of experts: one whose matrices are stored in 8 bits.
 
 Formula    that of the unit, with matrices of stored numbers times scales of columns
 Looks like the unit, with 8-bit numbers above the matrices of its ragged dots.
-Must hold  what must for the unit, and for both of its quantised ragged dots.
+Must hold  the conditions of the unit, and of both quantized ragged dots.
 """
 
 from __future__ import annotations

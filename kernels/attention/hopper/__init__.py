@@ -1,7 +1,7 @@
-"""Attention on NVIDIA Hopper GPUs, in Pallas Mosaic GPU: what it takes, and the kernel.
+"""Attention on NVIDIA Hopper GPUs, in Pallas Mosaic GPU: what the kernel supports.
 
-Pallas takes half a second to import, so that the kernels themselves are imported where
-they are first traced.
+Pallas takes half a second to import, so the kernels themselves are imported where they
+are first traced.
 """
 
 from __future__ import annotations

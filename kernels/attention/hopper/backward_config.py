@@ -1,4 +1,4 @@
-"""What the Hopper kernels of gradients may be tuned by, and what fits into an SM."""
+"""Configs of the Hopper backward kernels, and which of them fit into an SM."""
 
 from __future__ import annotations
 

@@ -2,14 +2,17 @@
 
 With weights P = exp(scores - lse), dP = dO vᵀ and delta = sum(dO · out) over a row,
 dS = P · (dP - delta); then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k. One kernel has tiles
-of keys, goes over blocks of queries and keeps dk and dv in registers; its scores are
-transposed, so that weights are operands of tensor cores as they are. For wide heads its
-warpgroups share a tile, and each keeps one of the sums. Another has tiles of queries
-and goes over blocks of keys for dq. What else scores add to has kernels of its own: one
-has tiles of a table of biases, and goes over batch entries and heads that share it; two
-sum up dS, for biases of keys and for slopes. Over all keys of a query dS adds up to its
-sink's share, delta · exp(sink - lse), or to nothing: that is the cotangent of a bias of
-queries. No sums meet in memory: results are the same in every run. Source: Dao,
+of keys, loops over blocks of queries and keeps dk and dv in registers. Its scores are
+transposed, so that tensor cores take the weights as operands directly. For wide heads
+its warpgroups share a tile, and each keeps one of the sums. Another kernel has tiles of
+queries, and loops over blocks of keys for dq.
+
+Other addends of scores have kernels of their own. One has tiles of a table of biases,
+and loops over the batch entries and heads that share it. Two sum up dS, for biases of
+keys and for slopes. Over all keys of a query, dS adds up to its sink's share, delta ·
+exp(sink - lse), or to nothing: that is the cotangent of a bias of queries.
+
+No sums meet in memory: results are the same in every run. Source: Dao,
 "FlashAttention-2" (arXiv 2307.08691), section 3.1.2; Shah et al., "FlashAttention-3"
 (arXiv 2407.08608), section 3.
 """

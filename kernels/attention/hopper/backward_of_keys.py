@@ -1,4 +1,4 @@
-"""dk and dv of tiles of keys, in two ways, and what those add to dq: three kernels."""
+"""Three kernels for dk and dv by tiles of keys; one of them also adds to dq."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dq of tiles of queries: a kernel."""
+"""A kernel for dq by tiles of queries."""
 
 from __future__ import annotations
 

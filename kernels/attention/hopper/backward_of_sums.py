@@ -1,9 +1,9 @@
-"""How scores change, summed up: two kernels for what a key or a head adds to scores.
+"""Two kernels that sum dS for biases of keys and for slopes of heads.
 
 One sums up dS of each key over queries, for a bias that differs along keys alone; sums
 over heads and batch entries that share it are left to XLA. The other sums up dS times
-distances over the keys of each query, for slopes. What no one asks for is left out of a
-program, kernel and all.
+distances over the keys of each query, for slopes. A gradient that nobody asks for is
+left out of a program, kernel and all.
 """
 
 from __future__ import annotations

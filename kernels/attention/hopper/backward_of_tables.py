@@ -1,4 +1,4 @@
-"""The cotangent of a table of biases, summed over all that share it: a kernel."""
+"""A kernel for the cotangent of a table of biases, summed over all that share it."""
 
 from __future__ import annotations
 

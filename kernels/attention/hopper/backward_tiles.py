@@ -1,4 +1,4 @@
-"""What the kernels of gradients have in common: tiles that stay, blocks that pass."""
+"""Shared code of the backward kernels: resident tiles and streamed blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Segments and masks in, the blocks that each tile of rows meets out.
+"""Classifies blocks by segments and masks: skipped, whole or partly hidden.
 
-A block is left out of a tile if no row sees any of its columns, and is whole if all
+A block is skipped for a tile if no row sees any of its columns, and is whole if all
 rows see all of them. Both are computed before a kernel runs, as four integers a tile.
 """
 

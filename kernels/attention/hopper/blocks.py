@@ -1,6 +1,7 @@
-"""A tile of query rows in, the blocks of keys that it reads out: whole or in part.
+"""Finds the blocks of keys that a tile of query rows reads, whole or in part.
 
-Everything here is arithmetic on integers: plain ones in tests, scalars of a kernel.
+Everything here is arithmetic on integers: Python integers in tests, scalars in a
+kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the Hopper kernel may be tuned by, and what fits into an SM."""
+"""Configs of the Hopper kernel, and which of them fit into an SM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands in, what scores read beside q, k and v out: bytes of memory, registers."""
+"""Costs of the operands beside q, k and v: bytes of memory, and registers."""
 
 from __future__ import annotations
 

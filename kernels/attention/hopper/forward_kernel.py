@@ -1,10 +1,10 @@
-"""Attention on Hopper's tensor cores: warpgroups that multiply, one that copies.
+"""Attention on Hopper's tensor cores: warpgroups that multiply, and one that copies.
 
-A block of threads takes tiles of query rows, 64 for each computing warpgroup, one
-after the other. Its last warpgroup only copies: q of a tile, then blocks of k and v,
-as shared memory becomes free. The others keep a running softmax in registers, with
-exponentials to the base of two. Two things hide the exponentials: while a warpgroup
-weighs block j, its tensor cores multiply the weights of block j - 1 with v; and the
+A block of threads takes tiles of query rows, one after the other: 64 rows for each
+computing warpgroup. Its last warpgroup only copies: q of a tile, then blocks of k and
+v, as shared memory becomes free. The others keep a running softmax in registers, with
+exponentials to the base of two. Two things hide the exponentials. While a warpgroup
+weighs block j, its tensor cores multiply the weights of block j - 1 with v. And the
 warpgroups take turns, so that one multiplies while another weighs. Source: Shah et al.,
 "FlashAttention-3" (arXiv 2407.08608), sections 3.1 and 3.2.
 """

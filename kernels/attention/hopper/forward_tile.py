@@ -1,4 +1,4 @@
-"""A tile of query rows in, what a warpgroup computes of 64 of them out.
+"""What one warpgroup computes: 64 rows of a tile of queries.
 
 Scores of a block of keys become weights by a running softmax: see
 `rewriter.kernels.attention.hopper.forward_kernel`.

@@ -1,4 +1,4 @@
-"""The order in which tiles of rows are taken: heavy ones first, k, v in the cache."""
+"""The order of tiles: heavy ones first, and those that share k and v together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention needs of Pallas Mosaic GPU beyond what all kernels share.
+"""Wrappers of Pallas Mosaic GPU that only attention needs.
 
 One function per need, one comment per difference between versions.
 """

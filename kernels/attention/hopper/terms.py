@@ -1,11 +1,11 @@
-"""What changes scores beside positions: operands in, the parts that blocks read out.
+"""Operands that change scores beside positions: biases, masks, segments.
 
-Biases and masks come in three forms, by what they differ along: all of rows and
-columns, which are read in tiles; columns alone, which are a number a key; rows alone.
-Thin biases and masks of a form become one array, -inf where a mask hides; of a mask
-alone it is inf elsewhere, so that a minimum hides. Scores and all that is added to them
-are natural logarithms: a bias of the lowest float is then still one, as it is in the
-formula, and no infinity.
+Biases and masks come in three forms. One varies along rows and columns, and is read in
+tiles. One varies along columns alone: a number for each key. One varies along rows
+alone. Biases and masks of the last two forms become one array, which is -inf where a
+mask hides. A mask alone has inf elsewhere, so that a minimum hides. Scores and all that
+is added to them are natural logarithms. So a bias of the lowest float stays finite, as
+it is in the formula.
 """
 
 from __future__ import annotations

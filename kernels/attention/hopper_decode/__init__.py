@@ -1,7 +1,7 @@
-"""Few queries against many keys on Hopper GPUs: what it takes, and the kernel.
+"""Few queries against many keys on Hopper GPUs: what the kernel supports.
 
-Pallas takes half a second to import, so that the kernels themselves are imported where
-they are first traced.
+Pallas takes half a second to import, so the kernels themselves are imported where they
+are first traced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the decode kernel may be tuned by, and what fits into an SM."""
+"""Configs of the decode kernel, and which of them fit into an SM."""
 
 from __future__ import annotations
 

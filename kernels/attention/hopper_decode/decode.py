@@ -1,4 +1,4 @@
-"""Attention of few queries: operands made ready, pieces, and what they add up to."""
+"""Attention of few queries: prepares operands, runs pieces, and merges them."""
 
 from __future__ import annotations
 

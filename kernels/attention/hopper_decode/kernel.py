@@ -1,14 +1,14 @@
 """Few queries against many keys on Hopper's tensor cores, each key read once.
 
 The queries of all heads that share a key head are the rows of one product. All blocks
-of keys stand in a line (`line.Line`), of which each reader takes an even share: one of
-its warpgroups copies blocks into shared memory as that becomes free, also those of the
-next piece, the other keeps a running softmax in registers. What a piece gives is
-stored divided by its sum, beside its log-sum-exp; `merge` adds the pieces up. Keys lie
-in one array, or in pages that a table names; a mask of keys is copied beside them, a
-number for each. Sources: Dao et al., "Flash-Decoding for long-context inference"
-(2023); Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention" (2023); Osama et al., "Stream-K" (2023).
+of keys form one work queue (`work_split`), and each reader takes an even share. A
+reader has two warpgroups. One copies blocks into shared memory as that becomes free,
+also those of the next piece. The other keeps a running softmax in registers. The result
+of a piece is stored divided by its sum, beside its log-sum-exp; `merge` adds the pieces
+up. Keys lie in one array, or in pages that a table names. A mask of keys is copied
+beside them, a number for each. Sources: Dao et al., "Flash-Decoding for long-context
+inference" (2023); Kwon et al., "Efficient Memory Management for Large Language Model
+Serving with PagedAttention" (2023); Osama et al., "Stream-K" (2023).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pieces of results in, results out: weighted by their log-sum-exps, row by row."""
+"""Merges pieces of results, weighted by their log-sum-exps, row by row."""
 
 from __future__ import annotations
 

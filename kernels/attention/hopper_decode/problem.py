@@ -1,4 +1,4 @@
-"""One use of attention of few queries: its sizes, its mask, where keys lie."""
+"""One use of decode attention: its sizes, its mask, where keys lie."""
 
 from __future__ import annotations
 

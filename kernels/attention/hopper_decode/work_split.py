@@ -1,9 +1,9 @@
-"""Sequences' blocks of keys in, an even share of them for every reader out.
+"""Splits the blocks of keys of all sequences evenly among readers.
 
-The blocks that are read of all pairs of a sequence and a key head stand in a line. Each
-reader takes as many of them as any other, one after the other, so that lengths of all
-kinds are spread evenly. What it takes of one pair is a piece. A reader's number and a
-pair's only grow along the line, so that their sum numbers the pieces, and those of a
+The blocks to read, of all pairs of a sequence and a key head, form one line. Each
+reader takes equally many neighbouring blocks of it, so that sequences of any lengths
+are balanced. A reader's share of one pair is a piece. The numbers of readers and of
+pairs only grow along the line. So their sum numbers the pieces, and the pieces of a
 pair follow each other. Everything here is arithmetic on scalars of a kernel.
 """
 

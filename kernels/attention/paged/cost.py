@@ -1,4 +1,4 @@
-"""The work of paged attention: that of attention over all pages of the table."""
+"""Counts the work of paged attention: attention over all pages of the table."""
 
 from __future__ import annotations
 

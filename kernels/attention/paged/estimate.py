@@ -1,7 +1,7 @@
-"""How long paged attention takes: pages gathered and then read, or read where they lie.
+"""Estimates the time of paged attention, with pages gathered first or read in place.
 
 The constants are those of attention with few queries on an H200. XLA reads and writes
-all pages of the table, and then reads what it wrote; our kernel for Hopper GPUs took
+all pages of the table, and then reads what it wrote. Our kernel for Hopper GPUs took
 0.99 to 1.06 of its time for keys and values that lie in order, from 256 MiB on
 (``tests/bench/results/hopper_decode_h200.json``).
 """

@@ -1,4 +1,4 @@
-"""Paged attention as its formula: keys and values gathered, then attention."""
+"""Paged attention as its formula: gathers keys and values, then attends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uses of paged attention that are measured, by the name of the set."""
+"""Uses of paged attention to measure, by the name of the set."""
 
 from __future__ import annotations
 

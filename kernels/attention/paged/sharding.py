@@ -1,4 +1,4 @@
-"""How paged attention is spread over devices: sequences, and heads with their pages."""
+"""How paged attention is split over devices: sequences, and heads with their pages."""
 
 from __future__ import annotations
 

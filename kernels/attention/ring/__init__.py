@@ -1,10 +1,10 @@
-"""Ring attention: keys split over devices go around them, and are gathered nowhere.
+"""Ring attention: keys split over devices travel around a ring, and are never gathered.
 
-Every device keeps its queries, attends to one part of the keys at a time, and merges
-what that gives by its log-sum-exp, while the next part is under way. Parts that a
-window hides from a device cost it no time, those it hides from all are not sent.
-Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for
-Near-Infinite Context" (2023).
+Every device keeps its queries and attends to one part of the keys at a time. It merges
+the result by its log-sum-exp, while the next part is being sent. Parts that a window
+hides from a device cost it no time; parts hidden from all devices are not sent. Source:
+Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite
+Context" (2023).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queries that see no key of any device: what they give, and give back."""
+"""Queries that see no key on any device: their results and gradients."""
 
 from __future__ import annotations
 

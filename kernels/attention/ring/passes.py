@@ -1,7 +1,7 @@
-"""Queries and one part of the keys in, attention to all keys out: both passes.
+"""Forward and backward passes of ring attention on one device.
 
-These run on each device of a `jax.shard_map`. The keys of the next turn are under way
-while those of this one are attended to, and no more than these two are held at once.
+These run on each device of a `jax.shard_map`. The keys of the next turn are being sent
+while those of this turn are used, and no more than these two parts are held at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A window and the sizes of parts in, which parts of the keys devices see when out.
+"""Finds the turns in which devices see keys, from the window and sizes of parts.
 
-Devices stand in a ring, each with as many queries as keys. In the turn of a distance
-a device has the keys of the one that far before it; those of a device that stands
-behind it have come around the end.
+Devices stand in a ring, each with as many queries as keys. In turn d a device has the
+keys of the device d places before it. Keys of a device further along the sequence have
+come around the end.
 """
 
 from __future__ import annotations

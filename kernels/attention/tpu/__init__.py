@@ -1,6 +1,6 @@
-"""Attention on TPUs, in Pallas Mosaic TPU: what it takes, and the kernels.
+"""Attention on TPUs, in Pallas Mosaic TPU: what the kernels support.
 
-Pallas takes half a second to import, so that the kernels themselves are imported where
+Pallas takes half a second to import, so the kernels themselves are imported where
 they are first traced.
 """
 

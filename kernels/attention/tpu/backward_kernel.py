@@ -1,10 +1,11 @@
-"""The gradients of attention on a TPU: blocks of scores again, from what rows kept.
+"""The gradients of attention on a TPU: blocks of scores, computed again.
 
-Scores are turned, [keys, rows], so that what belongs to a row lies along lanes as it
-lies in memory, and of five products only the one for dq turns a block. One kernel
-computes all: it goes through blocks of queries as the forward does, while dk and dv of
-all keys stay in VMEM, through all query heads of a key head. Where VMEM has no room for
-them, two kernels do: seven products. Source: Dao, "FlashAttention-2" (2023).
+Scores are recomputed from the statistics that the forward saved for each row. They are
+transposed, [keys, rows], so that values of a row lie along lanes, as in memory. Of five
+products, only the one for dq transposes a block. One kernel computes all gradients. It
+loops over blocks of queries as the forward does, while dk and dv of all keys stay in
+VMEM, through all query heads of a key head. Where VMEM is too small for them, two
+kernels share the work: seven products. Source: Dao, "FlashAttention-2" (2023).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The gradient of a bias on a TPU: changes of scores, summed over the bias's axes of 1.
+"""The gradient of a bias on a TPU: dS, summed over the axes where the bias has size 1.
 
 It is a kernel of its own, so that programs that add a constant, such as a mask, leave
-it out. The axes that are summed come last in its grid.
+it out. The summed axes come last in its grid.
 """
 
 from __future__ import annotations

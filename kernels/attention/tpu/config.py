@@ -1,4 +1,4 @@
-"""Sizes of blocks on TPUs: what may be chosen, and what fits into VMEM."""
+"""Sizes of blocks on TPUs: the choices, and which of them fit into VMEM."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Few queries of many heads in, heads as further queries of fewer heads out.
+"""Stacks few queries of many heads as further queries of fewer heads.
 
-In decoding a head has one query or a few. Those of all heads are put below each other
-as queries of one head, whose keys are those of all key heads as they lie in memory,
-[s · heads, h]: a cache of keys is then read as it is, once, and not turned. A query
-sees the keys of its own head alone; the others' scores cost less than reading the keys.
+In decoding a head has one query or a few. The queries of all heads are stacked as
+queries of one head. Its keys are those of all key heads as they lie in memory,
+[s · heads, h]: a cache of keys is then read once, without a transpose. A query sees the
+keys of its own head alone; the others' scores cost less than reading the keys.
 
-Where that cannot be, the queries of a group of heads are put together.
+Where that is not possible, the queries of a group of heads are stacked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Operands of attention in, arrays and the blocks that a kernel reads of them out.
+"""Prepares the operands of attention: arrays, and the blocks that a kernel reads.
 
-q, k and v become [b, n, t, h], so that a block is queries by width: where what they
-come from does not do so already, XLA turns them. Other operands are not turned.
+q, k and v become [b, n, t, h], so that a block is queries by width. XLA transposes them
+unless they are already in that order. Other operands are not transposed.
 """
 
 from __future__ import annotations

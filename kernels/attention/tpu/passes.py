@@ -1,4 +1,4 @@
-"""The op's operands in, its result or cotangents out: around the TPU kernels."""
+"""Forward and backward passes around the TPU kernels."""
 
 from __future__ import annotations
 

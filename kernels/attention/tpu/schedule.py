@@ -1,9 +1,9 @@
-"""Which blocks of scores a kernel computes, in order: what is empty is left out.
+"""Lists the blocks of scores that a kernel computes, in order, without empty ones.
 
 Scores [t, s] are cut into blocks. A block that no query sees is not listed, so that a
 kernel neither fetches its keys nor takes a step for it. The list is an int32 table that
-the kernel's index maps read. Where all that hides keys is known while tracing it is a
-constant; else it is computed on the device, before the kernel.
+the kernel's index maps read. If all masks are known while tracing, the table is a
+constant. Otherwise it is computed on the device, before the kernel.
 """
 
 from __future__ import annotations

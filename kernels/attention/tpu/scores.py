@@ -1,8 +1,8 @@
-"""A block's product of queries and keys in, its scores out: scaled, bent, hidden.
+"""Turns a block's product of queries and keys into scores: scale, softcap, masks.
 
-Scores are [rows, keys], or turned, [keys, rows]. They are in base 2, multiplied with
-log2(e), since a TPU's exponential is one of base 2; but not where a bias is added, as
-multiples of large ones overflow.
+Scores are [rows, keys], or transposed, [keys, rows]. They are in base 2, multiplied
+with log2(e), since a TPU's exponential is one of base 2. With a bias they stay in base
+e, since a large bias times log2(e) overflows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A use of attention in, the sizes that the kernels see out: queries, keys, blocks."""
+"""Sizes of one use of attention as the kernels see them: queries, keys, blocks."""
 
 from __future__ import annotations
 

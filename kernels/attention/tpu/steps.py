@@ -1,4 +1,4 @@
-"""How many steps the kernels take, where values decide it."""
+"""How many steps the kernels take, where run-time values decide it."""
 
 from __future__ import annotations
 

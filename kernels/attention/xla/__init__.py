@@ -1,4 +1,4 @@
-"""Attention in memory that grows with t + s, in plain XLA: tiles and a running softmax.
+"""Attention in plain XLA, in memory that grows with t + s: tiles and a running softmax.
 
 Queries are taken in blocks of rows, keys in blocks of columns; a tile of
 scores exists only while it is used. The loops over key blocks run between

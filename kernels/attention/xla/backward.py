@@ -1,4 +1,4 @@
-"""The backward: scores are computed again, tile by tile, from the log-sum-exp."""
+"""The backward pass: computes scores again, tile by tile, from the log-sum-exp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How scores are cut into tiles, and which cuts are worth measuring."""
+"""Sizes of tiles of scores, and which of them are worth measuring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward: a running softmax over the tiles of each block of rows."""
+"""The forward pass: a running softmax over the tiles of each block of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps, blocks of rows and tiles of scores: what both passes walk over."""
+"""Steps, blocks of rows and tiles of scores that both passes loop over."""
 
 from __future__ import annotations
 

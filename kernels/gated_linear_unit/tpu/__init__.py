@@ -1,7 +1,7 @@
-"""The gated linear unit on TPUs, in Pallas Mosaic TPU: what it takes, and the op.
+"""The gated linear unit on TPUs, in Pallas Mosaic TPU: what the kernel supports.
 
-Pallas takes half a second to import, so that the kernels themselves are imported where
-they are first traced.
+Pallas takes half a second to import, so the kernels themselves are imported where they
+are first traced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the TPU kernel may be tuned by, and what of it fits into VMEM."""
+"""Configs of the TPU kernel, and which of them fit into VMEM."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Both branches of a gated linear unit in one pass over x, on a TPU.
 
-Each step multiplies a block of x by a block of either weight; with the last block of
-columns the branches are combined, or taken apart by the result's cotangent.
+Each step multiplies a block of x by a block of either weight. After the last block of
+columns the forward combines the branches. The backward computes both branches'
+cotangents from the result's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Uses of a layer norm that are measured, by the name of the set."""
+"""Uses of a layer norm to measure, by the name of the set."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ n = (x − mean)·r, r = (var + eps)^-½ and g the cotangent times scale:
     dx = r · (g − mean(g) − n · mean(g·n)),   dscale = Σ rows g₀·n,
     dbias = Σ rows g₀,   depsilon = −½ Σ g·n·r²
 
-Of rows far from 0 the mean is rounded, and that of n is no longer 0: what is left of
-it, times mean(g·n), is taken off too.
+In rows far from 0 the mean is rounded, so that the mean of n is not exactly 0. That
+remainder, times mean(g·n), is subtracted too.
 """
 
 from __future__ import annotations

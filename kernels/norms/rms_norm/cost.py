@@ -1,4 +1,4 @@
-"""The work of an RMS norm: a few operations a number, and the numbers themselves."""
+"""Counts the work of an RMS norm: a few operations per number, and the bytes."""
 
 from __future__ import annotations
 

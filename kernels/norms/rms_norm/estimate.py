@@ -1,11 +1,11 @@
-"""How long the norm takes by XLA and by the kernel: the bytes that it moves.
+"""Estimates the time of an RMS norm by XLA and by the kernel, from its bytes.
 
-Both are fused by XLA and were as fast on an H200 (``tests/bench/results/
+XLA fuses the norm, and both were as fast on an H200 (``tests/bench/results/
 tuned_h200.json``): 0.7 to 0.9 of the bandwidth forward. With gradients XLA took from
-0.8 to 1.2 of the kernel's time, in no order by shape, so that they count as equal.
+0.8 to 1.2 of the kernel's time, without a pattern by shape, so they count as equal.
 
-What an addition in front is worth to the kernel for Hopper GPUs, which `adds_to` x, is
-not in it; see `rewriter.choose.choose_sum`.
+The kernel for Hopper GPUs `adds_to` x. The gain from a fused addition is not included
+here; see `rewriter.choose.choose_sum`.
 """
 
 from __future__ import annotations

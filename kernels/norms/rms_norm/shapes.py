@@ -1,4 +1,4 @@
-"""Uses of an RMS norm that are measured, by the name of the set."""
+"""Uses of an RMS norm to measure, by the name of the set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of a ragged dot: one product of each row with its group's matrix."""
+"""Counts the work of a ragged dot: one product of each row with its group's matrix."""
 
 from __future__ import annotations
 

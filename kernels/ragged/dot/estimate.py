@@ -1,12 +1,11 @@
-"""How long a ragged dot takes: a model of the ways to compute it.
+"""Estimates the time of a ragged dot by each implementation.
 
-On a GPU XLA multiplies every row by every group's matrix; on a TPU, of which
-`rewriter.kernels.ragged.dot.tpu_estimate` tells, it has a kernel. A
-loop over the groups launches a few kernels for each. Tiles copy a matrix for each tile
-of rows. The kernel for Hopper GPUs reads each matrix and multiplies whole tiles. The
-constants are those of an H200 (``tests/bench/results/tuned_h200.json``,
-``ragged_h200.json``), which the model meets within a fifth for 8 to 128 groups in
-bfloat16, but for the loop over few rows:
+On a GPU XLA multiplies every row by every group's matrix. On a TPU it has a kernel of
+its own: see `rewriter.kernels.ragged.dot.tpu_estimate`. A loop over the groups launches
+a few kernels for each. Tiles copy a matrix for each tile of rows. The kernel for Hopper
+GPUs reads each matrix and multiplies whole tiles. The constants are those of an H200
+(``tests/bench/results/tuned_h200.json``, ``ragged_h200.json``). The model is within a
+fifth of them for 8 to 128 groups in bfloat16, except for the loop over few rows:
 
 m, k, n, g               XLA           loop          tiles         hopper   (model,
 8192 4096 4096 16        5.5  5.0      1.0  1.0      1.9  1.9      0.4  0.4  measured;

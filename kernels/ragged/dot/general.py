@@ -1,8 +1,8 @@
 """Ragged dot by whole groups, for the transformations that JAX's own lacks.
 
 `jax.lax.ragged_dot_general` has no second derivatives in one of its modes and
-batches over leading axes alone. This form takes every transformation; its
-work grows with the number of groups, so it serves derivatives and odd batch
+batches over leading axes alone. This form supports every transformation. Its
+work grows with the number of groups, so it serves derivatives and unusual batch
 axes only.
 """
 

@@ -1,4 +1,4 @@
-"""A use of a ragged dot in, the products that its passes compute out."""
+"""The matrix products that the passes of a ragged dot compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group sizes in, each group's range of rows out."""
+"""Computes each group's range of rows from group sizes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A function or kernel of rows that begin at the top in; of rows from anywhere out.
+"""Lets a kernel whose rows begin at the top run on rows that begin anywhere.
 
-A device with some of the groups has all rows, of which those of its groups begin at
-`first_row`. Most kernels want them at the top: they are moved there and their results
-back, inside of each pass, so that no moved rows are kept for gradients.
+A device with some of the groups has all rows; those of its groups begin at `first_row`.
+Most kernels want them at the top. So the rows are moved there and the results back,
+inside each pass, and no moved rows are kept for gradients.
 """
 
 from __future__ import annotations

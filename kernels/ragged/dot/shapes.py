@@ -1,4 +1,4 @@
-"""Uses of a ragged dot that are measured, by the name of the set."""
+"""Uses of a ragged dot to measure, by the name of the set."""
 
 from __future__ import annotations
 

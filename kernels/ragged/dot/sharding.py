@@ -1,7 +1,7 @@
-"""How ragged dots are spread over devices: rows, columns, groups, what is summed over.
+"""How ragged dots are split over devices: rows, columns, groups, the summed axis.
 
 A device with some of the groups computes their rows and leaves the others zero; the
-devices' results are summed. So experts can be spread without moving rows.
+devices' results are summed. So experts can be split without moving rows.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 XLA's own lowering on a GPU multiplies every row by every group's matrix; a loop over
 the groups launches a few kernels for each. Here the rows of each group are laid into
-tiles of equal size, the last one filled up with zeros: at most m / rows + g tiles. A
-tile's matrix is that of its group, and all tiles are multiplied at once, or in parts
-so that the copies of the matrices stay within bounds.
+tiles of equal size, and the last tile is padded with zeros: at most m / rows + g tiles.
+A tile's matrix is that of its group. All tiles are multiplied at once, or in parts so
+that the copies of the matrices stay within bounds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How long a ragged dot takes on a TPU: by XLA's own kernel, and by ours.
+"""Estimates the time of a ragged dot on a TPU by XLA's own kernel and by ours.
 
-Shares of the peak, by the compiler's own simulation (libtpu 0.0.50, bfloat16, m k n
+Shares of the peak come from the compiler's simulation (libtpu 0.0.50, bfloat16, m k n
 4096 4096 2048, groups of 1024 rows). XLA's are those of the tiles that the compiler
-chooses for its own kernel, as tiles of ours: 128 4096 256 and 128 3968 128 up to v5p,
-256 4096 1024 and 256 4096 256 from v6e on. Ours of rows by matrices are recorded in
-``tests/bench/results/tpu_experts_cycles.json``:
+chooses for its own kernel, run as tiles of ours: 128 4096 256 and 128 3968 128 up to
+v5p, 256 4096 1024 and 256 4096 256 from v6e on. Ours of rows by matrices are recorded
+in ``tests/bench/results/tpu_experts_cycles.json``:
 
                      v5e          v5p          v6e
                      XLA   ours   XLA   ours   XLA   ours
@@ -12,10 +12,10 @@ rows by matrices     0.72  0.95   0.86  0.96   0.78  0.85
 of groups            0.38  0.83   0.48  0.82   0.38  0.64
 
 XLA copies transposed matrices before it multiplies by them, at about the bandwidth of
-the memory. On v5p that form was published to be fast all the same (301 of 459 TFLOP/s,
-where Pallas kernels took 209 and less), so that no copy counts there, and both
-multiply rows as fast. For v4 and 7x, which the compiler does not simulate, shares are
-those of v5p and v6e.
+the memory. On v5p that form was published to be fast all the same: 301 of 459 TFLOP/s,
+where Pallas kernels took 209 and less. So no copy counts there, and both multiply rows
+as fast. The compiler does not simulate v4 and 7x; their shares are those of v5p and
+v6e.
 """
 
 from __future__ import annotations

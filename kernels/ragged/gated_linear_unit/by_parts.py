@@ -1,6 +1,6 @@
 """The gated linear unit of experts by ragged dots: all of it, or its gradients.
 
-Both branches are kept for the gradients, as a program keeps them that is written so.
+Both branches are kept for the gradients, as in a program written without this op.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of the gated linear unit of experts: that of its ragged dots."""
+"""Counts the work of the gated linear unit of experts: that of its ragged dots."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""How long a gated linear unit of experts takes on a TPU: whole, and by its parts.
+"""Estimates the time of a gated linear unit of experts on a TPU: whole, and by parts.
 
-Shares of the peak, by the compiler's own simulation with groups that are known before
-(``tests/bench/results/tpu_experts_cycles.json``; libtpu 0.0.50, bfloat16, four groups,
-tiles of 512 rows), of the unit and of one ragged dot of ours:
+Shares of the peak come from the compiler's simulation with group sizes known at compile
+time (``tests/bench/results/tpu_experts_cycles.json``; libtpu 0.0.50, bfloat16, four
+groups, tiles of 512 rows). The first is the unit's, the second that of one ragged dot
+of ours:
 
 m k f              v5e            v5p            v6e
 4096 4096 2048     0.97   0.95    0.97   0.96    0.88   0.85
 4096 2048 1024     0.94   0.90    0.94           0.81   0.75
 
-The unit spares what joins the branches, which reads both from memory. On v5p ragged
-dots count as multiplied less fast than by the simulation, and so does the unit.
+The unit saves joining the branches, which reads both from memory. On v5p ragged dots
+count as slower than in the simulation, and so does the unit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The gated linear unit of experts on Hopper: both branches in one pass over the rows.
 
-Pallas takes half a second to import, so that the kernel itself is imported where it is
+Pallas takes half a second to import, so the kernel itself is imported where it is
 first traced.
 """
 

@@ -1,7 +1,8 @@
-"""How long a gated linear unit of experts takes on a Hopper GPU: whole, and by parts.
+"""Estimates the time of a gated linear unit of experts on a Hopper GPU.
 
-Both multiply equally fast; what joins the branches reads them from memory. On an H200
-(``tests/bench/results/hopper_glu_h200.json``; model and measured, ms):
+Whole and by parts, products are equally fast; joining the branches by itself reads them
+from memory. On an H200 (``tests/bench/results/hopper_glu_h200.json``; model and
+measured, ms):
 
 m k f by g               whole         by parts
 8192 4096 14336 8        2.7  2.6      2.8  2.8

@@ -1,4 +1,4 @@
-"""Uses of a gated linear unit of experts that are measured, by the name of the set."""
+"""Uses of a gated linear unit of experts to measure, by the name of the set."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How gated linear units of experts are spread over devices: as their ragged dots.
+"""How gated linear units of experts are split over devices: like their ragged dots.
 
-Rows, columns and groups may be split. What is summed may not: the activation is of the
+Rows, columns and groups may be split. The summed axis may not: the activation needs the
 whole sum. Nor may columns where both branches are in one matrix.
 """
 

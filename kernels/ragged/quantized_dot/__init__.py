@@ -1,4 +1,4 @@
-"""Quantized ragged dot: each group of rows times its matrix of 8 bits, scaled."""
+"""Quantized ragged dot: each group of rows times its scaled 8-bit matrix."""
 
 from __future__ import annotations
 

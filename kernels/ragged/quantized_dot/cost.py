@@ -1,4 +1,4 @@
-"""The work of a ragged dot of quantised matrices: their bytes are what is stored."""
+"""Counts the work of a ragged dot of quantized matrices, with their stored bytes."""
 
 from __future__ import annotations
 

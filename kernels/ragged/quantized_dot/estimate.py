@@ -1,7 +1,8 @@
-"""How long a ragged dot of quantised matrices takes, and one of dequantised ones.
+"""Estimates the time of a ragged dot of quantized matrices, fused or dequantized first.
 
-The latter reads all matrices in 8 bits and writes them in 16, of groups without rows
-too, and is then an ordinary ragged dot. Ours reads those of groups with rows, once.
+The latter reads all matrices in 8 bits and writes them in 16, even those of groups
+without rows. It is then an ordinary ragged dot. Our kernel reads only matrices of
+groups with rows, once.
 """
 
 from __future__ import annotations

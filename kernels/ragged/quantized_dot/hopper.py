@@ -1,6 +1,6 @@
-"""Ragged dots of quantised matrices on Hopper: they are widened in shared memory.
+"""Ragged dots of quantized matrices on Hopper, which widens them in shared memory.
 
-Pallas takes half a second to import, so that the kernel itself is imported where it is
+Pallas takes half a second to import, so the kernel itself is imported where it is
 first traced.
 """
 

@@ -1,4 +1,4 @@
-"""Ragged dot of dequantised matrices: 8 bits, times a scale for each column."""
+"""Ragged dot of dequantized matrices: 8 bits, times a scale for each column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uses of a ragged dot of quantised matrices that are measured, by name of the set."""
+"""Uses of a ragged dot of quantized matrices to measure, by the name of the set."""
 
 from __future__ import annotations
 

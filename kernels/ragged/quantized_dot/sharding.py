@@ -1,6 +1,6 @@
-"""How ragged dots of quantised matrices are spread over devices: as ragged dots are.
+"""How ragged dots of quantized matrices are split over devices: like ragged dots.
 
-The scale of a column is the same for every part of what is summed.
+The scale of a column is the same for every part of the sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Quantized gated linear unit of experts: that of 8-bit matrices, scaled."""
+"""Quantized gated linear unit of experts: the unit with scaled 8-bit matrices."""
 
 from __future__ import annotations
 

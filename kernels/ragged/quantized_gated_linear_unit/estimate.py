@@ -1,4 +1,4 @@
-"""How long a quantised unit of experts takes: in one pass, or dequantised before."""
+"""Estimates the time of a quantized unit of experts: fused, or dequantized first."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Units of experts of quantised matrices on Hopper: both branches in one pass.
+"""Units of experts with quantized matrices on Hopper: both branches in one pass.
 
-Pallas takes half a second to import, so that the kernel itself is imported where it is
+Pallas takes half a second to import, so the kernel itself is imported where it is
 first traced.
 """
 

@@ -1,4 +1,4 @@
-"""The gated linear unit of experts by dequantised matrices: 8 bits, times scales."""
+"""The gated linear unit of experts with dequantized matrices: 8 bits, times scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uses of quantised units of experts that are measured, by the name of the set."""
+"""Uses of quantized units of experts to measure, by the name of the set."""
 
 from __future__ import annotations
 

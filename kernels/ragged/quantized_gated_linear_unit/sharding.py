@@ -1,4 +1,4 @@
-"""How quantised units of experts are spread over devices: as those of 16 bits are."""
+"""How quantized units of experts are split over devices: like those of 16 bits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Paged attention on Hopper GPUs: the decode kernel, which reads pages where they lie.
+"""Paged attention on Hopper GPUs: the decode kernel, which reads pages in place.
 
-Pallas takes half a second to import, so that the kernel itself is imported where it is
+Pallas takes half a second to import, so the kernel itself is imported where it is
 first traced.
 """
 

@@ -1,6 +1,6 @@
-"""Paged attention on TPUs, in Pallas Mosaic TPU: what it takes, and the kernel.
+"""Paged attention on TPUs, in Pallas Mosaic TPU: what the kernel supports.
 
-Pallas takes half a second to import, so that the kernel itself is imported where it is
+Pallas takes half a second to import, so the kernel itself is imported where it is
 first traced.
 """
 

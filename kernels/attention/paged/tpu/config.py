@@ -1,4 +1,4 @@
-"""How many pages a step reads: what may be chosen, and what fits into VMEM and SMEM."""
+"""Configs of the paged TPU kernel: how many pages a step reads, and what fits."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Paged attention on a TPU: each step reads some pages of one sequence where they lie.
+"""Paged attention on a TPU: each step reads some pages of one sequence in place.
 
-The queries of all heads are rows of one block, and the keys of all heads on the pages
-of a step are its columns, as they lie in memory: each is read once. A row sees the
-columns of its own head; the others' scores take less time than reading the keys. A
-running softmax goes over the steps of a sequence, and sequences without a page left
-take no step. Sources: Kwon et al., "Efficient Memory Management for Large Language
-Model Serving with PagedAttention" (2023); Dao et al., "FlashAttention" (2022).
+The queries of all heads are rows of one block. The keys of all heads on the pages of a
+step are its columns, as they lie in memory: each is read once. A row sees the columns
+of its own head; the others' scores take less time than reading the keys. A running
+softmax goes over the steps of a sequence, and sequences without a page left take no
+step.
+Sources: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (2023); Dao et al., "FlashAttention" (2022).
 """
 
 from __future__ import annotations

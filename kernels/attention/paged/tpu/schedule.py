@@ -1,4 +1,4 @@
-"""Lengths, windows and a table in, steps out: which pages each sequence reads."""
+"""Lists the steps of the paged TPU kernel: which pages each sequence reads."""
 
 from __future__ import annotations
 

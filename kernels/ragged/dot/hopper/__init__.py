@@ -1,6 +1,6 @@
-"""Ragged dot on NVIDIA Hopper GPUs, in Pallas Mosaic GPU: what it takes, and the op.
+"""Ragged dot on NVIDIA Hopper GPUs, in Pallas Mosaic GPU: what the kernels support.
 
-Pallas takes half a second to import, so that the kernels themselves are imported where
+Pallas takes half a second to import, so the kernels themselves are imported where
 they are first traced.
 """
 

@@ -1,6 +1,6 @@
-"""What rows are multiplied by: where it lies in shared memory, and in the sums.
+"""The matrices that rows are multiplied by: their place in shared memory and in sums.
 
-One matrix per group makes one branch. Those of several lie side by side in a tile, so
+One matrix per group makes one branch. Several branches lie side by side in a tile, so
 that one product of a tile of rows computes all: a gated linear unit has two.
 """
 

@@ -1,9 +1,10 @@
 """One product per group, summed over its rows, on Hopper's tensor cores.
 
 A tile of the result is summed over a group's rows, `STEP` at a time from the group's
-first row on. What is left of them in the last step is copied by powers of two, and
-rows that are zero between and after it, from beyond the end of the arrays. So nothing
-is masked, and rows of other groups are never read. Work is shared as in `by_rows`.
+first row on. The remaining rows of the last step are copied in pieces whose sizes are
+powers of two. The gaps between them are filled with zero rows, read from beyond the end
+of the arrays. So nothing is masked, and rows of other groups are never read. Work is
+shared as in `by_rows`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Rows times their group's matrix, on Hopper's tensor cores.
 
 A block of threads takes tiles of the result, one after the other. Its last warpgroup
-only copies: `STEP` columns of the tile's rows and the matrix's rows that they meet, as
-shared memory becomes free, also for the tile after this one. The two others multiply.
-A warpgroup without rows of the group lets its parts pass.
+only copies: `STEP` columns of the tile's rows, and the matrix's rows that they meet. It
+copies as shared memory becomes free, also for the next tile. The two others multiply.
+A warpgroup without rows of the group skips its parts.
 
-Rows may be multiplied by several matrices of their group in one pass, and their
-products be combined before they are stored, as for a gated linear unit.
+Rows may be multiplied by several matrices of their group in one pass. Their products
+may be combined before they are stored, as for a gated linear unit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the Hopper kernels may be tuned by, what fits into an SM, what they take."""
+"""Configs of the Hopper kernels, which fit into an SM, and what the kernels support."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Matrices of 8 bits in global memory, of 16 in shared memory.
+"""Widens matrices of 8 bits in global memory to 16 bits in shared memory.
 
-They are copied as they are. Each of the warpgroups that multiply widens what it will
-multiply itself, a step's part at a time, while tensor cores still work on the one
-before: out of the copy, through its registers, into one of two places that only it
-reads. So no warpgroup waits for another one. A scale for each column commutes with the
-sum, and is applied to the sums at last.
+The matrices are copied as they are. Each multiplying warpgroup widens its own part, one
+step at a time, while tensor cores still work on the step before. It reads the copy into
+registers and writes to one of two buffers that only it reads. So no warpgroup waits for
+another one. A scale for each column commutes with the sum, and is applied to the
+finished sums.
 """
 
 from __future__ import annotations

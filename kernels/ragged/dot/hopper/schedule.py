@@ -1,7 +1,7 @@
-"""Group sizes in, tiles out: which rows, of which group, in which order.
+"""Lists tiles from group sizes: which rows, of which group, in which order.
 
 Tiles begin where their group does, so that only a group's last tile has rows to
-spare. Rows of no group are a group of their own, of which nothing is multiplied.
+spare. Rows of no group form a group of their own, whose tiles are not multiplied.
 """
 
 from __future__ import annotations

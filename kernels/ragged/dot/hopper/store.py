@@ -1,4 +1,4 @@
-"""Blocks in registers in, rows of an array in global memory out, and no row more."""
+"""Stores blocks from registers to rows in global memory, and no row more."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One product per group of rows, on a TPU: the gradient of matrices.
 
 For each block of the result, tiles of rows follow one another. The sums of a group are
-stored with its last tile. Of a tile that groups share, only the chunks that have rows
-of the group are multiplied, the other rows as zeros.
+stored with its last tile. In a tile that several groups share, only chunks with rows of
+the group are multiplied; other rows count as zeros.
 """
 
 from __future__ import annotations

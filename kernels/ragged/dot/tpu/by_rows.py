@@ -1,9 +1,9 @@
 """Rows times their group's matrix, or matrices, on a TPU.
 
-The result's columns are in blocks; for each, tiles of rows follow one another, and the
-sum over lhs's columns runs in each. A tile that is all one group's is multiplied at
-once. One that groups share is visited for each, and only the chunks that have rows of
-the group are multiplied.
+The result's columns are in blocks. For each block, tiles of rows follow one another,
+and the sum over lhs's columns runs in each. A tile of one group is multiplied at once.
+A tile that groups share is visited once for each, and only chunks with rows of the
+group are multiplied.
 """
 
 from __future__ import annotations

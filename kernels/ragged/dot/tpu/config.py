@@ -1,4 +1,4 @@
-"""What the TPU kernels may be tuned by, and what of it fits into VMEM and SMEM."""
+"""Configs of the TPU kernels, and which of them fit into VMEM and SMEM."""
 
 from __future__ import annotations
 

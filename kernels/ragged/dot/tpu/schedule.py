@@ -1,7 +1,7 @@
-"""Group sizes in, steps out: which tile of rows meets which group, in which order.
+"""Lists steps from group sizes: which tile of rows meets which group, in which order.
 
-Tiles lie on a fixed grid. One that several groups share is visited once for each, one
-visit after the other, so that it stays where it is.
+Tiles lie on a fixed grid. A tile that several groups share is visited once for each, in
+consecutive visits, so that it stays in VMEM.
 """
 
 from __future__ import annotations

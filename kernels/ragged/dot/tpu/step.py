@@ -1,4 +1,4 @@
-"""A step's numbers, as the bodies of the TPU kernels read them."""
+"""The numbers of a step, as the bodies of the TPU kernels read them."""
 
 from __future__ import annotations
 
