@@ -22,7 +22,7 @@ from rewriter.program.graph import Node
 from rewriter.support.verdict import Verdict
 
 TRIALS = 400
-"""Readings of one place that are tried."""
+"""The most readings to try at one place."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is looked for.
+    """A user's pattern, as the search needs it.
 
     Attributes:
         op: The op; its reference is the function.
         params: Names of the parameters.
-        checks: What must hold of a place.
+        checks: Checks that a place must pass.
     """
 
     op: Op
@@ -125,7 +125,7 @@ class Wanted:
         args = ev.indices(value)
         try:
             form = ev.poly(value, args)
-        except NeedSplit:  # a result in pieces; the search compares each
+        except NeedSplit:  # a result in pieces: the search compares each piece
             form = None
         except OverBudget:
             return
@@ -165,7 +165,7 @@ class Wanted:
 
 
 def _region(find: Finder, value: int) -> tuple[list[int], list[float]]:
-    """Values above a result, nearest first, and the numbers written there."""
+    """Values that a result is computed from, nearest first, and numbers among them."""
     g = find.graph
     seen, queue, numbers = [], [value], {}
     while queue and len(seen) < 60:

@@ -26,12 +26,12 @@ from rewriter.program.graph import Graph
 
 
 def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused | None]:
-    """Returns the op's shapes in a reading's code; and why it is not proved, if so.
+    """Returns the op's shapes in a reading's code, and why the proof fails, or None.
 
     Args:
         graph: The program.
-        op: What the reading says the region is.
-        reading: The region, and what was read off it.
+        op: The op that the reading claims.
+        reading: The region, with operands and parameters.
     """
     reading.algebra.work = 0
     try:
@@ -78,7 +78,7 @@ def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
 def replacement_forms(
     graph: Graph, op: Op, reading: Reading
 ) -> tuple[Spec, Callable[[tuple[Any, ...]], Any]]:
-    """The op's shapes, and index arguments to the form of the emitted code.
+    """The op's shapes, and a function from index arguments to the emitted code's form.
 
     The code, with the op's reference, is traced like any program, so that its
     operands' layout, the op and the result's layout are all part of the check.
@@ -117,10 +117,10 @@ def traced_forms(
 
     Args:
         graph: The code's graph.
-        reading: What it is code for; forms are made in its algebra.
-        names: What the code's inputs are called as leaves: the program's values.
-        known: What made the region's form. Booleans have the form that they have in it,
-            so that a mask read as it is equals what it was taken apart into.
+        reading: The reading that the code implements; forms are made in its algebra.
+        names: Leaf names of the code's inputs: the program's values.
+        known: The evaluator of the region's form. Booleans keep their form from it, so
+            that an opaque mask equals its analysed form.
     """
     top = graph.top
     inputs = [top.env[v] for v in top.jaxpr.invars]

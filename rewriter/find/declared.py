@@ -21,13 +21,13 @@ FAMILIES = (
     {"dot_general"}, {"abs"}, {"select_n", "max", "min", "clamp"}, {"reduce_sum"},
     {"div"}, {"mul"}, {"add", "sub"},
 )  # fmt: skip
-"""Primitives that may stand for each other, the rarest first: a search begins there."""
+"""Primitives that may replace each other, rarest first: a search begins there."""
 
 
 def parsed(
     fn: Any, label: str, dims: str, where: str
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The names of a function's operands, and axis letters by name, ``"out"`` too.
+    """A function's operand names, and axis letters by name, including ``"out"``.
 
     Raises:
         PatternError: If the letters are not those of the function's arguments.
@@ -72,16 +72,16 @@ def parsed(
 
 
 def checked(op: Op, fn: Any, holes: Iterable[str], where: str) -> frozenset[str]:
-    """Traces the function at small sizes; returns where its search begins.
+    """Traces the function at small sizes; returns the primitives where a search begins.
 
     Args:
-        op: The op that it is to be the reference of.
+        op: The op whose reference it becomes.
         fn: The function.
         holes: Names of its parameters.
         where: Its line.
 
     Raises:
-        PatternError: If it does not take such operands or gives another result.
+        PatternError: If it does not accept such operands, or returns another shape.
     """
     sizes: dict[str, Any] = {"...": (2, 3)}
     primes = iter((6, 10, 14, 22, 26, 34, 38, 46, 58, 62))
@@ -134,7 +134,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def letters(text: str) -> list[str]:
-    """The letters of axes that have one."""
+    """The axes' letters, without ``...``."""
     return [x for x in text.split() if x != "..."]
 
 
@@ -158,7 +158,7 @@ def bound_sizes(
     named: list[tuple[str, Any]] = list(zip(names, shape[lead:], strict=True))
     if "..." in words:
         named.append(("...", tuple(shape[:lead])))
-    for letter, n in named:  # a letter may be there twice
+    for letter, n in named:  # a letter may occur twice
         if out.setdefault(letter, n) != n:
             return
     yield out

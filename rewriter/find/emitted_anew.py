@@ -27,7 +27,7 @@ ALLOWED = {
     "log": "the logarithm of exponentials of the program's values, by `logaddexp`, or "
     "of one that the program computes: as exact as that",
 }
-"""By kind of atom, why code for it gives what the program computes."""
+"""By kind of atom, why emitted code computes the same as the program."""
 
 
 def require_own(reading: Reading) -> None:
@@ -82,7 +82,7 @@ def _atoms(alg: Algebra, operand: Operand) -> Iterator[int]:
             continue
         seen.add(atom)
         yield atom
-        if alg.kind(atom) == "log":  # of exponentials: what they are of
+        if alg.kind(atom) == "log":  # for exponentials: their arguments
             exponents = alg.exponents(alg.thaw(alg.defs[atom][1])) or ()
             stack += [a for p in exponents for a in _of_form(alg, p)]
         else:

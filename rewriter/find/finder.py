@@ -30,7 +30,7 @@ from rewriter.support.assumptions import ASSUMPTIONS
 
 
 class RegionEvaluator(Evaluator):
-    """An evaluator for a region that will be replaced at a place."""
+    """Evaluates a region whose replacement will stand at a place."""
 
     place: Place
 
@@ -39,10 +39,10 @@ class RegionEvaluator(Evaluator):
 class Finder:
     """The state of one search over one program.
 
-    With ``fast``, what attention gives for rows without keys may change. What is
-    ``assumed`` need not be proved, see `rewriter.support.assumptions`. Results of
-    gathers in ``gathers`` are taken as pages of what is gathered. ``pieces`` are values
-    that are leaves wherever they are met.
+    With ``fast``, attention's result in rows without keys may change. ``assumed`` names
+    facts that need no proof, see `rewriter.support.assumptions`. Gathers in ``gathers``
+    are read as pages of the gathered array. ``pieces`` are values that are always
+    leaves.
     """
 
     graph: Graph
@@ -72,14 +72,14 @@ class Finder:
         roots: Iterable[int] | None = None,
         **options: Any,
     ) -> RegionEvaluator:
-        """An evaluator whose leaves can be had where a value is computed.
+        """An evaluator whose leaves are available where a value is computed.
 
         Args:
             value: The value.
-            names: Values that are leaves, and their names.
+            names: Leaf values, and their names.
             inside: Contractions that are expanded.
-            roots: What the op computes first, such as its scores. What does not depend
-                on them is a side value. None: there are no side values.
+            roots: Values that the op computes first, such as scores. Any value that
+                does not depend on them is a side value. None: there are no side values.
             **options: More options of `Evaluator`.
         """
         node = self.graph.node_of(value)
@@ -102,7 +102,7 @@ class Finder:
         return ev
 
     def below(self, roots: frozenset[int], last: int) -> frozenset[int]:
-        """Values computed from others, those too, as far down as a last one.
+        """The roots and all values computed from them, up to a last one.
 
         Values are numbered in the order of the program.
         """
@@ -118,7 +118,7 @@ class Finder:
         return self.cache[key]
 
     def float_carries(self, results: Iterable[int]) -> frozenset[int]:
-        """What scans with some results hand from step to step, other than integers."""
+        """Non-integer carries of the scans that make the results."""
         found: set[int] = set()
         for node in map(self.graph.node_of, results):
             body, constants, carries, _ = _jax.scan_parts(node.eqn)
@@ -131,7 +131,7 @@ class Finder:
         return frozenset(floating)
 
     def _leaves_at(self, place: Place) -> dict[int, int]:
-        """Values that are leaves wherever they are met: layers of a stack, pieces."""
+        """Values that are always leaves at a place: layers of a stack, pieces."""
         key = id(place.scope)
         if key not in self._names:
             here = (v for v in self._layers if v in place.defined)
@@ -139,11 +139,11 @@ class Finder:
         return self._names[key]
 
     def at_pieces(self, pieces: frozenset[int]) -> Finder:
-        """The same search, in which some values are leaves wherever they are met."""
+        """The same search, with more values that are always leaves."""
         return dataclasses.replace(self, pieces=pieces, _names={})
 
     def layout_leaves(self, ev: RegionEvaluator, *values: int) -> set[int]:
-        """Leaves under values when only layout and scale are looked through."""
+        """Leaves of an evaluation that looks through layout and scale only."""
         names = self._leaves_at(ev.place)
         probe = RegionEvaluator(
             self.graph,
@@ -161,7 +161,7 @@ class Finder:
         return probe.leaf_values
 
     def number(self, value: int) -> float | None:
-        """The number a value is at every position, if it is one."""
+        """The number that a value holds at every position, or None."""
         return self._numbers.number(value)
 
     def local(self, node: Node) -> bool:
@@ -169,7 +169,7 @@ class Finder:
         return is_local(node)
 
     def least(self, value: int) -> float:
-        """What a whole number is at least, as the step of a loop around; or -inf."""
+        """A lower bound of an integer, such as a loop counter; or -inf."""
         node = self.graph.node_of(value)
         entered = (s for s in self.loops if value in s.env.values())
         scope = node.scope if node is not None else next(entered, None)
@@ -191,7 +191,7 @@ class Finder:
 
     @functools.cached_property
     def steps(self) -> frozenset[int]:
-        """Values that scans take out of arrays, one at each step."""
+        """Values that scans slice from arrays, one at each step."""
         found: set[int] = set()
         for scope, node in self.loops.items():
             body, constants, carries, _ = _jax.scan_parts(node.eqn)
@@ -213,7 +213,7 @@ class Finder:
             )
 
     def own_form(self, ev: RegionEvaluator, p: Poly, axes: Sequence[int]) -> Poly:
-        """A form whose choices are made by the program's own booleans."""
+        """A form whose choices use the program's own booleans."""
         alg, out = self.algebra, {}
         for (flag, mono), c in p.items():
             factors = [
@@ -227,16 +227,16 @@ class Finder:
         return out
 
     def own_flag(self, ev: RegionEvaluator, flag: int, axes: Iterable[int]) -> int:
-        """A boolean function as the program's own booleans, as far as it has them.
+        """A boolean function in terms of the program's own booleans, where possible.
 
         Args:
-            ev: What made the form.
+            ev: The evaluator of the form.
             flag: The boolean function.
             axes: The indices that the booleans may have.
 
         Returns:
-            The same function: of one value of the program, if one is equal to it or to
-            its negation, else of one in place of each literal.
+            The same function. It is one value of the program, if one equals it or its
+            negation. Otherwise each literal is replaced by a value of the program.
         """
         alg = self.algebra
 
@@ -261,7 +261,7 @@ class Finder:
         return alg.of_literals(flag, literals)
 
     def uncast(self, value: int) -> int:
-        """The value under lossless casts of floats."""
+        """The value below lossless float casts."""
         node = self.graph.node_of(value)
         while node is not None and (
             node.prim == "copy"
@@ -275,7 +275,7 @@ class Finder:
         return value
 
     def unscaled(self, value: int) -> int:
-        """The value under lossless casts, layout, products with numbers and zeros."""
+        """The value below lossless casts, layout, products with numbers and zeros."""
         for _ in range(12):
             value = self.uncast(value)
             node = self.graph.node_of(value)
@@ -298,7 +298,7 @@ class Finder:
         return value
 
     def loudest(self, value: int, limit: int = 60) -> float:
-        """The largest number that a value is computed with, infinity too."""
+        """The largest number in a value's computation, perhaps infinity."""
         found, seen, queue = 0.0, {value}, [value]
         while queue and len(seen) < limit:
             current = queue.pop(0)
@@ -316,7 +316,7 @@ class Finder:
         return found
 
     def barren(self, op: str, anchor: Node) -> bool:
-        """Whether equal surroundings held no match before; ask before evaluating."""
+        """Whether equal surroundings held no match before. Ask before evaluating."""
         key = (op, neighbourhood(self.graph, anchor))
         self._asked[op, anchor.outs[0]] = key
         return key in self._barren
@@ -340,9 +340,9 @@ class Finder:
             self.misses[key] = (anchor, refusal)
 
     def where(self, node: Node) -> str:
-        """The user's line of an equation; of the call around it, if it has none.
+        """The user's line of an equation, or of the call around it.
 
-        What a library calls under a `jax.jit` of its own knows no line but that call's.
+        Equations of a library's own `jax.jit` know only the line of that call.
         """
         scope, found = node.scope, _jax.source_of(node.eqn)
         while not found and scope.parent is not None:

@@ -29,7 +29,7 @@ log = logging.getLogger("rewriter.match")
 
 
 class Pattern(Protocol):
-    """What the search needs of a pattern."""
+    """The interface of a pattern."""
 
     name: str
     op: Op
@@ -51,7 +51,7 @@ class ReaderPattern:
         name: The pattern's name, which is its op's name too.
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
-        steps: What a path through every site takes, in order; see `sieve`.
+        steps: The steps of a path through every site, in order; see `sieve`.
     """
 
     name: str

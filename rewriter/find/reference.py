@@ -21,7 +21,7 @@ Operands = Mapping[str, jax.Array]
 
 
 def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
-    """An op's reference; from its trace, if operands like these came before."""
+    """Calls an op's reference, by a cached trace for operands of these shapes."""
     try:
         program = _reference_of(*_key(op, operands, params))
     except (TypeError, _HoldsArrays):
@@ -30,13 +30,13 @@ def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Arr
 
 
 def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
-    """The same, with gradients that are those of the reference, from their trace."""
+    """The same, differentiable: gradients use a cached trace of the reference's own."""
     try:
         found = _gradients_of(*_key(op, operands, params))
     except (TypeError, _HoldsArrays):
         return op.reference(**operands, **params)
     gradients = jaxpr_as_fun(found)
-    names = tuple(operands)  # its values are of a trace, which would be kept
+    names = tuple(operands)  # of a trace: not for a cache to hold
 
     def reference(*arrays: jax.Array) -> jax.Array:
         return referenced(op, dict(zip(names, arrays, strict=True)), params)
@@ -68,11 +68,11 @@ def gradient_function(
 
 
 class _HoldsArrays(Exception):
-    """A reference holds arrays of its own, which may be those of a trace around."""
+    """A reference closes over arrays, perhaps tracers of an outer trace."""
 
 
 def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a trace depends on; the last part decides what numbers are."""
+    """The cache key of a trace; the last part selects the default number types."""
     shapes = tuple((k, v.shape, v.dtype) for k, v in operands.items())
     return op, shapes, tuple(sorted(params.items())), jax.config.jax_enable_x64
 
@@ -85,7 +85,7 @@ def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
 
 @functools.lru_cache(maxsize=256)
 def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
-    """Of operands and a cotangent, the gradients of those operands that are floats."""
+    """A function of operands and a cotangent: the gradients of float operands."""
     (result,) = _reference_of(op, shapes, params, wide).out_avals
     code, structs = _code(op, shapes, params), _structs(shapes)
     moving = [k for k, x in enumerate(structs) if _is_float(x)]

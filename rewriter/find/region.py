@@ -30,7 +30,7 @@ class Place:
 
 
 class Regions:
-    """Walks over a graph, with what can be had at each place."""
+    """Walks over a graph, and which values are available at each place."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -59,7 +59,7 @@ class Regions:
                     self._collect(place, child, (*prefix, position))
 
     def usable(self, place: Place) -> Callable[[int], bool]:
-        """Whether a value can be had at a place: defined there, or recomputable."""
+        """Whether a value is available at a place: defined there, or recomputable."""
         return functools.partial(self._can_be_had, place)
 
     def _can_be_had(self, place: Place, value: int) -> bool:
@@ -101,11 +101,11 @@ class Regions:
     def dominators(
         self, values: list[int], through: Callable[[Node], bool], limit: int
     ) -> Iterator[tuple[int, frozenset[int]]]:
-        """Values that all the given ones are computed from alone, nearest first.
+        """Values from which alone all the given values are computed, nearest first.
 
-        With each one, the results of the contractions that were passed on the way.
-        Values are numbered in the order of the program, so that the walk goes
-        through the latest one known; when only that is left, it is a dominator.
+        Each comes with the results of the contractions passed on the way. Values are
+        numbered in program order, so the walk always expands the latest one known. When
+        only one value is left, it is a dominator.
         """
         seen = set(values) - self.graph.constants.keys()
         heap = [-v for v in seen]

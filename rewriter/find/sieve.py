@@ -26,10 +26,11 @@ class Step:
     """One step of a pattern's path.
 
     Attributes:
-        prims: Primitives that take the step.
-        through: What leads to the next step; every local equation by default.
-        joins: If not empty: another operand must have taken the first step, and
-            come through these equations only.
+        prims: Primitives that perform the step.
+        through: Primitives allowed on the way to the next step; any local one by
+            default.
+        joins: If not empty: another operand must have taken the first step, and passed
+            only these primitives since.
     """
 
     prims: frozenset[str]
@@ -38,7 +39,7 @@ class Step:
 
 
 def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
-    """The patterns of which a program may hold a site."""
+    """The patterns that may have a site in a program."""
     names = primitives(jaxpr)
     named = [
         p
@@ -74,7 +75,7 @@ def primitives(jaxpr: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class _Move:
-    """From one step to the next: bits, and the pattern that is complete then."""
+    """A transition between two steps, as bits, and the pattern that it completes."""
 
     before: int
     after: int
@@ -84,7 +85,7 @@ class _Move:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What an equation does: paths begun and kept, moves, and whether it has bodies."""
+    """A primitive's effect: paths begun and kept, moves, and whether it has bodies."""
 
     begun: int
     kept: int
@@ -93,7 +94,7 @@ class _Rule:
 
 
 Taken = tuple[int, frozenset[int]]
-"""The steps on the way to a value, and where its tracked paths began."""
+"""The steps taken on the way to a value, and where its tracked paths began."""
 
 NOTHING: Taken = (0, frozenset())
 PIECES = frozenset({"split", "slice", "dynamic_slice", "unstack"})
@@ -126,7 +127,7 @@ class _Sieve:
         for k, step in enumerate(steps):
             last = k == len(steps) - 1
             joins = 0
-            if step.joins:  # a path of its own from the first step
+            if step.joins:  # each first step begins a path of its own
                 joins, bit = bit, bit << 1
                 _mark(self.starts, steps[0].prims, joins)
                 _mark(self.kept, step.joins, joins)
@@ -145,7 +146,7 @@ class _Sieve:
         return bit
 
     def body(self, jaxpr: Any, taken: Sequence[Taken]) -> list[Taken]:
-        """What led to a body's results, given what led to its arguments."""
+        """The steps taken to a body's results, from those taken to its arguments."""
         key = (id(jaxpr.eqns), *taken)
         if key in self.memo:
             return self._again(*self.memo[key])
@@ -157,7 +158,7 @@ class _Sieve:
         return outs
 
     def _again(self, first: int, outs: Sequence[Taken]) -> list[Taken]:
-        """The results of another call of a body: paths that begin in it are others."""
+        """The results of another call of a body: its own paths begin anew."""
         fresh: dict[int, int] = collections.defaultdict(lambda: next(self.origins))
         return [
             (bits, frozenset(o if o < first else fresh[o] for o in origins))
@@ -168,7 +169,7 @@ class _Sieve:
         variable, rules, get = _jax.Var, self.rules, env.get
         for eqn in eqns:
             if not self.open:
-                return  # nothing is left to be found
+                return  # all patterns are possible already
             name = eqn.primitive.name
             rule = rules.get(name) or self._rule(name)
             taken = [t for a in eqn.invars if a.__class__ is variable and (t := get(a))]
@@ -178,9 +179,9 @@ class _Sieve:
                 self._step(eqn, env, rule, taken)
 
     def _rule(self, name: str) -> _Rule:
-        """What an equation does to paths; every primitive is asked for once.
+        """The effect of a primitive on paths; each primitive is analysed once.
 
-        A rounding that keeps all bits, as of what a checkpoint saves, is a copy.
+        A rounding that keeps all bits is a copy; checkpoints emit such roundings.
         """
         as_if = "copy" if name == "reduce_precision" else name
         self.rules[name] = _Rule(

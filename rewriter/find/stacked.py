@@ -23,7 +23,7 @@ def layers(graph: Graph) -> Iterator[int]:
     """Values that are one index of the leading axis of an input.
 
     Args:
-        graph: The program; what its loops are given, and constants, are inputs too.
+        graph: The program; inputs of its loops and constants count as inputs too.
     """
     for node in graph.nodes:
         if node.prim == "unstack":
@@ -36,7 +36,7 @@ def layers(graph: Graph) -> Iterator[int]:
 
 
 def _is_one(graph: Graph, part: Node, node: Node) -> bool:
-    """Whether an equation drops the leading axis of one index of an input."""
+    """Whether an equation drops the size-1 leading axis of a slice of an input."""
     if part.prim not in ("slice", "dynamic_slice", "split"):
         return False
     if part.prim == "dynamic_slice" and graph.scalar(part.ins[1]) is None:
@@ -53,7 +53,7 @@ def _is_one(graph: Graph, part: Node, node: Node) -> bool:
 
 
 def _given(graph: Graph, value: int) -> bool:
-    """Whether no equation makes a value, but for casts."""
+    """Whether a value is an input, perhaps cast."""
     node = graph.node_of(value)
     while node is not None and node.prim in _AROUND:
         node = graph.node_of(node.ins[0])
@@ -65,11 +65,10 @@ _BEFORE = _AROUND | {"reshape", "transpose", "squeeze", "expand_dims"}
 
 
 def pieces(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[int]:
-    """Pieces of leaves that a region reads without the rest.
+    """Pieces of leaves, where the region does not read the whole leaf.
 
-    As of one projection that is cut into queries, keys, values and what is no part of
-    attention: the gradient of the whole is no gradient of the region's, those of the
-    pieces are.
+    One projection may be cut into queries, keys, values and parts for other uses. Then
+    the gradient of the whole is not the region's own, but those of the pieces are.
 
     Args:
         graph: The program.
@@ -85,7 +84,7 @@ def pieces(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[
 
 
 def cuts(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[int]:
-    """Pieces of leaves that a region reads, the rest or not.
+    """Pieces of leaves that a region reads, whether or not it reads the rest.
 
     Args:
         graph: The program.
@@ -97,7 +96,7 @@ def cuts(graph: Graph, leaves: Collection[int], inner: Set[int]) -> frozenset[in
 
 
 def _cut(graph: Graph, leaf: int, inner: Set[int]) -> set[int]:
-    """Pieces of a value in a region; none if it is read whole too."""
+    """Pieces of a value in a region; none if the region also reads it whole."""
     found: set[int] = set()
     stack = [leaf]
     while stack:

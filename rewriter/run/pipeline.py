@@ -173,7 +173,7 @@ class _Clock:
 
 @contextlib.contextmanager
 def _paused_collection() -> Iterator[None]:
-    """Many small objects are made and none is garbage: collecting only costs time."""
+    """Pauses garbage collection: many small objects are made, and none is garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:

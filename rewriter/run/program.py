@@ -23,7 +23,7 @@ from rewriter.site.facts import Facts
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A program on its way through the passes, and what they found out.
+    """A program between two passes, with the facts that earlier passes found.
 
     Attributes:
         closed_jaxpr: The program as it is now.
@@ -32,18 +32,18 @@ class Program:
         patterns: The patterns that can occur in it.
         placement: Where its inputs are, if it runs on more than one device; or why
             that is not known.
-        folded: The layers that were left out, if many were equal.
+        folded: The equal layers that were left out, if any.
         regions: The graph and the walks over it.
-        found: What the patterns matched, and what they nearly matched.
-        matches: The matches that are kept of those.
+        found: Matches and near misses of the patterns.
+        matches: The matches that are still in use.
         facts: Each match with its gradients, shards and repeats.
         failures: What went wrong inside the rewriter, if anything.
         plan: The sites, and the splices that replace them.
         origins: Where the equations of the program come from.
-        pairs: Each kind of site as written and replaced, where they are compared.
-        kept: What checkpoints are given, and do not compute again.
-        offered: What more they could be given.
-        stacks: What loops stack for their gradients, where that is less than before.
+        pairs: Each kind of site as written and replaced, if the two are compared.
+        kept: Values saved for checkpoints, which they do not compute again.
+        offered: Further values that could be saved for them.
+        stacks: Stacked bytes of loops, where `recompute` made them fewer.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -99,8 +99,8 @@ class Pass:
         name: Its name, in ``REWRITER_LOG=+passes``, in reports and in
             ``rewriter.config(disable=...)``.
         run: ``run(program)`` gives the program after it.
-        when: Whether it runs on a program.
-        optional: Whether it may be disabled: the program is right without it.
+        when: Whether to run it on a program.
+        optional: Whether it may be disabled: the program is also correct without it.
     """
 
     name: str

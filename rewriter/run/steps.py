@@ -27,7 +27,7 @@ from rewriter.site.facts import Facts
 
 
 def leave_out_equal_layers(program: Program) -> Program:
-    """Leaves all but one of a run of equal layers out."""
+    """Removes all but one layer from each run of equal layers."""
     folded = fold(program.closed_jaxpr)
     if folded is None:
         return program
@@ -40,14 +40,14 @@ def make_graph(program: Program) -> Program:
 
 
 def find_sites(program: Program) -> Program:
-    """Finds the sites, each proved."""
+    """Finds the sites, and proves each one."""
     config = program.config
     found = search(program.walks, program.patterns, config.numerics, config.assume)
     return replace(program, found=found, matches=found.matches, failures=found.failures)
 
 
 def prefer_special_forms(program: Program) -> Program:
-    """Takes a special form of an op where one of its kernels is chosen."""
+    """Prefers a special form of an op where one of its kernels is chosen."""
     assert program.found is not None
     config = program.config
     matches = prefer_special_ops(program.found, config, target_of(config))
@@ -55,7 +55,7 @@ def prefer_special_forms(program: Program) -> Program:
 
 
 def choose_composites(program: Program) -> Program:
-    """Takes a composite op, or its parts."""
+    """Chooses between a composite op and its parts."""
     matches = with_composites(
         program.walks, program.matches, program.config, program.placement
     )
@@ -64,7 +64,7 @@ def choose_composites(program: Program) -> Program:
 
 
 def find_gradients(program: Program) -> Program:
-    """Finds the gradients that the program computes of each match."""
+    """Finds the gradients that the program computes for each match."""
     found = search_gradients(program.walks, program.matches)
     facts = tuple(
         Facts(match, backward, why)
@@ -77,7 +77,7 @@ def find_gradients(program: Program) -> Program:
 
 
 def split_over_devices(program: Program) -> Program:
-    """Says how each site is split over the devices of a mesh."""
+    """Finds how each site is split over the devices of a mesh."""
     matches = [f.match for f in program.facts]
     shards = located(program.walks, matches, program.placement)
     facts = (replace(f, shards=s) for f, s in zip(program.facts, shards, strict=True))
@@ -98,14 +98,14 @@ def remember_pairs(program: Program) -> Program:
 
 
 def replace_sites(program: Program) -> Program:
-    """Puts the sites into the program."""
+    """Replaces each match by its site."""
     made, origins = splicing.replace(program.walks, program.plan.splices)
     program.walks.graph.release()
     return replace(program, closed_jaxpr=made, origins=origins)
 
 
 def write_equal_layers(program: Program) -> Program:
-    """Writes the layers that were left out like the one that was rewritten."""
+    """Applies one layer's rewrite to the layers that were left out."""
     folded, made = program.folded, program.closed_jaxpr
     assert folded is not None
     if made is folded.short:
@@ -118,12 +118,12 @@ def write_equal_layers(program: Program) -> Program:
 
 
 def save_in_checkpoints(program: Program) -> Program:
-    """Keeps results that a checkpoint would compute again, if memory is granted."""
+    """Saves results that a checkpoint would compute again, within the memory budget."""
     memory = program.config.checkpoint_memory
     if isinstance(program.placement, str):
         memory = 0
     elif program.placement is not None:
-        # What XLA splits is not known here: each device is taken to keep all of it.
+        # How XLA splits values is not known here: count all of them on each device.
         memory //= math.prod(program.placement.sizes.values())
     made, kept = save(program.closed_jaxpr, memory)
     offered = unspent(made) if program.replaced else ()
@@ -141,11 +141,11 @@ def pass_transposed_operands(program: Program) -> Program:
 
 
 def keep_checkpoint_policies(program: Program) -> Program:
-    """Lets a checkpoint keep no more than the original's policy keeps."""
+    """Makes a checkpoint save no more than the original's policy saves."""
     return replace(program, closed_jaxpr=keep_policies(program.closed_jaxpr))
 
 
 def recompute_stacked_values(program: Program) -> Program:
-    """Computes again what loops would stack for their gradients, where it is cheap."""
+    """Computes cheap values again instead of stacking them for gradients."""
     made, stacks = recompute_stacked(program.closed_jaxpr)
     return replace(program, closed_jaxpr=made, stacks=stacks)

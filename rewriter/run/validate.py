@@ -10,16 +10,16 @@ from rewriter.run.program import Program
 
 
 def validate(name: str, before: Program, after: Program) -> None:
-    """Checks what a pass made of a program; nothing if the program is the same object.
+    """Checks a program after a pass, unless the pass returned the same object.
 
     Args:
         name: The pass.
-        before: The program in front of it.
-        after: The program behind it.
+        before: The program before it.
+        after: The program after it.
 
     Raises:
-        AssertionError: If the program is not well typed any more, or if it takes or
-            gives other types than the original; the pass is named.
+        AssertionError: If the program is no longer well typed, or its input or output
+            types changed. The message names the pass.
     """
     made, written = after.closed_jaxpr, before.original
     if made is before.closed_jaxpr:
