@@ -24,7 +24,7 @@ NO_GRADIENTS = (
     "it would pay, but has no jax.jvp, and this program holds no gradients; to be "
     "asked for where none is needed"
 )
-"""Why no ring is chosen by itself: the program may be differentiated in any mode."""
+"""Why no ring is chosen by default: the program may be differentiated in any mode."""
 
 
 def choose_ring(
@@ -37,7 +37,7 @@ def choose_ring(
     kept: int = 0,
     where: str = "",
 ) -> Choice | str:
-    """Returns the choice to pass operands around, or why they are gathered.
+    """Returns a choice that passes operands around, or why they are gathered.
 
     Args:
         ring: How they would be passed around.
@@ -46,12 +46,13 @@ def choose_ring(
         config: Forced kernels, numerics, measurements.
         kernels: The op's kernels, best first.
         device: Where it will run.
-        kept: How often gathered operands would be kept for gradients.
+        kept: How often gathered operands would be saved for gradients.
         where: The user's line, for errors.
 
     Raises:
-        KernelError: If it cannot be, and nothing else was asked for.
-        UnknownKernel: If the op has no kernel of a name that is asked for.
+        KernelError: If passing around is impossible, and the user asked for nothing
+            else.
+        UnknownKernel: If the user asked for a kernel that the op does not have.
     """
     forward, backward = _asked(spec, config)
     given = ring, spec, count, config, kernels, device
@@ -89,17 +90,17 @@ def by_parts(
     device: Device,
     others: bool = True,
 ) -> Implementation | str:
-    """Returns what computes each part, or why no kernel does.
+    """Returns the kernel for each part, or why there is none.
 
     Args:
         ring: How operands would be passed around.
         spec: What one device has.
         count: The number of devices in the ring.
-        config: Measurements, and the kernels asked for.
+        config: Measurements, and the kernels that the user asked for.
         kernels: The op's kernels, best first.
         device: Where it will run.
-        others: Whether any kernel will do, if those will not that are asked for, or
-            would be chosen.
+        others: Whether any other kernel may be used, if the requested or chosen ones
+            cannot.
     """
     verdict = ring.supports(spec, count)
     if not verdict.ok:
@@ -128,7 +129,7 @@ def by_parts(
 
 
 def _asked(spec: Spec, config: Config) -> tuple[Names, Names]:
-    """The names asked for for each pass; () for none."""
+    """The names that the user asked for, for each pass; () for none."""
     found = (f[1:] for f in config.implementation if f[0] == spec.op)
     return next(found, ((), ()))
 

@@ -18,7 +18,7 @@ from rewriter.site import fusable_adds, residual_stream, site
 
 
 def move_adds_into_shards(jaxpr: Any) -> Any:
-    """Returns a body, closed or not, with such additions where their sites are.
+    """Returns a body, closed or not, with such additions beside their sites.
 
     Args:
         jaxpr: The body; it is returned itself if there are none.
@@ -52,7 +52,7 @@ def _site_in(eqn: Any) -> Any:
 
 
 def _given(eqn: Any, its: Any) -> int | None:
-    """Which operand of a shard_map the site in it adds to, part by part."""
+    """The operand of a shard_map that its site adds to, if both are split alike."""
     inside = _jax.call_body(eqn)
     into, _, around = _jax.parts_of(eqn)
     x = its.invars[residual_stream.place_of_operand(its)]
@@ -150,7 +150,7 @@ def _pull_behind(body: Equations, i: int, eqn: Any, its: Any) -> None:
 
 
 def _returned(inside: Equations, own: Any) -> Any:
-    """What carries a value out of a body, if nothing else reads it; else None."""
+    """The result that carries a value out of a body, if nothing else reads it."""
     value = own
     while True:
         readers = inside.readers(value)
