@@ -25,15 +25,15 @@ class Cut:
 
     Attributes:
         regions: The walks over the program's graph.
-        known: By the id of a reading, its first match over pieces, and that ready to
-            be found again; None if there is none.
+        known: By the id of a reading, its first match over pieces and the template of
+            it; None if there is none.
     """
 
     regions: Regions
     known: dict[int, tuple[Match, Template] | None] = field(default_factory=dict)
 
     def up(self, match: Match) -> Match | None:
-        """The match over the pieces that it cuts out of what it reads."""
+        """The match over pieces of the arrays that it reads, or None."""
         key = id(match.reading)
         if key not in self.known:
             self.known[key] = self._first(match)
@@ -73,7 +73,7 @@ def _over(
     leaves: tuple[tuple[int, int], ...],
     inner: frozenset[int],
 ) -> Match | None:
-    """A match with another reading, if what that reads can be had."""
+    """A match with another reading, if its leaves are available."""
     if any(v not in match.place.defined for _, v in leaves):
         return None
     return dataclasses.replace(match, reading=reading, leaves=leaves, inner=inner)
