@@ -34,27 +34,27 @@ from rewriter.support.lock import only_writer
 VARIABLE = "REWRITER_CACHE_DIR"
 
 LOOKS, LOOK_S = 5, 0.02
-"""Where there are no locks: how often, and each after how many seconds about, it is
-looked whether what was written is still there. Others need some milliseconds to read,
-merge and write."""
+"""Without locks, a writer checks that its data is still there: LOOKS times, about
+LOOK_S seconds apart. Other processes need some milliseconds to read, merge and
+write."""
 
 SETTLED_NS = 2 * 10**9
-"""Nanoseconds after which a folder's stamp tells of a later change: some file systems
-count seconds only."""
+"""Nanoseconds after which a folder's timestamp surely shows a later change: some file
+systems count only seconds."""
 
 REMEDY = "Remove it, or tune again, which replaces it"
 
 
 @dataclass(frozen=True)
 class Info:
-    """What is in the cache.
+    """The content of the cache.
 
     Attributes:
         path: The folder.
-        files: How many files it has.
+        files: The number of its files.
         nbytes: Their size in bytes.
         counts: ((device, op), keys) pairs.
-        unreadable: Files of which something cannot be used, with the reason.
+        unreadable: Files with unusable records, with the reason.
     """
 
     path: str
@@ -72,7 +72,7 @@ class Info:
 
 @dataclass
 class _Process:
-    """What this process remembers: files read, what could not be written."""
+    """State of this process: files read, and records that could not be written."""
 
     memory: Tuned = field(default_factory=Tuned)
     warned: set[str] = field(default_factory=set)
@@ -80,7 +80,7 @@ class _Process:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep(self, entry: Entry) -> None:
-        """Remembers what could not be written."""
+        """Remembers an entry that could not be written."""
         with self.lock:
             self.memory |= Tuned((entry,))
 
@@ -115,8 +115,8 @@ def _users_own() -> str:
 def entries(device: str, op: str) -> tuple[Entry, ...]:
     """Returns everything measured for an op on a device kind.
 
-    A folder is read again only when a file in it was added, replaced or removed, and
-    shortly after that.
+    A folder is read again only if a file in it was added, replaced or removed, or if
+    that may just have happened.
     """
     folder = os.path.join(path(), _slug(device), _slug(op))
     process = _process()
@@ -154,7 +154,7 @@ def add(key: Key, measurements: Iterable[Measurement]) -> None:
 
 
 def info() -> Info:
-    """Returns where the cache is, how large, and what is in it."""
+    """Returns the place, size and content of the cache."""
     root = path()
     names = list(_walk(root))
     found, problems = _read(names)
@@ -166,7 +166,7 @@ def info() -> Info:
 
 
 def clear(op: str | None = None, device: str | None = None) -> int:
-    """Removes what is cached; returns the number of files.
+    """Removes cached files; returns their number.
 
     Args:
         op: Only of this op.
@@ -183,7 +183,7 @@ def clear(op: str | None = None, device: str | None = None) -> int:
         parts = os.path.relpath(name, path()).split(os.sep)
         wanted = (_slug(device) if device else parts[0], _slug(op) if op else parts[1])
         if (parts[0], parts[1]) == wanted:
-            with contextlib.suppress(OSError):  # taken away, or a folder of the user's
+            with contextlib.suppress(OSError):  # removed, or a folder of the user's
                 os.unlink(name)
                 removed += 1
     return removed
@@ -217,7 +217,7 @@ def _size(name: str) -> int:
 
 
 def _walk(root: str) -> Iterator[str]:
-    """Files of the form ``device/op/name.json``; nothing else is the cache's."""
+    """Files of the form ``device/op/name.json``; other files are not the cache's."""
     for device in _folders(root):
         for op in _folders(device):
             yield from _files(op)
@@ -243,7 +243,7 @@ def _read(names: Sequence[str]) -> tuple[Tuned, tuple[tuple[str, str], ...]]:
 
 
 def _load(name: str) -> Found:
-    """What a file holds; nothing if another process took it away."""
+    """The content of a file; nothing if another process removed it."""
     try:
         return read_one(regular_files.read_text(name))
     except (OSError, ValueError) as problem:
