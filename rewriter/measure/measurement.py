@@ -87,7 +87,7 @@ def version_of(
 
 
 def spellings(measurements: Iterable[Measurement]) -> tuple[str, ...]:
-    """Returns digests of the equations XLA was measured on; ``""`` is the usual form."""
+    """Returns digests of equations XLA was measured on; ``""`` is the usual form."""
     found = (m.spelling for m in measurements if m.implementation.forward == XLA)
     return tuple(dict.fromkeys(found))
 

@@ -232,7 +232,7 @@ class Race:
     def _compiled(
         self, wanted: Sequence[Implementation]
     ) -> tuple[tuple[Inputs, ...], Compiled, list[Compiled]]:
-        """Inputs, the compiled reference, and the candidates or reasons against them."""
+        """Inputs, the compiled reference, and candidates or reasons against them."""
         kernels = [i for i in wanted if i.forward != XLA]
         written = beside(lambda: self._written(len(kernels) < len(wanted)))
         mine = iter(self._compiled_kernels(kernels))

@@ -56,7 +56,7 @@ class Substitution:
         return out
 
     def _hand_on(self, b: int, out: int, to: Mapping[int, Index]) -> None:
-        """Remembers which of the program's booleans a moved function is."""
+        """Remembers the program's own boolean for a substituted function."""
         if out in (TRUE, FALSE):
             return
         for value, args in self.own.get(b, ()):
@@ -66,7 +66,7 @@ class Substitution:
                 known.append(moved)
 
     def of_literals(self, b: int, literals: list[int]) -> int:
-        """A boolean function of other functions in place of its literals."""
+        """A boolean function with other functions in place of its literals."""
         known: dict[tuple[int, int], int] = {}
 
         def part(table: int, n: int) -> int:
@@ -165,9 +165,9 @@ class Substitution:
         return self.atom(kind, *parts)
 
     def _renames(self, atom: int, to: Mapping[int, Index]) -> bool:
-        """Whether a sum's free indices only get other names, each one its own.
+        """Whether a sum's free indices are only renamed, one to one.
 
-        Its bound indices stay as they are if their sizes tell them apart.
+        Its bound indices stay unchanged if their sizes distinguish them.
         """
         free = self._free[atom]
         names = [to.get(i, i) for i in free]
