@@ -37,10 +37,10 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 
 def of_stored(find: Finder, unit: Unit) -> Reading:
-    """The reading of a unit as one of stored numbers.
+    """The reading of a unit with stored matrices.
 
     Raises:
-        Refused: If it is none, or its matrices are not stored numbers with scales.
+        Refused: If it is no unit, or its matrices are not stored numbers with scales.
         OverBudget: If the form grows too large.
     """
     plain = read(find, unit)
