@@ -338,7 +338,7 @@ class _Team:
                 made[row] = new
         flat = [y for row in made for y in row]
         shared = self.shared["sums"].at[self.team, half]
-        totals = pallas_gpu_rows.sums(flat, shared, self.config.warpgroups)
+        totals = pallas_gpu_rows.row_sums(flat, shared, self.config.warpgroups)
         means, each = [y * (1.0 / self.norm.d) for y in totals], len(made[0])
         return [means[i : i + each] for i in range(0, len(flat), each)]
 

@@ -83,7 +83,7 @@ def wait_for_block() -> None:
     emit()
 
 
-def sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Array]:
+def row_sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Array]:
     """Returns the sum of each array over all columns of a team's: float32 scalars.
 
     All warpgroups of the team wait for each other in it, once.

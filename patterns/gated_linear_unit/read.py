@@ -80,7 +80,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             _inputs(find, n) & sources for i in product.ins for n in _linear(find, i)
         ):
             continue
-        if find.barren(NAME, anchor):
+        if find.known_empty(NAME, anchor):
             return
         found = _of_product(find, anchor, product, dots)
         if isinstance(found, Refused):

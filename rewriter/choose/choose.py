@@ -10,7 +10,7 @@ from typing import Any
 from rewriter.choose import choose_sum
 from rewriter.config import Config
 from rewriter.errors import KernelError, UnknownKernel, caller, known
-from rewriter.measure.decision import Decision, decide
+from rewriter.measure.decision import Decision, fastest
 from rewriter.measure.key import BOTH, FORWARD, PROGRAM, Key, key_of
 from rewriter.measure.measurement import (
     BUNDLES,
@@ -31,9 +31,9 @@ from rewriter.site.implementation import (
     RING,
     XLA,
     Implementation,
-    by_thumb,
     config_of,
     configured,
+    default_configs,
 )
 from rewriter.support.verdict import Verdict, no
 
@@ -107,7 +107,7 @@ def choose(
     measured = _measured(*given, differentiated > 0, spelling, longer)
     if measured is None:
         estimated = _estimated(*given, differentiated, longer)
-        choice = estimated or _by_thumb(*given, differentiated)
+        choice = estimated or _by_rule(*given, differentiated)
         measured = _configured(choice, *given, differentiated > 0)
     return _with_reading_said(measured, longer)
 
@@ -115,7 +115,9 @@ def choose(
 def _with_reading_said(choice: Choice, longer: Mapping[str, float]) -> Choice:
     if not longer or choice.implementation.forward in longer:
         return choice
-    return replace(choice, not_chosen=choose_sum.said(choice.not_chosen, longer))
+    return replace(
+        choice, not_chosen=choose_sum.mention_reading(choice.not_chosen, longer)
+    )
 
 
 def left_out(
@@ -133,7 +135,7 @@ def left_out(
         every op is fastest.
     """
     for _, entries in sources(config, device, PROGRAM):
-        decision = decide(dict(entries).get(key, ()))
+        decision = fastest(dict(entries).get(key, ()))
         if decision is None:
             continue
         best, name = decision.best, decision.best.implementation.forward
@@ -199,7 +201,7 @@ def _estimated(
         if verdict.ok and kernel.estimate is None:
             verdict = _pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:
-                made = by_thumb(spec, device, kernel)
+                made = default_configs(spec, device, kernel)
                 return Choice(made, "heuristic", tuple(refused))
         if verdict.ok and kernel.estimate is not None:
             found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
@@ -215,7 +217,7 @@ def _estimated(
     wins = bool(better)
     made = AS_WRITTEN
     if wins:
-        made = by_thumb(spec, device, next(k for k in here if k.name == best))
+        made = default_configs(spec, device, next(k for k in here if k.name == best))
     against = times[best] if wins else xla
     slower = {**times, XLA: xla} if wins else times
     refused += [
@@ -239,7 +241,7 @@ def _by_model(mine: float, best: float) -> str:
 
 
 # --------------------------------------------------------------- rules of thumb
-def _by_thumb(
+def _by_rule(
     spec: Spec,
     config: Config,
     kernels: Sequence[Kernel],
@@ -254,7 +256,7 @@ def _by_thumb(
         if verdict.ok:
             verdict = _pays(kernel, spec, here, differentiated)
         if verdict.ok:
-            made = by_thumb(spec, device, kernel)
+            made = default_configs(spec, device, kernel)
             return Choice(made, "heuristic", tuple(refused))
         refused.append((kernel.name, _reasons(verdict)))
     return Choice(AS_WRITTEN, "heuristic", tuple(refused))
@@ -297,7 +299,7 @@ def _forced(
     by_name = {k.name: k for k in kernels}
     if XLA in (first, second):
         return Choice(AS_WRITTEN, "forced", tuple(why))
-    made = by_thumb(spec, device, by_name.get(first), by_name.get(second or ""))
+    made = default_configs(spec, device, by_name.get(first), by_name.get(second or ""))
     if second == REFERENCE:
         made = replace(made, backward=REFERENCE, backward_config=None)
     return Choice(made, "forced", tuple(why))
@@ -361,7 +363,7 @@ def _measured(
         found, origin = look(passes, ESTIMATES if simulated else ())
         if any(spellings(found)):
             found = of_spelling(found, spelling())
-        decision = decide([choose_sum.with_reading(m, longer) for m in found])
+        decision = fastest([choose_sum.with_reading(m, longer) for m in found])
         alone = all(m.implementation.forward == XLA for m in found)
         if decision is None or (simulated and alone):
             continue
@@ -388,7 +390,7 @@ def _measured(
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
             lost = (decision.best.implementation.name, "its time, measured, is longer")
-            made = by_thumb(spec, device, faster)
+            made = default_configs(spec, device, faster)
             return Choice(made, "estimated", (lost, *_by_kernel(decision), *rest))
         return Choice(made, origin, (*_by_kernel(decision), *refused))
     return None
@@ -457,7 +459,7 @@ def _configured(
     mine = [
         m for m in found if m.implementation.kernels == choice.implementation.kernels
     ]
-    decision = decide(mine)
+    decision = fastest(mine)
     if decision is None:
         return choice
     lost = (*_by_kernel(decision), *choice.not_chosen)
@@ -482,7 +484,7 @@ def _with_backward(
     """
     same = [m for m in measured if m.implementation.forward == forward.forward]
     exactly = [m for m in same if m.implementation.config == forward.config]
-    decision = decide(exactly or same)
+    decision = fastest(exactly or same)
     if decision is None:
         return forward
     return replace(decision.best.implementation, config=forward.config)

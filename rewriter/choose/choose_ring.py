@@ -17,7 +17,7 @@ from rewriter.errors import KernelError, caller
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Ring
-from rewriter.site.implementation import RING, XLA, Implementation, by_thumb
+from rewriter.site.implementation import RING, XLA, Implementation, default_configs
 from rewriter.support.verdict import Verdict
 
 NO_GRADIENTS = (
@@ -118,14 +118,15 @@ def by_parts(
     named = {k.name: k for k in able}
     for name in _asked(spec, config)[0]:
         if name in named:
-            return by_thumb(parts[-1], device, named[name])
+            return default_configs(parts[-1], device, named[name])
     config = replace(config, implementation=())
     chosen = choose(parts[-1], config, kernels, device).implementation
     if chosen.forward in named and len(chosen.kernels) == 1:
         return chosen
     if not others:
         return f"{chosen.name}, which is best for a part, gives none that can be merged"
-    return by_thumb(parts[-1], device, next((k for k in able if k.tried), able[0]))
+    kernel = next((k for k in able if k.tried), able[0])
+    return default_configs(parts[-1], device, kernel)
 
 
 def _asked(spec: Spec, config: Config) -> tuple[Names, Names]:

@@ -52,13 +52,14 @@ def with_reading(m: Measurement, longer: Mapping[str, float]) -> Measurement:
     return replace(m, median_us=m.median_us + more)
 
 
-def said(
+def mention_reading(
     not_chosen: Sequence[tuple[str, str]], longer: Mapping[str, float]
 ) -> tuple[tuple[str, str], ...]:
     """Returns why implementations lost; says so where the reason is reading the sum.
 
     Example:
-        >>> said([("xla", "1.46 times as long"), ("other", "slow")], {"xla": 33.0})[0]
+        >>> lost = [("xla", "1.46 times as long"), ("other", "slow")]
+        >>> mention_reading(lost, {"xla": 33.0})[0]
         ('xla', '1.46 times as long, as it reads the sum that is its operand once more')
     """
     why = "as it reads the sum that is its operand once more"

@@ -42,7 +42,7 @@ def terms(graph: Graph, total: int, among: Collection[int]) -> list[int]:
     return [] if stack else found
 
 
-def sums(
+def larger_sums(
     graph: Graph,
     below: Sequence[int],
     cones: Mapping[int, Set[int]],

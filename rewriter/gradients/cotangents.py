@@ -124,7 +124,7 @@ def cone(
     return seen
 
 
-def beside(graph: Graph, match: Match) -> frozenset[int]:
+def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:
     """Values that a region reads, but whose effect cancels in its reading.
 
     A number added to all scores of a row cancels in the weights. But gradients read

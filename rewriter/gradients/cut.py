@@ -45,7 +45,7 @@ class Cut:
         found = apply(self.regions.graph, again, match.anchor)
         if found is None or found[0] != match.value:
             return None
-        return _over(match, first.reading, tuple(found[1].items()), found[2])
+        return _with_reading(match, first.reading, tuple(found[1].items()), found[2])
 
     def _first(self, match: Match) -> tuple[Match, Template] | None:
         graph = self.regions.graph
@@ -61,13 +61,14 @@ class Cut:
                 continue
             leaves = leaves_of(other)
             inner = region_values(find, other.value, set(leaves))
-            first = _over(match, other, tuple((v, v) for v in leaves), frozenset(inner))
+            pairs = tuple((v, v) for v in leaves)
+            first = _with_reading(match, other, pairs, frozenset(inner))
             known = template(graph, match.anchor, match.value, frozenset(leaves), first)
             return first and known and (first, known)
         return None
 
 
-def _over(
+def _with_reading(
     match: Match,
     reading: Reading,
     leaves: tuple[tuple[int, int], ...],

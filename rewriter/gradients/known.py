@@ -13,7 +13,7 @@ from rewriter.algebra.template import Template, go, same_cone, way
 from rewriter.find.match import Match
 from rewriter.gradients.addends import read_as_a_sum
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.cotangents import below, beside, cone
+from rewriter.gradients.cotangents import below, cancelled_reads, cone
 from rewriter.program.graph import Graph
 
 Look = Callable[[Graph, Template, int], Iterator[int]]
@@ -38,7 +38,7 @@ class Known:
 def known(graph: Graph, match: Match, backward: Backward) -> Known:
     """Makes a template of proved gradients."""
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([*leaves, *beside(graph, match), backward.cotangent])
+    stops = frozenset([*leaves, *cancelled_reads(graph, match), backward.cotangent])
 
     def part(value: int) -> Template:
         inside = cone(graph, value, stops) or ()

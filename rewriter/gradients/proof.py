@@ -21,9 +21,9 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import Algebra, OverBudget
 from rewriter.find.match import Match
-from rewriter.gradients.addends import sums, widest
+from rewriter.gradients.addends import larger_sums, widest
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.cotangents import CONTRACTIONS, below, beside, cone
+from rewriter.gradients.cotangents import CONTRACTIONS, below, cancelled_reads, cone
 from rewriter.gradients.reference import wanted_at
 from rewriter.program.graph import Graph
 
@@ -46,7 +46,7 @@ def proved_gradients(
         returned: What bodies return.
     """
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([*leaves, *beside(graph, match), cotangent])
+    stops = frozenset([*leaves, *cancelled_reads(graph, match), cotangent])
     reached = below(graph, cotangent)
     cones = _cones(graph, match, reached, stops)
     if not cones:
@@ -62,7 +62,8 @@ def proved_gradients(
             grads[leaf] = value
     zeros: dict[int, tuple[int, ...]] = {}
     taken = set(grads.values())
-    mixed = sums(graph, reached, cones, returned) if len(grads) < len(outs) else ()
+    missing = len(grads) < len(outs)
+    mixed = larger_sums(graph, reached, cones, returned) if missing else ()
     for terms in mixed:
         leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
         if leaf is not None:

@@ -20,7 +20,7 @@ from rewriter.errors import ConfigError, caller
 from rewriter.hardware import ahead_of_time
 from rewriter.measure import cache, static_cost
 from rewriter.measure import isolate as isolation
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.inputs import distributions
 from rewriter.measure.key import FORWARD, Key, key_of
 from rewriter.measure.measurement import ESTIMATES, Measurement, merge, time_text
@@ -31,8 +31,8 @@ from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, worth_measuring
 from rewriter.ops.registry import REFERENCE
-from rewriter.site.implementation import XLA, Implementation, by_thumb, settings
-from rewriter.support.threads import apart, check_stop
+from rewriter.site.implementation import XLA, Implementation, default_configs, settings
+from rewriter.support.threads import check_stop, run_untraced
 
 log = logging.getLogger("rewriter.tune")
 
@@ -77,7 +77,7 @@ def candidates(
             found += [Implementation(k.name, config=settings(c)) for c in configs]
         return tuple(found)
     for k in taking:
-        forward = _best_of(k.name, known) or by_thumb(task.spec, on, k)
+        forward = _best_of(k.name, known) or default_configs(task.spec, on, k)
         configs, _ = worth_measuring(k.backward_space, task.spec, on, most)
         found += [
             Implementation(k.name, "", forward.config, settings(c)) for c in configs
@@ -88,7 +88,7 @@ def candidates(
 
 
 def _best_of(name: str, known: Sequence[Measurement]) -> Implementation | None:
-    decision = decide([m for m in known if m.implementation.forward == name])
+    decision = fastest([m for m in known if m.implementation.forward == name])
     return decision.best.implementation if decision else None
 
 
@@ -100,12 +100,12 @@ def _mixed(
     A backward that reads residuals would run its own kernel's forward first, so it can
     only lose to that kernel's own pair.
     """
-    decision = decide(known)
+    decision = fastest(known)
     best = decision.best.implementation if decision else Implementation()
     first = REFERENCE if best.forward == XLA else best.forward
     config = None if best.forward == XLA else best.config
     others = [k for k in taking if k.name != first and _stands_alone(task, k)]
-    made = [by_thumb(task.spec, on, None, k) for k in others]
+    made = [default_configs(task.spec, on, None, k) for k in others]
     return [replace(m, forward=first, config=config) for m in made]
 
 
@@ -194,7 +194,7 @@ def _measure(
                 task, on, level, until, made, progress, again, isolate, spares
             )
 
-    apart(run, _say_interrupted)
+    run_untraced(run, _say_interrupted)
     if made.skipped:
         log.warning("%d sites were not measured within %.0f s", made.skipped, budget_s)
 
@@ -318,7 +318,7 @@ def _silent(text: str, done: int, of: int) -> None:
 
 
 def _tell(key: Key, measured: Sequence[Measurement]) -> None:
-    decision = decide(measured)
+    decision = fastest(measured)
     if decision is None:
         log.info("%s: nothing could be timed", key.text)
         return

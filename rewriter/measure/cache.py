@@ -238,7 +238,7 @@ def _read(names: Sequence[str]) -> tuple[Tuned, tuple[tuple[str, str], ...]]:
         for key, made in found.entries:
             merged[key] = merge(merged.get(key, ()), made)
         if found.problems:
-            problems.append((name, found.told))
+            problems.append((name, found.problems_text))
     return Tuned(tuple(merged.items())), tuple(problems)
 
 
@@ -266,7 +266,7 @@ def _merge_into(name: str, key: Key, made: Sequence[Measurement]) -> None:
     found = _load(name)
     if found.problems:
         os.replace(name, f"{name}.damaged")
-        _warn(f"{name} is kept as {name}.damaged: {found.told}", name)
+        _warn(f"{name} is kept as {name}.damaged: {found.problems_text}", name)
     old = dict(found.entries).get(key, ())
     data = {"format": FORMAT, **entry_json((key, merge(old, made)))}
     atomic.write(name, json.dumps(data, indent=1).encode())

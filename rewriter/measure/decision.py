@@ -39,7 +39,7 @@ class Decision:
     lost: tuple[tuple[str, str], ...]
 
 
-def decide(measurements: Sequence[Measurement]) -> Decision | None:
+def fastest(measurements: Sequence[Measurement]) -> Decision | None:
     """Returns the fastest implementation; XLA unless one is clearly better.
 
     To win over the program as written, an implementation must be faster by more than 2
@@ -55,8 +55,8 @@ def decide(measurements: Sequence[Measurement]) -> Decision | None:
     timed = [m for m in timed if m.method not in ESTIMATES] or timed
     if not timed or not _comparable(timed):
         return None
-    fastest = min(timed, key=by_time)
-    level = [m for m in timed if not _slower(m, fastest)]
+    shortest = min(timed, key=by_time)
+    level = [m for m in timed if not _slower(m, shortest)]
     best = min(level, key=lambda m: (_rounded(m.temp_bytes), by_time(m)))
     written = next((m for m in timed if m.implementation.forward == XLA), None)
     if written is not None and best is not written and not _slower(written, best):

@@ -47,7 +47,12 @@ from rewriter.measure.times import Times, measurement, time_apart
 from rewriter.ops.device import Device
 from rewriter.ops.registry import REFERENCE as PLAIN
 from rewriter.site.implementation import XLA, Implementation
-from rewriter.support.threads import beside, check_stop, first_line, stopping
+from rewriter.support.threads import (
+    check_stop,
+    first_line,
+    start_in_background,
+    stopping,
+)
 
 log = logging.getLogger("rewriter.tune")
 
@@ -234,7 +239,7 @@ class Race:
     ) -> tuple[tuple[Inputs, ...], Compiled, list[Compiled]]:
         """Inputs, the compiled reference, and candidates or reasons against them."""
         kernels = [i for i in wanted if i.forward != XLA]
-        written = beside(lambda: self._written(len(kernels) < len(wanted)))
+        written = start_in_background(lambda: self._written(len(kernels) < len(wanted)))
         mine = iter(self._compiled_kernels(kernels))
         drawn, truth, own = written()
         compiled = [own if i.forward == XLA else next(mine) for i in wanted]

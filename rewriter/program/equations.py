@@ -36,13 +36,13 @@ class Equations:
         """The position at which the body's results are read."""
         return len(self.eqns)
 
-    def made(self, atom: Any) -> int:
+    def made_at(self, atom: Any) -> int:
         """Returns the position where a value is made; -1 for an input."""
         return -1 if _jax.is_literal(atom) else self._made.get(atom, -1)
 
     def maker(self, atom: Any) -> Any:
         """Returns the equation that makes a value; None for an input."""
-        where = self.made(atom)
+        where = self.made_at(atom)
         return self.eqns[where] if where >= 0 else None
 
     def readers(self, value: Any) -> Sequence[int]:
@@ -60,7 +60,7 @@ class Equations:
         self._made.update(dict.fromkeys(new.outvars, place))
         self._reads(place, new.invars)
 
-    def hand_on(self, position: int, old: Any, new: Any) -> None:
+    def redirect_readers(self, position: int, old: Any, new: Any) -> None:
         """Makes equations after a position read a new value instead of an old one."""
         self._handed[position] = old, new
 

@@ -22,7 +22,7 @@ SHOWN = 3
 """The most entries to name."""
 
 
-def reached(
+def inputs_of_one_side(
     pair: Pair, entry: int | None, inputs: Sequence[Any], names: Sequence[str]
 ) -> str:
     """Returns in words the argument rows that one entry reads on one side only.

@@ -197,7 +197,7 @@ class _Unfolding:
         here = _Turns(
             index, cut.run, cut.like,
             cut.run.start + cut.out.start * cut.run.period,
-            self.told_apart(index, cut.like, cut.like - 1),
+            self.own_columns(index, cut.like, cut.like - 1),
             tuple((k, self._turns_read(cut, k)) for k in sorted(read)),
         )  # fmt: skip
         self.made[index] = {}
@@ -276,7 +276,7 @@ class _Unfolding:
         """The turn of another run that each turn of a run reads."""
         return turns_read(cut.run, self.folded.cuts[index].run)[:, 0].tolist()
 
-    def told_apart(self, index: int, turn: int, before: int) -> dict[int, int]:
+    def own_columns(self, index: int, turn: int, before: int) -> dict[int, int]:
         """Values that only one turn of a run reads: number to column.
 
         Raises:
@@ -350,7 +350,7 @@ class _Unfolding:
             at, before = of[here.like], of[here.like - 1]
             for column in self.folded.cuts[index].run.own:
                 if reads[at, column] == number and reads[before, column] == first:
-                    column = self.told_apart(index, at, before)[number]
+                    column = self.own_columns(index, at, before)[number]
                     return lambda turn: self._now(int(reads[of[turn], column]))
         return None
 

@@ -14,7 +14,7 @@ import jax
 from rewriter.config import as_list, in_step, resolve
 from rewriter.errors import ConfigError, caller, known
 from rewriter.measure import autotune, cache
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.end_to_end_race import race_programs
 from rewriter.measure.measurement import of_spelling, spellings
 from rewriter.measure.program_key import REWRITTEN, WITHOUT
@@ -26,7 +26,7 @@ from rewriter.program.placement import placed
 from rewriter.run import pipeline
 from rewriter.run.optimize import optimize, with_patterns
 from rewriter.site.implementation import XLA
-from rewriter.support.threads import apart
+from rewriter.support.threads import run_untraced
 
 Progress = Callable[[str, int, int], None]
 
@@ -201,7 +201,7 @@ def _whole(
         found.extend(race_programs(programs, leaves))
         cache.add(key, found)
 
-    apart(race, lambda: None)
+    run_untraced(race, lambda: None)
     return Tuned(((key, tuple(found)),))
 
 
@@ -233,7 +233,7 @@ def _summary(made: Tuned, on: device.Device, wanted: int, seconds: float) -> Non
     if not _shown() or not wanted:
         return
     kernels = sum(
-        (d := decide(of_spelling(ms, spelling))) is not None
+        (d := fastest(of_spelling(ms, spelling))) is not None
         and d.best.implementation.name != XLA
         for _, ms in made.entries
         for spelling in spellings(ms)[:1]

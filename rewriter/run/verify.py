@@ -273,7 +273,7 @@ def _path(path: Any) -> str:
 
 def _row(k: int, name: str, found: Comparison) -> Row:
     verdict, off = found.verdicts[k], found.of(k)
-    said = check_sites.said(off) if off else ""
+    said = check_sites.in_words(off) if off else ""
     numbers = verdict.original, verdict.error, verdict.allowed
     return Row(name, found.dtypes[k], *numbers, off is None, said)
 

@@ -38,7 +38,7 @@ def in_front(
         The position of the addition, and a position where both can be computed; or
         None.
     """
-    where, add = body.made(h), body.maker(h)
+    where, add = body.made_at(h), body.maker(h)
     beside = [r for r in body.readers(h) if r != position]
     if add is None or not _adds(add, h) or not beside:
         return None
@@ -46,7 +46,7 @@ def in_front(
         return None
     if beside[0] > position:
         return where, position
-    if all(body.made(v) < where for v in others):
+    if all(body.made_at(v) < where for v in others):
         return where, where
     return None
 
@@ -94,7 +94,7 @@ def behind(
         return None
     last = through[-1]
     addend = next(v for v in body.eqns[last].invars if v is not value)
-    if body.made(addend) < position:
+    if body.made_at(addend) < position:
         return [position, *through], position, addend
     if all(r > last for v in others for r in body.readers(v)):
         return [position, *through], last, addend

@@ -83,7 +83,7 @@ def settings(config: Any) -> Settings:
     return None if config is None else tuple(asdict(config).items())
 
 
-def by_thumb(
+def default_configs(
     spec: Spec, device: Device, forward: Kernel | None, backward: Kernel | None = None
 ) -> Implementation:
     """Returns kernels with their default configs, chosen by rules of thumb.

@@ -59,7 +59,7 @@ def check_stop() -> None:
         raise Stopped
 
 
-def apart(run: Callable[[], None], interrupted: Callable[[], None]) -> None:
+def run_untraced(run: Callable[[], None], interrupted: Callable[[], None]) -> None:
     """Runs a function in a thread without JAX's tracing, and waits for it.
 
     Args:
@@ -100,7 +100,7 @@ def apart(run: Callable[[], None], interrupted: Callable[[], None]) -> None:
 
 
 # ------------------------------------------------------------------- side by side
-def beside(job: Callable[[], Any]) -> Callable[[], Any]:
+def start_in_background(job: Callable[[], Any]) -> Callable[[], Any]:
     """Runs a job in a thread beside this one, with its settings.
 
     Returns:

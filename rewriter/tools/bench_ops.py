@@ -31,7 +31,7 @@ from rewriter.ops.cost import Cost
 from rewriter.ops.kernel import Kernel, Spec, spec_of
 from rewriter.ops.op import Op
 from rewriter.ops.registry import Registry, package_of, registry
-from rewriter.site.implementation import XLA, Implementation, by_thumb
+from rewriter.site.implementation import XLA, Implementation, default_configs
 from rewriter.support.threads import first_line
 from rewriter.tools import bench_peers
 from rewriter.tools.bench import MODES, timing_of
@@ -177,7 +177,7 @@ def _candidates(
         if why := _refusal(kernel, task.spec, on):
             refused[kernel.name] = f"refused: {why}"
         else:
-            made = by_thumb(task.spec, on, kernel)
+            made = default_configs(task.spec, on, kernel)
             found.append(Candidate(kernel.name, function(task, made)))
     return found, refused
 

@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.rewrite.differing_inputs import reached
+from rewriter.rewrite.differing_inputs import inputs_of_one_side
 from rewriter.rewrite.replace import Rewritten
 from rewriter.rewrite.replacements import Pair
 from rewriter.verification.compare import YOURS, Comparison, Difference, compared
@@ -126,17 +126,18 @@ def _complaints(
     made = []
     for k, pair in enumerate(pairs, first):
         if (difference := found.of(k)) is not None:
-            text = said(difference)
+            text = in_words(difference)
             entries = found.verdicts[k].entries
-            text += reached(pair, entries[0] if entries else None, inputs, names)
+            entry = entries[0] if entries else None
+            text += inputs_of_one_side(pair, entry, inputs, names)
             made.append(Complaint((pair.key,), text))
     results = [d for k in range(first) if (d := found.of(k)) is not None]
     if results and not made:
-        text = f"result {results[0].result} of the program: {said(results[0])}"
+        text = f"result {results[0].result} of the program: {in_words(results[0])}"
         made.append(Complaint(every(rewritten), text, True))
     return tuple(made)
 
 
-def said(difference: Difference) -> str:
+def in_words(difference: Difference) -> str:
     """Returns a difference in words."""
     return f"on {difference.on}: {'; '.join(difference.texts)}"

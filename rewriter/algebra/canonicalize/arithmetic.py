@@ -64,10 +64,10 @@ def _mul(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     """A b; a value times itself is a square, also of an absolute value."""
     a, b = ev.operands(node, args, mode)
     if node.ins[0] == node.ins[1]:
-        return _gentle(ev, ev.alg.power(a, 2), 0)
+        return _refuse_large_constant_masks(ev, ev.alg.power(a, 2), 0)
     if bool(a) != bool(b) and not _is_weight(ev, a or b, node):
         ev.assume(FINITE, "0 times a value taken for 0")
-    return _gentle(ev, _product(ev.alg, a, b), 0)
+    return _refuse_large_constant_masks(ev, _product(ev.alg, a, b), 0)
 
 
 @rule("sub")
@@ -77,7 +77,7 @@ def _sub(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     out = ev.alg.add(a, b, -1.0)
     if not out and any(mono for _, mono in a) and not ev.is_side(node.outs[0]):
         ev.assume(FINITE, "the difference of equal values taken for 0")
-    return _gentle(ev, out)
+    return _refuse_large_constant_masks(ev, out)
 
 
 @rule("add")
@@ -89,7 +89,7 @@ def _add(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         if low is not None and 0 < low < _half_a_step(ev, node) and at_least_one(ev, p):
             ev.notes.add(f"a sum of weights is not changed by {low:.4g}")
             return p
-    return _gentle(ev, ev.alg.add(a, b))
+    return _refuse_large_constant_masks(ev, ev.alg.add(a, b))
 
 
 def _is_weight(ev: Evaluator, p: Poly, node: Node) -> bool:
@@ -119,7 +119,7 @@ def _product(alg: Algebra, a: Poly, b: Poly) -> Poly:
     return alg.mul(a, b)
 
 
-def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
+def _refuse_large_constant_masks(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
     """Refuses to expand a mask of numbers like (m - 1) * 1e9.
 
     Over the reals its constant cancels in a softmax. In floats, the rest would absorb

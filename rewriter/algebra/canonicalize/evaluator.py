@@ -257,11 +257,11 @@ class Evaluator(Layout, LoopForms):
             )
         if not ok:
             return None
-        if self.usable and not all(self._had(i) for i in node.ins):
+        if self.usable and not all(self._is_available(i) for i in node.ins):
             return None
         return node
 
-    def _had(self, value: int) -> bool:
+    def _is_available(self, value: int) -> bool:
         """Whether a value is available, or expands into available values."""
         if self.usable(value) or self.varies(value):
             return True
@@ -270,7 +270,7 @@ class Evaluator(Layout, LoopForms):
             self._expanded_values[value] = (
                 node is not None
                 and (value in self.inside or is_local(node))
-                and all(self._had(i) for i in node.ins)
+                and all(self._is_available(i) for i in node.ins)
             )
         return self._expanded_values[value]
 

@@ -49,13 +49,13 @@ class Substitution:
         literals = [self.subst_literal(a, to) for a in support]
         for atom, moved in zip(support, literals, strict=True):
             literal = self.literal(atom)
-            self._hand_on(literal, moved, to)
-            self._hand_on(self.negate(literal), self.negate(moved), to)
+            self._remember_own(literal, moved, to)
+            self._remember_own(self.negate(literal), self.negate(moved), to)
         out = self.of_literals(b, literals)
-        self._hand_on(b, out, to)
+        self._remember_own(b, out, to)
         return out
 
-    def _hand_on(self, b: int, out: int, to: Mapping[int, Index]) -> None:
+    def _remember_own(self, b: int, out: int, to: Mapping[int, Index]) -> None:
         """Remembers the program's own boolean for a substituted function."""
         if out in (TRUE, FALSE):
             return

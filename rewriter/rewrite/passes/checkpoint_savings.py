@@ -281,7 +281,7 @@ class _Forward:
         return [self.instead.get(id(e), e) for e in eqns]
 
 
-def _given(eqn: Any, values: Mapping[Any, Any]) -> Any:
+def _with_values(eqn: Any, values: Mapping[Any, Any]) -> Any:
     """A checkpoint with values as further operands, by variables of its body."""
     inner = _jax.call_body(eqn)
     new = {v: _jax.new_var(v.aval) for v in values}
@@ -300,7 +300,7 @@ def _with_given(
     made = list(eqns)
     for at in sorted({a.at for a in chosen}):
         own = [v for a in chosen if a.at == at for v in a.results]
-        made[at] = _given(made[at], {v: value[at, v] for v in own})
+        made[at] = _with_values(made[at], {v: value[at, v] for v in own})
     return made
 
 

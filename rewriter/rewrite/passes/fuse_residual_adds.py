@@ -48,7 +48,7 @@ def _with_sums(jaxpr: Any) -> Any:
         if eqn.primitive is site.backward_p:
             _sum_behind(body, i, eqn)
         elif not _sum_in_front(body, i, eqn) and not eqn.params["residuals"]:
-            _hand_on(body, i, eqn)
+            _redirect_readers(body, i, eqn)
     return _jax.with_equations(jaxpr, *body.finished())
 
 
@@ -71,13 +71,13 @@ def _sum_in_front(body: Equations, i: int, eqn: Any) -> bool:
     return True
 
 
-def _hand_on(body: Equations, i: int, eqn: Any) -> None:
+def _redirect_readers(body: Equations, i: int, eqn: Any) -> None:
     """Makes later readers of a site's operand read the site's copy of it."""
     h = eqn.invars[residual_stream.place_of_operand(eqn)]
     if _jax.is_literal(h) or body.readers(h)[-1] == i:
         return
     new = _jax.new_var(h.aval)
-    body.hand_on(i, h, new)
+    body.redirect_readers(i, h, new)
     body.eqns[i] = eqn.replace(
         primitive=residual_stream.site_p,
         outvars=[*eqn.outvars, new],

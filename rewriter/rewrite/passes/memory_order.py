@@ -37,10 +37,10 @@ def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, _told)
+    return map_bodies(program, _with_memory_order)
 
 
-def _told(body: Any) -> Any:
+def _with_memory_order(body: Any) -> Any:
     """A body whose sites take transposed operands."""
     if not any(map(_may_swap, body.eqns)):
         return body
