@@ -28,7 +28,7 @@ def visible(
     window: tuple[int | None, int | None] = (None, None),
     shift: int = 0,
 ) -> Array | None:
-    """Returns which keys each query sees, bool [b|1, n|1, t, s], or None for all.
+    """Returns the keys that each query sees, bool [b|1, n|1, t, s], or None for all.
 
     Args:
         t: Number of queries.
@@ -128,11 +128,11 @@ def reference(
             causal is ``(None, 0)``.
         shift: A static part of the offset.
         softcap: ``c * tanh(scores / c)``.
-        empty_rows: What a row that sees no key gives: "nan", "mean" (of v
-            over all s), "mean_passing" or "zero". Of "mean" no gradient reaches
-            the row's scores, as where masks choose between scores and a number.
-            Of "mean_passing", the mean as well, one does, as where a number that
-            takes all their digits is added: that of equal weights ``1 / s``.
+        empty_rows: The result of a row that sees no key: "nan", "mean" (of v over all
+            s), "mean_passing" or "zero". With "mean" no gradient reaches the row's
+            scores, as if masks choose between scores and a number. "mean_passing" is
+            the mean too, but its gradient passes, with equal weights ``1 / s``, as if a
+            number that absorbs the scores is added.
         out_dtype: The result's dtype, q's by default.
         wide: The dtype of scores and softmax; by default float32, or float64 for
             float64 inputs.
@@ -176,9 +176,9 @@ def reference(
 
 
 def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:
-    """Returns what `reference` does, in the operands' own type throughout.
+    """Computes `reference` in the operands' own type throughout.
 
-    So many models write it in 16 bits, with less traffic and more rounding.
+    Many models do so in 16 bits, with less traffic and more rounding.
     """
     return reference(q, k, v, **given, wide=jnp.result_type(q, k, v))
 
@@ -199,10 +199,10 @@ def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
 
 
 def _passing(weights: Array, plain: Array, scores: Array) -> Array:
-    """Returns weights that, in rows without keys, move as a softmax of equal scores.
+    """Returns weights whose gradient in rows without keys is that of equal scores.
 
     Args:
-        weights: Of `scores`, the same number in such rows.
+        weights: The weights of `scores`, equal in such rows.
         plain: The scores before masks.
         scores: Those after.
     """
@@ -213,7 +213,7 @@ def _passing(weights: Array, plain: Array, scores: Array) -> Array:
 
 @jax.custom_jvp
 def _nothing(x: Array) -> Array:
-    """Returns zeros, whatever x is, that move as x does."""
+    """Returns zeros with the derivative of x, whatever x is."""
     return jnp.zeros_like(x)
 
 
@@ -227,9 +227,9 @@ def sample(
 ) -> dict[str, Array]:
     """Returns realistic operands: normal q, k, v, most keys visible.
 
-    Of a boolean mask four in five are true. Lengths and prefixes are chosen evenly
-    from 1 to s, segments are three of the same length, an offset puts the last query
-    at the last key, and one in ten weights is dropped.
+    Four in five entries of a boolean mask are true. Lengths and prefixes are uniform
+    from 1 to s. There are three segments of the same length. An offset puts the last
+    query at the last key, and one in ten weights is dropped.
 
     Args:
         key: A PRNG key.
@@ -262,12 +262,12 @@ def sample(
 
 
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns how operands may be drawn, by name, if there are lengths of keys.
+    """Returns the ways to draw operands, by name, if there are lengths of keys.
 
     - ``lengths 1 to s``: each sequence has a length chosen evenly at random.
     - ``lengths s``: every sequence has all keys.
 
-    Windows are parameters, each measured as it is.
+    Windows are parameters; each is measured unchanged.
     """
     if "kv_lengths" not in operands:
         return {"": sample}

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 NAME = "gated_linear_unit"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: 16 bits, k and f multiples of 64."""
+    """Returns whether the kernel supports a use: 16 bits, k and f multiples of 64."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     base = xla.supports(spec)
@@ -79,7 +79,7 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, the likeliest first."""
+    """Returns tiles worth measuring, most promising first."""
     del device
     return gated_tiles.configs(_rows(spec))
 

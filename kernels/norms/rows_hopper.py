@@ -37,7 +37,7 @@ MOST = 1 << 31
 
 # ------------------------------------------------------------------ what it takes
 def supports(spec: Spec, centred: bool) -> Verdict:
-    """Returns whether the kernel takes this use: columns a multiple of 128."""
+    """Returns whether the kernel supports a use: columns a multiple of 128."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     shape, found = spec.shape("x"), [YES]
@@ -65,7 +65,7 @@ def supports(spec: Spec, centred: bool) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for Hopper GPUs, where those are known, there is an estimate."""
+    """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
@@ -94,7 +94,7 @@ def default(spec: Spec, device: Device, centred: bool, backward: bool) -> Teams:
 
 
 def configs(spec: Spec, device: Device, centred: bool, backward: bool) -> list[Teams]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     return proposed(_of_spec(spec, centred), backward, processors(device))
 
 
@@ -166,7 +166,7 @@ def forward(
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
         config: The teams.
-        **given: scale [d], bias [d] and epsilon [], where there are.
+        **given: scale [d], bias [d] and epsilon [], if present.
     """
     from rewriter.kernels.norms.rows_hopper_kernel import normalized
 

@@ -89,7 +89,7 @@ class Norm:
         d: Columns.
         dtype: That of x.
         out: The result's dtype, and so the cotangent's.
-        given: Dtypes of scale, bias and epsilon by name, where there are.
+        given: Dtypes of scale, bias and epsilon by name, if present.
         addend: Whether rows as x are added to x, or to x's cotangent.
     """
 
@@ -228,7 +228,7 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
 
 # --------------------------------------------------------------- what is proposed
 def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
-    """Yields configs, the likeliest first."""
+    """Yields configs, most promising first."""
     able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
     enough = [w for w in able if norm.d <= w * SPREAD]
     narrow = 1 << max(1, SPREAD // norm.d).bit_length() - 1
@@ -255,7 +255,7 @@ def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:
 
 
 def proposed(norm: Norm, backward: bool, programs: int) -> list[Teams]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     first = usual(norm, backward, programs)
     rows, shared, teams = first.rows, first.warpgroups, first.teams
     made = [

@@ -52,7 +52,7 @@ def normalized(
     Args:
         norm: What is computed.
         x: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         config: The teams.
         addend: [m, d], of x's dtype, if ``norm.addend``.
 
@@ -82,7 +82,7 @@ def cotangents(
         norm: What is computed.
         x: [m, d].
         cotangent: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         config: The teams.
         addend: [m, d], added to x's cotangent, if ``norm.addend``.
     """

@@ -130,7 +130,7 @@ def _items(spec: Spec) -> int:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: bfloat16 or float32 rows."""
+    """Returns whether the kernel supports a use: bfloat16 or float32 rows."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     shape, found = spec.shape("x"), [YES]
@@ -274,7 +274,7 @@ def forward(
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
         config: The blocks.
-        **given: scale [d], bias [d] and epsilon [], where there are.
+        **given: scale [d], bias [d] and epsilon [], if present.
     """
     from rewriter.kernels.norms.rows_tpu_kernel import normalized
 

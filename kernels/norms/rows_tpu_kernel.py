@@ -65,7 +65,7 @@ def normalized(
     Args:
         norm: What is computed.
         x: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         dtype: The result's dtype.
         config: The blocks.
         addend: As x, added to it first.
@@ -120,7 +120,7 @@ def cotangents(
         norm: What is computed.
         x: [m, d].
         cotangent: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         config: The blocks.
         addend: As x, added to its cotangent.
     """

@@ -40,7 +40,7 @@ def default(rows: int) -> Tiles:
 
 
 def configs(rows: int) -> list[Tiles]:
-    """Returns tiles worth measuring for groups of so many rows, the likeliest first."""
+    """Returns tiles worth measuring for groups of some rows, the best guess first."""
     made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), APART]
     if rows <= 512:
         alike = [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]

@@ -50,7 +50,7 @@ def kernel(
 
     Args:
         body: Takes references to the arrays, to the results, and `scratch` by name.
-        name: The kernel's name, as profilers show it.
+        name: The name of the kernel in profiles.
         out: Shapes and dtypes of the results.
         scratch: What each block allocates, by name.
         programs: Number of blocks.

@@ -68,7 +68,7 @@ def call(
 
     Args:
         body: Takes references to prefetched scalars, inputs, outputs and scratch.
-        name: The kernel's name, as profilers show it.
+        name: The name of the kernel in profiles.
         grid: The steps.
         inputs: The block of each input at a step.
         outputs: The block of each output.

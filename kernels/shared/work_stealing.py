@@ -60,7 +60,7 @@ class Claims:
 
     Attributes:
         shared: `scratch`.
-        counter: What `mosaic.claim` counts in.
+        counter: What `pallas_gpu.claim` counts in.
         programs: How many blocks there are.
         total: How many tiles.
         read: Returns the numbers of a tile by its index.

@@ -107,7 +107,7 @@ def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
 
 
 def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
-    """Returns configs worth measuring, the likeliest first.
+    """Returns configs worth measuring, most promising first.
 
     The second is fused, whose sums differ from run to run: on an H200 that kernel took
     0.91 to 1.02 of the best other one's time. No rule of thumb takes it.

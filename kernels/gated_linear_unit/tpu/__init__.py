@@ -38,7 +38,7 @@ PRECISIONS = (None, "default", "high", "highest")
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: bfloat16 and float32, any sizes."""
+    """Returns whether the kernel supports a use: bfloat16 and float32, any sizes."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     base = xla.supports(spec)

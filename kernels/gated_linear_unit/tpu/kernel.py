@@ -48,7 +48,7 @@ def combined(
         operands: x [m, k], weights [k, n] and, where there are, biases [n].
         sizes: The use's sizes.
         dtype: The result's dtype.
-        precision: As for `mosaic_tpu.dot`.
+        precision: As for `pallas_tpu.dot`.
         tiles: The config.
         combine: Of float32 blocks.
 
@@ -83,7 +83,7 @@ def taken_apart(
         cotangent: Of the result, [m, n].
         sizes: The use's sizes.
         dtype: The dtype of the branches' cotangents, as products take them.
-        precision: As for `mosaic_tpu.dot`.
+        precision: As for `pallas_tpu.dot`.
         tiles: The config.
         combine: Of float32 blocks.
 

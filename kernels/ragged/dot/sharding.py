@@ -27,7 +27,7 @@ DIMS = {
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
-    """Returns how a use may be spread."""
+    """Returns how a use may be split over devices."""
     mode = params["mode"]
     contracting = mode == "contracting"
     return Sharding(
@@ -44,7 +44,7 @@ def local(
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-    """Of the groups those that are here, of each the rows that are here."""
+    """Keeps the groups of this device, and of each the rows of this device."""
     sizes = _rows_here(operands, parts)
     changed = {**operands, "group_sizes": sizes}
     if "g" in parts:

@@ -22,16 +22,16 @@ memory is written once more, and read once more. 445 and 500 TF/s of an H200
 
 STREAMED = 0.5
 """The share of the bandwidth that is reached where only matrices are read: 2.3 to 2.6
-TB/s there, and 2.5 where XLA dequantises them."""
+TB/s there, and 2.5 where XLA dequantizes them."""
 
 ROWS = (64, 128)
 """Rows of a tile where groups have few, up to as many, and where they have more."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantised before.
+    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantized before.
 
-    With gradients, which need the dequantised matrices, both take those as well.
+    With gradients, which need the dequantized matrices, both take those as well.
     """
     (m, k), (groups,) = spec.shape("lhs"), spec.shape("group_sizes")
     n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else 2]
@@ -53,7 +53,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 
 def dequantized(spec: Spec) -> Spec:
-    """Returns the use of an ordinary ragged dot that a use is, once dequantised."""
+    """Returns the use of an ordinary ragged dot that a use is, once dequantized."""
     names = ("lhs", "rhs", "group_sizes")
     dtype = spec.dtype("lhs")
     return Spec(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 NAME = "quantized_ragged_dot"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 WIDE = 128
 """Columns of a copy of 8-bit numbers: a row of 128 bytes."""
@@ -62,7 +62,7 @@ MANY = Tiles(128, 128, apart=True)
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: 16-bit rows, whole copies."""
+    """Returns whether the kernel supports a use: 16-bit rows, whole copies."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     found = [ragged_dot.supports(plain(spec))]
@@ -83,7 +83,7 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     del device
     few = [Tiles(), Tiles(64, 128, 8), Tiles(64, 128, apart=True), Tiles(behind=False)]
     return few if _few(spec) else [MANY, replace(MANY, width=16), *few[:1]]
@@ -118,7 +118,7 @@ def forward(
     residuals: bool = False,
     config: Tiles | None = None,
 ) -> Any:
-    """Returns the ragged dot, as `reference` does, for what `supports` takes.
+    """Returns the ragged dot, as `reference` does, for supported uses.
 
     Products are exact in the float32 that they are summed in, so that `precision`
     changes nothing; the sums are multiplied by the scale, and rounded once.
@@ -163,7 +163,7 @@ def backward(
     precision: str | None = None,
     config: Any = None,
 ) -> dict[str, Array]:
-    """Returns the cotangent of lhs, by the dequantised matrices.
+    """Returns the cotangent of lhs, by the dequantized matrices.
 
     Those of the scale, and of matrices that are floats, are the reference's.
 

@@ -29,7 +29,7 @@ def reference(
     precision: str | None = None,
     product: Callable[..., Array] = dot.OP.reference,
 ) -> Array:
-    """Returns each row times its group's matrix, which is dequantised first.
+    """Returns each row times its group's matrix, which is dequantized first.
 
     Args:
         lhs: [m, k], floats.

@@ -13,7 +13,7 @@ from rewriter.ops.kernel import Spec
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantised before.
+    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantized before.
 
     With gradients the branches are needed, and so it is computed by parts.
     """
@@ -28,7 +28,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 
 def part_of(spec: Spec) -> Spec:
-    """Returns the use of a ragged dot of quantised matrices that a part is."""
+    """Returns the use of a ragged dot of quantized matrices that a part is."""
     names = {
         "lhs": "x", "rhs": "w", "group_sizes": "group_sizes", "rhs_scale": "w_scale",
     }  # fmt: skip

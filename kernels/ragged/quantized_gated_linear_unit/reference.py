@@ -21,7 +21,7 @@ SCALES = {"w": "w_scale", "w_up": "w_up_scale"}
 
 
 def reference(**given: Any) -> Array:
-    """Returns ``act(x·w[group]) · (x·w_up[group])`` of matrices that are dequantised.
+    """Returns ``act(x·w[group]) · (x·w_up[group])`` of matrices that are dequantized.
 
     Args:
         **given: As for `rewriter.kernels.ragged.gated_linear_unit`'s reference, with
@@ -46,7 +46,7 @@ def general(**given: Any) -> Array:
 
 
 def ordinary(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns operands and parameters of the unit of dequantised matrices."""
+    """Returns operands and parameters of the unit of dequantized matrices."""
     made = {n: x for n, x in given.items() if n not in SCALES.values()}
     for name, scale in SCALES.items():
         if given.get(name) is not None:

@@ -109,7 +109,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Block:
-    """What one block of threads does."""
+    """The work of one block of threads."""
 
     config: Tiles
     lhs: Any

@@ -82,7 +82,7 @@ def combined(
     Products of rows of no group are zeros.
 
     Args:
-        name: The kernel's name, as profilers show it.
+        name: The name of the kernel in profiles.
         lhs: [m, k], bfloat16 or float16.
         branches: The matrices; if there are several, their tiles share the columns of
             a tile.
@@ -160,7 +160,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Block:
-    """What one block of threads does."""
+    """The work of one block of threads."""
 
     config: Tiles
     transposed: bool

@@ -144,7 +144,7 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns configs worth measuring, the likeliest first.
+    """Returns configs worth measuring, most promising first.
 
     None is apart: their numbers were tested on an H200, their times not measured.
     """

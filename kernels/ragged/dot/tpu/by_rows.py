@@ -52,10 +52,10 @@ def rows_times_matrices(
         group_sizes: int [g].
         product: The sizes of one of the products.
         dtypes: The results' dtypes.
-        precision: As for `mosaic_tpu.dot`.
+        precision: As for `pallas_tpu.dot`.
         blocks: The sizes of blocks.
         vmem: Bytes of VMEM that it takes.
-        name: The kernel's name, as profilers show it.
+        name: The name of the kernel in profiles.
         finish: What becomes of the products; it gives zeros for zeros.
         first: The block of each array's columns at which its matrices begin.
 

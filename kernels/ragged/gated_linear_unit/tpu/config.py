@@ -17,7 +17,7 @@ from rewriter.ops.kernel import Spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 NAME = "ragged_gated_linear_unit"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 
 @dataclass(frozen=True)
