@@ -56,7 +56,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def part_of(spec: Spec) -> Spec:
-    """Returns the use of a ragged dot, of one group, that a branch of a use is."""
+    """Returns a branch as a use of a ragged dot with one group."""
     *rows, k = spec.shape("x")
     lhs, rhs = (math.prod(rows), k), (1, *spec.shape("w_gate"))
     dtypes = ("lhs", spec.dtype("x")), ("rhs", spec.dtype("w_gate"))
@@ -143,4 +143,4 @@ def forward(
 
 
 backward = xla.backward
-"""The cotangents of every operand by XLA, block by block: branches are not kept."""
+"""The cotangents of every operand by XLA, block by block: branches are not saved."""

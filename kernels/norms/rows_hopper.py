@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32")
 
 MOST = 1 << 31
-"""Elements from here on do not fit the kernels' numbers."""
+"""Arrays with as many elements overflow the kernels' indices."""
 
 
 # ------------------------------------------------------------------ what it takes
@@ -112,8 +112,8 @@ def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
     Args:
         op: The op's name.
         centred: Whether it is a layer norm, and no RMS norm.
-        by_xla: The module of the same in plain JAX, for gradients of rows so wide that
-            their sums do not fit into registers.
+        by_xla: The module of the same norm in plain JAX. It computes gradients of rows
+            whose sums do not fit into registers.
         estimate: The op's model of times.
     """
     spaces = [
@@ -238,7 +238,7 @@ def backward(
 
 
 def _fitting(config: Teams | None, norm: Norm, backward: bool) -> Teams | None:
-    """The config, or the usual one if it was made for less shared memory."""
+    """The config, or the usual one if this one does not fit."""
     for teams in (config, usual(norm, backward)):
         if teams is not None and verdict_of(teams, norm, backward).ok:
             return teams

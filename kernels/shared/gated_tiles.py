@@ -30,7 +30,7 @@ def computes(activation: str) -> Verdict:
 
 
 def default(rows: int) -> Tiles:
-    """Returns the rule of thumb, by rows of a group.
+    """Returns the default config, by rows of a group.
 
     On an H200 it was the fastest for 512 and 1024 rows a group, and took 1.02 of the
     fastest one's time, 256 x 128, without groups (``tests/bench/results/

@@ -23,7 +23,7 @@ DIMS = {
     "transposed": {"lhs": "m k", "rhs": "g n k", "out": "m n"},
     "contracting": {"lhs": "m k", "rhs": "m n", "out": "g k n"},
 }
-"""The axes by mode. Every device gets all group sizes, so theirs is none of these."""
+"""The axes by mode. Every device has all group sizes, so their axis is not listed."""
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
@@ -70,6 +70,6 @@ def _groups_here(operands: Mapping[str, Array], part: Part) -> tuple[Array, int]
 
 
 def _before(sizes: Array, first: Array) -> Array:
-    """How many rows belong to the groups before one."""
+    """The number of rows in the groups before one."""
     before = jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0)
     return before.sum(dtype=jnp.int32)

@@ -34,15 +34,15 @@ WIDE = 128
 """Columns of a copy of 8-bit numbers: a row of 128 bytes."""
 
 PLACES = 2
-"""Parts of a step that a warpgroup holds widened."""
+"""Widened parts of a step that a warpgroup holds."""
 
 
 @dataclass(frozen=True)
 class Tiles(of_dot.Tiles):
-    """The config: as of a ragged dot, but that each warpgroup has its own columns.
+    """The config of a ragged dot, where each warpgroup has its own columns.
 
-    So it widens what it multiplies itself, and waits for no other one: tiles of 64
-    rows whose columns both share, or tiles apart.
+    So a warpgroup widens its own part, and waits for no other one. Tiles have 64 rows
+    whose columns both share, or each warpgroup has tiles of its own.
     """
 
     block_m: int = 64
@@ -77,7 +77,7 @@ def supports(spec: Spec) -> Verdict:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb, by rows of a group."""
+    """Returns the default config, by rows of a group."""
     del device
     return Tiles() if _few(spec) else MANY
 
@@ -90,12 +90,12 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
 
 
 def _few(spec: Spec) -> bool:
-    """Whether groups have, in the mean, no more rows than a small tile."""
+    """Whether groups have, on average, no more rows than a small tile."""
     return spec.shape("lhs")[0] <= ROWS[0] * spec.shape("group_sizes")[0]
 
 
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
-    """Returns whether a config can run: as a ragged dot's, and nothing is shared."""
+    """Returns whether a config can run: as for a ragged dot, and without sharing."""
     found = [of_dot.fits(config, spec, device)]
     if not (config.by_columns or config.apart):
         text = f"{config.block_m} rows that warpgroups share, each with all columns"
@@ -165,7 +165,7 @@ def backward(
 ) -> dict[str, Array]:
     """Returns the cotangent of lhs, by the dequantized matrices.
 
-    Those of the scale, and of matrices that are floats, are the reference's.
+    The reference computes those of the scale, and of float matrices.
 
     Args:
         lhs: As in `forward`.

@@ -144,7 +144,7 @@ def backward(
 ) -> dict[str, Array]:
     """Returns the cotangent of x, by the dequantized matrices.
 
-    Those of scales, and of matrices that are floats, are the reference's.
+    The reference computes those of scales, and of float matrices.
 
     Args:
         out: Not needed.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 MOST = 1 << 30
-"""Sizes from here on do not fit the kernels' numbers."""
+"""Sizes from this on overflow the kernels' indices."""
 
 
 def supports(spec: Spec) -> Verdict:
@@ -116,8 +116,8 @@ def backward(
     """Returns the cotangents of lhs and rhs, each a ragged dot itself.
 
     Args:
-        cotangent: As the result of `forward`. If it is wider than the operands, which
-            tensor cores do not multiply, XLA computes both in `tiled`'s way.
+        cotangent: As the result of `forward`. If it is wider than the operands, tensor
+            cores cannot multiply it, and XLA computes both as in `tiled`.
         config: The tiles.
         **given: As for `rewriter.kernels.ragged.dot.xla.backward`.
     """

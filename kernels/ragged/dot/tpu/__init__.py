@@ -53,7 +53,7 @@ def supports(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: what is worth it depends on the generation, which `estimate` asks."""
+    """Returns no: the gain depends on the generation, which `estimate` knows."""
     del spec, platform
     return no("device", "which TPU it is decides, and that is not known")
 

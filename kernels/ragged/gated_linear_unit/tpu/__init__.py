@@ -95,7 +95,7 @@ def supports_parts(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: what is worth it depends on the generation, which is not known."""
+    """Returns no: the gain depends on the generation, which is unknown here."""
     del spec, platform
     return no("device", "which TPU it is decides, and that is not known")
 
