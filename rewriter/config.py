@@ -423,7 +423,7 @@ def _several_tuned(value: object) -> tuple[object, ...]:
         if not isinstance(part, (str, os.PathLike)) and not hasattr(part, "entries"):
             raise ConfigError(
                 f"tuned={part!r}",
-                wanted="what rewriter.tune gives, or the path of its file",
+                wanted="a result of rewriter.tune, or the path of its file",
                 where=caller(),
             )
     return tuple(os.fspath(p) if isinstance(p, os.PathLike) else p for p in parts)

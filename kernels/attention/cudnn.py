@@ -91,9 +91,9 @@ def untried(spec: Spec) -> bool:
 def _operands(spec: Spec) -> Verdict:
     more = sorted(set(spec.operands) - TAKEN)
     if more:
-        return no("operands", f"cuDNN is not given {', '.join(more)}")
+        return no("operands", f"cuDNN does not support {', '.join(more)}")
     if spec.symbolic:
-        return no("symbolic", "cuDNN wants sizes that are numbers")
+        return no("symbolic", "cuDNN needs known sizes")
     return YES
 
 

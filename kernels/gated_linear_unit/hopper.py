@@ -45,7 +45,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", text))
     for name in ("rows_gate", "rows_up"):
         if spec.has(name):
-            found.append(no(name, "rows that are added to a branch are not taken"))
+            found.append(no(name, "addends for each row of a branch are not supported"))
     return all_of(*found, gated_tiles.computes(str(spec.param("activation"))))
 
 

@@ -135,7 +135,7 @@ def _leaf(alg: Algebra, source: Operand) -> _Gathered:
     plain = not more and not others and flag == TRUE and c == 1 and len(mono) == 1
     atom, exponent = mono[0]
     if not plain or exponent != 1 or alg.kind(atom) != "leaf":
-        raise Refused("pages", "keys or values are not pages as they are", score=0.2)
+        raise Refused("pages", "keys or values are not whole pages", score=0.2)
     _, name, args = alg.defs[atom]
     if not isinstance(name, Pages):
         raise Refused("pages", "keys or values are not gathered pages", score=0.2)

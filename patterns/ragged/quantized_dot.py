@@ -84,7 +84,7 @@ def of_stored(find: Finder, dot: Node, stored: int) -> Reading:
     """
     plain = read(find, dot)
     if roles(find, dot)[0]:
-        raise Refused("mode", "8-bit rows, and no matrices, are multiplied", score=0.2)
+        raise Refused("mode", "the rows are 8-bit, and the matrices are not", score=0.2)
     value = dot.outs[0]
     ev = evaluator(find, value, {dot: stored})
     args = ev.indices(value)

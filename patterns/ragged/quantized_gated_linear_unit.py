@@ -48,7 +48,7 @@ def of_stored(find: Finder, unit: Unit) -> Reading:
     for dot in (unit.gate_dot, unit.up_dot):
         numbers = quantized(find, dot)
         if numbers is None:
-            raise Refused("dtype", "one branch alone is of 8-bit matrices", score=0.3)
+            raise Refused("dtype", "only one branch has 8-bit matrices", score=0.3)
         stored[dot] = numbers
     x, _, sizes = unit.gate_dot.ins
     ev = evaluator(find, unit.value, stored, x, sizes)

@@ -291,7 +291,7 @@ def _forced(
         names = ", ".join((*forward, *backward))
         text = "; ".join(f"{name}: {reason}" for name, reason in why)
         raise KernelError(
-            f"implementation={{{spec.op!r}: {names!r}}} cannot be had: {text}",
+            f"implementation={{{spec.op!r}: {names!r}}} is not available: {text}",
             next_step=f"Add {XLA!r} as the last of a list to leave such sites as they "
             "are",
             where=where or caller(),

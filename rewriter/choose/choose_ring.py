@@ -62,7 +62,7 @@ def choose_ring(
         made = own if backward else by_parts(*given)
         if isinstance(made, str) and forward == (RING,):
             raise KernelError(
-                f"implementation={{{spec.op!r}: {RING!r}}} cannot be had: {made}",
+                f"implementation={{{spec.op!r}: {RING!r}}} is not available: {made}",
                 next_step=f"Add {XLA!r} as the last of a list to leave such sites as "
                 "they are",
                 where=where or caller(),

@@ -131,7 +131,7 @@ def entries(device: str, op: str) -> tuple[Entry, ...]:
     if known is None or known[0] != stamp:
         found, problems = _read(_files(folder))
         for name, why in problems:
-            _warn(f"{name} is left aside: {why}. {REMEDY}", name)
+            _warn(f"{name} is ignored: {why}. {REMEDY}", name)
         known = stamp, found.entries
         if time.time_ns() - stamp > SETTLED_NS:
             process.read[folder] = known

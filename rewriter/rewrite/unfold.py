@@ -177,7 +177,7 @@ class _Unfolding:
         eqns, read = live(left, [*outs, *self.read])
         known = folded.whole.constvars, folded.whole.invars, self.handed
         if read.difference(*known):
-            raise Unlike("a variable is read that nothing makes")
+            raise Unlike("a variable is read that no equation makes")
         starts = [start_of[id(e)] for e in eqns]
         for start, turns in reversed(written):
             at = bisect.bisect_left(starts, start)
@@ -287,12 +287,12 @@ class _Unfolding:
         for column in run.own:
             number = int(run.reads[turn, column])
             if number == run.reads[before, column] or number in run.shared:
-                raise Unlike("what the turns read of their own is not told apart")
+                raise Unlike("values that only one turn reads cannot be distinguished")
             known = found.setdefault(number, column)
             if known != column:
                 rows = slice(cut.out.start, cut.out.stop)
                 if (run.reads[rows, known] != run.reads[rows, column]).any():
-                    raise Unlike("a turn reads one thing where others read two")
+                    raise Unlike("a turn reads one value where others read two")
         return found
 
     def _read(self, here: _Turns, u: Any, v: Any) -> Read:
@@ -305,7 +305,7 @@ class _Unfolding:
             read = way(here, u, v)
             if read is not None:
                 return read
-        raise Unlike("an operand is found in no way that turns share")
+        raise Unlike("an operand has no source that all turns share")
 
     def _literal(self, here: _Turns, u: Any, v: Any) -> Read | None:
         if not (_jax.is_literal(u) and _jax.is_literal(v) and _jax.same_literal(u, v)):
@@ -398,7 +398,7 @@ class _Unfolding:
                     atom = self._made(index, atom)(_known(self.made[index], turn))
                     self.handed.add(atom)
                     return atom
-                raise Unlike("a value is not made any more")
+                raise Unlike("a value is no longer computed")
         atom = self.instead.get(var, var)
         if not _jax.is_literal(atom):
             self.read.add(atom)

@@ -61,7 +61,7 @@ WIDEST = 256
 def supports(spec: Spec) -> Verdict:
     """Returns whether it supports a use: 16 bits, widths up to 256."""
     if spec.symbolic:
-        return no("symbolic", "the Hopper kernel wants sizes that are numbers")
+        return no("symbolic", "the Hopper kernel needs known sizes")
     verdict = all_of(_operands(spec), _types(spec), _sizes(spec), _numbers(spec))
     if not verdict.ok:
         return verdict

@@ -51,7 +51,7 @@ def supports(spec: Spec, operands: frozenset[str] = OPERANDS) -> Verdict:
         operands: The supported operands.
     """
     if spec.symbolic:
-        return no("symbolic", "the Hopper decode kernel wants sizes that are numbers")
+        return no("symbolic", "the Hopper decode kernel needs known sizes")
     verdict = all_of(
         *_operands(spec, operands), *_types(spec), *_numbers(spec), *_empty(spec)
     )

@@ -45,7 +45,7 @@ TYPES = ("bfloat16", "float32")
 def sized(spec: Spec) -> Verdict:
     """Returns whether all sizes of a use are known, and none is 0."""
     if spec.symbolic:
-        return no("symbolic", "the TPU kernel wants sizes that are numbers")
+        return no("symbolic", "the TPU kernel needs known sizes")
     empty = [
         no("empty", f"{name} has shape {shape}, and an axis of size 0")
         for name, shape in spec.shapes

@@ -54,7 +54,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("activation", text))
     for name in ("rows_gate", "rows_up"):
         if spec.has(name):
-            found.append(no(name, "rows that are added to a branch are not taken"))
+            found.append(no(name, "addends for each row of a branch are not supported"))
     if any(0 in shape for _, shape in spec.shapes):
         found.append(no("empty", "an axis has size 0"))
     if spec.param("precision") not in PRECISIONS:

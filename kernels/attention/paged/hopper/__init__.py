@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 def supports(spec: Spec) -> Verdict:
     """Returns whether it supports a use: that of the decode kernel, with even pages."""
     if spec.symbolic or any(0 in shape for _, shape in spec.shapes):
-        return no(
-            "sizes", "the Hopper decode kernel wants sizes that are numbers, not 0"
-        )
+        return no("sizes", "the Hopper decode kernel needs known sizes above 0")
     verdict = hopper_decode.supports(as_attention(spec), hopper_decode.IN_PAGES)
     if not verdict.ok:
         return verdict
