@@ -10,11 +10,11 @@ from rewriter.patterns.index import PATTERNS
 
 
 def in_force(names: str, extra: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """Returns the patterns that a comma-separated list of names stands for.
+    """Returns the patterns for a comma-separated list of names.
 
     ``default`` is the default set, ``none`` the empty one, ``-name`` removes, and only
-    removals imply ``default``. Special forms of a removed op, and what is made of it,
-    go with it.
+    removals imply ``default``. Removing an op also removes its special forms and
+    composites of it.
 
     Raises:
         UnknownPattern: For an unknown name, with a suggestion.

@@ -67,7 +67,7 @@ def same_literal(a: Any, b: Any) -> bool:
 
 
 def reading(eqn: Any, env: Any) -> Any:
-    """The equation with its operands as an environment has them."""
+    """The equation with its operands replaced by an environment's."""
     for atom in eqn.invars:
         if atom.__class__ is Var and atom in env:
             changed = [a if is_literal(a) else env.get(a, a) for a in eqn.invars]
@@ -86,7 +86,7 @@ def is_tracer(value: Any) -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether a transformation is under way, so that what is called is recorded."""
+    """Whether JAX is tracing, so that calls are recorded."""
     return not core.trace_state_clean()
 
 
@@ -115,12 +115,12 @@ def literals_of(jaxpr: Any) -> dict[Any, Any]:
 
 
 def holds_tracers(jaxpr: Any) -> bool:
-    """Whether constants of a jaxpr are values of a trace around it."""
+    """Whether constants of a jaxpr are tracers of an outer trace."""
     return any(map(is_tracer, consts_of(jaxpr)))
 
 
 def call_kind(eqn: Any) -> str:
-    """Which kind of body an equation holds; empty for an ordinary equation."""
+    """The kind of body that an equation holds; empty for an ordinary equation."""
     name = eqn.primitive.name
     if name in CALLS:
         return "call" if _plain_call(eqn) else "opaque"
@@ -154,7 +154,7 @@ def call_body_name(eqn: Any) -> str:
 
 
 def is_recomputation(eqn: Any) -> bool:
-    """Whether a checkpoint's equation runs its body again, for gradients."""
+    """Whether a checkpoint's equation recomputes its body for gradients."""
     return bool(eqn.params.get("differentiated"))
 
 
@@ -187,10 +187,10 @@ def source_of(eqn: Any) -> str:
 def is_library_rule(eqn: Any) -> bool:
     """Whether a custom_jvp call is one of JAX's own with the derivative of its body.
 
-    A user's rule may differ from the derivative of the body, so its body is a
-    scope of its own. JAX's own rules (relu, softmax, logsumexp and the like)
-    only state that derivative in a better way; they are known by the function
-    that defines the body.
+    A user's rule may differ from the derivative of the body, so its body is a scope of
+    its own. JAX's own rules (relu, softmax, logsumexp and the like) only state that
+    derivative in a better way. They are recognised by the function that defines the
+    body.
     """
     if "jvp" not in eqn.primitive.name:
         return False
@@ -394,7 +394,7 @@ def shaped_like(shape: Sequence[Any], dtype: Any, avals: Sequence[Any]) -> Any:
 
 
 def weakly_typed(value: Any) -> Any:
-    """Returns the array with a weak type, which gives way to that of others."""
+    """Returns the array with a weak type, which yields to other types."""
     return jax.lax.convert_element_type_p.bind(
         value, new_dtype=value.dtype, weak_type=True, sharding=None
     )
@@ -417,7 +417,7 @@ def check_types(closed: Any) -> None:
 
 
 def same_types(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether abstract values agree, but for meshes that shard none of their axes."""
+    """Whether abstract values agree, ignoring meshes that shard none of their axes."""
     return len(first) == len(second) and all(
         a == b
         or (
@@ -434,8 +434,8 @@ def same_types(first: Sequence[Any], second: Sequence[Any]) -> bool:
 def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The closed jaxpr of a function of arrays, at the given avals.
 
-    Code that is traced once needs none of what `jax.make_jaxpr` prepares for a
-    `jax.jit` around it, which takes ten times as long as a small trace.
+    `jax.make_jaxpr` prepares a `jax.jit`, which takes ten times as long as a small
+    trace. Code that is traced once does not need that.
     """
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     info = core.DebugInfo("rewriter", fn.__name__, ("",) * len(structs), None)
@@ -494,9 +494,9 @@ def _struct_in_part(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """As `trace_flat`, of arrays that are placed as their types state.
+    """Like `trace_flat`, for arrays that are placed as their types state.
 
-    Inside `jax.shard_map` they vary over mesh axes as those do.
+    Inside `jax.shard_map` they vary over the same mesh axes.
     """
     mesh = explicit_mesh(avals)
     if mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
@@ -514,14 +514,14 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 
 def placed_as(value: Any, aval: Any) -> Any:
-    """The array, placed as an abstract value states, if that states it."""
+    """The array, placed as an abstract value states, if it states that."""
     if explicit_mesh([aval]) is None or core.typeof(value).sharding == aval.sharding:
         return value
     return jax.sharding.reshard(value, aval.sharding)
 
 
 def stated(avals: Sequence[Any]) -> tuple[Any, ...]:
-    """What tells values apart that types place differently; () if they place none."""
+    """A key of how types place values; () if they place none."""
     if explicit_mesh(avals) is None:
         return ()
     return tuple(tuple(a.sharding.spec) for a in avals)
@@ -541,7 +541,7 @@ def with_equations(
         jaxpr: The jaxpr.
         eqns: Its new equations.
         outvars: Its new results.
-        more: Inputs that are added behind its own.
+        more: Inputs that are added after its own.
     """
     if _wraps(jaxpr):
         inner = with_equations(jaxpr.jaxpr, eqns, outvars, more)
@@ -555,7 +555,7 @@ def with_one_variable(closed: Any, same: Mapping[Any, Any]) -> Any:
 
     Args:
         closed: The closed jaxpr; it has no effects, which count constants.
-        same: Variable of each constant that goes to that of one that stays.
+        same: Maps the variable of each dropped constant to that of a kept one.
     """
 
     def renamed(atoms: Sequence[Any]) -> list[Any]:
@@ -592,7 +592,7 @@ def part_of(
 
 
 def pruned(closed: Any) -> Any:
-    """The closed jaxpr without what nobody reads, in its loops too."""
+    """The closed jaxpr without unread equations, also in its loops."""
     jaxpr = closed.jaxpr
     used = [True] * len(jaxpr.outvars)
     new, _ = partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)
@@ -605,7 +605,7 @@ def _wraps(jaxpr: Any) -> bool:
 
 
 def scoped(source_info: Any, label: str) -> Any:
-    """Source information under one more name, as profiles show it."""
+    """Source info under one more name, as profiles show it."""
     if not label:
         return source_info
     stack = source_info.name_stack.extend(label)
@@ -616,10 +616,10 @@ NAMED_RULES = ("logaddexp", "exp_neg_sq")
 
 
 def named_rule(eqn: Any) -> str:
-    """The name of a function of JAX's own, if it says more than the body.
+    """The name of a JAX function, if it is more informative than its body.
 
-    That of ``"logaddexp"`` goes by cases, that of ``"exp_neg_sq"``, exp(-x²) in the
-    derivative of the error function, takes the bits of numbers apart.
+    The body of ``"logaddexp"`` has cases. That of ``"exp_neg_sq"``, exp(-x²) in the
+    derivative of the error function, splits the bits of numbers.
     """
     info = getattr(call_body(eqn), "debug_info", None)
     name = getattr(info, "func_name", "")
@@ -638,7 +638,7 @@ def integer_division(eqn: Any) -> str:
 
 
 def lower_with_devices(primitive: Any) -> None:
-    """Has JAX tell a primitive's lowering the devices, which it may else leave open."""
+    """Makes JAX pass the devices to a primitive's lowering, which are optional."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
@@ -670,17 +670,18 @@ _CHECKED = 3 if "ctx" in inspect.signature(checkify.checkify_jaxpr).parameters e
 
 
 def on_one_device() -> Any:
-    """A context in which code says nothing of the manual axes that it varies over.
+    """A context in which code need not state the manual axes that it varies over.
 
-    Inside `jax.shard_map` with ``check_vma=True`` a Pallas call would have to.
+    Inside `jax.shard_map` with ``check_vma=True`` a Pallas call would have to state
+    them.
     """
     return config._check_vma(False)
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Whether what is lowered here is for several devices, and XLA splits it.
+    """Whether the lowered code is for several devices, and XLA splits it.
 
-    Inside of `jax.shard_map` over all axes that have several devices it is for one.
+    Inside a `jax.shard_map` over all axes with several devices it is for one device.
 
     Args:
         ctx: The context of a lowering rule.
@@ -700,7 +701,7 @@ def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
 
 
 def parts_of(eqn: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-    """(specs of operands, of results, what else decides the parts) of a shard_map."""
+    """(specs of operands, of results, other parameters of the split) of a shard_map."""
     params = eqn.params
     around = params["mesh"], manual_axes(eqn)[0], params["check_vma"]
     return tuple(params["in_specs"]), tuple(params["out_specs"]), around
@@ -709,7 +710,7 @@ def parts_of(eqn: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
 def _axes_of(aval: Any, around: Any) -> tuple[str, ...]:
     """The manual axes over which a value may vary, in the mesh's order.
 
-    They are all of them where types do not say it.
+    These are all manual axes if types do not state them.
     """
     mesh, manual, typed = around
     varying = aval.mat.varying if typed else manual
@@ -717,7 +718,7 @@ def _axes_of(aval: Any, around: Any) -> tuple[str, ...]:
 
 
 def is_parts(spec: Any, aval: Any, around: Any) -> bool:
-    """Whether what a shard_map gives is each device's value, and no choice of them."""
+    """Whether a shard_map returns each device's own value, and chooses none."""
     mesh, _, typed = around
     named = {a for p in spec for a in (p if isinstance(p, tuple) else (p,))} - {None}
     axes = _axes_of(aval, around)
@@ -729,14 +730,14 @@ def is_parts(spec: Any, aval: Any, around: Any) -> bool:
 def handing_parts(
     eqn: Any, body: Any, invars: Sequence[Any], given: int, made: int
 ) -> Any:
-    """A shard_map with a body that is given, and gives, more parts of each device.
+    """A shard_map with another body that reads and returns further per-device parts.
 
     Args:
         eqn: The shard_map.
         body: Its new body.
         invars: What it reads.
-        given: How many of its last operands are parts.
-        made: How many of its last results are.
+        given: The number of last operands that are parts.
+        made: The number of last results that are parts.
     """
     into, out_of, around = parts_of(eqn)
     outs = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
@@ -759,7 +760,7 @@ def handing_parts(
 
 
 def with_parts(eqn: Any, body: Any, into: Sequence[Any], out_of: Sequence[Any]) -> Any:
-    """A shard_map with another body, and specs of what that reads and gives."""
+    """A shard_map with another body, and specs for its operands and results."""
     specs = {"in_specs": tuple(into), "out_specs": tuple(out_of)}
     return eqn.replace(params={**eqn.params, "jaxpr": body, **specs})
 
@@ -780,7 +781,7 @@ def _cupti() -> Any:
 
 
 def has_cupti() -> bool:
-    """Whether kernels can be timed by CUPTI; not while a profiler has taken it."""
+    """Whether kernels can be timed by CUPTI; not while a profiler uses it."""
     cupti = _cupti()
     if cupti is None:
         return False
@@ -793,11 +794,11 @@ def has_cupti() -> bool:
 
 
 def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Returns name and seconds of every GPU kernel of a call, which is waited for.
+    """Runs a call to its end; returns name and seconds of every GPU kernel.
 
     Raises:
         NothingSeen: If CUPTI saw no kernel.
-        RuntimeError: If it is taken.
+        RuntimeError: If another profiler uses CUPTI.
     """
     cupti = _cupti()
     cupti._cupti_init()

@@ -52,35 +52,35 @@ class Config:
     Attributes:
         patterns: Comma-separated names; ``-name`` removes, only removals imply
             ``default``, ``none`` is the empty set.
-        tune: How kernels are chosen. ``off``: by rules of thumb. ``cached``: by
-            what was measured before, here or for the package; nothing is timed.
-            ``quick``: what was not measured is, each kernel with the config that
-            its rule of thumb gives. ``full``: with every config worth it.
+        tune: How kernels are chosen. ``off``: by rules of thumb. ``cached``: by earlier
+            measurements, here or shipped with the package; nothing is timed. ``quick``:
+            also measures the rest, each kernel with its default config. ``full``:
+            measures every config worth trying.
         tuned: Measurements to use first, the last strongest: `Tuned` or paths.
-        numerics: ``strict`` accepts exact rewrites only, ``default`` those
-            within rounding of the program's own types, ``fast`` also those that
-            change what attention gives for a row whose keys are all masked.
-        assume: What may be taken for granted without proof: ``"finite"``, that scores
-            and activations hold no NaN or infinity; ``"varied_rows"``, that no row that
-            is normalized is constant. Else sites that depend on it are left as written.
+        numerics: ``strict`` accepts exact rewrites only, ``default`` those within
+            rounding of the program's own types, ``fast`` also those that change
+            attention's result in a row whose keys are all masked.
+        assume: Facts to accept without proof: ``"finite"``, that scores and activations
+            hold no NaN or infinity; ``"varied_rows"``, that no normalized row is
+            constant. Otherwise sites that depend on them are left as written.
         strict: A failure inside the rewriter is an error, not a warning.
-        deterministic: Whether kernels that add up in an order that differs from run to
-            run, as cuDNN's gradients of attention do, are left out. They are also
-            where ``XLA_FLAGS`` asks XLA itself for the same.
-        checkpoint_memory: Bytes that may be spent to keep for gradients what a
+        deterministic: Whether to exclude kernels whose order of additions changes from
+            run to run, such as cuDNN's gradients of attention. They are also excluded
+            where ``XLA_FLAGS`` asks XLA itself for determinism.
+        checkpoint_memory: Bytes that may be spent on saving values for gradients that a
             `jax.checkpoint` computes again, most operations per byte first; 0 leaves
             checkpoints as written.
-        end_to_end: Whether an op's sites are left as written where the whole program
-            was measured to be faster so.
-        disable: Names of passes that are left out, such as ``("recompute",)``: those of
-            `PASSES_TO_DISABLE`. The program is right without them.
-        implementation: ``((op, forward, backward), ...)``: the kernels to use,
-            as tuples of names, the first that can be had; an error if none can.
-            ``"ring"``, as the first, passes operands from device to device, and
-            computes parts by the first of the others that can be had.
+        end_to_end: Whether to leave an op's sites as written if the whole program was
+            measured to be faster that way.
+        disable: Names of passes to skip, such as ``("recompute",)``, from
+            `PASSES_TO_DISABLE`. The program is also correct without them.
+        implementation: ``((op, forward, backward), ...)``: the kernels to use, as
+            tuples of names; the first available one is taken, and having none is an
+            error. A leading ``"ring"`` passes operands from device to device, and
+            computes parts by the first available of the other kernels.
         verify: ``once`` compares, at the first call for given shapes, each site and the
             whole program with what was written, on the arguments of the call and on
-            probes made from them. What differs is left as written, with a warning.
+            probes made from them. Differing sites are left as written, with a warning.
         target: The device kind to build for, such as ``"h200"``; ``None`` is the
             default device.
         require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
@@ -128,7 +128,7 @@ def resolve(options: Mapping[str, object]) -> Config:
 
 
 def current() -> Config:
-    """Returns what the surrounding ``with config(...)`` says."""
+    """Returns the configuration of the surrounding ``with config(...)``."""
     return _OURS.get() or Config()
 
 
@@ -174,7 +174,7 @@ def using(*patterns: object) -> Iterator[Config]:
 
 @contextmanager
 def exporting(targets: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Uses only what may be part of an exported program inside the block.
+    """Allows only exportable kernels inside the block.
 
     Args:
         targets: Platform to device kind, where the program will run.
@@ -185,14 +185,14 @@ def exporting(targets: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def enter(tuned: object) -> None:
-    """Puts measurements in force until `leave`; what was in force stays behind them."""
+    """Puts measurements in force until `leave`; earlier ones have lower priority."""
     base = current()
     _BEFORE.set((*_BEFORE.get(), _OURS.get()))
     _set(replace(base, tuned=(*base.tuned, tuned)))
 
 
 def leave() -> None:
-    """Takes back the last `enter` of this task or thread."""
+    """Undoes the last `enter` of this task or thread."""
     *before, last = _BEFORE.get()
     _BEFORE.set(tuple(before))
     _set(last)
@@ -209,13 +209,13 @@ def _during(value: Config) -> Iterator[None]:
 
 
 def _set(value: Config | None) -> None:
-    """Sets what holds in this task, and what JAX tells programs of the thread by."""
+    """Sets the options of this task, and the thread's value in JAX's cache keys."""
     _OURS.set(value)
-    _JAXS(value).__enter__()  # what was there before may be another task's
+    _JAXS(value).__enter__()  # the earlier value may be another task's
 
 
 def in_step(fn: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Returns a function that asks JAX for programs under this task's options."""
+    """Returns a function that calls JAX under this task's options."""
 
     @functools.wraps(fn)
     def asked(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -228,15 +228,15 @@ def in_step(fn: Callable[Given, Result]) -> Callable[Given, Result]:
 
 @contextmanager
 def while_traced(forget: Callable[[], None]) -> Iterator[None]:
-    """Settles under which options a function is traced that JAX was asked for.
+    """Decides under which options a function is traced.
 
-    JAX keeps the program under the thread's options. Where those are another task's,
-    since tasks took turns, it is made under this task's, and forgotten at the end of
-    this turn. Where there are no tasks, as in a thread that runs a copy of a task's
-    context, the thread's hold.
+    JAX caches the program under the thread's options. These may be another task's,
+    since tasks take turns. Then the program is traced under this task's options, and
+    forgotten at the end of this turn. Without tasks, as in a thread that runs a copy of
+    a task's context, the thread's options hold.
 
     Args:
-        forget: Makes JAX forget the function's programs.
+        forget: A function that makes JAX forget the traced programs.
     """
     mine, kept_under = _OURS.get(), _JAXS.value
     if mine == kept_under:
@@ -254,7 +254,7 @@ def while_traced(forget: Callable[[], None]) -> Iterator[None]:
 
 
 def _loop() -> asyncio.AbstractEventLoop | None:
-    """The loop that runs in this thread."""
+    """The event loop that runs in this thread."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -264,7 +264,7 @@ def _loop() -> asyncio.AbstractEventLoop | None:
 STAGES = (
     "trace", "passes", "match", "gradients", "tune", "choose", "optimize",
 )  # fmt: skip
-"""What ``REWRITER_LOG`` can show.
+"""The stages that ``REWRITER_LOG`` can show.
 
 ``passes`` shows the time of every pass."""
 
@@ -272,7 +272,7 @@ PASSES_TO_DISABLE = (
     "fold", "gradients", "checkpoint_savings", "residual_adds", "memory_order",
     "recompute",
 )  # fmt: skip
-"""Names of the passes that may be left out."""
+"""Names of the passes that may be skipped."""
 
 
 def configure_logging(text: str | None = None) -> None:
@@ -390,7 +390,7 @@ def _is_forced(value: object) -> bool:
 
 
 def _passes(op: object, value: object) -> tuple[Names, Names]:
-    """The forward's names and the backward's; () where nothing is asked."""
+    """The names for the forward and for the backward; () where none are requested."""
     if not isinstance(value, Mapping):
         return _names(op, value), ()
     if unknown := sorted(set(value) - {"forward", "backward"}):
@@ -426,7 +426,7 @@ def _several_tuned(value: object) -> tuple[object, ...]:
         if not isinstance(part, (str, os.PathLike)) and not hasattr(part, "entries"):
             raise ConfigError(
                 f"tuned={part!r}",
-                wanted="what rewriter.tune gives, or the path of its file",
+                wanted="a result of rewriter.tune, or the path of its file",
                 where=caller(),
             )
     return tuple(os.fspath(p) if isinstance(p, os.PathLike) else p for p in parts)

@@ -67,7 +67,7 @@ class StateLost(RewriterError):
 
 
 class ConfigError(RewriterError):
-    """An option does not exist, or has a value that does not."""
+    """An option does not exist, or its value does not."""
 
 
 class UnknownOption(ConfigError, TypeError):
@@ -87,7 +87,7 @@ class BundleMismatch(RewriterError):
 
 
 class ExportError(RewriterError):
-    """A program or a file of one cannot be exported or loaded."""
+    """A program cannot be exported, or its file cannot be loaded."""
 
 
 class DeviceMismatch(ExportError):

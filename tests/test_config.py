@@ -59,7 +59,7 @@ def test_values_become_hashable():
         ({"implementation": "xla"}, "a dict of op name to a kernel's name"),
         ({"implementation": {"attention": 3}}, "implementation['attention']=3"),
         ({"implementation": {"attention": {"back": "xla"}}}, "forward, backward"),
-        ({"tuned": 3}, "tuned=3; expected what rewriter.tune gives, or the path"),
+        ({"tuned": 3}, "tuned=3; expected a result of rewriter.tune, or the path"),
         ({"patterns": 3}, "expected a string"),
     ],
 )

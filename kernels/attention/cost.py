@@ -21,8 +21,8 @@ def cost(
     causal. A backward is five such products (scores again, the gradients of
     weights, v, q and k): 2.5 times a forward if e is h. The softmax is not counted.
 
-    Masks, segments and lengths given as arrays are not known: all that the window
-    leaves is counted. Of a prefix, neither, half of the keys are taken to be in it.
+    Masks, segments and lengths in arrays are unknown: all keys within the window are
+    counted. A prefix is unknown too, and assumed to hold half of the keys.
 
     Args:
         shapes: Shapes by operand name.
@@ -56,14 +56,14 @@ def cost(
 def seen(
     t: int, s: int, window: tuple[int | None, int | None], shift: int, prefix: int = 0
 ) -> tuple[int, int]:
-    """Returns how many pairs of query and key are seen, and how many of the keys.
+    """Returns the number of visible pairs of query and key, and of visible keys.
 
     Args:
         t: Number of queries.
         s: Number of keys.
         window: As the op's.
         shift: As the op's.
-        prefix: How many keys are seen whatever the window.
+        prefix: The number of keys that all queries see, whatever the window.
 
     Example:
         >>> seen(4, 4, (None, 0), 0), seen(4, 4, (1, 0), 0), seen(1, 9, (2, 0), 8)
@@ -86,13 +86,13 @@ def seen(
 
 
 def _joined(first: Any, last: Any, prefix: int) -> Any:
-    """How many keys are from the first to the last, or in a prefix."""
+    """The number of keys from the first to the last, or in a prefix."""
     both = np.maximum(np.minimum(last, prefix - 1) - first + 1, 0)
     return last - first + 1 + prefix - both
 
 
 def _anywhere(t: int, s: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
-    """The same where positions are only known at run time: the most there can be."""
+    """The same for positions that are only known at run time: an upper bound."""
     left, right = window
     if left is None or right is None:
         return t * s, s

@@ -30,21 +30,21 @@ TAKEN = PLAIN | TABLES | {"kv_lengths"}
 
 TRIED = PLAIN
 """Operands with which its numbers were compared on a GPU (``tests/kernels/
-test_cudnn.py``). With others it is chosen only where it was measured, and so compared,
-or asked for."""
+test_cudnn.py``). With others it is chosen only if it was measured, and so compared, or
+if the user asks for it."""
 
 TYPES = ("bfloat16", "float16")
 
 LARGE = {"float16": -(2.0**15)}
-"""What is added to hidden scores, as cuDNN makes NaN of infinities; `LARGEST` else."""
+"""The number added to hidden scores (else `LARGEST`): infinities become NaN."""
 
 LARGEST = -(2.0**41)
 
 
 def supports(spec: Spec) -> Verdict:
-    """Takes 16-bit q, k, v, tables and lengths, causal or with a window behind.
+    """Supports 16-bit q, k, v, tables and lengths, causal or with a left window.
 
-    Asks cuDNN last.
+    The last check traces cuDNN itself.
     """
     verdict = all_of(_operands(spec), _types(spec), _masks(spec))
     return _asked(spec) if verdict.ok else verdict
@@ -56,7 +56,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     Measured on an H200 (``tests/bench/results/cudnn_h200.json``): 1.3 to 14 times as
     fast as XLA from there on, as fast or slower for 24 MiB and less.
     """
-    del platform  # a GPU is all it supports
+    del platform  # it needs only a GPU
     if untried(spec):
         more = ", ".join(sorted(set(spec.operands) - TRIED))
         return no("untried", f"not compared with {more} on a GPU: measure it with tune")
@@ -69,9 +69,9 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def deterministic(config: object) -> Verdict:
-    """Returns no, as its gradients are added up by whoever comes first.
+    """Returns no: the order of additions in its gradients varies between runs.
 
-    Yes where ``XLA_FLAGS`` ask for the same bits each time: XLA hands that on to cuDNN.
+    Returns yes if ``XLA_FLAGS`` ask for determinism, which XLA passes on to cuDNN.
     """
     del config
     if deterministic_xla():
@@ -84,16 +84,16 @@ SMALL = 48 << 20
 
 
 def untried(spec: Spec) -> bool:
-    """Returns whether its numbers were not compared on a GPU with such operands."""
+    """Returns whether its numbers were never compared on a GPU with such operands."""
     return not set(spec.operands) <= TRIED
 
 
 def _operands(spec: Spec) -> Verdict:
     more = sorted(set(spec.operands) - TAKEN)
     if more:
-        return no("operands", f"cuDNN is not given {', '.join(more)}")
+        return no("operands", f"cuDNN does not support {', '.join(more)}")
     if spec.symbolic:
-        return no("symbolic", "cuDNN wants sizes that are numbers")
+        return no("symbolic", "cuDNN needs known sizes")
     return YES
 
 
@@ -127,7 +127,7 @@ def _masks(spec: Spec) -> Verdict:
 
 @functools.lru_cache(maxsize=1024)
 def _asked(spec: Spec) -> Verdict:
-    """What JAX says when it traces the call with its gradients."""
+    """JAX's error when it traces the call with its gradients, or ``""``."""
     arrays = {
         n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in spec.operands
     }
@@ -136,13 +136,13 @@ def _asked(spec: Spec) -> Verdict:
     out = jax.ShapeDtypeStruct((b, t, n, spec.shape("v")[3]), spec.dtype("q"))
     try:
         jax.eval_shape(lambda x, c: _vjp(x, **params)[1](c), arrays, out)
-    except Exception as problem:  # of many kinds, each with a reason in its text
+    except Exception as problem:  # of many kinds, with the reason in the text
         return no("cudnn", str(problem).splitlines()[0])
     return YES
 
 
 def _vjp(operands: Mapping[str, jax.Array], **params: Any) -> tuple[jax.Array, Any]:
-    """The result, and a function to the cotangents of the floating operands."""
+    """The result, and a function that returns cotangents of the floating operands."""
     moving = {n: x for n, x in operands.items() if n in PLAIN | {"bias"}}
     return jax.vjp(lambda some: _attention({**operands, **some}, **params), moving)
 
@@ -191,7 +191,7 @@ def _call(q: jax.Array, k: jax.Array, v: jax.Array, **more: Any) -> jax.Array:
 def _tables(
     tables: Mapping[str, jax.Array], t: int, s: int, dtype: Any
 ) -> dict[str, jax.Array]:
-    """A bias that holds the mask, or a mask alone, whose gradient nobody wants."""
+    """A bias that contains the mask, or only a mask, which needs no gradient."""
     least = jnp.asarray(LARGE.get(str(dtype), LARGEST), dtype)
     whole = lambda x: jnp.broadcast_to(x, (*x.shape[:2], t, s))
     pad = ((0, 0), (0, 0), (0, t % 2), (0, s % 2))
@@ -208,7 +208,7 @@ def _tables(
 def _keep(
     operands: Mapping[str, jax.Array], window: tuple[int | None, int | None]
 ) -> jax.Array:
-    """Which keys each query sees, bool [b|1, n|1, t, s]."""
+    """The keys that each query sees, bool [b|1, n|1, t, s]."""
     t, s = operands["q"].shape[1], operands["k"].shape[1]
     mask = operands.get("mask")
     if "bias" in operands:
@@ -222,15 +222,15 @@ def _keep(
 
 
 def _seen(keep: jax.Array) -> jax.Array:
-    """Which queries see a key, bool [b|1, t, n|1, 1]."""
+    """The queries that see a key, bool [b|1, t, n|1, 1]."""
     return keep.any(-1, keepdims=True).transpose(0, 2, 1, 3)
 
 
 def _shown(k: jax.Array, keep: jax.Array) -> jax.Array:
-    """Returns keys with zeros for those that no query sees, whatever these hold.
+    """Returns keys with zeros in place of those that no query sees.
 
-    To their scores a large number is added, which leaves NaN what it is. Their
-    cotangents are zeros, too.
+    A large number is added to their scores, which does not hide a NaN. Their cotangents
+    are zeros, too.
     """
     keys = keep.any(2)
     if keys.shape[1] > 1:
@@ -239,7 +239,7 @@ def _shown(k: jax.Array, keep: jax.Array) -> jax.Array:
 
 
 def _empty(v: jax.Array, heads: int, empty_rows: str) -> jax.Array:
-    """What a query without keys gives, [b|1, 1, n|1, e|1]."""
+    """The result of a query without keys, [b|1, 1, n|1, e|1]."""
     if empty_rows not in AVERAGED:
         value = jnp.nan if empty_rows in NAN else 0.0
         return jnp.full((1, 1, 1, 1), value)
@@ -248,7 +248,7 @@ def _empty(v: jax.Array, heads: int, empty_rows: str) -> jax.Array:
 
 
 def _even(x: jax.Array) -> jax.Array:
-    """Adds a row to an odd number of them, of which cuDNN has no gradients."""
+    """Adds a row to an odd number of rows, for which cuDNN has no gradients."""
     return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
@@ -263,7 +263,7 @@ def forward(
     residuals: bool = False,
     **operands: jax.Array,
 ) -> Any:
-    """Returns the result [b, t, n, e]; with residuals, what cuDNN's backward reads."""
+    """Returns the result [b, t, n, e], and on request cuDNN's residuals."""
     del shift, softcap, out_dtype
     params = {"scale": scale, "window": window, "empty_rows": empty_rows}
     if not residuals:

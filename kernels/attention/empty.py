@@ -46,7 +46,7 @@ def passed(
     summed: Callable[[Array], Array] = lambda x: x,
     parts: int = 1,
 ) -> dict[str, Array]:
-    """Returns what rows without keys add to the cotangents of what scores are made of.
+    """Returns the share of rows without keys in the cotangents of scores' operands.
 
     Args:
         operands: Those of the op; without dropout, of which ds would depend.
@@ -54,19 +54,19 @@ def passed(
             passes is NaN.
         empty: bool [b, n, t], the rows without keys.
         cotangent: [b, t, n, e].
-        summed: Adds up over the devices that each have a part of queries and keys.
-        parts: How many of these there are.
+        summed: Sums over the devices that each have a part of queries and keys.
+        parts: The number of these devices.
 
     Returns:
-        Cotangents by name, in float32 or wider: of q, k, and of a bias, slopes and a
-        factor of the scale, should there be such.
+        Cotangents by name, in float32 or wider: of q, k, and, if present, of a bias,
+        slopes and a factor of the scale.
     """
     if params.get("empty_rows") == NAN_PASSING:
         return _nan_passed(operands, empty, summed)
     q, k, v = (operands[n] for n in "qkv")
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     (b, t, n, _), (s, heads, _) = q.shape, v.shape[1:]
-    # Never less exact than the kernels beside it: on TPUs they take all of float32.
+    # Never less exact than the kernels: on TPUs they use full float32 products.
     exact = "highest" if jnp.result_type(q, k, v).itemsize > 2 else None
     dot = lambda text, x, y: jnp.einsum(text, x, y, precision=exact)
     apart = lambda x: x.reshape(b, t, heads, n // heads, -1)
@@ -75,7 +75,7 @@ def passed(
     there = summed(empty.reshape(b, heads, -1).any(-1).astype(jnp.int32)) > 0
     values = v.astype(wide)
     mean = summed(values.sum(1, keepdims=True)) / (parts * s)
-    # No number of a head that has no such rows reaches anything, whatever it is.
+    # Numbers of a head without such rows reach nothing, even if they are NaN.
     away = jnp.where(there[:, None, :, None], values - mean, 0) / (parts * s)
     scale = params.get("scale", 1.0)
     to_queries = summed(dot("bske,bskh->bkeh", away, k.astype(wide))) * scale
@@ -122,7 +122,7 @@ def _nan_passed(
 def _of_bias(
     shape: tuple[int, ...], up: Array, away: Array, empty: Array, dot: Any
 ) -> Array:
-    """Returns what is added to the cotangent of a bias [b|1, n|1, t|1, s|1]."""
+    """Returns the share in the cotangent of a bias [b|1, n|1, t|1, s|1]."""
     if shape[3] == 1:  # what rows pass adds up to 0 over all keys
         return jnp.zeros(shape, up.dtype)
     axes = zip(("b", "kg", "t"), shape[:3], strict=True)

@@ -34,59 +34,59 @@ from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
 
 PASSES, MASKED = 4.5, 2.0
-"""How often XLA reads or writes the scores, in the operands' type; how often more
-under a mask, window or bias."""
+"""The number of times that XLA reads or writes the scores, in the operands' type;
+further times under a mask, window or bias."""
 
 CAPPED = 1.8
-"""How much longer with a soft cap."""
+"""The factor of time with a soft cap."""
 
 BLOCKED = 6.5
-"""How often the loop over blocks reads or writes scores, in float32."""
+"""The number of times that the loop over blocks reads or writes scores, in float32."""
 
 HIDDEN = 0.35
-"""The share of the time of a block that is left to a hidden one."""
+"""The time of a hidden block, as a share of a visible one's."""
 
 BOTH = 2.8
-"""How much longer XLA and the loop take with gradients."""
+"""The factor of time with gradients, for XLA and the loop."""
 
 DENSE, FUSED, FUSED_BOTH = 0.6, 0.75, 0.62
 """Shares of the peak: XLA's products, cuDNN's forward, cuDNN's with gradients."""
 
 OWN, TILE = 0.99, 128
-"""What of cuDNN's rate our kernel for Hopper GPUs is taken to reach, and how many
-queries of a head it multiplies at once."""
+"""The assumed share of cuDNN's rate that our Hopper kernel reaches, and the number of
+queries of a head that it multiplies at once."""
 
 CAPPED_OWN, TABLED, WIDE_CUDNN = 1.3, 2.2, 0.85
-"""How much longer our kernel takes with a soft cap, and with the cotangent of a bias
-besides the others; and what of its rate cuDNN reaches in gradients of heads wider than
-128, of which ours loses nothing."""
+"""The factors of our kernel's time with a soft cap, and with the cotangent of a bias.
+The last is the share of its rate that cuDNN reaches in gradients of heads wider than
+128; ours loses nothing there."""
 
 FEW = 64
-"""Up to so many rows of a key head, queries of its group together, keys are what takes
-time: XLA reads them at `READ` of the bandwidth, or `READ_ONCE` for one row, which it
-multiplies without tensor cores, the loop over blocks at `LOOPED`, our kernel for that
-at `STREAMED` (``tests/bench/results/hopper_decode_h200.json``, 32 MiB to 1 GiB of keys,
-and ``public_decode_h200.json``)."""
+"""Up to this many rows of a key head (all queries of its group), reading keys takes the
+time. XLA reads them at `READ` of the bandwidth, or at `READ_ONCE` for one row, without
+tensor cores. The loop over blocks reads at `LOOPED`, our decode kernel at `STREAMED`
+(``tests/bench/results/hopper_decode_h200.json``, 32 MiB to 1 GiB of keys, and
+``public_decode_h200.json``)."""
 
 READ, READ_ONCE, LOOPED, STREAMED = 0.26, 0.65, 0.2, 0.95
 
 LEAST = 16 << 20
-"""Bytes of keys and values below which decoding was not measured."""
+"""The fewest bytes of keys and values for which decoding was measured."""
 
 FULL_WIDTH = 128
-"""Narrower heads have smaller shares in cuDNN, as the root of their width."""
+"""Narrower heads reach smaller shares in cuDNN, by the root of their width."""
 
 STEP_CUDNN = 64
-"""cuDNN is taken to fill heads up to multiples of it: it takes 0.224 ms for heads of 80
+"""cuDNN is assumed to pad heads to multiples of it: it takes 0.224 ms for heads of 80
 and 0.225 for heads of 128, 0.928 for heads of 96 and 0.913 for heads of 128
 (``tests/bench/results/hopper_attention_h200.json``; 1k keys, and 4k under a causal
 mask)."""
 
 COPIED = 0.6
-"""The share of the bandwidth that is reached by copies which put zeros beside operands,
-or cut them off: fitted to what our kernels take with copies for heads of 72 and 40 in
-the same record, less what products of 80 and 48 are estimated to take. The copies that
-make lengths even for cuDNN were not measured, and are taken to reach it too."""
+"""The share of the bandwidth that padding and slicing copies reach. It is fitted to our
+kernels with copies for heads of 72 and 40 in the same record, minus the estimated
+products of 80 and 48. The copies that make lengths even for cuDNN were not measured,
+and are assumed to reach it too."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
@@ -150,7 +150,7 @@ def _own(spec: Spec, device: Device, passes: str, loop: float) -> float:
         loop: Seconds of the gradients alone by the loop over blocks.
     """
     (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
-    if 4 * b * n * t * s < SMALL:  # as measured of cuDNN
+    if 4 * b * n * t * s < SMALL:  # as measured for cuDNN
         return math.inf
     both = passes != "forward"
     flops = _widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
@@ -163,13 +163,13 @@ def _own(spec: Spec, device: Device, passes: str, loop: float) -> float:
 
 
 def _share(passes: str, width: int) -> float:
-    """Returns what share of the peak heads of a width reach in cuDNN."""
+    """Returns the share of the peak that heads of a width reach in cuDNN."""
     share = FUSED if passes == "forward" else FUSED_BOTH
     return share * min(1.0, math.sqrt(width / FULL_WIDTH))
 
 
 def _widened(spec: Spec, passes: str, step: int) -> float:
-    """Returns operations of heads that are filled up to multiples of some columns."""
+    """Returns operations of heads that are padded to multiples of some columns."""
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
     wider = {
         name: (*shapes[name][:3], -(-shapes[name][3] // step) * step) for name in "qkv"
@@ -188,9 +188,10 @@ def _copies(device: Device, nbytes: float) -> float:
 
 
 def _made_even(spec: Spec, both: bool) -> float:
-    """Returns bytes of copies by which cuDNN is given even numbers of rows.
+    """Returns bytes of the copies that make numbers of rows even for cuDNN.
 
-    Operands get a row, the result loses one; gradients too, their cotangent gets one.
+    Operands get a row, and the result loses one. So do gradients, and the cotangent
+    gets one.
     """
     (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
     numbers = b * (h + e) * (t % 2 * t * n + s % 2 * s * heads)
@@ -198,10 +199,10 @@ def _made_even(spec: Spec, both: bool) -> float:
 
 
 def _made_wider(spec: Spec, both: bool) -> float:
-    """Returns bytes of copies by which our kernel is given widths that it reads.
+    """Returns bytes of the copies that pad heads to widths that our kernel reads.
 
-    Zeros go beside q, k and v, once for both passes, and the result's are cut off; for
-    gradients beside the result again and its cotangent, and three are cut.
+    q, k and v are padded once for both passes, and the result is sliced. For gradients
+    the result and its cotangent are padded, and three results sliced.
     """
     (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
     wide, wide_values = (x + filled(x) if filled(x) > x else 0 for x in (h, e))

@@ -28,7 +28,7 @@ def visible(
     window: tuple[int | None, int | None] = (None, None),
     shift: int = 0,
 ) -> Array | None:
-    """Returns which keys each query sees, bool [b|1, n|1, t, s], or None for all.
+    """Returns the keys that each query sees, bool [b|1, n|1, t, s], or None for all.
 
     Args:
         t: Number of queries.
@@ -178,9 +178,9 @@ def reference(
 
 
 def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:
-    """Returns what `reference` does, in the operands' own type throughout.
+    """Computes `reference` in the operands' own type throughout.
 
-    So many models write it in 16 bits, with less traffic and more rounding.
+    Many models do so in 16 bits, with less traffic and more rounding.
     """
     return reference(q, k, v, **given, wide=jnp.result_type(q, k, v))
 
@@ -201,7 +201,7 @@ def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
 
 
 def _passing(weights: Array, plain: Array, scores: Array) -> Array:
-    """Returns weights that, in rows without keys, move as a softmax of equal scores.
+    """Returns weights whose gradient in rows without keys is that of equal scores.
 
     Args:
         weights: Of `scores`, the same number in such rows; where that is NaN, so is
@@ -217,7 +217,7 @@ def _passing(weights: Array, plain: Array, scores: Array) -> Array:
 
 @jax.custom_jvp
 def _nothing(x: Array) -> Array:
-    """Returns zeros, whatever x is, that move as x does."""
+    """Returns zeros with the derivative of x, whatever x is."""
     return jnp.zeros_like(x)
 
 
@@ -231,9 +231,9 @@ def sample(
 ) -> dict[str, Array]:
     """Returns realistic operands: normal q, k, v, most keys visible.
 
-    Of a boolean mask four in five are true. Lengths and prefixes are chosen evenly
-    from 1 to s, segments are three of the same length, an offset puts the last query
-    at the last key, and one in ten weights is dropped.
+    Four in five entries of a boolean mask are true. Lengths and prefixes are uniform
+    from 1 to s. There are three segments of the same length. An offset puts the last
+    query at the last key, and one in ten weights is dropped.
 
     Args:
         key: A PRNG key.
@@ -266,12 +266,12 @@ def sample(
 
 
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns how operands may be drawn, by name, if there are lengths of keys.
+    """Returns the ways to draw operands, by name, if there are lengths of keys.
 
     - ``lengths 1 to s``: each sequence has a length chosen evenly at random.
     - ``lengths s``: every sequence has all keys.
 
-    Windows are parameters, each measured as it is.
+    Windows are parameters; each is measured unchanged.
     """
     if "kv_lengths" not in operands:
         return {"": sample}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
-    """Returns how a use may be spread; every part of the queries sees all keys."""
+    """Returns how a use may be split; every part of the queries sees all keys."""
     del params
     return Sharding(frozenset("btn"), follows={"k": "n"}, local=_local, ring=RING)
 
@@ -28,7 +28,7 @@ def _local(
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-    """A part of the queries begins at an offset, which windows and ALiBi read."""
+    """Sets the offset at which a part of the queries begins, for windows and ALiBi."""
     positions = params["window"] != (None, None) or "alibi" in operands
     if "t" not in parts or not positions:
         return operands, params

@@ -26,7 +26,7 @@ AGAIN = 8 / 6
 """Products of the loop with gradients, which computes both branches twice."""
 
 TOUCHED = {"forward": 4.0, "vjp": 10.0, "forward_and_vjp": 10.0}
-"""How often XLA reads or writes a branch."""
+"""The number of times that XLA reads or writes a branch."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 NAME = "gated_linear_unit"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: 16 bits, k and f multiples of 64."""
+    """Returns whether the kernel supports a use: 16 bits, k and f multiples of 64."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     base = xla.supports(spec)
@@ -45,7 +45,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", text))
     for name in ("rows_gate", "rows_up"):
         if spec.has(name):
-            found.append(no(name, "rows that are added to a branch are not taken"))
+            found.append(no(name, "addends for each row of a branch are not supported"))
     return all_of(*found, gated_tiles.computes(str(spec.param("activation"))))
 
 
@@ -56,7 +56,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def part_of(spec: Spec) -> Spec:
-    """Returns the use of a ragged dot, of one group, that a branch of a use is."""
+    """Returns a branch as a use of a ragged dot with one group."""
     *rows, k = spec.shape("x")
     lhs, rhs = (math.prod(rows), k), (1, *spec.shape("w_gate"))
     dtypes = ("lhs", spec.dtype("x")), ("rhs", spec.dtype("w_gate"))
@@ -79,7 +79,7 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, the likeliest first."""
+    """Returns tiles worth measuring, most promising first."""
     del device
     return gated_tiles.configs(_rows(spec))
 
@@ -143,4 +143,4 @@ def forward(
 
 
 backward = xla.backward
-"""The cotangents of every operand by XLA, block by block: branches are not kept."""
+"""The cotangents of every operand by XLA, block by block: branches are not saved."""

@@ -54,11 +54,10 @@ def reference(
         out_dtype: The result's dtype; x's by default.
 
     Returns:
-        [..., f]. Branches are accumulated and combined in float32, or float64
-        if x is, and rounded once. NaN in a branch is NaN in the result, whatever
-        the activation: also of those that are 0 below zero, which are ``max(x, 0)``
-        and not a choice by ``x > 0``. Infinities are what the formula makes of them,
-        such as NaN of ``-inf * sigmoid(-inf)``.
+        [..., f]. Branches are accumulated and combined in float32, or float64 if x is,
+        and rounded once. NaN in a branch is NaN in the result, whatever the activation:
+        those that are 0 below zero are ``max(x, 0)``, not a choice by ``x > 0``.
+        Infinities follow the formula: ``-inf * sigmoid(-inf)`` is NaN.
     """
     gate = branch(x, w_gate, (b_gate, rows_gate), precision)
     up = branch(x, w_up, (b_up, rows_up), precision)
@@ -79,9 +78,9 @@ def usual(
     out_dtype: str | None = None,
     **given: Any,
 ) -> jax.Array:
-    """Returns what `reference` does, with the branches in x's own type.
+    """Computes `reference` with the branches in x's own type.
 
-    So many models write it in 16 bits, with less traffic and more rounding.
+    Many models do so in 16 bits, with less traffic and more rounding.
     """
     gate = branch(x, w_gate, (b_gate, rows_gate), precision, x.dtype)
     up = branch(x, w_up, (b_up, rows_up), precision, x.dtype)
@@ -98,7 +97,7 @@ def branch(
     precision: str | None,
     dtype: Any = None,
 ) -> jax.Array:
-    """Returns ``x·w`` and what is added, in a type, by default at least float32."""
+    """Returns ``x·w`` plus addends, in a type that is at least float32 by default."""
     wide = dtype or jnp.promote_types(x.dtype, jnp.float32)
     y = jnp.matmul(x, w, precision=precision, preferred_element_type=wide)
     for b in added:
@@ -128,7 +127,7 @@ def _clipped(y: jax.Array, bounds: Bounds) -> jax.Array:
 
 
 SPREAD = {"x": 1.0, "b_gate": 0.1, "b_up": 0.1, "rows_gate": 0.1, "rows_up": 0.1}
-"""Standard deviations of sampled operands; weights have that of k ** -0.5."""
+"""Standard deviations of sampled operands; that of weights is k ** -0.5."""
 
 
 def sample(

@@ -28,7 +28,7 @@ class Block:
     """The config of both passes.
 
     Attributes:
-        rows: Rows per block: so many that a contraction's set-up does not show.
+        rows: Rows per block: enough to hide the set-up of a contraction.
     """
 
     rows: int = 512
@@ -55,10 +55,11 @@ def configs(spec: Spec, device: Device) -> list[Block]:
 
 
 PAYS_FROM = 1 << 26
-"""Bytes of both branches from which holding them whole costs more than time."""
+"""The fewest bytes of both branches for which blocks save memory at about XLA's
+time."""
 
 PAYS_KEPT_FROM = 1 << 25
-"""Bytes of the branches of all layers from which keeping them for gradients does."""
+"""The same for branches that all layers keep for gradients."""
 
 
 def supports(spec: Spec) -> Verdict:
@@ -71,10 +72,10 @@ def supports(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns yes on a CPU where both branches together take 64 MiB or more.
+    """Returns yes on a CPU if both branches together take 64 MiB or more.
 
-    There it takes about XLA's time, in a seventh of its memory at 128 MiB; in smaller
-    ones walking over blocks costs more than reading the branches from memory
+    There it takes about XLA's time, in a seventh of its memory at 128 MiB; for smaller
+    ones, looping over blocks costs more than reading the branches from memory
     (``tests/bench/results/small.json``). On other platforms nothing shows that it beats
     XLA.
     """
@@ -82,7 +83,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
-    """Returns the same where the branches of so many layers are kept for gradients.
+    """Returns the same for branches of `count` layers that are kept for gradients.
 
     From 32 MiB on it takes a third of XLA's memory and less, at 0.87 of its speed and
     more, measured as above.
@@ -223,7 +224,7 @@ Rows = dict[str, jax.Array]
 
 
 def _flat(**arrays: jax.Array | None) -> Rows:
-    """The arrays that are there, with one axis of rows."""
+    """The arrays that are present, with one axis of rows."""
     return {
         n: a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
         for n, a in arrays.items()

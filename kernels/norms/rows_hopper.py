@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32")
 
 MOST = 1 << 31
-"""Elements from here on do not fit the kernels' numbers."""
+"""Arrays with as many elements overflow the kernels' indices."""
 
 
 # ------------------------------------------------------------------ what it takes
 def supports(spec: Spec, centred: bool) -> Verdict:
-    """Returns whether the kernel takes this use: columns a multiple of 128."""
+    """Returns whether the kernel supports a use: columns a multiple of 128."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     shape, found = spec.shape("x"), [YES]
@@ -65,7 +65,7 @@ def supports(spec: Spec, centred: bool) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for Hopper GPUs, where those are known, there is an estimate."""
+    """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
@@ -94,7 +94,7 @@ def default(spec: Spec, device: Device, centred: bool, backward: bool) -> Teams:
 
 
 def configs(spec: Spec, device: Device, centred: bool, backward: bool) -> list[Teams]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     return proposed(_of_spec(spec, centred), backward, processors(device))
 
 
@@ -112,8 +112,8 @@ def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
     Args:
         op: The op's name.
         centred: Whether it is a layer norm, and no RMS norm.
-        by_xla: The module of the same in plain JAX, for gradients of rows so wide that
-            their sums do not fit into registers.
+        by_xla: The module of the same norm in plain JAX. It computes gradients of rows
+            whose sums do not fit into registers.
         estimate: The op's model of times.
     """
     spaces = [
@@ -168,7 +168,7 @@ def forward(
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
         config: The teams.
-        **given: scale [d], bias [d] and epsilon [], where there are.
+        **given: scale [d], bias [d] and epsilon [], if present.
     """
     from rewriter.kernels.norms.rows_hopper_kernel import normalized
 
@@ -249,7 +249,7 @@ def backward(
 
 
 def _fitting(config: Teams | None, norm: Norm, backward: bool) -> Teams | None:
-    """The config, or the usual one if it was made for less shared memory."""
+    """The config, or the usual one if this one does not fit."""
     for teams in (config, usual(norm, backward)):
         if teams is not None and verdict_of(teams, norm, backward).ok:
             return teams

@@ -20,39 +20,40 @@ LANES = 128
 """Lanes of a warpgroup."""
 
 TOGETHER = 8
-"""Warpgroups of a block at most: 1024 lanes."""
+"""The most warpgroups of a block: 1024 lanes."""
 
 BARRIERS = 32
-"""Barriers that can be told apart by one number of a lane's."""
+"""The most barriers that one number of a lane can index."""
 
 SUMS = 32
-"""Sums that a warp takes at once at most: as many as lanes."""
+"""The most sums that a warp computes at once: as many as lanes."""
 
 SPREAD = 4096
-"""Columns of a row that a warpgroup takes by itself. A lane then has 64 registers of
-sums of a layer norm's scale and bias, of the 128 that four warpgroups leave it."""
+"""The most columns of a row for a single warpgroup. A lane then has 64 registers of
+sums for a layer norm's scale and bias, of the 128 that it has with four warpgroups."""
 
 FOUR = 4
-"""Warpgroups of a block, and rows of a step of narrow rows: each multiprocessor issues
-for four warps at a time, and a row of 1024 columns takes it little longer than adding
-up what all lanes have."""
+"""Warpgroups of a block, and rows of a step of narrow rows. Each multiprocessor issues
+for four warps at a time, and a row of 1024 columns takes it little longer than summing
+over lanes."""
 
 REGISTERS = 512
-"""Registers that all warpgroups of a block have, for the same lane of each."""
+"""Registers of all warpgroups of a block, for one lane of each."""
 
 MORE_REGISTERS = 48
-"""Registers per lane for everything but sums over rows: ptxas spills none then."""
+"""Registers per lane for everything but sums over rows; with them ptxas spills
+nothing."""
 
 MORE = 1 << 10
 """Bytes of shared memory for barriers."""
 
 MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
-"""Columns, and bytes of all rows at least, that were measured on an H200
+"""Columns, and the fewest bytes of all rows, that were measured on an H200
 (``tests/bench/results/hopper_norms_h200.json``, ``decoder_norms_h200.json``)."""
 
 
 def measured(spec: Spec) -> bool:
-    """Returns whether a use is among the sizes that were measured, not only taken."""
+    """Returns whether a use is among the measured sizes, not only supported."""
     shape = spec.shape("x")
     size = math.prod(shape) * jnp.dtype(spec.dtype("x")).itemsize
     return shape[-1] in MEASURED_COLUMNS and size >= MEASURED_BYTES
@@ -63,12 +64,12 @@ class Teams:
     """The config of both passes.
 
     Attributes:
-        rows: Rows of a step at most. A step takes the largest power of two of them that
-            divides all rows.
+        rows: The most rows of a step. A step takes the largest power of two up to it
+            that divides all rows.
         warpgroups: Warpgroups of a team, which share the columns of a row.
         teams: Teams of a block of threads. Each takes steps of its own.
         stages: Steps of a team that shared memory holds.
-        programs: Blocks of threads at most.
+        programs: The most blocks of threads.
     """
 
     rows: int = 1
@@ -80,7 +81,7 @@ class Teams:
 
 @dataclass(frozen=True)
 class Norm:
-    """What is computed.
+    """One norm to compute.
 
     Attributes:
         centred: Whether the mean is subtracted, as a layer norm does.
@@ -111,14 +112,15 @@ class Norm:
 
     @property
     def corrects(self) -> bool:
-        """Whether gradients make up for what is left of means that were rounded.
+        """Whether gradients correct the remainder of rounded means.
 
-        Rows in 16 bits are not so far from 0 beside their spread that it would show.
+        Rows in 16 bits are not so far from 0, relative to their spread, that it
+        matters.
         """
         return self.centred and self.dtype == "float32"
 
     def bytes_of(self, *names: str) -> int:
-        """Returns the bytes of one of each of these operands, where they are given."""
+        """Returns the bytes of one number of each of these operands, if present."""
         return sum(_item(t) for n, t in self.given if n in names)
 
 
@@ -131,7 +133,7 @@ def norm_of(
     addend: bool = False,
     of_squares: bool = False,
 ) -> Norm:
-    """Returns what is computed of arrays, or of anything with their shape and dtype."""
+    """Returns the norm of arrays, or of anything with their shape and dtype."""
     m, d = math.prod(x.shape[:-1]), x.shape[-1]
     kinds = tuple((n, str(y.dtype)) for n, y in given.items())
     dtype, out = str(x.dtype), str(out or x.dtype)
@@ -152,10 +154,10 @@ def rows_of(m: int, config: Teams) -> int:
 
 
 def programs_of(steps: int, config: Teams) -> int:
-    """Returns how many blocks of threads there are.
+    """Returns the number of blocks of threads.
 
-    As few as take no more turns than most: what one of them has left over at the end,
-    all others would wait for.
+    It is the smallest number with the same most turns per block: with more blocks, some
+    would only wait for others at the end.
 
     Example:
         >>> programs_of(4096, Teams(teams=1)), programs_of(4096, Teams(teams=4))
@@ -168,7 +170,7 @@ def programs_of(steps: int, config: Teams) -> int:
 
 
 def vector_of(norm: Norm, config: Teams) -> int:
-    """Returns how many neighbouring columns a lane loads at once: 16 bytes at most.
+    """Returns the neighbouring columns that a lane loads at once: 16 bytes at most.
 
     Example:
         >>> norm = Norm(True, 0.0, 8, 1536, "bfloat16", "bfloat16", ())
@@ -194,7 +196,7 @@ def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
 
 
 def sums_of(norm: Norm, config: Teams, backward: bool) -> int:
-    """Returns the bytes in which the warps of a team hand sums to each other."""
+    """Returns the bytes in which warps of a team exchange sums."""
     values = rows_of(norm.m, config) * (2 if backward else 1)
     return 4 * 2 * values * 4 * config.warpgroups * config.teams
 
@@ -232,7 +234,7 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
 
 # --------------------------------------------------------------- what is proposed
 def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
-    """Yields configs, the likeliest first."""
+    """Yields configs, most promising first."""
     able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
     enough = [w for w in able if norm.d <= w * SPREAD]
     narrow = 1 << max(1, SPREAD // norm.d).bit_length() - 1
@@ -240,7 +242,7 @@ def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
         most = FOUR // warpgroups
         together = dict.fromkeys((min(FOUR, narrow), 1))
         sizes = itertools.product((3, 2), range(most, 0, -1), together)
-        # With another array to hold, two stages of all teams rather than three of less.
+        # With another array to hold, prefer two stages of all teams to three of fewer.
         order = sorted(sizes, key=lambda s: (-s[2], -s[1])) if norm.addend else sizes
         for stages, teams, rows in order:
             yield Teams(rows, warpgroups, teams, stages, programs)
@@ -259,7 +261,7 @@ def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:
 
 
 def proposed(norm: Norm, backward: bool, programs: int) -> list[Teams]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     first = usual(norm, backward, programs)
     rows, shared, teams = first.rows, first.warpgroups, first.teams
     made = [

@@ -47,12 +47,12 @@ def normalized(
     config: Teams,
     addend: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Returns the norm of rows and, with an addend, the rows of which it is.
+    """Returns the norm of rows and, with an addend, the sums that it normalises.
 
     Args:
         norm: What is computed.
         x: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         config: The teams.
         addend: [m, d], of x's dtype, if ``norm.addend``.
 
@@ -76,13 +76,13 @@ def cotangents(
     config: Teams,
     addend: Array | None = None,
 ) -> dict[str, Array]:
-    """Returns the cotangents of x [m, d] and, in float32, of what is given.
+    """Returns the cotangents of x [m, d] and, in float32, of `given`.
 
     Args:
         norm: What is computed.
         x: [m, d].
         cotangent: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         config: The teams.
         addend: [m, d], added to x's cotangent, if ``norm.addend``.
     """
@@ -124,7 +124,7 @@ def _call(
         norm: What is computed.
         config: The teams.
         arrays: [m, d] each, streamed through shared memory.
-        kept: Names of those given that are kept in shared memory.
+        kept: The names in `given` that are kept in shared memory.
         given: As for `normalized`.
         out: Shapes and dtypes of the results.
         body: What a warpgroup does.
@@ -168,7 +168,7 @@ def _call(
 
 @dataclass(frozen=True)
 class _Team:
-    """What one warpgroup of a team does.
+    """The work of one warpgroup of a team.
 
     Attributes:
         norm: What is computed.
@@ -176,9 +176,9 @@ class _Team:
         refs: Arrays in global memory by name.
         shared: Shared memory by name.
         out: The results.
-        warpgroup: Which warpgroup of the block this is.
-        program: Which block this is.
-        programs: How many blocks there are.
+        warpgroup: The index of this warpgroup in the block.
+        program: The index of this block.
+        programs: The number of blocks.
     """
 
     norm: Norm
@@ -197,12 +197,12 @@ class _Team:
 
     @property
     def part(self) -> Any:
-        """Which part of the columns is this warpgroup's."""
+        """The index of this warpgroup's part of the columns."""
         return lax.rem(self.warpgroup, jnp.int32(self.config.warpgroups))
 
     @property
     def number(self) -> Any:
-        """Which team this is among those of all blocks."""
+        """The index of this team among those of all blocks."""
         return self.program * self.config.teams + self.team
 
     @property
@@ -216,7 +216,7 @@ class _Team:
 
     @property
     def chunks(self) -> int:
-        """How often that is."""
+        """The number of chunks of that width."""
         return self.norm.d // self.config.warpgroups // self.width
 
     def columns(self, chunk: int) -> Any:
@@ -244,7 +244,7 @@ class _Team:
         return lax.div(every - self.number + stride - 1, stride)
 
     def slot(self, turn: Any) -> Any:
-        """Where a step's rows are in the ring."""
+        """The slot of a step's rows in the ring."""
         stages = self.config.stages
         return self.team * stages + lax.rem(turn, jnp.int32(stages))
 
@@ -253,7 +253,7 @@ class _Team:
         return (turn * self.programs * self.config.teams + self.number) * self.rows
 
     def fetch(self, turn: Any, wanted: Any) -> None:
-        """Fills a step's place in the ring: one warpgroup of a team does."""
+        """Fills a step's slot in the ring, by one warpgroup of a team."""
 
         @pallas_gpu.when((self.part == 0) & wanted)
         def _() -> None:
@@ -264,9 +264,9 @@ class _Team:
                 _copy(self.refs[name].at[rows], ring.at[slot], ready)
 
     def refill(self, turn: Any) -> None:
-        """Fills the place of the step before this one again.
+        """Refills the slot of the step before this one.
 
-        Once its team was waited for within this step: all have read it then.
+        It is called after a wait for the team within this step: all have read it then.
         """
         after = turn - 1 + self.config.stages
         self.fetch(after, (turn > 0) & (after < self.steps))
@@ -288,7 +288,7 @@ class _Team:
     # -------------------------------------------------------------------- of rows
     @property
     def rings(self) -> dict[str, Any]:
-        """Where arrays are streamed through, by name: they come first in `refs`."""
+        """The rings of streamed arrays, by name: these arrays come first in `refs`."""
         return dict(zip(self.refs, self.shared["rows"][0], strict=False))
 
     def streamed(self, name: str, slot: Any, row: int, chunk: int) -> Array:
@@ -325,9 +325,9 @@ class _Team:
         """Returns means over the columns of each row of a step.
 
         Args:
-            terms: ``terms(chunk, row)`` gives what to take the means of.
-            half: Which half of the shared memory for sums this one takes; the last one
-                took the other.
+            terms: ``terms(chunk, row)`` gives the numbers to average.
+            half: The half of the shared memory for sums to use; the last call used the
+                other.
         """
         made: list[Any] = [None] * self.rows
         for chunk in range(self.chunks):
@@ -338,7 +338,7 @@ class _Team:
                 made[row] = new
         flat = [y for row in made for y in row]
         shared = self.shared["sums"].at[self.team, half]
-        totals = pallas_gpu_rows.sums(flat, shared, self.config.warpgroups)
+        totals = pallas_gpu_rows.row_sums(flat, shared, self.config.warpgroups)
         means, each = [y * (1.0 / self.norm.d) for y in totals], len(made[0])
         return [means[i : i + each] for i in range(0, len(flat), each)]
 
@@ -353,10 +353,11 @@ class _Team:
 
         Args:
             turn: The step.
-            first: ``first(chunk, row)`` gives x, and more; taken only if centred.
-            second: ``second(chunk, row, level)`` gives the squares of what is left of
-                x, and more.
-            third: The same of as many more; taken only if centred.
+            first: ``first(chunk, row)`` gives x and further numbers; used only if
+                centred.
+            second: ``second(chunk, row, level)`` gives the squares of x minus its
+                level, and further numbers.
+            third: The same for as many further numbers; used only if centred.
         """
         if not self.norm.centred:
             half = lax.rem(turn, jnp.int32(2))
@@ -421,9 +422,9 @@ class _Team:
     def differentiate(self) -> None:
         """Writes this team's rows of x's cotangent, and the block's sums over rows.
 
-        With n = (x - mean) r and g the cotangent times scale, x's is
-        ``r (g - mean(g) - n mean(g n))``, without the first mean if not centred. Of n
-        what is left of a rounded mean is taken off, where that shows.
+        With n = (x - mean) r and g the cotangent times scale, x's is ``r (g - mean(g) -
+        n mean(g n))``, without the first mean if not centred. The remainder of a
+        rounded mean is subtracted from n, where it matters.
         """
         names = self.norm.summed
         given = "epsilon" in self.refs
@@ -436,7 +437,7 @@ class _Team:
         self.add_up([sums[name] for name in names])
 
     def gradient(self, turn: Any, slot: Any, carry: Any) -> Any:
-        """The gradients of a step's rows; ``carry`` with their sums over rows added."""
+        """The gradients of a step's rows; adds their sums over rows to ``carry``."""
         sums, epsilon = carry
         sums = {name: list(parts) for name, parts in sums.items()}
 
@@ -450,7 +451,7 @@ class _Team:
 
         def left(chunk: int, row: int, level: Any) -> list[Array]:
             y = self.x(slot, row, chunk, level)
-            return [y, y]  # as many sums as the others are
+            return [y, y]  # as many sums as the other arrays
 
         level, before, after, more = self.statistics(
             turn, lambda c, r: [self.x(slot, r, c), scaled(c, r)], products,
@@ -476,7 +477,7 @@ class _Team:
                 for name, term in (("scale", up * n), ("bias", up)):
                     if name in sums:
                         sums[name][chunk] = sums[name][chunk] + term
-                if self.norm.addend:  # behind the sums: before, registers are spilled
+                if self.norm.addend:  # after the sums: before them, registers spill
                     down = down + self.streamed("addend", slot, row, chunk)
                     self.write(0, self.row(turn) + row, chunk, down)
         if "epsilon" in self.refs:
@@ -493,10 +494,10 @@ class _Team:
             pallas_gpu_rows.store(self.out[-1].at[self.number], every)
 
     def add_up(self, sums: Sequence[Sequence[Array]]) -> None:
-        """Writes what the sums of all teams of the block add up to, one by one.
+        """Adds the sums of all teams of the block, and writes the totals one by one.
 
         Args:
-            sums: This team's: of each name, and each chunk of columns.
+            sums: This team's sums, for each name and each chunk of columns.
         """
         last = self.config.teams - 1
         added = self.shared["rows"][1]

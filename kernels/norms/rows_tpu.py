@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float32")
 
 CHUNKS = ((8192, 64), (16384, 16))
-"""Columns up to which so many rows are computed at once; of wider rows 8.
+"""(columns, rows): up to these columns, so many rows are computed at once; of wider
+rows 8.
 
-What all of a row's numbers decide is known late, and is waited for less often with
-more rows: 8192 layer norms of 4096 columns take 228k cycles on v6e with chunks of 16
+Statistics over a whole row are known late, and with more rows the kernel waits for them
+less often: 8192 layer norms of 4096 columns take 228k cycles on v6e with chunks of 16
 rows, 143k with 32 and 114k with 64, by the TPU compiler's simulator (libtpu 0.0.50,
 `rewriter.measure.static_cost`, with these numbers changed).
 """
@@ -47,7 +48,7 @@ class Rows:
 
     Attributes:
         rows: Rows of a block at most.
-        parts: Into how many parts rows are split that may run at once, one a core.
+        parts: The number of parts of rows that may run at once, one per core.
     """
 
     rows: int = 64
@@ -55,7 +56,7 @@ class Rows:
 
 
 def chunk_of(width: int) -> int:
-    """Returns how many rows of some columns are computed at once.
+    """Returns the number of rows that are computed at once, by their columns.
 
     Example:
         >>> chunk_of(4096), chunk_of(32768)
@@ -94,18 +95,18 @@ def vmem(width: int, rows: int, items: int) -> int:
 
 
 def beside_sum(m: int, width: int, config: Rows, items: int, more: int) -> Rows | None:
-    """Returns a config for rows and a sum: in VMEM that there is, as every TPU has it.
+    """Returns a config for rows and a sum that fits into the VMEM of every TPU.
 
     Args:
         m: Rows.
         width: Columns.
         config: The config without.
-        items: Bytes of a number of all arrays of rows together, without the sum.
-        more: Those of what the sum adds to them.
+        items: Bytes of a number in all arrays of rows together, without the sum.
+        more: Further bytes because of the sum.
 
     Returns:
-        The config, or one with fewer rows if it would take more than before and more
-        than every TPU has; None if the fewest do.
+        The config, or one with fewer rows if it would take more VMEM than without the
+        sum and more than every TPU has. None if even the fewest rows do.
 
     Example:
         >>> beside_sum(8192, 4096, Rows(256), 4, 4)
@@ -130,7 +131,7 @@ def _items(spec: Spec) -> int:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: bfloat16 or float32 rows."""
+    """Returns whether the kernel supports a use: bfloat16 or float32 rows."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     shape, found = spec.shape("x"), [YES]
@@ -168,7 +169,7 @@ def fits(config: Rows, spec: Spec, device: Device) -> Verdict:
 
 
 MOST = 12 << 20
-"""Bytes of VMEM for blocks: larger ones hide nothing more."""
+"""The most bytes of VMEM for blocks: larger ones hide no more latency."""
 
 
 def default(spec: Spec, device: Device) -> Rows:
@@ -189,23 +190,24 @@ def configs(spec: Spec, device: Device) -> list[Rows]:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: XLA fuses a norm with what is before and after it."""
+    """Returns no: XLA fuses a norm with its neighbours."""
     del spec, platform
     return no("fused", "XLA fuses a norm with its neighbours, and is as good alone")
 
 
 LEAST = 1 << 20
-"""Bytes of x from which a gradient's passes over memory take longer than a launch."""
+"""The fewest bytes of x whose gradient's passes over memory take longer than a
+launch."""
 
 
 def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
-    """Returns yes where x is larger than `LEAST`: a gradient in one pass over it.
+    """Returns yes if x is larger than `LEAST`: the gradient reads it only once.
 
     XLA's program reads x four times and its cotangent twice, and ours x and the
-    cotangent once. Cycles by the compiler's own simulation (libtpu 0.0.50), which knows
-    no limit of the memory's bandwidth, in thousands, [8192, 4096] bfloat16: of XLA's
-    forward and gradients; of our gradients; and what the bytes of those take at least,
-    to which two thirds are to add for a forward.
+    cotangent once. Thousands of cycles by the compiler's simulation (libtpu 0.0.50),
+    which ignores the memory's bandwidth, for [8192, 4096] bfloat16: XLA's forward and
+    gradients; our gradients; and the least for the bytes of our gradients. A forward
+    adds two thirds to the last.
 
                  v5e                     v6e
                  XLA   ours   least      XLA   ours   least
@@ -276,7 +278,7 @@ def forward(
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
         config: The blocks.
-        **given: scale [d], bias [d] and epsilon [], where there are.
+        **given: scale [d], bias [d] and epsilon [], if present.
     """
     from rewriter.kernels.norms.rows_tpu_kernel import normalized
 

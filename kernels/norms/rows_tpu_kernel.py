@@ -27,7 +27,7 @@ WIDTH = 256
 """Columns that are computed at once."""
 
 UNROLLED = 16
-"""Times `WIDTH` columns for which code is written out; of wider rows in a loop.
+"""The most chunks of `WIDTH` columns with unrolled code; wider rows take a loop.
 
 A turn of a loop waits for its sums: 4096 rows of 16384 columns, gradients of RMS norms,
 take 1067 thousand cycles on v5e with one in a turn, 597 with 8 and 575 with 16, by the
@@ -37,7 +37,7 @@ TPU compiler's simulator (libtpu 0.0.50).
 
 @dataclass(frozen=True)
 class Norm:
-    """What is computed of a row.
+    """One norm to compute.
 
     Attributes:
         centred: Whether the mean is subtracted, as a layer norm does.
@@ -62,12 +62,12 @@ def normalized(
     config: Rows,
     addend: Array | None = None,
 ) -> Sequence[Array]:
-    """Returns the norm of rows and, with an addend, the sum of which it is the norm.
+    """Returns the norm of rows and, with an addend, the sums that it normalises.
 
     Args:
         norm: What is computed.
         x: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         dtype: The result's dtype.
         config: The blocks.
         addend: As x, added to it first.
@@ -116,13 +116,13 @@ def cotangents(
     config: Rows,
     addend: Array | None = None,
 ) -> dict[str, Array]:
-    """Returns the cotangents of x [m, d] and, in float32, of what is given.
+    """Returns the cotangents of x [m, d] and, in float32, of `given`.
 
     Args:
         norm: What is computed.
         x: [m, d].
         cotangent: [m, d].
-        given: scale [d], bias [d] and epsilon [], where there are.
+        given: scale [d], bias [d] and epsilon [], if present.
         config: The blocks.
         addend: As x, added to its cotangent.
     """
@@ -177,7 +177,8 @@ def _gradient(
         made = [g * n, g] if norm.centred else [g * n]
         return [*made, n] if corrects else made
 
-    # In 16 bits rows are not so far from 0 that what is left of a rounded mean shows.
+    # In 16 bits rows are not so far from 0 that the remainder of a rounded mean
+    # matters.
     corrects = norm.centred and refs["x"].dtype == jnp.float32
     along, *level = (s / norm.d for s in _summed(norm.d, products))
     if corrects:
@@ -202,7 +203,7 @@ def _gradient(
 
 
 def _statistics(norm: Norm, refs: dict[str, Any], rows: Any) -> tuple[Any, Array]:
-    """The mean of rows, 0 if they are not centred, and the inverse of their root."""
+    """The mean of rows, 0 if not centred, and the inverse root of their mean square."""
     mean: Any = 0.0
     if norm.centred:
         (total,) = _summed(norm.d, lambda c: [_wide(refs["x"], rows, c)])
@@ -249,7 +250,7 @@ def _over_columns(d: int, write: Callable[[Any], None]) -> None:
 def _summed(d: int, terms: Callable[[Any], list[Array]]) -> list[Array]:
     """Returns sums over all columns, [rows, 1] each.
 
-    Columns a register apart are added first, and those of a register once.
+    First adds columns that are a register apart, then the columns of one register.
     """
 
     def turn(i: Any, sums: Sequence[Array] | None) -> list[Array]:
@@ -292,7 +293,7 @@ def _by_lane(x: Array) -> Array:
 
 
 def _by_register(x: Array, left: Any) -> Array:
-    """Returns sums over rows, those from `left` on left out: to [SUMS, columns]."""
+    """Returns sums over the first `left` rows: to [SUMS, columns]."""
     x = pallas_tpu.masked(x, 0, 0, left)
     if x.shape[0] % SUMS == 0:
         parts = [x[i : i + SUMS] for i in range(0, x.shape[0], SUMS)]
@@ -318,7 +319,7 @@ def _call(
 ) -> Sequence[Array]:
     """Runs ``body(references by name, results, number of block)`` for each block.
 
-    Results are arrays of rows, `out`, and behind them `sums` over rows.
+    Results are arrays of rows, `out`, followed by `sums` over rows.
     """
     size, parts = rows_of(norm.m, norm.d, config), _parts(norm, config)
     count = -(-norm.m // size)

@@ -13,7 +13,7 @@ WITHOUT = {
     "elu": "expm1", "selu": "expm1", "celu": "expm1", "softplus": "log1p",
     "mish": "log1p",
 }  # fmt: skip
-"""Activations by functions that Mosaic GPU does not have."""
+"""Activations that need functions missing in Mosaic GPU."""
 
 
 def _gelu_erf(y: jax.Array, beta: float) -> jax.Array:
@@ -23,7 +23,7 @@ def _gelu_erf(y: jax.Array, beta: float) -> jax.Array:
 
 
 def _gelu_tanh(y: jax.Array, beta: float) -> jax.Array:
-    """By a logistic function: a fast tanh next to -1 leaves few digits of 1 + tanh."""
+    """Uses a logistic function: near -1 a fast tanh leaves few digits of 1 + tanh."""
     del beta
     inner = math.sqrt(2 / math.pi) * (y + 0.044715 * (y * y * y))
     return y * jax.lax.logistic(2 * inner)

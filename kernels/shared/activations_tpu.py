@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from rewriter.ops.activations import ACTIVATIONS, Activation
 
 WITHOUT = ("elu", "selu", "celu")
-"""Activations by ``expm1``, which the compiler does not have: they do not compile."""
+"""Activations that need ``expm1``, which the compiler lacks: they do not compile."""
 
 
 @jax.custom_jvp
 def _erf(y: jax.Array) -> jax.Array:
-    """JAX's own derivative asks for an accuracy that the compiler does not know."""
+    """Has its own derivative: JAX's asks for an accuracy unknown to the compiler."""
     return jax.lax.erf(y)
 
 

@@ -30,7 +30,7 @@ def computes(activation: str) -> Verdict:
 
 
 def default(rows: int) -> Tiles:
-    """Returns the rule of thumb, by rows of a group.
+    """Returns the default config, by rows of a group.
 
     On an H200 it was the fastest for 512 and 1024 rows a group, and took 1.02 of the
     fastest one's time, 256 x 128, without groups (``tests/bench/results/
@@ -40,7 +40,7 @@ def default(rows: int) -> Tiles:
 
 
 def configs(rows: int) -> list[Tiles]:
-    """Returns tiles worth measuring for groups of so many rows, the likeliest first."""
+    """Returns tiles worth measuring for groups of some rows, the best guess first."""
     made = [Tiles(width=16), Tiles(width=4), Tiles(256, 128), APART]
     if rows <= 512:
         alike = [Tiles(64, 256), Tiles(64, 256, apart=True), Tiles(64, 512, 2)]

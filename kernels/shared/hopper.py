@@ -10,28 +10,28 @@ if TYPE_CHECKING:
     from rewriter.ops.device import Device
 
 NAMES = ("H100", "H200", "H800", "H20")
-"""What names of Hopper GPUs contain, GH200 among them."""
+"""Substrings of the names of Hopper GPUs, including GH200."""
 
 SHARED_MEMORY = 227 << 10
-"""Bytes of shared memory that a block of threads may have."""
+"""The most bytes of shared memory of a block of threads."""
 
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 SXM, H100 NVL, H200 and GH200."""
 
 FEWER = {"PCIe": 114, "H20": 78}
-"""Those of an H100 PCIe and of an H20. More programs than processors would take twice
-the time."""
+"""Multiprocessors of an H100 PCIe and of an H20. More programs than processors would
+take twice the time."""
 
 
 def runs_on(device: Device) -> Verdict:
-    """Returns whether a device is a Hopper GPU, or one that is not known yet."""
+    """Returns whether a device is a Hopper GPU, or still unknown."""
     if device.kind in ("", device.platform) or any(n in device.kind for n in NAMES):
         return YES
     return no("device", f"{device.kind} is no Hopper GPU (compute capability 9.0)")
 
 
 def processors(device: Device) -> int:
-    """Returns how many streaming multiprocessors a Hopper GPU has, by its name.
+    """Returns the number of streaming multiprocessors of a Hopper GPU, by its name.
 
     Example:
         >>> from rewriter.ops.device import Device

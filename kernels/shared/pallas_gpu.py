@@ -32,10 +32,10 @@ SWIZZLE = 128
 """Bytes of a row of a tile in shared memory: what tensor cores read fastest."""
 
 ACCUMULATOR = plgpu.Layout.WGMMA
-"""How tensor cores leave a product in a warpgroup's registers."""
+"""The layout of a product of tensor cores in a warpgroup's registers."""
 
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-"""How a value for each of its columns lies there."""
+"""The layout of a value for each of its columns."""
 
 
 def kernel(
@@ -50,9 +50,9 @@ def kernel(
 
     Args:
         body: Takes references to the arrays, to the results, and `scratch` by name.
-        name: The kernel's name, as profilers show it.
+        name: The name of the kernel in profiles.
         out: Shapes and dtypes of the results.
-        scratch: What each block allocates, by name.
+        scratch: The allocations of each block, by name.
         programs: Number of blocks.
         warpgroups: Warpgroups of a block.
     """
@@ -81,10 +81,10 @@ def kernel(
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """Returns what runs a function where a condition, the same in a warpgroup, holds.
+    """Runs a function if a condition holds, which is the same in a warpgroup.
 
-    `pl.when` turns the flag into a number. To convert one, Mosaic asks ptxas for its
-    version, in a child process each time, which was 0.4 of the time to lower a kernel.
+    `pl.when` converts the flag to a number. For each conversion Mosaic asks ptxas for
+    its version, in a child process, which was 0.4 of the time to lower a kernel.
     """
     index = lax.select(condition, jnp.int32(1), jnp.int32(0))
     return lambda run: lax.switch(index, (lambda: None, run))
@@ -96,9 +96,9 @@ def columns(dtype: Any) -> int:
 
 
 def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
-    """Returns how tiles of so many rows lie in shared memory.
+    """Returns the layout of tiles with some rows in shared memory.
 
-    For arrays as wide as a tile, those of 1 row and those of 8 lie alike.
+    For arrays as wide as a tile, tiles of 1 row and of 8 rows have the same layout.
     """
     tiling = plgpu.TilingTransform((rows, swizzle // jnp.dtype(dtype).itemsize))
     return (tiling, plgpu.SwizzleTransform(swizzle))
@@ -107,7 +107,7 @@ def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, 
 def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns shared memory that tensor cores read: [..., rows, columns].
 
-    Copies to and from it begin at rows that 8 divides. Rows of less than `SWIZZLE`
+    Copies to and from it begin at multiples of 8 rows. Rows of less than `SWIZZLE`
     bytes are tiles of their own width.
     """
     swizzle = min(SWIZZLE, shape[-1] * jnp.dtype(dtype).itemsize)
@@ -139,7 +139,8 @@ def loaded(reference: Any, layout: Any, optimized: bool = True) -> Array:
     Args:
         reference: The memory.
         layout: How it lies in registers.
-        optimized: Whether to refuse what takes many loads, as from global memory.
+        optimized: Whether to refuse layouts that need many loads, as from global
+            memory.
     """
     index = inspect.signature(plgpu.load).parameters.get("idx")
     if index is not None and index.default is inspect.Parameter.empty:
@@ -163,8 +164,8 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
 def widened(narrow: Any, wide: Any) -> None:
     """Writes numbers of 8 bits as numbers of 16, each the same.
 
-    What was written there before must have been read, by all warps. Tensor cores may
-    read it after a `plgpu.commit_smem`.
+    All warps must have read the earlier content. Tensor cores may read it after a
+    `plgpu.commit_smem`.
 
     Args:
         narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn or float8_e5m2, `tiles`.
@@ -182,14 +183,14 @@ WIDENING = {
     (False, True): (jnp.float32,),
     (False, False): (),
 }
-"""The casts that the hardware has, by whether they are of int8, and to bfloat16."""
+"""The hardware's casts, by whether the source is int8, and the target bfloat16."""
 
 
 def claim(counter: Any, place: Any) -> None:
-    """Adds 1 to a number, and writes what it was before where the warpgroup reads it.
+    """Increments a counter, and writes its old value where the warpgroup reads it.
 
-    No two blocks find the same. A place must not be written again before all lanes
-    have read it, nor in the next `claim`: two take turns.
+    Every block gets a different value. A place must not be written again before all
+    lanes have read it, nor in the next `claim`: two places take turns.
 
     Args:
         counter: Global memory, int32 [m, n]; the last of its first row is counted.
@@ -233,10 +234,11 @@ def zeros(shape: tuple[int, ...]) -> Array:
 
 
 def add_product(total: Array, left: Any, right: Any) -> Array:
-    """Returns ``total + left @ right`` where right is given 64 columns at a time.
+    """Returns ``total + left @ right``, with right in pieces of 64 columns.
 
-    The sum is there, and the shared memory free, after a `plgpu.wgmma_wait`; until then
-    it may only be added to, and then goes through a `jax.lax.optimization_barrier`.
+    The sum is complete, and the shared memory free, after a `plgpu.wgmma_wait`. Until
+    then it may only be added to. Afterwards it goes through a
+    `jax.lax.optimization_barrier`.
 
     Args:
         total: float32 [64 a, 64 b], from `zeros` or this function.
@@ -247,9 +249,9 @@ def add_product(total: Array, left: Any, right: Any) -> Array:
 
 
 def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
-    """Returns ``total + left.T @ right`` where both are given 64 columns at a time.
+    """Returns ``total + left.T @ right``, with both in pieces of 64 columns.
 
-    As for `add_product`, but for the first operand.
+    Like `add_product`, except for the first operand.
 
     Args:
         total: float32 [64 a, 64 b], from `zeros` or this function.
@@ -267,7 +269,7 @@ def add_product_of_rows(total: Array, left: Any, right: Any) -> Array:
 
 
 def _added(total: Array, left: Any, right: Any, turned: Callable[[Any], Any]) -> Array:
-    """Emits a product, with the first operand turned to [rows, columns] of tiles."""
+    """Emits a product, with the first operand reordered to [rows, columns] of tiles."""
     given = plgpu.RefType(transforms(left.dtype))
 
     @plgpu.inline_mgpu(

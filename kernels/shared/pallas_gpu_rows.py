@@ -24,13 +24,13 @@ LANES = 128
 """Lanes of a warpgroup: four warps of 32."""
 
 LAST_NAMED = 15
-"""The last of PTX's 16 named barriers. Mosaic takes 0 for a block and 1 to 8 for its
-warpgroups; teams take them from the last one on, so that only the eighth team of one
-warpgroup has one that is its warpgroup's too."""
+"""The last of PTX's 16 named barriers. Mosaic uses 0 for a block and 1 to 8 for its
+warpgroups. Teams use them from the last one down, so that only an eighth team of one
+warpgroup shares its warpgroup's own barrier."""
 
 
 def spread(width: int) -> Any:
-    """Returns how `width` columns lie in registers."""
+    """Returns the layout of `width` columns in registers."""
     return plgpu.Layout.WG_STRIDED((width,), vec_size=width // LANES)
 
 
@@ -83,15 +83,15 @@ def wait_for_block() -> None:
     emit()
 
 
-def sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Array]:
-    """Returns the sum of each array over all columns of a team's: float32 scalars.
+def row_sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Array]:
+    """Returns the sum of each array over all columns of a team: float32 scalars.
 
-    All warpgroups of the team wait for each other in it, once.
+    All warpgroups of the team wait for each other once.
 
     Args:
         values: float32 [width] each; a power of two of them, 32 at most.
-        shared: float32 [values, 4 * warpgroups] of shared memory: another one than at
-            the last call, since a warp may still read that one.
+        shared: float32 [values, 4 * warpgroups] of shared memory. It must differ from
+            the last call's, since a warp may still read that.
         warpgroups: Warpgroups of a team.
     """
     layout = spread(values[0].shape[0])
@@ -113,9 +113,9 @@ def sums(values: Sequence[Array], shared: Any, warpgroups: int) -> list[Array]:
 
 # --------------------------------------------------------------------- in a lane
 def _of_lane(memory: ir.Value) -> tuple[ir.Value, ir.Type, int]:
-    """Where in [128 * vector] of memory a lane's are, their type and alignment.
+    """Address, type and alignment of a lane's columns in [128 * vector] of memory.
 
-    Compilers do not always find the alignment by themselves, and then take the columns
+    Compilers do not always find the alignment by themselves, and then load the columns
     one by one.
     """
     kind = ir.MemRefType(memory.type)
@@ -125,14 +125,14 @@ def _of_lane(memory: ir.Value) -> tuple[ir.Value, ir.Type, int]:
     offset = arith.muli(lane, _integer(size))
     byte = ir.IntegerType.get_signless(8)
     start = utils.memref_ptr(memory)
-    if not utils.is_smem_ref(memory):  # then it is global memory, not just any
+    if not utils.is_smem_ref(memory):  # so that it is global memory, not generic
         start = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), start)
     place = utils.getelementptr(start, [offset], byte)
     return place, ir.VectorType.get((vector,), kind.element_type), min(size, 16)
 
 
 def _over_registers(array: Any) -> ir.Value:
-    """The sum of what a lane has of an array: float32."""
+    """The sum of a lane's columns of an array: float32."""
     parts = []
     for register in array.registers.flat:
         size = ir.VectorType(register.type).shape[0]
@@ -141,7 +141,7 @@ def _over_registers(array: Any) -> ir.Value:
 
 
 def _total(shared: ir.Value, index: int) -> Any:
-    """The sum of a row of shared memory, as a number that all lanes have."""
+    """The sum of a row of shared memory, the same number in all lanes."""
     width = ir.MemRefType(shared.type).shape[1]
     number = ir.F32Type.get()
     kind, start = ir.VectorType.get((4,), number), utils.memref_ptr(shared)
@@ -170,9 +170,9 @@ def _element(value: ir.Value, index: int) -> ir.Value:
 def _share(parts: list[ir.Value], shared: ir.Value, warpgroups: int) -> None:
     """Writes the sums over a warp of several numbers to its column of shared memory.
 
-    While there are several, half of the lanes go on with one half of them and the other
-    lanes with the other, so that n of them take n - 1 exchanges and log2(32 / n) more,
-    not 5 n. Lanes with the same sum write the same to the same place.
+    In each round, half of the lanes continue with one half of the numbers, the others
+    with the other half. So n numbers take n - 1 exchanges and log2(32 / n) more, not 5
+    n. Lanes with the same sum write the same value to the same place.
     """
     thread = _thread()
     distance, which = 16, _integer(0)
@@ -198,7 +198,7 @@ def _share(parts: list[ir.Value], shared: ir.Value, warpgroups: int) -> None:
 
 
 def _exchanged(value: ir.Value, distance: int) -> ir.Value:
-    """What the lane so far from this one, in the same warp, has of a number."""
+    """The number in the lane at a distance from this one, in the same warp."""
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
     return llvm.inline_asm(value.type, [value], text, "=f,f", has_side_effects=True)
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from jax import Array
 
 LANES = 128
-"""Columns of a register, and what the last axis of a block is a multiple of."""
+"""Columns of a register; the last axis of a block is a multiple of it."""
 
 SCOPED_VMEM = 16 << 20
-"""Bytes of VMEM that a kernel has on every generation without asking."""
+"""Bytes of VMEM that a kernel has on every generation by default."""
 
 TAKES_HIGH = jax.__version_info__ >= (0, 11)
-"""Whether products of three passes lower: before, all six are taken in their place."""
+"""Whether products of three passes lower: older versions take all six instead."""
 
 VMEM = pltpu.VMEM
 SMEM = pltpu.SMEM
@@ -44,8 +44,8 @@ class Grid:
     Attributes:
         sizes: Steps along each axis, the last one fastest. A size may be a traced
             scalar.
-        parallel: How many of the first axes may be split over the cores of a chip:
-            those along which no block of a result or scratch is visited again.
+        parallel: The number of leading axes that may be split over the cores of a chip:
+            along these, no block of a result or scratch is visited again.
     """
 
     sizes: tuple[Any, ...]
@@ -68,18 +68,18 @@ def call(
 
     Args:
         body: Takes references to prefetched scalars, inputs, outputs and scratch.
-        name: The kernel's name, as profilers show it.
+        name: The name of the kernel in profiles.
         grid: The steps.
         inputs: The block of each input at a step.
         outputs: The block of each output.
         out: Shapes and dtypes of the outputs.
         scratch: Memory that is kept from step to step, `VMEM` or `SMEM`.
-        prefetched: How many of the first arrays are int32 scalars that the functions
-            of blocks get too, as references, behind the indices.
+        prefetched: The number of leading arrays that are int32 scalars. The functions
+            of blocks also get them, as references after the indices.
         vmem: Bytes of VMEM that blocks (twice), scratch and values need; more than
-            `SCOPED_VMEM` is asked for.
-        aliases: Outputs that are written over inputs: input's number, prefetched ones
-            counted, to output's number.
+            `SCOPED_VMEM` is requested.
+        aliases: Outputs that overwrite inputs: from the input's number, counting
+            prefetched ones, to the output's number.
     """
     semantics = ("parallel",) * grid.parallel
     semantics += ("arbitrary",) * (len(grid.sizes) - grid.parallel)
@@ -103,9 +103,9 @@ def call(
 
 
 def shaped(shape: Sequence[int], dtype: Any, like: Array) -> jax.ShapeDtypeStruct:
-    """Returns an output's type; it varies over the mesh axes that `like` does.
+    """Returns an output's type; it varies over the same mesh axes as `like`.
 
-    Inside `jax.shard_map` with ``check_vma=True`` JAX asks for them.
+    Inside `jax.shard_map` with ``check_vma=True`` JAX requires them.
     """
     axes = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=axes)
@@ -119,17 +119,17 @@ def dot(
 ) -> Array:
     """Returns the product of two matrices as float32.
 
-    16-bit operands are multiplied exactly and summed in float32. A `precision` that
-    they would have from ``jax.default_matmul_precision`` is not taken by the compiler,
-    so that each product says its own.
+    16-bit operands are multiplied exactly and summed in float32. The compiler refuses a
+    precision from ``jax.default_matmul_precision`` for them, so each product states its
+    own.
 
     Args:
         a: [rows, k], or [k, rows].
         b: [k, columns], or [columns, k].
         axes: Which axes are summed.
-        precision: What the source asked for, for float32 operands: "highest", "high"
-            or None, by which both are rounded to bfloat16. If one operand is float32,
-            the other is widened to it.
+        precision: The source's precision for float32 operands: "highest", "high", or
+            None, which rounds both to bfloat16. If one operand is float32, the other is
+            widened to it.
     """
     if a.dtype != b.dtype:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -143,9 +143,9 @@ def dot(
 
 
 def masked(x: Array, axis: int, low: Any, high: Any) -> Array:
-    """Returns a block with zeros outside of a range of an axis.
+    """Returns a block with zeros outside a range of an axis.
 
-    What lies beyond an array's edge is undefined, and must not be summed.
+    Values beyond an array's edge are undefined, and must not be summed.
     """
     at = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     inside = (at >= low) & (at < high)

@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from jax import Array
 
 AVAILABLE = jax.__version_info__ >= (0, 11)
-"""Whether kernels may change memory that they are given; else tiles are dealt out."""
+"""Whether kernels may modify their inputs; otherwise tiles are assigned beforehand."""
 
 PLACES = 2
-"""How many tiles are handed on at once: one is read while the next is written."""
+"""The number of slots for claimed tiles: one is read while the next is written."""
 
 
 def counter() -> Any:
-    """Returns memory to count in, for one call of a kernel."""
+    """Returns a counter for one call of a kernel."""
     return jax.new_ref(jnp.zeros((1, 1), jnp.int32))
 
 
 SHARED_MEMORY = 1 << 10
-"""Bytes that `scratch` takes, but for the barriers: memory begins at a KiB."""
+"""Bytes that `scratch` takes without barriers: allocations begin at a KiB."""
 
 
 def scratch(listeners: int, numbers: int = 0) -> dict[str, Any]:
-    """Returns what a block allocates to claim tiles.
+    """Returns a block's allocations for claiming tiles.
 
     Args:
         listeners: Warpgroups beside the one that claims.
-        numbers: How many numbers they are told of a tile, beside its index.
+        numbers: The numbers to broadcast for a tile, beside its index.
     """
     return {
         "told": plgpu.SMEM((PLACES, 1 + numbers), jnp.int32),
@@ -56,12 +56,12 @@ def scratch(listeners: int, numbers: int = 0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Claims:
-    """The tiles that a block has still to take.
+    """The work queue as one block sees it.
 
     Attributes:
         shared: `scratch`.
-        counter: What `mosaic.claim` counts in.
-        programs: How many blocks there are.
+        counter: The counter of `pallas_gpu.claim`.
+        programs: The number of blocks.
         total: How many tiles.
         read: Returns the numbers of a tile by its index.
     """
@@ -79,7 +79,7 @@ class Claims:
 
         Args:
             body: Copies or computes a tile, the block's i-th.
-            steps: What it takes from one tile to the next.
+            steps: The carry from one tile to the next.
             copies: Whether this is the warpgroup that claims.
         """
         if not copies:
@@ -97,7 +97,7 @@ class Claims:
         lax.while_loop(lambda carry: carry[2] < self.total, one, start)
 
     def claim(self, place: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Claims a tile, and tells the other warpgroups of it."""
+        """Claims a tile, and broadcasts it to the other warpgroups."""
         x = self.shared
         plgpu.barrier_wait(x["heard"].at[place])
         pallas_gpu.claim(self.counter, x["told"].at[place])

@@ -26,11 +26,12 @@ MOVED = frozenset({"transpose", "reshape", "broadcast_in_dim", "convert_element_
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a result is computed from.
+    """The contractions and loops that a result is computed from.
 
     Attributes:
         scores: Contractions of queries with keys.
-        products: Contractions of weights with values, and which operand they weigh by.
+        products: Contractions of weights with values, and the operand that holds the
+            weights.
         scans: Results of loops on the way.
         at_once: Whether one softmax holds the weights of all products.
     """
@@ -42,7 +43,7 @@ class Blocks:
 
 
 def results(find: Finder, product: Node) -> list[int]:
-    """Values below a product that sums of several were divided for, likely first."""
+    """Values below a product that may be normalised sums of several, likely first."""
     exits = _exits(find)
     seen = {product.outs[0]: frozenset[str]()}
     queue = [product.outs[0]]
@@ -76,7 +77,7 @@ def results(find: Finder, product: Node) -> list[int]:
 
 
 def _adds_products(find: Finder, value: int) -> bool:
-    """Whether a value is a sum of contractions, and of nothing else."""
+    """Whether a value is a sum of contractions only."""
     node = find.graph.node_of(value)
     while node is not None and node.prim in MOVED:
         node = find.graph.node_of(node.ins[0])
@@ -86,14 +87,14 @@ def _adds_products(find: Finder, value: int) -> bool:
 
 
 def weighs_once(find: Finder, weights: int) -> bool:
-    """Whether weights are read by one contraction; their gradients read them too."""
+    """Whether one contraction reads the weights, ignoring reads by their gradients."""
     same = [weights, *find.regions.chain(weights, lambda n: n.prim in MOVED)]
     users = (node for v in same for node in find.graph.users(v))
     return len({id(n) for n in users if n.prim == "dot_general"}) <= 1
 
 
 def _exits(find: Finder) -> dict[int, list[int]]:
-    """Results of the bodies of scans, to what they become outside."""
+    """Maps results of scan bodies to the scans' results."""
     if "exits" not in find.cache:
         found: dict[int, list[int]] = {}
         for node in find.loops.values():
@@ -104,14 +105,14 @@ def _exits(find: Finder) -> dict[int, list[int]]:
 
 
 def _results(find: Finder, scan: Node) -> list[tuple[int, int]]:
-    """Results of a scan's body, each with the scan's own."""
+    """Pairs of a scan body's result and the scan's result."""
     (scope,) = scan.scope.children[scan.position]
     inner = [find.graph.read(scope, v) for v in scope.jaxpr.outvars]
     return list(zip(inner, scan.outs, strict=True))
 
 
 def blocks(find: Finder, value: int) -> Blocks | None:
-    """The contractions that a value is computed from, if they are of blocks."""
+    """The contractions that a value is computed from, if they are over blocks."""
     dots, scans = _above(find, value)
     here = {id(n) for n in dots}
     weighed = {
@@ -132,7 +133,7 @@ def blocks(find: Finder, value: int) -> Blocks | None:
 def weighing(
     find: Finder, value: int, weights: int, scores: tuple[Node, ...]
 ) -> Blocks | None:
-    """The contractions that a value is added up from, if all are by one softmax.
+    """The contractions that add up to a value, if one softmax holds all weights.
 
     Args:
         find: The search.

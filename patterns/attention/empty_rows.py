@@ -21,12 +21,12 @@ from rewriter.program.graph import Node
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
 LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
-COMBINATIONS = 128  # of a mask's conditions; every one without a key is tried
-STEPS = 256  # of a loop that is gone through
-GOLDEN = 0.618033988749895  # values of blocks are unlike in every sum of some
-LARGE = 32.0  # scores are taken to be below
+COMBINATIONS = 128  # the most conditions of a mask; every case without a key is tried
+STEPS = 256  # the most steps of an evaluated loop
+GOLDEN = 0.618033988749895  # makes values of blocks differ in every partial sum
+LARGE = 32.0  # scores are assumed to be below it
 DIGITS = re.compile(r"\(([ts])(?://|%)\d+\)|\(([ts])\*\d+\+\2\)")
-SWALLOWS = 1e30  # an addend beside which all scores are nothing
+SWALLOWS = 1e30  # an addend that absorbs all scores
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
 
@@ -53,17 +53,17 @@ def empty_row(
         ev: The evaluator that made the region's form.
         keep: Which keys are kept, as a boolean function.
         scores: Results of the contractions of queries with keys.
-        products: The contractions of the weights with the values, and which operand
-            the weights are.
+        products: The contractions of the weights with the values, and the operand that
+            holds the weights.
         value: The region's result.
-        factor: What the weights are multiplied by, as by dropout: arrays that are
-            taken to be one, and a number.
+        factor: The factor of the weights, as in dropout: arrays, which count as one,
+            and a number.
     """
     ones, number = factor
     support, table = ev.alg.bools[keep]
     names = [literal_name(ev.alg, a, ev.outer) for a in support]
     if len({name for name, _ in names}) < len(names):
-        return UNKNOWN  # conditions that are not told apart
+        return UNKNOWN  # conditions that count as equal
     full = table | ev.alg.impossible(support)
     empty = [row for row in range(1 << len(support)) if not full >> row & 1]
     if len(empty) > COMBINATIONS:
@@ -90,7 +90,7 @@ def empty_row(
 def literal_name(alg: Algebra, atom: int, outer: frozenset[int]) -> tuple[str, bool]:
     """(text with roles for indices, polarity); complements share the text.
 
-    Indices of the result and bound ones are told apart, their names are not kept.
+    Indices of the result and bound ones are distinguished; their names are dropped.
     """
     d = alg.defs[atom]
     if d[0] not in ("ge", "eq"):
@@ -122,7 +122,7 @@ def _poly_text(alg: Algebra, p: dict, outer: frozenset[int]) -> str:
 
 
 def _key_digit(alg: Algebra, mono: Any, outer: frozenset[int]) -> int:
-    """The size of a key index that is the whole of a monomial, else 0."""
+    """The size of a key index if a monomial is nothing else, else 0."""
     if len(mono) != 1 or mono[0][1] != 1 or alg.kind(mono[0][0]) != "iota":
         return 0
     index = alg.defs[mono[0][0]][1]
@@ -135,7 +135,7 @@ def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
         return "t" if name[0] == "i" and int(name[1:]) in outer else "s"
 
     text, parts = re.sub(r"\b[ij]\d+", role, alg.show_atom(atom)), 1
-    while parts:  # digits of a position, and one made of digits, are that position
+    while parts:  # a position and its digits count as one
         text, parts = re.subn(DIGITS, r"\1\2", text)
     return text
 
@@ -161,7 +161,7 @@ class _Row:
                 self.numbers.setdefault(v, []).append(form)
 
     def verdict(self, out: Abstract, factor: float) -> str:
-        """What a result is, times a factor; values are one number in each block."""
+        """The verdict on a result times a factor; a block's values are one number."""
         if not isinstance(out, tuple):
             return UNKNOWN
         total = sum(n for n, _ in self.blocks) or 1
@@ -211,7 +211,7 @@ class _Row:
             return self._step(node, value)
 
     def _float_test(self, node: Node | None, value: int) -> Abstract | None:
-        """What a test of floats gives; forms take them to be finite, sums not empty."""
+        """The result of a float test; forms assume finite floats and non-empty sums."""
         if node is None or node.prim not in _TESTS:
             return None
         if not np.issubdtype(self.g.dtype(node.ins[0]), np.floating):
@@ -223,12 +223,12 @@ class _Row:
         return UNKNOWN if folded and node.prim != "is_finite" else None
 
     def _truth(self, value: int) -> bool | None:
-        """What a mask is in this row, by any of the forms it had in the region."""
+        """The value of a mask in this row, by any of its forms in the region."""
         known = map(self._holds, self.flags.get(value, ()))
         return next((x for x in known if x is not None), None)
 
     def _number(self, value: int) -> float | None:
-        """What a choice among numbers by masks is in this row, such as a bias."""
+        """The value of a choice among numbers by masks, such as a bias, in this row."""
         for form in self.numbers.get(value, ()):
             terms = [(self._holds(flag), c) for (flag, _), c in form.items()]
             if all(holds is not None for holds, _ in terms):
@@ -236,7 +236,7 @@ class _Row:
         return None
 
     def _holds(self, b: int) -> bool | None:
-        """Whether a boolean function holds in this row; None if it is not known."""
+        """Whether a boolean function holds in this row; None if unknown."""
         support, table = self.ev.alg.bools[b]
         row = 0
         for k, a in enumerate(support):
@@ -257,7 +257,7 @@ class _Row:
         return ("c", float(weight[1]) * self._scale(node.ins[1 - side]) * n * x)
 
     def _scale(self, value: int) -> float:
-        """The number that the region multiplies a value by, seen through layout."""
+        """The number that the region multiplies a value by, perhaps through layouts."""
         scale, node = 1.0, self.g.node_of(value)
         while node is not None and value not in self.ev.leaf_values:
             numbers = [self.ev.number(i) for i in node.ins]
@@ -348,7 +348,7 @@ class _Row:
         return _mixed(prim, args, absorbs)
 
     def _rounded(self, number: Any, value: int) -> Any:
-        """A large number as a value's dtype holds it: sums of fills lose digits."""
+        """A large number rounded to a value's dtype: sums of fills lose digits."""
         dtype = self.g.dtype(value)
         if isinstance(number, bool) or not jnp.issubdtype(dtype, jnp.floating):
             return number
@@ -383,7 +383,7 @@ class _Row:
 
 
 def _absorbing(dtype: Any) -> float:
-    """The size of a number beside which a dtype rounds scores away."""
+    """The size of a number that absorbs scores in a dtype."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return SWALLOWS
     return 2 * LARGE / float(jnp.finfo(dtype).eps)
@@ -395,7 +395,7 @@ def _large_number(c: float) -> bool:
 
 
 def _large(x: Abstract) -> bool:
-    """Whether a number is a fill that a mask unknown here may or may not add."""
+    """Whether a number is a fill that an unknown mask may add."""
     return isinstance(x, tuple) and not abs(float(x[1])) <= LARGE
 
 

@@ -19,10 +19,10 @@ from rewriter.algebra.normal_form import Algebra, Index, Monomial, OverBudget, P
 from rewriter.find.reading import Joined, Operand, operand
 
 ARRAYS = 5
-"""Arrays with an axis of keys in one piece; all ways to pair them are tried."""
+"""The most arrays along the keys in one piece; all pairings are tried."""
 
 Slot = tuple[str, int]
-"""What an axis of an array is: an index of the result, the n-th contracted, the key."""
+"""The role of an array's axis: an index of the result, the n-th contracted, the key."""
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Whole:
 
     Attributes:
         form: The form.
-        joined: The arrays it is over that are pieces in the program.
-        values: Those of them that are weighed.
-        some: Where pieces were joined, whether a key is kept in any of them.
+        joined: Its arrays that the program holds in pieces.
+        values: The joined arrays that are weighed.
+        some: Whether a key is kept in any piece, if pieces were joined.
     """
 
     form: Poly
@@ -54,7 +54,7 @@ class _Piece:
 
 @dataclass
 class _Use:
-    """An array that is read along the keys: where, and its axes."""
+    """An array that is read along the keys: its key axis and the roles of its axes."""
 
     atom: int
     slots: tuple[Slot, ...]
@@ -62,7 +62,7 @@ class _Use:
 
 
 def over_all_keys(alg: Algebra, form: Poly, values: set[Any]) -> Whole:
-    """A form of two terms or more as one over all keys; as it is if it is not that.
+    """Merges the terms of a form into one sum over all keys, or returns it unchanged.
 
     Args:
         alg: Where the form is.
@@ -84,7 +84,7 @@ def over_all_keys(alg: Algebra, form: Poly, values: set[Any]) -> Whole:
 def _join_two(
     alg: Algebra, found: Whole, one: Any, other: Any, values: set[Any]
 ) -> bool:
-    """Replaces two terms of the form by one; false if they do not go together."""
+    """Replaces two terms of the form by one; False if they do not fit."""
     if found.form[one] != found.form[other] or one[0] != other[0]:
         return False
     parts = [_fraction(alg, mono) for _, mono in (one, other)]
@@ -118,7 +118,7 @@ def _join_two(
 
 
 def _rescaled(alg: Algebra, p: Poly, old: int, below: Poly) -> Poly:
-    """Terms over one total, over an equal one."""
+    """Rewrites terms over one total as terms over an equal total."""
     out: Poly = {}
     for (flag, mono), c in p.items():
         rest = tuple((a, e) for a, e in mono if a != old)
@@ -224,7 +224,7 @@ def _use(alg: Algebra, atom: int, inner: tuple[int, ...], key: int) -> _Use:
 
 
 def _in_order(a: Index) -> list[int]:
-    """The indices in an index argument, as they are met."""
+    """The indices in an index argument, in order of occurrence."""
     if isinstance(a, int):
         return [a]
     if not isinstance(a, tuple) or a[0] == "k":
@@ -295,7 +295,7 @@ class _Renaming:
 
 # ---------------------------------------------------------------------- masks
 def _mask(alg: Algebra, one: _Piece, other: _Piece, key: int) -> int | None:
-    """The mask over all keys, if that of one piece goes on in the other."""
+    """The mask over all keys, if one piece's mask continues in the other."""
     before = alg.sizes[one.key]
     behind = alg.affine(other.key, 1, before)
     for mask in (

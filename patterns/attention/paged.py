@@ -35,7 +35,7 @@ AXES = ("kpzh", "pkzh", "pzkh")
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings of attention around an exponential, as over pages."""
+    """Readings of attention over pages around an exponential."""
     looking = _looking_through(find)
     if looking is None:
         return
@@ -50,7 +50,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 
 def _looking_through(find: Finder) -> Finder | None:
-    """The search with gathers of pages taken apart; None if there are none."""
+    """The search that looks through gathers of pages; None if there are none."""
     if NAME not in find.cache:
         found = frozenset(
             node.outs[0]
@@ -69,16 +69,16 @@ def _looking_through(find: Finder) -> Finder | None:
 
 
 def _of_pages(find: Finder, node: Node) -> bool:
-    """Whether a gather is of several pages of an array with heads."""
+    """Whether a gather takes several pages of an array with heads."""
     taken = node.params["slice_sizes"]
     return len(taken) == 4 and sum(n > 1 for n in taken) >= 2
 
 
 def paged(find: Finder, reading: Reading) -> Reading:
-    """A reading of attention as one over pages.
+    """Turns a reading of attention into one over pages.
 
     Raises:
-        Refused: If keys and values are not pages that one table names.
+        Refused: If keys and values are not pages that the same table names.
     """
     alg = find.algebra
     if reading.joined:
@@ -113,13 +113,13 @@ def paged(find: Finder, reading: Reading) -> Reading:
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Keys or values that are gathered.
+    """Gathered keys or values.
 
     Attributes:
         name: The pool and the table.
         axes: The pool's axes: heads k, pages p, positions z, features h.
         rows: The table's index arguments.
-        page: Of the indices of keys, that of a page; none if there is one page.
+        page: The page index among the indices of keys; none for a single page.
     """
 
     name: Pages
@@ -129,13 +129,13 @@ class _Gathered:
 
 
 def _leaf(alg: Algebra, source: Operand) -> _Gathered:
-    """Keys or values as pages of a pool."""
+    """Reads keys or values as pages of a pool."""
     (poly, (_, s, heads, width)), *more = source.parts
     ((flag, mono), c), *others = poly.items()
     plain = not more and not others and flag == TRUE and c == 1 and len(mono) == 1
     atom, exponent = mono[0]
     if not plain or exponent != 1 or alg.kind(atom) != "leaf":
-        raise Refused("pages", "keys or values are not pages as they are", score=0.2)
+        raise Refused("pages", "keys or values are not whole pages", score=0.2)
     _, name, args = alg.defs[atom]
     if not isinstance(name, Pages):
         raise Refused("pages", "keys or values are not gathered pages", score=0.2)
@@ -150,7 +150,7 @@ def _leaf(alg: Algebra, source: Operand) -> _Gathered:
 
 
 def _plain(a: Index) -> list[int]:
-    """The indices of an argument, most significant first; of another one, -1."""
+    """The indices of an argument, most significant first; -1 for other arguments."""
     try:
         return flat_indices(a)
     except OverBudget:
@@ -161,7 +161,7 @@ def _pool(find: Finder, name: int) -> Operand:
     """All pages, as they lie in memory.
 
     Raises:
-        Refused: If they are a part of an array, which a kernel would have copied.
+        Refused: If they are only part of an array, which a kernel would have to copy.
     """
     alg, shape = find.algebra, find.graph.shape(name)
     node = find.graph.node_of(name)

@@ -50,7 +50,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         for n in find.regions.above(anchor.ins[0], DOT)
         if n.params["dimension_numbers"][0][0]
     ]
-    if not scores or find.barren(NAME, anchor):
+    if not scores or find.known_empty(NAME, anchor):
         return
     below = [
         (n, side)

@@ -41,17 +41,17 @@ class Scores:
 
 
 def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
-    """The factors of a form that is one quotient of two sums over the keys.
+    """The parts of a form that is one quotient of two sums over the keys.
 
     Raises:
-        Refused: If the form is another one, or other factors are left.
+        Refused: If the form differs, or other factors are left.
     """
     if len(form) != 1:
         near = any(_is_quotient(alg, mono) for _, mono in form)
         raise Refused(
             "terms",
             f"the result is a sum of {len(form)} terms",
-            score=0.3 if near else 0.2,  # as a loss has it, or its gradient
+            score=0.3 if near else 0.2,  # a loss or its gradient looks like this
             difference=alg.show(form),
         )
     ((flag, mono), c) = next(iter(form.items()))
@@ -83,7 +83,7 @@ def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
 def _is_quotient(alg: Algebra, mono: Monomial) -> bool:
     """Whether a term is a weighed sum divided by another sum.
 
-    Weights times what they were computed from are the gradient of a log-sum-exp.
+    Weights times their own scores are the gradient of a log-sum-exp instead.
     """
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
     below = [a for a, e in mono if e == -1 and alg.kind(a) in ("sum", "pow")]
@@ -179,10 +179,10 @@ def _pair(
 def exponents(
     alg: Algebra, parts: Parts, operands: set[Any]
 ) -> tuple[list[Scores], Poly]:
-    """(contractions of queries with keys, what is added to them) in the exponents.
+    """(contractions of queries with keys, addends) in the exponents.
 
     Raises:
-        Refused: If the scores go through something that attention lacks.
+        Refused: If the scores go through a function that attention does not have.
     """
     qk: list[Scores] = []
     bias: Poly = {}
@@ -221,7 +221,7 @@ def exponents(
 
 
 def _joined(alg: Algebra, qk: list[Scores]) -> list[Scores]:
-    """Scores times a factor that is a sum were multiplied out: one contraction."""
+    """Merges scores that were multiplied out by a factor that is a sum."""
     first = qk[0]
     if len(qk) < 2 or first.atom is None or any(x.atom != first.atom for x in qk):
         return qk

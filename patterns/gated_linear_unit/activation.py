@@ -16,7 +16,7 @@ from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.forms import every
 
 TRIED = 8
-"""Numbers that a parametric activation is tried with."""
+"""The most numbers to try in a parametric activation."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Activated:
     Attributes:
         gate: The branch.
         name: The activation's name.
-        beta: Its number; 1 where it has none.
-        factor: What it is multiplied by.
+        beta: Its number; 1 if it has none.
+        factor: The factor in front of it.
     """
 
     gate: Branch
@@ -37,10 +37,10 @@ class Activated:
 
 
 def activated(alg: Algebra, act: Poly, gates: list[Branch]) -> Activated:
-    """The activation and its argument whose form is the given one.
+    """The activation and the argument that give a form.
 
     Raises:
-        Refused: If it is none that is known.
+        Refused: If no known activation fits.
     """
     for gate in gates:
         form = gate.form(alg)

@@ -26,8 +26,8 @@ class Branch:
         bias: What is added to that.
         clip: Lower and upper bound, None for none.
         shift: A number added after the bounds.
-        factor: A number that all of it is multiplied by.
-        scale: A number that contraction and bias are multiplied by.
+        factor: A number that multiplies all of it.
+        scale: A number that multiplies contraction and bias.
     """
 
     term: Monomial
@@ -51,11 +51,11 @@ class Branch:
 
 @dataclass(frozen=True)
 class Factors:
-    """A contraction taken apart.
+    """The two sides of a contraction.
 
     Attributes:
-        x: What the rows come from.
-        w: What the columns come from.
+        x: The factors of the rows.
+        w: The factors of the columns.
         k: The contracted indices.
     """
 
@@ -65,7 +65,7 @@ class Factors:
 
 
 def term_of(alg: Algebra, p: Poly, contraction: int) -> tuple[Any, float] | None:
-    """(key, coefficient) of the term that is a contraction times arrays, if one is."""
+    """(key, coefficient) of the term that is a contraction times arrays, or None."""
     found = [
         (key, c)
         for key, c in p.items()
@@ -78,10 +78,10 @@ def term_of(alg: Algebra, p: Poly, contraction: int) -> tuple[Any, float] | None
 
 
 def argument(alg: Algebra, p: Poly, contraction: int) -> tuple[Monomial, Poly]:
-    """(term, bias) of what a function of a contraction is of.
+    """(term, bias) of the argument of a function of a contraction.
 
     Raises:
-        Refused: If the contraction is nowhere a term of a sum.
+        Refused: If the contraction is not a term of any sum.
     """
     for part in linear_parts(alg, p):
         found = term_of(alg, part, contraction)
@@ -103,7 +103,7 @@ def _is_array(alg: Algebra, mono: Monomial) -> bool:
 
 # ------------------------------------------------------- with an activation
 def gates(alg: Algebra, act: Poly, contraction: int) -> list[Branch]:
-    """What the activation may be of, likely first."""
+    """Possible arguments of the activation, likely first."""
     term, bias = argument(alg, act, contraction)
     found = [Branch(term, bias)]
     relus = [a for a in every(alg, act) if alg.kind(a) == "relu"]
@@ -195,7 +195,7 @@ def _relu_term(alg: Algebra, p: Poly, sign: int) -> tuple[Poly | None, Poly]:
 
 # ------------------------------------------------------------------ factors
 def factors(alg: Algebra, term: Monomial, args: Any, shared: set[Any]) -> Factors:
-    """Rows and columns of a contraction; arrays beside it belong to either.
+    """Rows and columns of a contraction; further factors belong to either.
 
     Args:
         alg: Where the form is.

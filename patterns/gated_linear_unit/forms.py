@@ -8,12 +8,12 @@ from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
 
 
 def contractions(alg: Algebra, p: Poly) -> list[int]:
-    """Contractions in a form, at any depth, each once; none inside another."""
+    """Contractions in a form, at any depth, each once, without nested ones."""
     return [a for a in every(alg, p) if alg.kind(a) == "sum"]
 
 
 def every(alg: Algebra, p: Poly) -> list[int]:
-    """All atoms of a form, those inside contractions left out."""
+    """All atoms of a form, except those inside contractions."""
     out: dict[int, None] = {}
 
     def visit(atom: int) -> None:
@@ -53,12 +53,12 @@ def common_factor(
         inner = tuple(x for x in mono if x[0] not in common)
         rest[f if flag == TRUE else TRUE, inner] = c
     if not contractions(alg, rest):
-        return None, p  # nothing but a bias would be left
+        return None, p  # only a bias would be left
     return {(flag, alg.monomial(common.items())): 1.0}, rest
 
 
 def linear_parts(alg: Algebra, p: Poly) -> Iterator[Poly]:
-    """Forms that functions in a form are of, at any depth; the form itself last."""
+    """Arguments of functions in a form, at any depth; the form itself is last."""
     atoms = every(alg, p)
     for atom in atoms:
         if alg.kind(atom) == "pow":
@@ -79,5 +79,5 @@ def linear_parts(alg: Algebra, p: Poly) -> Iterator[Poly]:
 
 
 def _exponent(alg: Algebra, mono: Monomial) -> Poly:
-    """What the exponentials in a monomial are of."""
+    """The exponent of the exponentials in a monomial."""
     return {(TRUE, alg.defs[a][1]): float(e) for a, e in mono if alg.kind(a) == "exp"}

@@ -6,7 +6,7 @@ from rewriter.find.finder import Finder
 from rewriter.program.graph import Node
 
 MOST = 16
-"""How many products below one equation are looked at."""
+"""The most products below one equation to examine."""
 
 
 def products(find: Finder, anchor: Node) -> list[Node]:

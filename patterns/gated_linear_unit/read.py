@@ -57,10 +57,10 @@ LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | POWERS | frozenset({
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """The reading of a product below an activation, if one is a gated linear unit.
+    """The reading of a product below an activation as a gated linear unit, if any.
 
-    A unit that is multiplied by more comes after one that is not: so are the products
-    of a unit's gradients, by the cotangent.
+    A unit with further factors comes after one without: the products of a unit's
+    gradients have the cotangent as a factor.
     """
     g = find.graph
     if not jnp.issubdtype(g.dtype(anchor.ins[-1]), jnp.floating):
@@ -80,7 +80,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             _inputs(find, n) & sources for i in product.ins for n in _linear(find, i)
         ):
             continue
-        if find.barren(NAME, anchor):
+        if find.known_empty(NAME, anchor):
             return
         found = _of_product(find, anchor, product, dots)
         if isinstance(found, Refused):
@@ -99,7 +99,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 def _of_product(
     find: Finder, anchor: Node, product: Node, dots: list[Node]
 ) -> Reading | Refused | None:
-    """The reading of one product, or what stands in its way the least."""
+    """The reading of one product, or the refusal of the nearest attempt."""
     miss: Refused | None = None
     for act_side in (0, 1):
         act, up = product.ins[act_side], product.ins[1 - act_side]
@@ -116,7 +116,7 @@ def _of_product(
 
 
 def _linear(find: Finder, value: int) -> list[Node]:
-    """Contractions above a value through casts, layout, biases and bounds only."""
+    """Contractions above a value, through casts, layout, biases and bounds only."""
     key = ("linear", value)
     if key not in find.cache:
         find.cache[key] = _contractions(find, value)
@@ -141,7 +141,7 @@ def _contractions(find: Finder, value: int) -> list[Node]:
 
 
 def _inputs(find: Finder, dot: Node) -> set[int]:
-    """A contraction's operands under casts, layout and scales."""
+    """A contraction's operands below casts, layout and scales."""
     return {find.unscaled(i) for i in dot.ins}
 
 
@@ -188,9 +188,9 @@ def read(
 def _inside(
     find: Finder, act: int, dots: list[Node], others: list[Node]
 ) -> frozenset[int]:
-    """Contractions that both branches make of one value.
+    """Contractions of the same value in both branches.
 
-    Others, such as a low-rank adapter's, are added as they are.
+    Other contractions, such as a low-rank adapter's, are plain addends.
     """
     sources = set().union(*(_inputs(find, n) for n in dots))
     again = find.regions.above(act, frozenset({"dot_general"}))
@@ -220,7 +220,7 @@ class _Assembly:
         self.out = [i for a in args for i in flat_indices(a)]
 
     def reading(self, outer: list[Poly]) -> Reading:
-        """The reading of a unit that is multiplied by some forms."""
+        """The reading of a unit with some further factors."""
         alg = self.alg
         gate, up = self._factors()
         columns = alg.term_ids(TRUE, gate.w) | alg.term_ids(TRUE, up.w)
@@ -288,7 +288,7 @@ class _Assembly:
             raise Refused("axes", "an axis of x is not one of the result", score=0.3)
 
     def _weights(self, side: Factors, f: tuple[int, ...], scale: float) -> Operand:
-        """Weights; those that are stored as integers become floats."""
+        """Weights; integers are cast to floats."""
         graph = self.find.graph
         leaves = [self.alg.defs[a][1] for a, _ in side.w]
         whole = all(not jnp.issubdtype(graph.dtype(v), jnp.floating) for v in leaves)
@@ -296,7 +296,7 @@ class _Assembly:
         return operand({(TRUE, side.w): scale}, side.k, f, dtype=dtype)
 
     def _added(self, name: str, p: Poly, rest: Any, f: tuple[int, ...]):
-        """A bias per column, and what is added row by row."""
+        """A bias per column, and an array added to each row."""
         alg, out = self.alg, {}
         bias = {t: c for t, c in p.items() if not alg.term_ids(*t) - set(f)}
         rows = {t: c for t, c in p.items() if t not in bias}
@@ -327,7 +327,7 @@ class _Assembly:
 
 
 def _per_expert(find: Finder, w: Any, k: Any) -> bool:
-    """Whether columns stand before and behind the contracted axis: [e, d, f]."""
+    """Whether columns stand on both sides of the contracted axis: [e, d, f]."""
     alg = find.algebra
     for atom, _ in w:
         if alg.kind(atom) == "leaf":

@@ -164,11 +164,11 @@ def statistics(alg: Algebra, under: Poly, x: int):
 
 
 BOUNDED = {"rms_norm": "bounded_square", "layer_norm": "bounded_variance"}
-"""By op the code of a refusal of what `_bounded` says."""
+"""The code of a refusal by `_bounded`, by op."""
 
 
 def _bounded(alg: Algebra, under: Poly) -> Refused | None:
-    """The refusal of a mean of squares, or a number if that is larger, under a root."""
+    """The refusal of a root of max(mean of squares, number)."""
     for (_, mono), c in under.items():
         for atom in (a for a, _ in mono if alg.kind(a) == "relu"):
             inner = alg.thaw(alg.defs[atom][1])
@@ -187,7 +187,7 @@ def _bounded(alg: Algebra, under: Poly) -> Refused | None:
 
 
 def _is_mean_square(alg: Algebra, mono: Any, c: float) -> bool:
-    """Whether a term is a sum of squares divided by their number, or less that."""
+    """Whether a term is a mean of squares, perhaps negative."""
     if len(mono) != 1 or mono[0][1] != 1 or alg.kind(mono[0][0]) != "sum":
         return False
     _, ids, _, body = alg.defs[mono[0][0]]

@@ -47,12 +47,12 @@ MOVED = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 
 
 def propose_layer_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings as a layer norm of the regions below a root."""
+    """Readings of the regions below a root as a layer norm."""
     yield from _propose(find, anchor, "layer_norm")
 
 
 def propose_rms_norm(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings as an RMS norm of the regions below a root."""
+    """Readings of the regions below a root as an RMS norm."""
     yield from _propose(find, anchor, "rms_norm")
 
 
@@ -61,7 +61,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
         e = find.graph.scalar(anchor.ins[1])
         if e is None or abs(abs(e) - 0.5) > 1e-6:
             return
-    if find.barren(op, anchor):
+    if find.known_empty(op, anchor):
         return
     key = ("norm", anchor.outs[0])
     if key not in find.cache:
@@ -87,7 +87,7 @@ def _propose(find: Finder, anchor: Node, op: str) -> Iterator[Reading]:
 def _readings(
     find: Finder, anchor: Node, op: str, source: Source
 ) -> tuple[list[Reading] | None, Refused | None]:
-    """Readings of the results below a root, the largest first; None: leave it."""
+    """Readings of the results below a root, largest first; None to leave it."""
     results = results_below(find, anchor, source.x)
     if not results or any(find.done(op, v) for v in results):
         return None, None
@@ -116,7 +116,7 @@ def _readings(
     bare = [r for r in readings if "bare_l2" in r.params]
     readings = [r for r in readings if "bare_l2" not in r.params]
     if bare:
-        # Times another number it is still one: a query that is scaled as well.
+        # With another number it is still a norm: a query may be scaled as well.
         readings = [r for r in readings if not _times_a_number(r)]
     if bare and not readings:
         text = "an L2 norm: the sum of squares is not divided by their number"
@@ -127,10 +127,10 @@ def _readings(
 
 
 def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
-    """Without multiples of a result that is read elsewhere too.
+    """Drops multiples of a result that is read elsewhere too.
 
-    So does a gelu of it; and a loss of the result alone, of which the cotangent is a
-    multiple.
+    A gelu of the result makes such multiples. So does a loss of the result alone: the
+    cotangent is a multiple.
     """
     shared = [r for r in readings if len(find.graph.users(r.value)) > 1]
     return [
@@ -149,7 +149,7 @@ def _useful(find: Finder, readings: list[Reading]) -> list[Reading]:
 def _is_made_of_another(find: Finder, reading: Reading, all_: list[Reading]) -> bool:
     """Whether a scale or bias is computed from another result of the same root.
 
-    So is the gradient of the scale of one row, a norm times the cotangent.
+    The gradient of one row's scale is such a case: a norm times the cotangent.
     """
     values = [r.value for r in all_ if r is not reading]
     return any(
@@ -165,7 +165,7 @@ def _times_a_number(reading: Reading) -> bool:
 
 
 def _arrays(reading: Reading) -> set[str]:
-    """The operands of a reading that are not just a number."""
+    """The operands of a reading that are arrays, not numbers."""
     return {
         name
         for name, operand in reading.operands.items()
@@ -183,7 +183,7 @@ def read(
     `jax.vmap`, are applied to the op's result.
 
     Raises:
-        Refused: If the form is not that of the op.
+        Refused: If the form is not the op's.
         OverBudget: If the form grows too large.
     """
     alg, x = find.algebra, source.x
@@ -262,7 +262,7 @@ def read(
 
 
 def _is_scaled_later(find: Finder, value: int) -> bool:
-    """Whether a result is multiplied by an array, as by a scale of its own."""
+    """Whether a result is multiplied by an array, such as its own scale."""
     same = [value, *find.regions.chain(value, lambda n: n.prim in MOVED)]
     factors = [
         i for v in same for n in find.graph.users(v) if n.prim == "mul" for i in n.ins
@@ -277,8 +277,8 @@ def _plain(a: Any) -> Any:
 
 
 def _root(alg: Algebra, form: Poly, x: int) -> int:
-    """The atom under the root that divides the result."""
-    for kind in ("pow", "sum"):  # without epsilon the root may be over one sum
+    """The atom whose root divides the result."""
+    for kind in ("pow", "sum"):  # one sum, if there is no epsilon under the root
         for _, mono in form:
             for a, e in mono:
                 if e == HALF and alg.kind(a) == kind:
@@ -325,7 +325,7 @@ def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
 
 
 def _affine(find, form, base, x, at, d, n, alpha, outside):
-    """Scale and bias, read off the terms with and without the root."""
+    """Reads scale and bias off the terms with and without the root."""
     alg = find.algebra
     scale: Poly = {}
     bias: Poly = {}
@@ -381,7 +381,7 @@ def _along(find: Finder, name: str, p: Poly, d: set[int]) -> None:
 def _is_parameter(find: Finder, p: Poly) -> bool:
     """A single leaf with one varying axis, such as a scale per channel.
 
-    What is computed from positions alone, as one that grows with them, is none.
+    A value computed from positions alone, such as a ramp, is no parameter.
     """
     alg = find.algebra
     leaves = alg.poly_leaves(p)

@@ -26,7 +26,7 @@ SUGGESTION = (
 
 
 def near_miss(find: Finder, choice: Node) -> Refused | None:
-    """What a choice among experts does instead of ragged dots, or None."""
+    """A near miss for a choice among experts without ragged dots, or None."""
     scores = find.graph.shape(choice.ins[0])
     if not scores:
         return None
@@ -43,7 +43,7 @@ def near_miss(find: Finder, choice: Node) -> Refused | None:
 
 
 def _spent(find: Finder, node: Node, chosen: set[int], experts: int) -> str:
-    """What an equation that reads a choice spends, in words."""
+    """The wasted work of an equation that reads a choice, in words."""
     fixed = [i for i in node.ins if i not in chosen]
     shapes = [find.graph.shape(i) for i in fixed]
     if node.prim == "gather" and any(_stacked(s, experts) for s in shapes[:1]):

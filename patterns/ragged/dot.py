@@ -22,7 +22,7 @@ ANCHORS = RAGGED | CHOICES
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """The reading of one ragged dot; of a choice among experts, what it lacks."""
+    """The reading of a ragged dot, or a near miss for a choice among experts."""
     value = anchor.outs[0]
     if anchor.prim in CHOICES:
         miss = near_miss(find, anchor)
@@ -83,7 +83,7 @@ ROWS_BY_MATRICES = False, ("m0", "k0"), ("g0", "k0", "n0")
 
 
 def roles(find: Finder, node: Node) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
-    """(whether the ragged axis is contracted, roles of lhs's and of rhs's axes).
+    """(whether the ragged axis is contracted, roles of lhs's axes, roles of rhs's).
 
     Raises:
         Refused: If it has axes that the op does not have.
@@ -106,7 +106,7 @@ def roles(find: Finder, node: Node) -> tuple[bool, tuple[str, ...], tuple[str, .
 
 
 def stored(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str, ...]:
-    """The roles in the order in which the array under layout has its axes."""
+    """The roles in the axis order of the array below layouts."""
     node = find.graph.node_of(value)
     while node is not None and node.prim in ("transpose", "copy"):
         if node.prim == "transpose":
@@ -117,7 +117,7 @@ def stored(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def precision_of(node: Node) -> str | None:
-    """What a ragged dot asks for, as the op's parameter."""
+    """The precision of a ragged dot, as the op's parameter."""
     precision = node.params.get("precision")
     if precision is None:
         return None

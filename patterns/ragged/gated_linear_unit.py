@@ -35,11 +35,11 @@ class Unit:
     """A product that may be a gated linear unit.
 
     Attributes:
-        value: The product, or what it is rounded to.
+        value: The product, or its rounded copy.
         act: The factor that goes through the activation.
         up: The other one.
-        gate_dot: The ragged dot above the first.
-        up_dot: That above the other one; both may be one.
+        gate_dot: The ragged dot above `act`.
+        up_dot: The ragged dot above `up`, perhaps the same.
     """
 
     value: int
@@ -50,7 +50,7 @@ class Unit:
 
 
 def units(find: Finder, anchor: Node, name: str) -> Iterator[Unit]:
-    """Products below a ragged dot, up to one that is known to be an op of a name."""
+    """Products below a ragged dot, down to the first that is a known match of an op."""
     for product in products(find, anchor):
         value = _rounded(find, product.outs[0])
         if find.done(name, value):
@@ -76,7 +76,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 
 def _rounded(find: Finder, value: int) -> int:
-    """A value in the narrower type that is all that is read of it, if one is."""
+    """The narrower copy of a value, if nothing else reads the value."""
     g, users = find.graph, find.graph.users(value)
     if len(users) != 1 or users[0].prim != "convert_element_type":
         return value
@@ -147,7 +147,7 @@ def _operands(find: Finder, dot: Node) -> tuple[int, int, int]:
     """(rows, matrices, group sizes) of a ragged dot.
 
     Raises:
-        Refused: If it is of another kind.
+        Refused: If it is another kind of ragged dot.
     """
     if len(dot.ins) != 3 or dot.params.get("group_offset") is not None:
         raise Refused("offset", "a group offset", score=0.2)
@@ -155,14 +155,14 @@ def _operands(find: Finder, dot: Node) -> tuple[int, int, int]:
         raise Refused("dimensions", "no ragged dot of rows by matrices", score=0.2)
     x, w, sizes = dot.ins
     matrices = ROWS_BY_MATRICES[2]
-    if stored(find, w, matrices) != matrices:  # a ragged dot takes them as they are
+    if stored(find, w, matrices) != matrices:  # a ragged dot takes them unchanged
         raise Refused("stored", "the matrices are stored transposed", score=0.2)
     return x, w, sizes
 
 
 @dataclass(frozen=True)
 class _Branches:
-    """Both ragged dots as atoms, and the number that the plain one is multiplied by."""
+    """Both ragged dots as atoms, and the number that multiplies the plain one."""
 
     gate: int
     up: int
@@ -173,7 +173,7 @@ def _branches(alg: Algebra, act: Poly, up: Poly) -> _Branches:
     """The ragged dot in each factor.
 
     Raises:
-        Refused: If there are others, or one is in both.
+        Refused: If there are other ragged dots, or one is in both factors.
     """
     own = _alone(alg, up)
     if own is None:
@@ -185,7 +185,7 @@ def _branches(alg: Algebra, act: Poly, up: Poly) -> _Branches:
 
 
 def _alone(alg: Algebra, p: Poly) -> tuple[int, float] | None:
-    """(ragged dot, factor) of a form that is nothing but that."""
+    """(ragged dot, number) of a form that is just their product."""
     for (flag, mono), factor in p.items() if len(p) == 1 else ():
         if flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
             atom = mono[0][0]
@@ -194,7 +194,7 @@ def _alone(alg: Algebra, p: Poly) -> tuple[int, float] | None:
 
 
 def _ragged(alg: Algebra, atom: int) -> bool:
-    """Whether an atom is a ragged dot that is taken apart."""
+    """Whether an atom is an expanded ragged dot."""
     name = alg.defs[atom][1]
     return alg.kind(atom) == "leaf" and isinstance(name, tuple) and name[1] in RAGGED
 
@@ -202,10 +202,10 @@ def _ragged(alg: Algebra, atom: int) -> bool:
 def _halves(
     find: Finder, ev: RegionEvaluator, dot: Node, args: Any, branches: _Branches
 ) -> str:
-    """Which half of the columns of one ragged dot is which branch.
+    """Finds which half of a ragged dot's columns each branch has.
 
     Raises:
-        Refused: If they are no halves.
+        Refused: If they are not halves.
     """
     alg, value = find.algebra, dot.outs[0]
     columns = find.graph.shape(value)[1]
@@ -222,7 +222,7 @@ def _halves(
 
 
 def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
-    """An operand as it is in the program."""
+    """The program's own array as an operand."""
     at = ev.indices(leaf)
     groups = tuple(() if i is None else (i,) for i in at)
     return operand(alg.of_atom(alg.atom("leaf", leaf, at)), *groups)

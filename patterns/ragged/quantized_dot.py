@@ -30,13 +30,13 @@ from rewriter.program.graph import Node
 
 NAME = "quantized_ragged_dot"
 STORED = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""Dtypes whose numbers 16-bit floats have, too."""
+"""Dtypes whose numbers 16-bit floats hold exactly."""
 REACH = 40
-"""How many values above the matrices are looked at."""
+"""The most values above the matrices to examine."""
 
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """The reading of one ragged dot, if 8-bit numbers are above its matrices."""
+    """The reading of a ragged dot with 8-bit numbers above its matrices, if any."""
     value = anchor.outs[0]
     stored = quantized(find, anchor)
     if stored is None or find.done(NAME, value):
@@ -66,7 +66,7 @@ def quantized(find: Finder, dot: Node) -> int | None:
 
 
 def _under_layout(find: Finder, value: int) -> int:
-    """The array that a value is, in another order or shape."""
+    """The array below a value's transposes and reshapes."""
     node = find.graph.node_of(value)
     while node is not None and node.prim in ("transpose", "reshape", "copy"):
         value = node.ins[0]
@@ -75,15 +75,16 @@ def _under_layout(find: Finder, value: int) -> int:
 
 
 def of_stored(find: Finder, dot: Node, stored: int) -> Reading:
-    """The reading of a ragged dot as one of stored numbers.
+    """The reading of a ragged dot with stored matrices.
 
     Raises:
-        Refused: If its matrices are not those times a scale of each column.
+        Refused: If its matrices are not the stored numbers times a scale for each
+            column.
         OverBudget: If the form grows too large.
     """
     plain = read(find, dot)
     if roles(find, dot)[0]:
-        raise Refused("mode", "8-bit rows, and no matrices, are multiplied", score=0.2)
+        raise Refused("mode", "the rows are 8-bit, and the matrices are not", score=0.2)
     value = dot.outs[0]
     ev = evaluator(find, value, {dot: stored})
     args = ev.indices(value)
@@ -105,13 +106,13 @@ def of_stored(find: Finder, dot: Node, stored: int) -> Reading:
 def evaluator(
     find: Finder, value: int, stored: Mapping[Node, int], *leaves: int
 ) -> RegionEvaluator:
-    """An evaluator that looks through what is done to the matrices of ragged dots.
+    """An evaluator that expands the matrices of ragged dots.
 
     Args:
         find: The search.
-        value: What will be replaced.
-        stored: By ragged dot, its array of 8-bit numbers.
-        *leaves: Other values that are taken as they are.
+        value: The result to replace.
+        stored: The array of 8-bit numbers of each ragged dot.
+        *leaves: Further values to keep as leaves.
     """
     dots = [dot.outs[0] for dot in stored]
     return find.evaluator(
@@ -124,11 +125,11 @@ def evaluator(
 
 @dataclass(frozen=True)
 class Stored:
-    """The matrices of a ragged dot, as they are stored.
+    """The stored matrices of a ragged dot.
 
     Attributes:
-        numbers: All of the array, 8 bits.
-        scale: What each column of each matrix is multiplied by; None for nothing.
+        numbers: The whole array of 8-bit numbers.
+        scale: A factor for each column of each matrix, or None.
         mode: "forward", or "transposed": the array's last axis is summed.
     """
 
@@ -141,7 +142,7 @@ def matrices(find: Finder, ev: RegionEvaluator, dot: Node, stored: int) -> Store
     """The matrices of a ragged dot.
 
     Raises:
-        Refused: If they are not the stored numbers times a scale of each column.
+        Refused: If they are not the stored numbers times a scale for each column.
     """
     alg, (_, _, right) = find.algebra, roles(find, dot)
     at = ev.indices(dot.ins[1])
@@ -162,7 +163,7 @@ def matrices(find: Finder, ev: RegionEvaluator, dot: Node, stored: int) -> Store
 
 
 def factors(alg: Algebra, matrices: Poly, stored: int) -> tuple[Poly, Poly]:
-    """(stored numbers, what they are multiplied by) of a form of matrices.
+    """(stored numbers, factor) of a form of matrices.
 
     Raises:
         Refused: If it is not such a product.
@@ -180,7 +181,7 @@ def factors(alg: Algebra, matrices: Poly, stored: int) -> tuple[Poly, Poly]:
 def whole(
     find: Finder, numbers: Poly, stored: int, axes: tuple[Index, ...]
 ) -> Operand | None:
-    """All stored numbers, if they lie in memory in the order of some axes."""
+    """All stored numbers, if their memory order is that of some axes."""
     alg, shape = find.algebra, find.graph.shape(stored)
     split, at = split_digits(alg, numbers, axes)
     ((_, ((atom, _),)),) = split

@@ -37,10 +37,10 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 
 def of_stored(find: Finder, unit: Unit) -> Reading:
-    """The reading of a unit as one of stored numbers.
+    """The reading of a unit with stored matrices.
 
     Raises:
-        Refused: If it is none, or its matrices are not stored numbers with scales.
+        Refused: If it is no unit, or its matrices are not stored numbers with scales.
         OverBudget: If the form grows too large.
     """
     plain = read(find, unit)
@@ -48,7 +48,7 @@ def of_stored(find: Finder, unit: Unit) -> Reading:
     for dot in (unit.gate_dot, unit.up_dot):
         numbers = quantized(find, dot)
         if numbers is None:
-            raise Refused("dtype", "one branch alone is of 8-bit matrices", score=0.3)
+            raise Refused("dtype", "only one branch has 8-bit matrices", score=0.3)
         stored[dot] = numbers
     x, _, sizes = unit.gate_dot.ins
     ev = evaluator(find, unit.value, stored, x, sizes)

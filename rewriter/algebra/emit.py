@@ -17,12 +17,12 @@ Groups = Sequence[Sequence[int]]
 
 
 def shaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """The array in a shape; most have it already, which JAX takes long to tell."""
+    """Reshapes an array, unless it has the shape, which JAX takes long to see."""
     return x if x.shape == tuple(shape) else x.reshape(tuple(shape))
 
 
 def ordered(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """The array with its axes in an order; most are in it already."""
+    """Transposes an array, unless its axes are in order already."""
     return x if list(axes) == list(range(x.ndim)) else x.transpose(axes)
 
 
@@ -54,8 +54,8 @@ class Emitter:
 
         With ``full`` every axis has its whole size; otherwise an axis on which the
         value does not depend has size one. With ``near`` integers beyond `FAR` are
-        taken for that, so that no sum with a position overflows; not of a choice among
-        values, of which that is not proved.
+        clamped to it, so that no sum with a position overflows. Choices among values
+        are not clamped, since no proof covers them.
         """
         order = [i for group in groups for i in group]
         flags = {flag for flag, _ in p}
@@ -151,7 +151,7 @@ class Emitter:
         exponents = self.alg.exponents(p)
         if exponents is None:
             return jnp.log(self._sum(p, order))
-        # No exponential of a large number is made.
+        # Avoid the exponential of a large number.
         return functools.reduce(jnp.logaddexp, [self._sum(x, order) for x in exponents])
 
     def _leaf(self, atom: int, order: list[int]) -> jax.Array:
@@ -303,9 +303,9 @@ class Emitter:
         return total
 
     def _moved(self, p: Poly, order: list[int]) -> jax.Array | None:
-        """A leaf plus or minus a number, no farther than `FAR`; None for other forms.
+        """A leaf plus or minus a number, clamped to `FAR`; None for other forms.
 
-        The leaf is brought near the number first, so that their sum is exact.
+        The leaf is first clamped near the number, so that their sum is exact.
         """
         c, rest = self.alg.split_constant(p)
         x = self._single(rest, order)
@@ -327,7 +327,7 @@ class Emitter:
         return sign * x.astype(jnp.int32) + shift
 
     def _whole(self, atom: int, order: list[int], near: bool) -> jax.Array | None:
-        """An atom as integers; None if it has others."""
+        """An atom as an integer array; None if it is not one."""
         d = self.alg.defs[atom]
         if d[0] == "iota":
             return self._index(d[1], order)
@@ -354,7 +354,7 @@ class Emitter:
 
 
 def sides(alg: Algebra, p: Poly) -> tuple[Poly, Poly]:
-    """P as a difference, in which no value is added to numbers if that can be.
+    """P as a difference of two sides, where no value is added to a number if possible.
 
     So a comparison is right for values near the largest of their type.
     """
@@ -376,7 +376,7 @@ FAR = 1 << 28
 
 
 def _near(x: jax.Array, far: int = FAR) -> jax.Array:
-    """Integers with those beyond a number taken for it; other arrays as they are."""
+    """Clamps integers to a number; returns other arrays unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).max <= far:
         return x
     return jnp.clip(x, max(-far, jnp.iinfo(x.dtype).min), far)

@@ -23,7 +23,7 @@ def applied(alg: Algebra, function: Callable[..., jax.Array], *operands: Poly) -
     Args:
         alg: Where the forms are.
         function: A function of float scalars to a float scalar; it is traced once.
-        *operands: What it is applied to.
+        *operands: Its arguments, as forms.
 
     Raises:
         OverBudget: If the form grows too large.

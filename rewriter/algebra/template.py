@@ -26,7 +26,7 @@ class Template:
         value: The region's result.
         leaves: Values that the replacement reads.
         path: The way from the anchor down to the result.
-        source: Whatever belongs to the match.
+        source: The caller's data about the match.
     """
 
     anchor: Node
@@ -45,9 +45,9 @@ def template(
 
 
 def way(graph: Graph, starts: tuple[int, ...], value: int) -> tuple[Step, ...] | None:
-    """The shortest way down from one of some values, or None if there is none.
+    """The shortest way down from one of some values to a value, or None.
 
-    Its first step says from which of them it starts.
+    Its first step names the start.
     """
     came: dict[int, tuple[int, Step] | None] = dict.fromkeys(starts)
     queue = collections.deque(starts)
@@ -72,7 +72,7 @@ def way(graph: Graph, starts: tuple[int, ...], value: int) -> tuple[Step, ...] |
 
 
 def go(graph: Graph, starts: tuple[int, ...], path: tuple[Step, ...]) -> int | None:
-    """The value at the end of a `way` from other values; None if it ends before."""
+    """The value at the end of a `way` from other values; None if the way breaks off."""
     value = starts[path[0][0]]
     for k, prim, position, nth in path[1:]:
         for node in graph.users(value):
@@ -91,7 +91,7 @@ def apply(
 ) -> tuple[int, dict[int, int], frozenset[int]] | None:
     """(result, leaf to leaf, values inside) of an equal region at another anchor.
 
-    None if the region there is another one.
+    None if the region there differs.
     """
     if anchor.prim != known.anchor.prim:
         return None
@@ -105,10 +105,10 @@ def apply(
 
 
 def _uses(graph: Graph, value: int) -> list[tuple[str, int]]:
-    """What reads a region's result and might be of the region too.
+    """Readers of a region's result that might belong to the region.
 
-    A contraction of the result is not: so attention reads a norm's result three
-    times, and a gated linear unit twice.
+    A contraction of the result does not: attention reads a norm's result three times
+    so, and a gated linear unit twice.
     """
     return sorted(
         (n.prim, n.ins.index(value))

@@ -10,7 +10,7 @@ from typing import Any
 from rewriter.choose import choose_sum
 from rewriter.config import Config
 from rewriter.errors import KernelError, UnknownKernel, caller, known
-from rewriter.measure.decision import Decision, decide
+from rewriter.measure.decision import Decision, fastest
 from rewriter.measure.key import BOTH, FORWARD, PROGRAM, Key, key_of
 from rewriter.measure.measurement import (
     BUNDLES,
@@ -31,9 +31,9 @@ from rewriter.site.implementation import (
     RING,
     XLA,
     Implementation,
-    by_thumb,
     config_of,
     configured,
+    default_configs,
 )
 from rewriter.support.verdict import Verdict, no
 
@@ -49,7 +49,7 @@ class Choice:
             where nothing was measured), ``"estimated"`` (by a model of the device) or
             ``"heuristic"``.
         not_chosen: (name, reason) for everything else.
-        ring: Whether it computes parts of operands that go from device to device.
+        ring: Whether it computes on parts of operands that devices pass around.
     """
 
     implementation: Implementation
@@ -82,19 +82,19 @@ def choose(
     Args:
         spec: The site's shapes, dtypes and parameters.
         config: ``implementation`` forces kernels for an op; ``numerics="strict"``
-            leaves every site as written; ``tune`` and ``tuned`` say what was measured.
+            leaves every site as written; ``tune`` and ``tuned`` name measurements.
         kernels: The op's kernels, best first.
         device: Where it will run.
-        differentiated: How often its gradient is computed in the same program, in
-            all layers together; 0 if it is not.
+        differentiated: How often the same program computes its gradient, over all
+            layers; 0 without.
         where: The user's line, for errors.
-        spelling: Gives the digest of the user's own equations, to find XLA's time.
-        sum_of: The operand that is a sum which a kernel that `adds_to` it makes; others
-            read it from memory once more than that.
+        spelling: Returns the digest of the user's own equations, to look up XLA's time.
+        sum_of: The operand that is a sum. A kernel that `adds_to` it computes the sum
+            itself; others read it from memory once more.
 
     Raises:
         UnknownKernel: If a forced kernel does not exist.
-        KernelError: If none of the forced kernels takes the site.
+        KernelError: If none of the forced kernels supports the site.
     """
     forced = [f for f in config.implementation if f[0] == spec.op]
     if forced:
@@ -107,7 +107,7 @@ def choose(
     measured = _measured(*given, differentiated > 0, spelling, longer)
     if measured is None:
         estimated = _estimated(*given, differentiated, longer)
-        choice = estimated or _by_thumb(*given, differentiated)
+        choice = estimated or _by_rule(*given, differentiated)
         measured = _configured(choice, *given, differentiated > 0)
     return _with_reading_said(measured, longer)
 
@@ -115,7 +115,9 @@ def choose(
 def _with_reading_said(choice: Choice, longer: Mapping[str, float]) -> Choice:
     if not longer or choice.implementation.forward in longer:
         return choice
-    return replace(choice, not_chosen=choose_sum.said(choice.not_chosen, longer))
+    return replace(
+        choice, not_chosen=choose_sum.mention_reading(choice.not_chosen, longer)
+    )
 
 
 def left_out(
@@ -124,16 +126,16 @@ def left_out(
     """Returns the ops to leave as written in a whole program, and why.
 
     Args:
-        config: Says where measurements are.
+        config: Where measurements are.
         device: Where the program will run.
         key: The program's.
 
     Returns:
-        Names of ops; None for all of them; () if nothing was measured or everything
-        rewritten is best.
+        Names of ops; None for all ops; () if nothing was measured, or if rewriting
+        every op is fastest.
     """
     for _, entries in sources(config, device, PROGRAM):
-        decision = decide(dict(entries).get(key, ()))
+        decision = fastest(dict(entries).get(key, ()))
         if decision is None:
             continue
         best, name = decision.best, decision.best.implementation.forward
@@ -166,13 +168,13 @@ def _only_deterministic(config: Config) -> bool:
 
 # --------------------------------------------------------------------- estimated
 MARGIN = {"cuda": 0.8}
-"""How much of XLA's estimated time a kernel may take, by platform."""
+"""The share of XLA's estimated time that a kernel may take, by platform."""
 
 FAR = 0.5
-"""The same where the models were not compared with measurements."""
+"""The same on platforms whose models were never compared with measurements."""
 
 OWN = 0.8
-"""The same of a kernel for TPUs alone, whose model has both by simulation."""
+"""The same for a TPU-only kernel, whose model simulates both XLA and the kernel."""
 
 
 def _estimated(
@@ -183,9 +185,9 @@ def _estimated(
     differentiated: int,
     longer: Mapping[str, float],
 ) -> Choice | None:
-    """The fastest by the kernels' models of a known device; None if there are none.
+    """The fastest by the kernels' models of a known device; None without models.
 
-    A kernel without a model that stands before them is chosen as its own rule says.
+    A kernel without a model that comes before them is chosen by its own rule.
     """
     here = [k for k in kernels if device.platform in k.platforms]
     modelled = any(k.estimate is not None for k in here)
@@ -199,7 +201,7 @@ def _estimated(
         if verdict.ok and kernel.estimate is None:
             verdict = _pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:
-                made = by_thumb(spec, device, kernel)
+                made = default_configs(spec, device, kernel)
                 return Choice(made, "heuristic", tuple(refused))
         if verdict.ok and kernel.estimate is not None:
             found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
@@ -215,7 +217,7 @@ def _estimated(
     wins = bool(better)
     made = AS_WRITTEN
     if wins:
-        made = by_thumb(spec, device, next(k for k in here if k.name == best))
+        made = default_configs(spec, device, next(k for k in here if k.name == best))
     against = times[best] if wins else xla
     slower = {**times, XLA: xla} if wins else times
     refused += [
@@ -226,12 +228,12 @@ def _estimated(
 
 
 def _margin(kernel: Kernel, platform: str) -> float:
-    """How much of XLA's estimated time a kernel may take."""
+    """The share of XLA's estimated time that a kernel may take."""
     return OWN if kernel.platforms == ("tpu",) else MARGIN.get(platform, FAR)
 
 
 def _by_model(mine: float, best: float) -> str:
-    """Why an implementation is not chosen by its estimate."""
+    """Why an implementation loses by its estimate."""
     if math.isinf(mine):
         return "no estimate: it does not fit into memory, or was not tried"
     mine, best = 1e6 * mine, 1e6 * best
@@ -239,7 +241,7 @@ def _by_model(mine: float, best: float) -> str:
 
 
 # --------------------------------------------------------------- rules of thumb
-def _by_thumb(
+def _by_rule(
     spec: Spec,
     config: Config,
     kernels: Sequence[Kernel],
@@ -248,13 +250,13 @@ def _by_thumb(
 ) -> Choice:
     refused: list[tuple[str, str]] = []
     here = device.platform
-    # Of kernels for other platforms nothing is said, unless there are no others.
+    # Kernels for other platforms are not mentioned, unless there are no others.
     for kernel in [k for k in kernels if here in k.platforms] or kernels:
         verdict = usable(kernel, spec, device, config)
         if verdict.ok:
             verdict = _pays(kernel, spec, here, differentiated)
         if verdict.ok:
-            made = by_thumb(spec, device, kernel)
+            made = default_configs(spec, device, kernel)
             return Choice(made, "heuristic", tuple(refused))
         refused.append((kernel.name, _reasons(verdict)))
     return Choice(AS_WRITTEN, "heuristic", tuple(refused))
@@ -289,7 +291,7 @@ def _forced(
         names = ", ".join((*forward, *backward))
         text = "; ".join(f"{name}: {reason}" for name, reason in why)
         raise KernelError(
-            f"implementation={{{spec.op!r}: {names!r}}} cannot be had: {text}",
+            f"implementation={{{spec.op!r}: {names!r}}} is not available: {text}",
             next_step=f"Add {XLA!r} as the last of a list to leave such sites as they "
             "are",
             where=where or caller(),
@@ -297,7 +299,7 @@ def _forced(
     by_name = {k.name: k for k in kernels}
     if XLA in (first, second):
         return Choice(AS_WRITTEN, "forced", tuple(why))
-    made = by_thumb(spec, device, by_name.get(first), by_name.get(second or ""))
+    made = default_configs(spec, device, by_name.get(first), by_name.get(second or ""))
     if second == REFERENCE:
         made = replace(made, backward=REFERENCE, backward_config=None)
     return Choice(made, "forced", tuple(why))
@@ -311,7 +313,7 @@ def _first(
     device: Device,
     why: list[tuple[str, str]],
 ) -> str | None:
-    """The first name that can be had; the reasons against those before go to `why`."""
+    """The first available name; reasons against earlier ones are added to `why`."""
     check_names(names, spec, kernels)
     by_name = {k.name: k for k in kernels}
     for name in names:
@@ -321,7 +323,8 @@ def _first(
             why.append((name, "nothing goes around devices as its operands are split"))
             continue
         kernel = by_name[name]
-        # One for another platform is lowered only there, on a device not known yet.
+        # A kernel for another platform is lowered only there, on a device unknown so
+        # far.
         elsewhere = Device("", kernel.platforms[0])
         on = device if device.platform in kernel.platforms else elsewhere
         verdict = usable(kernel, spec, on, config)
@@ -332,7 +335,7 @@ def _first(
 
 
 def check_names(names: Sequence[str], spec: Spec, kernels: Sequence[Kernel]) -> None:
-    """Raises `UnknownKernel` if one of the names that are asked for is none."""
+    """Raises `UnknownKernel` if a requested name is no kernel of the op."""
     there = [*(k.name for k in kernels), REFERENCE, XLA, RING]
     for name in names:
         if name not in there:
@@ -353,14 +356,14 @@ def _measured(
     spelling: Callable[[], str],
     longer: Mapping[str, float],
 ) -> Choice | None:
-    """The winner of what was measured, else simulated; None if nothing still holds."""
+    """The fastest choice, measured or else simulated; None if none is still valid."""
     passes = BOTH if differentiated else FORWARD
     look = _looking(spec, config, kernels, device)
     for simulated in (False, True):
         found, origin = look(passes, ESTIMATES if simulated else ())
         if any(spellings(found)):
             found = of_spelling(found, spelling())
-        decision = decide([choose_sum.with_reading(m, longer) for m in found])
+        decision = fastest([choose_sum.with_reading(m, longer) for m in found])
         alone = all(m.implementation.forward == XLA for m in found)
         if decision is None or (simulated and alone):
             continue
@@ -387,7 +390,7 @@ def _measured(
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
             lost = (decision.best.implementation.name, "its time, measured, is longer")
-            made = by_thumb(spec, device, faster)
+            made = default_configs(spec, device, faster)
             return Choice(made, "estimated", (lost, *_by_kernel(decision), *rest))
         return Choice(made, origin, (*_by_kernel(decision), *refused))
     return None
@@ -401,7 +404,7 @@ def _far_faster(
     best_us: float | None,
     longer: Mapping[str, float],
 ) -> Kernel | None:
-    """The kernel of those not measured whose model says that it is far faster."""
+    """An unmeasured kernel that is far faster by its model, or None."""
     margin = MARGIN.get(device.platform)
     if margin is None or best_us is None or not (device.flops and device.bandwidth):
         return None
@@ -416,9 +419,9 @@ def _far_faster(
 def _looking(
     spec: Spec, config: Config, kernels: Sequence[Kernel], device: Device
 ) -> Callable[..., tuple[tuple[Measurement, ...], str]]:
-    """A function of passes, and of estimates' methods, to what is known, and whence.
+    """A lookup by passes and estimation methods: known times, and their origin.
 
-    Without methods it is what was measured.
+    Without methods it returns measurements.
     """
     none: tuple[tuple[Measurement, ...], str] = ((), "")
     if (config.tune == "off" and not config.tuned) or spec.symbolic or not kernels:
@@ -447,7 +450,7 @@ def _configured(
     device: Device,
     differentiated: bool,
 ) -> Choice:
-    """The choice with the kernel's config that takes the fewest bundles, if known."""
+    """The choice with the kernel's config that has the fewest bundles, if known."""
     if choice.implementation.forward == XLA:
         return choice
     passes = BOTH if differentiated else FORWARD
@@ -456,7 +459,7 @@ def _configured(
     mine = [
         m for m in found if m.implementation.kernels == choice.implementation.kernels
     ]
-    decision = decide(mine)
+    decision = fastest(mine)
     if decision is None:
         return choice
     lost = (*_by_kernel(decision), *choice.not_chosen)
@@ -475,20 +478,20 @@ def _by_kernel(decision: Decision) -> list[tuple[str, str]]:
 def _with_backward(
     forward: Implementation, measured: Sequence[Measurement]
 ) -> Implementation:
-    """The forward with the backward that was fastest with it, should one be wanted.
+    """The forward with its fastest measured backward, in case one is needed.
 
     A program left as written keeps its own gradient.
     """
     same = [m for m in measured if m.implementation.forward == forward.forward]
     exactly = [m for m in same if m.implementation.config == forward.config]
-    decision = decide(exactly or same)
+    decision = fastest(exactly or same)
     if decision is None:
         return forward
     return replace(decision.best.implementation, config=forward.config)
 
 
 def _deterministic(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
-    """Whether the backward's config gives the same bits each time."""
+    """Whether the backward's config gives the same bits in every run."""
     backward = kernels.get(made.backward or made.forward)
     if backward is None:
         return True
@@ -503,7 +506,7 @@ def _holds(
     device: Device,
     m: Measurement,
 ) -> bool:
-    """Whether a measurement is of kernels that are here, and take the site."""
+    """Whether the measured kernels still exist and support the site."""
     made = m.implementation
     if any(name not in kernels for name in made.kernels):
         return False

@@ -17,14 +17,14 @@ from rewriter.errors import KernelError, caller
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Ring
-from rewriter.site.implementation import RING, XLA, Implementation, by_thumb
+from rewriter.site.implementation import RING, XLA, Implementation, default_configs
 from rewriter.support.verdict import Verdict
 
 NO_GRADIENTS = (
     "it would pay, but has no jax.jvp, and this program holds no gradients; to be "
     "asked for where none is needed"
 )
-"""Why no ring is chosen by itself: the program may be differentiated in any mode."""
+"""Why no ring is chosen by default: the program may be differentiated in any mode."""
 
 
 def choose_ring(
@@ -37,7 +37,7 @@ def choose_ring(
     kept: int = 0,
     where: str = "",
 ) -> Choice | str:
-    """Returns the choice to pass operands around, or why they are gathered.
+    """Returns a choice that passes operands around, or why they are gathered.
 
     Args:
         ring: How they would be passed around.
@@ -46,12 +46,13 @@ def choose_ring(
         config: Forced kernels, numerics, measurements.
         kernels: The op's kernels, best first.
         device: Where it will run.
-        kept: How often gathered operands would be kept for gradients.
+        kept: How often gathered operands would be saved for gradients.
         where: The user's line, for errors.
 
     Raises:
-        KernelError: If it cannot be, and nothing else was asked for.
-        UnknownKernel: If the op has no kernel of a name that is asked for.
+        KernelError: If passing around is impossible, and the user asked for nothing
+            else.
+        UnknownKernel: If the user asked for a kernel that the op does not have.
     """
     forward, backward = _asked(spec, config)
     given = ring, spec, count, config, kernels, device
@@ -61,7 +62,7 @@ def choose_ring(
         made = own if backward else by_parts(*given)
         if isinstance(made, str) and forward == (RING,):
             raise KernelError(
-                f"implementation={{{spec.op!r}: {RING!r}}} cannot be had: {made}",
+                f"implementation={{{spec.op!r}: {RING!r}}} is not available: {made}",
                 next_step=f"Add {XLA!r} as the last of a list to leave such sites as "
                 "they are",
                 where=where or caller(),
@@ -89,17 +90,17 @@ def by_parts(
     device: Device,
     others: bool = True,
 ) -> Implementation | str:
-    """Returns what computes each part, or why no kernel does.
+    """Returns the kernel for each part, or why there is none.
 
     Args:
         ring: How operands would be passed around.
         spec: What one device has.
         count: The number of devices in the ring.
-        config: Measurements, and the kernels asked for.
+        config: Measurements, and the kernels that the user asked for.
         kernels: The op's kernels, best first.
         device: Where it will run.
-        others: Whether any kernel will do, if those will not that are asked for, or
-            would be chosen.
+        others: Whether any other kernel may be used, if the requested or chosen ones
+            cannot.
     """
     verdict = ring.supports(spec, count)
     if not verdict.ok:
@@ -117,18 +118,19 @@ def by_parts(
     named = {k.name: k for k in able}
     for name in _asked(spec, config)[0]:
         if name in named:
-            return by_thumb(parts[-1], device, named[name])
+            return default_configs(parts[-1], device, named[name])
     config = replace(config, implementation=())
     chosen = choose(parts[-1], config, kernels, device).implementation
     if chosen.forward in named and len(chosen.kernels) == 1:
         return chosen
     if not others:
         return f"{chosen.name}, which is best for a part, gives none that can be merged"
-    return by_thumb(parts[-1], device, next((k for k in able if k.tried), able[0]))
+    kernel = next((k for k in able if k.tried), able[0])
+    return default_configs(parts[-1], device, kernel)
 
 
 def _asked(spec: Spec, config: Config) -> tuple[Names, Names]:
-    """The names asked for for each pass; () for none."""
+    """The names that the user asked for, for each pass; () for none."""
     found = (f[1:] for f in config.implementation if f[0] == spec.op)
     return next(found, ((), ()))
 

@@ -21,7 +21,7 @@ from rewriter.site.implementation import XLA
 def reading_us(
     spec: Spec, kernels: Sequence[Kernel], device: Device, name: str
 ) -> dict[str, float]:
-    """Returns microseconds, by name of a forward, in which it reads a sum once more.
+    """Returns the microseconds that each forward takes to read a sum once more.
 
     Args:
         spec: The site's shapes, dtypes and parameters.
@@ -30,7 +30,8 @@ def reading_us(
         name: The operand that is the sum.
 
     Returns:
-        Of forwards that do not add; nothing if all are alike, or nothing is known.
+        Microseconds by name, for forwards that cannot add. Empty if no kernel adds, or
+        if the device is unknown.
     """
     adding = {
         k.name for k in kernels
@@ -44,20 +45,21 @@ def reading_us(
 
 
 def with_reading(m: Measurement, longer: Mapping[str, float]) -> Measurement:
-    """Returns a measurement with what its forward takes longer behind the sum."""
+    """Returns a measurement with its forward's extra time added."""
     more = longer.get(m.implementation.forward)
     if m.median_us is None or more is None:
         return m
     return replace(m, median_us=m.median_us + more)
 
 
-def said(
+def mention_reading(
     not_chosen: Sequence[tuple[str, str]], longer: Mapping[str, float]
 ) -> tuple[tuple[str, str], ...]:
-    """Returns why implementations lost, of those that read the sum with that.
+    """Returns why implementations lost; says so where the reason is reading the sum.
 
     Example:
-        >>> said([("xla", "1.46 times as long"), ("other", "slow")], {"xla": 33.0})[0]
+        >>> lost = [("xla", "1.46 times as long"), ("other", "slow")]
+        >>> mention_reading(lost, {"xla": 33.0})[0]
         ('xla', '1.46 times as long, as it reads the sum that is its operand once more')
     """
     why = "as it reads the sum that is its operand once more"

@@ -27,19 +27,19 @@ log = logging.getLogger("rewriter.parts")
 
 
 def elementary(matches: Sequence[Match]) -> tuple[Match, ...]:
-    """Returns the matches that are made of no others."""
+    """Returns the matches that have no parts."""
     return tuple(m for m in matches if not m.op.parts)
 
 
 def composites(
     regions: Regions, matches: Sequence[Match], config: Config
 ) -> tuple[Match, ...]:
-    """Returns the matches that may be taken whole, with their parts.
+    """Returns the composite matches that may become one site, with their parts.
 
-    Not those that hold what the program reads elsewhere too, as gradients do: it would
-    be computed twice. Nor those in a program that is exported, since the parts have
-    kernels for every platform, nor those whose parts are forced to be computed by some,
-    or are a special form of their op, as the whole is not.
+    Four kinds are left out. Those with values that the program also reads elsewhere, as
+    gradients do: these values would be computed twice. Those in an exported program,
+    since the parts have kernels for every platform. Those whose parts have forced
+    kernels. And those whose parts are a special form of their op, if the whole is not.
 
     Args:
         regions: The walks over the program's graph.
@@ -72,7 +72,7 @@ def with_composites(
     config: Config,
     placement: Placement | str | None,
 ) -> tuple[Match, ...]:
-    """Returns the matches with wholes in place of their parts, or without them.
+    """Returns the matches, where each composite replaces its parts or is dropped.
 
     Args:
         regions: The walks over the program's graph.
@@ -105,5 +105,5 @@ def with_composites(
 
 
 def _comparison_only(match: Match, name: str) -> bool:
-    """Whether a kernel computes a composite by kernels of its parts."""
+    """Whether a kernel computes a composite by running kernels of its parts."""
     return any(k.comparison_only for k in match.pattern.kernels if k.name == name)

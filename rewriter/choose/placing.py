@@ -31,15 +31,16 @@ from rewriter.site.shards import Shards, local_spec, spread
 
 @dataclass(eq=False)
 class Plan:
-    """What becomes of the sites, in order.
+    """The numbered sites, in order, and their replacements.
 
     Attributes:
-        sites: What is said of them; those of turns that were left out, too.
+        sites: The sites, including those of turns that were left out.
         splices: The replacements.
-        labels: By cut and turn, the labels of its sites; empty for those left alone.
-        key: Under which the whole program is measured.
-        forward: By the id of a match, the number of its site.
-        left_out: Numbers of sites of turns that were left out.
+        labels: By cut and turn, the labels of its sites; empty for sites left as
+            written.
+        key: The key under which the whole program is measured.
+        forward: The number of a match's site, by the id of the match.
+        left_out: Numbers of the sites in turns that were left out.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -52,16 +53,16 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A match at one of its places, with what was chosen for it there.
+    """A match at one of its places, with the choice for it there.
 
     Attributes:
         match: The match.
         scope: The body of the place.
-        position: The equation behind which a replacement stands.
-        choice: What computes it.
+        position: The equation after which the replacement stands.
+        choice: The chosen implementation.
         backward: Its gradients, if they are replaced with it.
         copies: How often it is computed again in the same body.
-        shards: How it is spread over devices, or why it is left to XLA.
+        shards: How it is split over devices, or why it is left to XLA.
     """
 
     match: Match
@@ -80,7 +81,7 @@ def in_order(
     folded: Folded | None,
     key: Key | None,
 ) -> Plan:
-    """Sites in the order of the program, numbered, and the splices."""
+    """Numbers the sites in program order, and makes the splices."""
     plan = Plan(key=key)
     elsewhere: dict[Any, tuple[tuple[str, Kernel | None], ...]] = {}
     said = [_site(p) for p in placed]
@@ -111,10 +112,10 @@ def in_order(
 
 
 def _noted(plan: Plan, p: Placed, said: Site, kept: bool = True) -> str:
-    """Adds a site, and those computed again there; the label of its replacement.
+    """Adds a site, and its recomputations; returns the label of its replacement.
 
-    What a checkpoint runs again for the gradients is part of the forward's site,
-    also where the turn with the forward was left out.
+    A checkpoint's recomputation for gradients is part of the forward's site, even if
+    the turn with the forward was left out.
     """
     first, own = len(plan.sites) + 1, plan.forward.get(id(p.match)) if kept else None
     if p.scope.runs_again:
@@ -134,13 +135,13 @@ def _noted(plan: Plan, p: Placed, said: Site, kept: bool = True) -> str:
 
 
 def _same(row: Site, said: Site) -> bool:
-    """Whether two sites are of one op, and one kernel was chosen for them."""
+    """Whether two sites have the same op and the same kernel."""
     names = ("op", "shapes", "params", "kernel", "not_chosen")
     return all(getattr(row, n) == getattr(said, n) for n in names)
 
 
 def _again(row: Site, said: Site) -> Site:
-    """A forward's site that says where a checkpoint runs it again."""
+    """A forward's site, with the place where a checkpoint runs it again."""
     places = dict.fromkeys(filter(None, (row.again, said.scope)))
     return dataclasses.replace(
         row, backward=row.backward or said.backward, again=", ".join(places)
@@ -155,7 +156,7 @@ def _left_out(
     index: int,
     cut: Cut,
 ) -> None:
-    """Adds the sites of the turns that are left out of a run."""
+    """Adds the sites of a run's turns that were left out."""
     like = index, cut.like
     model = [
         (p, s, top(p.match.anchor.scope, p.match.anchor.position))
@@ -172,14 +173,14 @@ def _left_out(
 
 
 def top(scope: Scope, position: int) -> int:
-    """The position at the top of an equation, or of what holds it."""
+    """The position in the top body of an equation, or of the equation around it."""
     while scope.parent is not None:
         scope, position = scope.parent, scope.call
     return position
 
 
 def spec_on_device(match: Match, shards: Shards | str | None) -> Spec:
-    """Returns the use of an op that a kernel sees: a part, if it is spread."""
+    """Returns the use of an op that a kernel sees: one device's part if it is split."""
     if not isinstance(shards, Shards):
         return match.spec
     spec, params = match.spec, {**match.op.defaults, **match.reading.params}
@@ -207,7 +208,7 @@ def _by_platform(
             its = device.of(kinds.get(other, other), other)
             there = choose(spec, config, kernels, its)
             if match.reading.in_blocks and there.kernel == XLA:
-                continue  # as written it needs less memory than the op's reference
+                continue  # the user's code needs less memory than the op's reference
             if there.implementation != choice.implementation:
                 pairs.append((other, build(there.implementation, match.op, kernels)))
     return tuple(pairs)
@@ -216,7 +217,7 @@ def _by_platform(
 def _ring_by_platform(
     p: Placed, config: Config, target: Device, made: Kernel | None
 ) -> tuple[tuple[str, Kernel | None], ...]:
-    """A kernel per platform for parts that go around: each saves what merges them."""
+    """A kernel per platform for parts of a ring: each saves residuals for merging."""
     match, shards = p.match, p.shards
     rule = match.op.spread({**match.op.defaults, **match.reading.params})
     assert isinstance(shards, Shards)
@@ -237,7 +238,7 @@ def _ring_by_platform(
 def _where_it_runs(
     forced: Kernel | None, target: Device
 ) -> tuple[tuple[str, Kernel | None], ...]:
-    """A forced kernel on its platforms, the op's plain form on others."""
+    """A forced kernel on its platforms, the op's reference on others."""
     if forced is None or set(forced.platforms) >= set(PLATFORMS):
         return (("default", forced),)
     if target.platform not in forced.platforms:
@@ -268,7 +269,7 @@ def _call(
 
 
 def _site(p: Placed) -> Site:
-    """What is said of a match at a place, without its number."""
+    """The report's entry for a match at a place, without its number."""
     match, choice, scope = p.match, p.choice, p.scope
     spec = match.spec
     return Site(

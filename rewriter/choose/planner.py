@@ -42,13 +42,13 @@ def planned(
     config: Config,
     folded: Folded | None = None,
 ) -> Plan:
-    """Returns what becomes of all matches: their sites and the splices.
+    """Returns the plan for all matches: their sites and splices.
 
     Args:
         regions: The walks over the program's graph.
         facts: The matches found in it, with their gradients and shards.
         config: Forced kernels, targets, measurements.
-        folded: What was left out of the program, if anything was.
+        folded: The layers that were left out of the program, if any.
     """
     target, graph = target_of(config), regions.graph
     facts = [_with_home(f, regions) for f in facts]
@@ -74,7 +74,7 @@ def planned(
 
 
 def _with_home(facts: Facts, regions: Regions) -> Facts:
-    """The facts with the place that gradients read; without gradients if none is."""
+    """The facts with the place whose residuals gradients read, or without gradients."""
     if facts.backward is None:
         return facts
     home = residuals_place(facts.backward, regions, facts.match)
@@ -84,7 +84,7 @@ def _with_home(facts: Facts, regions: Regions) -> Facts:
 
 
 def _with_repeats(facts: Facts, regions: Regions, folded: Folded | None) -> Facts:
-    """The facts with how often the match occurs, and whether its products are kept."""
+    """The facts with the number of occurrences, and whether products are kept."""
     match = facts.match
     times = folded.times(top(match.node.scope, match.node.position)) if folded else 1
     kept = facts.backward and _made_again(match, facts.backward, regions)
@@ -92,9 +92,9 @@ def _with_repeats(facts: Facts, regions: Regions, folded: Folded | None) -> Fact
 
 
 def _at_its_places(facts: Facts, choice: Choice, regions: Regions) -> Iterator[Placed]:
-    """A match at all its places; as written where a replacement cannot stand.
+    """A match at all its places; left as written where a replacement cannot stand.
 
-    One of them is where its gradients read what it keeps, in front of them.
+    One of them is the forward before its gradients, whose residuals they read.
     """
     match, home, shards = facts.match, facts.home, facts.shards
     here = places(match)
@@ -133,7 +133,7 @@ def _program_key(
         (key_of(spec, passes, target.kind), f"{made.text} x{count}")
         for (spec, passes, made), count in counts.items()
     ]
-    texts: dict[Any, str] = {}  # a text costs more than all else that is done here
+    texts: dict[Any, str] = {}  # formatting costs more than the rest of this function
     names = [texts.get(a) or texts.setdefault(a, str(a)) for a in inputs]
     return program_key(sites, names, target.kind)
 
@@ -145,7 +145,7 @@ def _end_to_end(
     target: Device,
     key: Key | None,
 ) -> list[Choice]:
-    """The choices, but for ops without which the whole program was measured faster."""
+    """The choices, without ops that made the whole program slower when measured."""
     if key is None or not config.end_to_end:
         return list(choices)
     ops, why = left_out(config, target, key)
@@ -162,7 +162,7 @@ def _end_to_end(
 def _choices(
     graph: Graph, facts: Sequence[Facts], config: Config, target: Device
 ) -> list[Choice]:
-    """A kernel for each match; XLA where the kernel's work would come on top."""
+    """A kernel for each match; XLA where the region stays computed anyway."""
     saved: Counter[Any] = Counter()  # how often a gradient's residuals are kept
     for f in facts:
         if f.differentiated:
@@ -188,7 +188,7 @@ def _choices(
 
 
 def _unless_read(facts: Facts, choice: Choice, needed: bool) -> Choice:
-    """The choice; XLA where the match's products are computed even so."""
+    """The choice; XLA where the match's matrix products stay computed anyway."""
     if choice.kernel == XLA or choice.origin == "forced":
         return choice
     why = facts.read_on
@@ -208,16 +208,16 @@ def chosen(
     kept: int,
     sum_of: str,
 ) -> Choice:
-    """Returns a kernel for a match; for what one device has of it, if it is spread.
+    """Returns a kernel for a match, or for one device's part if it is split.
 
     Args:
         graph: The program.
         facts: The match, its gradients and shards.
         config: Forced kernels, measurements.
         target: Where it will run.
-        kept: How often what is saved for its gradients is kept; 0 without them.
-        sum_of: The operand that is a sum which some kernel makes itself; ``""`` if
-            there is none.
+        kept: How often its residuals are kept for gradients; 0 without gradients.
+        sum_of: The operand that is a sum which some kernel can compute; ``""`` without
+            one.
     """
     match, shards = facts.match, facts.shards
     kernels = match.pattern.kernels
@@ -243,7 +243,7 @@ def chosen(
 
 
 def _sum_of(graph: Graph, match: Match) -> str:
-    """The operand that is a sum which a kernel could make; ``""`` if there is none."""
+    """The operand that is a sum which a kernel could compute; ``""`` without one."""
     for name in {k.adds_to for k in match.pattern.kernels} - {""}:
         shape = match.spec.shape(name)
         for _, value in match.leaves:
@@ -256,7 +256,7 @@ def _sum_of(graph: Graph, match: Match) -> str:
 def _ring(
     match: Match, shards: Shards, config: Config, target: Device, kept: int
 ) -> Choice | tuple[tuple[str, str], ...]:
-    """The choice to pass operands around; else why not, if they could be."""
+    """A choice that passes operands around; or why not, if the op has a ring."""
     params = {**match.op.defaults, **match.reading.params}
     rule = match.op.spread(params)
     if shards.around is None or rule is None or rule.ring is None:
@@ -270,9 +270,9 @@ def _ring(
 
 
 def _made_again(match: Match, backward: Backward, regions: Regions) -> bool:
-    """Whether the body with the gradients makes the result from what is saved for it.
+    """Whether the gradients' body computes the result again from saved values.
 
-    So it is with a checkpoint that saves products: they are needed there anyway.
+    A checkpoint that saves products does so: they are needed there anyway.
     """
     return any(
         lies_at(backward, regions.graph, home_of(scope)[0])
@@ -282,7 +282,7 @@ def _made_again(match: Match, backward: Backward, regions: Regions) -> bool:
 
 
 def target_of(config: Config) -> Device:
-    """Returns the device to choose for: the one asked for, else the attached one."""
+    """Returns the device to choose for: the configured one, else the attached one."""
     if config.target:
         return device.named(config.target)
     here = device.attached()
@@ -293,12 +293,12 @@ def target_of(config: Config) -> Device:
 def tasks_of(
     graph: Graph, facts: Sequence[Facts], gradients: bool = False
 ) -> list[Task]:
-    """Returns what can be measured for matches, equal ones once.
+    """Returns the tasks that can be measured for matches, equal ones once.
 
     Args:
         graph: The program.
         facts: The matches found in it.
-        gradients: Whether to measure gradients of those without gradients too.
+        gradients: Whether to measure gradients also for matches without gradients.
     """
     found: dict[Task, None] = {}
     for f in facts:

@@ -17,13 +17,13 @@ from rewriter.ops.registry import registry
 from rewriter.site.implementation import XLA
 
 Reasons = tuple[tuple[str, str], ...]
-"""(kernel, or form of an op, why it is not chosen)."""
+"""Pairs of a kernel, or a form of an op, and why it is not chosen."""
 
 
 def prefer_special_ops(
     found: Found, config: Config, target: Device
 ) -> tuple[Match, ...]:
-    """Returns the matches, one for each result that several forms of an op compute.
+    """Returns the matches, keeping one where several forms of an op match one result.
 
     Args:
         found: What was found in a program.
@@ -55,7 +55,7 @@ def prefer_special_ops(
 
 
 def _refused(found: Found) -> dict[int, Reasons]:
-    """By the id of a reading, why its region is not a special form of the op."""
+    """Why each region is not a special form of its op, by the id of its reading."""
     shipped = sorted({name for name, _ in found.refused} & {*registry().ops()})
     forms = {name: registry().op(name).form_of for name in shipped}
     by_reading: dict[int, Reasons] = {}
@@ -71,7 +71,7 @@ def _refused(found: Found) -> dict[int, Reasons]:
 
 
 def _chosen(match: Match, config: Config, target: Device) -> tuple[str, Reasons]:
-    """The kernel of a special form; for XLA, why it is none of the form's."""
+    """The chosen kernel of a special form, or why the form has none."""
     op = match.op
     forced = {name for name, *_ in config.implementation}
     if op.form_of in forced and op.name not in forced:

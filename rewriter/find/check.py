@@ -46,7 +46,7 @@ def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused 
         return spec, None
     return None, Refused(
         "unequal",
-        f"the region is not equal to {op.name} with what was read off it",
+        f"the region is not equal to {op.name} with these operands",
         difference=difference,
         score=0.8,
     )

@@ -47,7 +47,7 @@ def require_own(reading: Reading) -> None:
             if not _is_allowed(alg, atom):
                 raise Refused(
                     "anew",
-                    f"{name} would be computed anew, and not as the program does",
+                    f"{name} would not be computed as in the program",
                     difference=alg.show_atom(atom),
                     score=0.7,
                 )

@@ -55,7 +55,7 @@ class Finder:
     misses: dict[tuple[str, int], tuple[Node, Refused]] = field(default_factory=dict)
     found: set[tuple[str, int]] = field(default_factory=set)
     cache: dict[Any, Any] = field(default_factory=dict)
-    _barren: set[Any] = field(default_factory=set)
+    _known_empty: set[Any] = field(default_factory=set)
     _asked: dict[Any, Any] = field(default_factory=dict)
     _names: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -315,17 +315,19 @@ class Finder:
                     queue.append(i)
         return found
 
-    def barren(self, op: str, anchor: Node) -> bool:
+    def known_empty(self, op: str, anchor: Node) -> bool:
         """Whether equal surroundings held no match before. Ask before evaluating."""
         key = (op, neighbourhood(self.graph, anchor))
         self._asked[op, anchor.outs[0]] = key
-        return key in self._barren
+        return key in self._known_empty
 
-    def settle(self, op: str, anchor: Node, found: bool) -> None:
+    barren = known_empty  # the name of version 0.1
+
+    def remember_outcome(self, op: str, anchor: Node, found: bool) -> None:
         """Remembers surroundings that held no match."""
         key = self._asked.pop((op, anchor.outs[0]), None)
         if key is not None and not found:
-            self._barren.add(key)
+            self._known_empty.add(key)
 
     def done(self, op: str, value: int) -> bool:
         """Whether a value is already part of a verified match of an op."""

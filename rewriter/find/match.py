@@ -176,7 +176,7 @@ def search(
             continue
         again: dict[str, tuple[Template, list[Match]] | None] = {}
         for pattern in patterns_here:
-            with _kept_apart(find, pattern, node, failures):
+            with _isolating_failures(find, pattern, node, failures):
                 again[pattern.name] = _again(find, pattern, node, memory)
         like = next((known for known, _ in filter(None, again.values())), None)
         for pattern in patterns_here:
@@ -186,7 +186,7 @@ def search(
                 continue
             if like is not None and (pattern.name, like.anchor) in memory.nothing:
                 continue
-            with _kept_apart(find, pattern, node, failures):
+            with _isolating_failures(find, pattern, node, failures):
                 matches += _at(find, pattern, node, memory)
     refused = {at: why.text for at, (_, why) in find.misses.items() if why.score >= 0.5}
     misses = tuple(_misses(find, matches))
@@ -208,7 +208,7 @@ def _of_numbers(graph: Graph, node: Node) -> bool:
 
 
 @contextlib.contextmanager
-def _kept_apart(
+def _isolating_failures(
     find: Finder, pattern: Pattern, node: Node, failures: list[Reason]
 ) -> Iterator[None]:
     """Turns an exception at one anchor into a failure; the other sites go on."""
@@ -260,7 +260,7 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
         memory.proved.setdefault(pattern.name, []).insert(0, known)
     if not found:
         memory.nothing.add((pattern.name, anchor))
-    find.settle(pattern.name, anchor, bool(found))
+    find.remember_outcome(pattern.name, anchor, bool(found))
     return found
 
 

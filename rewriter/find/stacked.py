@@ -27,7 +27,7 @@ def layers(graph: Graph) -> Iterator[int]:
     """
     for node in graph.nodes:
         if node.prim == "unstack":
-            if int(node.params["axis"]) == 0 and _given(graph, node.ins[0]):
+            if int(node.params["axis"]) == 0 and _is_input(graph, node.ins[0]):
                 yield from node.outs
         elif node.prim in ("squeeze", "reshape"):
             part = graph.node_of(node.ins[0])
@@ -48,11 +48,11 @@ def _is_one(graph: Graph, part: Node, node: Node) -> bool:
         and one == (1, *whole[1:])
         and rest == whole[1:]
         and whole[0] != 1
-        and _given(graph, part.ins[0])
+        and _is_input(graph, part.ins[0])
     )
 
 
-def _given(graph: Graph, value: int) -> bool:
+def _is_input(graph: Graph, value: int) -> bool:
     """Whether a value is an input, perhaps cast."""
     node = graph.node_of(value)
     while node is not None and node.prim in _AROUND:

@@ -19,16 +19,16 @@ from rewriter.program.graph import Graph, Node, Scope
 
 SUMS = frozenset({"add_any", "add"})
 MOST = 16
-"""Of how many terms sums are looked at."""
+"""The most terms of a sum that is examined."""
 
 
 def terms(graph: Graph, total: int, among: Collection[int]) -> list[int]:
-    """The values of which a value is the sum.
+    """The terms of a value that is a sum.
 
     Args:
         graph: The program.
         total: The sum.
-        among: Sums that are taken apart; others are terms.
+        among: Sums that may be split further; other sums count as terms.
     """
     found: list[int] = []
     stack = [total]
@@ -42,18 +42,18 @@ def terms(graph: Graph, total: int, among: Collection[int]) -> list[int]:
     return [] if stack else found
 
 
-def sums(
+def larger_sums(
     graph: Graph,
     below: Sequence[int],
     cones: Mapping[int, Set[int]],
     returned: Set[int],
 ) -> Iterator[tuple[int, ...]]:
-    """Terms that are nowhere added up alone, and read as a sum with others only.
+    """Terms without a sum of their own, which are read only within larger sums.
 
     Args:
         graph: The program.
-        below: Where sums are looked for.
-        cones: Values that can be terms, with what they are computed through.
+        below: Values that may be such sums.
+        cones: Possible terms, with the values that they are computed through.
         returned: What bodies return.
     """
     mixed = _mixed(graph, below, cones)
@@ -70,7 +70,7 @@ def sums(
 def _mixed(
     graph: Graph, below: Sequence[int], cones: Mapping[int, Set[int]]
 ) -> Set[int]:
-    """Values without cones, and sums with them, such as with the cotangent itself."""
+    """Values without cones, such as the cotangent itself, and sums with them."""
     mixed: set[int] = set()
     for value in below:
         node = graph.node_of(_uncast(graph, value))
@@ -89,13 +89,13 @@ def read_as_a_sum(
     returned: Set[int],
     inside: Set[int] = frozenset(),
 ) -> bool:
-    """Whether terms are added up, each once, before anything else reads them.
+    """Whether terms are only read by their sum, and each once.
 
     Args:
         graph: The program.
         parts: The terms.
-        returned: What bodies return: that is read too.
-        inside: What may read a term to compute another one.
+        returned: Values that bodies return, which count as read.
+        inside: Equations that may read a term to compute another one.
     """
     heap = list(parts)
     heapq.heapify(heap)
@@ -130,7 +130,7 @@ def read_as_a_sum(
 def _leads_to(
     graph: Graph, node: Node, ends: Set[int], inside: Set[int], returned: Set[int]
 ) -> bool:
-    """Whether what an equation makes is read for some values alone."""
+    """Whether all readers of an equation's results lead to some values only."""
     seen: set[int] = set()
     stack = [node]
     while stack:
@@ -146,7 +146,7 @@ def _leads_to(
 
 
 def returned(graph: Graph) -> set[int]:
-    """Values that bodies return, but for those of calls that are looked through."""
+    """Values that bodies return, except bodies of transparent calls."""
     return {
         scope.env[var]
         for scope in _scopes(graph)
@@ -166,7 +166,7 @@ def _scopes(graph: Graph) -> Iterator[Scope]:
 
 
 def _is_cast(graph: Graph, node: Node) -> bool:
-    """Whether an equation hands a float on as it is, but for rounding."""
+    """Whether an equation copies or casts a float."""
     if node.prim in TRANSPARENT:
         return len(node.outs) == 1
     return node.prim == "convert_element_type" and all(
@@ -183,5 +183,5 @@ def _uncast(graph: Graph, value: int) -> int:
 
 
 def widest(graph: Graph, values: Collection[int]) -> int:
-    """The first of the values whose dtype holds the most."""
+    """The first of the values with the widest dtype."""
     return max(values, key=lambda v: (np.dtype(graph.dtype(v)).itemsize, -v))

@@ -17,8 +17,8 @@ class Backward:
             cotangents of the casts.
         grads: Leaf (a value of the program) to the value that is its gradient.
         inner: Values between the leaves, the cotangent and the gradients.
-        zeros: Leaf to what becomes zero with its gradient, where that exists only as
-            terms of a sum; the term among `grads` becomes all of it.
+        zeros: By leaf, further terms that become zero. They exist where its gradient is
+            only a sum of terms; the term in `grads` becomes the whole gradient.
     """
 
     cotangent: int
@@ -28,7 +28,7 @@ class Backward:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """All values that become zero."""
+        """All terms that become zero."""
         return tuple(itertools.chain.from_iterable(self.zeros.values()))
 
     @property

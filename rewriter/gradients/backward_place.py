@@ -23,22 +23,22 @@ from rewriter.program.graph import Graph, Scope
 def residuals_place(
     backward: Backward, regions: Regions, match: Match
 ) -> tuple[tuple[Scope, int], int] | None:
-    """Where a forward is computed whose residuals the gradients can read.
+    """The place of a forward whose residuals the gradients can read.
 
-    That is one of its places in the body that computes the gradients too. A checkpoint
-    that runs again makes the forward anew in front of its gradients, where it did not
-    have to as written: what is kept for it is what its policy keeps, and residuals
-    are handed to it only in place of more that it kept of the region. To other bodies
-    they are handed from a place with a `route`. None: the gradients cannot read any.
+    Often it is in the body that computes the gradients. A checkpoint that recomputes
+    the forward does so before its gradients, perhaps only because of the replacement.
+    It saves what its policy saves; residuals are passed to it only in place of larger
+    saved values of the region. Residuals for other bodies come from a place with a
+    `route`. The result is None if the gradients can read no residuals.
 
     Args:
         backward: The gradients.
         regions: The walks over the program's graph.
-        match: What is replaced.
+        match: The replaced forward.
 
     Returns:
-        The place, and the equation in its body behind which the forward is computed.
-        That is another one where the program has the result behind the gradients.
+        The place, and the equation of its body after which the forward is computed. The
+        forward moves up where the program's own result comes after the gradients.
     """
     graph, leaves = regions.graph, [v for _, v in match.leaves]
     free = [(s, p) for s, p in places(match) if not obstacle(match, s, regions)]
@@ -61,7 +61,7 @@ def _beside(
     places: Sequence[tuple[Scope, int]],
     leaves: Sequence[int],
 ) -> tuple[tuple[Scope, int], int] | None:
-    """The place in the body that computes the gradients, in front of them."""
+    """The place in the body that computes the gradients, before them."""
     for scope, position in places:
         home, path = home_of(scope)
         if not (lies_at(backward, graph, home) and _free(scope, home)):
@@ -71,7 +71,7 @@ def _beside(
         if (*path, position) < first:
             return (scope, position), position
         while where is not scope and where.kind == "call":
-            where, at = where.parent, where.call - 1  # in front of the call
+            where, at = where.parent, where.call - 1  # before the call
         if where is scope and at >= 0 and _known_at(scope, at, leaves):
             return (scope, position), at
     return None
@@ -80,7 +80,7 @@ def _beside(
 def _made_anew(
     backward: Backward, regions: Regions, match: Match, body: Scope
 ) -> tuple[tuple[Scope, int], int] | None:
-    """The place of the first gradient in a body, if all that is read is there then."""
+    """The place of the first gradient in a body, if all leaves are available there."""
     graph, instead = regions.graph, read_instead(regions, match, body)
     leaves = [instead[v].value if v in instead else v for _, v in match.leaves]
     if not lies_at(backward, graph, body):
@@ -96,15 +96,15 @@ def _made_anew(
 
 
 ROOM = 2
-"""Residuals are taken to be so many times as large as the result, beside operands:
-they are it and a few numbers for each row, or what it was made of."""
+"""Assumed size of residuals other than operands, as a multiple of the result's: the
+result and a few numbers per row, or its intermediate values."""
 
 
 def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bool:
-    """Whether a checkpoint kept more of a region than its residuals are.
+    """Whether a checkpoint saved more bytes of a region than its residuals have.
 
-    What it was given of the region, and needs no longer, is the room for those. The
-    program's own arguments take none, nor does the result twice.
+    Saved values of the region that are no longer needed make room for residuals. The
+    program's own arguments do not count, and the result counts once.
     """
     inside = match.inner | backward.inner
     leaves = {v for _, v in match.leaves}
@@ -120,14 +120,14 @@ def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bo
 
 
 def _is_argument(body: Scope, value: int) -> bool:
-    """Whether a value is one of the program's arguments, which are there anyway."""
+    """Whether a value is an argument of the program, which stays in memory anyway."""
     while body.parent is not None:
         body = body.parent
     return body.first_var.get(value, (0,))[0] < 0
 
 
 def _bytes(graph: Graph, value: int) -> int:
-    """How large a value is; one whose axes have names has no size."""
+    """The bytes of a value; 0 with symbolic axes."""
     shape = graph.shape(value)
     if not all(isinstance(d, int) for d in shape):
         return 0
@@ -135,17 +135,17 @@ def _bytes(graph: Graph, value: int) -> int:
 
 
 def _known_at(scope: Scope, position: int, values: Sequence[int]) -> bool:
-    """Whether a body has all values where an equation is computed."""
+    """Whether all values are available in a body at an equation."""
     found = [scope.first_var.get(v) for v in values]
     return all(f is not None and f[0] <= position for f in found)
 
 
 def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
-    """The bodies through which residuals get to the gradients, outermost first.
+    """The bodies that residuals pass on the way to the gradients, outermost first.
 
-    From a loop they get into its backward loop, step by step; from a shard_map into
-    that of its gradients, on each device; from any body into a checkpoint's
-    recomputation in it. The last one computes the gradients; empty if there is no way.
+    A loop passes them to its backward loop, step by step. A shard_map passes them to
+    that of its gradients, on each device. Any body passes them to a checkpoint's
+    recomputation in it. The last body computes the gradients. Empty without a route.
     """
     home, _ = home_of(scope)
     body, _ = home_of(_scope_of_gradients(backward, graph))
@@ -183,14 +183,14 @@ def left_by(first: Scope, bodies: Sequence[Scope]) -> list[Scope]:
 
 
 def _is_backward_loop(body: Scope, home: Scope) -> bool:
-    """Whether a loop can read, step by step, what another one stacks."""
+    """Whether a loop can read another loop's stacks step by step."""
     if not body.kind == home.kind == "scan" or body.length != home.length:
         return False
     return not home.jaxpr.constvars
 
 
 def _is_split_alike(body: Scope, home: Scope) -> bool:
-    """Whether a shard_map can read, on each device, what another one has there."""
+    """Whether a shard_map can read another one's values on each device."""
     if not body.kind == home.kind == "shard_map":
         return False
     one, other = (_jax.parts_of(s.parent.jaxpr.eqns[s.call]) for s in (home, body))
@@ -198,21 +198,21 @@ def _is_split_alike(body: Scope, home: Scope) -> bool:
 
 
 def _before(scope: Scope, position: int, body: Scope) -> bool:
-    """Whether an equation comes before a body, if one home holds both."""
+    """Whether an equation comes before a body with the same home."""
     home, path = home_of(scope)
     outer, way = home_of(body.parent)
     return outer is not home or (*path, position) < (*way, body.call)
 
 
 def lies_at(backward: Backward, graph: Graph, home: Scope) -> bool:
-    """Whether gradients are computed in a body, in calls that can be dissolved."""
+    """Whether gradients are computed in a body, inside calls that can be inlined."""
     found = [first_defined(graph, v, home) for v in backward.results]
     found.append(first_had(graph, backward.cotangent, home))
     return all(f is not None and _free(f[1], home) for f in found)
 
 
 def _free(scope: Scope, home: Scope) -> bool:
-    """Whether no call between two bodies holds values of a trace around."""
+    """Whether no call between two bodies closes over tracers."""
     while scope is not home:
         if _jax.holds_tracers(scope.jaxpr):
             return False
@@ -221,7 +221,7 @@ def _free(scope: Scope, home: Scope) -> bool:
 
 
 def home_of(scope: Scope) -> tuple[Scope, tuple[float, ...]]:
-    """The body that a scope belongs to, and the calls that lead to it there."""
+    """The body that a scope belongs to, and the calls from the body to the scope."""
     path: list[float] = []
     while scope.kind == "call" and scope.parent is not None:
         path.append(scope.call)
@@ -234,7 +234,7 @@ def first_defined(
 ) -> tuple[tuple[float, ...], Scope, int] | None:
     """(path, scope, position) of the first equation for a value in a body.
 
-    What a body is given comes before all its equations, at position -1.
+    Inputs of a body come before all its equations, at position -1.
     """
     node = graph.node_of(value)
     given = home.first_var.get(value)
@@ -254,9 +254,9 @@ def first_defined(
 def first_had(
     graph: Graph, value: int, home: Scope
 ) -> tuple[tuple[float, ...], Scope, int] | None:
-    """As `first_defined`; also of a value that a checkpoint in a body returns.
+    """Like `first_defined`, also for a value that a checkpoint in a body returns.
 
-    What a call returns is had in the call before.
+    A call's result is first available inside the call.
     """
     node, found = graph.node_of(value), first_defined(graph, value, home)
     if node is None or found is not None:

@@ -18,11 +18,11 @@ from rewriter.find.match import Match
 from rewriter.program.graph import Graph
 
 REACH = 240
-"""How many values below a cotangent are looked at."""
+"""The most values below a cotangent to examine."""
 SHARED = 40
-"""What more equations read is a mask or a table of all layers."""
+"""Values with more readers are masks or tables that all layers share."""
 CONE = 400
-"""Of how many values a gradient may be made."""
+"""The most values in a gradient's computation."""
 MEETS = frozenset({
     "dot_general", "mul", "div", "select_n", "ragged_dot_general", "ragged_dot",
     "reduce_sum",
@@ -32,10 +32,11 @@ LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div"
 
 
 def cotangents(graph: Graph, match: Match) -> list[int]:
-    """Values that meet a region in a product and could be its cotangent.
+    """Values that are multiplied with a region's values, and could be its cotangent.
 
-    Those of the result's dtype come first; of them, those that meet more than one value
-    of the region: what all layers share meets the cotangents of all of them.
+    Values with the result's dtype come first. Among them, those that meet more than one
+    value of the region come first, since a value that all layers share meets every
+    layer's cotangent.
     """
     dtype = graph.dtype(match.value)
     met: dict[int, set[int]] = {}
@@ -45,9 +46,9 @@ def cotangents(graph: Graph, match: Match) -> list[int]:
 
 
 def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
-    """(value, the region's value that it meets), the region's last ones first.
+    """Pairs of a value and the region's value that it meets, latest first.
 
-    What meets a number, such as the root of a width that layers share, says nothing.
+    Products with a number, such as the root of a width, are skipped: layers share it.
     """
     region = match.inner | {v for _, v in match.leaves}
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
@@ -80,7 +81,7 @@ def _under_layout(graph: Graph, value: int) -> Iterator[int]:
 
 
 def below(graph: Graph, value: int) -> list[int]:
-    """Values that are computed from one, in the program's order."""
+    """Values that are computed from a value, in program order."""
     seen, queue = {value}, collections.deque([value])
     while queue and len(seen) < REACH:
         for node in graph.users(queue.popleft()):
@@ -94,13 +95,13 @@ def below(graph: Graph, value: int) -> list[int]:
 def cone(
     graph: Graph, value: int, stops: frozenset[int], foreign: set[int] | None = None
 ) -> set[int] | None:
-    """Values above one, down to the stops; None if it is made of anything else.
+    """Values between a value and the stops; None if it depends on anything else.
 
     Args:
         graph: The program.
         value: The value.
         stops: Where to stop.
-        foreign: Values that are known to be made of something else; more are added.
+        foreign: Values known to depend on something else; new ones are added.
     """
     foreign = set() if foreign is None else foreign
     seen, stack = set(), [value]
@@ -123,11 +124,11 @@ def cone(
     return seen
 
 
-def beside(graph: Graph, match: Match) -> frozenset[int]:
-    """What a region reads that its reading is free of, and that is computed elsewhere.
+def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:
+    """Values that a region reads, but whose effect cancels in its reading.
 
-    A number that is added to all scores of a row cancels in the weights; but the
-    exponentials that gradients read are those of scores with it.
+    A number added to all scores of a row cancels in the weights. But gradients read
+    exponentials of scores with that number.
     """
     leaves = frozenset(v for _, v in match.leaves)
     inside, edge = set(leaves), set()

@@ -25,15 +25,15 @@ class Cut:
 
     Attributes:
         regions: The walks over the program's graph.
-        known: By the id of a reading, its first match over pieces, and that ready to
-            be found again; None if there is none.
+        known: By the id of a reading, its first match over pieces and the template of
+            it; None if there is none.
     """
 
     regions: Regions
     known: dict[int, tuple[Match, Template] | None] = field(default_factory=dict)
 
     def up(self, match: Match) -> Match | None:
-        """The match over the pieces that it cuts out of what it reads."""
+        """The match over pieces of the arrays that it reads, or None."""
         key = id(match.reading)
         if key not in self.known:
             self.known[key] = self._first(match)
@@ -45,7 +45,7 @@ class Cut:
         found = apply(self.regions.graph, again, match.anchor)
         if found is None or found[0] != match.value:
             return None
-        return _over(match, first.reading, tuple(found[1].items()), found[2])
+        return _with_reading(match, first.reading, tuple(found[1].items()), found[2])
 
     def _first(self, match: Match) -> tuple[Match, Template] | None:
         graph = self.regions.graph
@@ -61,19 +61,20 @@ class Cut:
                 continue
             leaves = leaves_of(other)
             inner = region_values(find, other.value, set(leaves))
-            first = _over(match, other, tuple((v, v) for v in leaves), frozenset(inner))
+            pairs = tuple((v, v) for v in leaves)
+            first = _with_reading(match, other, pairs, frozenset(inner))
             known = template(graph, match.anchor, match.value, frozenset(leaves), first)
             return first and known and (first, known)
         return None
 
 
-def _over(
+def _with_reading(
     match: Match,
     reading: Reading,
     leaves: tuple[tuple[int, int], ...],
     inner: frozenset[int],
 ) -> Match | None:
-    """A match with another reading, if what that reads can be had."""
+    """A match with another reading, if its leaves are available."""
     if any(v not in match.place.defined for _, v in leaves):
         return None
     return dataclasses.replace(match, reading=reading, leaves=leaves, inner=inner)

@@ -23,7 +23,7 @@ def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
         if value not in place.defined:
             return "an operand cannot be had where the result is computed"
         for inner in (scope, place.defined[value][1]):
-            while inner is not place.scope:  # calls that would be dissolved
+            while inner is not place.scope:  # calls that would be inlined
                 if _jax.holds_tracers(inner.jaxpr):
                     return "a call around it holds values of a trace around"
                 inner = inner.parent
@@ -42,16 +42,16 @@ def places(match: Match) -> list[tuple[Scope, int]]:
 PLACING = frozenset({"pcast", "pvary", "reshard", "sharding_constraint"})
 LAYOUT = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})
 STEPS = 6
-"""How many equations below a leaf a name is looked for."""
+"""The most equations below a leaf at which a name is searched."""
 
 
 @dataclass(frozen=True)
 class Instead:
-    """A value that holds all of a leaf, which a replacement reads instead of it.
+    """A value that a replacement reads instead of a leaf: it holds the same numbers.
 
     Attributes:
         value: The value.
-        steps: The equations by which the leaf was laid out, from the leaf on.
+        steps: The layout equations from the leaf to the value.
     """
 
     value: int
@@ -59,14 +59,14 @@ class Instead:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for those that are brought back in the same way."""
+        """Equal for values with the same way back."""
         return tuple(
             (n.prim, n.eqn.invars[0].aval.shape, n.params.get("permutation"))
             for n in self.steps
         )
 
     def back(self, array: jax.Array) -> jax.Array:
-        """Returns the leaf's array, of the value's."""
+        """Returns the leaf's array from the value's."""
         for node in reversed(self.steps):
             if node.prim == "transpose":
                 order = node.params["permutation"]
@@ -77,9 +77,9 @@ class Instead:
 
 
 def read_instead(regions: Regions, match: Match, scope: Scope) -> dict[int, Instead]:
-    """Leaves that the program places or names before the region reads them.
+    """Values to read instead of leaves that the program places or names first.
 
-    A checkpoint's policy knows values by their names, and may have kept nothing else.
+    A checkpoint's policy saves values by name, and may have saved no others.
 
     Args:
         regions: The walks over the program's graph.
@@ -87,7 +87,7 @@ def read_instead(regions: Regions, match: Match, scope: Scope) -> dict[int, Inst
         scope: The body in which it is replaced.
 
     Returns:
-        By the leaf, what the replacement reads instead.
+        By leaf, the value that the replacement reads instead.
     """
     found: dict[int, Instead] = {}
     for _, leaf in match.leaves:
@@ -121,7 +121,7 @@ def _placed(regions: Regions, match: Match, scope: Scope, value: int) -> int | N
 
 
 def _named(regions: Regions, match: Match, scope: Scope, first: Instead) -> Instead:
-    """The last value that a region names, below layouts of a leaf, and that is had."""
+    """The last available value that a region names, below layouts of a leaf."""
     found, todo = first, [first]
     while todo:
         here = todo.pop()

@@ -13,7 +13,7 @@ from rewriter.algebra.template import Template, go, same_cone, way
 from rewriter.find.match import Match
 from rewriter.gradients.addends import read_as_a_sum
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.cotangents import below, beside, cone
+from rewriter.gradients.cotangents import below, cancelled_reads, cone
 from rewriter.program.graph import Graph
 
 Look = Callable[[Graph, Template, int], Iterator[int]]
@@ -21,13 +21,13 @@ Look = Callable[[Graph, Template, int], Iterator[int]]
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """Gradients that are proved, ready to be found again elsewhere.
+    """A template of proved gradients, to be found again elsewhere.
 
     Attributes:
-        match: What they are the gradients of.
+        match: The match that they belong to.
         cotangent: The cotangent there.
         parts: By leaf, the equations of its gradient and the way to them from the
-            cotangent; of what becomes zero with it too.
+            cotangent; also those of terms that become zero.
     """
 
     match: Match
@@ -36,9 +36,9 @@ class Known:
 
 
 def known(graph: Graph, match: Match, backward: Backward) -> Known:
-    """Proved gradients, ready to be found again elsewhere."""
+    """Makes a template of proved gradients."""
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([*leaves, *beside(graph, match), backward.cotangent])
+    stops = frozenset([*leaves, *cancelled_reads(graph, match), backward.cotangent])
 
     def part(value: int) -> Template:
         inside = cone(graph, value, stops) or ()
@@ -60,13 +60,13 @@ def found_again(
     candidates: Sequence[int],
     returned: Set[int],
 ) -> Backward | None:
-    """The gradients of a match that are proved ones again; as many as there are.
+    """The gradients of a match that equal proved ones; as many as possible.
 
     Args:
         graph: The program.
         proved: Gradients of matches of the same reading.
         match: The match.
-        candidates: What may be its cotangent.
+        candidates: Candidates for its cotangent.
         returned: What bodies return.
     """
     best: Backward | None = None
@@ -89,7 +89,7 @@ def _again(
     look: Look,
     returned: Set[int],
 ) -> Backward:
-    """Of proved gradients, those that a match has too, from one cotangent."""
+    """The proved gradients that a match has too, from one cotangent."""
     mine = dict(match.leaves)
     to = {a: mine[name] for name, a in one.match.leaves}
     to[one.cotangent] = cotangent
@@ -114,7 +114,7 @@ def _again(
 def _like(
     graph: Graph, part: Template, to: Mapping[int, int], places: Iterator[int]
 ) -> tuple[int, frozenset[int]] | None:
-    """The value with a gradient's equations over other leaves, and those inside."""
+    """The value with a gradient's equations over other leaves, and its inner values."""
     for value in places:
         found = same_cone(graph, part, value)
         if found and all(to.get(a, a) == b for a, b in found[0].items()):
@@ -123,12 +123,12 @@ def _like(
 
 
 def _at_its_place(graph: Graph, part: Template, cotangent: int) -> Iterator[int]:
-    """Where the gradient is, if the way from the cotangent is the same again."""
+    """The gradient at the end of the same path from the cotangent, or None."""
     value = go(graph, (cotangent,), part.path) if part.path else None
     return iter(() if value is None else (value,))
 
 
 def _anywhere_below(graph: Graph, part: Template, cotangent: int) -> Iterator[int]:
-    """Values below the cotangent of the gradient's shape."""
+    """Values below the cotangent with the gradient's shape."""
     shape = graph.shape(part.value)
     return (v for v in below(graph, cotangent) if graph.shape(v) == shape)

@@ -21,9 +21,9 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import Algebra, OverBudget
 from rewriter.find.match import Match
-from rewriter.gradients.addends import sums, widest
+from rewriter.gradients.addends import larger_sums, widest
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.cotangents import CONTRACTIONS, below, beside, cone
+from rewriter.gradients.cotangents import CONTRACTIONS, below, cancelled_reads, cone
 from rewriter.gradients.reference import wanted_at
 from rewriter.program.graph import Graph
 
@@ -39,14 +39,14 @@ def proved_gradients(
 
     Args:
         graph: The program.
-        match: What they are the gradients of.
+        match: The match that they belong to.
         cotangent: The candidate.
-        reference: Gives the gradients of the match's reading; asked only if there
+        reference: Returns the gradients of the match's reading; called only if there
             are values to compare.
         returned: What bodies return.
     """
     leaves = (v for _, v in match.leaves)
-    stops = frozenset([*leaves, *beside(graph, match), cotangent])
+    stops = frozenset([*leaves, *cancelled_reads(graph, match), cotangent])
     reached = below(graph, cotangent)
     cones = _cones(graph, match, reached, stops)
     if not cones:
@@ -62,7 +62,8 @@ def proved_gradients(
             grads[leaf] = value
     zeros: dict[int, tuple[int, ...]] = {}
     taken = set(grads.values())
-    mixed = sums(graph, reached, cones, returned) if len(grads) < len(outs) else ()
+    missing = len(grads) < len(outs)
+    mixed = larger_sums(graph, reached, cones, returned) if missing else ()
     for terms in mixed:
         leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
         if leaf is not None:
@@ -79,7 +80,7 @@ def proved_gradients(
 def _cones(
     graph: Graph, match: Match, reached: Sequence[int], stops: frozenset[int]
 ) -> dict[int, set[int]]:
-    """By the values that have a leaf's shape and are made of the stops, their cones."""
+    """The cones of values with a leaf's shape that depend only on the stops."""
     shapes = {graph.shape(v) for _, v in match.leaves}
     cones: dict[int, set[int]] = {}
     foreign: set[int] = set()
@@ -92,7 +93,7 @@ def _cones(
 
 
 class _Forms:
-    """Forms of the program's values, to be compared with those of gradients.
+    """Compares forms of the program's values with forms of the expected gradients.
 
     Args:
         ev: Evaluates the program's values.
@@ -105,7 +106,7 @@ class _Forms:
         self.indices: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def leaf_of(self, values: tuple[int, ...], known: Mapping[int, int]) -> int | None:
-        """The leaf, of those not known, whose gradient is the sum of some values."""
+        """The leaf, not yet known, whose gradient is the sum of some values."""
         graph = self.ev.g
         shape = graph.shape(values[0])
         at = self._arguments(shape, _digits(graph, values[0]))
@@ -123,8 +124,7 @@ class _Forms:
     ) -> tuple[Any, ...]:
         """Index arguments of a value, digit by digit where axes were joined.
 
-        Equal digits have equal indices, so that a form is made once for a value and
-        for what it is reshaped to.
+        Equal digits have equal indices, so a value and its reshapes share one form.
         """
         alg = self.ev.alg
         joined = _joined(alg, shape, digits, self._of(digits))
@@ -137,7 +137,7 @@ class _Forms:
 
 
 def _digits(graph: Graph, value: int) -> tuple[int, ...]:
-    """The sizes of which a value's axes are made, if it is reshaped."""
+    """The sizes of the axes that were joined into a value's axes, if it is reshaped."""
     at, node = value, graph.node_of(value)
     while node is not None and (
         node.prim in TRANSPARENT or node.prim in ("add_any", "convert_element_type")
@@ -154,7 +154,7 @@ def _joined(
     digits: tuple[int, ...],
     indices: tuple[Any, ...],
 ) -> tuple[Any, ...] | None:
-    """Index arguments of a shape made of digits; None if an axis was split."""
+    """Index arguments of a shape, made of digits; None if an axis was split."""
     rest, out = list(zip(digits, indices, strict=True)), []
     for size in shape:
         argument, have = None, 1
@@ -174,9 +174,9 @@ def _equal(
     out: int,
     at: tuple[Any, ...],
 ) -> bool:
-    """Whether a sum has a value's form; piece by piece, where values are joined.
+    """Whether a sum has a gradient's form; compared by pieces where values are joined.
 
-    Of forms that are zero nothing is learnt.
+    Forms that are zero prove nothing.
     """
     alg = ev.alg
     try:
@@ -220,9 +220,9 @@ def _evaluator(
 
 
 def _row_has_a_key(ev: Evaluator, match: Match) -> frozenset[int]:
-    """Atoms that make a result zero in rows without keys, and hold in the others.
+    """Atoms that are true in rows with a key, and make results zero in others.
 
-    A match says what rows without keys give, and it was proved for the others.
+    The match states the result of rows without keys; the proof covers other rows.
     """
     alg = ev.alg
     if match.reading.params.get("empty_rows") != "zero":

@@ -18,7 +18,7 @@ from rewriter.program.graph import Graph
 
 
 def traced_gradients(graph: Graph, match: Match) -> Graph:
-    """The gradients of a reading's code: of its leaves and a cotangent."""
+    """The gradients of a reading's code: a function of its leaves and a cotangent."""
     reading, op = match.reading, match.op
     names = leaves_of(reading)
     moving = _moving(graph, names)
@@ -45,13 +45,13 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
 def wanted_at(
     graph: Graph, traced: Graph, match: Match, cotangent: int, known: Evaluator
 ) -> tuple[Evaluator, dict[int, int]]:
-    """An evaluator of a match's expected gradients, and by leaf, which they are.
+    """An evaluator of a match's expected gradients, and its output for each leaf.
 
     Args:
         graph: The program.
         traced: The gradients of the match's reading.
         match: The match.
-        cotangent: The program's value that is taken as the cotangent.
+        cotangent: The program's value that serves as the cotangent.
         known: Evaluates the program's values.
     """
     names, here = leaves_of(match.reading), dict(match.leaves)

@@ -28,18 +28,18 @@ from rewriter.program.graph import Graph, Node
 
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"mul", "div", "neg"}
 MOST = 6
-"""How many equations below a result are looked at."""
+"""The most equations below a result to examine."""
 
 
 @dataclass(eq=False)
 class Relaid:
-    """Readings that were taken down, for matches of the same reading.
+    """Extended readings, for matches of the same reading.
 
     Attributes:
         regions: The walks over the program's graph.
         returned: What bodies return.
-        known: By the id of a reading and how many equations further down, the
-            reading there; None if it is not proved there.
+        known: By the id of a reading and a number of equations, the reading that many
+            equations further down; None if it is not proved.
     """
 
     regions: Regions
@@ -47,7 +47,7 @@ class Relaid:
     known: dict[tuple[int, int], Reading | None] = field(default_factory=dict)
 
     def below(self, match: Match) -> Iterator[Match]:
-        """The match, taken down to values that may have a cotangent, nearest first."""
+        """The match, extended to values that may have a cotangent, nearest first."""
         graph, reading = self.regions.graph, match.reading
         inner = match.inner
         first = _alone(graph, reading.value, self.returned)
@@ -73,7 +73,7 @@ class Relaid:
 
 @dataclass(frozen=True)
 class _Step:
-    """An equation that lays out or scales a value."""
+    """An equation that changes the layout or scale of a value."""
 
     value: int
     node: Node
@@ -82,7 +82,7 @@ class _Step:
 def _alone(graph: Graph, value: int, returned: Set[int]) -> Iterator[_Step]:
     """Steps down from a value, each the only reader of the one before.
 
-    Their results have its type and as many elements.
+    Their results keep its dtype and number of elements.
     """
     size, dtype = math.prod(graph.shape(value)), graph.dtype(value)
     for _ in range(MOST):
@@ -100,7 +100,7 @@ def _alone(graph: Graph, value: int, returned: Set[int]) -> Iterator[_Step]:
 
 
 def _same(one: _Step, other: _Step) -> bool:
-    """Whether two steps do the same, with the same numbers."""
+    """Whether two steps are equal, including their numbers."""
     beside = [[i for i in s.node.ins if i != s.value] for s in (one, other)]
     at = [s.node.ins.index(s.value) for s in (one, other)]
     same = one.node.signature == other.node.signature
@@ -114,7 +114,7 @@ def _copies(match: Match, node: Node) -> int:
 
 
 def _taken_down(graph: Graph, match: Match, value: int) -> Reading | None:
-    """The reading of a match at a value that its own is laid out and scaled to."""
+    """The reading of a match whose result is in another layout or scale."""
     reading, alg = match.reading, match.reading.algebra
     ev = Evaluator(graph, alg, names={reading.value: reading.value})
     args = ev.indices(value)
@@ -145,7 +145,7 @@ def _taken_down(graph: Graph, match: Match, value: int) -> Reading | None:
 
 
 def _paired(a: Index, b: Index, to: dict[int, Index]) -> bool:
-    """Whether an index argument is another one by other names; the names are noted."""
+    """Whether two index arguments are equal up to names; the names are noted."""
     if isinstance(a, int) and b is not None:
         to[a] = b
         return True

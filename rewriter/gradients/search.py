@@ -25,22 +25,22 @@ from rewriter.support.verdict import Reason
 log = logging.getLogger("rewriter.gradients")
 
 ATTEMPTS = 3
-"""After how many regions of one kind without gradients no more are looked at."""
+"""The search gives up after so many regions of one kind without gradients."""
 CANDIDATES = 6
-"""How many values are tried as the cotangent of one region."""
+"""The most candidates for the cotangent of one region."""
 
 
 @dataclass(eq=False)
 class Memory:
-    """What was verified before, for regions that are the same again.
+    """Earlier results, for equal regions.
 
     Attributes:
         returned: What bodies return.
         reference: By the id of a reading, its reference's gradients, traced.
-        proved: By the id of a reading, gradients that were found, the most first.
-        failed: How many regions of a reading had none.
-        alone: And how many had none in another layout of the result either.
-        unproved: Why gradients of a reading could not be told from others.
+        proved: By the id of a reading, its proved gradients, largest sets first.
+        failed: By the id of a reading, the number of regions without gradients.
+        alone: The same, counting regions without gradients in any layout of the result.
+        unproved: Why gradients of a reading could not be distinguished from others.
     """
 
     returned: set[int]
@@ -56,11 +56,11 @@ class Gradients:
     """The outcome of a search.
 
     Attributes:
-        matches: The matches; those of which only the result in another layout has
-            gradients are taken down to that, and those of which only pieces of what
-            they read have gradients are over those.
+        matches: The matches. A match is extended to another layout of its result, if
+            only that has a cotangent. It is restated over pieces, if only these have
+            gradients.
         backward: The gradients of each match, or ``None``.
-        why: Why a match has none, if they could not be told from other values.
+        why: Why a match has none, if they could not be distinguished from other values.
         failures: What went wrong.
     """
 
@@ -71,14 +71,14 @@ class Gradients:
 
 
 def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
-    """The gradients that a program computes of matches."""
+    """Finds the gradients that a program computes for its matches."""
     graph = regions.graph
     memory = Memory(returned(graph))
     relaid, cut = Relaid(regions, memory.returned), Cut(regions)
     failures: list[Reason] = []
     taken: list[tuple[Match, Backward | None]] = []
     results: set[int] = set()
-    for match in reversed(matches):  # the last one lacks no gradient of its input
+    for match in reversed(matches):  # only the last has its input's gradient
         try:
             match, backward = _at_its_cotangent(graph, match, memory, relaid, cut)
             if backward is not None and not results.isdisjoint(backward.results):
@@ -104,9 +104,9 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
 def _at_its_cotangent(
     graph: Graph, match: Match, memory: Memory, relaid: Relaid, cut: Cut
 ) -> tuple[Match, Backward | None]:
-    """A match with its gradients; taken down to where its result has a cotangent.
+    """A match with its gradients, extended to where its result has a cotangent.
 
-    Or taken over the pieces of what it reads, if these have gradients.
+    Or restated over pieces of its operands, if these have gradients.
     """
     backward = find_backward(graph, match, memory)
     key = id(match.reading)
@@ -128,9 +128,9 @@ def _at_its_cotangent(
 
 
 def _over_what_is_named(match: Match, cut: Cut) -> Match:
-    """The match over the pieces of what it reads, if the program names those.
+    """The match over pieces of its operands, if the program names these.
 
-    A policy may keep them once the program is differentiated.
+    A policy may save them once the program is differentiated.
     """
     regions, scope = cut.regions, match.node.scope
     named = (n for v in match.inner if (n := regions.graph.node_of(v)) is not None)
@@ -143,7 +143,7 @@ def _over_what_is_named(match: Match, cut: Cut) -> Match:
 def _over_what_is_kept(
     match: Match, backward: Backward, memory: Memory, cut: Cut
 ) -> tuple[Match, Backward]:
-    """The match over the pieces of what it reads, if a checkpoint kept only these."""
+    """The match over pieces of its operands, if a checkpoint saved only these."""
     if _is_had(cut.regions, match, backward):
         return match, backward
     pieces = cut.up(match)
@@ -154,7 +154,7 @@ def _over_what_is_kept(
 
 
 def _is_had(regions: Regions, match: Match, backward: Backward) -> bool:
-    """Whether a checkpoint, if one holds the gradients, has all that a match reads."""
+    """Whether a checkpoint with the gradients, if any, has all operands."""
     scope = regions.graph.node_of(next(iter(backward.grads.values()))).scope  # type: ignore
     return not scope.runs_again or not obstacle(match, scope, regions)
 
@@ -162,10 +162,10 @@ def _is_had(regions: Regions, match: Match, backward: Backward) -> bool:
 def _elsewhere(
     graph: Graph, match: Match, memory: Memory, found: Backward, taken: set[int]
 ) -> Backward:
-    """Gradients that are no other match's, from another cotangent, if there are any.
+    """Gradients from another cotangent, if they belong to no other match.
 
-    The gradient of a norm's scale says which rows it is of, but not which scale: two
-    norms of one input that has no gradient itself could be each other's.
+    The gradient of a norm's scale shows its rows, but not its scale. Two norms of one
+    input without a gradient could be confused.
     """
     without = frozenset([found.cotangent])
     other = find_backward(graph, match, memory, without)
@@ -177,11 +177,11 @@ def _elsewhere(
 def _each_once(
     found: Sequence[tuple[Match, Backward | None]],
 ) -> tuple[Backward | None, ...]:
-    """Those that share no gradient with one that has more of them, or comes first.
+    """Drops gradients that share a value with a larger or earlier set.
 
-    The same op of a value and of its copy, as one that was offloaded, have the same
-    gradient of a bias. The forward of a ragged dot is the gradient of its gradient,
-    and that of one row's norm is the gradient of its scale's: the earlier one is it.
+    The same op on a value and on its copy, such as an offloaded one, shares the
+    gradient of a bias. The forward of a ragged dot is the gradient of its gradient. The
+    norm of one row is the gradient of its scale's gradient. The earlier one wins.
     """
     taken: set[int] = set()
     forwards: set[int] = set()
@@ -205,8 +205,8 @@ def find_backward(
     Args:
         graph: The program.
         match: The match.
-        memory: What was verified before.
-        without: Values that are not tried as the cotangent.
+        memory: Earlier results.
+        without: Values to skip as candidates for the cotangent.
     """
     candidates = [v for v in cotangents(graph, match) if v not in without]
     if not candidates:
@@ -234,7 +234,7 @@ def _proved(
     memory: Memory,
     best: Backward | None,
 ) -> Backward | None:
-    """Proved gradients, if they are more than the best ones that are known."""
+    """Proved gradients, if they are more than the best ones so far."""
     key = id(match.reading)
 
     def reference() -> Graph:
@@ -264,12 +264,12 @@ def _proved(
 
 
 def _has_all(graph: Graph, match: Match, backward: Backward) -> bool:
-    """Whether there is a gradient of every operand that has one."""
+    """Whether every float operand has its gradient."""
     return len(backward.grads) == sum(is_float(graph.dtype(v)) for _, v in match.leaves)
 
 
 def _read_beside(graph: Graph, match: Match, backward: Backward) -> bool:
-    """Whether more is computed from what gradients are: perhaps another gradient."""
+    """Whether other equations read what gradients read: perhaps another gradient."""
     if _has_all(graph, match, backward):
         return False
     inside = match.inner | backward.inner

@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes at once
     "TPU_SKIP_MDS_QUERY": "1",  # no questions over the network
 }
-"""What libtpu reads when it is loaded, on a host without a TPU."""
+"""Environment variables that libtpu reads when it is loaded on a host without a TPU."""
 
 
 def can_compile(device: Device) -> bool:
@@ -56,7 +56,7 @@ def compiled(device: Device, function: Callable[..., Any], *specs: Any) -> Any:
         A `jax.stages.Compiled` that cannot be called here.
 
     Raises:
-        ConfigError: If nothing is installed that compiles for it.
+        ConfigError: If no compiler for it is installed.
     """
     if not can_compile(device):
         raise errors.ConfigError(

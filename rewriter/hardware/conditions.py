@@ -13,7 +13,7 @@ WAIT_S = 5.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """What `nvidia-smi` says of the first GPU it lists.
+    """Facts that `nvidia-smi` reports of the first GPU.
 
     Attributes:
         clock_mhz: The clock of the multiprocessors; None if it is not known.
@@ -27,7 +27,7 @@ class Conditions:
 def now() -> Conditions:
     """Returns the conditions at this moment; empty where there is no `nvidia-smi`.
 
-    Right after timing the clock is about that of the last runs.
+    Right after timing, the clock is about that of the last runs.
     """
     program = _program()
     if program is None:

@@ -18,14 +18,14 @@ from jax.profiler import ProfileData, ProfileOptions
 from rewriter._jax import NothingSeen
 
 DEVICE = "/device:TPU:"
-"""How the names of the planes of TPU cores begin."""
+"""The prefix of names of TPU cores' planes."""
 
 LINES = ("XLA Modules", "XLA Ops")
-"""The lines that say when a core works: whole programs, else their operations."""
+"""The profile's lines that show when a core works: programs, else operations."""
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, tuple[str, ...]]:
-    """Returns how long TPU cores worked on a call, and what ran; it is waited for.
+    """Runs a call to its end; returns the TPU cores' seconds and the names of events.
 
     Raises:
         NothingSeen: If the profiler cannot run or has no plane of a TPU.
@@ -48,11 +48,12 @@ def seconds(run: Callable[[], Any]) -> tuple[float, tuple[str, ...]]:
 def of_profile(profile: Any) -> tuple[float, tuple[str, ...]]:
     """Returns the seconds that the busiest TPU core of a profile worked.
 
-    Of each core the events of the line ``XLA Modules`` are added up, one for each run
-    of a program; where that line is missing, those of ``XLA Ops``.
+    For each core, the events of the line ``XLA Modules`` are summed, one for each run
+    of a program. If that line is missing, ``XLA Ops`` is used.
 
     Args:
-        profile: A `jax.profiler.ProfileData`, or what has its planes, lines, events.
+        profile: A `jax.profiler.ProfileData`, or an object with the same planes, lines,
+            events.
 
     Returns:
         Seconds, and the events' names in order.

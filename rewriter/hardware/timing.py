@@ -35,10 +35,10 @@ WALL = "wall clock"
 """The method that is always there."""
 
 TURN_S = 0.2
-"""The longest turn of one program, in seconds, once it had two runs."""
+"""The longest turn of one program in seconds, after its first two runs."""
 
 IN_A_ROW = 12
-"""Runs in a turn at most, by the wall clock."""
+"""The most runs in a turn, by the wall clock."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def measure(
             that only returns its arguments.
         until: A `time.monotonic` after which no turn begins; every program has had
             one turn at least.
-        turn_s: The longest turn by the wall clock, once it had two runs.
+        turn_s: The longest turn by the wall clock, after its first two runs.
 
     Raises:
         ValueError: If there are no inputs or no turns.
@@ -170,10 +170,10 @@ def _by_cupti(program: Program, args: Sequence[Any]) -> tuple[float, tuple[str, 
 def _by_wall_clock(
     program: Program, sets: Sequence[Sequence[Any]], turn_s: float
 ) -> float:
-    """Seconds of a run among runs in a row, as a loop makes them.
+    """Seconds of one run, among runs in a row.
 
-    The first is left out: it meets the caches and idle cores that the program before
-    left behind. Where launching is asynchronous, runs are waited for together.
+    The first run does not count: it finds caches and idle cores as the previous program
+    left them. Where launching is asynchronous, the timing waits for all runs together.
     """
     if jax.default_backend() == "cpu":
         return _one_by_one(program, sets, turn_s)

@@ -26,22 +26,22 @@ from rewriter.gradients.backward import Backward
 from rewriter.program.graph import Graph, Scope
 
 LARGEST = 2000
-"""Equations of a region at most."""
+"""The most equations of an extracted region."""
 
 WORDS = frozenset({
     "axes", "axis", "dimension", "dimensions", "dimension_numbers", "permutation",
     "broadcast_dimensions", "reverse", "index_dtype", "is_stable", "num_keys",
 })  # fmt: skip
-"""Parameters of equations whose numbers tell spellings apart; others are sizes."""
+"""Parameters of equations whose numbers distinguish spellings; others are sizes."""
 
 
 class NotTaken(Exception):
-    """What a region's equations do, so that they cannot be run on their own."""
+    """Says why a region's equations cannot run on their own."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A region of the user's program, to be run as it is written.
+    """A region of the user's program, to run as written.
 
     Two are equal if they are spelled alike.
 
@@ -50,7 +50,7 @@ class Written:
         leaves: Shapes and dtypes of its inputs by name.
         forward: A function of leaves by name to the result.
         both: A function of leaves by name and a cotangent to the result and the
-            gradients by name, where the program itself has all of them.
+            gradients by name, if the program itself computes all of them.
         replaced: ``replaced(call)`` gives a function of leaves by name that computes
             the same by ``call(**operands, **params)``.
         result: The result's shape and dtype.
@@ -73,7 +73,7 @@ def as_written(graph: Graph, match: Match, backward: Backward | None) -> Written
         backward: Its gradients in the program, if there are any.
 
     Raises:
-        NotTaken: If it cannot be taken out.
+        NotTaken: If it cannot be extracted.
     """
     names = leaves_of(match.reading)
     here = dict(match.leaves)
@@ -87,7 +87,7 @@ def as_written(graph: Graph, match: Match, backward: Backward | None) -> Written
         forward, both = region.function(), own and own.function()
         got = [jax.eval_shape(forward, *structs)[0]]
         got += jax.eval_shape(both, *structs, result)[1:] if both else []
-    except Exception as problem:  # equations that need what is around them
+    except Exception as problem:  # equations that depend on the bodies around them
         raise NotTaken(f"cannot be run on their own: {problem}") from problem
     moving = [k for k, s in enumerate(structs) if _is_float(s)]
     if got != [result, *(structs[k] for k in moving if both)]:
@@ -117,7 +117,7 @@ def as_written(graph: Graph, match: Match, backward: Backward | None) -> Written
 
 
 def spelling_of(graph: Graph, match: Match, backward: Backward | None) -> str:
-    """Returns the digest of a match's region; ``""`` if it cannot be taken out."""
+    """Returns the digest of a match's region; ``""`` if it cannot be extracted."""
     here = dict(match.leaves)
     values = [here[v] for v in leaves_of(match.reading)]
     try:
@@ -130,7 +130,7 @@ def spelling_of(graph: Graph, match: Match, backward: Backward | None) -> str:
 def _gradients(
     graph: Graph, match: Match, backward: Backward | None, values: Sequence[int]
 ) -> _Region | None:
-    """The program's own equations of the gradients of all floating leaves."""
+    """The program's own equations for the gradients of all floating leaves."""
     moving = [v for v in values if jnp.issubdtype(graph.dtype(v), jnp.inexact)]
     if backward is None or set(moving) != set(backward.grads):
         return None
@@ -162,7 +162,7 @@ class _Region:
             self._need(value)
 
     def _need(self, value: int) -> None:
-        """Adds what computes a value, unless it is there."""
+        """Adds the equations that compute a value, unless they are there already."""
         if value in self._known:
             return
         self._known.add(value)
@@ -187,7 +187,7 @@ class _Region:
     def _rule(
         self, scope: Scope, value: int
     ) -> tuple[Any, list[int], list[int | None]] | None:
-        """The outermost call with a derivative rule that gives a value, whole."""
+        """The outermost call with a derivative rule that returns a value, whole."""
         found = None
         while scope.kind == "call" and scope.parent is not None:
             parent = scope.parent
@@ -228,7 +228,7 @@ class _Region:
         return lambda *given: run(*consts, *given)
 
     def digest(self) -> str:
-        """Returns what tells spellings apart: equations, not sizes or numbers."""
+        """Returns a digest of the spelling: equations, not sizes or numbers."""
         numbers: dict[int, int] = {v: -1 - k for k, v in enumerate(self.inputs)}
         words = []
         for eqn, ins, outs in self.steps:
@@ -251,7 +251,7 @@ def _words(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _word(value: Any, numbers: bool) -> Any:
-    """A parameter without sizes, and without what differs between processes."""
+    """A parameter as text, without sizes and process-dependent parts."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):

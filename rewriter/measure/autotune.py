@@ -20,7 +20,7 @@ from rewriter.errors import ConfigError, caller
 from rewriter.hardware import ahead_of_time
 from rewriter.measure import cache, static_cost
 from rewriter.measure import isolate as isolation
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.inputs import distributions
 from rewriter.measure.key import FORWARD, Key, key_of
 from rewriter.measure.measurement import ESTIMATES, Measurement, merge, time_text
@@ -31,18 +31,18 @@ from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, worth_measuring
 from rewriter.ops.registry import REFERENCE
-from rewriter.site.implementation import XLA, Implementation, by_thumb, settings
-from rewriter.support.threads import apart, check_stop
+from rewriter.site.implementation import XLA, Implementation, default_configs, settings
+from rewriter.support.threads import check_stop, run_untraced
 
 log = logging.getLogger("rewriter.tune")
 
 Failed = tuple[Measurement, ...]
 
 LEVELS = {"quick": 1, "full": 24}
-"""How many configs of a kernel are measured at most."""
+"""The most configs of a kernel that are measured, by level."""
 
 SITE_S = 15.0
-"""Seconds that one site and pass may take, within the whole budget."""
+"""Seconds for one site and pass, within the whole budget."""
 
 
 # ------------------------------------------------------------------ candidates
@@ -53,7 +53,7 @@ def candidates(
     known: Sequence[Measurement] = (),
     isolate: bool = False,
 ) -> tuple[Implementation, ...]:
-    """Returns what is worth measuring for a task, the program as written first.
+    """Returns the candidates worth measuring for a task, the program as written first.
 
     Args:
         task: The task.
@@ -61,8 +61,8 @@ def candidates(
         level: ``"quick"``, one config of each kernel, or ``"full"``.
         known: Measurements of its forward; the best config of each kernel and the
             fastest kernel are taken from them.
-        isolate: Whether kernels run in a child process first; those whose code was
-            not tried on a device are among them only then.
+        isolate: Whether kernels run in a child process first. Kernels whose code was
+            never run on a device are candidates only then.
     """
     most = LEVELS[level]
     taking = [
@@ -77,7 +77,7 @@ def candidates(
             found += [Implementation(k.name, config=settings(c)) for c in configs]
         return tuple(found)
     for k in taking:
-        forward = _best_of(k.name, known) or by_thumb(task.spec, on, k)
+        forward = _best_of(k.name, known) or default_configs(task.spec, on, k)
         configs, _ = worth_measuring(k.backward_space, task.spec, on, most)
         found += [
             Implementation(k.name, "", forward.config, settings(c)) for c in configs
@@ -88,29 +88,29 @@ def candidates(
 
 
 def _best_of(name: str, known: Sequence[Measurement]) -> Implementation | None:
-    decision = decide([m for m in known if m.implementation.forward == name])
+    decision = fastest([m for m in known if m.implementation.forward == name])
     return decision.best.implementation if decision else None
 
 
 def _mixed(
     task: Task, on: Device, taking: Sequence[Kernel], known: Sequence[Measurement]
 ) -> list[Implementation]:
-    """The fastest forward with the backward of other kernels that need nothing of it.
+    """The fastest forward with backwards of other kernels that need no residuals.
 
-    A backward that reads residuals would run its own kernel's forward first, and so
-    can only lose to that kernel's own pair.
+    A backward that reads residuals would run its own kernel's forward first, so it can
+    only lose to that kernel's own pair.
     """
-    decision = decide(known)
+    decision = fastest(known)
     best = decision.best.implementation if decision else Implementation()
     first = REFERENCE if best.forward == XLA else best.forward
     config = None if best.forward == XLA else best.config
     others = [k for k in taking if k.name != first and _stands_alone(task, k)]
-    made = [by_thumb(task.spec, on, None, k) for k in others]
+    made = [default_configs(task.spec, on, None, k) for k in others]
     return [replace(m, forward=first, config=config) for m in made]
 
 
 def _stands_alone(task: Task, kernel: Kernel) -> bool:
-    """Whether a kernel's backward reads nothing that its forward saves."""
+    """Whether a kernel's backward reads no residuals."""
     if kernel.backward is None or kernel.saves_out:
         return False
     spec = task.spec
@@ -120,7 +120,7 @@ def _stands_alone(task: Task, kernel: Kernel) -> bool:
     run = functools.partial(kernel.forward, **dict(spec.params), residuals=True)
     try:
         return not jax.tree.leaves(jax.eval_shape(lambda x: run(**x), specs)[1])
-    except Exception:  # it will say so when it is compiled
+    except Exception:  # compiling it reports the error
         return False
 
 
@@ -135,25 +135,26 @@ def measure(
     on: Device | None = None,
     spares: bool = True,
 ) -> Tuned:
-    """Returns the measurements of tasks, those of the cache included, and caches them.
+    """Returns the measurements of tasks, cached ones included, and caches new ones.
 
-    For a TPU generation that is not attached, the times are its compiler's estimates.
+    For a TPU generation that is not attached, times are its compiler's estimates.
 
     Args:
         tasks: What to measure; forward passes are measured before gradients.
         level: ``"quick"`` or ``"full"``.
-        budget_s: Seconds of wall time; what does not fit is not measured.
-        progress: Told what is measured now, how many candidates are done, of how many.
-        again: Measure also what the cache has.
+        budget_s: Seconds of wall time; measurements that do not fit are skipped.
+        progress: Called with the current task, the number of finished candidates, and
+            their total.
+        again: Measure cached candidates again.
         isolate: Run each kernel first in a child process.
         on: The device kind; the one attached by default.
-        spares: Whether XLA's programs are left out whose operations alone take longer
-            than the best kernel.
+        spares: Whether to skip XLA's programs whose operations alone take longer than
+            the best kernel.
 
     Raises:
-        ConfigError: If the device kind is not attached, nor can be compiled for.
-        KeyboardInterrupt: If interrupted, within a second; what was measured is in the
-            cache.
+        ConfigError: If the device kind is not attached and cannot be compiled for.
+        KeyboardInterrupt: If interrupted, within a second; finished measurements are in
+            the cache.
     """
     made = _Made()
     on = on or device.attached()
@@ -193,18 +194,18 @@ def _measure(
                 task, on, level, until, made, progress, again, isolate, spares
             )
 
-    apart(run, _say_interrupted)
+    run_untraced(run, _say_interrupted)
     if made.skipped:
         log.warning("%d sites were not measured within %.0f s", made.skipped, budget_s)
 
 
 def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
-    """Measures what the cache lacks, for `optimize` while it traces.
+    """Measures candidates that are not cached, for `optimize` while it traces.
 
     With several processes nothing is timed: all of them must compile one program.
 
     Raises:
-        KeyboardInterrupt: If interrupted; what was measured is in the cache.
+        KeyboardInterrupt: If interrupted; finished measurements are in the cache.
     """
     if jax.process_count() > 1:
         log.warning("nothing is timed with several processes; share a Tuned instead")
@@ -220,7 +221,7 @@ def _say_interrupted() -> None:
 
 @dataclass
 class _Made:
-    """What a run has measured so far."""
+    """The measurements of a run so far."""
 
     tuned: Tuned = field(default_factory=Tuned)
     skipped: int = 0
@@ -272,7 +273,7 @@ def _isolated(
 ) -> tuple[
     tuple[Implementation, ...], tuple[Measurement, ...], tuple[Measurement, ...]
 ]:
-    """What runs in a child process too; what does not; what could not be tried."""
+    """The candidates that run in a child; failed ones; ones that could not be tried."""
     kernels = [i for i in missing if i.kernels]
     problems, untried = isolation.first_runs(task, kernels) if kernels else ({}, "")
 
@@ -290,10 +291,10 @@ def _isolated(
 def _current(
     found: Sequence[Measurement], task: Task, there: bool
 ) -> tuple[Measurement, ...]:
-    """Those of kernels as they are now, under this JAX, timed as they would be now.
+    """Measurements that are still valid: this JAX, these kernel versions, this method.
 
-    That is on inputs drawn like these; without the device by the compiler that is here.
-    Of XLA those of the task's own equations.
+    The inputs' distributions must be the same; without the device, the compiler. For
+    XLA, the measured equations must be the task's own.
     """
     kernels = {k.name for k in task.kernels}
     drawn = tuple(filter(None, distributions(task)))
@@ -317,7 +318,7 @@ def _silent(text: str, done: int, of: int) -> None:
 
 
 def _tell(key: Key, measured: Sequence[Measurement]) -> None:
-    decision = decide(measured)
+    decision = fastest(measured)
     if decision is None:
         log.info("%s: nothing could be timed", key.text)
         return

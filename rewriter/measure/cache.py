@@ -34,27 +34,27 @@ from rewriter.support.lock import only_writer
 VARIABLE = "REWRITER_CACHE_DIR"
 
 LOOKS, LOOK_S = 5, 0.02
-"""Where there are no locks: how often, and each after how many seconds about, it is
-looked whether what was written is still there. Others need some milliseconds to read,
-merge and write."""
+"""Without locks, a writer checks that its data is still there: LOOKS times, about
+LOOK_S seconds apart. Other processes need some milliseconds to read, merge and
+write."""
 
 SETTLED_NS = 2 * 10**9
-"""Nanoseconds after which a folder's stamp tells of a later change: some file systems
-count seconds only."""
+"""Nanoseconds after which a folder's timestamp surely shows a later change: some file
+systems count only seconds."""
 
 REMEDY = "Remove it, or tune again, which replaces it"
 
 
 @dataclass(frozen=True)
 class Info:
-    """What is in the cache.
+    """The content of the cache.
 
     Attributes:
         path: The folder.
-        files: How many files it has.
+        files: The number of its files.
         nbytes: Their size in bytes.
         counts: ((device, op), keys) pairs.
-        unreadable: Files of which something cannot be used, with the reason.
+        unreadable: Files with unusable records, with the reason.
     """
 
     path: str
@@ -72,7 +72,7 @@ class Info:
 
 @dataclass
 class _Process:
-    """What this process remembers: files read, what could not be written."""
+    """State of this process: files read, and records that could not be written."""
 
     memory: Tuned = field(default_factory=Tuned)
     warned: set[str] = field(default_factory=set)
@@ -80,7 +80,7 @@ class _Process:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep(self, entry: Entry) -> None:
-        """Remembers what could not be written."""
+        """Remembers an entry that could not be written."""
         with self.lock:
             self.memory |= Tuned((entry,))
 
@@ -134,8 +134,8 @@ def _folders(folder: str) -> list[str]:
 def entries(device: str, op: str) -> tuple[Entry, ...]:
     """Returns everything measured for an op on a device kind.
 
-    A folder is read again only when a file in it was added, replaced or removed, and
-    shortly after that.
+    A folder is read again only if a file in it was added, replaced or removed, or if
+    that may just have happened.
     """
     folder = os.path.join(path(), _slug(device), _slug(op))
     process = _process()
@@ -150,7 +150,7 @@ def entries(device: str, op: str) -> tuple[Entry, ...]:
     if known is None or known[0] != stamp:
         found, problems = _read(_files(folder))
         for name, why in problems:
-            _warn(f"{name} is left aside: {why}. {REMEDY}", name)
+            _warn(f"{name} is ignored: {why}. {REMEDY}", name)
         known = stamp, found.entries
         if time.time_ns() - stamp > SETTLED_NS:
             process.read[folder] = known
@@ -173,7 +173,7 @@ def add(key: Key, measurements: Iterable[Measurement]) -> None:
 
 
 def info() -> Info:
-    """Returns where the cache is, how large, and what is in it."""
+    """Returns the place, size and content of the cache."""
     root = path()
     names = list(_walk(root))
     found, problems = _read(names)
@@ -185,7 +185,7 @@ def info() -> Info:
 
 
 def clear(op: str | None = None, device: str | None = None) -> int:
-    """Removes what is cached; returns the number of files.
+    """Removes cached files; returns their number.
 
     Args:
         op: Only of this op.
@@ -202,7 +202,7 @@ def clear(op: str | None = None, device: str | None = None) -> int:
         parts = os.path.relpath(name, path()).split(os.sep)
         wanted = (_slug(device) if device else parts[0], _slug(op) if op else parts[1])
         if (parts[0], parts[1]) == wanted:
-            with contextlib.suppress(OSError):  # taken away, or a folder of the user's
+            with contextlib.suppress(OSError):  # removed, or a folder of the user's
                 os.unlink(name)
                 removed += 1
     return removed
@@ -236,7 +236,7 @@ def _size(name: str) -> int:
 
 
 def _walk(root: str) -> Iterator[str]:
-    """Files of the form ``device/op/name.json``; nothing else is the cache's."""
+    """Files of the form ``device/op/name.json``; other files are not the cache's."""
     for device in _folders(root):
         for op in _folders(device):
             yield from _files(op)
@@ -257,12 +257,12 @@ def _read(names: Sequence[str]) -> tuple[Tuned, tuple[tuple[str, str], ...]]:
         for key, made in found.entries:
             merged[key] = merge(merged.get(key, ()), made)
         if found.problems:
-            problems.append((name, found.told))
+            problems.append((name, found.problems_text))
     return Tuned(tuple(merged.items())), tuple(problems)
 
 
 def _load(name: str) -> Found:
-    """What a file holds; nothing if another process took it away."""
+    """The content of a file; nothing if another process removed it."""
     try:
         return read_one(regular_files.read_text(name))
     except (OSError, ValueError) as problem:
@@ -285,7 +285,7 @@ def _merge_into(name: str, key: Key, made: Sequence[Measurement]) -> None:
     found = _load(name)
     if found.problems:
         os.replace(name, f"{name}.damaged")
-        _warn(f"{name} is kept as {name}.damaged: {found.told}", name)
+        _warn(f"{name} is kept as {name}.damaged: {found.problems_text}", name)
     old = dict(found.entries).get(key, ())
     data = {"format": FORMAT, **entry_json((key, merge(old, made)))}
     atomic.write(name, json.dumps(data, indent=1).encode())

@@ -27,24 +27,24 @@ from rewriter.site.implementation import XLA
 from rewriter.support.threads import check_stop, first_line, side_by_side
 
 AT_ONCE = 2
-"""Compilations at once: Pallas kernels for Hopper GPUs are lowered by Python, half a
-second for each, while others are compiled, 1.15 s for each and one after the other
-however many threads ask for it (jax 0.11.2). More at once end together, later than the
-first could, and what is begun cannot be left out for want of time."""
+"""Parallel compilations. Python lowers Pallas kernels for Hopper GPUs in half a second
+each. Meanwhile others compile in 1.15 s each, one after the other however many threads
+there are (jax 0.11.2). More at once would all end later, and a compilation cannot be
+skipped once it has begun."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation that is to be measured.
+    """One implementation to measure.
 
     Attributes:
         name: Its name.
-        run: A function of the operands by name, and of the cotangent but for
-            ``forward``; it is compiled with `jax.jit`.
+        run: A function of the operands by name and, except for ``forward``, of the
+            cotangent; it is compiled with `jax.jit`.
         exact: Whether products of wide operands are computed at full precision.
-        soon: Whether XLA is to compile it soon, for its numbers and not for its speed.
-        limit: The device, and the seconds beyond which it is not compiled if its
-            operations alone take them.
+        soon: Whether XLA should compile it quickly, for its numbers and not for speed.
+        limit: The device, and a limit in seconds. A candidate whose operations alone
+            take longer is not compiled.
     """
 
     name: str
@@ -56,17 +56,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A candidate that compiled: its program, or what went wrong with it.
+    """A candidate after compilation: its program, or the reason for having none.
 
     Attributes:
         name: The candidate's name.
         program: The compiled program; None if there is none.
         seconds: How long compiling took.
         error: Its largest relative error so far.
-        reason: Why it is not to be timed, or ``""``.
-        note: What else to know.
-        of_leaves: Whether it takes the leaves of a region and not an op's operands.
-        least_s: The seconds it takes at least, if it was left out for them.
+        reason: Why it is not timed, or ``""``.
+        note: A remark, or ``""``.
+        of_leaves: Whether it takes the leaves of a region instead of an op's operands.
+        least_s: A lower bound of its seconds, if it was skipped because of that.
     """
 
     name: str
@@ -86,7 +86,7 @@ def compile_one(candidate: Candidate, args: Args, wanted: Any = None) -> Compile
     Args:
         candidate: What to compile.
         args: One set of inputs.
-        wanted: Shapes and dtypes that it has to return, if that is known.
+        wanted: Shapes and dtypes that it must return, if known.
     """
     start = time.perf_counter()
     try:
@@ -123,14 +123,15 @@ def compile_all(
     surely: int = 1,
     done_by: float = math.inf,
 ) -> list[Compiled]:
-    """Returns what `compile_one` does, of several side by side in threads.
+    """Runs `compile_one` for several candidates in parallel threads.
 
     Args:
-        jobs: What to compile, the most wanted first, as arguments of `compile_one`.
-        start_by: The `time.monotonic` after which none but the first jobs begin.
-        end_by: The `time.monotonic` after which none is waited for.
-        surely: How many of the first jobs begin at any time.
-        done_by: When the others are expected to be done, or they do not begin.
+        jobs: Arguments of `compile_one`, most important first.
+        start_by: The `time.monotonic` after which only the first jobs may begin.
+        end_by: The `time.monotonic` after which no job is waited for.
+        surely: The number of first jobs that may begin at any time.
+        done_by: The time by which other jobs must be expected to end, or they do not
+            begin.
     """
     runs = [functools.partial(compile_one, *job) for job in jobs]
     found = side_by_side(runs, start_by, end_by, AT_ONCE, surely, done_by)
@@ -151,7 +152,7 @@ def wide(args: Args) -> bool:
 
 
 def _mismatch(got: Any, wanted: Any) -> str:
-    """What is wrong with the shapes and dtypes of results, or ``""``."""
+    """How shapes and dtypes of results differ from the wanted ones, or ``""``."""
     if jax.tree.structure(got) != jax.tree.structure(wanted):
         return f"returned {jax.tree.structure(got)}"
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
@@ -174,16 +175,16 @@ def checked(
 ) -> list[Compiled]:
     """Returns every candidate with its largest error; never raises.
 
-    An error may be what its dtype's rounding explains, or twice that of the program
-    as written. Where the reference does not run, such as for want of memory, the
-    others are compared with the first that does.
+    An error may be as large as its dtype's rounding explains, or twice that of the
+    program as written. If the reference does not run, for example for lack of memory,
+    the first candidate that runs takes its place.
 
     Args:
         candidates: Compiled programs, the program as written first.
         truth: The reference at full precision.
         inputs: The sets of inputs to compare on.
-        say: Is told how many are done on the first set.
-        written: The error of the program as written, if it is not among them.
+        say: Called with the number of candidates done on the first set.
+        written: The error of the program as written, if that is no candidate.
     """
     candidates = list(candidates)
     for number, args in enumerate(inputs):
@@ -205,7 +206,7 @@ def checked(
 def _wanted(
     candidates: Sequence[Compiled], truth: Compiled, args: Args
 ) -> tuple[Any, str | None, str]:
-    """What the reference gives, else the first candidate that runs; and its name."""
+    """Results of the reference, else of the first candidate that runs; and its name."""
     problem = truth.reason
     for one in (truth, *candidates):
         if one.program is None or one.reason:
@@ -250,10 +251,10 @@ def worst(got: Any, wanted: Any) -> tuple[float, float, str]:
 
     Args:
         got: Results, in any structure.
-        wanted: What they should be.
+        wanted: The expected results.
 
     Returns:
-        (error, allowed error of its dtype, where it is).
+        (error, allowed error of its dtype, its place).
     """
     found = []
     leaves = jax.tree_util.tree_leaves_with_path(got)
@@ -279,7 +280,7 @@ def _relative_error(got: jax.Array, wanted: jax.Array) -> jax.Array:
 
 # --------------------------------------------------------------------- memory
 def temp_bytes(program: Any) -> int | None:
-    """Returns a compiled program's temporary memory, where the backend says."""
+    """Returns a compiled program's temporary memory, if the backend reports it."""
     return getattr(memory(program), "temp_size_in_bytes", None)
 
 
@@ -292,7 +293,7 @@ def memory(program: Any) -> Any:
 
 
 def _room_for(program: Any) -> None:
-    """Raises if a program will not fit into what is left of the device's memory."""
+    """Raises if a program does not fit into the free memory of the device."""
     need = temp_bytes(program)
     stats = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")

@@ -16,14 +16,14 @@ from rewriter.measure.measurement import (
 from rewriter.site.implementation import XLA
 
 TIE = 0.02
-"""A share of the time within which two implementations are as fast."""
+"""Two implementations whose times differ by less than this share are equally fast."""
 
 UNMODELLED = 0.2
-"""The same, of the program as written, where times are simulated: the simulator does
-not know what other copies do to memory meanwhile."""
+"""The same for the program as written, where times are simulated: the simulator does
+not see the memory traffic of other copies."""
 
 SAVING = 64 << 20
-"""Bytes of temporary memory worth a choice at the same speed."""
+"""Saved bytes of temporary memory that decide between equally fast ones."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class Decision:
 
     Attributes:
         best: What won.
-        lost: (kernels' names, why) for the others, fastest first.
+        lost: (kernels' names, reason) for the others, fastest first.
     """
 
     best: Measurement
     lost: tuple[tuple[str, str], ...]
 
 
-def decide(measurements: Sequence[Measurement]) -> Decision | None:
+def fastest(measurements: Sequence[Measurement]) -> Decision | None:
     """Returns the fastest implementation; XLA unless one is clearly better.
 
-    To win over the program as written, an implementation must be faster by more than
-    2 % and three standard errors (20 % if times are simulated), or save half the
-    temporary memory, and 64 MiB, at the same speed. Among equals the one with the
-    least memory wins, then the fastest. What was measured goes before estimates.
+    To win over the program as written, an implementation must be faster by more than 2
+    % and three standard errors (20 % if times are simulated), or save half the
+    temporary memory, and 64 MiB, at the same speed. Among equals the one with the least
+    memory wins, then the fastest. Measurements take precedence over estimates.
 
     Returns:
-        None if nothing has a time, or there are only estimates that do not compare:
-        instruction bundles rank the configs of one kernel.
+        None if nothing has a time, or if only incomparable estimates exist: instruction
+        bundles rank only the configs of one kernel.
     """
     timed = [m for m in measurements if m.median_us is not None]
     timed = [m for m in timed if m.method not in ESTIMATES] or timed
     if not timed or not _comparable(timed):
         return None
-    fastest = min(timed, key=by_time)
-    level = [m for m in timed if not _slower(m, fastest)]
+    shortest = min(timed, key=by_time)
+    level = [m for m in timed if not _slower(m, shortest)]
     best = min(level, key=lambda m: (_rounded(m.temp_bytes), by_time(m)))
     written = next((m for m in timed if m.implementation.forward == XLA), None)
     if written is not None and best is not written and not _slower(written, best):
@@ -79,7 +79,7 @@ def _comparable(timed: Sequence[Measurement]) -> bool:
 
 
 def within_kernel(m: Measurement, measurements: Sequence[Measurement]) -> str:
-    """Returns how a config ranks within its kernel, where nothing is decided."""
+    """Returns a config's rank within its kernel in words, if nothing is decided."""
     same = [
         o
         for o in measurements
@@ -101,7 +101,7 @@ def by_time(m: Measurement) -> float:
 
 
 def _rounded(size: int | None) -> float:
-    """Sizes that differ by little are the same."""
+    """Rounds a size, so that sizes with a small difference become equal."""
     return math.inf if size is None else round(math.log2(size + SAVING) * 4)
 
 
@@ -121,7 +121,7 @@ def _saves(m: Measurement, than: Measurement) -> bool:
 
 
 def why_not(m: Measurement, best: Measurement) -> str:
-    """Returns why one lost against the best, in words."""
+    """Returns in words why a measurement lost against the best."""
     if m.median_us is None:
         return m.problem
     if m.method in ESTIMATES and best.method not in ESTIMATES:

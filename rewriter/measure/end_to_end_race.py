@@ -28,7 +28,7 @@ def race_programs(
     """Returns the times of whole programs on the same arguments, in turns.
 
     Args:
-        programs: Jitted functions by the name of what was done to them.
+        programs: Jitted functions by the name of their rewrite.
         leaves: Their arguments.
     """
     forever = time.monotonic() + 1e6

@@ -23,10 +23,10 @@ Args = tuple[Any, ...]
 """Operands by name; with gradients the result's cotangent as well."""
 
 SETS_ON_DEVICE = (3, 16)
-"""The least and the most sets of inputs that take turns, but on a CPU."""
+"""The least and most sets of inputs that take turns, except on a CPU."""
 
 CACHE = 64 << 20
-"""Bytes of a cache whose size is not known."""
+"""The assumed size of a cache in bytes, if unknown."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Inputs:
     Attributes:
         drawn: The distribution's name; ``""`` where times do not depend on it.
         sets: The sets.
-        leaves: Each set as the leaves of the user's own equations, where XLA's
-            candidate are those.
+        leaves: Each set as leaves of the user's own equations, if those are XLA's
+            candidate.
     """
 
     drawn: str
@@ -48,9 +48,9 @@ class Inputs:
 def inputs(task: Task, on: Device, once: bool = False) -> tuple[Inputs, ...]:
     """Returns realistic operands of each distribution, and normal cotangents.
 
-    The distributions are the task's own, else the op's: where times depend on the
-    values of lengths or group sizes, an op names several. There are as many sets as
-    `input_sets` says, at least two of each distribution but on a CPU.
+    The distributions are the task's own, else the op's. An op names several where times
+    depend on values, such as lengths or group sizes. `input_sets` gives the number of
+    sets: at least two of each distribution, except on a CPU.
 
     Args:
         task: The task.
@@ -90,7 +90,7 @@ def _key(seed: int) -> Any:
 
 
 def _compiled(draws: Sequence[Callable[[Any], Args]]) -> list[Callable[[Any], Args]]:
-    """The compiled programs that draw, side by side; what one raises is raised."""
+    """Compiles the drawing programs in parallel; raises what any of them raises."""
     key = _key(0)
     jobs = [lambda draw=draw: jax.jit(draw).lower(key).compile() for draw in draws]
     forever = time.monotonic() + 1e6
@@ -105,7 +105,7 @@ def with_leaves(task: Task, drawn: Sequence[Inputs]) -> tuple[Inputs, ...]:
     """Returns the same inputs, also as leaves of the user's own equations.
 
     Raises:
-        NotTaken: If nothing says what they look like.
+        NotTaken: If the leaves cannot be derived from the operands.
     """
     written = task.written
     assert written is not None
@@ -128,7 +128,7 @@ def with_leaves(task: Task, drawn: Sequence[Inputs]) -> tuple[Inputs, ...]:
 
 
 def distributions(task: Task) -> dict[str, Sample]:
-    """Returns how a task's operands are drawn, by name: all are measured."""
+    """Returns the ways to draw a task's operands, by name; each is measured."""
     if task.samples:
         return dict(task.samples)
     if task.op.distributions is not None:
@@ -139,8 +139,8 @@ def distributions(task: Task) -> dict[str, Sample]:
 def input_sets(nbytes: int, on: Device) -> int:
     """Returns how many sets of inputs take turns.
 
-    One on a CPU. Elsewhere at least three, and so many that they take twice the
-    cache, so that no set is found in it; sixteen at most.
+    One on a CPU. Elsewhere at least three, and enough to fill twice the cache, so that
+    no set stays in it; sixteen at most.
 
     Example:
         >>> from rewriter.ops import device
@@ -155,7 +155,7 @@ def input_sets(nbytes: int, on: Device) -> int:
 
 
 def _normal(key: Any, operands: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Normal operands, for ops without a `sample` of their own."""
+    """Normally distributed operands, for ops without `sample`."""
     del params
     for name, x in operands.items():
         if not jnp.issubdtype(x.dtype, jnp.inexact):

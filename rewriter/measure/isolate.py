@@ -34,13 +34,13 @@ from rewriter.site.implementation import Implementation
 from rewriter.support.threads import STEP_S, check_stop, first_line
 
 START_S = 120.0
-"""Seconds within which a child has to be ready."""
+"""Seconds within which a child must be ready."""
 
 BEHIND: Any = {"process_group": 0} if os.name == "posix" else {}
-"""How a child is started that Ctrl-C does not reach: it would seem to crash."""
+"""Options that keep Ctrl-C from a child: otherwise it would seem to crash."""
 
 RUN_S = 60.0
-"""Seconds within which a candidate has to compile and run once."""
+"""Seconds within which a candidate must compile and run once."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Order:
-    """What a child is to do: everything that it needs to make the same programs."""
+    """An order to a child, with all that it needs to make the same programs."""
 
     place: Place
     spec: Spec
@@ -114,8 +114,7 @@ def first_runs(
         wanted: The candidates.
 
     Returns:
-        Why some cannot be run, by candidate; and why the rest could not be tried, or
-        ``""``.
+        By candidate, why it cannot run; and why the rest could not be tried, or ``""``.
     """
     place = place_of(task)
     if place is None:
@@ -140,7 +139,7 @@ def first_runs(
 
 
 def order_of(task: Task, place: Place, wanted: Sequence[Implementation]) -> Order:
-    """Returns what a child needs to make the same programs as this process."""
+    """Returns an order with which a child makes the same programs as this process."""
     config = jax.config
     return Order(
         place, task.spec, task.passes, task.samples, tuple(wanted),
@@ -151,7 +150,7 @@ def order_of(task: Task, place: Place, wanted: Sequence[Implementation]) -> Orde
 
 
 def _child(order: bytes) -> tuple[int, str, bool]:
-    """How many candidates ran, why the next did not, and whether the child began."""
+    """How many candidates ran, why the next failed, and whether the child began."""
     path = os.pathsep.join(p for p in sys.path if p)
     env = {**os.environ, "PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.Popen(
@@ -186,11 +185,11 @@ def _child(order: bytes) -> tuple[int, str, bool]:
 
 
 def _lines(stream: BinaryIO, limit: Callable[[], float]) -> Iterator[str]:
-    """Lines as they come, each within its time.
+    """Lines of a stream, each within its time limit.
 
     Raises:
-        TimeoutError: If one does not.
-        Stopped: If nobody wants them any more.
+        TimeoutError: If a line is late.
+        Stopped: If the caller was interrupted.
     """
     text = b""
     with selectors.DefaultSelector() as selector:
@@ -223,10 +222,10 @@ def _ending(code: int) -> str:
 def child() -> None:
     """Reads an order, runs its candidates, and writes a line for each.
 
-    After one that fails it ends: what it left on the device may fail the next.
+    It ends after a failure: the state of the device may make the next one fail.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what candidates print is not an answer
+    os.dup2(2, 1)  # output of candidates is no answer
 
     def say(**words: Any) -> None:
         print(json.dumps(words), file=answers, flush=True)

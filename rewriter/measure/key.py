@@ -23,17 +23,17 @@ UNTIMED = ("of_squares",)
 """Parameters that change a few operations of a row, and no time."""
 
 FAR = 2.0
-"""How far shapes may differ to be near: the sum over axes of |log2 of the ratio|."""
+"""The largest distance of near shapes: the sum over axes of |log2 of the ratio|."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What an implementation was measured on.
+    """The key of a measurement: an op, its shapes, and the device.
 
-    Floating parameters (a scale, an epsilon) only count as present or absent: they do
-    not change the time. Everything else does: shapes, dtypes, windows. Leading axes,
-    where an operand may have any, are one; a result's dtype that is not given is that
-    of the first operand.
+    Floating parameters (a scale, an epsilon) only count as present or absent, since
+    they do not change the time. Everything else does: shapes, dtypes, windows. Leading
+    axes count as one axis, if an operand may have any. A result without a dtype has
+    that of the first operand.
 
     Attributes:
         op: The op's name.
@@ -104,14 +104,14 @@ def _plain(value: Any) -> Any:
 def nearest(
     entries: Iterable[tuple[Key, tuple[Found, ...]]], key: Key
 ) -> tuple[Found, ...]:
-    """Returns what was found for the nearest shapes; () if none is near.
+    """Returns the entry for the nearest shapes; () if none is near.
 
     Args:
-        entries: Keys, and what was found for each.
+        entries: Keys and their entries.
         key: The key to be near to.
 
-    Near are the same op, passes, operands, dtypes, parameters and device, on shapes
-    whose axes together differ by a factor of four at most.
+    A near key has the same op, passes, operands, dtypes, parameters and device. The
+    ratios of its axes multiply to a factor of at most four.
     """
     best: tuple[float, tuple[Found, ...]] = (FAR, ())
     for other, found in entries:

@@ -16,18 +16,18 @@ from rewriter.ops.kernel import Spec
 from rewriter.ops.op import Op
 
 COUNTED = {"xla_gpu_autotune_level": 0}
-"""Options of XLA by which it times nothing, and counts the operations of products."""
+"""Options with which XLA times nothing, and counts the operations of products."""
 
 UNTRIED = {**COUNTED, "xla_gpu_enable_triton_gemm": False}
-"""The same, by which it takes a library's products: slower ones for some shapes."""
+"""The same with a library's products, which are slower for some shapes."""
 
 
 def least_seconds(lowered: jax.stages.Lowered, on: Device) -> float:
-    """Returns the least seconds of a program by XLA's count; 0.0 if it gives none.
+    """Returns the least seconds of a program by XLA's count; 0.0 without a count.
 
     Args:
         lowered: The program.
-        on: The device; of one whose peak is unknown nothing is known.
+        on: The device; without a known peak the result is 0.0.
 
     Example:
         >>> from rewriter.ops import device
@@ -41,13 +41,13 @@ def least_seconds(lowered: jax.stages.Lowered, on: Device) -> float:
         return 0.0
     try:
         count = lowered.compile(compiler_options=COUNTED).cost_analysis() or {}
-    except Exception:  # it will say so when it is compiled with its trials
+    except Exception:  # the compilation with trials reports the error
         return 0.0
     return max(0.0, count.get("flops", 0.0)) / peak
 
 
 def needed_seconds(op: Op, spec: Spec, passes: str, on: Device) -> float:
-    """Returns the seconds of the operations that a use needs; 0.0 if not known."""
+    """Returns the least seconds for the operations of a use; 0.0 if unknown."""
     if op.cost is None or not (peak := _peak(on)):
         return 0.0
     dtypes = {n: str(spec.dtype(n)) for n in spec.operands}

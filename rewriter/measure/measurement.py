@@ -29,16 +29,16 @@ class Measurement:
         jax: The JAX version.
         median_us: Median device time of a run in microseconds; None if it failed.
         sigma_us: The spread of one run.
-        runs: How many were taken.
+        runs: The number of runs.
         method: ``"cupti"``, ``"profiler"`` or ``"wall clock"``; or `SIMULATED` or
             `BUNDLES`.
         temp_bytes: Temporary memory of the compiled program, if known.
         problem: Why there is no time.
         by_inputs: (distribution of the inputs, median in microseconds) pairs where
             there were several; `median_us` is their mean.
-        note: What else to know.
+        note: A remark, or ``""``.
         clock_mhz: The clock of a GPU's multiprocessors right after timing, if known.
-        driver: The GPU's driver, if known; of an estimate, the compiler.
+        driver: The GPU's driver, if known; for an estimate, the compiler.
     """
 
     implementation: Implementation
@@ -87,7 +87,7 @@ def version_of(
 
 
 def spellings(measurements: Iterable[Measurement]) -> tuple[str, ...]:
-    """Returns the digests of what XLA was measured on; ``""`` for the usual."""
+    """Returns digests of equations XLA was measured on; ``""`` is the usual form."""
     found = (m.spelling for m in measurements if m.implementation.forward == XLA)
     return tuple(dict.fromkeys(found))
 
@@ -95,10 +95,10 @@ def spellings(measurements: Iterable[Measurement]) -> tuple[str, ...]:
 def of_spelling(
     measurements: Iterable[Measurement], spelling: str
 ) -> tuple[Measurement, ...]:
-    """Returns those of kernels, and of XLA the one that stands for a spelling.
+    """Returns the measurements of kernels, and the one of XLA for a spelling.
 
-    That is its own; else the op as it is usually written; else the fastest of other
-    spellings, so that a kernel has to beat all that is known.
+    XLA's is that of the spelling itself, else of the op as usually written, else of the
+    fastest other spelling: a kernel must beat all that is known.
     """
     found = tuple(measurements)
     plain = [m for m in found if m.implementation.forward == XLA]
@@ -113,7 +113,7 @@ def of_spelling(
 def merge(
     old: Iterable[Measurement], new: Iterable[Measurement]
 ) -> tuple[Measurement, ...]:
-    """Returns both; of the same implementation, version and JAX, the new one's."""
+    """Merges two lists; of one implementation, version and JAX, the new one wins."""
     by = {(m.implementation, m.version, m.jax): m for m in old}
     by |= {(m.implementation, m.version, m.jax): m for m in new}
     return tuple(by.values())

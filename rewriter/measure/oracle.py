@@ -77,7 +77,7 @@ def in_float64(closed: ClosedJaxpr, leaves: Sequence[Any]) -> tuple[list[Any], s
 def replay_of(
     closed: ClosedJaxpr,
 ) -> Callable[[Sequence[Any]], tuple[list[Any], str]]:
-    """Returns what runs a program in float64, compiled at most once.
+    """Returns a function that runs a program in float64, compiled at most once.
 
     Args:
         closed: The program, in any types.
@@ -172,7 +172,7 @@ def _step(eqn: JaxprEqn, args: list[Any], notes: dict[str, None]) -> list[Any]:
 
 
 def _holds_program(eqn: JaxprEqn) -> bool:
-    """Whether a parameter is a program whose types would stay as they are."""
+    """Whether a parameter is a program, whose types could not be changed."""
     others = {k: v for k, v in eqn.params.items() if k != "update_jaxpr"}
     return bool(list(jaxprs_in_params(others)))
 
@@ -197,7 +197,7 @@ def _wide_params(params: Mapping[str, Any], notes: dict[str, None]) -> dict[str,
         changed["precision"] = jax.lax.Precision.HIGHEST
     if "accuracy" in params:
         changed["accuracy"] = None
-    if params.get("update_jaxpr") is not None:  # what a scatter does on collisions
+    if params.get("update_jaxpr") is not None:  # the combiner of a scatter
         update = params["update_jaxpr"]
         wide = [
             jax.ShapeDtypeStruct(v.aval.shape, _wide_dtype(v.aval.dtype))

@@ -13,7 +13,7 @@ from rewriter.measure.key import PROGRAM, WHOLE, Key
 from rewriter.measure.serialized import key_json
 
 REWRITTEN, WITHOUT = "rewritten", "without "
-"""Implementations of whole programs: with every site's choice, or without an op's."""
+"""Implementations of whole programs: with every site replaced, or without one op."""
 
 
 def program_key(

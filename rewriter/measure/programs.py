@@ -29,9 +29,9 @@ class Task:
         kernels: The op's kernels, best first.
         passes: ``"forward"``, ``"vjp"`` (the gradients alone) or
             ``"forward_and_vjp"``.
-        samples: How operands are drawn, by name, if not as the op says.
+        samples: Ways to draw operands, by name, instead of the op's own.
         written: The user's own equations, which are then XLA's candidate.
-        unwritten: Why there are none, if they were looked for.
+        unwritten: Why there are none, if extracting them failed.
     """
 
     op: Op
@@ -63,11 +63,11 @@ class Task:
 
 
 def function(task: Task, made: Implementation) -> Callable[..., Any]:
-    """Returns what is timed: a function of operands by name, and of the cotangent.
+    """Returns the function to time: of operands by name, and of the cotangent.
 
-    It returns the result; with gradients those of all floating operands by name, or a
-    pair of both, so that no part of the work can be left out. For ``"xla"`` it is the
-    op as programs usually write it.
+    It returns the result, the gradients of all floating operands by name, or a pair of
+    both: the compiler can drop no part of the work. For ``"xla"`` it is the op as
+    programs usually write it.
 
     Args:
         task: The task.
@@ -82,12 +82,12 @@ def function(task: Task, made: Implementation) -> Callable[..., Any]:
 
 
 def reference(task: Task) -> Callable[..., Any]:
-    """Returns the same of the op's reference."""
+    """Returns the same for the op's reference."""
     return _plain(task, task.op.reference)
 
 
 def arguments(task: Task) -> tuple[Any, ...]:
-    """Returns shapes and dtypes of what these functions take: operands, a cotangent."""
+    """Returns shapes and dtypes of the functions' arguments: operands, a cotangent."""
     if task.passes == FORWARD:
         return (task.structs,)
     return task.structs, result(task)
@@ -100,7 +100,7 @@ def result(task: Task) -> jax.ShapeDtypeStruct:
 
 
 def general(task: Task) -> Callable[..., Any] | None:
-    """Returns the same of the op's general form; None if it has none."""
+    """Returns the same for the op's general form; None if it has none."""
     return _plain(task, task.op.general) if task.op.general else None
 
 
@@ -131,13 +131,13 @@ def _differentiable(
     form: Callable[..., Any],
     structs: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """A plain form in passes; the op's general one where that has no derivative."""
+    """A plain form in passes; the op's general one if that has no derivative."""
     run = in_passes(of(form), task.passes)
     if task.passes == FORWARD or task.op.general is None:
         return run
     try:
         jax.eval_shape(run, structs, jax.eval_shape(of(form), structs))
-    except Exception:  # what JAX says of a derivative it lacks has many kinds
+    except Exception:  # JAX raises many kinds of errors for missing derivatives
         return in_passes(of(task.op.general), task.passes)
     return run
 
@@ -146,9 +146,9 @@ def in_passes(result: Callable[..., Any], passes: str) -> Callable[..., Any]:
     """Returns a function of operands by name in the form that passes need.
 
     Args:
-        result: Gives the result.
-        passes: What to return: the result, the gradients by name, or both. For
-            gradients the cotangent is a second argument.
+        result: Computes the result.
+        passes: Selects the result, the gradients by name, or both. Gradients need the
+            cotangent as a second argument.
     """
     if passes == FORWARD:
         return result

@@ -47,36 +47,42 @@ from rewriter.measure.times import Times, measurement, time_apart
 from rewriter.ops.device import Device
 from rewriter.ops.registry import REFERENCE as PLAIN
 from rewriter.site.implementation import XLA, Implementation
-from rewriter.support.threads import beside, check_stop, first_line, stopping
+from rewriter.support.threads import (
+    check_stop,
+    first_line,
+    start_in_background,
+    stopping,
+)
 
 log = logging.getLogger("rewriter.tune")
 
 COMPILING, COMPILED = 0.5, 0.75
-"""The shares of a site's seconds after which no compilation begins, and by which those
-that begin are expected to be done: each as long as others took on average."""
+"""Shares of a site's seconds. No compilation begins after the first. One begins only if
+it should end by the second, at the average duration of the others."""
 
 HUNG_S = 60.0
-"""Seconds after which a compilation is not waited for any more."""
+"""Seconds after which a compilation is abandoned."""
 
 STAGES = ((1, 3.0), (3, 1.3), (10, 1.1), (20, math.inf))
-"""After so many turns, candidates that take so many times the best's are dropped."""
+"""(turns, ratio): after so many turns, candidates slower than the best by that ratio
+are dropped."""
 
 ENOUGH = 3
-"""Turns after which an interrupted race is kept: one turn has no spread."""
+"""The fewest turns for which an interrupted race counts: one turn has no spread."""
 
 OTHER = 0.25
-"""Relative error from which equations on their own do not compute the same."""
+"""Relative error from which extracted equations count as different."""
 
 REFERENCE = "the reference"
-"""The name of what candidates are compared with."""
+"""The name of the reference in reasons."""
 
 NO_REFERENCE = "the op as usually written, since the reference did not run"
 
 SPARED = 2.0
-"""XLA's program may be left out if its operations are so many times the op's."""
+"""XLA's program may be skipped if it has so many times the op's operations."""
 
 HOPELESS = 3.0
-"""Kernels may be left out that are estimated to take so many times the best's."""
+"""Kernels with estimates of so many times the best one's may be skipped."""
 
 TURN_S = 0.05
 """Seconds of a turn by the wall clock."""
@@ -89,10 +95,10 @@ class Race:
     Attributes:
         task: The task.
         on: The device.
-        until: The `time.monotonic` by which it should be done.
-        latest: The one at which the whole budget ends.
-        say: Told how many candidates are done, of how many.
-        spares: Whether what is hopeless may be left out.
+        until: The `time.monotonic` by which the race should end.
+        latest: The `time.monotonic` at which the whole budget ends.
+        say: Called with the number of finished candidates, and their total.
+        spares: Whether hopeless candidates may be skipped.
     """
 
     task: Task
@@ -130,7 +136,7 @@ class Race:
 
     @contextlib.contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Says what a stage took, for who asks why tuning takes long."""
+        """Logs the duration of a stage."""
         begin = time.monotonic()
         yield
         took = time.monotonic() - begin
@@ -153,10 +159,10 @@ class Race:
     def _written(
         self, wanted: bool
     ) -> tuple[tuple[Inputs, ...], Compiled, Compiled | None]:
-        """Inputs, the compiled reference, and XLA's candidate if it is wanted.
+        """Inputs, the compiled reference, and XLA's candidate if wanted.
 
-        XLA's candidate is the reference's program, if it is the op's reference on
-        operands so narrow that their products are computed at full precision anyway.
+        XLA's candidate shares the reference's program, if it is the op's reference on
+        operands so narrow that their products have full precision anyway.
         """
         with self._stage("drawn inputs"):
             drawn = inputs(self.task, self.on)
@@ -173,17 +179,17 @@ class Race:
         return drawn, truth, replace(own, note=note)
 
     def _leaves(self, drawn: tuple[Inputs, ...]) -> tuple[tuple[Inputs, ...], str]:
-        """The inputs with leaves for the user's own equations, or why without."""
+        """The inputs with leaves for the user's own equations, or why not."""
         if self.task.written is None:
             return drawn, _instead(self.task.unwritten)
         try:
             return with_leaves(self.task, drawn), ""
-        except Exception as problem:  # also what the device or a sample may raise
+        except Exception as problem:  # also errors of the device or of a sample
             why = str(problem) if isinstance(problem, NotTaken) else first_line(problem)
             return drawn, _instead(why)
 
     def _xla(self, drawn: Sequence[Inputs], note: str) -> Candidate:
-        """XLA's candidate: the user's own equations, or with a note the usual ones."""
+        """XLA's candidate: the user's own equations, or the usual ones with a note."""
         if drawn[0].leaves and not note:
             own, _ = own_equations(self.task)
             return Candidate(XLA, own, limit=self._limit())
@@ -200,7 +206,7 @@ class Race:
     def _compiled_by_xla(
         self, drawn: Sequence[Inputs], *candidates: Candidate
     ) -> list[Compiled]:
-        """The compiled programs, at whatever time: all else is compared with them."""
+        """Compiles programs without a time limit: all others are compared with them."""
         jobs: list[tuple[Candidate, Args, Any]] = []
         for c in candidates:
             args, exact = drawn[0].sets[0], reference(self.task)
@@ -231,23 +237,23 @@ class Race:
     def _compiled(
         self, wanted: Sequence[Implementation]
     ) -> tuple[tuple[Inputs, ...], Compiled, list[Compiled]]:
-        """Inputs, the compiled reference, and the candidates or why there is none."""
+        """Inputs, the compiled reference, and candidates or reasons against them."""
         kernels = [i for i in wanted if i.forward != XLA]
-        written = beside(lambda: self._written(len(kernels) < len(wanted)))
+        written = start_in_background(lambda: self._written(len(kernels) < len(wanted)))
         mine = iter(self._compiled_kernels(kernels))
         drawn, truth, own = written()
         compiled = [own if i.forward == XLA else next(mine) for i in wanted]
         return drawn, truth, [c for c in compiled if c is not None]
 
     def _reference(self) -> Candidate:
-        """What candidates are compared with."""
+        """The reference that candidates are compared with."""
         soon = general(self.task) if self.on.platform == "cuda" else None
         if soon is None:
             return Candidate(REFERENCE, reference(self.task), exact=True)
         return Candidate(REFERENCE, soon, exact=True, soon=True)
 
     def _limit(self) -> tuple[Device, float] | None:
-        """What XLA's own operations may take; None for any time."""
+        """The limit for XLA's own operations in seconds; None for no limit."""
         if not self.spares or not self._reference().soon:
             return None
         task = self.task
@@ -255,7 +261,7 @@ class Race:
         return (self.on, SPARED * needed) if needed else None
 
     def _hopeless(self, wanted: Sequence[Implementation]) -> dict[str, Compiled]:
-        """What is estimated to take far longer than the best, by text."""
+        """Candidates whose estimates are far slower than the best, by text."""
         if not (self.spares and self.on.flops and self.on.bandwidth):
             return {}
         spec, passes = self.task.spec, self.task.passes
@@ -275,12 +281,12 @@ class Race:
         return found
 
     def _compiled_kernels(self, wanted: Sequence[Implementation]) -> list[Compiled]:
-        """The compiled programs of kernels, or why there is none.
+        """The compiled programs of kernels, or reasons for having none.
 
-        What has begun is waited for, since XLA times products on the device while it
-        compiles and would disturb the timing of others; one that hangs is left behind.
-        Of each kernel the first config is compiled however late it is, before others:
-        a choice among what happened to be compiled would be worse than none.
+        Compilations that have begun are awaited, since XLA times products on the device
+        while it compiles, which would disturb other timings. One that hangs is
+        abandoned. Each kernel's first config is compiled before others, however late it
+        is: a choice among an arbitrary few would be worse than none.
         """
         args, hopeless = arguments(self.task), self._hopeless(wanted)
         shapes = jax.eval_shape(reference(self.task), *args)
@@ -306,7 +312,7 @@ class Race:
     def _checked(
         self, compiled: list[Compiled], truth: Compiled, drawn: Sequence[Inputs]
     ) -> list[Compiled]:
-        """The candidates whose numbers are right, or what is wrong with the others."""
+        """The candidates with correct numbers, or the reasons against the others."""
         firsts = [d.sets[0] for d in drawn]
         say = lambda n: self.say(n, len(compiled))
         own = None
@@ -322,7 +328,7 @@ class Race:
         return [own, *rest]
 
     def _hung(self) -> float:
-        """When a compilation that begins now is left behind."""
+        """The time at which a compilation that begins now is abandoned."""
         now = time.monotonic()
         return min(now + HUNG_S, max(self.latest, now + 1))
 
@@ -360,7 +366,7 @@ class Race:
 
 
 def firsts_first(whose: Sequence[Any]) -> tuple[list[int], int]:
-    """Returns an order in which the first of each kind come first; how many they are.
+    """Returns an order with the first of each kind in front, and the number of kinds.
 
     Example:
         >>> firsts_first(["xla", "hopper", "hopper", "cudnn"])
@@ -372,5 +378,5 @@ def firsts_first(whose: Sequence[Any]) -> tuple[list[int], int]:
 
 
 def _instead(why: str) -> str:
-    """The note of a measurement of the op as usually written."""
+    """The note for measuring the op as usually written instead."""
     return f"the op as usually written, since its own equations {why}" if why else ""

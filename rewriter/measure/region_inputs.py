@@ -18,16 +18,16 @@ import numpy as np
 from rewriter.measure.as_written import NotTaken, Written
 
 ALIKE = 64.0
-"""How much larger or smaller than those given operands of leaves may be."""
+"""The largest ratio in size between operands made from leaves and the measured ones."""
 
 Arrays = Mapping[str, Any]
 
 
 def leaves_like(written: Written, out: Any) -> Callable[[Arrays], dict[str, Any]]:
-    """Returns a function of operands to leaves whose operands are like them.
+    """Returns a function from operands to leaves that give similar operands.
 
-    It raises `NotTaken`, with the leaf or operand that stands in the way, if there are
-    none.
+    The function raises `NotTaken`, with the offending leaf or operand, if there are no
+    such leaves.
 
     Args:
         written: The region.
@@ -70,7 +70,7 @@ def _of_whole(
     struct: jax.ShapeDtypeStruct,
     operands: Arrays,
 ) -> Any:
-    """A leaf of integers or booleans that gives one of the operands exactly."""
+    """An integer or boolean leaf that gives one of the operands exactly."""
     for other, sample in operands.items():
         if sample.size != struct.size or _is_float(sample):
             continue
@@ -112,7 +112,7 @@ def _of_floats(
 
 
 def _unlike(made: Arrays, samples: Arrays) -> dict[str, str]:
-    """What is different about each operand, or ``""``."""
+    """The difference of each operand, or ``""``."""
     if any(made[n].shape != samples[n].shape for n in made):
         return dict.fromkeys(made, "another shape")
     facts = jax.device_get(_facts(dict(made), dict(samples)))

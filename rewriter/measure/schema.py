@@ -18,12 +18,12 @@ MOST_US = 1e15
 
 MOST_COUNT = 2**63 - 1
 DEEP, LONG, LONGEST_TEXT = 8, 1000, 100_000
-"""How deep and long lists may be, and how many characters a text may have."""
+"""The largest depth and length of lists, and length of texts."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field may hold.
+    """The kind of value that a field may hold.
 
     Attributes:
         wanted: In words.

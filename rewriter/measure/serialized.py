@@ -32,7 +32,7 @@ class Found:
     problems: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def problems_text(self) -> str:
         """The first problem, and how many more there are."""
         more = len(self.problems) - 1
         return f"{self.problems[0]}{f' (and {more} more)' if more > 0 else ''}"
@@ -120,12 +120,12 @@ def _entry(data: Any, where: str) -> Found:
     records = data.get("measurements")
     if not isinstance(records, list):
         return Found((), (f"{where}measurements is {shown(records)}; expected a list",))
-    told = [
+    wrong = [
         wrong_measurement(m, f"{where}measurements[{i}]") for i, m in enumerate(records)
     ]
-    good = [m for m, problem in zip(records, told, strict=True) if not problem]
+    good = [m for m, problem in zip(records, wrong, strict=True) if not problem]
     entry = _key(data["key"]), tuple(map(_measurement, good))
-    return Found((entry,), tuple(filter(None, told)))
+    return Found((entry,), tuple(filter(None, wrong)))
 
 
 def _key(data: Mapping[str, Any]) -> Key:

@@ -112,6 +112,6 @@ def _shipped(name: str) -> Tuned:
     except (OSError, ValueError) as problem:
         found = Found((), (f"{type(problem).__name__}: {problem}",))
     if found.problems:
-        text = f"{name} is left aside: {found.told}. Install the package again"
+        text = f"{name} is ignored: {found.problems_text}. Install the package again"
         warnings.warn(text, CacheWarning, stacklevel=2)
     return Tuned(found.entries)

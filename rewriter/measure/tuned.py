@@ -14,7 +14,7 @@ import jax
 
 from rewriter.config import enter, leave
 from rewriter.errors import BundleMismatch, CacheWarning, caller
-from rewriter.measure.decision import by_time, decide, why_not, within_kernel
+from rewriter.measure.decision import by_time, fastest, why_not, within_kernel
 from rewriter.measure.key import Key, nearest
 from rewriter.measure.measurement import (
     BUNDLES,
@@ -112,7 +112,7 @@ class Tuned:
         """
         found = read_all(text)
         if found.problems:
-            raise _no_tuned(f"{source} holds no tuned choices: {found.told}")
+            raise _no_tuned(f"{source} holds no tuned choices: {found.problems_text}")
         return cls(found.entries)
 
     def check(self, source: str) -> Tuned:
@@ -130,8 +130,8 @@ class Tuned:
 
     @functools.cached_property
     def _wrong(self) -> str:
-        told = (wrong_entry(e, f"entries[{i}]") for i, e in enumerate(self.entries))
-        return next(filter(None, told), "")
+        wrong = (wrong_entry(e, f"entries[{i}]") for i, e in enumerate(self.entries))
+        return next(filter(None, wrong), "")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `dumps` to a file, whole or not at all."""
@@ -200,7 +200,7 @@ def _rows(measurements: Sequence[Measurement]) -> Iterator[str]:
     if not measurements:
         yield "  nothing could be timed"
         return
-    decision = decide(measurements)
+    decision = fastest(measurements)
     width = max(len(_name(m)) for m in measurements)
     for m in sorted(measurements, key=by_time):
         name = f"  {_name(m):<{width}}"

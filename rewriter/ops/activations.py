@@ -18,7 +18,7 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def _relu(y: jax.Array) -> jax.Array:
-    """NaN stays NaN, as of max(y, 0); at 0 the derivative is 0."""
+    """Keeps NaN, like max(y, 0); the derivative at 0 is 0."""
     return jnp.where(y <= 0, jnp.zeros_like(y), y)
 
 
@@ -68,7 +68,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
         _relu(y) + beta * jnp.expm1((y - _relu(y)) / beta)  # y - relu(y) is min(y, 0)
     ),
 }
-"""Activations by name; those of `PARAMETRIC` read the number."""
+"""Activations by name; only those in `PARAMETRIC` read the number."""
 
 PARAMETRIC = ("swish", "elu", "leaky_relu", "celu")
 """Activations with a number: a factor inside, what is left below zero, or a slope."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 MODES = ("forward", "vjp", "forward_and_vjp")
-"""What is computed: the result, the gradients alone, or both."""
+"""The computed passes: the result, the gradients alone, or both."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 Dtypes = Mapping[str, str]
@@ -51,7 +51,7 @@ def moved(
     mode: str,
     read: Mapping[str, float] | None = None,
 ) -> float:
-    """Returns the bytes that an op must move at least.
+    """Returns the fewest bytes that an op must move.
 
     A forward reads the operands and writes the result. Gradients alone read the
     operands and the result's cotangent and write a gradient for each float operand.

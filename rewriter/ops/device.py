@@ -13,7 +13,7 @@ from rewriter import errors
 
 @dataclass(frozen=True)
 class Device:
-    """What choosing and measuring may read of a device.
+    """A device's figures, for choosing and measuring.
 
     Attributes:
         kind: As `jax.Device.device_kind` has it, such as ``"NVIDIA H200"``.
@@ -23,8 +23,8 @@ class Device:
         memory: Bytes of memory; 0 if unknown.
         cache: Bytes of the last-level cache on the chip; 0 if unknown.
         shared_memory: Bytes of shared memory (VMEM on a TPU) a kernel may have.
-        measured: Whether `flops` and `bandwidth` are what was measured on one,
-            and not what its data sheet says.
+        measured: Whether `flops` and `bandwidth` were measured, not taken from a data
+            sheet.
     """
 
     kind: str
@@ -67,7 +67,7 @@ def named(name: str) -> Device:
     """Returns the device kind of a short name or of JAX's own name for it.
 
     Raises:
-        ConfigError: If there is none, with the names there are.
+        ConfigError: If the name is unknown; the message lists the names.
 
     Example:
         >>> named("h200").kind, named("NVIDIA H200").platform

@@ -22,13 +22,13 @@ Estimate = Callable[[Spec, Device, str], Mapping[str, float]]
 """``estimate(spec, device, passes)``: seconds by ``"xla"`` and kernels' names."""
 
 SHEET_FLOPS, SHEET_BANDWIDTH = 0.85, 0.9
-"""What of a data sheet's peaks is reached: 840 of 989 TFLOP/s, 4.3 of 4.8 TB/s."""
+"""Reachable shares of a data sheet's peaks: 840 of 989 TFLOP/s, 4.3 of 4.8 TB/s."""
 
 LAUNCH_S = 4e-6
 """Seconds of a kernel that does nothing."""
 
 WIDE = {"cuda": 2.0}
-"""How much longer products of 32 bits take than of 16, by platform; 1 elsewhere."""
+"""How many times longer 32-bit products take than 16-bit ones; 1 elsewhere."""
 
 ROOM = 0.8
 """The share of a device's memory that temporary arrays may take."""
@@ -54,7 +54,7 @@ def seconds(
         compute: The share of the peak that products reach.
         memory: The share of the bandwidth that is reached.
         item: Bytes of a number in the products.
-        launches: How many kernels are launched, one after the other.
+        launches: The number of kernels launched one after the other.
         temporary: Bytes of temporary memory.
 
     Example:

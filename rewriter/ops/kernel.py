@@ -24,7 +24,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 @dataclass(frozen=True)
 class Spec:
-    """One use of an op without its values: what choosing a kernel may read.
+    """One use of an op without its values, for choosing a kernel.
 
     Attributes:
         op: The op's name.
@@ -149,8 +149,8 @@ class Space:
         config: A frozen dataclass of numbers and words, such as block sizes. The
             pass gets one as ``config=``, or none and uses its rule of thumb.
         default: ``default(spec, device)`` is that rule of thumb.
-        configs: ``configs(spec, device)`` gives what is worth measuring, the
-            likeliest first.
+        configs: ``configs(spec, device)`` gives the configs worth measuring, the most
+            promising first.
         fits: Says, with reasons, whether a config can run: shared memory,
             registers, divisibility.
 
@@ -215,8 +215,8 @@ class Kernel:
         op: The op's name.
         platforms: Where it runs: any of ``cpu``, ``cuda``, ``rocm``, ``tpu``.
         version: Raised whenever results or speed may change.
-        supports: Says, with reasons, whether it takes a `Spec`. It also sees
-            the shapes that `jax.vmap` makes.
+        supports: Says, with reasons, whether it supports a `Spec`. It also sees the
+            shapes that `jax.vmap` makes.
         forward: ``forward(*, <operands>, **params)`` gives the result; with
             ``residuals=True`` (asked only if there is a `backward`) it gives
             ``(result, residuals)``, residuals a tuple of arrays.
@@ -226,45 +226,45 @@ class Kernel:
             `jax.vjp` of the op's reference.
         memory_bounded: Whether it needs far less memory than the reference.
         comparison_only: Whether it computes a composite op by kernels of its parts, as
-            the program would without it. It is measured, and never put in place.
+            the program would without it. It is measured, and never chosen.
         saves_out: Whether `backward` reads ``out``; otherwise it gets None
             and the result is not kept for it.
         profitable: Says, with reasons, whether it is likely to beat the program
             as written on a platform; asked when nothing was measured.
         profitable_backward: ``profitable_backward(spec, platform, count)`` says the
-            same for a site whose gradient is computed in the same program, where
-            what is saved for it is kept ``count`` times, once a layer;
-            `profitable` by default.
-        estimate: ``estimate(spec, device, passes)`` gives the seconds that a model of
-            it takes, and of other implementations, by name, ``"xla"`` among them; it
-            is asked instead of `profitable` where the device's figures are known.
-        exportable: Whether what it lowers to may be part of an exported program.
-        needs_devices: Whether its code has `custom_partitioning` in it, which JAX
-            lowers only where it knows the devices.
+            same for a site whose gradient is in the same program. Its residuals are
+            kept ``count`` times, once per layer. `profitable` by default.
+        estimate: ``estimate(spec, device, passes)`` gives modelled seconds by name, for
+            it and other implementations, including ``"xla"``. It replaces `profitable`
+            where the device's figures are known.
+        exportable: Whether its lowered code may be part of an exported program.
+        needs_devices: Whether its code contains `custom_partitioning`, which JAX lowers
+            only where it knows the devices.
         space: The configs of `forward`, which then takes ``config=``.
         backward_space: The configs of `backward`, which then takes ``config=``.
         steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
-            its Pallas TPU kernels, how often all of their code runs: the steps of the
-            grid that run where values decide it, and of code of which each step runs
-            one of n parts, a part. Without the device its time is estimated from that.
-        tried: Whether its code, as it is now, was seen to run on its devices. If not,
-            tuning tries it only with ``isolate=True``, and benches only by its name.
-        runs_on: Says, with reasons, whether it runs on a device of its platforms.
-            Where a program is exported for a platform, the device's kind is not known.
-        deterministic: ``deterministic(config)`` says, with reasons, whether the same
-            operands give the same bits each time with a config of `backward`, or the
-            one of its rule of thumb.
-        merges: Whether what its forward saves is one array, the log-sum-exp of each row
-            of scores, -inf without any, and `backward` reads that and the result only:
-            results of parts are then merged by it, and `backward` given the whole's.
-        adds_to: The operand that both passes take an ``addend=`` for, an array like
-            it, if they do for one. `forward` then adds it to the operand first and
-            gives ``(sum, result)`` instead of the result; `backward`, of which the
-            operand is that sum, adds it to that operand's cotangent.
-        swaps: Operands that it reads as well where two axes lie the other way round in
-            memory: ``(name, axis, axis)``. `forward` is told of which that is known, by
-            ``swapped=``, their names; it is given them in the op's order all the same,
-            and swaps their axes itself, which costs nothing then.
+            its Pallas TPU kernels, how often all of their code runs. That is the number
+            of grid steps that run, if values decide it. Code of which each step runs
+            one of n parts counts as 1 / n. Without the device, its time is estimated
+            from that.
+        tried: Whether its current code has run on its devices. If not, tuning tries it
+            only with ``isolate=True``, and benchmarks only by its name.
+        runs_on: Says, with reasons, whether it runs on a device of its platforms. In a
+            program exported for a platform, the device's kind is unknown.
+        deterministic: ``deterministic(config)`` says, with reasons, whether `backward`
+            gives the same bits for the same operands in every run. Without a config,
+            the default one counts.
+        merges: Whether its only residual is the log-sum-exp of each row of scores (-inf
+            without scores), and `backward` reads only that and the result. Results of
+            parts can then be merged by it, and `backward` gets the merged ones.
+        adds_to: The operand for which both passes accept an ``addend=``, an array like
+            it, or ``""``. `forward` first adds it to the operand and returns ``(sum,
+            result)``. `backward` gets the sum as the operand, and adds the addend to
+            that operand's cotangent.
+        swaps: Operands that it also reads with two axes swapped in memory: ``(name,
+            axis, axis)``. `forward` gets the names of such operands as ``swapped=``.
+            The operands still have the op's order; it swaps their axes itself, at no
+            cost.
     """
 
     name: str
@@ -346,7 +346,7 @@ def from_function(
         name: The kernel's name; the function's own by default.
         platforms: Where it runs.
         version: The kernel's version.
-        supports: What it takes; everything by default.
+        supports: Which uses it supports; all by default.
         backward: As `Kernel.backward`.
         space: The configs to choose from, if the function takes ``config=``.
         backward_space: The configs to choose from, if `backward` takes ``config=``.

@@ -28,11 +28,11 @@ OUT = "out"
 
 @dataclass(frozen=True)
 class Part:
-    """Which of the equal parts of an axis a device has.
+    """One device's part of an axis that is split into equal parts.
 
     Attributes:
-        index: Its number from 0; usually traced.
-        count: How many there are.
+        index: The number of the part, from 0; usually traced.
+        count: The number of parts.
     """
 
     index: Any
@@ -41,26 +41,26 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """How an op is computed while parts of its operands go from device to device.
+    """How to compute an op while devices pass parts of its operands around.
 
     Attributes:
         letter: The letter along which these operands are split; the result lacks it.
         beside: The letter of the result that is split over the same devices.
         passed: The operands that are passed on.
-        moving: The operands whose gradients `backward` gives.
-        supports: ``supports(spec, count)`` says, with reasons, whether it takes a use
-            of which each of so many devices has this part.
+        moving: The operands whose gradients `backward` returns.
+        supports: ``supports(spec, count)`` says, with reasons, whether it supports a
+            use split over so many devices; `spec` is one device's part.
         uses: ``uses(spec, count)`` gives the parameters of the uses of the op that one
             device computes.
-        pays: ``pays(spec, count, kept)`` says, with reasons, whether it is worth more
-            than gathering what would be passed on; `kept` is how often that would be
-            kept for gradients, 0 without.
+        pays: ``pays(spec, count, kept)`` says, with reasons, whether it is better than
+            gathering. `kept` is how often the gathered operands would be kept for
+            gradients, 0 without.
         forward: ``forward(operands, params, axes, count, compute)`` gives, on one
             device, the result and the log-sum-exps of its rows, from
-            ``compute(operands, params)``, which gives both for one part.
+            ``compute(operands, params)``, which returns both for one part.
         backward: ``backward(operands, params, out, lse, cotangent, axes, count,
             compute)`` gives cotangents by operand, from ``compute(operands, params,
-            out, lse, cotangent)``, which gives what one part adds to them.
+            out, lse, cotangent)``, which returns one part's contribution.
     """
 
     letter: str
@@ -76,25 +76,25 @@ class Ring:
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How a use of an op may be spread over devices.
+    """How a use of an op may be split over devices.
 
     Attributes:
         along: Letters along which operands and result may be split: a part of the
             result reads only that part of the operands. ``...`` stands for all
             leading axes.
-        sums: Letters along which operands may be split where the result lacks them:
-            it is the sum of what the parts give.
-        follows: By letter, the one it is split with: key heads with the query heads
-            that read them.
-        local: ``local(operands, params, parts)`` gives operands and parameters with
-            which a part of the result is what it is in the whole, where that depends
-            on its position. ``parts`` has a `Part` for each letter that is split.
-        finish: ``finish(out, operands, params, parts)`` gives the part's result from
-            what comes of that; the operands are as they were before.
-        dims: As `Op.dims`, where this use has others.
-        ring: How what is split along another letter may be passed from device to
-            device instead of gathered; None if it may not.
-        unseen: Operands that ``local`` adds and by which no kernel is chosen.
+        sums: Letters that the result lacks, along which operands may be split: the
+            result is the sum over the parts.
+        follows: By letter, another letter that it is split with: key heads with the
+            query heads that read them.
+        local: ``local(operands, params, parts)`` adjusts operands and parameters for
+            one part, if its result depends on its position. ``parts`` has a `Part` for
+            each split letter.
+        finish: ``finish(out, operands, params, parts)`` turns that result into the
+            part's; the operands are the ones before `local`.
+        dims: Like `Op.dims`, if this use has different ones.
+        ring: How operands that are split along another letter may be passed around
+            instead of gathered; None if not possible.
+        unseen: Operands that ``local`` adds, and that the choice of kernels ignores.
     """
 
     along: frozenset[str]
@@ -130,12 +130,10 @@ class Op:
         parallel: A letter that an axis made by `jax.vmap` may be merged into:
             no result reads across it and no operand without it varies along
             it. ``"..."`` for ops that take any leading axes, ``""`` for none.
-        general: The reference in a form that every transformation takes, where
-            `reference` calls something that lacks some. Derivatives and
-            vmapped references use it.
-        usual: The op as programs usually write it, if that is faster than
-            `reference`, such as in the operands' own 16 bits: what a kernel has to
-            beat when it is measured.
+        general: A form of the reference that supports every transformation, if
+            `reference` itself does not. Derivatives and vmapped references use it.
+        usual: The op as programs usually write it, if that is faster than `reference`,
+            such as in the operands' own 16 bits. Measured kernels must beat it.
         cost: ``cost(shapes, dtypes, params, mode)`` gives the `Cost` of one use:
             shapes and dtype names by operand, the parameters with their defaults,
             and ``"forward"``, ``"vjp"`` or ``"forward_and_vjp"``. All sizes must
@@ -143,13 +141,14 @@ class Op:
         distributions: ``distributions(operands)`` gives several samples by
             name, where times depend on values such as lengths and group sizes: all
             are measured, and the mean counts.
-        sharding: ``sharding(params)`` says how a use with these parameters may be
-            spread over devices, None if it may not; by default along `parallel`.
-        parts: The op that it is made of, if it is of several uses of another: it is
-            taken where a kernel is chosen for it, and counts as those; elsewhere they
-            are looked at by themselves.
-        form_of: The more general op of which every use is one of that op as well; it
-            is chosen where one of its kernels is, and counted as that op.
+        sharding: ``sharding(params)`` returns how a use with these parameters may be
+            split over devices, or None; by default along `parallel`.
+        parts: The op of its parts, if it is a composite. It becomes one site where a
+            kernel is chosen for it, and counts as its parts. Elsewhere each part is a
+            site of its own.
+        form_of: The general op of a special form: every use of this op is also a use of
+            that one. This op is used where one of its kernels is chosen, and counts as
+            the general one.
     """
 
     name: str
@@ -176,7 +175,7 @@ class Op:
         return f"Op({self.name})"
 
     def spread(self, params: Mapping[str, Any]) -> Sharding | None:
-        """Returns how a use may be spread over devices; None if it may not."""
+        """Returns how a use may be split over devices, or None."""
         if self.sharding is not None:
             return self.sharding(params)
         return Sharding(frozenset({self.parallel})) if self.parallel else None

@@ -19,7 +19,7 @@ from rewriter.ops.op import Op
 from rewriter.patterns.index import PATTERNS
 
 REFERENCE = "reference"
-"""The name of the plain `jax.numpy` form that every op has."""
+"""The name of every op's plain `jax.numpy` form."""
 
 
 @dataclass
@@ -193,7 +193,7 @@ def package_of(op: str) -> str:
     """Returns the package of an op's kernels.
 
     Raises:
-        ModuleNotFoundError: If the op is none of the package's.
+        ModuleNotFoundError: If the op is not one of the package's.
 
     Example:
         >>> package_of("attention")

@@ -18,13 +18,13 @@ from rewriter.ops.op import OUT, Sharding
 log = logging.getLogger("rewriter.along")
 TOLERANCE = 1e-4
 LEAD = (2, 3)
-"""Sizes of the leading axes that ``...`` stands for while trying."""
+"""Trial sizes of the leading axes that ``...`` stands for."""
 
 
 def sharding_of(
     function: Callable[..., Any], dims: Mapping[str, str], params: Mapping[str, Any]
 ) -> Sharding:
-    """Returns how a function may be spread over devices.
+    """Returns how a function may be split over devices.
 
     Args:
         function: ``function(*, <operands>, **params)``.
@@ -66,7 +66,7 @@ def _splits(
                 _agrees(function, operands, params, axes)
                 for axes in _axes(letter, dims)
             )
-    except Exception as problem:  # it takes no such parts
+    except Exception as problem:  # it does not accept such parts
         log.debug("not along %s: %s", letter, problem)
         return False
 
@@ -92,7 +92,7 @@ def _agrees(
 
 
 def _axes(letter: str, dims: Mapping[str, str]) -> list[dict[str, int]]:
-    """Where the letter is in each array; for ``...``, for each leading axis."""
+    """The axes with a letter in each array; for ``...``, one entry per leading axis."""
     if letter == "...":
         with_lead = [n for n, text in dims.items() if text.split()[:1] == ["..."]]
         return [dict.fromkeys(with_lead, axis) for axis in range(len(LEAD))]

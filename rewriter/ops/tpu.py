@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from rewriter.ops.device import Device
 
 LANES = 128
-"""Columns of a register, and what the last axis of a block is a multiple of."""
+"""Columns of a register; the last axis of a block is a multiple of it."""
 
 _MB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What kernels may read of a TPU generation.
+    """Facts about a TPU generation, for kernels.
 
     Attributes:
         name: Its public name, such as ``"v5e"``.
@@ -47,11 +47,11 @@ GENERATIONS = (
 )
 
 UNKNOWN = Generation("any", "tpu", "", 16 * _MB, fp8=False)
-"""Stands for a TPU of unknown kind: what every generation can do."""
+"""A TPU of unknown kind, with the features common to all generations."""
 
 
 def generation(device: Device) -> Generation:
-    """Returns a device's generation; `UNKNOWN` if its kind says none.
+    """Returns a device's generation; `UNKNOWN` if its kind names none.
 
     Example:
         >>> from rewriter.ops.device import Device
@@ -64,7 +64,7 @@ def generation(device: Device) -> Generation:
 
 
 def part(size: int, most: int) -> int:
-    """Returns how much of an axis of lanes is in a block: all, a divisor, or most.
+    """Returns the size of a block along lanes: the whole axis, a divisor, or `most`.
 
     Example:
         >>> part(300, 512), part(3072, 1024), part(3200, 1024), part(1100, 512)

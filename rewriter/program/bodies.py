@@ -10,16 +10,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from rewriter import _jax
 
 Change = Callable[[Any], Any]
-"""A body, closed or not, to another one; itself where nothing changes."""
+"""Maps a body, closed or not, to another one, or to itself if nothing changes."""
 
 
 def map_bodies(program: Any, change: Change, first: Change = lambda body: body) -> Any:
-    """Returns a program with its bodies changed, those inside of others before them.
+    """Returns a program with its bodies changed, inner bodies first.
 
     Args:
         program: The program; it is returned itself if nothing changes.
-        change: What becomes of a body.
-        first: What becomes of it before the bodies in it are looked at.
+        change: Changes a body after its inner bodies.
+        first: Changes a body before its inner bodies.
     """
     return _Bodies(change, first).changed(program)
 

@@ -21,9 +21,9 @@ KINDS = (
 )  # fmt: skip
 _LINE = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\((.*)")
 _WITH_OPERANDS = ("all-gather", "collective-permute")
-"""Kinds whose start gives what it reads, what it will have read, and contexts.
+"""Kinds whose start operation returns its operands, its results, and contexts.
 
-Other kinds do so too where the operands are a tuple of their own.
+Other kinds do so too if their operands are a tuple.
 """
 
 _SHAPE = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
@@ -34,15 +34,15 @@ _GROUP = re.compile(
 """One group as a list, the size of each, or the sizes of axes and those of a group."""
 
 Collectives = dict[str, tuple[int, int]]
-"""By kind, how many there are in the compiled program, and the bytes they give; of a
-reduce-scatter those that it takes, as it moves them."""
+"""By kind, the number in the compiled program and the bytes of their results. For a
+reduce-scatter the bytes of its operands count, as it moves those."""
 
 
 def collectives_in(text: str) -> Collectives:
-    """Returns the collectives of a compiled program; those of a loop's body once.
+    """Returns the collectives of a compiled program, counting loop bodies once.
 
     Args:
-        text: What ``compiled.as_text()`` gives.
+        text: The result of ``compiled.as_text()``.
 
     Example:
         >>> collectives_in("%a = f32[8,4]{1,0} all-gather(%b), dimensions={0}")
@@ -73,7 +73,7 @@ def collectives_in(text: str) -> Collectives:
 
 
 def _members(attributes: str) -> int:
-    """How many devices take part in a group."""
+    """The number of devices in a group."""
     groups = _GROUP.search(attributes)
     if groups is None:
         return 1
@@ -91,11 +91,10 @@ def collectives_of(program: ClosedJaxpr, placement: Placement) -> Collectives:
 
     Args:
         program: The program.
-        placement: Where its inputs are; an abstract mesh is made of the default
-            devices.
+        placement: Where its inputs are; an abstract mesh uses the default devices.
 
     Raises:
-        RewriterError: If there are not as many devices.
+        RewriterError: If there are too few devices.
     """
     mesh = placement.mesh
     if isinstance(mesh, AbstractMesh):

@@ -22,18 +22,18 @@ import numpy as np
 from rewriter import _jax
 
 SOME = 4
-"""About how many numbers of each axis are compared first."""
+"""About this many numbers of each axis are compared first."""
 
 
 class Constants:
-    """The constants of a program that were met so far."""
+    """The constants of a program seen so far."""
 
     def __init__(self) -> None:
         self._first: dict[Hashable, Any] = {}
         self._known: dict[tuple[int, int], tuple[Any, Hashable]] = {}
 
     def one(self, value: Any) -> Any:
-        """Returns the first constant met that holds the same; it may be this one.
+        """Returns the first constant with equal content; it may be this one.
 
         Example:
             >>> found = Constants()
@@ -48,7 +48,7 @@ class Constants:
         key: tuple[Hashable, ...] = ()
         other = value
         for level in range(len(LOOKS)):
-            if level:  # what was met first lies as deep as it has been looked
+            if level:  # the first constant moves down as deep as it was compared
                 self._first.setdefault((*key, self._look(level, other)), other)
             key = (*key, self._look(level, value))
             other = self._first.setdefault(key, value)
@@ -58,13 +58,13 @@ class Constants:
 
     def _look(self, level: int, value: Any) -> Hashable:
         place = id(value), level
-        if place not in self._known:  # the value is kept, and so its id is
+        if place not in self._known:  # the value is kept alive, so its id stays valid
             self._known[place] = value, LOOKS[level](value)
         return self._known[place][1]
 
 
 def once(program: Any) -> Any:
-    """Returns a closed jaxpr in which every constant is there once."""
+    """Returns a closed jaxpr with equal constants merged."""
     jaxpr = program.jaxpr
     if program.effects or len(program.consts) < 2:  # effects count inputs
         return program
@@ -79,7 +79,7 @@ def once(program: Any) -> Any:
 
 # ------------------------------------------------------------------------ looks
 def _is_readable(value: Any) -> bool:
-    """Whether a constant is an array that this process has, of numbers that stay."""
+    """Whether a constant is an immutable array that this process can read."""
     if _jax.is_opaque(value) or not hasattr(value, "dtype"):
         return False
     if not isinstance(jax.typeof(value), jax.core.ShapedArray):  # a reference
@@ -95,7 +95,7 @@ def _type(value: Any) -> Hashable:
 
 
 def _some(value: Any) -> Hashable:
-    """Some of its numbers, from all over it."""
+    """A sample of its numbers."""
     steps = tuple(slice(None, None, max(1, n // SOME)) for n in value.shape)
     if not isinstance(value, jax.Array) or _is_near(value):
         return _host(value)[steps].tobytes()
@@ -118,10 +118,10 @@ def _all(value: Any) -> Hashable:
 
 
 LOOKS: tuple[Callable[[Any], Hashable], ...] = (_type, _some, _all)
-"""What is looked at, the cheapest first; the next only where those are equal."""
+"""Comparisons, cheapest first; each runs only where the ones before are equal."""
 
 _DIGESTS: dict[int, tuple[weakref.ref[Any], bytes]] = {}
-"""Of JAX's arrays, which do not change: those of a device are copied only once."""
+"""Digests of JAX's immutable arrays, so that each is copied from its device once."""
 
 
 def _is_near(value: jax.Array) -> bool:
@@ -129,7 +129,7 @@ def _is_near(value: jax.Array) -> bool:
 
 
 def _host(value: Any) -> np.ndarray:
-    """Its numbers; JAX's array itself would keep a copy as long as it lives."""
+    """Its numbers, copied outside JAX's cache, which lives as long as the array."""
     return np.asarray(
         value.addressable_data(0) if isinstance(value, jax.Array) else value
     )

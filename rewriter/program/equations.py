@@ -10,13 +10,13 @@ from rewriter import _jax
 
 
 class Equations:
-    """The equations of a body by their position; what it returns is read behind all.
+    """The equations of a body by position; results are read after the last one.
 
     Args:
         jaxpr: The body.
 
     Attributes:
-        eqns: The equations; None in the place of one that others stand for.
+        eqns: The equations; None where one was replaced by others.
         outs: What the body returns.
     """
 
@@ -36,21 +36,21 @@ class Equations:
         """The position at which the body's results are read."""
         return len(self.eqns)
 
-    def made(self, atom: Any) -> int:
-        """Returns where a value is made; -1 if it is given."""
+    def made_at(self, atom: Any) -> int:
+        """Returns the position where a value is made; -1 for an input."""
         return -1 if _jax.is_literal(atom) else self._made.get(atom, -1)
 
     def maker(self, atom: Any) -> Any:
-        """Returns the equation that makes a value; None if it is given."""
-        where = self.made(atom)
+        """Returns the equation that makes a value; None for an input."""
+        where = self.made_at(atom)
         return self.eqns[where] if where >= 0 else None
 
     def readers(self, value: Any) -> Sequence[int]:
-        """Returns where a value is read, in order, once for each time."""
+        """Returns the positions where a value is read, in order, once for each read."""
         return self._read.get(value, ())
 
     def replace(self, positions: Iterable[int], place: int, new: Any) -> None:
-        """Puts an equation in the place of one of some that it stands for."""
+        """Replaces some equations by a new one, at the position of one of them."""
         for k in positions:
             for atom in self.eqns[k].invars:
                 if not _jax.is_literal(atom):
@@ -60,12 +60,12 @@ class Equations:
         self._made.update(dict.fromkeys(new.outvars, place))
         self._reads(place, new.invars)
 
-    def hand_on(self, position: int, old: Any, new: Any) -> None:
-        """Lets what is behind an equation read its new result instead of a value."""
+    def redirect_readers(self, position: int, old: Any, new: Any) -> None:
+        """Makes equations after a position read a new value instead of an old one."""
         self._handed[position] = old, new
 
     def finished(self) -> tuple[list[Any], list[Any]]:
-        """Returns the new equations, and what the body returns."""
+        """Returns the new equations, and the body's results."""
         env: dict[Any, Any] = {}
         made = []
         for i, eqn in enumerate(self.eqns):
@@ -90,17 +90,17 @@ def followed(
     wanted: Callable[[Any], bool],
     passed: Callable[..., bool],
 ) -> tuple[list[int], Any]:
-    """Follows a value to the one equation that reads it, through others.
+    """Follows a value through its only readers to a wanted equation.
 
     Args:
         body: The equations.
         value: The value.
-        wanted: Which equation ends the search.
-        passed: Which ones it goes through.
+        wanted: Whether an equation ends the search.
+        passed: Whether the search continues through an equation.
 
     Returns:
-        The positions of those equations, the last one of which is wanted, and what that
-        one reads. Without positions something else reads the value.
+        The positions of those equations, the last of which is wanted, and the value
+        that it reads. No positions if something else reads the value.
     """
     through: list[int] = []
     while True:
@@ -119,7 +119,7 @@ def followed(
 def live(eqns: Sequence[Any], outs: Sequence[Any]) -> tuple[list[Any], set[Any]]:
     """The equations whose results are read, or that have effects, in order.
 
-    And the variables that are read before any of the equations makes them.
+    Also returns the variables that none of the equations makes.
     """
     read = {a for a in outs if not _jax.is_literal(a)}
     kept, variable = [], _jax.Var

@@ -20,20 +20,21 @@ from rewriter import _jax
 from rewriter.program.repeats import Numbered, Run, runs, turns_read
 
 WORTH = 1000
-"""How many equations must be left out."""
+"""The fewest equations that are worth leaving out."""
 BEHIND = 4
-"""How many turns are left in behind those left out: two that are compared, and what
-stands next to them."""
+"""The number of turns kept after those left out: two to compare, and their
+neighbours."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """What is left out of a run.
+    """The turns of a run that are left out.
 
     Attributes:
         run: The run.
-        out: The turns that are left out, in order.
-        like: The turn that they are written like; the one before it is compared.
+        out: Those turns, in order.
+        like: The model that they are written like; it is compared with the turn before
+            it.
     """
 
     run: Run
@@ -42,7 +43,7 @@ class Cut:
 
     @property
     def end(self) -> int:
-        """Position behind the last equation that is left out."""
+        """The position after the last equation that is left out."""
         return self.run.start + self.run.period * self.out.stop
 
 
@@ -52,11 +53,12 @@ class Folded:
 
     Attributes:
         whole: The program.
-        short: Without them, with inputs and results in their place.
+        short: The program without those turns, with inputs and results in their place.
         program: The whole program's variables as numbers.
-        cuts: What is left out.
-        kept: By position in the short program, that in the whole one.
-        results: Which of the whole program's results the short one has, in order.
+        cuts: The turns that are left out.
+        kept: By position in the short program, that
+            in the whole one.
+        results: The results of the whole program that the short one has, in order.
     """
 
     whole: Any
@@ -67,7 +69,7 @@ class Folded:
     results: tuple[int, ...]
 
     def turn(self, position: int) -> tuple[int, int] | None:
-        """(cut, turn) of an equation of the short program, if it is of a run."""
+        """(cut, turn) of an equation of the short program, if it belongs to a run."""
         at = self.kept[position]
         for k, cut in enumerate(self.cuts):
             if cut.run.start <= at < cut.run.end:
@@ -75,7 +77,7 @@ class Folded:
         return None
 
     def times(self, position: int) -> int:
-        """For how many equations of the whole program one of the short one stands."""
+        """How many equations of the whole program one of the short one represents."""
         place = self.turn(position)
         if place is None or place[1] != self.cuts[place[0]].like:
             return 1
@@ -98,7 +100,7 @@ class Folded:
 
 
 def fold(closed_jaxpr: Any) -> Folded | None:
-    """The program without most of its turns; None if it has too few."""
+    """Removes most turns of a program; None if it has too few."""
     if len(closed_jaxpr.eqns) < WORTH:
         return None
     program = Numbered(closed_jaxpr)
@@ -144,7 +146,7 @@ def fold(closed_jaxpr: Any) -> Folded | None:
 
 
 def _cuts(found: Sequence[Run]) -> list[Cut]:
-    """What to leave out of runs, and of those that read them the same turns."""
+    """The turns to leave out of runs, and the same turns of runs that read them."""
     cuts: list[Cut] = []
     by_run: dict[int, Cut] = {}
     for index, run in enumerate(found):
@@ -164,7 +166,7 @@ def _cuts(found: Sequence[Run]) -> list[Cut]:
 def _mirrored(
     run: Run, found: Sequence[Run], cuts: Mapping[int, Cut], read: set[int]
 ) -> Cut | None:
-    """The turns of a run that read turns of another one that are left out."""
+    """The turns of a run that read left-out turns of another run."""
     if len(read) > 1 or not read <= cuts.keys():
         return None
     other = cuts[next(iter(read))]

@@ -23,8 +23,8 @@ from rewriter.program.equal_constants import Constants
 class Node:
     """One distinct equation: primitive, parameters, operand and result values.
 
-    Equal equations elsewhere are its copies, as (scope, position, equation). Two
-    nodes have one signature exactly if their primitives and parameters are equal.
+    Equal equations elsewhere are its copies, as (scope, position, equation). Two nodes
+    have the same signature exactly if their primitives and parameters are equal.
     """
 
     prim: str
@@ -45,13 +45,13 @@ class Scope:
     Attributes:
         kind: ``"top"``, or the primitive of the equation that owns the body.
         parent: The scope around it; None at the top.
-        call: Position of the owning equation among the parent's equations.
-        branch: Which of the equation's bodies this is.
+        call: The position of the owning equation in the parent.
+        branch: The index of this body among the equation's bodies.
         jaxpr: The body.
         env: Variable to value number.
         length: How often the body runs for one run of the parent (scan length;
             1 for a while loop, whose count is unknown).
-        open_out: Whether results may be matched together with equations outside.
+        open_out: Whether a region may cross from the results to equations outside.
     """
 
     kind: str
@@ -73,7 +73,7 @@ class Scope:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Kinds of the loops and remat bodies around, outermost first."""
+        """The kinds of the loops and remat bodies around, outermost first."""
         outer = self.parent.path if self.parent else ()
         return (*outer, self.kind) if self.kind in _SHOWN else outer
 
@@ -93,7 +93,7 @@ _ROUNDING = "reduce_precision"
 
 
 class Graph:
-    """Values and the equations that make them; see the module text."""
+    """Values and the equations that make them; see the module's docstring."""
 
     def __init__(self, closed_jaxpr: Any):
         self.avals: list[Any] = []
@@ -211,7 +211,7 @@ class Graph:
             return signatures.setdefault(object(), -len(signatures) - 1)
 
     def _number_of(self, call: str) -> int:
-        """The signature of a call that is taken as one equation."""
+        """The signature of a call that counts as one equation."""
         return self._signatures.setdefault(call, len(self._signatures))
 
     def _constant(self, const: Any, aval: Any) -> int:
@@ -249,7 +249,7 @@ class Graph:
     def _add_equation(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         name = eqn.primitive.name
         if name == _ROUNDING:
-            if _keeps_precision(eqn):  # what a checkpoint saves: the same value
+            if _keeps_precision(eqn):  # a value that a checkpoint saves: the same value
                 return (ins[0],)
             signature = self._number_of(f"{name} {eqn.params}")
             return self._merged(scope, position, eqn, ins, signature)
@@ -290,7 +290,7 @@ class Graph:
         return self._opaque(scope, position, eqn, ins)
 
     def _scan(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
-        """A loop; what its backward loop reads step by step is what it wrote there."""
+        """A loop. Slices that its backward loop reads are values that it stacked."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
         first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
         steps = []
@@ -312,7 +312,7 @@ class Graph:
         return outs
 
     def _shard_map(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
-        """Parts on each device; what is split alike again has the same parts."""
+        """Parts on each device: a value split the same way again keeps its parts."""
         body = eqn.params["jaxpr"]
         args = self._fresh(body, slice(None))
         into, out_of, around = _jax.parts_of(eqn)
@@ -404,5 +404,5 @@ def _keeps_precision(eqn: Any) -> bool:
 
 
 def variable(scope: Scope, value: int) -> tuple[int, Any] | None:
-    """(position of its definition, variable) carrying a value in a scope, or None."""
+    """The (position, variable) that holds a value in a scope, or None."""
     return scope.first_var.get(value)

@@ -11,7 +11,7 @@ import jax
 from rewriter import _jax
 
 Step = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Sequence[Any]]
-"""Constants, carries and a turn's slices in, carries and what is stacked out."""
+"""A loop body: maps constants, carries and slices to new carries and stacked values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,9 +22,9 @@ class Loop:
         position: Where it is among the body's equations.
         eqn: Its equation.
         body: Its jaxpr, closed or not.
-        n_consts: How many operands every turn reads whole.
-        n_carry: How many go from turn to turn; so many of its results do.
-        length: How many turns there are.
+        n_consts: The number of operands that every turn reads whole.
+        n_carry: The number of carries, among operands and among results.
+        length: The number of turns.
     """
 
     position: int
@@ -36,12 +36,12 @@ class Loop:
 
     @property
     def first(self) -> int:
-        """The place of the first operand that is read turn by turn."""
+        """The index of the first operand that is read turn by turn."""
         return self.n_consts + self.n_carry
 
     @property
     def xs(self) -> list[Any]:
-        """What is read turn by turn, in the body around."""
+        """The operands that are read turn by turn, in the body around."""
         return self.eqn.invars[self.first :]
 
     @property
@@ -51,17 +51,17 @@ class Loop:
 
     @property
     def inputs(self) -> list[Any]:
-        """A turn's variables of constants, carries and slices."""
+        """The body's variables for constants, carries and slices."""
         return getattr(self.body, "jaxpr", self.body).invars
 
     @property
     def outs(self) -> list[Any]:
-        """A turn's carries and what it stacks."""
+        """The body's results: carries, and values to stack."""
         return getattr(self.body, "jaxpr", self.body).outvars
 
 
 def loop_of(position: int, eqn: Any) -> Loop:
-    """Returns a scan's equation, at a position of a body, as a loop."""
+    """Returns the equation of a scan as a `Loop`."""
     return Loop(position, eqn, *_jax.scan_parts(eqn))
 
 
@@ -79,13 +79,13 @@ def traced(
     xs: Sequence[Any],
     step: Step,
 ) -> tuple[list[Any], list[Any]]:
-    """Returns equations of a loop with another body, and the atoms of its results.
+    """Traces a loop with another body; returns its equations and result atoms.
 
     Args:
-        loop: Whose length, direction and place in the user's code it takes.
+        loop: The loop that gives length, direction and the user's line.
         consts: Atoms around the loop, which every turn reads.
-        carry: Those that it starts from.
-        xs: Those that it reads turn by turn.
+        carry: Atoms of the initial carries.
+        xs: Atoms that it reads turn by turn.
         step: Its body.
     """
     counts = len(consts), len(consts) + len(carry)
@@ -117,12 +117,12 @@ def traced(
 def inserted(
     fragment: Any, atoms: Sequence[Any], source: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Returns a fragment's equations with variables of their own, and its results.
+    """Returns a fragment's equations with fresh variables, and its results.
 
     Args:
         fragment: A jaxpr without constants.
-        atoms: What it is given.
-        source: The place in the user's code of all its equations.
+        atoms: The atoms of its inputs.
+        source: The source info for all its equations.
     """
     local = dict(zip(fragment.invars, atoms, strict=True))
     made = []

@@ -22,10 +22,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rewriter import _jax
 
 Axes = tuple[str, ...]
-"""The mesh axes that an array's axis is split over, the outermost first."""
+"""The mesh axes over which one axis of an array is split, outermost first."""
 
 Split = tuple[Axes, ...]
-"""Those of all axes of an array."""
+"""The mesh axes of every axis of an array."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Placement:
 
     Attributes:
         mesh: The devices by named axes; may be abstract.
-        inputs: For each input behind the constants, how it is split; None where
-            that is left to the compiler.
-        outputs: The same for each result; () if nothing is asked for.
+        inputs: How each input after the constants is split; None where the compiler
+            decides.
+        outputs: The same for each result; () if nothing is requested.
     """
 
     mesh: Any
@@ -50,12 +50,12 @@ class Placement:
 
     @property
     def stated(self) -> bool:
-        """Whether the types of all values say where they are."""
+        """Whether the types of all values state their placement."""
         return AxisType.Explicit in self.mesh.axis_types
 
 
 class Unreadable(Exception):
-    """Why nothing is known of an array's placement."""
+    """Says why the placement of an array is unknown."""
 
 
 # -------------------------------------------------------------------- marks
@@ -76,7 +76,7 @@ def _mark_lowering(ctx: Any, x: Any, *, key: str) -> Any:
 
 
 def _mark_batched(args: Any, dims: Any, *, key: str) -> Any:
-    del key  # what is seen of it under vmap is another array
+    del key  # under vmap the mark would see another array
     return args[0], dims[0]
 
 
@@ -91,17 +91,16 @@ batching.primitive_batchers[mark_p] = _mark_batched
 def propagated(program: ClosedJaxpr, placement: Placement) -> dict[str, Split | None]:
     """Returns how every marked value is split, by the key of its mark.
 
-    A value that is split over a part of a mesh axis only, or not in one way
-    wherever it is computed, is None.
+    None stands for a value that is split over only part of a mesh axis, or in different
+    ways at different places.
 
     Args:
         program: The program, marked.
-        placement: Where its inputs are. Constants that are arrays on the mesh
-            are where they are.
+        placement: Where its inputs are. Constants on the mesh keep their placement.
 
     Raises:
-        Unreadable: If the program cannot be lowered, or a constant's placement is
-            not known.
+        Unreadable: If the program cannot be lowered, or the placement of a constant is
+            unknown.
     """
     module = lowered(program, placement).compiler_ir("stablehlo")
     with module.context:
@@ -186,7 +185,7 @@ def _split(op: Any, rank: int) -> Split | None:
 
 
 def split_of(attribute: Any) -> Split | None:
-    """Returns how an array is split by its ``sdy.sharding``; None if by parts of axes.
+    """Reads a split from ``sdy.sharding``; None if it uses parts of mesh axes.
 
     Args:
         attribute: The MLIR attribute.

@@ -19,11 +19,12 @@ import numpy as np
 from rewriter import _jax
 
 LEAST = 8
-"""How many times a stretch must come to be worth looking at."""
+"""The fewest repetitions that are worth examining."""
 SHORTEST = 12
-"""How many equations it must have."""
+"""The fewest equations of one turn."""
 DEEP = 6
-"""How far outside a run it is looked whether what its turns read is made alike."""
+"""How many equations outside a run are compared to see that its turns' inputs are made
+alike."""
 
 
 class Numbered:
@@ -34,10 +35,10 @@ class Numbered:
         inputs: The inputs: number -1 is the first.
         results: The variables with numbers from zero on.
         number: Variable to number.
-        first: Of each equation, the number of its first result.
-        maker: Of each result's number, the position of its equation.
-        constants: How many of the inputs are constants.
-        codes: Of each equation a number, equal where primitives and shapes are.
+        first: For each equation, the number of its first result.
+        maker: For each result, the position of its equation.
+        constants: The number of inputs that are constants.
+        codes: For each equation a number, equal if primitives and shapes are equal.
     """
 
     def __init__(self, jaxpr: Any):
@@ -53,7 +54,7 @@ class Numbered:
         primitives = _codes([eqn.primitive for eqn in self.eqns])
         self.codes = 1 + shapes + primitives * (1 + shapes.max(initial=0))
         for at in [k for k, eqn in enumerate(self.eqns) if eqn.effects]:
-            self.codes[at] = -at  # like no other
+            self.codes[at] = -at  # equal to no other
         self.number = dict(zip(self.results, range(len(self.results)), strict=True))
         self.number.update((v, -1 - k) for k, v in enumerate(self.inputs))
 
@@ -63,28 +64,28 @@ class Numbered:
 
 
 def _codes(things: Sequence[Any]) -> np.ndarray:
-    """A number for each thing from zero on, equal for equal ones."""
+    """Numbers things from zero on; equal things have equal numbers."""
     number = {thing: k for k, thing in enumerate(dict.fromkeys(things))}
     return np.fromiter(map(number.__getitem__, things), np.int64, len(things))
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A stretch of equations that comes several times; each time is a turn.
+    """A stretch of equations that occurs several times; each occurrence is a turn.
 
     Attributes:
         start: Position of the first equation.
         period: Equations of one turn.
-        count: How many turns there are.
+        count: The number of turns.
         first: The number of the first result.
         outs: Results of one turn.
-        reads: By turn, the numbers of what its equations read, in order.
-        reader: Of each column of ``reads``, which equation of a turn it belongs to.
-        own: Columns of ``reads`` that are different things in every turn, and
-            neither made by this one nor by the one before.
+        reads: For each turn, the numbers that its equations read, in order.
+        reader: For each column of ``reads``, the equation of a turn that it belongs to.
+        own: Columns of ``reads`` with a different value in each turn, made neither by
+            this turn nor by the one before.
         shared: Numbers that every turn reads.
-        others: For each such column, the run and the place in its turns that makes
-            what it reads; None for inputs and what is computed from inputs alike.
+        others: For each such column, the run and the position in its turns that make
+            the values; None for inputs and values computed from inputs alike.
     """
 
     start: int
@@ -100,16 +101,16 @@ class Run:
 
     @property
     def end(self) -> int:
-        """Position behind the last equation."""
+        """The position after the last equation."""
         return self.start + self.period * self.count
 
     def turn_of(self, number: int) -> int:
-        """The turn that makes a result; below zero or too large for others."""
+        """The turn that makes a result; out of range for values outside the run."""
         return (number - self.first) // self.outs
 
 
 def runs(program: Numbered) -> list[Run]:
-    """The runs of a program, in order; what they read of each other is checked."""
+    """Finds the runs of a program, in order, with checked references between them."""
     found: list[Run] = []
     for start, period, count in sorted(_stretches(program.codes)):
         run = _run(program, start, period, count)
@@ -128,7 +129,7 @@ def runs(program: Numbered) -> list[Run]:
 
 
 def turns_read(run: Run, other: Run) -> np.ndarray:
-    """By turn and column, which turn of another run a run reads there."""
+    """By turn and column, the turn of another run that a run reads."""
     columns = [c for c, o in zip(run.own, run.others, strict=True) if o is not None]
     return (run.reads[:, columns] - other.first) // other.outs
 
@@ -142,9 +143,9 @@ def _in_step(run: Run, other: Run) -> bool:
 def _brought_into_step(
     program: Numbered, first: Run, second: Run, before: Sequence[Run]
 ) -> tuple[Run, Run] | None:
-    """Two runs with turns that begin elsewhere, so that each reads one of the other.
+    """Shifts the turns of two runs, so that each turn reads one turn of the other.
 
-    Of several ways, the one in which turns hand the fewest values to the next.
+    Prefers the shift with the fewest values passed from turn to turn.
     """
     columns = [
         c for c, o in zip(second.own, second.others, strict=True) if o is not None
@@ -173,13 +174,13 @@ def _brought_into_step(
 
 
 def _handed(run: Run) -> int:
-    """How many values a turn reads of the one before."""
+    """The number of values that a turn reads from the one before."""
     row = run.reads[2]
     return len(set(row[(row - run.first) // run.outs == 1].tolist()))
 
 
 def _rotated(program: Numbered, run: Run, by: int) -> Run:
-    """The run with turns that begin some equations later."""
+    """The run, with turns that begin some equations later."""
     if not by:
         return run
     columns = int((run.reader < by).sum())
@@ -225,7 +226,7 @@ def _largest(codes: np.ndarray) -> tuple[int, int, int] | None:
 
 
 def _run(program: Numbered, start: int, period: int, count: int) -> Run | None:
-    """The part of a stretch whose turns have the middle one's equations, as a run."""
+    """The part of a stretch whose turns equal the middle one, as a run."""
     eqns, middle = program.eqns, count // 2
     good = [True] * count
     columns: list[list[int]] = []
@@ -247,14 +248,14 @@ def _run(program: Numbered, start: int, period: int, count: int) -> Run | None:
 
 
 def _length(good: Sequence[bool]) -> int:
-    """How many are good before one is not."""
+    """The number of good entries before the first bad one."""
     return good.index(False) if False in good else len(good)
 
 
 def _columns(
     number: Mapping[Any, int], turns: Sequence[Any], like: Any, good: list[bool]
 ) -> list[list[int]]:
-    """What one equation of each turn reads, by operand; notes those unlike the one."""
+    """The operands of one equation in all turns; notes turns unlike the middle one."""
     operands = like.invars
     lists = [eqn.invars for eqn in turns]
     if not _all_alike(turns, lists, like):
@@ -280,7 +281,7 @@ def _columns(
 
 
 def _all_alike(turns: Sequence[Any], lists: Sequence[Sequence[Any]], like: Any) -> bool:
-    """Whether all equations have one's parameters and number of operands, for sure."""
+    """Whether all equations surely have the same parameters and number of operands."""
     try:
         same = [eqn.params for eqn in turns].count(like.params)
     except (TypeError, ValueError):  # arrays, of which nobody asks equality
@@ -297,7 +298,7 @@ def _same_literal(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two equations are equal but for the variables they read and make."""
+    """Whether two equations are equal up to their variables."""
     variable = _jax.Var
     if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
         return False
@@ -318,10 +319,10 @@ def same_params(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _wired(program: Numbered, run: Run, before: Sequence[Run]) -> Run | None:
-    """The run with its columns told apart; None if its turns are not wired alike.
+    """The run with its columns classified; None if its turns are not wired alike.
 
-    The first turn and the last one may be wired otherwise: what they stand next to
-    is not a turn.
+    The first and last turns may be wired differently, since they have a neighbour that
+    is no turn.
     """
     middle = run.reads[1:-1]
     steps = np.diff(middle, axis=0)
@@ -331,7 +332,7 @@ def _wired(program: Numbered, run: Run, before: Sequence[Run]) -> Run | None:
     behind = np.arange(1, run.count - 1)[:, None] - turns
     near = ((behind == 0) | (behind == 1)).all(0) & (middle >= run.first).all(0)
     if (moving & ~near).any():
-        return None  # read from two turns before
+        return None  # reads a value of two turns before
     within = run.first + run.outs
     shared = {int(n) for n in middle[0, still]}
     if any(n >= within for n in shared):
@@ -356,7 +357,7 @@ def _wired(program: Numbered, run: Run, before: Sequence[Run]) -> Run | None:
 def _other(
     program: Numbered, numbers: np.ndarray, before: Sequence[Run]
 ) -> tuple[int, int] | bool | None:
-    """What makes the values of a column; False if they are not made alike."""
+    """The origin of a column's values; False if they are not made alike."""
     for k, run in enumerate(before):
         end = run.first + run.outs * run.count
         if (numbers >= run.first).all() and (numbers < end).all():
@@ -366,13 +367,13 @@ def _other(
 
 
 def _alike(program: Numbered, numbers: Sequence[int], depth: int) -> bool:
-    """Whether values are inputs, or made of inputs by equal equations."""
+    """Whether values are inputs, or computed from inputs by equal equations."""
     if all(n == numbers[0] for n in numbers):
         return True
     like = program.variable(numbers[0]).aval
     if any(program.variable(n).aval != like for n in numbers):
         return False
-    if all(n < 0 for n in numbers):  # a constant's numbers may have been looked at
+    if all(n < 0 for n in numbers):  # a constant's numbers may have been used
         return all(-1 - n >= program.constants for n in numbers)
     if depth == 0 or any(n < 0 for n in numbers):
         return False

@@ -46,7 +46,7 @@ def before_after(
     Args:
         before: The program as written.
         after: The program as rewritten.
-        sites: What was recognised; each op and line has one colour on both sides.
+        sites: The recognised ops; each op and line has one colour on both sides.
         index: Draw this site and its neighbours only.
     """
     if before is None or after is None:

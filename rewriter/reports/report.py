@@ -34,7 +34,7 @@ ASCII = str.maketrans({
 
 @dataclass(frozen=True)
 class Report:
-    """What was recognised in one function, what became of it, and why.
+    """The recognised ops of one function, what became of each, and why.
 
     ``print(report)`` is plain text and complete.
 
@@ -43,18 +43,19 @@ class Report:
         versions: The JAX version.
         target: The device kind built for.
         patterns: The patterns in force, in text.
-        sites: Everything recognised, replaced or not.
-        misses: Everything that almost was.
+        sites: All recognised ops, replaced or not.
+        misses: Near misses.
         failures: What went wrong inside the rewriter, if anything.
         numerics: The numerics policy in force.
         seconds: Stage name to seconds; ``"trace"`` is JAX's own tracing.
         before: The program as written.
         after: The program as rewritten.
-        key: Under which the whole program is measured; None if nothing was replaced.
+        key: The key under which the whole program is measured; None if nothing was
+            replaced.
         placement: Where its inputs are, if it runs on several devices.
-        stacks: What loops stack for their gradients, where that is less than before.
-        kept: What checkpoints are given, and do not compute again.
-        offered: What more `checkpoint_memory` could give them.
+        stacks: Stacked bytes of loops, where they became fewer.
+        kept: Values saved for checkpoints, which they do not compute again.
+        offered: Further values that a larger `checkpoint_memory` would save.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -83,8 +84,7 @@ class Report:
     def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
 
-        A site made of several, such as a gated linear unit of ragged dots, counts as
-        those.
+        A composite, such as a gated linear unit of ragged dots, counts as its parts.
 
         Args:
             repeats: Count a scan's body as often as it runs, else once.
@@ -124,8 +124,8 @@ class Report:
         """Compiles the program as written and as rewritten; returns their collectives.
 
         Returns:
-            For each, by kind, how many and how many bytes they give; nothing for a
-            program on one device.
+            For each program, by kind, the number of collectives and the bytes of their
+            results; empty for a program on one device.
 
         Raises:
             RewriterError: If the devices of an abstract mesh are not here.
@@ -312,7 +312,7 @@ def _kernel(site: Site) -> str:
     why = dict(site.not_chosen)
     reason = next(iter(why.values()), "as fast") if len(set(why.values())) < 2 else ""
     if reason and len(why) == 1 and site.origin == "estimated":
-        reason = f"{next(iter(why))} is {reason}"  # or the time would seem XLA's
+        reason = f"{next(iter(why))} is {reason}"  # otherwise the time would seem XLA's
     return f"xla: {reason}" if reason else "xla: kept"
 
 
@@ -367,11 +367,11 @@ QUIET = (
     "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
     "of_squares",
 )  # fmt: skip
-"""Parameters that are true of most sites, or seen in shapes."""
+"""Parameters that most sites share, or that shapes show."""
 
 
 def _telling(params: Mapping[str, object]) -> Iterator[str]:
-    """The parameters worth a word."""
+    """The parameters worth showing."""
     for key, value in dict(params).items():
         if key in QUIET or value in (None, "", (None, None), False):
             continue

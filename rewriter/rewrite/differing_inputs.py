@@ -19,25 +19,25 @@ from rewriter.rewrite.replacements import Pair
 log = logging.getLogger("rewriter.reached")
 
 SHOWN = 3
-"""Entries that are named."""
+"""The most entries to name."""
 
 
-def reached(
+def inputs_of_one_side(
     pair: Pair, entry: int | None, inputs: Sequence[Any], names: Sequence[str]
 ) -> str:
-    """Returns which rows of the arguments one entry reads on one side only, in words.
+    """Returns in words the argument rows that one entry reads on one side only.
 
     Args:
         pair: The site.
-        entry: A position in its flattened result; None if there is none.
+        entry: A position in its flattened result, or None.
         inputs: The program's arguments.
-        names: What they are called.
+        names: The names of the arguments.
     """
     if entry is None:
         return ""
     try:
         return _reached(pair, entry, inputs, names)
-    except Exception as error:  # what cannot be differentiated
+    except Exception as error:  # some equation cannot be differentiated
         log.debug("what it reads is not known", exc_info=error)
         return ""
 
@@ -86,7 +86,7 @@ def _text(name: str, rows: np.ndarray, how: str) -> str:
 
 
 def _rows(x: Any) -> np.ndarray:
-    """Which rows along the last axis are not zero."""
+    """Indices of the rows along the last axis that are not zero."""
     return np.asarray(x.astype(jnp.float32) != 0).any(axis=-1) if x.ndim else x != 0
 
 

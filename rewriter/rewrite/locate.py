@@ -37,13 +37,13 @@ PARTLY = "some axes of the mesh are manual around it, others are not"
 def located(
     regions: Regions, matches: Sequence[Match], placement: Placement | str | None
 ) -> tuple[Shards | str | None, ...]:
-    """Returns for each match how it is spread over the mesh, or why it is left to XLA.
+    """Returns for each match how it is split over the mesh, or why it is left to XLA.
 
-    ``None`` for a match that one device computes entirely.
+    It is ``None`` for a match that one device computes entirely.
 
-    Types say it where the mesh's axes are explicit. Else the program is written once
-    with each op's reference in place of the site, its operands marked, and XLA's
-    propagation is asked where those are.
+    Where the mesh's axes are explicit, types state the split. Otherwise the program is
+    written with each op's reference in place of the site, and with marked operands.
+    XLA's propagation then finds how those are split.
 
     Args:
         regions: The walks over the program's graph.
@@ -76,7 +76,7 @@ def located(
 def _propagated(
     regions: Regions, matches: Mapping[int, Match], placement: Placement
 ) -> dict[int, Shards | str]:
-    """How matches are spread, as XLA's propagation says of a program with marks."""
+    """How matches are split, by XLA's propagation on a program with marks."""
     shapes: dict[int, dict[str, tuple[int, ...]]] = {}
     splices = []
     for index, m in matches.items():
@@ -105,7 +105,7 @@ def _propagated(
 
 
 def _manual(scope: Scope | None) -> str:
-    """Whether a body sees one device's part already, by a shard_map around it."""
+    """Whether a body already sees one device's part, inside a shard_map."""
     manual: set[str] = set()
     sizes: dict[str, int] = {}
     while scope is not None:
@@ -122,7 +122,7 @@ def _manual(scope: Scope | None) -> str:
 def _observed(
     match: Match, index: int, seen: dict[str, tuple[int, ...]]
 ) -> Callable[..., jax.Array]:
-    """The op's reference, whose operands and result are marked."""
+    """The op's reference, with marked operands and result."""
     names = set(match.op.operands)
 
     def call(**given: Any) -> jax.Array:
@@ -136,7 +136,7 @@ def _observed(
 
 
 def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | str:
-    """How a match is spread where types state it: as those of its operands say."""
+    """How a match is split where the types of its operands state it."""
     graph, reading = regions.graph, match.reading
     here, names = dict(match.leaves), leaves_of(reading)
     placed = {

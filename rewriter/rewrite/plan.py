@@ -8,33 +8,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Site:
-    """One recognised op in the program, and what became of it.
+    """One recognised op in the program, and the decision about it.
 
     Attributes:
         index: Its number in the report and in the picture.
-        op: The op's name, such as ``"attention"``; for a special form of an op, that
+        op: The op's name, such as ``"attention"``; for a special form, the general
             op's.
         where: The user's line, such as ``"model.py:88 (Attention.__call__)"``.
         repeats: How often it runs: surrounding scan lengths multiplied.
-        scope: What surrounds it: ``""``, ``"scan"``, ``"scan/remat"``.
+        scope: The bodies around it: ``""``, ``"scan"``, ``"scan/remat"``.
         shapes: Its operands in text: ``"q f32[2,64,4,32] ..."``.
         params: The parameters read off the program.
-        kernel: What computes it, both passes; ``"xla"`` means left as written.
+        kernel: The kernel of both passes; ``"xla"`` means left as written.
         origin: Where the choice comes from: ``"forced"``, ``"tuned"``, ``"cached"``,
             ``"shipped"``, ``"nearest"``, ``"estimated"`` or ``"heuristic"``.
         replaced: Whether the program changed.
         not_chosen: ``(kernel, reason)`` for every other kernel.
-        numerics: What differs in rounding, one sentence each.
+        numerics: Differences in rounding, one sentence each.
         saved_bytes: Bytes no longer stored, where known.
         backward: Whether its gradient was found in the same program.
         config: The kernels' configs in words, where they were measured.
         again: Where a checkpoint runs its forward again for the gradients, such as
             ``"scan/remat"``; empty if it runs once.
-        sharding: How it is spread over devices, such as ``"b over data"``; empty on
-            one device, and where it cannot be.
-        parts: The names of the ops as which it counts, if it is made of others.
-        form: The special form of the op that it is, such as ``"paged_attention"``;
-            empty if it is the op itself.
+        sharding: How it is split over devices, such as ``"b over data"``; empty on one
+            device, and where it cannot be split.
+        parts: The names of its parts' ops, if it is a composite.
+        form: Its special form, such as ``"paged_attention"``; empty for the op itself.
     """
 
     index: int

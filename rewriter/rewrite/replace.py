@@ -51,15 +51,16 @@ class Rewritten:
 
     Attributes:
         closed_jaxpr: The new program; same inputs and outputs as before.
-        sites: Everything recognised, replaced or not.
-        misses: Everything that almost was.
+        sites: All recognised ops, replaced or not.
+        misses: Near misses.
         failures: What went wrong inside the rewriter, if anything.
         seconds: Stage name to seconds.
-        key: Under which the whole program is measured; None if nothing was replaced.
-        stacks: What loops stack for their gradients, where that is less than before.
-        kept: What checkpoints are given, and do not compute again.
-        offered: What more they could be given.
-        pairs: Each kind of site as written and replaced, where they are compared.
+        key: The key under which the whole program is measured; None if nothing was
+            replaced.
+        stacks: Stacked bytes of loops, where `recompute` made them fewer.
+        kept: Values saved for checkpoints, which they do not compute again.
+        offered: Further values that could be saved for them.
+        pairs: Each kind of site as written and replaced, if the two are compared.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -102,10 +103,10 @@ class Origins:
     """Where the equations of a program with splices come from.
 
     Attributes:
-        position: By the id of an equation, the position of the one it stands for or
-            behind in the program before.
-        label: By the id of an equation of a splice, the splice's label.
-        instead: What is read in place of variables of the program before.
+        position: By the id of an equation, the position of its original in the program
+            before. For a new equation, the position of the one before it.
+        label: The label of a splice, by the id of its equations.
+        instead: Replacements of variables of the program before.
     """
 
     position: Mapping[int, int]
@@ -116,7 +117,7 @@ class Origins:
 def replace(
     regions: Regions, splices: Sequence[Splice]
 ) -> tuple[ClosedJaxpr, Origins | None]:
-    """Returns the program with the splices made, and where its equations come from.
+    """Returns the program with the splices made, and the origins of its equations.
 
     That is not known if splices hand residuals from body to body.
 
@@ -138,11 +139,11 @@ def replace(
 
 
 class _Frame:
-    """Equations of one new body, and what its variables became."""
+    """Equations of one new body, and replacements of its variables."""
 
     def __init__(self) -> None:
         self.eqns: list[Any] = []
-        self.ends: list[int] = []  # how many there are behind each one of the body
+        self.ends: list[int] = []  # how many follow each result of the body
         self.labels: dict[int, str] = {}
 
 
@@ -181,7 +182,7 @@ class _Work:
                 self._plan_backward(splice, splice.backward)
 
     def _plan_backward(self, splice: Splice, backward: Backward) -> None:
-        """Decides where gradients are computed: where the program has the first."""
+        """Decides where gradients are computed: at the program's first one."""
         first, _ = home_of(splice.scope)
         home = first
         if not lies_at(backward, self.graph, first):
@@ -209,9 +210,9 @@ class _Work:
     def _plan_carried(
         self, splice: Splice, first: Scope, bodies: tuple[Scope, ...]
     ) -> None:
-        """Residuals are handed from body to body; a loop stacks them for its own.
+        """Passes residuals from body to body: a loop stacks them for its backward loop.
 
-        So does a shard_map for another one, along the first axis.
+        A shard_map stacks them for another one, along the first axis.
         """
         self._inlined_to(first, splice.scope)
         for body in bodies:
@@ -220,7 +221,7 @@ class _Work:
         for body in left_by(first, bodies):
             self.saved_in.setdefault(id(body), []).append(splice)
             self._inlined_to(home_of(body.parent)[0], body.parent)
-        for k, body in enumerate(bodies):  # out of how many bodies they are there
+        for k, body in enumerate(bodies):  # the number of bodies that they have left
             left = sum(inner.kind != "remat" for inner in bodies[k + 1 :])
             self.level[id(body), id(splice)] = left
 
@@ -290,7 +291,7 @@ class _Work:
                 done[splice.match.value] = self._splice(splice, eqn, frame)
             if position in gradients:
                 self._backward(gradients[position], eqn, frame)
-            if done:  # readers of a replaced value, and of its copies, get the new one
+            if done:  # readers of a replaced value, and of its copies, read the new one
                 for var in eqn.outvars:
                     if var.__class__ is variable and numbers[var] in done:
                         env[var] = done[numbers[var]]
@@ -319,7 +320,7 @@ class _Work:
         frame.eqns.append(new)
 
     def _loop(self, child, eqn, frame, env, read) -> None:
-        """Appends a loop that stacks residuals, or reads those of another one."""
+        """Appends a loop that stacks residuals, or reads those of another loop."""
         body, loop = jaxpr_as_fun(self.body(child)), loop_of(0, eqn)
         atoms = self._with_residuals(child, map(read, eqn.invars))
         start, first = loop.n_consts, loop.first
@@ -334,7 +335,7 @@ class _Work:
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
     def _on_devices(self, child, eqn, frame, env, read) -> None:
-        """Appends a shard_map that gives residuals, or is given those of another."""
+        """Appends a shard_map that returns residuals, or reads those of another."""
         atoms = self._with_residuals(child, map(read, eqn.invars))
         body = self.body(child)
         given, made = (
@@ -350,7 +351,7 @@ class _Work:
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
     def _checkpoint(self, child, eqn, frame, env, read) -> None:
-        """Appends a checkpoint's recomputation that is given residuals."""
+        """Appends a checkpoint's recomputation that reads residuals."""
         atoms = self._with_residuals(child, map(read, eqn.invars))
         outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -358,26 +359,26 @@ class _Work:
         frame.eqns.append(eqn.replace(invars=atoms, outvars=outs, params=params))
 
     def _with_residuals(self, child: Scope, atoms: Iterable[Any]) -> list[Any]:
-        """What a body reads, and behind it the residuals that are handed to it."""
+        """The operands of a body, followed by the residuals passed to it."""
         outer, _ = home_of(child.parent)
         those = self.read_in.get(id(child), ())
         return [*atoms, *(a for s in those for a in self._residuals_in(outer, s))]
 
     def _residuals_in(self, body: Scope, splice: Splice) -> list[Any]:
-        """What carries a forward's residuals in a body."""
+        """The atoms of a forward's residuals in a body."""
         given = self.carried.get((id(body), id(splice)))
-        if given is None:  # what a body in it gives, which they have left
+        if given is None:  # the results of an inner body, which they have left
             given = self.stacked.get(id(splice))
         return self.residuals[id(splice)][0] if given is None else given
 
     def _avals_in(self, body: Scope, splice: Splice) -> list[Any]:
-        """Of what types residuals are that are handed to a body."""
+        """The types of the residuals passed to a body."""
         left = self.handed.get(id(splice), [])
         level = self.level[id(body), id(splice)]
         return left[level] if level < len(left) else self._types_behind(splice)
 
     def _types_behind(self, splice: Splice) -> list[Any]:
-        """Of what types residuals are behind all bodies that they leave."""
+        """The types of residuals outside all bodies that they leave."""
         given = self.stacked.get(id(splice)) or self.residuals[id(splice)][0]
         return [a.aval for a in given]
 
@@ -415,7 +416,7 @@ class _Work:
         return out
 
     def _backward(self, splices: list[Any], eqn: Any, frame: _Frame) -> None:
-        """Appends gradients, and says what they become in the bodies they are in."""
+        """Appends gradients, and notes their replacements in the bodies around."""
         for splice, where in splices:
             for value, atom in self._gradients(splice, eqn, frame).items():
                 self.results.setdefault(id(where[value]), {})[value] = atom
@@ -460,7 +461,7 @@ class _Work:
         return dict(zip(results, atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
-        """What carries a cotangent where gradients are computed."""
+        """The atom of a cotangent where gradients are computed."""
         home = self.gradients_home[id(splice)]
         _, scope, var = self.regions.place(home).defined[value]
         return self.envs[id(scope)].get(var, var)
@@ -475,11 +476,11 @@ class _Work:
         return results
 
     def _read_for(self, splice: Splice, leaf: int) -> Instead:
-        """What a splice reads of a leaf."""
+        """The atom that a splice reads for a leaf."""
         return self.instead[id(splice)].get(leaf, Instead(leaf))
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
-        """What carries a value at a splice: a variable there or in an inlined call."""
+        """The atom of a value at a splice: a variable there or in an inlined call."""
         value = self._read_for(splice, value).value
         home = splice.scope
         found = home.first_var.get(value)
@@ -490,7 +491,7 @@ class _Work:
         return self.envs[id(home)].get(var, var)
 
     def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...], Any]:
-        """The traced code of a replacement, and the reading's leaves it takes.
+        """The traced code of a replacement, and the leaves that it takes.
 
         With gradients, its results are followed by residuals; the last item is the
         structure in which `jax.vjp` keeps those.
@@ -536,7 +537,7 @@ class _Work:
 
 
 def _saved(function: Any) -> tuple[list[jax.Array], Any]:
-    """What a function keeps, with one axis at least, as it may be stacked; and how."""
+    """A function's arrays, with at least one axis for stacking, and their structure."""
     kept, tree = jax.tree.flatten(function)
     numbers = tuple(jnp.ndim(x) == 0 for x in kept)
     arrays = [x.reshape(1) if n else x for x, n in zip(kept, numbers, strict=True)]
@@ -544,14 +545,14 @@ def _saved(function: Any) -> tuple[list[jax.Array], Any]:
 
 
 def _unsaved(saved: Any, arrays: Sequence[jax.Array]) -> Any:
-    """The function that kept some arrays."""
+    """Restores a function from its saved arrays."""
     tree, numbers = saved
     kept = [x.reshape(()) if n else x for x, n in zip(arrays, numbers, strict=True)]
     return jax.tree.unflatten(tree, kept)
 
 
 def _typed_as(x: jax.Array, aval: Any) -> jax.Array:
-    """The array with the stated sharding and the weak type of another."""
+    """The array with the sharding and weak type of an aval."""
     x = _jax.placed_as(x, aval)
     return _jax.weakly_typed(x) if aval.weak_type else x
 

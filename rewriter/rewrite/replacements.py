@@ -21,10 +21,10 @@ from rewriter.program.graph import Graph, Scope
 from rewriter.rewrite.splice import Splice
 
 LARGEST = 4000
-"""Equations that lead to a site at most."""
+"""The most equations that may lead to a compared site."""
 
 Step = tuple[Any, tuple[int, ...], tuple[int, ...]]
-"""An equation, or a function of arrays to arrays; values that go in and come out."""
+"""An equation or a function of arrays, its input values and its output values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,9 +34,9 @@ class Pair:
     Attributes:
         op: The op's name.
         where: The user's line.
-        written: The equations as written; None if they cannot be had on their own.
-        replaced: The same up to the site's operands, and the replacement.
-        why: Why they cannot be had.
+        written: The equations as written; None if they cannot run on their own.
+        replaced: The same equations up to the site's operands, then the replacement.
+        why: Why they cannot run on their own.
     """
 
     op: str
@@ -47,21 +47,21 @@ class Pair:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from other sites: its op and the user's line."""
+        """Its identity among sites: the op and the user's line."""
         return self.op, self.where
 
 
 class _NotAlone(Exception):
-    """Why what leads to a site cannot be had on its own."""
+    """Says why the equations before a site cannot run on their own."""
 
 
 def pairs_of(graph: Graph, splices: Sequence[Splice], inputs: int) -> tuple[Pair, ...]:
     """Returns one pair for each kind of site: an op and its shapes on a line.
 
     Args:
-        graph: The program; it may be released afterwards.
+        graph: The program; the pairs do not keep it alive.
         splices: Its replacements.
-        inputs: How many of its inputs there are arguments for.
+        inputs: The number of its inputs that are arguments.
     """
     found: dict[Any, Pair] = {}
     around = _Around(graph, inputs)
@@ -93,7 +93,7 @@ def _pair(around: _Around, splice: Splice) -> Pair:
 
 
 class _Around:
-    """What values are made from, across the bodies that they are in."""
+    """Traces values back to the program's inputs, across bodies."""
 
     def __init__(self, graph: Graph, inputs: int) -> None:
         self.graph = graph
@@ -108,7 +108,7 @@ class _Around:
                 scopes += children
 
     def _note(self, scope: Scope) -> None:
-        """Notes a body's constants, and what its inputs are in the first turn."""
+        """Notes a body's constants, and the values of its inputs in the first turn."""
         body = scope.jaxpr
         for var, const in zip(body.constvars, _jax.consts_of(body), strict=True):
             self.consts.setdefault(scope.env[var], const)
@@ -134,7 +134,7 @@ class _Around:
         """Returns a function of the program's inputs to some values.
 
         Raises:
-            _NotAlone: If something in front of them cannot be had.
+            _NotAlone: If an equation before them cannot run on its own.
         """
         steps, consts = self._steps(values)
         inputs = tuple(self.inputs)
@@ -185,7 +185,7 @@ class _Around:
 
 
 def _applied(what: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """What an equation, or a function, makes of some values."""
+    """Applies an equation, or a function, to some values."""
     if not hasattr(what, "primitive"):
         return what(*values)
     avals = [a.aval for a in what.invars]

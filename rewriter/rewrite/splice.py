@@ -18,13 +18,13 @@ class Splice:
     """One replacement at one place.
 
     Attributes:
-        match: What is replaced.
+        match: The replaced region.
         scope: The body that holds the equation of the result.
         position: That equation.
         call: ``call(**operands, **params)`` gives the op's result.
         label: The site's name in profiles.
         key: Splices with equal keys have equal code.
-        backward: Gradients that are replaced with it, in the same body.
+        backward: Gradients that are replaced together with it, in the same body.
     """
 
     match: Match

@@ -14,9 +14,9 @@ from rewriter.program.repeats import Run, same_params, turns_read
 from rewriter.rewrite.replace import Origins
 
 Labels = Mapping[tuple[int, int], Sequence[str]]
-"""By cut and turn, the labels of its sites in order."""
+"""The labels of a turn's sites in order, by cut and turn."""
 Read = Callable[[int], Any]
-"""From a turn to what an equation reads there."""
+"""Maps a turn to the operand that an equation reads there."""
 
 
 class Unlike(Exception):
@@ -28,27 +28,27 @@ def unfold(folded: Folded, short: Any, origins: Origins, labels: Labels) -> Any:
 
     Args:
         folded: The program with turns left out.
-        short: What it was rewritten to.
-        origins: Where its equations come from.
-        labels: Labels of the sites of all turns.
+        short: The rewritten short program.
+        origins: The origins of its equations.
+        labels: The labels of the sites in all turns.
 
     Raises:
-        Unlike: If the missing turns cannot be written like those left in.
+        Unlike: If the missing turns cannot be written like those that were left in.
     """
     return _Unfolding(folded, short, origins, labels).program()
 
 
 @dataclass(frozen=True, eq=False)
 class _Turns:
-    """The turns of one run, as they are written.
+    """The turns of one run, and the model that they are written like.
 
     Attributes:
-        index: Which of the cuts it is.
+        index: The index of its cut.
         run: The run.
         like: The turn that is the model.
-        start: Where the turns begin that are left out.
-        own: Number to column of what the model reads of its own.
-        others: Other runs that it reads, and by turn, which of theirs.
+        start: The first turn that was left out.
+        own: Values that only the model reads: number to column of the run.
+        others: Other runs that it reads, and which of their turns, by its own turn.
     """
 
     index: int
@@ -61,15 +61,15 @@ class _Turns:
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """One equation of the model, and how others are written like it.
+    """One equation of the model, and how other turns' equations are made from it.
 
     Attributes:
         eqn: The equation.
-        reads: How its operands are found in another turn.
+        reads: How to find its operands in another turn.
         at: Its position in the whole program.
-        numbers: Those of its results that the whole program has.
+        numbers: The numbers of its results that the whole program has.
         label: The label of the splice it belongs to, if any.
-        unchanged: Whether the other turns have it as the whole program has it.
+        unchanged: Whether the other turns keep it as the whole program has it.
     """
 
     eqn: Any
@@ -82,13 +82,13 @@ class _Plan:
 
 @dataclass(eq=False)
 class _Stretch:
-    """Equations that follow each other in the whole program, all unchanged or not.
+    """Consecutive equations of the whole program, either all unchanged or all changed.
 
     Attributes:
-        unchanged: Whether the other turns have them as the whole program has them.
-        plans: How they are written.
-        start: Position of the first.
-        stop: Position behind the last.
+        unchanged: Whether the other turns keep them as the whole program has them.
+        plans: How to write each of them.
+        start: The position of the first.
+        stop: The position after the last.
     """
 
     unchanged: bool
@@ -110,10 +110,10 @@ def _stretches(plans: Sequence[_Plan]) -> list[_Stretch]:
 
 
 class _Unfolding:
-    """What is known of the rewritten program's variables, and the turns written.
+    """Writes the missing turns of a rewritten program.
 
-    What a turn makes is what the whole program has there, under the number that is as
-    many turns away; `made` holds what the whole program has not.
+    A result of a turn usually exists in the whole program, under a number shifted by as
+    many turns. `made` holds the results that exist only in the rewritten program.
     """
 
     def __init__(self, folded: Folded, short: Any, origins: Origins, labels: Labels):
@@ -127,7 +127,7 @@ class _Unfolding:
             if label
         }
         self.instead = origins.instead
-        self.position: dict[Any, int] = {}  # of what makes a variable, in the whole
+        self.position: dict[Any, int] = {}  # of makers, in the whole
         self.turns: dict[tuple[int, int], list[Any]] = {}
         self.place: dict[Any, tuple[int, int]] = {}
         for eqn in short.eqns:
@@ -148,8 +148,8 @@ class _Unfolding:
         self.like: dict[Any, Any] = {}  # a compared turn's variable to the model's
         self.made: dict[int, dict[int, dict[Any, Any]]] = {}  # by cut and turn
         self.sources: dict[tuple[int, str], Any] = {}  # by position and model's label
-        self.read: set[Any] = set()  # by turns that are written, of what is left in
-        self.handed: set[Any] = set()  # by them, to what is left in
+        self.read: set[Any] = set()  # by written turns, of variables that are left in
+        self.handed: set[Any] = set()  # by those, to variables that are left in
 
     def program(self) -> Any:
         """The whole program."""
@@ -177,7 +177,7 @@ class _Unfolding:
         eqns, read = live(left, [*outs, *self.read])
         known = folded.whole.constvars, folded.whole.invars, self.handed
         if read.difference(*known):
-            raise Unlike("a variable is read that nothing makes")
+            raise Unlike("a variable is read that no equation makes")
         starts = [start_of[id(e)] for e in eqns]
         for start, turns in reversed(written):
             at = bisect.bisect_left(starts, start)
@@ -186,7 +186,7 @@ class _Unfolding:
 
     # ------------------------------------------------------------- one run
     def _turns(self, index: int, cut: Cut) -> list[Any]:
-        """The equations of the turns that are left out of a run."""
+        """The equations of a run's turns that were left out."""
         model = self.turns.get((index, cut.like), [])
         before = self.turns.get((index, cut.like - 1), [])
         _check_alike(before, model)
@@ -197,7 +197,7 @@ class _Unfolding:
         here = _Turns(
             index, cut.run, cut.like,
             cut.run.start + cut.out.start * cut.run.period,
-            self.told_apart(index, cut.like, cut.like - 1),
+            self.own_columns(index, cut.like, cut.like - 1),
             tuple((k, self._turns_read(cut, k)) for k in sorted(read)),
         )  # fmt: skip
         self.made[index] = {}
@@ -217,7 +217,7 @@ class _Unfolding:
         return eqns
 
     def _written(self, here: _Turns, turn: int, plan: _Plan) -> Any:
-        """An equation of the model as another turn has it."""
+        """An equation of the model, written for another turn."""
         by = turn - here.like
         shift, at = by * here.run.outs, plan.at + by * here.run.period
         results, made = self.whole.results, self.made[here.index][turn]
@@ -236,7 +236,7 @@ class _Unfolding:
         return plan.eqn.replace(invars=ins, outvars=outs, source_info=source)
 
     def _made(self, index: int, var: Any) -> Read:
-        """What carries a variable of a run's model in a turn that is written."""
+        """The atom in a written turn for a variable of the run's model."""
         made, number = self.made[index], self.whole.number.get(var)
         if number is None:
             return lambda turn: made[turn][var]
@@ -246,7 +246,7 @@ class _Unfolding:
         return lambda turn: results[first + turn * outs]
 
     def _plan(self, here: _Turns, before: Any, eqn: Any) -> _Plan:
-        """How an equation of the model is written in other turns."""
+        """How to write an equation of the model in other turns."""
         pairs = list(zip(before.invars, eqn.invars, strict=True))
         reads = tuple(self._read(here, u, v) for u, v in pairs)
         at = self.folded.kept[self.origins.position[id(eqn)]]
@@ -260,7 +260,7 @@ class _Unfolding:
         )  # fmt: skip
 
     def _stays(self, here: _Turns, v: Any) -> bool:
-        """Whether all turns but the first read what the program has there."""
+        """Whether all turns but the first read the program's own value there."""
         if _jax.is_literal(v):
             return True
         number = self.whole.number.get(v)
@@ -273,30 +273,30 @@ class _Unfolding:
         return column is None or bool((here.run.reads[:, column] < 0).all())
 
     def _turns_read(self, cut: Cut, index: int) -> list[int]:
-        """By turn of a run, the turn of another one that it reads."""
+        """The turn of another run that each turn of a run reads."""
         return turns_read(cut.run, self.folded.cuts[index].run)[:, 0].tolist()
 
-    def told_apart(self, index: int, turn: int, before: int) -> dict[int, int]:
-        """Number to column of what a turn of a run reads of its own.
+    def own_columns(self, index: int, turn: int, before: int) -> dict[int, int]:
+        """Values that only one turn of a run reads: number to column.
 
         Raises:
-            Unlike: If other turns read other things where this one reads one.
+            Unlike: If this turn reads one value where other turns read different ones.
         """
         cut, found = self.folded.cuts[index], {}
         run = cut.run
         for column in run.own:
             number = int(run.reads[turn, column])
             if number == run.reads[before, column] or number in run.shared:
-                raise Unlike("what the turns read of their own is not told apart")
+                raise Unlike("values that only one turn reads cannot be distinguished")
             known = found.setdefault(number, column)
             if known != column:
                 rows = slice(cut.out.start, cut.out.stop)
                 if (run.reads[rows, known] != run.reads[rows, column]).any():
-                    raise Unlike("a turn reads one thing where others read two")
+                    raise Unlike("a turn reads one value where others read two")
         return found
 
     def _read(self, here: _Turns, u: Any, v: Any) -> Read:
-        """How one operand is found: `v` of the model, `u` of the turn before it."""
+        """How to find one operand: `v` in the model, `u` in the turn before it."""
         ways = (
             self._literal, self._inside, self._carried, self._its_own,
             self._input_of_other, self._result_of_other, self._shared,
@@ -305,7 +305,7 @@ class _Unfolding:
             read = way(here, u, v)
             if read is not None:
                 return read
-        raise Unlike("an operand is found in no way that turns share")
+        raise Unlike("an operand has no source that all turns share")
 
     def _literal(self, here: _Turns, u: Any, v: Any) -> Read | None:
         if not (_jax.is_literal(u) and _jax.is_literal(v) and _jax.same_literal(u, v)):
@@ -313,13 +313,13 @@ class _Unfolding:
         return lambda turn: v
 
     def _inside(self, here: _Turns, u: Any, v: Any) -> Read | None:
-        """What the same turn makes."""
+        """A result of the same turn."""
         if self.place.get(v) != (here.index, here.like) or self.like.get(u) is not v:
             return None
         return self._made(here.index, v)
 
     def _carried(self, here: _Turns, u: Any, v: Any) -> Read | None:
-        """What the turn before makes."""
+        """A result of the turn before."""
         if self.place.get(v) != (here.index, here.like - 1):
             return None
         number, first, outs = self._number(v), self._number(u), here.run.outs
@@ -335,7 +335,7 @@ class _Unfolding:
         return read
 
     def _its_own(self, here: _Turns, u: Any, v: Any) -> Read | None:
-        """What every turn reads of its own."""
+        """A value that every turn reads for itself alone."""
         column = here.own.get(self._number(v))
         reads = here.run.reads
         if column is None or self._number(u) != reads[here.like - 1, column]:
@@ -343,19 +343,19 @@ class _Unfolding:
         return lambda turn: self._now(int(reads[turn, column]))
 
     def _input_of_other(self, here: _Turns, u: Any, v: Any) -> Read | None:
-        """What a turn of another run reads of its own, such as the layer's weights."""
+        """A value that a turn of another run reads, such as the layer's weights."""
         number, first = self._number(v), self._number(u)
         for index, of in here.others:
             reads = self.folded.cuts[index].run.reads
             at, before = of[here.like], of[here.like - 1]
             for column in self.folded.cuts[index].run.own:
                 if reads[at, column] == number and reads[before, column] == first:
-                    column = self.told_apart(index, at, before)[number]
+                    column = self.own_columns(index, at, before)[number]
                     return lambda turn: self._now(int(reads[of[turn], column]))
         return None
 
     def _result_of_other(self, here: _Turns, u: Any, v: Any) -> Read | None:
-        """What a turn of another run makes."""
+        """A result of a turn of another run."""
         model = self.like.get(v)
         if model is None or self.like.get(u) is not model:
             return None
@@ -368,7 +368,7 @@ class _Unfolding:
         return None
 
     def _shared(self, here: _Turns, u: Any, v: Any) -> Read | None:
-        """What is made before the turns that are left out."""
+        """A value computed before the turns that were left out."""
         made = self.position.get(v, -1)
         if u is not v or v in self.given or made >= here.start:
             return None
@@ -377,12 +377,12 @@ class _Unfolding:
 
     # ------------------------------------------------------------- variables
     def _number(self, var: Any) -> int | None:
-        """The number of a variable, or of what it is read in place of."""
+        """The number of a variable, or of the variable that it replaces."""
         number = self.whole.number.get(var)
         return self.origin.get(var) if number is None else number
 
     def _now(self, number: int) -> Any:
-        """What carries a value of the whole program now."""
+        """The atom that now holds a value of the whole program."""
         var = self.whole.variable(number)
         if number < 0:
             return var
@@ -398,7 +398,7 @@ class _Unfolding:
                     atom = self._made(index, atom)(_known(self.made[index], turn))
                     self.handed.add(atom)
                     return atom
-                raise Unlike("a value is not made any more")
+                raise Unlike("a value is no longer computed")
         atom = self.instead.get(var, var)
         if not _jax.is_literal(atom):
             self.read.add(atom)
@@ -406,7 +406,7 @@ class _Unfolding:
 
     # ------------------------------------------------------------- equations
     def _source(self, here: _Turns, plan: _Plan, turn: int, at: int) -> Any:
-        """The source of an equation, under the label of its site in that turn."""
+        """The source info of an equation, under the label of its site in that turn."""
         key = at, plan.label
         found = self.sources.get(key)
         if found is None:
@@ -416,7 +416,7 @@ class _Unfolding:
         return found
 
     def _label(self, here: _Turns, plan: _Plan, turn: int) -> str:
-        """The label of the site of a turn that is like one of the model's sites."""
+        """The label of a turn's site that corresponds to a site of the model."""
         index, at, nth = self.label_at[plan.label]
         of = dict(here.others).get(index, range(here.run.count))
         return self.labels[index, at + of[turn] - of[here.like]][nth]

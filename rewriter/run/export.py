@@ -40,7 +40,7 @@ from rewriter.support import atomic
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 FORMAT = 1  # of the manifest
 SUFFIX = ".manifest.json"
-BACKENDS = {"gpu": ("cuda", "rocm")}  # what jax.default_backend() may stand for
+BACKENDS = {"gpu": ("cuda", "rocm")}  # platforms that jax.default_backend() may mean
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Artifact:
     Attributes:
         exported: JAX's own object; ``exported.call`` nests in other programs.
         data: The serialized program.
-        manifest: What is in it: versions, platforms, SHA-256, sites.
+        manifest: Its content: versions, platforms, SHA-256, sites.
     """
 
     exported: jax.export.Exported
@@ -159,7 +159,7 @@ def load(path: str | os.PathLike[str], *, any_device: bool = False) -> Artifact:
 
     Args:
         path: The artifact; its manifest stands beside it.
-        any_device: Also load what was built for other platforms, to inspect it.
+        any_device: Also load artifacts for other platforms, to inspect them.
 
     Raises:
         ExportError: If a file is missing, damaged, or of a newer format.
@@ -217,15 +217,15 @@ def _manifest(
 
 
 def kernels_in(program: Any, platforms: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns what computes the sites of a rewritten program on each platform.
+    """Returns the kernels of a rewritten program's sites on each platform.
 
     Args:
         program: Its jaxpr.
         platforms: The platforms to ask for.
 
     Returns:
-        For each op and choice of kernels its name, how many sites there are in the
-        program's text, and the kernel by platform; ``"reference"`` is the op in plain
+        For each op and choice of kernels: its name, the number of sites in the
+        program's text, and the kernel by platform. ``"reference"`` is the op in plain
         JAX.
     """
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()

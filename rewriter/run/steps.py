@@ -134,7 +134,7 @@ def write_equal_layers(program: Program) -> Program:
     if made is folded.short:
         made = folded.whole
     elif program.origins is None:
-        raise Unlike("residuals are handed from body to body")
+        raise Unlike("residuals are passed from body to body")
     else:
         made = unfold(folded, made, program.origins, program.plan.labels)
     return replace(program, closed_jaxpr=made)

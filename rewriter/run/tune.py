@@ -14,7 +14,7 @@ import jax
 from rewriter.config import as_list, in_step, resolve
 from rewriter.errors import ConfigError, caller, known
 from rewriter.measure import autotune, cache
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.end_to_end_race import race_programs
 from rewriter.measure.measurement import of_spelling, spellings
 from rewriter.measure.program_key import REWRITTEN, WITHOUT
@@ -26,7 +26,7 @@ from rewriter.program.placement import placed
 from rewriter.run import pipeline
 from rewriter.run.optimize import optimize, with_patterns
 from rewriter.site.implementation import XLA
-from rewriter.support.threads import apart
+from rewriter.support.threads import run_untraced
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,30 +47,30 @@ def tune(
 ) -> Callable[..., Tuned]:
     """Returns a function that measures the kernels of every site on this device.
 
-    Equal sites are measured once, on inputs that the op draws: normal numbers, and
-    where times depend on values, several distributions, each measured, of which the
-    mean of the medians decides and which the table names. Group sizes of ragged dots
-    are drawn uniform (each row chooses a group evenly), Dirichlet-skewed
-    (concentration 0.5) and one-hot (all rows in one group); lengths of keys from 1 to
-    s, and all s. Windows are parameters, each measured as it is.
+    Equal sites are measured once, on inputs that the op draws. These are normal
+    numbers, or several distributions where times depend on values. Each distribution is
+    measured and named in the table; the mean of the medians decides. Group sizes of
+    ragged dots are drawn uniform (each row chooses a group evenly), Dirichlet-skewed
+    (concentration 0.5) and one-hot (all rows in one group). Lengths of keys are drawn
+    from 1 to s, or are all s. Windows are parameters; each is measured unchanged.
 
-    A site whose gradient is in the program is measured with it. What is measured is
-    kept in the cache (see `rewriter.cache`), where `optimize` finds it.
+    A site whose gradient is in the program is measured with it. Measurements are kept
+    in the cache (see `rewriter.cache`), where `optimize` finds them.
 
     Args:
         fn: Any callable that ``optimize`` takes, or an optimized function.
-        level: ``full``, every config worth it, or ``quick``, one of each kernel.
-        budget_s: Seconds of wall time; what does not fit is not measured.
+        level: ``full``, every config worth trying, or ``quick``, one of each kernel.
+        budget_s: Seconds of wall time; measurements that do not fit are skipped.
         grad: Measure gradients too where the program has none, as for
             ``jax.grad(optimize(fn))``.
-        again: Measure also what the cache has.
-        end_to_end: Then time the whole program, on the arguments given: as written,
-            with every choice, and without each op's. Where it is faster without, those
-            sites are left as written from then on. The arguments must be arrays.
-        sample: Op to how its operands are drawn instead: a function ``sample(key,
-            operands, params)`` that gives arrays by name for shapes by name, or
-            several such functions by the name they get in the table. Such
-            measurements take the place of the usual ones in the cache.
+        again: Measure cached candidates again.
+        end_to_end: Then time the whole program on these arguments: as written, with
+            every choice, and without each op's. If it is faster without an op, that
+            op's sites are left as written from then on. The arguments must be arrays.
+        sample: By op, a way to draw its operands instead: a function ``sample(key,
+            operands, params)`` that gives arrays by name for shapes by name, or several
+            such functions by the name they get in the table. Such measurements take the
+            place of the usual ones in the cache.
         isolate: Compile and run each kernel once in a child process before it is run
             in this one, so that one that crashes or hangs costs only itself. Patterns
             of your own must be at the top level of a module, and a GPU's memory must
@@ -86,8 +86,8 @@ def tune(
     Raises:
         ConfigError: For a level that does not exist, no time, or samples of an op
             that the program does not have.
-        KeyboardInterrupt: From the function, within a second of Ctrl-C; what was
-            measured of whole sites is in the cache, and not measured again.
+        KeyboardInterrupt: From the function, within a second of Ctrl-C. Finished sites
+            are in the cache, and not measured again.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -173,7 +173,7 @@ def _sampled(tasks: Sequence[Task], sample: Mapping[str, Any]) -> list[Task]:
 def _whole(
     call: Callable[..., Any], leaves: list[Any], options: dict[str, Any], made: Tuned
 ) -> Tuned:
-    """The times of the whole program, as written, rewritten, and without each op."""
+    """Times of the whole program: as written, rewritten, and without each op."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise ConfigError(
             "end_to_end=True with shapes as arguments",
@@ -201,7 +201,7 @@ def _whole(
         found.extend(race_programs(programs, leaves))
         cache.add(key, found)
 
-    apart(race, lambda: None)
+    run_untraced(race, lambda: None)
     return Tuned(((key, tuple(found)),))
 
 
@@ -233,7 +233,7 @@ def _summary(made: Tuned, on: device.Device, wanted: int, seconds: float) -> Non
     if not _shown() or not wanted:
         return
     kernels = sum(
-        (d := decide(of_spelling(ms, spelling))) is not None
+        (d := fastest(of_spelling(ms, spelling))) is not None
         and d.best.implementation.name != XLA
         for _, ms in made.entries
         for spelling in spellings(ms)[:1]

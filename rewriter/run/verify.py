@@ -30,20 +30,22 @@ from rewriter.verification.compare import Comparison, compared
 
 @dataclass(frozen=True)
 class Row:
-    """One result, or one site: the errors of its worst row, and what is allowed.
+    """One result, or one site: the errors of its worst row, and the allowed error.
 
     Attributes:
-        name: Where it is in the result, such as ``"grad[0]['wq']"``, or the site, such
-            as ``"attention at model.py:88 (Attention)"``.
+        name: Its place in the result, such as ``"grad[0]['wq']"``, or the site, such as
+            ``"attention at model.py:88 (Attention)"``.
         dtype: The result's dtype.
         original: Error of the program as written against float64, relative to the row.
         rewritten: Error of the rewritten program against the reference; infinite if
             other entries are NaN or infinite than before.
-        allowed: What rounding explains: the tolerance of the coarsest dtype that was
-            computed in, or what the original moves if its arguments do by a rounding.
-        ok: Whether every row is within what is allowed and the same entries are NaN or
-            infinite as before, on your arguments and on every probe.
-        differs: What differs, and on which arguments; ``""`` if nothing.
+        allowed: The error that rounding explains: the tolerance of the coarsest dtype
+            in the computation, or the change of the original if its arguments change by
+            a rounding.
+        ok: Whether every row is within the allowed error, and the same entries are NaN
+            or infinite as before, on your arguments and on every probe.
+        differs: The difference, and the arguments that show it; ``""`` if there is
+            none.
     """
 
     name: str
@@ -57,16 +59,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify`` found.
+    """The outcome of ``verify``.
 
     Attributes:
         name: The function's name.
         rows: One per result, and one per kind of site.
-        notes: What else to know, one sentence each.
-        report: What was rewritten.
-        probes: How many probes both programs were run on.
-        silent: Probes for which the program as written gives no number at all, so that
-            they tell nothing.
+        notes: Remarks, one sentence each.
+        report: The report of the rewritten function.
+        probes: The number of probes that both programs ran on.
+        silent: Probes on which the program as written gives no number, so that they
+            prove nothing.
     """
 
     name: str
@@ -78,7 +80,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every result is within what is allowed."""
+        """Whether every result is within the allowed error."""
         return all(r.ok for r in self.rows)
 
     def check(self) -> Verification:
@@ -186,7 +188,7 @@ def with_gradient(
     Args:
         fn: A function of the leaves.
         leaves: Example leaves; the floating-point ones are differentiated.
-        names: What to call the gradients; numbers by default.
+        names: Names of the gradients; numbers by default.
     """
     moving = [i for i, x in enumerate(leaves) if _is_float(x)]
 
@@ -269,7 +271,7 @@ def _path(path: Any) -> str:
 
 def _row(k: int, name: str, found: Comparison) -> Row:
     verdict, off = found.verdicts[k], found.of(k)
-    said = check_sites.said(off) if off else ""
+    said = check_sites.in_words(off) if off else ""
     numbers = verdict.original, verdict.error, verdict.allowed
     return Row(name, found.dtypes[k], *numbers, off is None, said)
 

@@ -12,20 +12,19 @@ from rewriter.site.shards import Shards
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """A match and what later stages found out about it.
+    """A match, with the facts that later passes add.
 
     Attributes:
         match: The match.
-        backward: Its gradients in the same program; ``None`` if there are none that
-            can be replaced.
-        no_backward: Why its gradients cannot be told from other values, if so.
-        home: The place whose residuals the gradients read, and the position in front
-            of which the site then stands; ``None`` without gradients.
-        shards: How it is spread over devices; text if it is left to XLA, and why;
+        backward: Its gradients in the same program; ``None`` if none can be replaced.
+        no_backward: Why its gradients cannot be distinguished from other values, if so.
+        home: The place whose residuals the gradients read, and the position before
+            which the site then stands; ``None`` without gradients.
+        shards: How it is split over devices; text that says why, if it is left to XLA;
             ``None`` on one device.
-        times: How often its layer occurs, where equal layers were left out.
-        read_on: Why its products are computed even if it is replaced; ``""`` if they
-            are not.
+        times: How often its layer occurs, counting equal layers that were left out.
+        read_on: Why its products stay computed although it is replaced; ``""`` if they
+            do not.
     """
 
     match: Match

@@ -43,7 +43,7 @@ def forward(
         use: The use of the op.
         kernel: Computes it; the reference if None or if it refuses the shapes.
         batch: For each level, which operands have its axis.
-        residuals: Whether to add the residuals of all kernels' groups.
+        residuals: Whether to return the residual groups of all kernels too.
 
     Returns:
         A function giving ``[result, *residuals]``.
@@ -72,7 +72,7 @@ def _in_slots(
     saved: Sequence[jax.Array],
     sizes: tuple[Any, ...] = (),
 ) -> list[jax.Array]:
-    """What one kernel saves, with zeros where others would save something."""
+    """One kernel's residuals, with zeros in the slots of other kernels."""
     every: list[jax.Array] = []
     for slot in slots:
         zeros = [jnp.zeros(sizes + s, d) for s, d in slot]
@@ -86,8 +86,8 @@ def forward_of_sum(
     """Returns the op of an operand and an addend as a function.
 
     Args:
-        use: The use of the op, of which `use.adds_to` names that operand.
-        kernel: As for `forward`; one that does not add gets the sum.
+        use: The use of the op; `use.adds_to` names that operand.
+        kernel: As for `forward`; a kernel that does not add reads the sum.
         residuals: As for `forward`.
 
     Returns:
@@ -115,10 +115,11 @@ def forward_of_sum(
 
 
 def _run_once(kernel: Kernel, outs: Sequence[jax.Array]) -> list[jax.Array]:
-    """A kernel's results, which a loop may stack for gradients and read besides.
+    """A kernel's results, protected from running twice in a loop.
 
-    Where its result is written into a stack, XLA's dynamic slice fusion for GPUs takes
-    the kernel in, and leaves it where the result is read, too: it would run twice.
+    A loop may stack a result for gradients and also read it. XLA's dynamic slice fusion
+    for GPUs would then fuse the kernel into the stacking, and keep it for the readers
+    too.
     """
     if kernel.platforms != ("cuda",):
         return list(outs)
@@ -136,7 +137,7 @@ def tangent(
         batch: For each level, which arguments have its axis.
 
     Returns:
-        A function of the operands, what the forward saved, and the tangents.
+        A function of the operands, the residuals, and the tangents.
     """
     n, t = len(use.names), len(active)
 
@@ -171,12 +172,12 @@ def transposed(
 
     Args:
         use: The use of the op.
-        linear: Which operands those are, by number.
+        linear: The numbers of those operands.
         batch: For each level, which arguments have its axis.
 
     Returns:
-        A function of the operands, of which only types count for the linear ones, and
-        the cotangent.
+        A function of the operands and the cotangent. Of the linear operands only types
+        matter.
     """
 
     def run(*args: Any) -> tuple[jax.Array, ...]:
@@ -233,7 +234,7 @@ def backward(
 def _read_by(
     use: Use, inner: Sequence[Shaped], own: Sequence[Shaped], count: int
 ) -> list[int]:
-    """Which of a backward's arguments one kernel reads: not what others saved."""
+    """Which arguments of a backward one kernel reads: no residuals of others."""
     before = len(use.names) + int(use.keeps_out)
     first = before
     for slot in residual_slots(use, inner):
@@ -246,12 +247,13 @@ def _read_by(
 def backward_to_sum(
     use: Use, kernel: Kernel | None, wrt: tuple[str, ...]
 ) -> Callable[..., list[jax.Array]]:
-    """Returns cotangents, of which one is added to an addend, as a function.
+    """Returns the cotangents as a function that adds an addend to one of them.
 
     Args:
-        use: The use of the op, of which `use.adds_to` names that one's operand.
-        kernel: As for `backward`; what one gives that does not add is added to.
-        wrt: As for `backward`, with that operand.
+        use: The use of the op; `use.adds_to` names the operand of that cotangent.
+        kernel: As for `backward`; for a kernel that does not add, the addition follows
+            it.
+        wrt: As for `backward`; it contains that operand.
 
     Returns:
         A function of `backward`'s arguments and the addend.

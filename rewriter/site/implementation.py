@@ -16,10 +16,10 @@ from rewriter.ops.registry import REFERENCE
 from rewriter.support.verdict import all_of
 
 XLA = "xla"
-"""The name of the choice to leave the program as written."""
+"""The name of the choice that leaves the program as written."""
 
 RING = "ring"
-"""The name under which passing operands from device to device may be asked for."""
+"""The name by which users ask for operands that devices pass around a ring."""
 
 Settings = tuple[tuple[str, Any], ...] | None
 """A config as (field, value) pairs; None for the kernel's rule of thumb."""
@@ -32,8 +32,8 @@ class Implementation:
     Attributes:
         forward: A kernel's name, ``"reference"`` for the op's plain form, or
             ``"xla"`` for the program as it was written, with its own gradient.
-        backward: The kernel of the backward pass; ``"reference"`` for
-            `jax.vjp` of the op's plain form; empty if the kernel is the forward's.
+        backward: The kernel of the backward pass; ``"reference"`` for `jax.vjp` of the
+            op's plain form; empty for the forward's kernel.
         config: The forward's config.
         backward_config: The backward's.
 
@@ -56,7 +56,7 @@ class Implementation:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The names of the kernels it takes, each once."""
+        """The names of its kernels, each once."""
         names = dict.fromkeys((self.forward, self.backward or self.forward))
         return tuple(n for n in names if n not in (XLA, REFERENCE))
 
@@ -83,16 +83,16 @@ def settings(config: Any) -> Settings:
     return None if config is None else tuple(asdict(config).items())
 
 
-def by_thumb(
+def default_configs(
     spec: Spec, device: Device, forward: Kernel | None, backward: Kernel | None = None
 ) -> Implementation:
-    """Returns kernels with the configs of their rules of thumb.
+    """Returns kernels with their default configs, chosen by rules of thumb.
 
     Args:
-        spec: The use of the op; its sizes may be symbolic, and then there is no rule.
+        spec: The use of the op. With symbolic sizes there is no default config.
         device: Where it will run.
         forward: The forward's kernel; None for the reference.
-        backward: The backward's, if it is another one.
+        backward: The backward's kernel, if it is another one.
     """
     second = backward or forward
     return Implementation(
@@ -112,7 +112,7 @@ def _thumb(space: Space | None, spec: Spec, device: Device) -> Settings:
 def configured(
     made: Implementation, kernels: Mapping[str, Kernel], spec: Spec, device: Device
 ) -> bool:
-    """Returns whether its kernels can run with its configs: a file may hold others.
+    """Returns whether its kernels support its configs, which may come from a file.
 
     Args:
         made: The implementation.
@@ -130,7 +130,7 @@ def configured(
 
 
 def _can_be(space: Space | None, given: Settings, spec: Spec, device: Device) -> bool:
-    """Whether a space has such a config, with values as its fields are declared."""
+    """Whether a space has such a config, with values of its fields' types."""
     try:
         config = config_of(space, given)
         if config is None or space is None:
@@ -142,12 +142,12 @@ def _can_be(space: Space | None, given: Settings, spec: Spec, device: Device) ->
             return True
         alike = _proposed_alike(config, space, spec, device)
         return alike and bool(space.fits(config, spec, device).ok)
-    except Exception:  # whatever a kernel's own code makes of numbers that are not its
+    except Exception:  # a kernel's own code may raise anything on foreign numbers
         return False
 
 
 def _kinds(config: type) -> Mapping[str, Any]:
-    """The types of a config's fields; none where their names are not known here."""
+    """The types of a config's fields; empty if their annotations cannot be resolved."""
     try:
         return typing.get_type_hints(config)
     except NameError:
@@ -155,7 +155,7 @@ def _kinds(config: type) -> Mapping[str, Any]:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a declared type; a flag is no number."""
+    """Whether a value has a declared type; a bool does not count as a number."""
     origin, kinds = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return any(_is_a(value, k) for k in kinds)
@@ -170,7 +170,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def _proposed_alike(config: Any, space: Space, spec: Spec, device: Device) -> bool:
-    """Whether numbers are 0, or below, only where the space proposes such."""
+    """Whether numbers are positive, except where the space proposes 0 or less."""
     odd = {
         name: value < 0
         for name, value in asdict(config).items()

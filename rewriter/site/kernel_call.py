@@ -80,7 +80,7 @@ def _accepted(
         with _jax.on_one_device():
             out, residuals = jax.eval_shape(call, *structs(operands))
     except Exception:
-        if symbolic:  # most kernels need to know their sizes
+        if symbolic:  # most kernels need static sizes
             return None
         raise
     wanted = result(use, operands)
@@ -107,7 +107,7 @@ def _text(value: Shaped) -> str:
 def call_forward(
     use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The result of a kernel, and what it saves for its backward."""
+    """A kernel's result, and its residuals for the backward."""
     out, saved = _forward(use, kernel, residuals, *operands)
     return out, tuple(r for r in saved if not _is_empty(shaped(r)))
 
@@ -115,7 +115,7 @@ def call_forward(
 def call_forward_of_sum(
     use: Use, kernel: Kernel, residuals: bool, addend: jax.Array, *operands: jax.Array
 ) -> tuple[Any, Any, tuple[Any, ...]]:
-    """The result of a kernel that `adds_to`, the sum, and what it saves."""
+    """The result of a kernel that `adds_to`, the sum, and the residuals."""
     both, saved = _forward(use, kernel, residuals, *operands, addend=addend)
     wanted = shaped(addend), result(use, [shaped(x) for x in operands])
     for got, want in zip(both, wanted, strict=True):
@@ -127,7 +127,7 @@ def call_forward_of_sum(
 def _forward(
     use: Use, kernel: Kernel, residuals: bool, *operands: jax.Array, **more: jax.Array
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The same with residuals that have no elements."""
+    """The result and all residuals, including those without elements."""
     named = {**dict(zip(use.names, operands, strict=True)), **more}
     with promotion.as_usual():
         if not residuals:
@@ -150,15 +150,16 @@ def call_backward(
     *args: jax.Array,
     **addend: jax.Array,
 ) -> list[jax.Array]:
-    """Gradients of some operands; those that the kernel lacks are the reference's.
+    """Gradients of some operands, by the reference where the kernel has none.
 
     Args:
         use: The use of the op.
         kernel: A kernel with a backward.
         wrt: The operands whose gradients are wanted.
-        *args: The operands, what the forward saved, and the cotangent.
-        **addend: What is added to the gradient of the operand that it `adds_to`,
-            which the kernel must then have, under the name ``addend``.
+        *args: The operands, the residuals, and the cotangent.
+        **addend: Under the name ``addend``, an array to add to the gradient of the
+            operand that the kernel `adds_to`. The kernel must then compute that
+            gradient.
     """
     n = len(use.names)
     named = dict(zip(use.names, args[:n], strict=True))
@@ -195,7 +196,7 @@ def call_backward(
 def pullback(
     use: Use, wrt: tuple[str, ...], function: Callable[..., Any], args: Sequence[Any]
 ) -> list[jax.Array]:
-    """Cotangents of a function of the operands; the last argument is its own."""
+    """Cotangents of the operands of a function; the last argument is its result's."""
     at = [use.names.index(w) for w in wrt]
     operands = list(args[: len(use.names)])
 

@@ -46,7 +46,7 @@ def may_add(eqn: Any) -> bool:
 
 
 def place_of_operand(eqn: Any) -> int:
-    """Which operand of a site its kernel adds to."""
+    """The position of the operand that a site's kernel adds to."""
     return _added(eqn.params["use"])
 
 
@@ -90,7 +90,7 @@ def _composed_backward(
 
 
 def _added(use: Use) -> int:
-    """Which operand it is."""
+    """The position of the operand that a use `adds_to`."""
     return use.names.index(use.adds_to)
 
 
@@ -173,7 +173,7 @@ def _site_jvp(
 def _site_transpose(
     cotangents: Sequence[Any], *args: Any, use: Use, residuals: bool
 ) -> list[Any]:
-    """Of a use that is linear in other operands, as a norm is in its scale."""
+    """Transposes a use that is linear in other operands, as a norm is in its scale."""
     n, at = len(use.names), _added(use)
     operands = list(args[:n])
     for addend in args[n:]:

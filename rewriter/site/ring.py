@@ -33,7 +33,7 @@ class Around:
 
     Attributes:
         op: The op.
-        ring: How it is passed around.
+        ring: How its operands are passed around.
         shards: How it is spread.
         names: The operands present, in the op's order.
         params: The op's parameters.
@@ -49,13 +49,13 @@ class Around:
 
     @property
     def devices(self) -> tuple[tuple[str, ...], int]:
-        """The mesh axes of the ring, and how many devices that are."""
+        """The mesh axes of the ring, and its number of devices."""
         axes = self.shards.ring
         return axes, self.shards.parts(axes)
 
     # --------------------------------------------------------- one part of it
     def block(self, given: Operands, params: Params) -> tuple[jax.Array, list[Any]]:
-        """The op of one part, and what its kernels save of it."""
+        """The op on one part, and the residuals of its kernels."""
         use, args = self._use(given, params)
         out, *saved = site.site_p.bind(*args, use=use, batch=(), residuals=True)
         return out, saved
@@ -68,7 +68,7 @@ class Around:
         lse: jax.Array,
         cotangent: jax.Array,
     ) -> dict[str, jax.Array]:
-        """What one part adds to the cotangents, given the result of all."""
+        """One part's contribution to the cotangents, from the result over all parts."""
         use, args = self._use(given, params)
         saved = [
             lse.reshape(shape).astype(dtype)
@@ -102,7 +102,7 @@ class Around:
         return self.ring.forward(given, self.params, axes, count, self.block)
 
     def backward(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Cotangents of the moving operands, of operands, result, sums, cotangent."""
+        """Cotangents of operands, from operands, result, log-sum-exps, cotangent."""
         *operands, out, lse, cotangent = arrays
         given = dict(zip(self.names, operands, strict=True))
         axes, count = self.devices
@@ -128,7 +128,7 @@ class Around:
         return plain(**given, **own)
 
     def reference_backward(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """As `backward`, of operands and a cotangent."""
+        """Like `backward`, from operands and a cotangent."""
         *operands, cotangent = arrays
         return self._pulled(self.reference, operands)(cotangent)
 
@@ -156,8 +156,8 @@ def passed_around(
 
     Args:
         op: The op.
-        shards: How it is spread; its `passed` operands go around.
-        operands: What the device has, each varying over the same mesh axes.
+        shards: How it is split; its `passed` operands go around.
+        operands: The device's parts, all varying over the same mesh axes.
         params: The op's parameters for the whole.
         kernels: (platform, kernel) pairs; every one of them saves log-sum-exps alone.
     """
@@ -197,7 +197,7 @@ def _differentiable(around: Around) -> Callable[..., tuple[jax.Array, jax.Array]
 
         points = [operands[names.index(n)] for n in moving]
         *grads, last = jax.vjp(of, *points, cotangent)[1](cotangents)
-        # What the forward gave depends on the operands alone.
+        # The forward's results depend on the operands alone.
         return *by_operand(grads), jnp.zeros_like(out), jnp.zeros_like(lse), last
 
     gradients.defvjp(gradients_forward, gradients_backward)

@@ -24,12 +24,12 @@ from rewriter.program.propagation import spec_of as partition_spec
 
 
 class NoShards(Exception):
-    """Why an op is not computed part by part."""
+    """Says why an op is not computed part by part."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How one use of an op is spread over devices.
+    """How one use of an op is split over devices.
 
     Attributes:
         mesh: The devices by named axes.
@@ -37,13 +37,12 @@ class Shards:
         out: How the result is split.
         letters: (letter, mesh axes) for each of the op's letters that is split.
         summed: The mesh axes over which the parts' results are summed.
-        gathered: (operand, mesh axes) for each that every device needs more of
-            than it has.
-        kept: (operand, how it is split in the program) for those: floats are computed
-            so, and then gathered.
-        passed: (operand, mesh axes) for each whose parts go from device to device.
+        gathered: (operand, mesh axes) for each operand that devices must gather.
+        kept: (operand, how it is split in the program) for the gathered ones: floats
+            are computed in that split, and then gathered.
+        passed: (operand, mesh axes) for each operand that devices pass around.
         around: The same with operands passed around instead of gathered, if the op
-            says that they may be.
+            allows it.
     """
 
     mesh: Any
@@ -58,11 +57,11 @@ class Shards:
 
     @property
     def ring(self) -> Axes:
-        """The mesh axes around which operands are passed; () if none are."""
+        """The mesh axes around which operands are passed, or ()."""
         return self.passed[0][1] if self.passed else ()
 
     def parts(self, axes: Axes) -> int:
-        """Returns how many parts there are of what is split over these axes."""
+        """Returns the number of parts of an axis that is split over these mesh axes."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
     @property
@@ -75,7 +74,7 @@ class Shards:
 
 
 def _moves(moved: Sequence[tuple[str, Axes]], how: str) -> list[str]:
-    """Operands that move in one way, in words, those over the same axes together."""
+    """Operands that are gathered or passed, in words, grouped by mesh axes."""
     by_axes: dict[Axes, list[str]] = {}
     for name, axes in moved:
         by_axes.setdefault(axes, []).append(name)
@@ -89,7 +88,7 @@ def shards_of(
     splits: Mapping[str, Split | None],
     mesh: Any,
 ) -> Shards:
-    """Returns how an op is spread over devices.
+    """Returns how an op is split over devices.
 
     Args:
         op: The op.
@@ -99,7 +98,7 @@ def shards_of(
         mesh: The devices by named axes.
 
     Raises:
-        NoShards: If it cannot be without moving more than XLA would.
+        NoShards: If splitting it would move more data than XLA does.
     """
     rule = op.spread(params)
     if rule is None:
@@ -131,7 +130,7 @@ def _spread_by(
     known: Mapping[str, Split],
     mesh: Any,
 ) -> Shards:
-    """How an op is spread with these letters split."""
+    """How an op is split along these letters."""
     specs: dict[str, Split] = {}
     gathered = []
     for name, shape in shapes.items():
@@ -140,7 +139,7 @@ def _spread_by(
             for x, n in zip(letters[name], shape, strict=True)
         )
         moved = _moved(name, letters[name], known[name], specs[name], chosen)
-        if moved and name != OUT:  # where the result goes from here is XLA's
+        if moved and name != OUT:  # XLA decides where the result goes next
             gathered.append((name, moved))
     return Shards(
         mesh,
@@ -161,9 +160,9 @@ def _around(
     known: Mapping[str, Split],
     mesh: Any,
 ) -> Shards | None:
-    """How it is spread with operands passed around; None if they cannot be.
+    """The split with operands passed around; None if that is impossible.
 
-    They have to be split as the result is, into equal parts.
+    They must be split like the result, into equal parts.
     """
     ring = rule.ring
     axes = chosen.get(ring.beside, ()) if ring else ()
@@ -197,7 +196,7 @@ def _letters(dims: str, name: str, rank: int) -> list[str]:
 def _chosen(
     rule: Sharding, letters: Mapping[str, Sequence[str]], known: Mapping[str, Split]
 ) -> dict[str, Axes]:
-    """The mesh axes of each letter that is split, by the first operand that has it."""
+    """The mesh axes of each split letter, taken from the first operand that has it."""
     chosen: dict[str, Axes] = {}
     used: set[str] = set()
     for allowed in (rule.along, rule.sums):
@@ -247,7 +246,7 @@ def _moved(
     """The axes over which an operand is gathered.
 
     Raises:
-        NoShards: If devices would be left without work of their own by that.
+        NoShards: If gathering would leave devices without work of their own.
     """
     busy = {a for axes in chosen.values() for a in axes}
     moved: list[str] = []
@@ -268,11 +267,11 @@ def _moved(
 def local_spec(
     op: Op, shards: Shards, operands: Mapping[str, Any], params: Mapping[str, Any]
 ) -> Spec:
-    """Returns the use of the op that one device sees.
+    """Returns the use of the op on one device.
 
     Args:
         op: The op.
-        shards: How it is spread; of operands that are passed around one part is seen.
+        shards: How it is split; one part is seen of operands that are passed around.
         operands: Shapes and dtypes by name.
         params: The op's parameters.
     """
@@ -312,7 +311,7 @@ def _changed(
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Operands and parameters that make a part's result what it is in the whole."""
+    """Operands and parameters, adjusted so that a part gives its share of the whole."""
     if rule.local is None:
         return operands, params
     return rule.local(operands, params, parts)
@@ -331,7 +330,7 @@ def spread(
         op: The op.
         shards: How it is spread.
         operands: Its operands by name.
-        params: Its parameters, the defaults too.
+        params: Its parameters, including defaults.
         compute: ``compute(operands, params)`` computes it on one device.
     """
     sizes, rule = dict(shards.mesh.shape), op.spread(params)
@@ -340,7 +339,7 @@ def spread(
 
     def on_device(*arrays: jax.Array) -> jax.Array:
         given = dict(zip(names, _jax.vary_alike(arrays), strict=True))
-        if shards.passed:  # which knows of positions itself
+        if shards.passed:  # the ring handles positions itself
             return compute(given, params)
         parts = {
             letter: Part(jax.lax.axis_index(axes), math.prod(sizes[a] for a in axes))
@@ -361,15 +360,15 @@ def spread(
 
 
 def _ready(operands: Mapping[str, jax.Array], shards: Shards) -> dict[str, jax.Array]:
-    """The operands, with what the mesh's kind of axes wants done before a shard_map."""
+    """The operands, prepared for a shard_map over the mesh's kind of axes."""
     whole = dict(operands)
-    if AxisType.Explicit in shards.mesh.axis_types:  # a type has to be that of the spec
+    if AxisType.Explicit in shards.mesh.axis_types:  # the type must match the spec
         for name, spec in shards.specs:
             whole[name] = jax.sharding.reshard(
                 whole[name], NamedSharding(shards.mesh, spec)
             )
         return whole
-    for name, spec in shards.kept:  # else every device would compute all of it
+    for name, spec in shards.kept:  # otherwise every device would compute all of it
         if jnp.issubdtype(whole[name].dtype, jnp.floating):
             sharding = NamedSharding(shards.mesh, spec)
             whole[name] = jax.lax.with_sharding_constraint(whole[name], sharding)

@@ -50,12 +50,12 @@ from rewriter.site.uses import (
 Kernels = Sequence[tuple[str, "str | Kernel | None"]]
 
 NOWHERE = "several devices"
-"""Instead of a platform: no kernel runs there, the reference does."""
+"""Stands for a platform where the reference runs instead of any kernel."""
 
 site_p = Primitive("rewriter_site")
 tangent_p = Primitive("rewriter_site_tangent")
 backward_p = Primitive("rewriter_site_backward")
-# The same for kernels that JAX must know the devices of.
+# The same for kernels that JAX lowers only for known devices.
 site_on_devices_p = Primitive("rewriter_site")
 backward_on_devices_p = Primitive("rewriter_site_backward")
 
@@ -157,7 +157,7 @@ def _avals(results: Sequence[Shaped], avals: Sequence[Any]) -> list[Any]:
 def site_aval(
     *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
 ) -> list[Any]:
-    """The types of a result and what is saved."""
+    """The types of a result and of the residuals."""
     given = [shaped(a) for a in avals]
     inner = without_levels(given, batch)
     sizes = tuple(level_sizes(given, batch))
@@ -246,8 +246,8 @@ def _site_jvp(
         active=tuple(use.names[i] for i in moving),
         batch=tuple(m + every + tuple(m[i] for i in moving) for m in batch),
     )
-    # What is saved depends on the operands alone, and the other two primitives
-    # differentiate by the operands, so residuals have no tangent of their own.
+    # Residuals depend on the operands alone, and the other two primitives differentiate
+    # by the operands, so residuals have no tangent of their own.
     outs = outs if residuals else outs[:1]
     return outs, [along, *(zero_of(r) for r in outs[1:])]
 
@@ -259,7 +259,7 @@ def site_transpose(
     batch: tuple[Mask, ...],
     residuals: bool,
 ) -> list[Any]:
-    """Of a use that is linear in some operands, as attention is in its values."""
+    """Transposes a use that is linear in some operands, as attention is in values."""
     del residuals
     linear = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     results: list[Any] = [None] * len(args)
@@ -418,7 +418,7 @@ def _backward_of(use: Use) -> Primitive:
 
 
 Made = Callable[..., Callable[..., Any]]
-"""``made(kernel, **params)`` gives what an equation computes, as a function."""
+"""``made(kernel, **params)`` returns the function that an equation computes."""
 
 _MADE: dict[Primitive, Made] = {}
 
@@ -452,7 +452,7 @@ def _warn(use: Use, platform: str) -> None:
 
 
 def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: Any):
-    if _jax.is_partitioned(ctx):  # XLA would gather what a kernel reads, or refuse it
+    if _jax.is_partitioned(ctx):  # XLA would gather a kernel's operands, or refuse it
         _warn(params["use"], platform)
         platform = NOWHERE
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
@@ -479,13 +479,13 @@ def _evaluate(primitive: Primitive, *args: Any, **params: Any) -> Any:
 
 
 def register(primitive: Primitive, aval: Any, batched: Any, made: Made) -> None:
-    """Sets the rules of a primitive of sites, but for those of differentiation.
+    """Sets the rules of a primitive of sites, except those of differentiation.
 
     Args:
-        primitive: With a parameter ``use``.
-        aval: Gives the types of its results.
+        primitive: A primitive with a parameter ``use``.
+        aval: Returns the types of its results.
         batched: Its rule for `jax.vmap`.
-        made: What it computes.
+        made: Builds the function that it computes.
     """
     _MADE[primitive] = made
     primitive.def_impl(functools.partial(_evaluate, primitive))

@@ -20,7 +20,7 @@ from rewriter.ops.op import Op
 from rewriter.support import promotion
 
 Mask = tuple[bool, ...]
-"""Which arguments (or results) one batch level concerns."""
+"""Which arguments (or results) have the axis of one batch level."""
 
 Shaped = tuple[tuple[Any, ...], Any]
 """A shape and a dtype."""
@@ -54,7 +54,7 @@ class Use:
 
     @property
     def adds_to(self) -> str:
-        """The operand that some kernel takes an addend for; empty if none does."""
+        """The operand for which some kernel takes an addend; empty if none does."""
         return next((k.adds_to for _, k in self.kernels if k and k.adds_to), "")
 
     def kernel(self, platform: str) -> Kernel | None:
@@ -73,13 +73,13 @@ class Use:
             return self.op.reference(**named, **dict(self.params))
 
     def general(self, *operands: jax.Array) -> jax.Array:
-        """The same in the form that every transformation takes."""
+        """The reference in a form that supports every transformation."""
         named = dict(zip(self.names, operands, strict=True))
         with promotion.as_usual():
             return (self.op.general or self.op.reference)(**named, **dict(self.params))
 
     def spec(self, operands: Sequence[Shaped]) -> Spec:
-        """Returns what kernels are chosen by."""
+        """Returns the `Spec` by which kernels are chosen."""
         pairs = list(zip(self.names, operands, strict=True))
         return Spec(
             self.op.name,
@@ -116,20 +116,20 @@ def result(use: Use, operands: Sequence[Shaped]) -> Shaped:
 
 
 def is_symbolic(operands: Sequence[Shaped]) -> bool:
-    """Whether some size is given by a name."""
+    """Whether some size is symbolic."""
     return any(not isinstance(d, int) for shape, _ in operands for d in shape)
 
 
 def memoised(function: Any, operands: Sequence[Shaped]) -> Callable[..., Any]:
-    """A memoised function, or what it calls where sizes are given by names.
+    """A memoised function, or the function itself for symbolic sizes.
 
-    Symbolic sizes of different scopes cannot be compared, so are not keys.
+    Symbolic sizes of different scopes cannot be compared, so they are no cache keys.
     """
     return function.__wrapped__ if is_symbolic(operands) else function
 
 
 def wide_numbers() -> bool:
-    """Whether numbers of 64 bits are enabled, which decides dtypes."""
+    """Whether 64-bit numbers are enabled, which decides dtypes."""
     return bool(jax.config.jax_enable_x64)  # pyright: ignore
 
 

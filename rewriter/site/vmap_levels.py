@@ -21,7 +21,7 @@ from rewriter.site.uses import (
 )
 
 EXPAND_SHARE = 0.25
-"""Unbatched operands are copied along a new axis up to this share of the rest."""
+"""Unbatched operands are copied along a level up to this share of the others' bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fold:
         level: The level's size.
         size: The letter's size before.
         args: The operands with the level merged.
-        kept: For each operand, whether it was left as it was.
+        kept: For each operand, whether it was left unchanged.
     """
 
     level: int
@@ -91,7 +91,7 @@ def fold(use: Use, args: Sequence[jax.Array], mask: Mask) -> Fold | None:
 
 
 def with_level(arg: jax.Array, has: bool, level: int) -> tuple[jax.Array, bool]:
-    """An argument with the level in front, and whether it was copied for it."""
+    """An argument with the level in front, and whether that needed a copy."""
     return (arg, False) if has else (jnp.broadcast_to(arg, (level, *arg.shape)), True)
 
 
@@ -128,7 +128,7 @@ def axis_of(use: Use, name: str) -> int | None:
 def residual_axes(
     use: Use, kernel: Kernel, inner: Sequence[Shaped], folded: Fold
 ) -> list[int | None] | None:
-    """Where the folded level is in each residual; None if that is unclear."""
+    """The axis of the folded level in each residual; None if unknown."""
     before = accepted(use, kernel, inner)
     after = accepted(use, kernel, [shaped(a) for a in folded.args])
     if before is None or after is None or len(before) != len(after):

@@ -14,4 +14,4 @@ ASSUMPTIONS = {
     VARIED: "no row that is normalized is constant, so that guards of its variance "
     "change nothing",
 }
-"""Name to what it says."""
+"""The text of each assumption, by name."""

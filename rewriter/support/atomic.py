@@ -9,7 +9,7 @@ import secrets
 import time
 
 OLD_S = 3600.0
-"""Seconds after which the process that writes a temporary file was ended for sure."""
+"""Seconds after which the writer of a temporary file has surely ended."""
 
 _TEMPORARY = re.compile(r"\.rewriter-\d+-[0-9a-f]{8}")
 
@@ -17,10 +17,10 @@ _TEMPORARY = re.compile(r"\.rewriter-\d+-[0-9a-f]{8}")
 def write(path: str, data: bytes) -> None:
     """Writes a file in one step: readers see the old one or the new one.
 
-    What processes that were killed while they wrote left in its folder is removed.
+    Also removes temporary files of killed writers from its folder.
 
     Raises:
-        OSError: If that fails; nothing is left behind.
+        OSError: If writing fails; no file is left behind.
     """
     name = f".rewriter-{os.getpid()}-{secrets.token_hex(4)}"
     temporary = os.path.join(os.path.dirname(path) or ".", name)

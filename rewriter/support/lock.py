@@ -17,8 +17,8 @@ except ImportError:  # Windows, whose folders cannot be opened either
     fcntl = None  # type: ignore[assignment]
 
 WAIT_S = 5.0
-"""Seconds that another writer is waited for: writing takes milliseconds, so that one
-who holds the lock for longer was stopped or hangs."""
+"""Seconds to wait for another writer. Writing takes milliseconds, so a longer holder
+was stopped or hangs."""
 
 AGAIN_S = 0.002
 """Seconds between two tries."""
@@ -26,14 +26,14 @@ AGAIN_S = 0.002
 
 @contextlib.contextmanager
 def only_writer(folder: str) -> Iterator[bool]:
-    """Keeps other processes and threads out of the block, if they ask in this way too.
+    """Keeps other processes and threads out of the block, if they use this lock too.
 
     Args:
-        folder: The folder that is written in.
+        folder: The folder to write to.
 
     Yields:
-        Whether it does: not where locks are not supported, nor behind a writer that
-        hangs.
+        Whether the lock is held. It is not where locks are unsupported, or if another
+        writer hangs.
     """
     try:
         handle = os.open(folder, os.O_RDONLY)
@@ -64,7 +64,7 @@ def _locked(handle: int, until: float) -> bool:
 
 
 def _unlock(handle: int) -> None:
-    """Gives it back also where a forked process has the handle too."""
+    """Releases the lock even if a forked process shares the handle."""
     if fcntl is not None:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)

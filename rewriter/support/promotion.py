@@ -10,10 +10,10 @@ import jax
 
 @contextlib.contextmanager
 def as_usual() -> Iterator[None]:
-    """Within, ``jax_numpy_dtype_promotion`` and ``jax_numpy_rank_promotion`` are unset.
+    """Unsets ``jax_numpy_dtype_promotion`` and ``jax_numpy_rank_promotion`` in a block.
 
-    Kernels, references, and what is written around them rely on both promotions. A
-    user's program that forbids them is traced before.
+    Kernels, references and the code around them rely on both promotions. A user's
+    program that forbids them is traced outside the block.
 
     Example:
         >>> import jax, jax.numpy as jnp

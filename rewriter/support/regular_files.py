@@ -9,15 +9,15 @@ MOST_BYTES = 16 << 20
 """The largest file of one key; real ones have some 10 kB."""
 
 _FLAGS = os.O_RDONLY
-for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # not all systems have all
+for _name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # some systems lack one
     _FLAGS |= getattr(os, _name, 0)
 
 
 def read_text(path: str, most: int = MOST_BYTES) -> str:
     """Returns a file's text.
 
-    A pipe, a socket, a device or a folder is refused before it is opened, since
-    opening may wait or act; and once more afterwards, should it have been exchanged.
+    A pipe, a socket, a device or a folder is refused before it is opened, since opening
+    may wait or act. The check is repeated afterwards, in case the file was exchanged.
 
     Args:
         path: The file, or a link to one.
@@ -30,7 +30,7 @@ def read_text(path: str, most: int = MOST_BYTES) -> str:
     _check(os.stat(path), most)
     with open(os.open(path, _FLAGS), "rb") as file:
         _check(os.fstat(file.fileno()), most)
-        data = file.read(most + 1)  # which may grow meanwhile
+        data = file.read(most + 1)  # the file may grow meanwhile
     if len(data) > most:
         raise ValueError(f"more than {most:,} bytes")
     return data.decode("utf-8")

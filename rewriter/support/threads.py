@@ -26,17 +26,17 @@ LATE = "was not compiled within the time for one site"
 HUNG = "hangs in compilation"
 
 AT_ONCE = 4
-"""Jobs at once, at most."""
+"""The most jobs that run at once."""
 
 STEP_S = 0.05
-"""Seconds between two looks whether to stop."""
+"""Seconds between two checks for a stop."""
 
 GRACE_S = 0.5
-"""Seconds for what is measured already to be kept, once interrupted."""
+"""Seconds after an interrupt for saving finished measurements."""
 
 
 class Stopped(BaseException):
-    """Nobody wants the result any more; no reason why a candidate failed."""
+    """The caller was interrupted; this is no failure of a candidate."""
 
 
 # ------------------------------------------------------------------ interrupting
@@ -44,13 +44,13 @@ _STOP: ContextVar[threading.Event | None] = ContextVar("rewriter.stop", default=
 
 
 def stopping() -> bool:
-    """Returns whether the one that asked for this thread's work was interrupted."""
+    """Returns whether the caller of this thread's work was interrupted."""
     stop = _STOP.get()
     return stop is not None and stop.is_set()
 
 
 def check_stop() -> None:
-    """Ends this thread's work if nobody wants it any more.
+    """Ends this thread's work if the caller was interrupted.
 
     Raises:
         Stopped: If so.
@@ -59,16 +59,16 @@ def check_stop() -> None:
         raise Stopped
 
 
-def apart(run: Callable[[], None], interrupted: Callable[[], None]) -> None:
+def run_untraced(run: Callable[[], None], interrupted: Callable[[], None]) -> None:
     """Runs a function in a thread without JAX's tracing, and waits for it.
 
     Args:
         run: The function; `check_stop` in it ends it after an interrupt.
-        interrupted: Is called after one, before `run` has some time to keep what it
-            has.
+        interrupted: Called after an interrupt, before `run` gets some time to save its
+            results.
 
     Raises:
-        KeyboardInterrupt: After an interrupt, whatever the function is at.
+        KeyboardInterrupt: After an interrupt, whatever the function is doing.
         BaseException: What the function raises.
     """
     stop, done = threading.Event(), threading.Event()
@@ -100,11 +100,11 @@ def apart(run: Callable[[], None], interrupted: Callable[[], None]) -> None:
 
 
 # ------------------------------------------------------------------- side by side
-def beside(job: Callable[[], Any]) -> Callable[[], Any]:
+def start_in_background(job: Callable[[], Any]) -> Callable[[], Any]:
     """Runs a job in a thread beside this one, with its settings.
 
     Returns:
-        A function that waits for the job, and returns or raises what it does.
+        A function that waits for the job, and returns its result or raises its error.
     """
     found: Future[Any] = Future()
     ready = settings()
@@ -135,10 +135,10 @@ def _started(work: Callable[[], None]) -> threading.Thread:
 
 @atexit.register
 def _wait_a_little() -> None:
-    """Lets threads that were left behind end, if they do so soon.
+    """Waits briefly for abandoned threads to end.
 
-    Before Python 3.14, one that comes back from a compilation just while Python ends
-    aborts the process, which is ending anyway.
+    Before Python 3.14, a thread that returns from a compilation while Python exits
+    aborts the process.
     """
     until = time.monotonic() + GRACE_S
     for thread in list(_STARTED):
@@ -166,20 +166,20 @@ def side_by_side(
 ) -> list[Any]:
     """Runs jobs in threads with this thread's settings; returns results in order.
 
-    In the place of a result is a text where there is none: the job failed, was not
-    begun in time, or did not end in time and was left behind.
+    A text takes the place of a missing result: the job failed, did not begin in time,
+    or did not end in time and was abandoned.
 
     Args:
-        jobs: Functions without arguments, the most wanted first.
-        start_by: The `time.monotonic` after which none but the first jobs begin.
-        end_by: The `time.monotonic` after which none is waited for.
+        jobs: Functions without arguments, most important first.
+        start_by: The `time.monotonic` after which only the first jobs may begin.
+        end_by: The `time.monotonic` after which no job is waited for.
         at_once: Jobs at once, at most.
-        surely: How many of the first jobs begin at any time.
-        done_by: The `time.monotonic` after which none of the others begins that would
-            not end before, if it took as long as those before did on average.
+        surely: The number of first jobs that may begin at any time.
+        done_by: The `time.monotonic` by which other jobs must be expected to end, or
+            they do not begin. The average time of finished jobs is expected.
 
     Raises:
-        Stopped: If nobody wants the results any more; those begun are left behind.
+        Stopped: If the caller was interrupted; running jobs are abandoned.
     """
     results: dict[int, Any] = {}
     waiting, lock = collections.deque(range(len(jobs))), threading.Lock()
@@ -214,10 +214,10 @@ def side_by_side(
 def settings(
     stop: threading.Event | None = None,
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Returns this thread's settings that change what is compiled, for another one.
+    """Returns this thread's settings that affect compilation, for another thread.
 
     Args:
-        stop: What tells that other one to stop; by default what tells this one.
+        stop: The event that stops the other thread; by default this thread's own.
     """
     stop = stop or _STOP.get()
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore

@@ -33,7 +33,7 @@ TIE = 0.02
 """Times that differ by this share, or by three standard errors, are equal."""
 
 UNCOUNTED = ("scan", "while", "pallas_call", "ffi_call")
-"""Equations whose operations XLA's analysis counts once, or not at all."""
+"""Equations whose operations XLA's analysis counts only once, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Timing:
         error_ms: The standard error of the median.
         method: ``"cupti"`` for the device's own time, ``"wall clock"``, or
             ``"cuda events"``.
-        flops: Floating-point operations of the work, where known: of a whole
-            function, what XLA counts in the program as written.
-        bytes: Bytes that the work must move at least, where known: of a whole
-            function, its arguments and results.
+        flops: Floating-point operations of the work, if known: for a whole function,
+            XLA's count in the program as written.
+        bytes: The fewest bytes that the work must move, if known: for a whole function,
+            its arguments and results.
         share: The least time that the device needs for that work, over the time
             taken; ``None`` where the device's figures are not known.
         warning: Why the rates cannot be right, or ``""``.
@@ -107,12 +107,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What ``benchmark`` measured.
+    """The result of ``benchmark``.
 
     Attributes:
         name: The function's name.
         device: The device kind it ran on.
-        pairs: How many turns both programs had, one after the other.
+        pairs: The number of turns of both programs, one after the other.
         rows: One comparison per mode.
         report: What was rewritten.
     """
@@ -165,13 +165,12 @@ def benchmark(
 
     Args:
         fn: Any callable that ``optimize`` takes.
-        mode: ``forward``; ``vjp``, which returns nothing but the gradients, so that
-            the compiler may leave out what of the forward they do not need;
-            ``forward_and_vjp``, which returns result and gradients, as training
-            with a value does; or ``both``, the first and the last. Gradients are
-            those of all float arguments, for random cotangents of the result (1 if
-            it is a scalar).
-        pairs: How many turns each program gets.
+        mode: ``forward``; ``vjp``, which returns only the gradients, so that the
+            compiler may drop unneeded parts of the forward; ``forward_and_vjp``, which
+            returns result and gradients, as training with a value does; or ``both``,
+            the first and the last. Gradients are those of all float arguments, for
+            random cotangents of the result (1 if it is a scalar).
+        pairs: The number of turns of each program.
         **options: As in ``optimize``.
 
     Returns:
@@ -314,7 +313,7 @@ def _compare(mode: str, pair: list[Any], leaves: list[Any], pairs: int) -> Compa
 
 
 def counted(jitted: Any, args: Sequence[Any], compiled: Any) -> Cost | None:
-    """Returns the `Cost` of a whole program as XLA sees it; None where it does not.
+    """Returns the `Cost` of a whole program by XLA's count; None without one.
 
     Operations are XLA's count, in the program before or after its optimizations,
     whichever is larger: after them a library's products may be missing. It counts

@@ -31,7 +31,7 @@ from rewriter.ops.cost import Cost
 from rewriter.ops.kernel import Kernel, Spec, spec_of
 from rewriter.ops.op import Op
 from rewriter.ops.registry import Registry, package_of, registry
-from rewriter.site.implementation import XLA, Implementation, by_thumb
+from rewriter.site.implementation import XLA, Implementation, default_configs
 from rewriter.support.threads import first_line
 from rewriter.tools import bench_peers
 from rewriter.tools.bench import MODES, timing_of
@@ -90,7 +90,7 @@ def check_names(names: Sequence[str], ops: Sequence[str], among: Registry) -> No
     """Returns if each name is ``"xla"`` or a kernel of one of the ops.
 
     Raises:
-        ConfigError: If one is not, with the names there are.
+        ConfigError: If a name is unknown; the message lists the names.
     """
     known = {XLA, *(k.name for op in ops for k in among.kernels(op))}
     for name in names:
@@ -131,8 +131,8 @@ def bench_use(
 ) -> tuple[list[Row], tuple[Inputs, ...]]:
     """Returns a row for each implementation of one use, and the inputs it was given.
 
-    Each is compared with the op's reference on every set of inputs before it is
-    timed; what is wrong, refuses or fails has no time but a reason.
+    Each is compared with the op's reference on every set of inputs before it is timed.
+    One that is wrong, refuses or fails has a reason instead of a time.
 
     Args:
         task: The op, the use, the kernels and the passes.
@@ -167,7 +167,7 @@ def bench_use(
 def _candidates(
     task: Task, names: Sequence[str], on: device.Device
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """What is to be measured, and why the rest is not."""
+    """The candidates to measure, and reasons against the others."""
     found, refused = [], {}
     if not names or XLA in names:
         found.append(Candidate(XLA, function(task, Implementation())))
@@ -177,7 +177,7 @@ def _candidates(
         if why := _refusal(kernel, task.spec, on):
             refused[kernel.name] = f"refused: {why}"
         else:
-            made = by_thumb(task.spec, on, kernel)
+            made = default_configs(task.spec, on, kernel)
             found.append(Candidate(kernel.name, function(task, made)))
     return found, refused
 
@@ -255,7 +255,7 @@ def bench_ops(
         turns: Samples of each; 20, or 5 on a CPU.
         peers: Whether other libraries are measured as well.
         among: Where ops and kernels are; the process's registry by default.
-        say: Is told about each use as it is done.
+        say: Called with each finished use.
 
     Raises:
         ConfigError: For an unknown mode or implementation.

@@ -137,7 +137,7 @@ def _is_plain_unit(spec: Spec) -> bool:
 
 # ----------------------------------------------------------------------- PyTorch
 def torch_takes(spec: Spec) -> bool:
-    """Whether PyTorch computes it: plain attention, norms and plain units."""
+    """Whether PyTorch supports a use: plain attention, norms and plain units."""
     if spec.op in ("rms_norm", "layer_norm"):
         return not spec.has("epsilon") and spec.param("out_dtype") is None
     if spec.op == "gated_linear_unit":
@@ -177,8 +177,8 @@ def torch_samples(
 
     Args:
         spec: The use.
-        mode: What to return: the result, the gradients by name, or both.
-        inputs: The sets that JAX was given; they take turns here too.
+        mode: Selects the result, the gradients by name, or both.
+        inputs: The same sets as for JAX; they take turns here too.
         turns: How many samples.
 
     Raises:
@@ -210,7 +210,7 @@ def torch_samples(
 
 
 def _to_torch(torch: Any, args: Sequence[Any]) -> tuple[dict[str, Any], Any]:
-    """Operands by name and the cotangent, on the same memory."""
+    """Operands by name and the cotangent, sharing memory with JAX."""
     operands = {n: torch.from_dlpack(x) for n, x in args[0].items()}
     if len(args) == 1:
         return operands, None

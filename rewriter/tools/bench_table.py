@@ -26,7 +26,7 @@ class Row:
         timing: Its figures; None if it has none.
         error: Largest relative error against the reference, on the timed inputs.
         reason: Why it has no figures.
-        note: What else to know, such as what it was compared with instead.
+        note: A remark, such as another reference for the comparison.
     """
 
     implementation: str
@@ -41,17 +41,17 @@ class Row:
 
 @dataclass(frozen=True)
 class OpsBenchmark:
-    """What `bench_ops` measured.
+    """The result of `bench_ops`.
 
     Attributes:
         device: The device kind.
-        turns: How many samples each implementation has.
+        turns: The number of samples of each implementation.
         rows: In the order they were measured.
-        sets: How many sets of inputs took turns, by use.
+        sets: The number of input sets that took turns, by use.
         integers: Least, median, largest and sum of each integer operand, by use and
             operand: group sizes, for example.
-        versions: Of what the figures depend on, XLA's flags, and a GPU's driver and
-            clock in MHz right after timing, where `nvidia-smi` says them.
+        versions: Versions that the figures depend on, XLA's flags, and a GPU's driver
+            and clock in MHz right after timing, if `nvidia-smi` reports them.
     """
 
     device: str
@@ -62,7 +62,7 @@ class OpsBenchmark:
     versions: Mapping[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures as plain dicts and lists; None for what is infinite."""
+        """Returns the figures as plain dicts and lists; None for infinite ones."""
         return json.loads(json.dumps(asdict(self)), parse_constant=lambda name: None)
 
     def json(self) -> str:
@@ -70,7 +70,7 @@ class OpsBenchmark:
         return json.dumps(self.as_dict(), indent=1)
 
     def points(self) -> list[Point]:
-        """Returns what a roofline plot shows."""
+        """Returns the points of a roofline plot."""
         return [
             Point(f"{r.op} {r.implementation}", cost, 1e-3 * r.timing.median_ms)
             for r in self.rows
@@ -96,7 +96,7 @@ def block(rows: Sequence[Row], sets: int) -> str:
 
     Args:
         rows: Its rows.
-        sets: How many sets of inputs took turns.
+        sets: The number of input sets that took turns.
     """
     width = max(len(r.implementation) for r in rows)
     inputs = "1 set of inputs" if sets == 1 else f"{sets} sets of inputs in turn"

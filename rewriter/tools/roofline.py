@@ -64,7 +64,7 @@ def rate(cost: Cost, seconds: float, device: Device) -> Rate:
 
 
 def _warning(cost: Cost, seconds: float, device: Device) -> str:
-    """What is faster than the device, in words."""
+    """Warns, in words, of a rate above the device's peak."""
     parts = []
     source = "measured on such a device" if device.measured else "of the data sheet"
     for amount, most, unit in (
@@ -101,7 +101,7 @@ class Point:
     """One measurement in the picture.
 
     Attributes:
-        implementation: What computed it; each has its own marker.
+        implementation: The implementation; each has its own marker.
         cost: The work.
         seconds: The time.
     """

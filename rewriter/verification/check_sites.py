@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.rewrite.differing_inputs import reached
+from rewriter.rewrite.differing_inputs import inputs_of_one_side
 from rewriter.rewrite.replace import Rewritten
 from rewriter.rewrite.replacements import Pair
 from rewriter.verification.compare import YOURS, Comparison, Difference, compared
@@ -20,7 +20,7 @@ from rewriter.verification.probes import drawn
 log = logging.getLogger("rewriter.checked")
 
 DRAWN = "drawn arguments"
-"""Instead of the user's, where those are not known while tracing."""
+"""The name of random arguments, used where the user's are unknown while tracing."""
 
 Key = tuple[str, str]
 
@@ -30,8 +30,8 @@ class Complaint:
     """A site, or the whole program, whose numbers differ.
 
     Attributes:
-        sites: What is left as written for it: ops and the user's lines.
-        text: What differs, and on which arguments.
+        sites: The sites to leave as written: ops and the user's lines.
+        text: The difference, and the arguments that show it.
         whole: Whether the program's results differ and no site alone does.
     """
 
@@ -41,7 +41,7 @@ class Complaint:
 
 
 def sites_of(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
-    """Returns the pairs that can be run, with those of types as they should be."""
+    """Returns the pairs that can run and whose types agree."""
     return tuple(p for p in pairs if p.written is not None)
 
 
@@ -51,16 +51,16 @@ def complaints(
     inputs: Sequence[Any] | None,
     names: Sequence[str] = (),
 ) -> tuple[Complaint, ...]:
-    """Returns what differs between a program and what it was rewritten to.
+    """Returns the differences between a program and its rewritten form.
 
     Every kind of site is compared with all the equations that lead to it, and the
     whole program with the rewritten one.
 
     Args:
         program: The program as written.
-        rewritten: What it was rewritten to.
-        inputs: Its arguments; None if they are not known, so that some are drawn.
-        names: What its arguments are called.
+        rewritten: The rewritten program.
+        inputs: Its arguments; None if unknown, then some are drawn.
+        names: The names of its arguments.
     """
     on = YOURS if inputs is not None else DRAWN
     inputs = drawn(program.in_avals) if inputs is None else inputs
@@ -96,7 +96,7 @@ def both_of(program: ClosedJaxpr, pairs: Sequence[Pair], whole: bool, side: str)
 def _stopped(
     program: ClosedJaxpr, rewritten: Rewritten, inputs: Sequence[Any], error: Exception
 ) -> tuple[Complaint, ...]:
-    """Of a rewritten program that cannot be run, where the one as written can."""
+    """The complaint about a rewritten program that fails where the original runs."""
     try:
         jax.block_until_ready(jax.jit(jaxpr_as_fun(program))(*inputs))
     except Exception:
@@ -108,7 +108,7 @@ def _stopped(
 
 
 def every(rewritten: Rewritten) -> tuple[Key, ...]:
-    """Returns what tells all replaced sites apart."""
+    """Returns the identities of all replaced sites."""
     keys = [(s.op, s.where) for s in rewritten.sites if s.replaced]
     return tuple(dict.fromkeys([*(p.key for p in rewritten.pairs), *keys]))
 
@@ -126,17 +126,18 @@ def _complaints(
     made = []
     for k, pair in enumerate(pairs, first):
         if (difference := found.of(k)) is not None:
-            text = said(difference)
+            text = in_words(difference)
             entries = found.verdicts[k].entries
-            text += reached(pair, entries[0] if entries else None, inputs, names)
+            entry = entries[0] if entries else None
+            text += inputs_of_one_side(pair, entry, inputs, names)
             made.append(Complaint((pair.key,), text))
     results = [d for k in range(first) if (d := found.of(k)) is not None]
     if results and not made:
-        text = f"result {results[0].result} of the program: {said(results[0])}"
+        text = f"result {results[0].result} of the program: {in_words(results[0])}"
         made.append(Complaint(every(rewritten), text, True))
     return tuple(made)
 
 
-def said(difference: Difference) -> str:
+def in_words(difference: Difference) -> str:
     """Returns a difference in words."""
     return f"on {difference.on}: {'; '.join(difference.texts)}"

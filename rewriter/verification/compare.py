@@ -48,16 +48,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What running both told.
+    """The outcome of running both functions.
 
     Attributes:
-        verdicts: Of each result, on the arguments given.
+        verdicts: The verdict on each result, on the user's arguments.
         dtypes: The results' dtypes.
         coarse: The coarsest dtype behind each.
-        differences: All that differ, the arguments given first.
-        probes: How many probes were run.
-        silent: Names of probes for which the program as written gives no number.
-        note: What could not be run in float64; ``""`` if nothing.
+        differences: All differences, those on the user's arguments first.
+        probes: The number of probes that ran.
+        silent: Names of probes on which the program as written gives no number.
+        note: The parts that could not run in float64, or ``""``.
     """
 
     verdicts: tuple[Verdicts, ...]
@@ -93,16 +93,16 @@ def compared(
     """Returns where two functions of a list of arrays differ.
 
     Args:
-        written: Gives a list of arrays.
-        rewritten: Gives what should be the same.
+        written: Returns a list of arrays.
+        rewritten: Should return the same arrays.
         leaves: The arguments.
-        names: What they are called.
+        names: Their names.
         gradients: Positions of results whose rows of zeros must stay so.
         most: Probes at most; all by default.
-        compiled: Whether to compile the second, which may know of its arguments'
-            devices only outside of another `jax.jit`.
-        called: What the arguments given are called.
-        errors: Whether errors against float64 are wanted where nothing differs, too.
+        compiled: Whether to compile the second function, which may know the devices of
+            its arguments only outside another `jax.jit`.
+        called: The name for the user's arguments.
+        errors: Whether to report errors against float64 even without a difference.
 
     Example:
         >>> f = lambda xs: [jnp.where(xs[0] >= xs[0], 1.0, 2.0)]
@@ -171,9 +171,9 @@ class _Both:
         told: frozenset[int] = frozenset(),
         always: bool = False,
     ) -> Any:
-        """What is to be said of each result; None if the original says nothing.
+        """The verdict on each result; None if the original gives no number.
 
-        Nothing more is said of results of which something was told.
+        Results with an earlier difference get no second one.
         """
         given = list(leaves)
         before = self.written(given)

@@ -21,7 +21,7 @@ DECIDE = frozenset({
 
 
 def deciding(program: ClosedJaxpr) -> list[bool]:
-    """Returns, for each input, whether a comparison reads what is computed from it.
+    """Returns, for each input, whether a comparison depends on it.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -54,7 +54,7 @@ def _equation(eqn: Any, outs: list[bool]) -> list[bool]:
 
 
 def _bodies(bodies: Sequence[Any], count: int, outs: list[bool]) -> list[bool]:
-    """Of bodies whose inputs are the last operands, as all but those of a while are."""
+    """For bodies whose inputs are the last operands: all but those of a while loop."""
     marked = [any(outs)] * count
     for body in bodies:
         fits = len(body.outvars) == len(outs) and len(body.invars) <= count

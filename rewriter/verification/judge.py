@@ -27,15 +27,16 @@ NEAR_AT_MOST = 0.3
 """... and at most this share of a row."""
 
 SHAKES = 16.0
-"""How much further than a run with shaken arguments a row may be."""
+"""How many times farther than a run with shaken arguments a row may be."""
 
 ROOM = 16.0
-"""How far from its type's largest number rows of unusual size must be."""
+"""The factor by which rows of unusual size must stay below their type's largest
+number."""
 
 FLOOR, FLOOR_OF_GRADIENTS = 0.05, 0.25
-"""Of the usual row's size: smaller rows are judged as if they were as large.
+"""The least size of a row, as a share of the usual one; smaller rows are judged by it.
 
-More of gradients, in which larger terms cancel.
+It is larger for gradients, where larger terms cancel.
 """
 
 Runs = Callable[[], Sequence[Any]]
@@ -43,16 +44,17 @@ Runs = Callable[[], Sequence[Any]]
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What is to be said of one result.
+    """The verdict on one result.
 
     Attributes:
-        error: The largest share of a row by which it is off the reference.
-        allowed: What is allowed there.
+        error: The largest error of a row against the reference, relative to the row.
+        allowed: The allowed error of that row.
         original: The same for the program as written, against float64; 0 without it.
-        differs: What differs, one sentence each; none if all is well.
+        differs: The differences, one sentence each; empty if there are none.
         entries: The entries that differ, flattened positions.
-        unstable: How many rows rounding alone changes, so that they say nothing.
-        far: How many rows float64 gives grossly other values for.
+        unstable: The number of rows that rounding alone changes, so that they prove
+            nothing.
+        far: The number of rows where float64 gives grossly different values.
     """
 
     error: float = 0.0
@@ -75,18 +77,18 @@ def judged(
     scaled: bool = False,
     always: bool = False,
 ) -> Verdicts:
-    """Returns what is to be said of one result.
+    """Returns the verdict on one result.
 
     Args:
         written: The result of the program as written.
         rewritten: That of the rewritten one.
         coarse: The coarsest dtype on the way to it.
-        shaken: Gives results as written for arguments moved by a rounding; called
-            only if the two differ.
-        exact: Gives the result in float64, called likewise.
+        shaken: Returns original results for arguments moved by a rounding; called only
+            if the two differ.
+        exact: Returns the result in float64; called likewise.
         gradient: Whether rows that are exactly zero must stay so.
-        scaled: Whether the arguments are of unusual size. Then rows in which float64
-            gives other values say nothing, and of gradients only what is finite does.
+        scaled: Whether the arguments are of unusual size. Then rows where float64 gives
+            other values prove nothing, and gradients are only checked for being finite.
         always: Whether to call the other two in any case, for their errors.
 
     Example:
@@ -133,7 +135,7 @@ def _judged(
 
 
 def _exactly(a: np.ndarray, b: np.ndarray, shaken: Runs) -> Verdicts:
-    """Of whole numbers: equal, but where rounding alone changes them."""
+    """Judges integers: they must be equal, except where rounding alone changes them."""
     off = a != b
     if off.any():
         for other in shaken():
@@ -165,7 +167,7 @@ class _Case:
         self.moved = kinds_a != kinds_b
         self.tolerance = max(allowed_by_dtype(coarse or written.dtype), 1e-15)
         others = [_rows(x) for x in shaken]
-        for x in others:  # where rounding alone decides
+        for x in others:  # rounding alone decides here
             self.moved &= _kinds(x) == kinds_a
         exact = None if exact is None else _rows(exact)
         fine = (kinds_a == 0) & (kinds_b == 0)
@@ -187,7 +189,7 @@ class _Case:
             self.limit = np.where(near, self.limit, np.inf)
 
     def _spread(self, others: Sequence[np.ndarray], fine: np.ndarray) -> np.ndarray:
-        """How far the rows move with their arguments; at least as most rows do."""
+        """How far rows move with their arguments, at least as far as most rows do."""
         if not others:
             return np.zeros(self.size.shape)
         moves = [_norm(np.where(fine & np.isfinite(x), x - self.a, 0)) for x in others]
@@ -216,7 +218,7 @@ class _Case:
         return near
 
     def fine(self, gradient: bool, sizes: bool) -> bool:
-        """Whether nothing differs; but for sizes, if they say nothing."""
+        """Whether nothing differs, ignoring sizes if they prove nothing."""
         if self.moved.any() or not sizes:
             return not self.moved.any()
         off = (self.after > self.limit).any()
@@ -229,7 +231,7 @@ class _Case:
         return was & (here > self.tolerance * self.smallest) & (here > 0)
 
     def verdicts(self, gradient: bool, sizes: bool) -> Verdicts:
-        """What is to be said."""
+        """The verdict."""
         share = self.after / self.size
         off = (self.after > self.limit) & sizes
         gradient = gradient and sizes
@@ -284,7 +286,7 @@ KINDS = ("finite", "NaN", "inf", "-inf")
 
 
 def _kinds(x: np.ndarray) -> np.ndarray:
-    """By entry, a place in `KINDS`."""
+    """The index in `KINDS` of each entry."""
     found = np.zeros(x.shape, np.int8)
     if not np.isfinite(x).all():
         found[np.isnan(x)], found[x == np.inf], found[x == -np.inf] = 1, 2, 3
@@ -299,7 +301,7 @@ def _norm(x: np.ndarray) -> np.ndarray:
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
-    """What lies along the last axis, as rows."""
+    """Reshapes an array into rows along the last axis."""
     return x.reshape(-1, x.shape[-1] if x.ndim else 1)
 
 

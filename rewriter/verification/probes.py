@@ -21,7 +21,7 @@ MOST = 24
 
 SCALED = ("x60", "x1e4", "x1e-20")
 ALL_FLOATS = ("rows of zeros", "constant rows", "x60")
-"""What all floats become together."""
+"""Changes that are applied to all floats together."""
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -31,7 +31,7 @@ class Probe:
     """Arguments of a program.
 
     Attributes:
-        name: What was changed, such as ``"t: inf at the end"``.
+        name: The change, such as ``"t: inf at the end"``.
         changed: The new arguments by position.
         scaled: Whether they are of unusual size.
     """
@@ -56,7 +56,7 @@ def probes(
     Args:
         leaves: Arrays; random keys stay as they are.
         deciding: For each, whether comparisons read it.
-        names: What they are called; numbers by default.
+        names: Their names; numbers by default.
 
     Example:
         >>> [p.name for p in probes([np.ones(2, bool)], [True], ["mask"])][:2]
@@ -90,7 +90,7 @@ def _in_turns(queues: Sequence[Sequence[Probe]]) -> Iterator[Probe]:
 
 
 def _rank(x: np.ndarray, decides: bool) -> tuple[bool, bool, int]:
-    """Masks and positions first, then what is largest."""
+    """The sort key: masks and positions first, then the largest arrays."""
     return _is_float(x) and not decides, _is_float(x), -x.size
 
 
@@ -108,7 +108,7 @@ def _filled(value: Any) -> Change:
 
 
 def _some_rows(made: Callable[[np.ndarray], np.ndarray]) -> Change:
-    """Every third row of the last axis; of one row, the whole."""
+    """Every third row of the last axis; a single row whole."""
 
     def change(x: np.ndarray) -> np.ndarray:
         rows = x.reshape(-1, x.shape[-1] if x.ndim else 1).copy()
@@ -209,9 +209,10 @@ BOOLS: dict[str, Change] = {
 
 # -------------------------------------------------------------------- arrays
 def drawn(avals: Sequence[Any]) -> list[Any] | None:
-    """Returns plausible arguments of some types; None for types that have none.
+    """Returns plausible arguments of some types, or None for unsupported types.
 
-    Floats are normal, integers count along the last axis, of booleans most are true.
+    Floats are normally distributed, integers count along the last axis, most booleans
+    are true.
     """
     random, made = np.random.default_rng(0), []
     for aval in avals:
@@ -238,14 +239,14 @@ def _drawn(random: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def shaken(x: Any, decides: bool, coarse: str, seed: int) -> Any:
     """Returns an array with every float moved by a rounding or two.
 
-    What comparisons read moves by its own type's roundings, equal values alike, and
-    not at all if it holds whole numbers only.
+    Arrays that comparisons read move by their own type's roundings, equal values alike.
+    They do not move if they hold only whole numbers.
 
     Args:
         x: The array.
         decides: Whether comparisons read it.
         coarse: The coarsest dtype that the program computes in.
-        seed: Tells several of them apart.
+        seed: The seed of the random signs.
     """
     host = _host(x) if _can_change(x) else None
     if host is None or not _is_float(host) or not host.size:

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from rewriter import _jax
 
 LEVELS = ("", "float64", "float32", "float16", "bfloat16")
-"""From exact to coarse; float16 stands for what rounds in about eleven bits."""
+"""From exact to coarse; float16 represents all types with about eleven bits."""
 
 PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 MOVES = frozenset({
@@ -25,7 +25,7 @@ MOVES = frozenset({
     "copy", "iota", "stop_gradient", "reduce_max", "reduce_min", "max", "min", "pad",
     "sharding_constraint", "optimization_barrier", "expand_dims", "split", "tie_in",
 })  # fmt: skip
-"""Primitives that round nothing, but for casts to narrower types."""
+"""Primitives that round nothing, except casts to narrower types."""
 
 DEVICE = {"gpu": 3, "tpu": 4}
 """Levels of products of float32 at default precision: TF32, and bfloat16 on TPUs."""
@@ -78,7 +78,7 @@ def _equation(eqn: Any, ins: list[int]) -> list[int]:
 def _scan(eqn: Any, ins: list[int]) -> list[int]:
     body, n_consts, n_carry, _ = _jax.scan_parts(eqn)
     outs: list[int] = []
-    for _ in range(n_carry + 1):  # what a turn adds, the next one reads
+    for _ in range(n_carry + 1):  # a turn reads the roundings of the turn before
         outs = _body(body, ins)
         carry = ins[n_consts : n_consts + n_carry]
         more = [max(a, b) for a, b in zip(carry, outs, strict=False)]
@@ -98,7 +98,7 @@ def _inside(jaxpr: Any) -> int:
 
 
 def _own(eqn: Any, aval: Any) -> int:
-    """What an equation itself rounds to."""
+    """The rounding of an equation itself."""
     if not _is_float(aval):
         return 0
     level = level_of(aval.dtype)

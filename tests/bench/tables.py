@@ -17,7 +17,7 @@ import re
 import jax
 
 import rewriter
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.key import Key
 from rewriter.measure.measurement import ESTIMATES
 from rewriter.measure.sources import shipped
@@ -137,7 +137,7 @@ def tuned() -> str:
     rows = []
     for op in registry().ops():
         for key, found in shipped(op).entries:
-            decision = decide(found)
+            decision = fastest(found)
             xla = next((m for m in found if m.implementation.forward == XLA), None)
             if decision is None or xla is None or decision.best is xla:
                 continue

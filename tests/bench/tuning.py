@@ -27,7 +27,7 @@ import numpy as np
 from rewriter.kernels.index import OPS
 from rewriter.measure import autotune
 from rewriter.measure.candidate import Candidate, compile_all
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.inputs import inputs
 from rewriter.measure.key import BOTH, FORWARD, Key
 from rewriter.measure.measurement import Measurement
@@ -88,7 +88,7 @@ def tune(given: argparse.Namespace) -> None:
         made |= found
         print(found.table(), flush=True)
         for key, measurements in found.entries:
-            decision = decide(measurements)
+            decision = fastest(measurements)
             best = decision.best.implementation.text if decision else None
             rows.append({"use": key.text, "candidates": len(measurements),
                          "cold_s": round(cold, 2), "cached_s": round(cached, 4),
@@ -114,7 +114,7 @@ def regret(given: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     start = time.monotonic()
     for key, measurements in Tuned.load(given.tuned).entries:
-        decision = decide(measurements)
+        decision = fastest(measurements)
         if decision is None or key.op not in given.ops.split(","):
             continue
         if time.monotonic() - start > given.budget:
@@ -170,7 +170,7 @@ def compare(given: argparse.Namespace) -> None:
     first, second = (Tuned.load(p) for p in given.tuned)
     same, other, gaps = 0, [], []
     for key, measurements in first.entries:
-        a, b = decide(measurements), decide(second.find(key))
+        a, b = fastest(measurements), fastest(second.find(key))
         if a is None or b is None:
             continue
         mine, theirs = a.best.implementation, b.best.implementation
@@ -195,7 +195,7 @@ def outputs(given: argparse.Namespace) -> None:
     whole, rows = hashlib.sha256(), []
     start = time.monotonic()
     for key, measurements in Tuned.load(given.tuned).entries:
-        decision = decide(measurements)
+        decision = fastest(measurements)
         if decision is None or key.op not in given.ops.split(","):
             continue
         if time.monotonic() - start > given.budget:

@@ -82,7 +82,7 @@ def test_a_damaged_file_is_told_and_kept(folder, text: str) -> None:
     (path,) = [p for p, k in keys.items() if k["shapes"]["q"][1] == 64]
     path.write_text(text)
     os.utime(path.parent)
-    with pytest.warns(CacheWarning, match=rf"{path.name} is left aside"):
+    with pytest.warns(CacheWarning, match=rf"{path.name} is ignored"):
         assert found() == {}
     assert found(128) == {"fast": 6}
     assert len(cache.info().unreadable) == 1

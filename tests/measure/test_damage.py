@@ -228,11 +228,11 @@ def test_a_bad_record_of_the_package_is_told(tmp_path) -> None:
     path = tmp_path / "t.json"
     Tuned(((key(), (took("xla", 1), took("fast", 2))),)).save(path)
     set_in(path, ("entries", 0, *SECOND, "median_us"), "soon")
-    with pytest.warns(CacheWarning, match=r"t\.json is left aside.*Install"):
+    with pytest.warns(CacheWarning, match=r"t\.json is ignored.*Install"):
         found = sources._shipped(str(path))
     assert [m.implementation.name for m in found.find(key())] == ["xla"]
     path.write_text("{")
-    with pytest.warns(CacheWarning, match=r"t\.json is left aside: it is not JSON"):
+    with pytest.warns(CacheWarning, match=r"t\.json is ignored: it is not JSON"):
         assert len(sources._shipped(str(path))) == 0
 
 

@@ -106,7 +106,7 @@ def stopped_while(job) -> bool:
 
         patch.setattr(threading.Event, "wait", waited)
         with pytest.raises(KeyboardInterrupt):
-            threads.apart(run, lambda: None)
+            threads.run_untraced(run, lambda: None)
     return ended.is_set()
 
 
@@ -115,7 +115,7 @@ def test_what_waits_is_stopped() -> None:
     hangs = lambda: forever.wait()
     later = time.monotonic() + 3600
     assert stopped_while(lambda: threads.side_by_side([hangs], later, later))
-    assert stopped_while(lambda: threads.beside(hangs)())
+    assert stopped_while(lambda: threads.start_in_background(hangs)())
     inner = lambda: threads.side_by_side([hangs], later, later)
     assert stopped_while(lambda: threads.side_by_side([inner], later, later))
     forever.set()

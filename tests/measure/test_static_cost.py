@@ -16,7 +16,7 @@ from rewriter.errors import ConfigError
 from rewriter.hardware import ahead_of_time
 from rewriter.measure import static_cost
 from rewriter.measure.autotune import LEVELS
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.key import key_of
 from rewriter.measure.measurement import BUNDLES, SIMULATED, Measurement
 from rewriter.measure.programs import Task, function
@@ -212,7 +212,7 @@ def test_simulated_times_must_be_better_by_a_fifth() -> None:
     xla = timed("xla", 100.0, SIMULATED)
     near = timed("in_blocks", 90.0, SIMULATED)
     assert chosen(xla, near)[0] == "xla"
-    assert decide([xla, near]).best is xla
+    assert fastest([xla, near]).best is xla
     measured = [dataclasses.replace(m, method="profiler") for m in (xla, near)]
     assert chosen(*measured)[0] == "in_blocks"
 
@@ -225,9 +225,9 @@ def test_bundles_choose_a_config_and_not_the_kernel() -> None:
         timed("prefetching", 5.0, BUNDLES, 8),
     ]
     assert chosen(*guess) == ("in_blocks", "rows=512", "simulated")
-    assert decide(guess) is None
+    assert fastest(guess) is None
     real = [timed("xla", 70.0, "profiler"), timed("in_blocks", 90.0, "profiler")]
-    assert decide([*guess, *real]).best is real[0]
+    assert fastest([*guess, *real]).best is real[0]
 
 
 def test_a_device_that_is_neither_here_nor_compiled_for() -> None:

@@ -16,7 +16,7 @@ import pytest
 import rewriter
 from rewriter.config import Config
 from rewriter.errors import BundleMismatch, CacheWarning
-from rewriter.measure.decision import decide
+from rewriter.measure.decision import fastest
 from rewriter.measure.key import Key, key_of, nearest
 from rewriter.measure.measurement import Measurement
 from rewriter.measure.sources import shipped
@@ -67,7 +67,7 @@ def key(t: int = 64, **changes) -> Key:
 )
 def test_who_wins(measured, best: str) -> None:
     for order in (measured, measured[::-1]):
-        decision = decide(order)
+        decision = fastest(order)
         assert decision is not None
         assert decision.best.implementation.forward == best
         assert {n for n, _ in decision.lost} == {
@@ -76,8 +76,8 @@ def test_who_wins(measured, best: str) -> None:
 
 
 def test_nothing_wins_where_nothing_runs() -> None:
-    assert decide([took("xla", None)]) is None
-    assert decide([]) is None
+    assert fastest([took("xla", None)]) is None
+    assert fastest([]) is None
 
 
 def test_the_key_has_what_changes_the_time_and_nothing_else() -> None:
@@ -248,7 +248,7 @@ def test_files_of_earlier_versions_are_read() -> None:
     for op in registry().ops():
         for found, measured in shipped(op).entries:
             assert found.op == op
-            assert decide(measured) is not None or not measured
+            assert fastest(measured) is not None or not measured
             assert not any(m.spelling for m in measured)
         of_others = registry().op(op).form_of or registry().op(op).parts
         assert of_others or op in shipped(op).table()

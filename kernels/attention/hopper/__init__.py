@@ -59,9 +59,9 @@ WIDEST = 256
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether it takes a use: 16 bits, widths up to 256."""
+    """Returns whether it supports a use: 16 bits, widths up to 256."""
     if spec.symbolic:
-        return no("symbolic", "the Hopper kernel wants sizes that are numbers")
+        return no("symbolic", "the Hopper kernel needs known sizes")
     verdict = all_of(_operands(spec), _types(spec), _sizes(spec), _numbers(spec))
     if not verdict.ok:
         return verdict
@@ -69,13 +69,13 @@ def supports(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for Hopper GPUs, where those are known, there is an estimate."""
+    """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
 
 def deterministic(config: BackwardTiles | None) -> Verdict:
-    """Returns whether gradients are the same bits each time: not if all are fused."""
+    """Returns whether gradients have the same bits in every run: not if fused."""
     if config is None or not config.fused:
         return YES
     return no("deterministic", "dq is added up in memory in no fixed order")
@@ -124,7 +124,7 @@ def _numbers(spec: Spec) -> Verdict:
 
 
 def _room(spec: Spec) -> Verdict:
-    """Whether the smallest tiles fit, beside which wide heads leave little memory."""
+    """Whether the smallest tiles fit; wide heads leave little memory."""
     smallest = Tiles(32, 2, 2)
     return fits_widths(smallest, *widths(spec), beside_in(spec))
 
@@ -142,7 +142,7 @@ def _importable() -> Verdict:
 def forward(**given: Any) -> Any:
     """Returns attention; see `rewriter.kernels.attention.hopper.forward_kernel`.
 
-    Heads whose widths are no multiples of 16 get zeros, which change no score.
+    Heads are padded to multiples of 16 with zeros, which change no score.
     """
     from rewriter.kernels.attention.hopper import forward_kernel
 
@@ -160,9 +160,8 @@ def forward(**given: Any) -> Any:
 def backward(**given: Any) -> dict[str, Array]:
     """Returns the cotangents of float operands from the result and its log-sum-exp.
 
-    What no tiles fit is left to `rewriter.kernels.attention.xla`, and so is the
-    cotangent of a bias without `BackwardTiles.tables`. Compilers leave out what no one
-    asks for.
+    Uses that fit no tiles are left to `rewriter.kernels.attention.xla`, and so is the
+    cotangent of a bias without `BackwardTiles.tables`. Compilers drop unused gradients.
     """
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
@@ -183,6 +182,6 @@ def backward(**given: Any) -> dict[str, Array]:
 
 
 def _filled(x: Array) -> Array:
-    """Returns [..., width] with zeros up to a width that kernels read."""
+    """Pads [..., width] with zeros to a width that kernels read."""
     more = filled(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x

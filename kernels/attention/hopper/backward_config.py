@@ -33,15 +33,15 @@ class BackwardTiles:
         stages: Blocks that shared memory holds.
         warpgroups: Warpgroups that compute, 64 rows of a tile each.
         programs: As in `Tiles`.
-        fused: Whether one kernel computes all, which saves two products of seven, and
-            adds up dq in memory: in an order that differs from run to run. From jax
-            0.11 on.
+        fused: Whether one kernel computes all gradients. That saves two products of
+            seven, but adds up dq in memory, in an order that varies between runs. From
+            jax 0.11 on.
         divided: Whether, for dk and dv, two warpgroups share 64 keys: one computes
-            weights and dv, the other how they change, and dk. For wide heads.
-        v_stages: Blocks of v that shared memory holds for dq, where they are free
+            weights and dv, the other their changes and dk. For wide heads.
+        v_stages: Blocks of v that shared memory holds for dq, since they are free
             before those of k; 0 for as many as `stages`.
-        tables: Whether a kernel computes the cotangent of a bias that differs along
-            queries and keys, if it is asked for and has room.
+        tables: Whether a kernel computes the cotangent of a bias that varies along
+            queries and keys, if that is needed and fits.
         claimed: As in `Tiles`.
     """
 
@@ -58,7 +58,7 @@ class BackwardTiles:
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
-    """Returns the rule of thumb, by the heads' width and by what scores read.
+    """Returns the default config, by the heads' width and the operands of scores.
 
     On an H200, in microseconds (``tests/bench/results/attention_backward_h200.json``):
     dk and dv of heads of 64 take 572 for 620 with blocks of 128 queries, under a causal
@@ -89,12 +89,12 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
 
 
 def _plain(spec: Spec) -> bool:
-    """Whether nothing takes registers beside blocks of 128 queries."""
+    """Whether no further operands need registers, so that blocks of 128 queries fit."""
     return not (spec.param("softcap") or spec.has("prefix"))
 
 
 def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
-    """Returns a config whose tiles are claimed where they differ, and there is room.
+    """Returns a config whose tiles are claimed, if they differ in work and it fits.
 
     On an H200 that took 0.97 to 1.00 of the time of tiles that are dealt out, 0.82 with
     segments, and 1.01 where all tiles are alike.
@@ -107,7 +107,7 @@ def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
 
 
 def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
-    """Returns configs worth measuring, the likeliest first.
+    """Returns configs worth measuring, most promising first.
 
     The second is fused, whose sums differ from run to run: on an H200 that kernel took
     0.91 to 1.02 of the best other one's time. No rule of thumb takes it.
@@ -141,7 +141,7 @@ WIDE = (
     BackwardTiles(32, 32, 2, divided=True),
     BackwardTiles(32, 32, 2, divided=True, v_stages=1),
 )
-"""What is tried where dk and dv have no room in one warpgroup's registers, in order:
+"""Configs to try, in order, if dk and dv do not fit into one warpgroup's registers:
 heads of 192 and values of 128 take the first, heads of 256 the third, tables of biases
 beside those the others. ptxas spills nothing in any of them (13.0)."""
 
@@ -149,7 +149,7 @@ beside those the others. ptxas spills nothing in any of them (13.0)."""
 def first_fitting_backward(
     h: int, e: int, beside: Beside = NONE
 ) -> BackwardTiles | None:
-    """Returns the same of the backward; None if nothing fits."""
+    """Returns the same for the backward; None if nothing fits."""
     tried = (BackwardTiles(), *WIDE)
     fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
     return next(fitting, None)
@@ -226,7 +226,7 @@ TABLE_BLOCK = 64
 
 
 def table_stages(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
-    """Returns how many members shared memory holds for a table's cotangent; 0 for none.
+    """Returns the members that shared memory holds for a table's cotangent; 0 for none.
 
     Example:
         >>> [table_stages(BackwardTiles(), x, x, Beside((2,))) for x in (32, 128, 256)]
@@ -240,13 +240,13 @@ def table_stages(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
 
 
 def sums_block(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
-    """Returns how many columns at a time the sums of changes take; 0 without room.
+    """Returns the columns that sums of changes take at a time; 0 if nothing fits.
 
     Args:
         config: The config of the backward, whose warpgroups these kernels have.
         h: Width of q and k.
         e: Width of v.
-        beside: What scores read beside q and k, transposed where rows are keys.
+        beside: Operands of scores beside q and k, transposed where rows are keys.
 
     Example:
         >>> [sums_block(BackwardTiles(), x, x, Beside(rows=1)) for x in (64, 256)]

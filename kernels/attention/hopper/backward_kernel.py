@@ -87,7 +87,7 @@ def backward(
     out_dtype: str | None = None,
     config: BackwardTiles | None = None,
 ) -> dict[str, Array]:
-    """Returns the cotangents of float operands, but of biases and slopes without room.
+    """Returns cotangents of float operands, but of biases and slopes only if they fit.
 
     Args:
         q: [b, t, n, h].
@@ -96,7 +96,7 @@ def backward(
         out: [b, t, n, e], from the forward.
         residuals: ``(lse,)``, float32 [b, n, t].
         cotangent: [b, t, n, e].
-        bias: As in the forward, as all that follow.
+        bias: As in the forward, like all that follow.
         mask: bool [b|1, n|1, t|1, s|1].
         q_segments: int [b|1, t].
         kv_segments: int [b|1, s].
@@ -135,7 +135,7 @@ def backward(
     terms, extra = terms_of(t, s, **given)
     extra.pop("sinks", None)
     empty = lse == -jnp.inf
-    if empty_rows == "zero":  # what comes back to zeros reaches nothing
+    if empty_rows == "zero":  # cotangents of padding are dropped
         up = jnp.where(empty.swapaxes(1, 2)[..., None], 0, up)
     unit, rest = (1.0 if terms.natural else LOG2E), None
     if terms.adding:
@@ -194,7 +194,7 @@ def backward(
         total = jax.new_ref(jnp.zeros(named["q"].shape, jnp.float32))
         dk, dv = _call(Fused, of_keys, by_key | {"dq": total})
         dq = (total[...] * scale).astype(q.dtype)
-        if of_queries.mask.may_be_empty:  # whatever was added to rows without keys
+        if of_queries.mask.may_be_empty:  # ignores values added to rows without keys
             dq = jnp.where(_padded_rows(empty, dq), 0, dq)
     else:
         dk, dv = _call(Divided if config.divided else OfKeys, of_keys, by_key)
@@ -256,11 +256,11 @@ def _sums(
     """Returns a sum for each row and query head, [b, n, rows]; None without room.
 
     Args:
-        kind: What is summed up.
+        kind: The kind of sum.
         p: The problem of dk and dv, or of dq.
         config: Its config.
-        beside: What its scores read.
-        named: What its kernel reads.
+        beside: The operands of its scores.
+        named: The kernel's arrays by name.
         mask: As its scores lie.
         segments: Those of rows and of columns.
     """
@@ -285,7 +285,7 @@ def _sums(
 def _of_tables(
     p: Problem, config: BackwardTiles, given: dict[str, Array], named: dict[str, Any]
 ) -> Array | None:
-    """Returns the cotangent of a table of biases; None if there is no room for it."""
+    """Returns the cotangent of a table of biases; None if it does not fit."""
     stages = table_stages(config, p.h, p.e, beside_of(given))
     if stages < 1:
         return None
@@ -305,15 +305,15 @@ def _of_tables(
 
 
 LARGE = 1000.0
-"""A log-sum-exp beyond which it does not tell how many keys share a row: that of 4096
-scores of -1e9 is -1e9 itself in float32."""
+"""Larger log-sum-exps do not show the number of keys in a row: that of 4096 scores of
+-1e9 is -1e9 itself in float32."""
 
 
 def _apart(lse: Array, again: Callable[[], tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Returns log-sum-exps as two terms, of which the second is small.
+    """Returns log-sum-exps as two terms; the second one is small.
 
-    A bias of -1e9 for a whole row takes the digits of the sum. The maxima and sums are
-    then computed again, which costs another forward.
+    A bias of -1e9 for a whole row absorbs the digits of the sum. The maxima and sums
+    are then computed again, which costs another forward.
     """
     large = jnp.isfinite(lse) & (jnp.abs(lse) > LARGE)
     return lax.cond(jnp.any(large), again, lambda: (lse, jnp.zeros_like(lse)))
@@ -327,7 +327,7 @@ def _padded(x: Array, config: BackwardTiles, value: float) -> Array:
 
 
 def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Array:
-    """Returns dv with what rows without keys add: NaN, or their mean's share."""
+    """Returns dv with the share of rows without keys: NaN, or that of their mean."""
     if empty_rows == "zero":
         return dv
     (b, s, heads, e), n = dv.shape, empty.shape[1]

@@ -41,14 +41,14 @@ class OfKeys(Kernel):
         return {x: plgpu.SMEM((p.stages, p.block), jnp.float32) for x in p.numbers}
 
     def copy_tile(self, tile: Tile, w: int) -> None:
-        """Copies what stays for a tile."""
+        """Copies the resident arrays of a tile."""
         rows = pl.ds(tile.first + 64 * w, 64)
         for name in self.fixed:
             at = (tile.b, rows, tile.head)
             self.send(name, at, w, self.memory["ready"].at[w])
 
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
-        """Copies a block that passes, to where the first array's memory is free."""
+        """Copies a streamed block to free memory of the first array."""
         slot = lax.rem(step, jnp.int32(self.p.stages))
         head = tile.head * self.p.group + i
         rows = pl.ds(j * self.p.block, self.p.block)
@@ -67,7 +67,7 @@ class OfKeys(Kernel):
         return self.p.terms.whole_rows and not self.classed
 
     def shown(self, tile: Tile, x: Array) -> Array:
-        """Returns what is summed up of a tile, with zeros for keys that masks hide."""
+        """Returns the sums of a tile, with zeros for keys that masks hide."""
         if not self.shows:
             return x
         part = dict(self.p.terms.parts)["row_terms"]
@@ -100,7 +100,7 @@ class OfKeys(Kernel):
     def weigh(
         self, scores: Array, steep: Array | None, lse: Any, rest: Any
     ) -> tuple[Array, Array]:
-        """Returns weights, and what changes of weights are multiplied with.
+        """Returns weights, and the factors of changes of weights.
 
         Both are the same array, or the first has 16 bits, as an operand of products.
         """
@@ -112,7 +112,7 @@ class OfKeys(Kernel):
         return lax.optimization_barrier((narrow, weights * steep))
 
     def begin(self, tile: Tile) -> Any:
-        """Returns zeros to sum up in, and what a tile's steps read."""
+        """Returns zeros to accumulate in, and the values that a tile's steps read."""
         return pallas.zeros((64, self.p.h)), pallas.zeros((64, self.p.e))
 
     def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
@@ -170,10 +170,11 @@ class OfKeys(Kernel):
 class Divided(OfKeys):
     """dk and dv of tiles of 64 keys, each by a warpgroup of its own.
 
-    For wide heads, both of which have no room in one's registers. The first computes
-    weights and dv, and leaves weights in shared memory, in 16 bits; the second computes
-    how these change, and dk. What stays is k for the first and v for the second; dv is
-    stored where v was and dk where k was, once both are done.
+    It is for wide heads, whose dk and dv do not fit into the registers of one
+    warpgroup. The first computes weights and dv, and leaves weights in shared memory,
+    in 16 bits. The second computes changes of weights, and dk. k stays resident for the
+    first and v for the second. Once both are done, dv is stored in place of v, and dk
+    in place of k.
     """
 
     @classmethod
@@ -189,12 +190,12 @@ class Divided(OfKeys):
 
     @classmethod
     def copies(cls, p: Problem) -> int:
-        """Copies of what a warpgroup reads of a tile."""
+        """Copies of a warpgroup's part of a tile."""
         del p
         return 1
 
     def copy_tile(self, tile: Tile, w: int) -> None:
-        """Copies what stays for a tile, to where a warpgroup has stored."""
+        """Copies the resident arrays of a tile over those that are stored already."""
         name = ("v", "k")[w]
         at = (tile.b, pl.ds(tile.first, 64), tile.head)
         self.send(name, at, 0, self.memory["ready"].at[1 - w])
@@ -210,7 +211,7 @@ class Divided(OfKeys):
         super().compute()
 
     def put_apart(self, x: Array, name: str, tile: Tile) -> None:
-        """Writes a sum of a tile where `name` was, once no one reads that."""
+        """Writes a sum of a tile in place of `name`, once that is not read any more."""
         both = self.memory["both"].at[0]
         plgpu.barrier_arrive(both)
         plgpu.barrier_wait(both)
@@ -225,7 +226,7 @@ class Divided(OfKeys):
 
 
 class _Weights(Divided):
-    """What the first warpgroup does: weights and dv."""
+    """The first warpgroup's part: weights and dv."""
 
     def begin(self, tile: Tile) -> Any:
         """Returns zeros to sum up in."""
@@ -272,10 +273,10 @@ class _Weights(Divided):
 
 
 class _Changes(Divided):
-    """What the second warpgroup does: changes of weights, and dk."""
+    """The second warpgroup's part: changes of weights, and dk."""
 
     def run_half(self) -> None:
-        """Does what `Kernel.compute` does, having said that no weights are there."""
+        """Does the work of `Kernel.compute`, having marked the weights' memory free."""
         for place in range(WEIGHTS):
             plgpu.barrier_arrive(self.memory["weights_free"].at[place])
         super().run_half()
@@ -320,7 +321,7 @@ class _Changes(Divided):
 
 
 class Fused(OfKeys):
-    """dk and dv of tiles of keys, and what they add to dq.
+    """dk and dv of tiles of keys, and their contribution to dq.
 
     The warpgroups leave their dSᵀ of a block in shared memory, in one of two places in
     turn. The warpgroup of that number multiplies it with all keys of the tile and adds
@@ -366,7 +367,7 @@ class Fused(OfKeys):
     def scores(
         self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
     ) -> tuple[Array, Array | None]:
-        """Returns scores, -inf for rows past the last key, and how steep they are.
+        """Returns scores, -inf for rows past the last key, and their derivatives.
 
         Their weights, which dk and dv leave out, may be infinite if all scores of a
         query are low; in dq they are multiplied with keys of zeros.
@@ -401,7 +402,7 @@ class Fused(OfKeys):
         )
 
     def store(self, tile: Tile, carry: Any) -> None:
-        """Stores dk and dv where k and v were, once all have multiplied with k."""
+        """Stores dk and dv in place of k and v, once all have multiplied with k."""
         plgpu.barrier_arrive(self.memory["added"].at[0])
         plgpu.barrier_wait(self.memory["added"].at[0])
         super().store(tile, carry)

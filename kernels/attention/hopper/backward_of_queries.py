@@ -42,7 +42,7 @@ class OfQueries(Kernel):
         return {x: plgpu.SMEM(shape, jnp.float32) for x in p.numbers}
 
     def copy_tile(self, tile: Tile, w: int) -> None:
-        """Copies what stays for a tile."""
+        """Copies the resident arrays of a tile."""
         rows, barrier = pl.ds(tile.first + 64 * w, 64), self.memory["ready"].at[w]
         for name in self.fixed:
             self.send(name, (tile.b, rows, tile.head), w, barrier)
@@ -50,7 +50,7 @@ class OfQueries(Kernel):
             self.send(name, (tile.b, tile.head, rows), w, barrier)
 
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
-        """Copies a block that passes: keys, and values where theirs are free."""
+        """Copies a streamed block: keys, and values if their memory is free."""
         del i
         x, slot, second = self.memory, *self.slots(step)
         head = lax.div(tile.head, jnp.int32(self.p.shared))
@@ -72,7 +72,7 @@ class OfQueries(Kernel):
         super().compute()
 
     def begin(self, tile: Tile) -> Any:
-        """Returns zeros to sum up in, and what a tile's steps read."""
+        """Returns zeros to accumulate in, and the values that a tile's steps read."""
         numbers = self.numbers(tile, (self.warpgroup,))
         return pallas.zeros((64, self.p.h)), *numbers.values()
 
@@ -133,10 +133,10 @@ class OfQueries(Kernel):
         return made, lse, delta, *rest
 
     def store(self, tile: Tile, carry: Any) -> None:
-        """Writes the sums of a tile: 0 of rows without keys, whatever was summed.
+        """Writes the sums of a tile: 0 for rows without keys, whatever was summed.
 
-        Those of other rows are not finite where what is hidden is not: as it is by the
-        formula, whose delta is not either.
+        Sums of other rows are not finite if hidden values are not. The formula does the
+        same, since its delta is not finite either.
         """
         dq, lse = carry[0] * self.p.scale, carry[1]
         if self.p.mask.may_be_empty:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Sums(Kernel):
-    """What both have in common: a number of each row, float32 [b, n, whole tiles]."""
+    """Common code of both: a number for each row, float32 [b, n, whole tiles]."""
 
     results, outputs = (), ("sums",)
 
@@ -57,14 +57,14 @@ class OfColumns(_Sums, OfKeys):
     name = "attention_key_sums"
 
     def copy_tile(self, tile: Tile, w: int) -> None:
-        """Copies what stays for a tile."""
+        """Copies the resident arrays of a tile."""
         head = lax.div(tile.head, jnp.int32(self.p.shared))
         rows = pl.ds(tile.first + 64 * w, 64)
         for name in self.fixed:
             self.send(name, (tile.b, rows, head), w, self.memory["ready"].at[w])
 
     def begin(self, tile: Tile) -> Any:
-        """Returns zeros to sum up in, of every eighth query each."""
+        """Returns zeros to accumulate in, each for every eighth query."""
         del tile
         return pallas.zeros((64, 8))
 
@@ -103,14 +103,14 @@ class OfSlopes(_Sums, OfQueries):
     """Sums of dS times distances over the keys of each query.
 
     With P and dP that is sum(P dP distance) - sum(P dP) sum(P distance), in float32.
-    Most of it cancels; delta, from a result in 16 bits, would say too little of the
-    second sum.
+    Most of it cancels. delta comes from a result in 16 bits, and would be too inexact
+    for the second sum.
     """
 
     name = "attention_slope_sums"
 
     def begin(self, tile: Tile) -> Any:
-        """Returns zeros to sum up in, of every eighth key each, and rows' numbers."""
+        """Returns zeros to accumulate in, by every eighth key, and rows' numbers."""
         numbers = self.numbers(tile, (self.warpgroup,))
         del numbers["delta"]
         return tuple(pallas.zeros((64, 8)) for _ in range(3)), *numbers.values()

@@ -21,12 +21,12 @@ from rewriter.kernels.attention.hopper.order import Order
 
 @dataclass(frozen=True)
 class TableProblem(Problem):
-    """All that is known while tracing.
+    """The problem as known while tracing.
 
     Attributes:
         entries: Batch entries and heads of the table: all of them, or 1 for all.
-        splits: How many sums those that share an entry are split into, so that there is
-            work for all processors.
+        splits: The number of partial sums for each entry, so that all processors have
+            work.
         dtype: The sums' type.
     """
 
@@ -73,7 +73,7 @@ class TableProblem(Problem):
 
 
 def splits(blocks: int, members: int, programs: int) -> int:
-    """Returns how many sums are made of each block of a table.
+    """Returns the number of partial sums of each block of a table.
 
     Example:
         >>> splits(72, 512, 132), splits(1000, 512, 132)
@@ -85,9 +85,9 @@ def splits(blocks: int, members: int, programs: int) -> int:
 class OfTables(OfQueries):
     """The cotangent of a table of biases.
 
-    A block of threads goes over all pairs of a batch entry and a head that share a part
-    of the table, computes how their scores change, and adds that up in registers: what
-    is added, and in which order, is the same in every run.
+    A block of threads loops over all pairs of a batch entry and a head that share a
+    part of the table. It computes the changes of their scores, and adds them up in
+    registers, in the same order in every run.
     """
 
     name = "attention_dbias"
@@ -118,7 +118,7 @@ class OfTables(OfQueries):
     def over_members(
         self, index: Any, body: Callable[[Tile, Any, Any], Any], carry: Any
     ) -> Any:
-        """Runs ``carry = body(tile, block, carry)`` for all that share a block."""
+        """Runs ``carry = body(tile, block, carry)`` for all members of a block."""
         p: Any = self.p
         i, j, pair = self.place(index)
         entry, split = self.parts_of(pair, p.splits)
@@ -199,7 +199,7 @@ class OfTables(OfQueries):
         return step
 
     def changes(self, tile: Tile, j: Any, step: Any) -> Any:
-        """Returns how scores of a block change: [64, block]."""
+        """Returns the changes of a block's scores: [64, block]."""
         p, x = self.p, self.memory
         slot, shape = lax.rem(step, jnp.int32(p.stages)), (64, p.block)
         (mine,) = pallas.opaque(self.warpgroup)

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """All that is known while tracing.
+    """The problem as known while tracing.
 
     Attributes:
-        mask: Of rows of a tile and columns of a block: queries and keys for dq, keys
-            and queries for dk and dv.
+        mask: The mask between rows of a tile and columns of a block: queries and keys
+            for dq, keys and queries for dk and dv.
         block: Columns of a block.
-        heads: Heads of what the tiles are of.
-        group: Query heads that a tile of keys meets, one after the other; 1 for dq.
+        heads: Heads of the arrays in tiles.
+        group: Query heads that a tile of keys meets in turn; 1 for dq.
         shared: Query heads of a key head; 1 for dk and dv.
-        values: Blocks that shared memory holds of the second array that passes, as it
-            does `stages` of the first.
+        values: Blocks of the second streamed array in shared memory; `stages` is for
+            the first.
         divided: Whether the warpgroups share 64 rows; see `Divided`.
         claimed: Whether blocks of threads claim tiles.
     """
@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def parts(self) -> int:
-        """How many times 64 rows a tile has."""
+        """The number of 64-row parts of a tile."""
         return 1 if self.divided else self.warpgroups
 
     @property
@@ -96,18 +96,18 @@ class Problem:
 
 
 class Kernel(abc.ABC):
-    """What the two kernels have in common: tiles that stay, blocks that pass."""
+    """Common code of the two kernels: resident tiles and streamed blocks."""
 
     name: str
     fixed: tuple[str, str]
-    """The arrays whose tiles stay, of widths h and e."""
+    """The arrays whose tiles stay resident, of widths h and e."""
     passing: tuple[str, str]
-    """The arrays whose blocks pass, of widths h and e."""
+    """The arrays whose blocks are streamed, of widths h and e."""
     results: tuple[str, ...]
-    """The arrays like which the results are."""
+    """The arrays whose shapes and dtypes the results have."""
     outputs: tuple[str, ...]
     shows = False
-    """Whether what masks hide are whole rows of tiles, which are left out as they are
+    """Whether masks hide whole rows of tiles, which are left out when they are
     stored."""
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
@@ -146,13 +146,13 @@ class Kernel(abc.ABC):
 
     @classmethod
     def copies_first(cls, p: Problem) -> int:
-        """Copies of a block that its scores want, beside `Terms`."""
+        """Copies of a block for its scores, beside `Terms`."""
         del p
         return 1
 
     @classmethod
     def copies_second(cls) -> int:
-        """Copies of a block that their changes want."""
+        """Copies of a block for changes of scores."""
         return 1
 
     @classmethod
@@ -161,7 +161,7 @@ class Kernel(abc.ABC):
         """Returns shared memory for numbers of queries: lse, delta, rest."""
 
     def run(self) -> None:
-        """Runs what is this warpgroup's part."""
+        """Runs this warpgroup's part."""
         most, least = REGISTERS[self.p.warpgroups]
         computes = self.warpgroup < self.p.warpgroups
 
@@ -249,7 +249,7 @@ class Kernel(abc.ABC):
     def send_terms(
         self, tile: Tile, n: Any, j: Any, slot: Any, ready: Any = None
     ) -> None:
-        """Copies what changes the scores of a block and of query head n."""
+        """Copies the operands that change the scores of a block and of query head n."""
         p = self.p
         ready = self.memory["first_ready"].at[slot] if ready is None else ready
         place = Place(tile.b, n, tile.first, j * p.block, p.block, p.parts, slot)
@@ -263,11 +263,12 @@ class Kernel(abc.ABC):
     def scores(
         self, tile: Tile, found: Array, j: Any, slot: Any, step: Any, part: bool
     ) -> tuple[Array, Array | None]:
-        """Returns products as scores, and how these change with scaled products.
+        """Returns products as scores, and their derivatives by scaled products.
 
-        Scores are -inf for what is not seen. Those that something is added to are
-        multiplied with the scale, those that are bent alone with the scale and log2(e),
-        others not yet. All but bent ones change as products do: the second is None.
+        Scores are -inf for hidden keys. With an addend they are multiplied with the
+        scale. With only a soft cap they are multiplied with the scale and log2(e).
+        Others are not multiplied yet. Without a soft cap the derivative is 1: the
+        second is None.
         """
         p, mine, steep = self.p, self.part, None
         if p.softcap is not None:
@@ -284,11 +285,11 @@ class Kernel(abc.ABC):
 
     @property
     def classed(self) -> bool:
-        """Whether masks and segments hide in some blocks alone."""
+        """Whether masks and segments hide keys only in some blocks."""
         return "reach" in self.given
 
     def weights(self, scores: Array, lse: Any, rest: Any) -> Array:
-        """Returns weights from scores, and from what is taken off: as wide as they."""
+        """Returns weights from scores and the terms to subtract, which are as wide."""
         p = self.p
         if not p.terms.natural:
             unit = p.scale * LOG2E if p.softcap is None else 1.0
@@ -297,15 +298,15 @@ class Kernel(abc.ABC):
         return jnp.exp2(found if rest is None else found - rest)
 
     def only_seen(self, changes: Array, weights: Array, part: bool) -> Array:
-        """Returns changes of scores, 0 where these are hidden.
+        """Returns changes of scores, 0 where scores are hidden.
 
-        There weights are 0, of which the product with what is no number is none. Where
-        nothing may be hidden that is what the formula gives, too.
+        Hidden weights are 0, but 0 times NaN is NaN. If nothing can be hidden, the
+        formula gives that NaN too.
 
         Args:
             changes: float32 [64, block].
             weights: float32 of the same shape.
-            part: Whether ends of what rows see may lie within the block.
+            part: Whether the visible range of some row may end within the block.
         """
         p = self.p
         masked = p.terms.masks and (part if self.classed else not self.shows)
@@ -319,15 +320,15 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def copy_tile(self, tile: Tile, w: int) -> None:
-        """Copies what stays for a tile."""
+        """Copies the resident arrays of a tile."""
 
     @abc.abstractmethod
     def copy_block(self, tile: Tile, i: Any, j: Any, step: Any) -> None:
-        """Copies a block that passes, to where the first array's memory is free."""
+        """Copies a streamed block to free memory of the first array."""
 
     @abc.abstractmethod
     def begin(self, tile: Tile) -> Any:
-        """Returns what is summed, at the start of a tile."""
+        """Returns the initial sums of a tile."""
 
     @abc.abstractmethod
     def step(self, tile: Tile, j: Any, step: Any, carry: Any, part: bool) -> Any:
@@ -338,7 +339,7 @@ class Kernel(abc.ABC):
         """Writes the sums of a tile."""
 
     def put(self, x: Array, name: str, output: str, tile: Tile) -> None:
-        """Writes rows to where a tile was, and from there to the result."""
+        """Writes rows in place of a tile, and from there to the result."""
         place = self.memory[name].at[self.part]
         place[...] = x.astype(self.given[output].dtype)
         plgpu.commit_smem()
@@ -367,12 +368,12 @@ class Kernel(abc.ABC):
 
 
 def _without_rows(r: Range, some: Any) -> Range:
-    """Returns blocks that are seen in part from the first whole one on, if `some`."""
+    """Returns a range without whole blocks, so that all are seen in part, if `some`."""
     return replace(r, part=jnp.where(some, r.whole, r.part))
 
 
 class Tile:
-    """Where a tile of rows is, and which blocks of columns it meets."""
+    """The place of a tile of rows, and the blocks of columns that it meets."""
 
     def __init__(self, kernel: Kernel, place: tuple[Any, Any]):
         p, (row, pair) = kernel.p, place
@@ -402,4 +403,4 @@ class Tile:
             self.range = _without_rows(self.range, self.first + p.rows > self.length)
         self.mine = self.first + 64 * kernel.part
         self.start: Any = 0
-        """Blocks that were read before this tile."""
+        """The number of blocks read before this tile."""

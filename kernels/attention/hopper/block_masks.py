@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from jax import Array
 
 FEW = 8
-"""Blocks below which masks are not classed: what is read for a tile would take longer
-than what is left out."""
+"""With fewer blocks masks are not classified: reading a tile's class would take longer
+than skipping saves."""
 
 Classes = tuple["Array", "Array"]
-"""Which blocks each tile sees some of, and all of: bool [b|1, n|1, tiles|1, blocks|1].
+"""Whether each tile sees some of a block, and all of it: bool [b|1, n|1, tiles|1,
+blocks|1].
 """
 
 
 def of_segments(rows: Array, columns: Array, tile: int, block: int) -> Classes:
-    """Returns what tiles see within their segments.
+    """Returns the classes of blocks by segments.
 
-    By the least and the greatest segment of tile and block: of segments in no order,
-    blocks count as seen in which nothing is.
+    Only the least and the greatest segment of tile and block are compared. If segments
+    are unordered, a block may count as seen although nothing in it is.
 
     Args:
         rows: int [b|1, t].
@@ -53,7 +54,7 @@ def _ends(x: Array, size: int) -> tuple[Array, Array]:
 
 
 def of_mask(mask: Array, tile: int, block: int) -> Classes:
-    """Returns what a mask, bool [b|1, n|1, rows|1, columns|1], lets tiles see."""
+    """Returns the classes of blocks by a mask, bool [b|1, n|1, rows|1, columns|1]."""
     some = _grouped(_grouped(mask, 3, block, jnp.any), 2, tile, jnp.any)
     return some, _grouped(_grouped(mask, 3, block, jnp.all), 2, tile, jnp.all)
 
@@ -61,7 +62,7 @@ def of_mask(mask: Array, tile: int, block: int) -> Classes:
 def _grouped(
     x: Array, axis: int, size: int, reduce: Callable[..., Array]
 ) -> Array:  # fmt: skip
-    """Returns groups of `size` along an axis as one each; an axis of size 1 stays."""
+    """Reduces groups of `size` along an axis; an axis of size 1 stays."""
     if x.shape[axis] == 1:
         return x
     more = [(0, 0)] * x.ndim
@@ -72,7 +73,7 @@ def _grouped(
 
 
 def merged(classes: Classes, group: int) -> Classes:
-    """Returns what any and what all of `group` adjacent heads see."""
+    """Returns the classes for `group` adjacent heads together: seen by any, by all."""
     some, whole = classes
     if some.shape[1] == 1:
         return classes
@@ -84,7 +85,7 @@ def reach(classes: Sequence[Classes], b: int, tiles: int, blocks: int) -> Array:
     """Returns start, whole, part and end of a `Range` for each tile.
 
     Args:
-        classes: What is seen by all of these.
+        classes: The classes that must all hold.
         b: Batch entries.
         tiles: Tiles of rows.
         blocks: Blocks of columns.
@@ -116,7 +117,7 @@ def table(
     segments: tuple[Array, Array] | None = None,
     group: int = 1,
 ) -> Array | None:
-    """Returns `reach` of a kernel, or None if it is to read all that positions leave.
+    """Returns the `reach` table of a kernel, or None if positions alone decide.
 
     Args:
         b: Batch entries.
@@ -125,7 +126,7 @@ def table(
         tile: Rows of a tile.
         block: Columns of a block.
         mask: bool [b|1, n|1, rows|1, columns|1].
-        segments: Those of rows, int [b|1, rows], and of columns.
+        segments: The segments of rows, int [b|1, rows], and of columns.
         group: Query heads of a tile.
     """
     tiles, blocks = -(-rows // tile), -(-columns // block)
@@ -138,7 +139,7 @@ def table(
 
 
 def within(r: Range, start: Any, whole: Any, part: Any, end: Any) -> Range:
-    """Returns the blocks of a range that are left; at least one is read.
+    """Intersects a range with a table's entry; at least one block is read.
 
     Example:
         >>> within(Range(0, 0, 5, 6, 384), 2, 3, 4, 5)
@@ -152,7 +153,7 @@ def within(r: Range, start: Any, whole: Any, part: Any, end: Any) -> Range:
 
 
 def left(table: Any, r: Range, b: Any, head: Any, row: Any) -> Range:
-    """Returns what `table` leaves of a tile's blocks.
+    """Returns a tile's blocks after `table` has excluded some.
 
     Args:
         table: A reference to it.

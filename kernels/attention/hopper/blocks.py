@@ -18,20 +18,19 @@ FAR = 1 << 30
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query may see, as far as it is known while tracing.
+    """The keys that a query may see, as far as known while tracing.
 
     Attributes:
         t: Number of queries.
         s: Number of keys.
         left: A query at position p sees keys from ``p - left`` on; None for all.
         right: It sees keys up to ``p + right``; None for all.
-        shift: Query row i is at position ``i + shift``, plus an offset given at run
-            time.
-        lengths: Whether only keys before a length given at run time are seen.
-        offsets: Whether an offset is given at run time.
+        shift: Query row i is at position ``i + shift``, plus a run-time offset.
+        lengths: Whether only keys before a run-time length are seen.
+        offsets: Whether there is a run-time offset.
         mean: Whether a row that sees no key gives the mean of all values.
         more: Whether other operands hide keys too.
-        prefixes: Whether keys before a number given at run time are seen by all.
+        prefixes: Whether all queries see the keys before a run-time number.
     """
 
     t: int
@@ -75,7 +74,7 @@ class Mask:
     def averages(self) -> bool:
         """Whether rows must be averaged over all keys, seen or not.
 
-        Where others than positions hide keys, such rows are known at the end alone.
+        If other operands than positions hide keys, such rows are known only at the end.
         """
         return self.mean and self.may_be_empty and not self.more
 
@@ -100,7 +99,7 @@ class Range:
 
     @property
     def count(self) -> Any:
-        """How many blocks are read."""
+        """The number of blocks that are read."""
         return self.end - self.start
 
 
@@ -114,14 +113,14 @@ def blocks_of(
     prefix: Any = None,
     early: Any = None,
 ) -> Range:
-    """Returns which blocks of `keys` keys a tile of `rows` rows reads.
+    """Returns the blocks of `keys` keys that a tile of `rows` rows reads.
 
     Args:
         mask: What is known while tracing.
         first_row: The tile's first row, below ``mask.t``.
         rows: Rows of a tile.
         keys: Keys of a block.
-        offset: What is added to the rows' positions, the static shift included.
+        offset: The number to add to the rows' positions, including the static shift.
         length: Keys before it are seen; None for all.
         prefix: Keys before it are seen by all rows; None for none.
         early: Rows before it see all keys from the first on; None for none.
@@ -162,12 +161,13 @@ def blocks_of(
 
 
 def blocks_ahead(stages: int) -> int:
-    """Returns how many blocks are copied before what stays of their tile.
+    """Returns the number of blocks that are copied before their tile's resident arrays.
 
-    They go where the tile before has read its blocks, while its last ones are computed;
-    what stays replaces what that tile reads to the end. The forward took 0.90 to 1.00
-    of the time with these (``tests/bench/results/attention_ahead.json``), and more with
-    one more of four: a warpgroup that is done then waits for the slowest one.
+    They fill memory that the tile before has read already, while its last blocks are
+    computed. Resident arrays replace those that this tile reads to the end. The forward
+    took 0.90 to 1.00 of the time with these
+    (``tests/bench/results/attention_ahead.json``), and more with one more of four: a
+    warpgroup that is done then waits for the slowest one.
 
     Example:
         >>> [blocks_ahead(stages) for stages in (2, 3, 4)]
@@ -177,7 +177,7 @@ def blocks_ahead(stages: int) -> int:
 
 
 def inside(r: Range, tile: Range) -> Range:
-    """Returns blocks of some of a tile's rows: those of the tile, at least one.
+    """Limits the blocks of some rows to those of their tile; at least one is left.
 
     Example:
         >>> tile = Range(start=2, whole=4, part=6, end=8, limit=512)
@@ -215,7 +215,7 @@ def most(x: Any, y: Any) -> Any:
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-    """Returns x, or the end of low to high that it is beyond."""
+    """Clamps x to the range from low to high."""
     return most(least(x, high), low)
 
 
@@ -226,5 +226,5 @@ def _pick(condition: Any, x: Any, y: Any) -> Any:
 
 
 def _div(x: Any, y: int) -> Any:
-    """Returns x // y for x that is not negative."""
+    """Returns x // y for a non-negative x."""
     return x // y if _static(x) else lax.div(x, jnp.int32(y))

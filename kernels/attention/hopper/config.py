@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 REGISTERS = {2: (240, 24), 3: (160, 32)}
-"""By number of computing warpgroups: registers per lane for them and for the one that
-copies. All lanes of an SM together have 512 x 128."""
+"""Registers per lane, by number of computing warpgroups: for these, and for the one
+that copies. All lanes of an SM together have 512 x 128."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,15 @@ class Tiles:
         block_kv: Keys of a block.
         stages: Blocks of k and of v that shared memory holds.
         warpgroups: Warpgroups that compute, 64 query rows each.
-        programs: Blocks of threads that stay and take one tile of rows after the
+        programs: Persistent blocks of threads, which take one tile of rows after the
             other; 0 starts one for every tile.
         turns: Whether warpgroups take turns at the tensor cores, so that one
             computes exponentials while the other multiplies.
-        claimed: Whether blocks of threads claim a tile when they are done with one,
-            from jax 0.11 on; otherwise tiles are dealt out before.
-        held: Whether the product of weights and values before is waited for behind a
-            block's exponentials; ptxas (13.0) waits for it in front of them otherwise.
+        claimed: Whether blocks of threads claim tiles from a work queue, from jax 0.11
+            on; otherwise tiles are assigned before the kernel runs.
+        held: Whether the kernel waits for the previous product of weights and values
+            after a block's exponentials. Otherwise ptxas (13.0) waits for it before
+            them.
     """
 
     block_kv: int = 128
@@ -51,11 +52,11 @@ class Tiles:
 
 
 STEP = 16
-"""Columns by which tensor cores take heads; those of other widths get zeros."""
+"""Tensor cores take heads in multiples of this width; others are padded with zeros."""
 
 
 def filled(width: int) -> int:
-    """Returns a width as kernels read it.
+    """Returns the padded width that kernels read.
 
     Example:
         >>> filled(64), filled(72)
@@ -65,12 +66,12 @@ def filled(width: int) -> int:
 
 
 def widths(spec: Spec) -> tuple[int, int]:
-    """Returns the widths of q and v, as kernels read them."""
+    """Returns the padded widths of q and v."""
     return filled(spec.shape("q")[3]), filled(spec.shape("v")[3])
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb, by the widths of heads and by what is hidden.
+    """Returns the default config, by the widths of heads and by masks.
 
     Measured on an H200, bfloat16, jax 0.11.2
     (``tests/bench/results/hopper_attention_h200.json``).
@@ -99,7 +100,7 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def _of_wide_heads(h: int, e: int, spec: Spec) -> Tiles:
-    """Returns the rule for heads wider than 128, of which values may be narrower.
+    """Returns the default for heads wider than 128; their values may be narrower.
 
     For heads of 192 and values of 128 under a causal mask blocks of 96 keys took 0.94
     of the time of blocks of 64 with 8k keys and 0.95 with 4k; with 1k a third
@@ -118,15 +119,15 @@ SHORT = 1024
 
 
 def sees_unevenly(spec: Spec) -> bool:
-    """Whether rows see more or fewer keys by where they are, or by lengths."""
+    """Whether numbers of visible keys differ between rows or sequences."""
     return spec.param("window", (None, None)) != (None, None) or spec.has("kv_lengths")
 
 
 def _claiming(config: Tiles, spec: Spec) -> Tiles:
-    """Returns a config whose tiles are claimed where that was faster, and has room.
+    """Returns a config whose tiles are claimed, where that was faster and fits.
 
-    On an H200 they took 0.94 to 1.00 of the time of tiles that are dealt out, 0.81
-    with segments, which deal unevenly, and 1.02 beside tables of biases.
+    On an H200 they took 0.94 to 1.00 of the time of assigned tiles, 0.81 with segments,
+    whose work is uneven, and 1.02 with tables of biases.
     """
     (h, e), beside = widths(spec), beside_in(spec)
     claimed = config.programs > 0 and not beside.tables
@@ -149,7 +150,7 @@ of 64 under a causal mask, and blocks of 160 keys 1.01 to 1.04
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     here = processors(device)
     found = [_claiming(c, spec) for c in _configs(spec)]
     return [replace(c, programs=min(c.programs, here)) for c in found]
@@ -193,8 +194,8 @@ def shared_memory(
         config: The config.
         h: Width of q and k.
         e: Width of v.
-        apart: Whether the result has memory of its own, and not that of q.
-        beside: What scores read beside q and k.
+        apart: Whether the result has memory of its own instead of q's.
+        beside: The operands of scores beside q and k.
     """
     q, out = config.rows * h, config.rows * e
     blocks = config.stages * config.block_kv * (h + e)
@@ -213,8 +214,8 @@ BARRIERS = KIB
 def apart(config: Tiles, h: int, e: int, beside: Beside = NONE) -> bool:
     """Returns whether shared memory holds the result beside the next tile's q.
 
-    It must if they differ in width, since one warpgroup's rows would then lie in what
-    is another's.
+    It must if they differ in width, since one warpgroup's rows would otherwise overlap
+    another's.
     """
     room = shared_memory(config, h, e, True, beside) <= SHARED_MEMORY
     return h != e or (config.programs > 0 and room)
@@ -237,7 +238,7 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def first_fitting(h: int, e: int, beside: Beside = NONE) -> Tiles:
-    """Returns tiles for heads of width h and values of width e where no one says.
+    """Returns the default tiles for heads of width h and values of width e.
 
     Example:
         >>> first_fitting(64, 64).block_kv, first_fitting(256, 256).block_kv
@@ -273,5 +274,5 @@ def fits_widths(config: Tiles, h: int, e: int, beside: Beside = NONE) -> Verdict
 
 
 OTHERS = 32
-"""Registers per lane for all but the tiles: maxima, sums, addresses. With fewer left,
-ptxas spills some (12.9: blocks of 160 keys and 3 warpgroups for heads of 64)."""
+"""Registers per lane beside the tiles: maxima, sums, addresses. With fewer, ptxas
+spills (12.9: blocks of 160 keys and 3 warpgroups for heads of 64)."""

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Beside:
-    """What scores read beside q, k and v.
+    """The operands of scores beside q, k and v.
 
     Attributes:
-        tables: Bytes of an element of each operand that differs along rows and columns.
-        rows: Operands that are a number a row.
-        columns: Operands that are a number a column.
+        tables: Element sizes in bytes of the operands that vary along rows and columns.
+        rows: The number of operands with a number for each row.
+        columns: The number of operands with a number for each column.
         slopes: Whether distances are added.
     """
 
@@ -31,7 +31,7 @@ class Beside:
 
     @property
     def copied(self) -> bool:
-        """Whether blocks of keys have something copied beside them."""
+        """Whether any operand is copied beside blocks of keys."""
         return bool(self.tables or self.rows or self.columns)
 
     def nbytes(self, stages: int, rows: int, columns: int) -> int:
@@ -50,7 +50,7 @@ class Beside:
         return replace(self, rows=self.columns, columns=self.rows)
 
     def registers(self, columns: int) -> int:
-        """Returns registers per lane, as far as ptxas 12.9 was seen to run out of them.
+        """Returns registers per lane, where ptxas 12.9 was seen to run out of them.
 
         For blocks of 144 keys and heads of 128, slopes spilled 16 bytes; for blocks of
         128 keys, heads of 64 and 3 warpgroups, tables of masks 20 bytes.
@@ -63,7 +63,7 @@ NONE = Beside()
 
 
 def beside_of(operands: Mapping[str, Any]) -> Beside:
-    """Returns what scores read beside q, k and v.
+    """Returns the operands of scores beside q, k and v.
 
     Args:
         operands: Arrays, or anything with ``shape`` and ``dtype``, by name.

@@ -45,7 +45,7 @@ EDGE = 8
 
 @dataclass(frozen=True)
 class _Problem:
-    """All that is known while tracing."""
+    """The problem as known while tracing."""
 
     b: int
     n: int
@@ -72,7 +72,7 @@ class _Problem:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """Names of what is saved of each row."""
+        """Names of the statistics saved for each row."""
         if not self.saves:
             return ()
         return ("lse", "rest") if self.splits else ("lse",)
@@ -127,7 +127,7 @@ def forward(
     config: Tiles | None = None,
     swapped: tuple[str, ...] = (),
 ) -> Any:
-    """Returns attention, as `reference` does, for what `supports` takes.
+    """Returns attention, as `reference` does, for supported uses.
 
     Args:
         q: [b, t, n, h], bfloat16 or float16.
@@ -153,8 +153,8 @@ def forward(
             for rows without keys.
         apart: Whether lse is instead a row's maximum and the logarithm of its sum.
         config: The tiles.
-        swapped: Those of q, k and v whose heads lie before positions in memory; they
-            are read so, without a copy.
+        swapped: Names among q, k and v whose heads lie before positions in memory; they
+            are read in place, without a copy.
     """
     del out_dtype
     b, t, n, h = q.shape
@@ -198,15 +198,14 @@ def forward(
 def row_sums(
     q: Array, k: Array, v: Array, *, sinks: Array | None = None, **given: Any
 ) -> tuple[Array, Array]:
-    """Returns each row's largest score, and the logarithm of its sum beside it.
+    """Returns each row's largest score, and the logarithm of its sum relative to it.
 
     Args:
         q: [b, t, n, h].
         k: [b, s, k, h].
         v: [b, s, k, e], of which 16 columns are read.
         sinks: float [n].
-        **given: The other operands and parameters of `forward`, of which some are
-            added to scores.
+        **given: The other operands and parameters of `forward`; some add to scores.
 
     Returns:
         Two of float32 [b, n, t], -inf for rows without keys.
@@ -219,7 +218,7 @@ def row_sums(
 
 
 def pair_of(rows: Array | None, columns: Array | None) -> tuple[Array, Array] | None:
-    """Returns segments, which count if both are there."""
+    """Returns the segments if both are present."""
     return None if rows is None or columns is None else (rows, columns)
 
 
@@ -275,7 +274,7 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
 
 
 class _Block:
-    """What one block of threads does."""
+    """The work of one block of threads."""
 
     def __init__(
         self, p: _Problem, zero: bool, given: dict[str, Any], memory: dict[str, Any]
@@ -308,7 +307,7 @@ class _Block:
 
     # ------------------------------------------------------------------ copying
     def source(self, name: str, entry: Any, rows: Any, head: Any) -> Any:
-        """Returns where rows of a head lie."""
+        """Returns the place of a head's rows."""
         at = (entry, head, rows) if name in self.p.swapped else (entry, rows, head)
         return self.given[name].at[at]
 
@@ -346,7 +345,7 @@ class _Block:
         self.over_tiles(one, copies=True)
 
     def copy_terms(self, tile: Tile, first: Any, slot: Any) -> None:
-        """Copies what changes the scores of a block of keys."""
+        """Copies the operands that change the scores of a block of keys."""
         config, x = self.p.config, self.named
         place = Place(
             tile.b, tile.n, tile.first, first, config.block_kv, config.warpgroups, slot

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 FIRST, LAST = "first", "last"
-"""Which ends of what rows see may lie within a block of keys."""
+"""The ends of rows' visible ranges that may lie within a block of keys."""
 
 
 class Tile:
-    """One tile of rows: where it is, and what a warpgroup computes of it."""
+    """One tile of rows, and the work of one warpgroup on it."""
 
     def __init__(self, block: _Block, place: tuple[Any, Any]):
         p = block.p
@@ -58,7 +58,7 @@ class Tile:
         self.shape = (64, p.config.block_kv)
 
     def blocks(self, first: Any, rows: int) -> Range:
-        """Returns the blocks that positions leave to so many rows."""
+        """Returns the blocks that some rows see by position."""
         p, block = self.p, self.p.config.block_kv
         return blocks_of(
             p.mask, first, rows, block, self.offset, self.length, self.prefix
@@ -66,7 +66,7 @@ class Tile:
 
     @functools.cached_property
     def own(self) -> Range:
-        """The blocks that this warpgroup's rows see, of those of the tile."""
+        """The tile's blocks that this warpgroup's rows see."""
         config = self.p.config
         same = config.rows <= config.block_kv or self.classed
         if same or not self.p.mask.hides:
@@ -74,7 +74,7 @@ class Tile:
         return inside(self.blocks(self.mine, 64), self.range)
 
     def slot(self, i: Any, step: Any) -> Any:
-        """Where the i-th block is; `step` blocks were read before this tile."""
+        """The slot of the i-th block; `step` blocks were read before this tile."""
         return lax.rem(step + i, jnp.int32(self.p.config.stages))
 
     def compute(self, step: Any) -> Any:
@@ -91,8 +91,8 @@ class Tile:
     def compute_rows(self, step: Any) -> None:
         """Computes and stores 64 rows.
 
-        The last block comes first: under a causal mask it is the one that is seen in
-        part, so that those after it need no comparisons.
+        The last block comes first: under a causal mask it is the one seen in part, so
+        later ones need no comparisons.
         """
         r, own, x, mine = self.range, self.own, self.x, self.block.warpgroup
         plgpu.barrier_wait(x["q_ready"].at[mine])
@@ -120,7 +120,7 @@ class Tile:
             plgpu.barrier_arrive(x["q_free"].at[mine])
 
     def pass_by(self, step: Any) -> None:
-        """Gives back what is copied for rows that are past the last one."""
+        """Releases the copies for rows that are past the last one."""
         x, mine = self.x, self.block.warpgroup
         plgpu.barrier_wait(x["q_ready"].at[mine])
         plgpu.barrier_arrive(x["q_free"].at[mine])
@@ -128,14 +128,14 @@ class Tile:
         self.skip(1, self.range.count, step)
 
     def give_back(self, i: Any, step: Any) -> None:
-        """Gives back the memory of the i-th block, which is not read."""
+        """Releases the memory of the i-th block without reading it."""
         slot = self.slot(i, step)
         for name in "kv":
             plgpu.barrier_wait(self.x[f"{name}_ready"].at[slot])
             plgpu.barrier_arrive(self.x[f"{name}_free"].at[slot])
 
     def skip(self, start: Any, end: Any, step: Any) -> None:
-        """Gives back blocks that rows of other warpgroups alone see."""
+        """Releases blocks that only rows of other warpgroups see."""
         config = self.p.config
 
         def block(i: Any, carry: Any) -> Any:
@@ -149,12 +149,12 @@ class Tile:
 
     @property
     def cut_behind(self) -> tuple[str, ...]:
-        """The ends that lie within blocks from `Range.part` on."""
+        """The range ends that lie within blocks from `Range.part` on."""
         return (FIRST, LAST) if self.p.mask.averages else (LAST,)
 
     @property
     def cut_before(self) -> tuple[str, ...]:
-        """The ends that lie within blocks before `Range.whole`.
+        """The range ends that lie within blocks before `Range.whole`.
 
         No block has both ends if a window is longer than a tile and a block.
         """
@@ -177,7 +177,7 @@ class Tile:
 
     @property
     def classed(self) -> bool:
-        """Whether masks and segments hide in some blocks alone."""
+        """Whether masks and segments hide keys only in some blocks."""
         return "reach" in self.block.given
 
     def multiply_keys(self, scores: Any, slot: Any) -> None:
@@ -202,7 +202,7 @@ class Tile:
         return out, top, total, weights.astype(self.block.given["q"].dtype)
 
     def step(self, i: Any, step: Any, carry: Any, cut: tuple[str, ...]) -> Any:
-        """The scores of the i-th block beside the product of the one before and v."""
+        """Computes the i-th block's scores while earlier weights multiply v."""
         out, top, total, weights = carry
         config, x = self.p.config, self.x
         slot, before = self.slot(i, step), self.slot(i - 1, step)
@@ -257,13 +257,13 @@ class Tile:
     def seen_and_freed(
         self, scores: Array, i: Any, slot: Any, cut: tuple[str, ...]
     ) -> Array:
-        """Returns `seen`, and gives back the memory of the i-th block's keys."""
+        """Returns `seen`, and releases the memory of the i-th block's keys."""
         free = self.x["k_free"].at[slot]
         if not self.p.terms.parts:
             plgpu.barrier_arrive(free)
             return self.seen(scores, i, slot, cut)
         found = lax.optimization_barrier(self.seen(scores, i, slot, cut))
-        plgpu.barrier_arrive(free)  # of terms too, which are read by now
+        plgpu.barrier_arrive(free)  # also of terms, which have been read by now
         return found
 
     def first_sums(self) -> tuple[Array, Array]:
@@ -280,14 +280,14 @@ class Tile:
         return top, pallas.zeros(shape, shape[0] / math.prod(shape))
 
     def lean(self) -> Array:
-        """Returns what slopes take from scores by a row's place in its tile: [64]."""
+        """Returns the part of slopes that depends on a row's place: [64]."""
         rows = pallas.row_positions(64).astype(jnp.float32)
         return rows * pallas.scalar(self.block.given["slopes"], self.n)
 
     def sloped(self, scores: Array, key: Any) -> Array:
         """Returns scores with distances from the tile's first row, times the slope.
 
-        What is left out for other rows, `lean`, is the same for all of a row's keys.
+        The rest, `lean`, is the same for all of a row's keys.
         """
         slope = pallas.scalar(self.block.given["slopes"], self.n)
         away = jnp.asarray(key - self.mine - self.offset, jnp.float32)
@@ -301,8 +301,8 @@ class Tile:
     def seen(self, scores: Array, i: Any, slot: Any, cut: tuple[str, ...]) -> Array:
         """Returns the scores of the i-th block, -inf for keys that are not seen.
 
-        Those that something is added to are multiplied with the scale, those that are
-        bent alone with the scale and log2(e), others not yet.
+        Scores with an addend are multiplied with the scale. With only a soft cap they
+        are multiplied with the scale and log2(e). Others are not multiplied yet.
         """
         p, mask, terms = self.p, self.p.mask, self.p.terms
         if p.softcap is not None:
@@ -344,16 +344,16 @@ class Tile:
         return first, last
 
     def empty(self) -> Array:
-        """Returns which rows see no key, bool [64]."""
+        """Returns whether each row sees no key, bool [64]."""
         first, last = self.keys_of_rows()
         none = last < 0
         return none if first is None else none | (first > last)
 
     def weigh(self, scores: Array, top: Array, total: Array) -> tuple[Array, ...]:
-        """Returns weights, new maxima, new sums, and what to fade by.
+        """Returns weights, new maxima, new sums, and the factor for earlier sums.
 
-        Sums that are held are of every eighth column each: what follows then waits
-        for exponentials alone, and threads exchange theirs at the end.
+        With `held`, sums are kept for every eighth column. Later code then waits only
+        for exponentials, and threads combine the sums at the end.
         """
         c = self.p.scale * LOG2E if self.p.softcap is None else 1.0
         higher = jnp.maximum(top, scores.max(axis=1))
@@ -372,7 +372,7 @@ class Tile:
 
     # ------------------------------------------------------------------ storing
     def store(self, out: Array, top: Array, total: Array) -> None:
-        """Writes the rows, and their log-sum-exp if it is asked for."""
+        """Writes the rows, and their log-sum-exp on request."""
         p, x, mine = self.p, self.x, self.block.warpgroup
         total = total.sum(axis=1) if p.config.held else total
         inverse = 1.0 / total

@@ -15,26 +15,27 @@ CACHE = 24 << 20
 """Bytes of k and v that are read at a time: half of an H100's L2 cache of 50 MB."""
 
 BESIDES = 1
-"""What a tile costs besides its blocks of keys, in blocks."""
+"""The cost of a tile beside its blocks of keys, in blocks."""
 
 MOST_LISTED = 1 << 16
-"""Tiles that are dealt out one by one while tracing, some 0.1 s for as many."""
+"""The most tiles to assign one by one while tracing, which takes some 0.1 s."""
 
 
 @dataclass(frozen=True)
 class Order:
     """Tiles of all (batch, head) pairs, in a line.
 
-    Pairs are taken in sections whose k and v stay in the cache. In a section, all
-    pairs' tiles of one place follow each other, so that the heaviest come first.
+    Pairs are taken in sections whose k and v fit into the cache. In a section, tiles at
+    the same place of all pairs follow each other, so that the heaviest come first.
 
     Attributes:
         pairs: Pairs of a batch entry and a query head.
-        bytes_of_pair: Bytes of k and v that a pair reads; those that it shares with
-            others are counted once.
-        programs: Blocks of threads that take them; 0 for one block each.
+        bytes_of_pair: Bytes of k and v that a pair reads; shared bytes are counted
+            once.
+        programs: Blocks of threads that take tiles; 0 for one block each.
         work: Blocks of keys that each tile of a pair reads.
-        claims: Whether blocks of threads claim tiles, if there are more of these.
+        claims: Whether blocks of threads claim tiles, if there are more tiles than
+            blocks.
     """
 
     pairs: int
@@ -50,27 +51,27 @@ class Order:
 
     @property
     def tiles(self) -> int:
-        """How many tiles there are."""
+        """The number of tiles."""
         return len(self.work) * self.pairs
 
     @property
     def blocks(self) -> int:
-        """How many blocks of threads are started."""
+        """The number of blocks of threads to start."""
         return min(self.tiles, self.programs or self.tiles)
 
     @property
     def section(self) -> int:
-        """Pairs of a section: as even as can be."""
+        """Pairs of a section, in sections of nearly equal size."""
         most = max(1, min(self.pairs, CACHE // self.bytes_of_pair))
         return -(-self.pairs // -(-self.pairs // most))
 
     @functools.cached_property
     def table(self) -> np.ndarray | None:
-        """What each block of threads takes: its count, then indices of the line.
+        """The assignment of tiles to blocks of threads: a count, then indices of tiles.
 
-        int32 [blocks, most + 2]. Each tile of the line goes to the block that is free
-        first. None if tiles are claimed, or taken in turns, since they are alike or
-        too many.
+        int32 [blocks, most + 2]. Each tile goes to the block that is free first. None
+        if tiles are claimed, or if they are taken in turns, since they are alike or too
+        many.
         """
         alike = len(set(self.work)) == 1
         if self.claimed or alike or not self.programs or self.tiles > MOST_LISTED:
@@ -89,12 +90,12 @@ class Order:
         return made
 
     def count(self, program: Any) -> Any:
-        """Returns how many tiles a block of threads takes in turns."""
+        """Returns the number of tiles that a block of threads takes in turns."""
         turns, rest = divmod(self.tiles, self.blocks)
         return turns + jnp.where(program < rest, 1, 0) if rest else turns
 
     def place(self, index: Any) -> tuple[Any, Any]:
-        """Returns (tile of rows, pair) at an index of the line.
+        """Returns (tile of rows, pair) at an index of the order.
 
         Example:
             >>> Order(2, 1, 0, (1, 2, 3)).place(0)

@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 LOG2E = math.log2(math.e)
 
 TILE = plgpu.Layout.WGMMA
-"""How an array of 64 rows lies in a warpgroup's registers."""
+"""The layout of an array of 64 rows in a warpgroup's registers."""
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
-"""How a value for each of 64 rows does."""
+"""The layout of a value for each of 64 rows."""
 
 
 def swizzle(*sizes: int) -> int:
     """Returns the widest swizzle, in bytes, whose 16-bit elements divide the sizes.
 
     Raises:
-        ValueError: If one is no multiple of 16.
+        ValueError: If a size is no multiple of 16.
 
     Example:
         >>> swizzle(128), swizzle(96), swizzle(128, 80)
@@ -101,7 +101,7 @@ def tanh(x: Array) -> Array:
 
 
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-"""How a value for each column of an array of 64 rows lies in registers."""
+"""The layout of a value for each column of an array of 64 rows."""
 
 
 def read(reference: Any, layout: Any) -> Array:
@@ -120,11 +120,11 @@ def along(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def opaque(*numbers: Any) -> tuple[Any, ...]:
-    """Returns integers of which LLVM does not know that a loop leaves them the same.
+    """Returns integers that LLVM cannot recognise as loop-invariant.
 
-    Of a place in shared memory that a loop does not change it would compute all that
-    products say of it, two registers for 16 columns, before the loop; for heads of 256
-    ptxas then spilled a hundred (12.9).
+    For a fixed place in shared memory, LLVM would compute all descriptors of products
+    before the loop, in two registers for 16 columns. For heads of 256 ptxas then
+    spilled a hundred (12.9).
     """
     return tuple(lax.optimization_barrier(jnp.int32(x)) for x in numbers)
 
@@ -142,8 +142,8 @@ def row_positions(count: int) -> Array:
 def sloped(scores: Array, first: Array, slope: Array) -> Array:
     """Returns scores plus ``first + slope * column``.
 
-    Eight columns at a time, each from those before: products with all columns would
-    take a quarter of the registers that the scores take.
+    Eight columns at a time, each from the eight before: products with all columns would
+    take a quarter as many registers as the scores.
 
     Args:
         scores: float32 [64, n].
@@ -188,8 +188,8 @@ def hide(
 ) -> Array:
     """Returns scores with -inf outside of the columns from `first` to `last`.
 
-    Eight columns at a time: indices of all columns would take half of the registers
-    that the scores take, and compilers keep them.
+    Eight columns at a time: indices of all columns would take half as many registers as
+    the scores, and compilers keep them.
 
     Args:
         scores: float32 [64, n].
@@ -246,7 +246,7 @@ def by_eights(x: Array) -> Array:
     def emit(context: Any, x: Any) -> Any:
         del context
         parts = [x[:, i : i + 8] for i in range(0, x.shape[1], 8)]
-        # Two sums, of which neither waits for the other.
+        # Two sums that do not wait for each other.
         even, odd = (functools.reduce(operator.add, parts[i::2]) for i in range(2))
         return even + odd
 
@@ -301,9 +301,9 @@ def least(x: Array, y: Array) -> Array:
 
 
 def hold(x: Array) -> None:
-    """Lets ptxas begin no wait that follows before x, float32 [64, 8], is known.
+    """Keeps ptxas from moving a later wait before x, float32 [64, 8], is known.
 
-    By threads that would sleep if x were negative, which no sum of weights is.
+    Threads would sleep if x were negative, which no sum of weights is.
     """
 
     @plgpu.inline_mgpu(arg_types=(TILE,))
@@ -360,7 +360,7 @@ def pass_turn(warpgroups: int) -> None:
 
 
 def dealt(order: Order) -> dict[str, Any]:
-    """Returns what `over_tiles` reads in global memory, by name."""
+    """Returns the arrays in global memory that `over_tiles` reads, by name."""
     if order.claimed:
         return {"claims": work_stealing.counter()}
     return {} if order.table is None else {"table": jnp.asarray(order.table)}
@@ -377,9 +377,9 @@ def over_tiles(
 
     Args:
         order: The tiles.
-        given: Has what `dealt` returned, as references.
-        memory: Has, for an order of tiles that are claimed, `claims.scratch`.
-        body: Takes an index of the line of tiles, and the steps of tiles before.
+        given: References to the arrays that `dealt` returned.
+        memory: Holds `work_stealing.scratch` if tiles are claimed.
+        body: Takes an index of the order, and the number of steps so far.
         copies: Whether this is the warpgroup that copies.
     """
     program, steps, table = lax.axis_index(PROGRAM), jnp.int32(0), given.get("table")

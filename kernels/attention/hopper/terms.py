@@ -28,7 +28,7 @@ ROWS, COLUMNS, TABLE = "rows", "columns", "table"
 
 @dataclass(frozen=True)
 class Part:
-    """An array of which every block of scores reads a part.
+    """An array with a part for every block of scores.
 
     Attributes:
         form: `TABLE` for [b|1, n|1, rows, columns], `ROWS` for [b|1, n|1, rows],
@@ -46,12 +46,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Terms:
-    """Which of these operands there are, as far as it is known while tracing.
+    """The operands that are present, as known while tracing.
 
     Attributes:
-        parts: By name: "bias" and "mask" are tables, "row_terms" and "column_terms"
-            numbers that are added, "row_segments" and "column_segments" integers, of
-            which equal ones see each other.
+        parts: By name: "bias" and "mask" are tables, "row_terms" and "column_terms" are
+            addends, "row_segments" and "column_segments" are integers: equal ones see
+            each other.
         slopes: Whether each head has a slope, which is multiplied with distances.
         sinks: Whether each head has a score that joins its rows' sums.
         hiding: Names of parts whose -inf hides.
@@ -86,13 +86,13 @@ class Terms:
 
     @property
     def whole_rows(self) -> bool:
-        """Whether what masks hide are whole rows, the same ones in all heads."""
+        """Whether masks hide only whole rows, the same ones in all heads."""
         thin = dict(self.parts).get("row_terms")
         alone = self.hiding == {"row_terms"} and not self.segments
         return alone and "mask" not in dict(self.parts) and not (thin and thin.heads)
 
     def copies(self, warpgroups: int) -> int:
-        """Returns how many copies a block's parts are."""
+        """Returns the number of copies for a block's parts."""
         return sum(1 if x.form == COLUMNS else warpgroups for _, x in self.parts)
 
     def scratch(self, stages: int, warpgroups: int, block: int) -> dict[str, Any]:
@@ -130,14 +130,14 @@ class Terms:
         warpgroup: Any,
         part: bool,
     ) -> Array:
-        """Returns scores with what is added, -inf for what masks and segments hide.
+        """Returns scores with addends, -inf where masks and segments hide.
 
         Args:
             scores: float32 [64, columns], in natural logarithms if `natural`.
             memory: References to `scratch`.
             slot: The stage.
-            warpgroup: Which 64 rows of a tile.
-            part: Whether masks and segments may hide some.
+            warpgroup: The index of the 64 rows within a tile.
+            part: Whether masks and segments may hide some keys.
         """
         parts, shape = dict(self.parts), scores.shape
         if "bias" in parts:
@@ -180,7 +180,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block of scores is, and where in shared memory its parts go."""
+    """The place of a block of scores, and of its parts in shared memory."""
 
     b: Any
     n: Any
@@ -202,7 +202,7 @@ def terms_of(
     alibi: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Terms, dict[str, Array]]:
-    """Returns what there is, and its arrays by name, "slopes" and "sinks" among them.
+    """Returns the present terms, and arrays by name, with "slopes" and "sinks".
 
     Args:
         t: Queries.
@@ -270,7 +270,7 @@ def _whole(x: Array, form: str) -> Array:
 def transposed(
     terms: Terms, arrays: Mapping[str, Array]
 ) -> tuple[Terms, dict[str, Array]]:
-    """Returns the same of transposed scores: rows are keys, columns queries."""
+    """Returns the same for transposed scores: rows are keys, columns queries."""
     names = {x: y for x, y in _TURNED.items() if x in arrays}
     turned = {
         names.get(name, name): _whole(x.swapaxes(2, 3), TABLE) if x.ndim == 4 else x

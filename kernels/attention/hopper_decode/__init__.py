@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 IN_PAGES = frozenset({"q", "k", "v", "kv_lengths", "offset"})
-"""Operands that it takes, also of keys in pages."""
+"""Supported operands, also with keys in pages."""
 
 OPERANDS = IN_PAGES | {"mask"}
 TYPES = ("bfloat16", "float16")
@@ -42,16 +42,16 @@ MOST_BLOCKS = 1 << 30
 
 
 def supports(spec: Spec, operands: frozenset[str] = OPERANDS) -> Verdict:
-    """Returns whether it takes a use: few queries of 16 bits.
+    """Returns whether it supports a use: few queries of 16 bits.
 
     Keys are hidden by position, and by a mask that all queries and heads share.
 
     Args:
         spec: A use.
-        operands: Operands that it takes.
+        operands: The supported operands.
     """
     if spec.symbolic:
-        return no("symbolic", "the Hopper decode kernel wants sizes that are numbers")
+        return no("symbolic", "the Hopper decode kernel needs known sizes")
     verdict = all_of(
         *_operands(spec, operands), *_types(spec), *_numbers(spec), *_empty(spec)
     )
@@ -122,7 +122,7 @@ def _importable() -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for Hopper GPUs, where those are known, there is an estimate."""
+    """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
@@ -133,7 +133,7 @@ def forward(
     """Returns attention; see `rewriter.kernels.attention.hopper_decode.decode`.
 
     Args:
-        config: How the work is split, by default by the rule of thumb.
+        config: How the work is split; the default config if absent.
         swapped: Operands whose heads lie before positions in memory.
         **given: Operands and parameters of attention.
     """

@@ -16,21 +16,21 @@ ROWS = 64
 """Rows that a tensor core multiplies at once: queries of all heads of a key head."""
 
 REGISTERS = {2: (216, 40), 3: (120, 40)}
-"""By number of readers: registers per lane for the warpgroup of each that computes and
-for the one that copies: together not more than both start with. One reader is given as
-many as it asks for."""
+"""Registers per lane, by number of readers: for the warpgroup of each that computes,
+and for the one that copies. Together they are not more than both start with. A single
+reader gets as many as it asks for."""
 
 OTHERS = 40
-"""Registers per lane for all but tiles: maxima, sums, addresses."""
+"""Registers per lane beside tiles: maxima, sums, addresses."""
 
 AT_START = {1: 255, 2: 128, 3: 80}
-"""By number of readers: registers per lane that all warpgroups start with. ptxas wants
-room in them for a product and `BESIDES` (12.9: 94 for 128 columns, 158 for 256)."""
+"""By number of readers: registers per lane that all warpgroups start with. ptxas needs
+room in them for a product and `OTHERS` (12.9: 94 for 128 columns, 158 for 256)."""
 
 BESIDES = 30
 
 MOST_STAGES = 32
-"""A group of barriers has as many at most."""
+"""The most stages: a group of barriers has no more."""
 
 BARRIERS = 2 << 10
 """Bytes for barriers, log-sum-exps and alignment, at most."""
@@ -60,7 +60,7 @@ def rows_of(t: int, group: int) -> int:
 
 
 def default(spec: Spec, device: Device) -> Split:
-    """Returns the rule of thumb: the first of `configs` that fits.
+    """Returns the default config: the first of `configs` that fits.
 
     It was not measured yet.
     """
@@ -68,7 +68,7 @@ def default(spec: Spec, device: Device) -> Split:
 
 
 def configs(spec: Spec, device: Device) -> list[Split]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     here = processors(device)
     return [
         Split(*sizes, here)
@@ -112,9 +112,9 @@ def stored_columns(e: int) -> int:
 
 
 def mask_columns(block: int) -> int:
-    """Returns how many float32 of a mask a block has room for: a multiple of 128 bytes.
+    """Returns the float32 numbers of a mask in a block: a multiple of 128 bytes.
 
-    Copies into shared memory begin at such.
+    Copies into shared memory begin at multiples of 128 bytes.
     """
     return -(-block // 32) * 32
 
@@ -149,7 +149,7 @@ def fits_sizes(
     # An accumulator of 64 rows has half a register of float32 per column and lane.
     most = REGISTERS.get(config.readers, (240,))[0] - OTHERS
     # Weights of 16 bits have a quarter, and so have a mask's numbers, which are read
-    # before: with them, too, ptxas 13.0 spilled nothing at the edges of this rule.
+    # before. With these too, ptxas 13.0 spilled nothing at the edges of this rule.
     if (used := block // 2 + block // 4 + e // 2) > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     start = AT_START[config.readers] - BESIDES

@@ -31,7 +31,7 @@ def forward(
     swapped: tuple[str, ...] = (),
     **given: Any,
 ) -> Array:
-    """Returns attention [b, t, n, e], as `reference` does, for what `supports` takes.
+    """Returns attention [b, t, n, e], as `reference` does, for supported uses.
 
     Args:
         q: [b, t, n, h], bfloat16 or float16; t times n by key head is 64 at most.
@@ -77,14 +77,14 @@ def attend(
     empty_rows: str = "nan",
     out_dtype: str | None = None,
 ) -> Array:
-    """Returns attention [b, t, n, e] over keys that lie as `pages` says.
+    """Returns attention [b, t, n, e] over keys laid out by `pages`.
 
     Args:
         q: [b, t, n, h].
         k: Keys, four axes.
         v: Values, the same but for the last one.
         table: int32 [b, pages.count], each within the pool; None if not listed.
-        pages: How they lie.
+        pages: The memory layout of keys and values.
         s: Keys of a sequence.
         heads: Key heads.
         config: How the work is split.
@@ -123,7 +123,7 @@ def attend(
 
 
 def _by_pair(p: Problem, q: Array) -> Array:
-    """Returns the queries of each pair, [b * heads, rows, h], filled up with zeros."""
+    """Returns the queries of each pair, [b * heads, rows, h], padded with zeros."""
     t, more = p.mask.t, p.rows - p.mask.t * p.group
     x = q.reshape(p.b, t, p.heads, p.group, p.h)
     x = x.transpose(0, 2, 1, 3, 4).reshape(p.b * p.heads, t * p.group, p.h)
@@ -131,17 +131,17 @@ def _by_pair(p: Problem, q: Array) -> Array:
 
 
 def of_mask(p: Problem, mask: Array, numbers: dict[str, Array]) -> dict[str, Array]:
-    """Returns what the kernel reads of a mask of keys, and of rows that are averaged.
+    """Returns the kernel's arrays for a mask of keys and for averaged rows.
 
     Args:
         p: The problem.
         mask: bool [b|1, 1, 1, s].
-        numbers: int32 ``lengths`` [b] and ``offsets`` [b], those that there are.
+        numbers: int32 ``lengths`` [b] and ``offsets`` [b], if present.
 
     Returns:
         float32 ``mask`` [b|1, s in groups of 128 bytes], -inf where it hides. If rows
-        may be averaged, int32 ``empty_rows`` [b, 64], 1 for those that see no key, and
-        ``empty`` [b], 1 if there are such.
+        may be averaged, also int32 ``empty_rows`` [b, 64], 1 for rows that see no key,
+        and ``empty`` [b], 1 for sequences with such rows.
     """
     t, s = p.mask.t, p.mask.s
     shown = jnp.where(mask[:, 0, 0], 0.0, -jnp.inf).astype(jnp.float32)

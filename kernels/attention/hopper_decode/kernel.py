@@ -44,21 +44,20 @@ LOG2E = math.log2(math.e)
 def pieces(
     p: Problem, q: Array, ends: Array, k: Array, v: Array, numbers: dict[str, Array]
 ) -> tuple[Array, Array]:
-    """Returns what each piece gives: a part of the result, and its log-sum-exp.
+    """Returns the result of each piece, and its log-sum-exp.
 
     Args:
         p: The problem.
         q: [b * heads, rows, h], the queries of each pair.
         ends: int32 [b], as `Line` has it.
-        k: Keys as `p.pages` says; their positions in eights.
+        k: Keys, laid out by `p.pages`; positions are a multiple of eight.
         v: Values.
         numbers: int32 ``lengths`` [b], ``offsets`` [b] and ``table`` [b, pages], and
-            ``mask``, ``empty_rows`` and ``empty`` as `decode.of_mask` gives them: those
-            that there are.
+            ``mask``, ``empty_rows`` and ``empty`` from `decode.of_mask`, if present.
 
     Returns:
-        float32 [pieces, rows, columns] and [pieces, 64]; columns from e on, and pieces
-        that there are none of, are not written.
+        float32 [pieces, rows, columns] and [pieces, 64]; columns from e on, and unused
+        pieces, are not written.
     """
     config, count = p.config, p.line(ends).pieces
     readers, stages = config.readers, config.stages
@@ -68,7 +67,8 @@ def pieces(
         jax.ShapeDtypeStruct((count, ROWS), jnp.float32),
     ]
     flat, deep = pallas.swizzle(p.h), pallas.swizzle(p.e, config.block_kv)
-    # A product reads 64 rows from where a piece's queries begin: into the next ones'.
+    # A product reads 64 rows from the start of a piece's queries on, also of the next
+    # ones.
     queries = ROWS + (QUERIES * readers - 1) * p.rows
     blocks = (readers, stages, config.block_kv)
     scratch = {
@@ -110,7 +110,7 @@ def _float_tiles(shape: tuple[int, ...]) -> Any:
 
 
 def copies(p: Problem) -> int:
-    """Returns how many copies fetch a block of keys: one for each page in it."""
+    """Returns the number of copies for a block of keys: one for each page in it."""
     return max(1, p.config.block_kv // p.pages.size) if p.pages.listed else 1
 
 
@@ -125,15 +125,15 @@ class _Piece:
     start: Any
     end: Any
     number: Any
-    """Where its results go."""
+    """The index of its results."""
     turn: Any
-    """How many pieces this reader took before."""
+    """The number of pieces that this reader took before."""
     empty: Any = None
-    """Which rows are averaged, where that is known before: int32 [64], 1 if so."""
+    """The averaged rows, if known before: int32 [64], 1 for such."""
 
 
 class _Reader:
-    """What two warpgroups do, one that copies and one that computes."""
+    """The work of two warpgroups, one that copies and one that computes."""
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
         self.p, self.given, self.x = p, given, memory
@@ -200,13 +200,13 @@ class _Reader:
         return made, jnp.where(done, following, sequence)
 
     def slot(self, step: Any) -> tuple[Any, Any]:
-        """Returns where a block is: in its reader's memory, and among barriers."""
+        """Returns a block's index in its reader's memory, and among barriers."""
         stages = self.p.config.stages
         slot = lax.rem(step, jnp.int32(stages))
         return slot, self.own * stages + slot
 
     def queries(self, turn: Any) -> tuple[Any, Any]:
-        """Returns where a piece's queries begin, and their barriers' place."""
+        """Returns the start of a piece's queries, and the index of their barriers."""
         place = self.own * QUERIES + lax.rem(turn, jnp.int32(QUERIES))
         return pl.multiple_of(place * self.p.rows, 8), place
 
@@ -242,7 +242,7 @@ class _Reader:
         self.over_pieces(one)
 
     def copy_mask(self, piece: _Piece, i: Any, slot: Any, place: Any) -> None:
-        """Copies what hides keys of the i-th block, beside them."""
+        """Copies the mask of the i-th block's keys."""
         source, target = self.given["mask"], self.x["mask_lines"]
         sequence = piece.sequence if source.shape[0] > 1 else 0
         keys = pl.ds(i * self.p.config.block_kv, target.shape[2])
@@ -252,12 +252,12 @@ class _Reader:
         )  # fmt: skip
 
     def parts(self, piece: _Piece, key: Any) -> Any:
-        """Yields where a block's keys lie, and the rows of the block that they are."""
+        """Yields the places of a block's keys, and their rows within the block."""
         p, pages = self.p, self.p.pages
         rows = min(p.config.block_kv, pages.size) if pages.listed else p.config.block_kv
         last: Any = pages.count - 1
         if pages.listed and not p.mask.averages:
-            # Pages of which nothing is seen are not read: others' keys may be there.
+            # Invisible pages are not read: they may hold keys of other sequences.
             last = lax.div(jnp.maximum(piece.range.limit - 1, 0), jnp.int32(pages.size))
         for i in range(copies(p)):
             page, inside = piece.sequence, key
@@ -354,7 +354,8 @@ class _Reader:
     ) -> Array:
         """Returns the scores of the i-th block, -inf for keys that are not seen.
 
-        Those that are bent are multiplied with the scale and log2(e), others not yet.
+        With a soft cap they are multiplied with the scale and log2(e), otherwise not
+        yet.
         """
         p, mask = self.p, self.p.mask
         if p.softcap is not None:
@@ -394,7 +395,7 @@ class _Reader:
         return first, last
 
     def weigh(self, scores: Array, top: Array, total: Array) -> tuple[Array, ...]:
-        """Returns weights, new maxima, new sums, and what to fade by."""
+        """Returns weights, new maxima, new sums, and the factor for earlier sums."""
         c = self.p.scale * LOG2E if self.p.softcap is None else 1.0
         higher = jnp.maximum(top, scores.max(axis=1))
         least = jnp.where(higher == -jnp.inf, 0.0, higher) * c
@@ -404,7 +405,7 @@ class _Reader:
 
     # ------------------------------------------------------------------ storing
     def store(self, piece: _Piece, out: Array, top: Array, total: Array) -> None:
-        """Writes what a piece gives, 0 and -inf for rows that saw no key."""
+        """Writes the result of a piece; 0 and -inf for rows that saw no key."""
         p, x = self.p, self.x
         out = out * pallas.along(jnp.where(total == 0.0, 0.0, 1.0 / total), out.shape)
         lse = top * (p.scale if p.softcap is None else 1 / LOG2E) + jnp.log(total)

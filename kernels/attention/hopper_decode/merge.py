@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOG2E = math.log2(math.e)
 
 AT_ONCE = 4
-"""Pieces that are read at a time, none waiting for another."""
+"""Pieces that are read at a time, independently of each other."""
 
 
 def merged(

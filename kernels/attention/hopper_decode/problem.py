@@ -12,12 +12,12 @@ from rewriter.kernels.attention.hopper_decode.config import Split, rows_of
 from rewriter.kernels.attention.hopper_decode.work_split import Line
 
 LANES = 128
-"""Columns of partial results are padded to as many, as `merge` reads them."""
+"""Columns of partial results are padded to a multiple of it, for `merge`."""
 
 
 @dataclass(frozen=True)
 class Pages:
-    """How keys and values lie in memory.
+    """The memory layout of keys and values.
 
     Attributes:
         size: Keys of a page; of a sequence if there is no table.
@@ -35,7 +35,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Problem:
-    """All that is known while tracing."""
+    """The problem as known while tracing."""
 
     b: int
     n: int
@@ -65,7 +65,7 @@ class Problem:
 
     @property
     def programs(self) -> int:
-        """Blocks of threads: not more than there are blocks of keys for."""
+        """Blocks of threads: no more than there are blocks of keys."""
         most = self.b * self.heads * -(-self.mask.s // self.config.block_kv)
         return min(self.config.programs, -(-most // self.config.readers))
 
@@ -78,7 +78,7 @@ class Problem:
     def averages(self) -> bool:
         """Whether rows that see no key, known before, are averaged over all keys.
 
-        As for `Mask.averages`, where a mask of keys hides some too.
+        Like `Mask.averages`, with a mask of keys.
         """
         return self.mask.mean and self.mask.more
 
@@ -86,10 +86,9 @@ class Problem:
         """Returns the blocks that a sequence's queries read.
 
         Args:
-            offset: What is added to positions at run time, 0 or None for nothing.
+            offset: The run-time addend of positions; 0 or None for none.
             length: Keys before it are seen, None for all.
-            empty: Whether one of them is averaged over all keys, 1 if so; None if that
-                is not known before.
+            empty: 1 if some query is averaged over all keys; None if unknown before.
         """
         mask, block = self.mask, self.config.block_kv
         at = mask.shift if offset is None else mask.shift + offset

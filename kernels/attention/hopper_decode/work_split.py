@@ -18,10 +18,10 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Line:
-    """All blocks of all pairs.
+    """The work queue: all blocks of all pairs, in a line.
 
     Attributes:
-        readers: How many take parts of it.
+        readers: The number of readers that share it.
         b: Sequences.
         heads: Key heads.
         ends: int32 [b], or a reference to it: the blocks of one head of each sequence
@@ -42,11 +42,11 @@ class Line:
 
     @property
     def pieces(self) -> int:
-        """How many numbers of pieces there are."""
+        """The number of possible pieces."""
         return self.readers + self.b * self.heads
 
     def _shares(self) -> tuple[Any, Any]:
-        """Blocks of each reader, and how many readers take one more."""
+        """The blocks of each reader, and the number of readers with one more."""
         total = self.ends[self.b - 1] * self.heads
         each = _div(total, self.readers)
         return each, total - each * self.readers
@@ -63,7 +63,7 @@ class Line:
         return jnp.where(sequence == 0, 0, before)
 
     def sequence_of(self, block: Any) -> Any:
-        """Returns the sequence whose block it is; the last one past the end."""
+        """Returns the sequence of a block; the last sequence past the end."""
         low, high = jnp.int32(0), jnp.int32(self.b - 1)
         for _ in range((self.b - 1).bit_length()):
             middle = _div(low + high, 2)

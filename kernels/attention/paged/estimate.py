@@ -18,7 +18,7 @@ from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Spec
 
 PAGED = 0.95
-"""What of the bandwidth is left by going from page to page."""
+"""The share of the bandwidth that remains when reading page by page."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:

@@ -48,11 +48,11 @@ def gathered(
 
 
 def numbered(table: Array, count: int, wraps: bool) -> tuple[Array, Array]:
-    """Returns the pages that a table names, and which sequences name others.
+    """Returns the pages that a table names, and the sequences that name invalid ones.
 
     Args:
         table: int [b, p].
-        count: How many pages there are.
+        count: The number of pages.
         wraps: Whether a negative number counts from the end.
 
     Returns:
@@ -130,7 +130,7 @@ def sample(
 
 
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns how operands may be drawn, by name; see attention's."""
+    """Returns the ways to draw operands, by name; see attention's."""
     if "kv_lengths" not in operands:
         return {"": sample}
     return {"lengths 1 to s": sample, "lengths s": _full}

@@ -16,7 +16,7 @@ def _use(
     heads_axis: int = 2,
     dtype: str = "bfloat16",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One token of b sequences, of up to p pages, in pools twice as large."""
+    """One token of b sequences with up to p pages, in pools twice as large."""
     sizes = {"p": 2 * b * p, "z": size, "k": k, "h": h}
     pool = tuple(sizes[x] for x in ("kpzh", "pkzh", "pzkh")[heads_axis])
     own = {

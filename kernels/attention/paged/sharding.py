@@ -20,6 +20,6 @@ def dims(heads_axis: int = 2) -> dict[str, str]:
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
-    """Returns how a use may be spread; every device has all pages of its heads."""
+    """Returns how a use may be split; every device has all pages of its heads."""
     axes = dims(params.get("heads_axis", 2))
     return Sharding(frozenset("bn"), follows={"k": "n"}, dims=axes)

@@ -17,12 +17,12 @@ OWN = ("heads_axis", "wraps", "fills")
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether `forward` takes this use: what bounded attention takes."""
+    """Returns whether `forward` supports a use: those of bounded attention."""
     return xla.supports(as_attention(spec))
 
 
 def as_attention(spec: Spec) -> Spec:
-    """Returns the use of attention behind the gather."""
+    """Returns the use of attention after the gather."""
     found = keys_and_values(dict(spec.shapes), dict(spec.params))
     shapes, dtypes = [], []
     for name, shape in spec.shapes:

@@ -26,7 +26,7 @@ OPERANDS = frozenset({"q", "k", "v", "q_segments", "kv_segments", "kv_lengths"})
 
 
 def supports(spec: Spec, count: int) -> Verdict:
-    """Returns whether a ring computes a use of which one device has this part."""
+    """Returns whether a ring supports a use; `spec` is one device's part."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     more = sorted(set(spec.operands) - OPERANDS)
@@ -47,7 +47,7 @@ def supports(spec: Spec, count: int) -> Verdict:
 
 
 def uses(spec: Spec, count: int) -> tuple[Mapping[str, Any], ...]:
-    """Returns the parameters of attention to one part of the keys, in all turns."""
+    """Returns the parameters of attention to one part of the keys, for all turns."""
     ahead = turns(spec.param("window"), spec.param("shift"), spec.shape("q")[1], count)
     found = [s for turn in ahead for s in (turn.before, turn.around) if s]
     plain = dict(spec.params)
@@ -58,20 +58,20 @@ def uses(spec: Spec, count: int) -> tuple[Mapping[str, Any], ...]:
 
 
 KEPT, HIDING = 64 << 20, 2048
-"""Bytes of gathered keys and values, in all layers that keep them, from which a ring is
-worth it; and how many queries, those of grouped heads counted each, have to read a key
-so that it is passed on meanwhile: in 16 bits that many operations come upon each byte.
-By their data sheets an H100 does 2200 while NVLink moves a byte, a TPU v5e 3900 while
-one of its links does. Estimates: nothing was measured."""
+"""KEPT: the fewest bytes of gathered keys and values, in all layers that keep them, for
+which a ring pays. HIDING: the fewest queries (of all grouped heads) per key that hide
+passing it on: in 16 bits that many operations come upon each byte. By their data sheets
+an H100 does 2200 while NVLink moves a byte, a TPU v5e 3900 while one of its links does.
+Estimates: nothing was measured."""
 
 
 def pays(spec: Spec, count: int, kept: int) -> Verdict:
     """Returns whether passing keys around is worth more than gathering them.
 
-    A gather gives each device the keys and values of all, and keeps them for each
-    gradient; a ring holds those of two. Forward it moves as much, or less if a window
-    ends it. For a gradient keys and values go around again with their cotangents: six
-    parts a turn, where a gather and the scattered sum of cotangents move four.
+    A gather gives each device all keys and values, and keeps them for each gradient; a
+    ring holds those of two devices. A ring's forward moves as much, or less if a window
+    ends it. For a gradient, keys and values go around again with their cotangents: six
+    parts per turn, where a gather and the scattered sum of cotangents move four.
 
     Args:
         spec: What one device has.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def may_be_empty(names: Iterable[str], params: Mapping[str, Any]) -> bool:
-    """Returns whether some query may see no key, not even that of its own position.
+    """Returns whether some query may see no key, not even the one at its own position.
 
     Args:
         names: The operands present.
@@ -30,12 +30,12 @@ def may_be_empty(names: Iterable[str], params: Mapping[str, Any]) -> bool:
 def filled(
     out: Array, lse: Array, v: Array, params: Mapping[str, Any], axes: tuple[str, ...]
 ) -> Array:
-    """Returns the result [b, t, n, e] with what the op says in rows without keys.
+    """Returns the result [b, t, n, e] with the op's values in rows without keys.
 
     Args:
         out: [b, t, n, e], 0 in those rows.
         lse: [b, n, t], -inf in those rows.
-        v: [b, s, k, e], this device's part, of whose mean that of all devices is made.
+        v: [b, s, k, e], this device's part; the means of all devices are averaged.
         params: The op's parameters.
         axes: The mesh axes over which keys are split.
     """
@@ -56,15 +56,15 @@ def given_back(
     axes: tuple[str, ...],
     count: int,
 ) -> Array:
-    """Returns the cotangent of v [b, s, k, e] with what rows without keys add to it.
+    """Returns the cotangent of v [b, s, k, e] with the share of rows without keys.
 
     Args:
-        dv: That of the other rows.
+        dv: The cotangent from the other rows.
         lse: [b, n, t], -inf in rows without keys.
         cotangent: [b, t, n, e].
         params: The op's parameters.
         axes: The mesh axes over which keys are split.
-        count: Over how many devices.
+        count: The number of devices.
     """
     if params["empty_rows"] == "zero":
         return dv

@@ -98,8 +98,8 @@ def backward(
         cotangent: [b, t, n, e].
         axes: As for `forward`.
         count: As for `forward`.
-        compute: ``compute(operands, params, out, lse, cotangent)`` gives what one part
-            of the keys adds to the cotangents of q, and the cotangents of k and v.
+        compute: ``compute(operands, params, out, lse, cotangent)`` returns one part's
+            contribution to the cotangent of q, and the cotangents of k and v.
     """
     index, ahead = lax.axis_index(axes), turns_of(operands, params, count)
     here = _passed(operands)
@@ -114,7 +114,7 @@ def backward(
     given = _block(operands, _passed(operands), ahead[0], index, count)
     dq, *own = part(ahead[0].before, given)
     here, dq, own = lax.optimization_barrier((here, dq, own))
-    grads = [jnp.where(index < 0, x, 0) for x in own]  # 0, that varies as they do
+    grads = [jnp.where(index < 0, x, 0) for x in own]  # 0, varying like them
     for i, turn in enumerate(ahead[1:], 1):
         last = i + 1 == len(ahead)
         by = (count if last else ahead[i + 1].distance) - turn.distance
@@ -145,7 +145,7 @@ def turns_of(operands: Operands, params: Params, count: int) -> tuple[Turn, ...]
 
 
 def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Returns attention to two sets of keys together from that to each.
+    """Merges attention to two sets of keys.
 
     Args:
         one: The result [b, t, n, e] and the log-sum-exp [b, n, t] of each row.
@@ -166,7 +166,7 @@ def merged(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array,
 
 
 def _where_seen(turn: Turn, index: Array, see: Any, state: Any) -> Any:
-    """The state after a turn, in which some devices may see nothing."""
+    """The state after a turn; some devices may see no key in it."""
     if turn.before == turn.around or not turn.distance:
         return see(turn.before, state)
 
@@ -184,7 +184,7 @@ def _passed(operands: Operands) -> dict[str, Array]:
 def _block(
     operands: Operands, here: Operands, turn: Turn, index: Array, count: int
 ) -> dict[str, Array]:
-    """The operands with the keys of a turn, and how many of those are seen."""
+    """The operands with the keys of a turn, and the number of visible ones."""
     given = {**operands, **here}
     if "kv_lengths" in given:
         size = given["k"].shape[1]
@@ -201,6 +201,6 @@ def _params(params: Params, seen: Seen) -> dict[str, Any]:
 
 
 def _sent(tree: Any, axes: tuple[str, ...], count: int, by: int) -> Any:
-    """What each device holds, sent to the one so many places behind it."""
+    """Sends each device's arrays to the device a number of places behind it."""
     to = [(i, (i + by) % count) for i in range(count)]
     return jax.tree.map(lambda x: lax.ppermute(x, axes, to), tree)

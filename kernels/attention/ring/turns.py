@@ -14,7 +14,7 @@ Window = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Seen:
-    """What queries of one part see of the keys of another: as the op's parameters.
+    """The keys of one part that queries of another see, as the op's parameters.
 
     Attributes:
         window: The op's window; without limits if all pairs are seen.
@@ -28,13 +28,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Turn:
-    """What devices see of the keys of the device that stands some places before.
+    """One turn: the visible keys of the device some places before.
 
     Attributes:
         distance: How many places.
-        before: What those see whose queries are behind these keys; None for nothing.
-        around: What those see to which they came around the end, which are the first
-            `distance` devices; None for nothing.
+        before: The view of devices whose queries come after these keys; None for
+            nothing.
+        around: The view of the first `distance` devices, to which the keys came around
+            the end; None for nothing.
     """
 
     distance: int
@@ -43,7 +44,7 @@ class Turn:
 
 
 def turns(window: Window, shift: int, size: int, count: int) -> tuple[Turn, ...]:
-    """Returns the turns in which some device sees something, own keys first.
+    """Returns the turns in which some device sees a key, own keys first.
 
     Args:
         window: The op's window.
@@ -70,7 +71,7 @@ def turns(window: Window, shift: int, size: int, count: int) -> tuple[Turn, ...]
 
 
 def seen(window: Window, shift: int, size: int) -> Seen | None:
-    """Returns what as many queries as keys see; None if that is nothing."""
+    """Returns the view of as many queries as keys; None if they see nothing."""
     left, right = window
     first, last = -shift - (size - 1), -shift + (size - 1)  # keys, as seen by queries
     start = first if left is None else max(first, -left)

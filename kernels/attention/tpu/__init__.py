@@ -45,7 +45,7 @@ TYPES = ("bfloat16", "float32")
 def sized(spec: Spec) -> Verdict:
     """Returns whether all sizes of a use are known, and none is 0."""
     if spec.symbolic:
-        return no("symbolic", "the TPU kernel wants sizes that are numbers")
+        return no("symbolic", "the TPU kernel needs known sizes")
     empty = [
         no("empty", f"{name} has shape {shape}, and an axis of size 0")
         for name, shape in spec.shapes
@@ -55,7 +55,7 @@ def sized(spec: Spec) -> Verdict:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernels take a use: bfloat16 or float32, sizes known."""
+    """Returns whether the kernels support a use: bfloat16 or float32, sizes known."""
     verdict = all_of(sized(spec), _types(spec))
     if not verdict.ok:
         return verdict
@@ -90,12 +90,12 @@ def _dropped(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns yes where the compiler's simulator has it take less than XLA, or memory.
+    """Returns yes where it beats XLA in the compiler's simulator, or saves memory.
 
     For 4 heads of 128, causal, in bfloat16 on a v5e XLA takes 15, 25 and 57 thousand
     cycles for 256, 512 and 1024 tokens, and the bundles of the kernel's steps are 4, 7
     and 22 thousand (libtpu 0.0.50, what a program computes alone). A query of each head
-    against a cache of which all is seen takes the time of reading it, either way.
+    against a fully visible cache takes the time of reading it, either way.
     """
     del platform
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
@@ -113,7 +113,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 FEW, SMALL, LARGE = 256, 1 << 20, 2 << 30
 CACHE = 4 << 20
-"""Bytes of keys from which leaving out some is worth a kernel."""
+"""The fewest bytes of keys for which skipping some is worth a kernel."""
 
 
 def _bytes(spec: Spec) -> int:

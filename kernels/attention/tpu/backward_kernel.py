@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 FUSED, BY_KEYS, BY_ROWS = "fused", "by keys", "by rows"
-"""What a kernel computes: all; dk and dv; dq."""
+"""The gradients that a kernel computes: all; dk and dv; dq."""
 
 
 def backward(
@@ -138,7 +138,7 @@ def _call(
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step does.
+    """One step of the kernel.
 
     Attributes:
         p: The use.
@@ -200,7 +200,7 @@ class _Step:
             lax.fori_loop(0, sums.shape[0], functools.partial(_clear, sums), None)
 
     def store(self, *names: str) -> None:
-        """Writes sums, but for what lies over the edge."""
+        """Writes sums, except those beyond the edge."""
         for name in names:
             sums, out = self.refs[f"{name} sum"], self.refs[f"d{name}"]
             factor = 1.0 if name == "v" else self.p.scale
@@ -265,20 +265,20 @@ def read(
 
 
 def only_seen(changes: Array, weights: Array, part: bool) -> Array:
-    """Returns changes of scores, 0 where these are hidden.
+    """Returns changes of scores, 0 where scores are hidden.
 
-    There weights are 0, of which the product with what is no number is none.
+    Hidden weights are 0, but 0 times NaN is NaN.
 
     Args:
-        changes: Of as many scores as there are weights.
-        weights: Those.
+        changes: Changes of scores, shaped like the weights.
+        weights: The weights.
         part: Whether any may be hidden.
     """
     return jnp.where(weights == 0.0, 0.0, changes) if part else changes
 
 
 def per_row(refs: Mapping[str, Any], tile: Tile) -> list[Array]:
-    """Returns what rows kept, [1, rows] each: see `backward`."""
+    """Returns the saved statistics of rows, [1, rows] each: see `backward`."""
     kept = refs["kept"][0, 0, :, tile.row_slice]
     return [kept[i : i + 1] for i in range(kept.shape[0])]
 

@@ -109,7 +109,7 @@ def _when(condition: Any, do: Any) -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step does.
+    """One step of the kernel.
 
     Attributes:
         p: The use.

@@ -21,7 +21,7 @@ ANY = Device(UNKNOWN.kind, "tpu")
 """A TPU of unknown kind."""
 
 MOST_STEPS = 1 << 17
-"""Words of the list of steps, at most: 512 KiB of 1 MiB of SMEM."""
+"""The most words of the list of steps: 512 KiB of 1 MiB of SMEM."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def clipped(config: Blocks, t: int, s: int) -> Blocks:
 def _part(inner: int, size: int) -> int:
     """The largest part of a size, in whole registers, that is no larger than inner.
 
-    The size itself, if that is less than half of inner.
+    The size itself if it is less than half of inner.
     """
     if inner >= size:
         return size
@@ -80,7 +80,7 @@ COSTS = {
     Blocks(256, 256, 256, 256): (3.0, 4.9),
     SMALLEST: (6.0, 10.0),
 }
-"""How long a score takes in blocks of a size, by libtpu's simulator, on a v5e and on a
+"""Relative time per score by size of blocks, by libtpu's simulator, on a v5e and on a
 v6e: 1 is 5183 and 3252 cycles for 1024 x 1024, heads of 128, bfloat16."""
 
 LIKE_V6E = ("v6e", "7x")
@@ -89,14 +89,14 @@ LIKE_V6E = ("v6e", "7x")
 def default(spec: Spec, device: Device) -> Blocks:
     """Returns the blocks that take the fewest cycles, of those that fit.
 
-    Small ones have fewer scores that no query sees, large ones take less for each.
+    Small blocks have fewer hidden scores; large ones take less time per score.
     """
     made = configs(spec, device)
     return made[0] if made else clipped(SMALLEST, *extent(spec))
 
 
 def configs(spec: Spec, device: Device) -> list[Blocks]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     size, good = extent(spec), list(runnable(spec, device))
     if size[0] <= FEW:
         return good
@@ -119,13 +119,13 @@ def runnable(spec: Spec, device: Device) -> Iterator[Blocks]:
 def _time(
     spec: Spec, size: tuple[int, int], blocks: Blocks | BackwardBlocks, cost: float
 ) -> float:
-    """How long all scores take, those at the edges and beyond too; and all steps."""
+    """The time of all scores, including those beyond edges, and of all steps."""
     each = cost * blocks.rows * blocks.keys + STEP
     return listed(spec, size, blocks) * each
 
 
 STEP = 0.07 * (1 << 20)
-"""How long a step takes besides, some 350 cycles; the simulator counts few of them."""
+"""The overhead of a step, some 350 cycles; the simulator counts few of them."""
 
 
 def fits(config: Blocks, spec: Spec, device: Device) -> Verdict:
@@ -149,7 +149,7 @@ def fits(config: Blocks, spec: Spec, device: Device) -> Verdict:
 def _listed(
     config: Blocks | BackwardBlocks, size: tuple[int, int], spec: Spec
 ) -> Verdict:
-    """Whether SMEM has room for the list of blocks, if every entry has its own."""
+    """Whether the list of blocks fits into SMEM, if every batch entry has its own."""
     b, (t, s), rows, keys = spec.shape("q")[0], size, config.rows, config.keys
     alone = any(
         spec.has(n) and spec.shape(n)[0] > 1
@@ -188,7 +188,7 @@ def _bytes(dtype: str) -> int:
 def vmem(
     config: Blocks, h: int, e: int, size: int, tables: tuple[int, ...] = ()
 ) -> int:
-    """Returns bytes of VMEM: of blocks twice, scratch, and what is computed.
+    """Returns bytes of VMEM: blocks twice, scratch, and intermediate values.
 
     Args:
         config: The config.
@@ -238,7 +238,7 @@ def backward_vmem(
 
     Args:
         config: The config.
-        s: Keys whose dk and dv are held until all is done; 0 for a block's.
+        s: Keys whose dk and dv stay in VMEM to the end; 0 if only a block's do.
         h: Width of q and k.
         e: Width of v.
         size: Bytes of a number of q, k and v.
@@ -280,8 +280,8 @@ BACKWARD_COSTS = {
     BackwardBlocks(256, 256, 256, 256, False): 3.0,
     SMALLEST_BACKWARD: 5.0,
 }
-"""As `COSTS`, on a v5e: 1 is 11516 cycles for 1024 x 1024. Those of less than 512 keys
-are guessed."""
+"""Like `COSTS`, on a v5e: 1 is 11516 cycles for 1024 x 1024. Costs for less than 512
+keys are guesses."""
 
 
 def backward_default(spec: Spec, device: Device) -> BackwardBlocks:
@@ -291,7 +291,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardBlocks:
 
 
 def backward_configs(spec: Spec, device: Device) -> list[BackwardBlocks]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     size = spec.shape("q")[1], spec.shape("k")[1]
     costs = {
         backward_clipped(c, *size): cost for c, cost in reversed(BACKWARD_COSTS.items())

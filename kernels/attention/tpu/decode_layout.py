@@ -28,7 +28,7 @@ def every_head(p: Problem, operands: dict[str, Any]) -> tuple[Problem, dict[str,
 
     Args:
         p: The use.
-        operands: Those of the op, as it has them.
+        operands: The op's operands.
     """
     t, heads = p.cut.t, p.heads
     rows = p.n * t
@@ -53,7 +53,7 @@ def by_group(p: Problem, arrays: dict[str, Any]) -> tuple[Problem, dict[str, Any
 
     Args:
         p: The use.
-        arrays: q [b, n, t, h], and the others as `operands.inputs` takes them.
+        arrays: q [b, n, t, h], and the others as for `operands.inputs`.
     """
     group, t = p.group, p.cut.t
     made = _rows(p, arrays, group, p.heads)
@@ -64,7 +64,7 @@ def by_group(p: Problem, arrays: dict[str, Any]) -> tuple[Problem, dict[str, Any
 
 
 def _rows(p: Problem, arrays: dict[str, Any], many: int, heads: int) -> dict[str, Any]:
-    """Puts the queries of so many heads below each other, [b, heads, rows, h]."""
+    """Stacks the queries of several heads, [b, heads, rows, h]."""
     t, made = p.cut.t, dict(arrays)
     made["q"] = arrays["q"].reshape(p.b, heads, many * t, p.h)
     for name in ("sinks", "alibi"):

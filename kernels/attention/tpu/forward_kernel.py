@@ -29,23 +29,22 @@ if TYPE_CHECKING:
     from jax import Array
 
 LEAST = float(jnp.finfo(jnp.float32).min)
-"""Where maxima start: finite, so that a row without keys has weights of 0, not NaN."""
+"""The initial maximum: finite, so that a row without keys has weights of 0, not NaN."""
 
 
 def forward(
     p: Problem, config: Blocks, arrays: Mapping[str, Array], out_dtype: Any, saves: bool
 ) -> tuple[Array, ...]:
-    """Returns the result [b, n, t, e], and what the backward reads.
+    """Returns the result [b, n, t, e], and the residuals.
 
     Args:
         p: The use.
         config: Sizes of blocks; those of `p` are not read.
-        arrays: q [b, n, t, h], k, v [b, heads, s, h|e], and the others as they are
-            given to the op.
+        arrays: q [b, n, t, h], k, v [b, heads, s, h|e], and the op's other operands.
         out_dtype: The result's dtype.
-        saves: Whether to return the log-sum-exp of rows, float32 [b, n, 1, t], -inf
-            for those without keys; under a bias the maxima and the logarithm of the
-            rest, [b, n, 2, t], as large ones take the digits of their sum.
+        saves: Whether to return the log-sum-exp of rows, float32 [b, n, 1, t], -inf for
+            those without keys. With a bias they are the maxima and the logarithms of
+            the rest, [b, n, 2, t], since large maxima absorb the digits of the sum.
     """
     p = p.blocks(config.rows, config.keys)
     hiding = {n: arrays[n] for n in p.names & schedule.HIDING}
@@ -107,7 +106,7 @@ def forward(
 
 
 def _mean(p: Problem, arrays: Mapping[str, Array], at: operands.At) -> Input:
-    """The mean of v over all keys of a head, that rows without keys give."""
+    """The mean of v over all keys of a head: the result of rows without keys."""
     v = arrays["v"].astype(jnp.float32)
     if p.cut.step == 1:
         mean, rows = v.mean(2, keepdims=True), 1
@@ -121,7 +120,7 @@ def _mean(p: Problem, arrays: Mapping[str, Array], at: operands.At) -> Input:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step does.
+    """One step of the kernel.
 
     Attributes:
         p: The use.
@@ -253,7 +252,7 @@ def each_head(
 
 
 def across(x: Array, width: int) -> Array:
-    """Returns [rows, 128], alike in all lanes, as [rows, width]."""
+    """Returns [rows, 128], equal in all lanes, as [rows, width]."""
     if width > LANES:
         x = jnp.concatenate([x] * -(-width // LANES), axis=1)
     return x if x.shape[1] == width else x[:, :width]
@@ -269,6 +268,6 @@ def by_lane(x: Array) -> Array:
 
 
 def rows_before(x: Array, end: Any) -> Array:
-    """Returns x [rows, columns] with zeros from a row on, whatever was there."""
+    """Returns x [rows, columns] with zeros from a row on."""
     inside = lax.broadcasted_iota(jnp.int32, x.shape, 0) < end
     return jnp.where(inside, x.astype(jnp.float32), 0.0).astype(x.dtype)

@@ -28,7 +28,7 @@ NUMBERS = ("offset", "kv_lengths", "prefix")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step is: batch entry, query head, blocks of queries and of keys."""
+    """The place of a step: batch entry, query head, blocks of queries and of keys."""
 
     b: Any
     n: Any
@@ -41,12 +41,12 @@ class Place:
 
 
 At = Callable[..., Place]
-"""From the indices of a grid and the references of scalars to the place."""
+"""Maps indices of a grid and references of scalars to the place."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """An array, and which block of it a step reads."""
+    """An array, and the block of it that a step reads."""
 
     array: Array
     block: pl.BlockSpec
@@ -67,7 +67,7 @@ def heads_first(x: Array) -> Array:
 def inputs(
     p: Problem, arrays: Mapping[str, Array], at: At, turned: bool = False
 ) -> dict[str, Input]:
-    """Returns what a kernel reads, by name.
+    """Returns a kernel's inputs, by name.
 
     Args:
         p: The use, with its blocks.
@@ -116,7 +116,7 @@ def wide(arrays: Mapping[str, Array]) -> tuple[int, ...]:
 
 
 def _table(p: Problem, x: Array, at: At) -> Input:
-    """An operand [b|1, n|1, t|1, s|1]; thin ones take 32 bits, booleans 8."""
+    """Prepares an operand [b|1, n|1, t|1, s|1]; thin ones take 32 bits, booleans 8."""
     thin = 1 in x.shape[2:]
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.int32 if thin else jnp.int8)
@@ -137,7 +137,7 @@ def _table(p: Problem, x: Array, at: At) -> Input:
 def _segments(
     p: Problem, arrays: Mapping[str, Array], at: At, turned: bool
 ) -> dict[str, Input]:
-    """Segments along an axis of the scores each: one a column, one a row."""
+    """Segments along both axes of the scores: one as a column, one as a row."""
     found = {}
     for name, size, column in (
         ("q_segments", p.cut.rows, not turned),
@@ -159,12 +159,12 @@ def _segments(
 
 
 def update(listed: Steps, word: Any, do: Callable[[bool], None]) -> None:
-    """Calls ``do(part)`` at a step: once, or not if it has no work.
+    """Calls ``do(part)`` once at a step, unless the step has no work.
 
     Args:
-        listed: All steps: for kinds that there are not there is no code.
+        listed: All steps: there is code only for kinds of blocks that occur.
         word: The step.
-        do: Computes a block of scores, of which some may be hidden if `part` is true.
+        do: Computes a block of scores; some may be hidden if `part` is true.
     """
     whole, part = listed.kinds
     if whole:
@@ -175,7 +175,7 @@ def update(listed: Steps, word: Any, do: Callable[[bool], None]) -> None:
 
 
 def numbers(p: Problem, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the scalars of batch entries that there are, int32 [b|1]."""
+    """Returns the scalars of batch entries that are present, int32 [b|1]."""
     names = [n for n in NUMBERS if n in p.names]
     return {n: arrays[n].astype(jnp.int32) for n in names}
 

@@ -144,7 +144,7 @@ def backward(
         grads["bias"] = bias_kernel.gradient(p, blocks, arrays)
     if "sinks" in operands:
         share = operands["sinks"].astype(jnp.float32)[:, None]
-        for i in range(kept.shape[2]):  # one by one, as large ones take digits
+        for i in range(kept.shape[2]):  # one by one, since large terms absorb digits
             share = share - kept[:, :, i]
         grads["sinks"] = -(jnp.exp(share) * delta).sum((0, 2))
     if p.may_be_empty and p.empty_rows in PASSES:
@@ -156,7 +156,7 @@ def backward(
 
 
 def _empty_rows(p: Problem, dv: Array, empty: Array, up: Array) -> Array:
-    """Adds to dv [b, s, heads, e] what rows without keys do, bool [b, n, t]."""
+    """Adds the share of rows without keys, bool [b, n, t], to dv [b, s, heads, e]."""
     if not p.may_be_empty or p.empty_rows == "zero":
         return dv
     if p.empty_rows in NAN:

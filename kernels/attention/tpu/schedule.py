@@ -25,13 +25,13 @@ FAR = 1 << 30
 """Farther than any key; keeps position arithmetic inside int32."""
 
 LATER, MORE, PART, IDLE = 1, 2, 4, 8
-"""Bits of a step: not the first of its line, not the last, a block that is seen in part
-(or at an edge), and a step without work."""
+"""Bits of a step: not the first of its line, not the last, a block seen in part (or at
+an edge), and a step without work."""
 
 BITS = 4
 MINOR = 13
 MOST_BLOCKS = 1 << MINOR
-"""Blocks along an axis, at most: a step is packed into 31 bits."""
+"""The most blocks along an axis: a step is packed into 31 bits."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Cut:
         left: A query at position p sees keys from ``p - left`` on; None for all.
         right: It sees keys up to ``p + right``; None for all.
         shift: Query i is at position ``i + shift``, plus an offset at run time.
-        edges: Whether blocks that reach over the last query are seen in part, as well
-            as those over the last key.
-        repeat: Queries in a row of the same head, where the heads of a group follow
+        edges: Whether blocks that cross the last query count as seen in part, like
+            those that cross the last key.
+        repeat: Consecutive queries of the same head, where the heads of a group follow
             each other: query i is then at ``i % repeat + shift``. 0 for one head.
-        step: Keys in a row that are at the same position, one of each head.
+        step: Consecutive keys at the same position, one of each head.
     """
 
     t: int
@@ -82,7 +82,7 @@ Table = Any
 def states(cut: Cut, given: Mapping[str, Any]) -> Table:
     """Returns whether blocks are empty, seen in part, or by all queries.
 
-    A block that is seen in part may be empty all the same.
+    A block that counts as seen in part may be empty.
 
     Args:
         cut: The blocks.
@@ -145,7 +145,7 @@ def _positions(cut: Cut, offset: Any, xp: Any) -> tuple[Any, Any]:
 
 
 def _segments(cut: Cut, given: Mapping[str, Any], xp: Any) -> tuple[Any, Any]:
-    """Whether some, and whether all pairs of a block are of one segment."""
+    """Whether some, and whether all, pairs of a block are in one segment."""
     many, per = cut.blocks
     q_least, q_most = _extremes(given["q_segments"], many, cut.rows, xp)
     k_least, k_most = _extremes(given["kv_segments"], per, cut.keys, xp)
@@ -164,7 +164,7 @@ def _extremes(x: Any, blocks: int, size: int, xp: Any) -> tuple[Any, Any]:
 
 
 def _mask(cut: Cut, mask: Any, xp: Any) -> tuple[Any, Any]:
-    """Whether some, and whether all pairs of a block are kept, of any head."""
+    """Whether some, and whether all, pairs of a block are kept in any head."""
     many, per = cut.blocks
     found = []
     for combine, fill in ((xp.any, False), (xp.all, True)):
@@ -190,9 +190,9 @@ class Steps:
         most: Words of a batch entry.
         count: Steps of the grid: a number, or a traced scalar.
         each: Whether every batch entry has steps of its own.
-        kinds: Whether there may be blocks seen by all queries, and such seen in part.
-        per_line: Where no block is hidden, in part or wholly, steps of a line: words
-            are then calculated and not read.
+        kinds: Whether there may be blocks seen by all queries, and blocks seen in part.
+        per_line: The steps of a line, if no block is hidden, in part or wholly: words
+            are then calculated instead of read.
     """
 
     words: Any
@@ -208,7 +208,7 @@ class Steps:
         return {} if self.per_line else {"words": jnp.asarray(self.words, jnp.int32)}
 
     def at(self, tables: Sequence[Any], batch: Any, step: Any) -> Any:
-        """Returns a step's word, from the reference of the table, should there be one.
+        """Returns a step's word, from the reference of the table, if any.
 
         Args:
             tables: The references that a kernel or an index map gets first.
@@ -225,7 +225,7 @@ class Steps:
 
 
 def divided(x: Any, by: int) -> tuple[Any, Any]:
-    """Returns quotient and rest of an int32 that is not negative."""
+    """Returns quotient and remainder of a non-negative int32."""
     return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
 
 
@@ -242,10 +242,10 @@ def minor(word: Any) -> Any:
 def steps(table: Table, by_keys: bool = False, whole: bool = True) -> Steps:
     """Returns the steps over blocks that are not empty, line by line.
 
-    Each line has a step at least, so that its result is written.
+    Each line has at least one step, so that its result is written.
 
     Args:
-        table: What `states` gives.
+        table: The result of `states`.
         by_keys: Whether a line is a block of keys, and not of queries.
         whole: Whether blocks may be seen by all queries, if values decide it.
 
@@ -281,7 +281,7 @@ def steps(table: Table, by_keys: bool = False, whole: bool = True) -> Steps:
 
 
 def _marked(word: Any, count: Any, xp: Any) -> Any:
-    """Marks which steps are first and last of a line, and which have no work."""
+    """Marks the first and last steps of lines, and steps without work."""
     line = major(word)
     place = xp.arange(word.shape[1], dtype=xp.int32)
     before, after = xp.roll(line, 1, -1), xp.roll(line, -1, -1)

@@ -33,7 +33,7 @@ class Problem:
     """One use of attention.
 
     Attributes:
-        cut: Queries and keys, and what is seen.
+        cut: Queries and keys, in blocks, and the positions that are seen.
         b: Batch entries.
         n: Query heads.
         heads: Key heads.
@@ -41,8 +41,8 @@ class Problem:
         e: Width of v.
         scale: Multiplies the scores.
         softcap: ``c * tanh(scores / c)``.
-        empty_rows: What a row without keys gives, as in `reference`.
-        names: The operands that there are.
+        empty_rows: The result of a row without keys, as in `reference`.
+        names: The operands that are present.
     """
 
     cut: Cut
@@ -63,12 +63,12 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """What scores are multiplied with: log2(e), or 1 under a bias."""
+        """The factor of scores: log2(e), or 1 with a bias."""
         return 1.0 if "bias" in self.names else LOG2E
 
     @property
     def precision(self) -> str:
-        """Of products of float32: never less than the source asked for."""
+        """The precision of float32 products: never less than the source asked for."""
         return "highest"
 
     @property
@@ -91,7 +91,7 @@ class Problem:
 
     @property
     def averages(self) -> bool:
-        """Whether there may be rows without keys that give a mean."""
+        """Whether there may be rows without keys whose result is a mean."""
         return self.may_be_empty and self.empty_rows in AVERAGED
 
     def blocks(self, rows: int, keys: int, edges: bool = False) -> Problem:
@@ -109,7 +109,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a block of scores is, and what is read with it.
+    """The place of a block of scores, and the operands read with it.
 
     Attributes:
         problem: The use.
@@ -171,11 +171,11 @@ class Tile:
         return slice(self.start, self.start + self.keys)
 
     def iota(self, keys: bool) -> Array:
-        """Returns each score's key, or query, less the first one here."""
+        """Returns each score's key or query, minus the first one here."""
         return lax.broadcasted_iota(jnp.int32, self.shape, int(keys != self.turned))
 
     def relative(self) -> Array:
-        """Returns each key's position less that of the query, int32, times a step.
+        """Returns each key's position minus the query's, int32, times a step.
 
         Divided by `Cut.step` and rounded down it is the distance.
         """
@@ -189,7 +189,7 @@ class Tile:
         return self.iota(True) - rows + (key - (row + offset) * cut.step)
 
     def part(self, name: str) -> Array:
-        """Returns this block of a table [rows|1, keys|1], turned if scores are."""
+        """Returns this block of a table [rows|1, keys|1], transposed if scores are."""
         ref = self.refs[name]
         of_rows = self.row_slice if ref.shape[2] > 1 else slice(None)
         of_keys = self.key_slice if ref.shape[3] > 1 else slice(None)
@@ -203,14 +203,14 @@ class Tile:
         return x.T if 1 not in x.shape else self._thin(x)
 
     def _thin(self, x: Array) -> Array:
-        """Turns a row or a column."""
+        """Transposes a row or a column."""
         return jnp.broadcast_to(x, self.shape[::-1]).T
 
     def scores(self, product: Array, part: bool) -> tuple[Array, Array | None]:
-        """Returns scores, and with a soft cap the tanh of what is capped.
+        """Returns scores, and with a soft cap the tanh.
 
         Args:
-            product: Of queries and keys.
+            product: The product of queries and keys.
             part: Whether keys may be hidden.
         """
         p, x, bent = self.problem, product, None
@@ -238,12 +238,12 @@ class Tile:
         return x, bent
 
     def dropout(self, part: bool) -> Array:
-        """Returns what multiplies the weights; 0 beyond the edges."""
+        """Returns the factors of the weights; 0 beyond the edges."""
         x, inside = self.part("dropout"), self._inside() if part else None
         return x if inside is None else jnp.where(inside, x, 0.0)
 
     def _inside(self) -> Array | None:
-        """Which scores are of queries and keys that there are; None for all."""
+        """Whether scores belong to existing queries and keys; None for all."""
         cut, keep = self.problem.cut, None
         if cut.s % cut.keys:
             keep = self.iota(True) < cut.s - self.key - self.start
@@ -253,7 +253,7 @@ class Tile:
         return keep
 
     def keep(self) -> Array | None:
-        """Returns which keys are seen, bool; None for all."""
+        """Returns whether keys are seen, bool; None for all."""
         found = []
         window = self._window()
         if window is not None:

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 LANES = 128
 FEW = 128
-"""Queries of several heads that are put together, at most: see `few`."""
+"""The most queries of several heads that are stacked: see `decode_layout`."""
 
 
 def together(spec: Spec) -> str:
-    """Returns whose few queries are put together: of ``"all"`` heads, or a ``"group"``.
+    """Returns whose few queries are stacked: ``"all"`` heads', or a ``"group"``'s.
 
-    Empty if there are many, or nothing is won.
+    Empty if there are many, or if stacking gains nothing.
     """
     (_, t, n, _), heads = spec.shape("q"), spec.shape("k")[2]
     tables = [spec.shape(x) for x in ("bias", "mask", "dropout") if spec.has(x)]
@@ -30,7 +30,7 @@ def together(spec: Spec) -> str:
 
 
 def extent(spec: Spec) -> tuple[int, int]:
-    """Returns how many queries and keys the kernel sees."""
+    """Returns the number of queries and keys that the kernel sees."""
     (_, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")
     kind = together(spec)
     if kind == "all":
@@ -39,12 +39,12 @@ def extent(spec: Spec) -> tuple[int, int]:
 
 
 def listed(spec: Spec, size: tuple[int, int], blocks: Any) -> int:
-    """Returns how many blocks of scores a head has that are not empty."""
+    """Returns the number of non-empty blocks of scores of a head."""
     return int(_steps(spec, size, blocks).count)
 
 
 def kinds(spec: Spec, size: tuple[int, int], blocks: Any) -> int:
-    """Returns how many ways to compute a block are compiled: as seen whole, in part."""
+    """Returns the number of compiled ways to compute a block: whole, in part."""
     if any(spec.has(name) for name in schedule.HIDING):
         return 2
     return sum(_steps(spec, size, blocks).kinds)

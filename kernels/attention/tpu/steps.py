@@ -23,17 +23,17 @@ def steps(
 ) -> Mapping[str, float]:
     """Returns steps by kernel: of all batch entries and heads together.
 
-    Where code for whole blocks and for such that are seen in part is compiled, each
-    step runs one of them: it counts as half of all the code.
+    If code for whole blocks and for partly seen ones is compiled, each step runs one of
+    them, and counts as half of all the code.
 
     Keys that arrays hide are counted as seen; an offset puts the last query at the
     last key.
 
     Args:
         spec: The use.
-        config: The forward's blocks; None for those of the rule of thumb.
+        config: The forward's blocks; None for the default ones.
         backward_config: The backward's.
-        passes: Unused: what does not run is not asked for.
+        passes: Unused.
     """
     del passes
     (b, t, n, _), (_, s, heads, _) = spec.shape("q"), spec.shape("k")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether `forward` takes this use: known, non-empty sizes, floats."""
+    """Returns whether `forward` supports a use: known, non-empty sizes, floats."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     checks = [

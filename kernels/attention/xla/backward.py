@@ -27,7 +27,7 @@ def backward(
     cotangent: Array,
     **given: Any,
 ) -> dict[str, Array]:
-    """Returns the cotangents of every float operand, in memory as `forward`.
+    """Returns the cotangents of every float operand, in as little memory as `forward`.
 
     Scores are computed again tile by tile from lse. An operand [t, s], such as
     a full bias, has a cotangent of its own size.
@@ -61,14 +61,14 @@ def with_passed(
     lse: Array,
     cotangent: Array,
 ) -> dict[str, Array]:
-    """Returns cotangents with what rows without keys pass to their scores.
+    """Returns cotangents with the share that rows without keys pass to their scores.
 
-    For kernels that compute those of other rows, and of v.
+    It serves kernels that compute the cotangents of other rows, and of v.
 
     Args:
-        grads: Cotangents; of others nothing is returned.
-        operands: Those of the op.
-        params: Its parameters.
+        grads: The cotangents to complete.
+        operands: The op's operands.
+        params: The op's parameters.
         out: [b, t, n, e], from the forward.
         lse: [b, n, t], -inf in rows without keys.
         cotangent: [b, t, n, e].
@@ -86,7 +86,7 @@ def with_passed(
 
 
 def _of_tiles(p: Problem, names: Iterable[str]) -> dict[str, Array]:
-    """Returns what rows without keys add to cotangents by going over all tiles."""
+    """Returns the share of rows without keys in cotangents, from all tiles."""
     none = {n: p.full(p.arrays[n].shape, p.wide) for n in _FLOATS if n in p.arrays}
     none |= {n: p.full(p.arrays[n].shape, p.wide) for n in "qkv"}
     some = jnp.any(p.arrays["lse"] == -jnp.inf)
@@ -100,7 +100,7 @@ _FLOATS = ("bias", "alibi", "sinks", "dropout", "scale_factor")
 def _over_rows(
     p: Problem, grads: dict[str, Array], averaged: bool = False
 ) -> dict[str, Array]:
-    """Returns cotangents with those of all rows; or of rows without keys, averaged."""
+    """Adds the cotangents of all rows, or of averaged rows without keys."""
 
     def one_block(block: Block, carry: Any) -> Any:
         return _rows_backward(block, carry, averaged)
@@ -116,7 +116,7 @@ def _over_rows(
 
 
 def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
-    """Adds one block of rows to the cotangents; k's and v's are set apart.
+    """Adds one block of rows to the cotangents; those of k and v are separate.
 
     Args:
         block: The rows.
@@ -158,10 +158,10 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
                 **grads,
                 "dropout": tile.add("dropout", grads["dropout"], weights * d),
             }
-            d = jnp.where(kept == 0, 0, d * kept)  # even of a d that is not finite
+            d = jnp.where(kept == 0, 0, d * kept)  # also if d is not finite
         dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", up_t, used))
         d = weights * (d - delta)
-        # Where a key is hidden d is 0 times what may not be finite.
+        # For a hidden key d is 0 times a perhaps infinite number.
         d = d if averaged else tile.only_seen(d)
         if "bias" in p.arrays:
             grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
@@ -200,8 +200,8 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
 def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
     """Returns lse [c, r] as a sum of two terms, the second small.
 
-    A bias of -1e9 on a whole row takes the digits of log(sum) out of their sum
-    with the maximum. Such rows get both terms by going over the keys again.
+    A bias of -1e9 on a whole row absorbs the digits of log(sum) when the maximum is
+    added. Such rows get both terms from another loop over the keys.
     """
     p, zero = block.p, jnp.zeros_like(lse)
     if "bias" not in p.arrays:
@@ -229,7 +229,7 @@ def _add_heads(step: Step, into: Array, x: Array) -> Array:
 
 
 def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
-    """Returns the cotangents that rows without keys add to, where they do."""
+    """Returns cotangents with the share of rows without keys, if any."""
     z, wide = p.sizes, p.wide
     empty = p.arrays["lse"] == -jnp.inf
     if p.empty_rows == "zero" or "sinks" in p.arrays or not _may_be_empty(p):
@@ -263,7 +263,7 @@ def _passed(p: Problem, grads: dict[str, Array], empty: Array) -> dict[str, Arra
 
 
 def _by_tiles(p: Problem) -> bool:
-    """Whether what rows without keys pass depends on more than sums of operands."""
+    """Whether gradients of rows without keys need more than sums of operands."""
     return p.softcap is not None or "dropout" in p.arrays
 
 

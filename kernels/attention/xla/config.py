@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How scores are cut into tiles: the config of both passes.
+    """The sizes of tiles of scores: the config of both passes.
 
     Attributes:
         rows: Rows of a tile, for one query head per key head.
         keys: Columns of a tile.
-        tile: Scores held at once, those of several heads and batch entries included:
-            2 MiB in f32, so that a tile stays in a CPU's cache.
+        tile: Scores held at once, for all heads and batch entries of a step: 2 MiB in
+            f32, so that a tile stays in a CPU's cache.
         lines: Entries of k held at once, the bound for a tile of few rows.
     """
 
@@ -35,11 +35,11 @@ LARGE = Blocks(1024, 1024, 1 << 26, 1 << 26)
 """For GPUs, where a step costs a launch and no cache holds a tile."""
 
 LARGER = Blocks(2048, 2048, 1 << 28, 1 << 28)
-"""For GPUs, where no block can be left out."""
+"""For GPUs, if no block can be skipped."""
 
 
 def configs(spec: Spec, device: Device) -> list[Blocks]:
-    """Returns blocks worth measuring, few: each takes seconds to compile."""
+    """Returns a few blocks worth measuring: each takes seconds to compile."""
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     if device.platform == "cpu":
         sizes = [(256, 512), (512, 1024), (1024, 512), (1024, 1024)]

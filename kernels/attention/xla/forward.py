@@ -87,7 +87,7 @@ def first_sums(block: Block) -> tuple[Array, Array]:
 
 
 def running(x: Array, top: Array, total: Array) -> tuple[Array, ...]:
-    """Returns new maxima, new sums, the tile's weights, and what to fade by."""
+    """Returns new maxima, sums, the tile's weights, and the factor of earlier sums."""
     higher = jnp.maximum(top, x.max(-1))
     weights = jnp.exp(x - higher[..., None])
     fade = jnp.exp(top - higher)
@@ -113,7 +113,7 @@ def _dropped_mean(p: Problem, out: Array, lse: Array) -> Array:
 
 
 def kept_factors(tile: Tile) -> Array:
-    """Returns the dropout factors [c, r, s], 0 for keys that came before."""
+    """Returns the dropout factors [c, r, s], 0 for keys of the tile before."""
     kept = tile.dropout()
     for fresh in tile.fresh():
         kept = jnp.where(fresh, kept, 0)

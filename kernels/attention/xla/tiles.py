@@ -29,7 +29,7 @@ FAR = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """How the problem is cut: block sizes, and batch entries and heads per step."""
+    """Block sizes, and batch entries and heads per step."""
 
     b: int
     t: int
@@ -57,7 +57,7 @@ def _divisor(n: int, most: int) -> int:
 
 
 def _even(n: int, most: int) -> int:
-    """Returns a block size up to `most` that cuts n into nearly equal blocks."""
+    """Returns a block size up to `most` that divides n into nearly equal blocks."""
     blocks = -(-n // most)
     size = -(-n // blocks)
     return min(n, (size + 7) // 8 * 8)
@@ -71,7 +71,7 @@ def _sizes(q: Array, k: Array, blocks: Blocks) -> Sizes:
     rows = _even(t, max(most // 8, min(most, 2 * most // group)))
     keys = _even(s, blocks.keys)
     if t * group < most // 2:
-        # Few rows, as in decoding: longer blocks, up to so many keys of all heads.
+        # Few rows, as in decoding: longer blocks, up to a number of keys of all heads.
         width = heads * k.shape[3]
         longest = min(lines // width, most * blocks.keys // (t * group))
         keys = _even(s, max(blocks.keys, longest))
@@ -121,7 +121,7 @@ class Problem:
         return starts, tuple(sizes)
 
     def factor(self) -> Array | float:
-        """Returns what multiplies q kᵀ."""
+        """Returns the factor of q kᵀ."""
         if "scale_factor" not in self.arrays:
             return self.scale
         return self.arrays["scale_factor"].astype(self.wide) * self.scale
@@ -142,7 +142,7 @@ def _loop(start: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> 
 
 
 def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
-    """The use of attention that arrays and parameters by name are."""
+    """Returns the problem of one call, from arrays and parameters by name."""
     params: dict[str, Any] = {
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
         "empty_rows": "nan", "out_dtype": None,
@@ -202,7 +202,7 @@ class Step:
         return mean.reshape(-1, mean.shape[-1])
 
     def columns(self, into: Array) -> Array:
-        """Returns where to sum a cotangent of k or v: [c, h, s], or into itself.
+        """Returns an accumulator for a cotangent of k or v: [c, h, s], or `into`.
 
         With one block of rows a tile is visited once, and needs no sum.
         """
@@ -213,7 +213,7 @@ class Step:
         return self.p.full(shape, self.p.wide)
 
     def add_columns(self, into: Array, columns: Array) -> Array:
-        """Returns `into` [b, s, k, h] plus what was summed for this step."""
+        """Returns `into` [b, s, k, h] plus this step's sums."""
         if self.turned is None:
             return columns
         z = self.p.sizes
@@ -251,7 +251,7 @@ class Block:
         self.step, self.p = step, step.p
         z = self.p.sizes
         self.nominal = i * z.rows
-        # The last block is moved up to stay inside: its first rows are done twice.
+        # The last block is moved up to stay inside: its first rows are computed twice.
         self.start = _least(self.nominal, z.t - z.rows)
         self.here = {**step.here, "t": (self.start, z.rows)}
         self.t = self.start + lax.broadcasted_iota(jnp.int32, (z.rows, 1), 0)
@@ -277,7 +277,7 @@ class Block:
         return jnp.tile(x, self.p.sizes.group)
 
     def queries(self) -> Array:
-        """Returns q [c, r, h], scaled already if that rounds nothing away."""
+        """Returns q [c, r, h], scaled already if scaling does not round."""
         q = self.rows("q")
         if q.dtype == self.p.wide:
             return q * jnp.asarray(self.p.factor(), self.p.wide)
@@ -300,10 +300,10 @@ class Block:
         return lax.dynamic_update_slice(into, rows.astype(into.dtype), starts)
 
     def bounds(self) -> tuple[Any, Any, Any]:
-        """Returns key blocks: where they start, are seen whole until, and end.
+        """Returns the range of key blocks: start, end of the whole ones, end.
 
-        Between the last two, positions must be compared one by one. With a
-        limit on the left that is so from the start.
+        Between the last two, positions must be compared one by one. With a left limit
+        they must be compared from the start.
         """
         p, z, step = self.p, self.p.sizes, self.step
         left, right = p.window
@@ -422,12 +422,12 @@ class Tile:
         return self.s - self.block.t - self.block.step.offset
 
     def fresh(self) -> list[Array]:
-        """Returns whether a key is not also in the block before, if it may be."""
+        """Returns whether keys are new, not in the block before; None if all are."""
         z = self.p.sizes
         return [self.s >= self.nominal] if self.edge and z.s % z.keys else []
 
     def only_fresh(self, x: Array) -> Array:
-        """Returns x [c, r, s] with 0 for keys that are in the block before, too."""
+        """Returns x [c, r, s] with 0 for keys that the block before has too."""
         for fresh in self.fresh():
             x = jnp.where(fresh, x, 0)
         return x
@@ -485,7 +485,7 @@ class Tile:
         return x.reshape(flat), bent
 
     def only_seen(self, x: Array) -> Array:
-        """Returns x [c, r, s] with 0 for keys that are hidden, whatever was there."""
+        """Returns x [c, r, s] with 0 for hidden keys, even instead of NaN."""
         apart = self.apart(x)
         for seen in self.seen():
             apart = jnp.where(seen, apart, 0)

@@ -38,7 +38,7 @@ PRECISIONS = (None, "default", "high", "highest")
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: bfloat16 and float32, any sizes."""
+    """Returns whether the kernel supports a use: bfloat16 and float32, any sizes."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     base = xla.supports(spec)
@@ -54,7 +54,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("activation", text))
     for name in ("rows_gate", "rows_up"):
         if spec.has(name):
-            found.append(no(name, "rows that are added to a branch are not taken"))
+            found.append(no(name, "addends for each row of a branch are not supported"))
     if any(0 in shape for _, shape in spec.shapes):
         found.append(no("empty", "an axis has size 0"))
     if spec.param("precision") not in PRECISIONS:
@@ -67,12 +67,12 @@ def supports(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: XLA fuses what combines the branches into the second product.
+    """Returns no: XLA fuses the combination of branches into the second product.
 
     Rows, k and f of 2048, 2048 and 4096 in bfloat16 take 537k cycles on v5e by XLA and
     613k by the kernel, which writes no branch to memory; the peak is 523k
     (``tests/bench/results/tuned_tpu_v5e.json``, libtpu 0.0.50, in time at 1.5 GHz).
-    The kernel is there to be asked for.
+    Users may ask for the kernel by name.
     """
     del spec, platform
     return no("estimate", "XLA takes fewer cycles, by its own simulation for a TPU")
@@ -126,8 +126,8 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of every operand.
 
-    The kernel computes the branches again, and their cotangents; what multiplies
-    those is left to XLA.
+    The kernel computes the branches again, and their cotangents; products with those
+    are left to XLA.
 
     Args:
         x: [..., k].
@@ -173,7 +173,7 @@ def backward(
 def _taken(
     x: jax.Array, w_gate: jax.Array, w_up: jax.Array, given: dict[str, Any]
 ) -> tuple[dict[str, jax.Array], Callable[..., jax.Array]]:
-    """The operands that are there, x as rows; and what combines both branches."""
+    """The present operands, with x as rows; and the function that joins branches."""
     operands = {"x": x.reshape(math.prod(x.shape[:-1]), x.shape[-1])}
     operands |= {"w_gate": w_gate, "w_up": w_up}
     biases = {n: given[n] for n in ("b_gate", "b_up") if given.get(n) is not None}

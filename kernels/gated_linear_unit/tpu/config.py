@@ -21,14 +21,14 @@ MORE = 3 << 20
 
 @dataclass(frozen=True)
 class Tiles:
-    """The config of both passes: at most so much of each axis is in a block.
+    """The config of both passes: the largest part of each axis in a block.
 
     Attributes:
         block_m: Rows of x.
-        block_k: What is summed of x's columns.
+        block_k: Columns of x, which are summed.
         block_n: Columns of each branch.
-        step_k: What of a block is summed in one piece of code. It grows with it, as
-            the time to compile does.
+        step_k: Columns of a block that are summed in one piece of code. Code size and
+            compile time grow with it.
     """
 
     block_m: int = 256
@@ -45,7 +45,7 @@ class Sizes:
         m: Rows.
         k: Columns of x.
         n: Columns of each branch.
-        items: Bytes of a number of x, of a weight, of what is read with it, such as a
+        items: Bytes of a number of x, of a weight, of further arrays such as a
             cotangent, and of all results together.
     """
 
@@ -57,7 +57,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sizes of blocks that a use has with some tiles.
+    """The sizes of blocks of a use with some tiles.
 
     Attributes:
         m: Rows of x.
@@ -87,8 +87,8 @@ def blocks(sizes: Sizes, tiles: Tiles) -> Blocks:
 def vmem(sizes: Sizes, tiles: Tiles) -> int:
     """Returns the bytes of VMEM that a use takes.
 
-    Blocks are there twice, and sums once; operands and both branches once more on
-    their way to and from registers.
+    It counts blocks twice, sums once, and operands and both branches once more on their
+    way to and from registers.
     """
     b, (x, w, read, made) = blocks(sizes, tiles), sizes.items
     n, k = (-(-x // tpu.LANES) * tpu.LANES for x in (b.n, b.k))
@@ -98,7 +98,7 @@ def vmem(sizes: Sizes, tiles: Tiles) -> int:
 
 
 def sizes_of(spec: Spec, backward: bool = False) -> Sizes:
-    """Returns the sizes of what the kernel computes in a pass."""
+    """Returns the sizes of the kernel's work in a pass."""
     x, f = spec.shape("x"), spec.shape("w_gate")[1]
     item = lambda dtype: jnp.dtype(dtype).itemsize
     out = item(spec.param("out_dtype") or spec.dtype("x"))
@@ -138,7 +138,7 @@ SMALLEST = Tiles(256, 256, 256, 256)
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the largest tiles that fit, of those that took the fewest cycles."""
+    """Returns the largest tiles that fit, among those with the fewest cycles."""
     return _largest(spec, device, backward=False)
 
 
@@ -157,7 +157,7 @@ def _ladder(spec: Spec, device: Device) -> list[Tiles]:
     """Returns tiles worth having, from the largest to the smallest."""
     wide = tpu.generation(device).name in ("v6e", "7x")
     rows, step = (1024, 1024) if wide else (512, 512)
-    if spec.dtype("x") == "float32":  # several products for one
+    if spec.dtype("x") == "float32":  # one product counts as several
         step //= 4
     made = [Tiles(rows, k, 1024, min(k, step)) for k in (8192, 4096, 2048, 1024)]
     return made + [Tiles(rows // 2, k, 512, min(k, step)) for k in (2048, 1024, 512)]

@@ -45,10 +45,10 @@ def combined(
     """Returns ``combine(gate, up)`` of both branches.
 
     Args:
-        operands: x [m, k], weights [k, n] and, where there are, biases [n].
+        operands: x [m, k], weights [k, n] and, if present, biases [n].
         sizes: The use's sizes.
         dtype: The result's dtype.
-        precision: As for `mosaic_tpu.dot`.
+        precision: As for `pallas_tpu.dot`.
         tiles: The config.
         combine: Of float32 blocks.
 
@@ -83,7 +83,7 @@ def taken_apart(
         cotangent: Of the result, [m, n].
         sizes: The use's sizes.
         dtype: The dtype of the branches' cotangents, as products take them.
-        precision: As for `mosaic_tpu.dot`.
+        precision: As for `pallas_tpu.dot`.
         tiles: The config.
         combine: Of float32 blocks.
 
@@ -114,7 +114,7 @@ def taken_apart(
 
 
 def _by_register(x: Array, rows: Any) -> Array:
-    """Returns sums over rows, those past `rows` left out: [m, n] to [SUMS, n]."""
+    """Returns sums over the first `rows` rows: [m, n] to [SUMS, n]."""
     x = pallas_tpu.masked(x, 0, 0, rows)
     whole = x.shape[0] // SUMS * SUMS
     total = jnp.sum(x[:whole].reshape(-1, SUMS, x.shape[1]), axis=0) if whole else 0.0
@@ -175,7 +175,7 @@ def _call(
 
 @dataclass(frozen=True)
 class _Block:
-    """What one step does: part of the sums of a block of both branches."""
+    """One step: part of the sums of a block of both branches."""
 
     sizes: Sizes
     blocks: Blocks
@@ -227,7 +227,7 @@ class _Block:
     def product(self, weight: Any, columns: Any) -> Array:
         """Returns the product over some of x's columns."""
         x, w = self.x[:, columns], weight[columns, :]
-        if self.sizes.k % self.blocks.k:  # what lies beyond is undefined
+        if self.sizes.k % self.blocks.k:  # values beyond the edge are undefined
             rest = self.sizes.k - self.part * self.blocks.k - columns.start
             x = pallas_tpu.masked(x, 1, 0, rest)
             w = pallas_tpu.masked(w, 0, 0, rest)

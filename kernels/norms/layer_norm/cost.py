@@ -14,11 +14,11 @@ def cost(
 ) -> Cost:
     """Returns operations and bytes of a layer norm.
 
-    A forward is five operations a number: sum, subtract, square, sum, times the
-    root; scale and bias are one more each. Gradients are twelve: the same five; the
-    cotangent's sum, its product with the normalized number, the sum of that, times
-    the mean, subtract twice, times the root; a scale is three more, two of them its
-    own gradient, and a bias one. What is done once a row is not counted.
+    A forward is five operations a number: sum, subtract, square, sum, times the root;
+    scale and bias are one more each. Gradients are twelve: the same five; the
+    cotangent's sum, its product with the normalized number, the sum of that, times the
+    mean, subtract twice, times the root; a scale is three more, two of them its own
+    gradient, and a bias one. Operations once per row are not counted.
 
     Args:
         shapes: Shapes by operand name.

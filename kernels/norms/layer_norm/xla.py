@@ -77,7 +77,7 @@ def backward(
         g = outer * scale.astype(wide)
     along = jnp.mean(g * n, axis=-1, keepdims=True)
     level = jnp.mean(g, axis=-1, keepdims=True)
-    if x.dtype.itemsize > 2:  # rows in 16 bits are no farther from 0 than rounding is
+    if x.dtype.itemsize > 2:  # in 16 bits this correction is below rounding
         level = level - along * jnp.mean(n, axis=-1, keepdims=True)
     grads = {"x": (r * (g - level - n * along)).astype(x.dtype)}
     rows = tuple(range(x.ndim - 1))

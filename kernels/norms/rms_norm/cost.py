@@ -14,10 +14,10 @@ def cost(
 ) -> Cost:
     """Returns operations and bytes of an RMS norm.
 
-    A forward is three operations a number: square, sum, times the root; a scale is
-    one more. Gradients are eight: square, sum and times the root again; times the
+    A forward is three operations a number: square, sum, times the root; a scale is one
+    more. Gradients are eight: square, sum and times the root again; times the
     cotangent, sum, times that mean, subtract, times the root; a scale is three more,
-    two of them its own gradient. What is done once a row is not counted.
+    two of them its own gradient. Operations once per row are not counted.
 
     Args:
         shapes: Shapes by operand name.

@@ -27,8 +27,8 @@ ON_HOPPER = 0.89
 (``tests/bench/results/hopper_norms_h200.json``)."""
 
 ON_TPU = 5 / 7
-"""What the TPU kernel takes of XLA's time with gradients: they read and write arrays of
-rows five times, and XLA's programs for TPUs seven times."""
+"""The TPU kernel's time with gradients, as a share of XLA's: it reads and writes arrays
+of rows five times, XLA's programs for TPUs seven times."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:

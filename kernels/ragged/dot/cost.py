@@ -14,9 +14,9 @@ def cost(
     """Returns operations and bytes of a ragged dot.
 
     A forward is ``2·m·k·n`` operations, whatever the groups; the gradients of both
-    operands are as many each. Group sizes are not known: every row is counted, and of
-    the matrices as many are read as get a row where rows choose them evenly at
-    random, ``g·(1 - (1 - 1/g)^m)``.
+    operands are as many each. Group sizes are unknown, so every row is counted. The
+    number of matrices read is the expected number of groups with rows if rows choose
+    groups evenly at random, ``g·(1 - (1 - 1/g)^m)``.
 
     Args:
         shapes: Shapes by operand name.

@@ -41,16 +41,16 @@ TILE = 256
 """Rows of a tile."""
 
 SPARE = 96
-"""Rows of a group's last tile on Hopper that hold none, and what a tile costs."""
+"""Empty rows of a group's last tile on Hopper, and the cost of a tile, in rows."""
 
 PRODUCTS = {"forward": 1.0, "vjp": 2.0, "forward_and_vjp": 3.0}
-"""How many products of the forward's size there are."""
+"""The number of products of the forward's size."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns seconds: of ``"xla"``, ``"memory_bounded"``, ``"tiled"``, ``"hopper"``.
 
-    On a TPU those of ``"mosaic_tpu"``, too.
+    On a TPU also those of ``"mosaic_tpu"``.
     """
     m, k = spec.shape("lhs")
     (groups,) = spec.shape("group_sizes")
@@ -67,7 +67,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         launches=0,
     )  # fmt: skip
     loop += times * groups * STEP_S
-    active = groups * -math.expm1(-m / groups) if groups else 0.0  # have rows, if even
+    active = groups * -math.expm1(-m / groups) if groups else 0.0  # with rows
     moved = times * size * (active * k * n + m * (k + n))
     padded = flops * (1 + min(m, groups) * SPARE / max(m, 1))
     own = max(
@@ -79,9 +79,9 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 
 def best(spec: Spec, platform: str, name: str) -> Verdict:
-    """Returns yes on CUDA where a kernel for any GPU is the fastest by a fifth.
+    """Returns yes on CUDA if a kernel for any GPU is the fastest by a fifth.
 
-    For a GPU of which nothing is known but that: as on an H200.
+    It is for GPUs of unknown kind, with the figures of an H200.
     """
     if platform != "cuda":
         return no("platform", f"not measured to be faster than XLA on {platform}")

@@ -27,7 +27,7 @@ def general(
     out_dtype: str | None = None,
     precision: str | None = None,
 ) -> Array:
-    """Returns what `rewriter.kernels.ragged.dot.reference.reference` does.
+    """Computes `rewriter.kernels.ragged.dot.reference.reference`.
 
     Args:
         lhs: [m, k].

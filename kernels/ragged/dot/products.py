@@ -21,7 +21,7 @@ class Product:
         m: Rows.
         k: Columns of lhs.
         n: Columns of the result.
-        groups: How many groups of rows.
+        groups: The number of groups of rows.
         items: Bytes of a number of lhs, of rhs and of the result.
     """
 
@@ -34,7 +34,7 @@ class Product:
 
 
 def products(spec: Spec, backward: bool = False) -> Iterator[Product]:
-    """Yields what a pass computes: the product, or those of both cotangents."""
+    """Yields the products of a pass: the forward's, or those of both cotangents."""
     mode = spec.param("mode", "forward")
     (m, k), (g,) = spec.shape("lhs"), spec.shape("group_sizes")
     n = spec.shape("rhs")[1 if mode == "transposed" else -1]

@@ -64,7 +64,7 @@ def reference(
 
 
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns how group sizes may be drawn, by name; they sum to the rows.
+    """Returns the ways to draw group sizes, by name; they sum to the rows.
 
     - ``uniform``: each row chooses a group evenly at random.
     - ``dirichlet``: each row chooses with probabilities that are themselves drawn

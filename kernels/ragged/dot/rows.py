@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Kernel
 
 FIRST = "first_row"
-"""The operand that says where the rows of the first group begin; int32 []."""
+"""The operand with the start of the first group's rows; int32 []."""
 
 
 def anywhere(kernel: Kernel, rows: str = "lhs") -> Kernel:
-    """Returns a kernel that takes `first_row`, too.
+    """Returns a kernel that also supports `first_row`.
 
     Args:
-        kernel: The kernel; of its operands `rows`, and both of a contraction of rows,
-            have rows, and so has all that it gives and saves.
+        kernel: The kernel. Its operand `rows` has rows, and so have both operands of a
+            contraction of rows, its results and its residuals.
         rows: The operand's name.
     """
     backward = kernel.backward and functools.wraps(kernel.backward)(
@@ -43,7 +43,7 @@ def from_any_row(function: Callable[..., Any], rows: str = "lhs") -> Callable[..
     """Returns a function of the same operands, by name, and of `first_row`.
 
     Args:
-        function: Gives an array of rows, or several; one of groups if contracting.
+        function: Returns an array of rows, or several; one of groups if contracting.
         rows: As for `anywhere`.
     """
 
@@ -83,7 +83,7 @@ def _contracts(given: Mapping[str, Any]) -> bool:
 def _moved(
     given: Mapping[str, Any], rows: str, by: Array, contracts: bool = False
 ) -> dict[str, Any]:
-    """The same with all that has rows moved down."""
+    """The same, with all arrays of rows moved down."""
     names = (rows, "rhs") if contracts or _contracts(given) else (rows,)
     moved = {n: jnp.roll(given[n], by, 0) for n in names if given.get(n) is not None}
     return {**given, **moved}

@@ -23,11 +23,11 @@ DIMS = {
     "transposed": {"lhs": "m k", "rhs": "g n k", "out": "m n"},
     "contracting": {"lhs": "m k", "rhs": "m n", "out": "g k n"},
 }
-"""The axes by mode. Every device gets all group sizes, so theirs is none of these."""
+"""The axes by mode. Every device has all group sizes, so their axis is not listed."""
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
-    """Returns how a use may be spread."""
+    """Returns how a use may be split over devices."""
     mode = params["mode"]
     contracting = mode == "contracting"
     return Sharding(
@@ -44,7 +44,7 @@ def local(
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-    """Of the groups those that are here, of each the rows that are here."""
+    """Keeps the groups of this device, and of each the rows of this device."""
     sizes = _rows_here(operands, parts)
     changed = {**operands, "group_sizes": sizes}
     if "g" in parts:
@@ -70,6 +70,6 @@ def _groups_here(operands: Mapping[str, Array], part: Part) -> tuple[Array, int]
 
 
 def _before(sizes: Array, first: Array) -> Array:
-    """How many rows belong to the groups before one."""
+    """The number of rows in the groups before one."""
     before = jnp.where(jnp.arange(sizes.shape[0]) < first, sizes, 0)
     return before.sum(dtype=jnp.int32)

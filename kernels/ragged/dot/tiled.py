@@ -45,7 +45,7 @@ DEFAULT = Tiles()
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns tiles of 256 rows, the tile of a GPU's own products."""
+    """Returns tiles of 256 rows, the usual tile of a GPU's products."""
     del spec, device
     return DEFAULT
 
@@ -96,7 +96,7 @@ backward = functools.partial(xla.backward, product=forward)
 
 
 class _Layout:
-    """Which rows are in which tile, and which group a tile belongs to."""
+    """The rows of each tile, and the group that it belongs to."""
 
     def __init__(self, m: int, group_sizes: Array, config: Tiles):
         self.m, self.groups = m, group_sizes.shape[0]
@@ -134,7 +134,7 @@ class _Layout:
         return flat.at[place].get(mode="fill", fill_value=0)
 
     def parts(self, each: int) -> tuple[int, int]:
-        """How many parts of how many tiles, if a tile takes so many entries."""
+        """The number of parts, and of tiles in each, for a tile's number of entries."""
         most = max(1, self.entries // max(1, each))
         parts = -(-self.count // most)
         return parts, -(-self.count // parts)
@@ -187,7 +187,7 @@ def _contracted(
 def _cut(x: Array, parts: int, each: int) -> Array:
     """Returns [tiles, ...] as [parts, each, ...].
 
-    Tiles that fill it up hold zeros and belong to the last tile's group.
+    Padding tiles hold zeros and belong to the last tile's group.
     """
     more = parts * each - x.shape[0]
     if more and x.ndim == 1:

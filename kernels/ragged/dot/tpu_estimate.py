@@ -33,13 +33,13 @@ SHARES = {
     "v5p": ((0.86, 0.86), (0.48, 0.82)),
     "v6e": ((0.78, 0.85), (0.38, 0.64)),
 }
-"""Of XLA and of ours, where rows are multiplied by matrices, and of groups."""
+"""Shares of XLA and of ours, for rows by matrices, and for products of groups."""
 
 LIKE = {"v4": "v5p", "7x": "v6e"}
-"""Whose shares a generation without a simulator is taken to have."""
+"""The generation whose shares stand for one without a simulator."""
 
 ALIKE = SHARES["v5p"]
-"""Shares of a TPU that is not known."""
+"""Shares of an unknown TPU."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
@@ -58,7 +58,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 
 def _seconds(p: Product, device: Device, share: float) -> float:
-    """Of a product by a kernel that reaches a share of the peak, or the bandwidth."""
+    """Seconds of a product at a share of the peak, or at the bandwidth."""
     left, right, out = p.items
     matrices = (p.groups if p.mode == "contracting" else min(p.m, p.groups)) * p.k * p.n
     if p.mode == "contracting":
@@ -71,7 +71,7 @@ def _seconds(p: Product, device: Device, share: float) -> float:
 
 
 def _copied(p: Product, device: Device, name: str) -> float:
-    """Of the copy of transposed matrices."""
+    """Seconds of the copy of transposed matrices."""
     if p.mode != "transposed" or name in ("v5p", tpu.UNKNOWN.name):
         return 0.0
     return seconds(device, 0.0, 2.0 * p.groups * p.k * p.n * p.items[1])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether `forward` takes this use: known, non-empty sizes, floats."""
+    """Returns whether `forward` supports a use: known, non-empty sizes, floats."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     checks = [
@@ -50,7 +50,7 @@ def supports(spec: Spec) -> Verdict:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns whether `forward` is likely to beat XLA's lowering: 2 groups do.
 
-    On a GPU `estimate` says where.
+    On a GPU `estimate` decides.
 
     Measured on 2 cores of an AMD EPYC (Zen 4), f32, jax 0.10.2 and 0.12.0,
     original time over ours, forward | with gradients, (m, k, n, g):
@@ -102,7 +102,7 @@ def default(spec: Spec, device: Device) -> Tile:
 
 
 def configs(spec: Spec, device: Device) -> list[Tile]:
-    """Returns tiles worth measuring; with few steps, where each costs a launch."""
+    """Returns tiles worth measuring; on GPUs few steps, since each costs a launch."""
     m = spec.shape("lhs")[0]
     sizes = (32, 64, 128, 256) if device.platform == "cpu" else (512, 1024)
     return [Tile(n) for n in sizes if n <= m]
@@ -262,7 +262,7 @@ def _contracted(
 
 
 def _ranges(group_sizes: Array, m: int, first_row: Array | None) -> tuple[Array, Array]:
-    """Where the rows of each group begin and end."""
+    """The first and last row bounds of each group."""
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
     ends = jnp.minimum(ends if first_row is None else ends + first_row, m)

@@ -88,7 +88,7 @@ KERNELS = (
         ),
         "x",
     ),
-    # What the whole is compared with; where it is best the parts are taken.
+    # The fused kernels are compared with it; where it is best the parts become sites.
     anywhere(
         Kernel(
             name="by_parts",

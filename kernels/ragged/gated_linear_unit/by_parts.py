@@ -124,12 +124,12 @@ def backward(
 
 
 def kept_dtype(x: Array, w: Array, w_up: Array | None) -> Any:
-    """Returns the dtype of the branches: that of a product of the operands."""
+    """Returns the dtype of the saved branches: that of a product of the operands."""
     return jnp.result_type(*(a for a in (x, w, w_up) if a is not None))
 
 
 def part_of(spec: Spec) -> Spec:
-    """Returns the use of a ragged dot that a part of a use is."""
+    """Returns a part as a use of a ragged dot."""
     names = {"lhs": "x", "rhs": "w", "group_sizes": "group_sizes"}
     return Spec(
         "ragged_dot",

@@ -15,8 +15,9 @@ def cost(
 
     With m rows, k columns and f hidden ones a forward is two products of ``2·m·k·f``
     operations, whatever the groups; gradients of x and the matrices are as many each,
-    and both branches again where only gradients are computed. Every row is counted,
-    and of the matrices as many are read as get a row, as for a ragged dot.
+    and both branches again where only gradients are computed. Every row is counted. The
+    number of matrices read is the expected number of groups with rows, as for a ragged
+    dot.
 
     Args:
         shapes: Shapes by operand name.

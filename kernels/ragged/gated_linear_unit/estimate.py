@@ -27,18 +27,18 @@ from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Spec
 
 SHARES = {"v5e": 0.95, "v5p": 0.85, "v6e": 0.85}
-"""Of the peak, where both branches are computed in one pass."""
+"""Shares of the peak with both branches in one pass."""
 
 ALIKE = SHARES["v5p"]
-"""The share of a TPU that is not known."""
+"""The share of an unknown TPU."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns the seconds of ``"xla"``, ``"by_parts"`` and ``"mosaic_tpu"``.
 
-    By parts, each ragged dot is computed by XLA or by our kernel, whichever is faster,
-    and what joins the branches reads them from memory. Gradients are those of the
-    parts, from branches that were kept.
+    By parts, each ragged dot is computed by XLA or by our kernel, whichever is faster.
+    Joining the branches then reads them from memory. Gradients are those of the parts,
+    from saved branches.
     """
     unit, part = unit_of(spec), part_of(spec)
     kept = unit.kept if passes != "forward" else 0
@@ -59,7 +59,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 def _of_dots(
     unit: Unit, part: Spec, device: Device, passes: str
 ) -> tuple[float, float]:
-    """Seconds of the ragged dots by XLA, and by what is faster."""
+    """Seconds of the ragged dots by XLA, and by the faster of both."""
     times, dots = of_dot(part, device, passes), 1 if unit.halves else 2
     return dots * times["xla"], dots * min(times.values())
 
@@ -71,14 +71,14 @@ def _moved(unit: Unit, device: Device, item: int) -> float:
 
 
 def _whole(unit: Unit, device: Device, kept: int) -> float:
-    """Seconds of both branches in one pass, from which some bytes are kept of each."""
+    """Seconds of both branches in one pass, with some bytes saved for each."""
     name, p = tpu.generation(device).name, unit.product
     share = SHARES.get(LIKE.get(name, name), ALIKE)
     left, right, out = p.items
     matrices = 2 * min(p.m, p.groups) * p.k * p.n * right
     moved = p.m * p.k * left + matrices + p.m * p.n * (out + 2 * kept)
     flops, item = 4.0 * p.m * p.k * p.n, max(left, right)
-    # As many launches as there are parts: on a TPU it was not seen what they take.
+    # As many launches as parts: their time on a TPU was not measured.
     starts = 1 if unit.halves else 2
     of_flops = seconds(device, flops, 0.0, compute=share, item=item, launches=starts)
     return max(of_flops, seconds(device, 0.0, float(moved), launches=starts))

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 NAME = "ragged_gated_linear_unit"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: 16 bits, k and f multiples of 64."""
+    """Returns whether the kernel supports a use: 16 bits, k and f multiples of 64."""
     found = [supports_parts(spec)]
     if not found[0].ok:
         return found[0]
@@ -43,7 +43,7 @@ def supports(spec: Spec) -> Verdict:
 
 
 def supports_parts(spec: Spec) -> Verdict:
-    """Returns whether kernels of ragged dots take the parts of this use."""
+    """Returns whether kernels of ragged dots support the parts of a use."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     found, dtype = [ragged_dot.supports(part_of(spec))], spec.dtype("x")
@@ -68,7 +68,7 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, the likeliest first."""
+    """Returns tiles worth measuring, most promising first."""
     del device
     return gated_tiles.configs(_mean(spec))
 
@@ -102,7 +102,7 @@ def forward(
     residuals: bool = False,
     config: Tiles | None = None,
 ) -> Any:
-    """Returns the result, as `reference` does, for what `supports` takes.
+    """Returns the result, as `reference` does, for supported uses.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
@@ -139,7 +139,7 @@ def forward(
 
 
 forward_by_parts = functools.partial(by_parts.forward, product=ragged_dot.forward)
-"""Returns the result by the kernels of ragged dots, for what `supports_parts` takes."""
+"""Returns the result by the kernels of ragged dots, for supported parts."""
 
 backward = functools.partial(by_parts.backward, product_backward=ragged_dot.backward)
 """The cotangents of x and the matrices, by the kernels of ragged dots."""

@@ -27,7 +27,7 @@ TOUCHED = 3
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns the seconds of ``"xla"``, ``"by_parts_hopper"`` and ``"hopper"``.
 
-    With gradients the branches are needed, and so it is computed by parts.
+    With gradients the branches are needed, so the unit is computed by parts.
     """
     part, dots = part_of(spec), 1 if spec.param("halves") else 2
     times = of_dot(part, device, passes)

@@ -43,14 +43,14 @@ def reference(
 
     Args:
         x: [m, k].
-        w: [g, k, f], the matrices of the branch that goes through the activation; of
-            both branches, side by side, [g, k, 2f], if they are `halves`.
+        w: [g, k, f], the matrices of the branch that goes through the activation; or
+            [g, k, 2f], those of both branches side by side, if `halves` is set.
         group_sizes: int [g].
-        w_up: [g, k, f], those of the other branch, if they are apart.
+        w_up: [g, k, f], the matrices of the other branch, if they are separate.
         activation: One of `rewriter.ops.activations.ACTIVATIONS`.
         beta: The number of a parametric activation.
-        halves: Which branches w holds: "gate_up" or "up_gate", the first one first;
-            None if only the one that goes through the activation.
+        halves: The order of branches in w: "gate_up" or "up_gate"; None if w holds only
+            the branch that goes through the activation.
         precision: As in `jax.lax.dot`.
         out_dtype: The result's dtype; x's by default.
         product: A ragged dot, as `rewriter.kernels.ragged.dot.reference.reference`.
@@ -67,7 +67,7 @@ def reference(
 
 
 def general(**given: Any) -> Array:
-    """Returns what `reference` does, in a form that every transformation takes.
+    """Computes `reference` in a form that supports every transformation.
 
     Args:
         **given: As for `reference`.
@@ -104,7 +104,7 @@ def branches(
 
 
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns how group sizes may be drawn, by name, as for a ragged dot."""
+    """Returns the ways to draw group sizes, by name, as for a ragged dot."""
     del operands
     return {"uniform": sample, "dirichlet": skewed, "one_hot": one_hot}
 
@@ -142,7 +142,7 @@ def _drawn(
     operands: Mapping[str, Any],
     params: Mapping[str, Any],
 ) -> dict[str, Array]:
-    """As of one ragged dot of all matrices; theirs keep the size of rows."""
+    """Draws operands as for one ragged dot; the matrices keep the size of rows."""
     matrices = [name for name in ("w", "w_up") if name in operands]
     keys = jax.random.split(key, len(matrices))
     made: dict[str, Array] = {}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
-    """Returns how a use may be spread."""
+    """Returns how a use may be split over devices."""
     both = "g k both" if params["halves"] else "g k f"
     return Sharding(
         along=frozenset("m" if params["halves"] else "mf"),
@@ -35,7 +35,7 @@ def _local(
     params: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-    """Of the groups those that are here, of each the rows that are here."""
+    """Keeps the groups of this device, and of each the rows of this device."""
     names = {"lhs": "x", "rhs": "w", "group_sizes": "group_sizes"}
     of_dot = {name: operands[own] for name, own in names.items()}
     changed, _ = local(of_dot, params, parts)

@@ -12,7 +12,7 @@ from rewriter.ops.cost import Cost, Dtypes, Shapes
 def cost(
     shapes: Shapes, dtypes: Dtypes, params: Mapping[str, Any], mode: str = "forward"
 ) -> Cost:
-    """Returns operations and bytes, as of a ragged dot; scales are not counted.
+    """Returns operations and bytes, as for a ragged dot; scales are not counted.
 
     Args:
         shapes: Shapes by operand name.

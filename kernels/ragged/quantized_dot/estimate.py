@@ -16,22 +16,22 @@ from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
 
 WIDENED = 0.5
-"""The share of the peak that is left where matrices are widened on the way: shared
-memory is written once more, and read once more. 445 and 500 TF/s of an H200
+"""The share of the peak with widened matrices: shared memory is written once more, and
+read once more. 445 and 500 TF/s of an H200
 (``tests/bench/results/quantized_ragged_h200.json``)."""
 
 STREAMED = 0.5
-"""The share of the bandwidth that is reached where only matrices are read: 2.3 to 2.6
-TB/s there, and 2.5 where XLA dequantises them."""
+"""The share of the bandwidth where only matrices are read: 2.3 to 2.6 TB/s there, and
+2.5 where XLA dequantizes them."""
 
 ROWS = (64, 128)
-"""Rows of a tile where groups have few, up to as many, and where they have more."""
+"""Rows of a tile: for groups of at most that many rows, and for larger ones."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantised before.
+    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantized before.
 
-    With gradients, which need the dequantised matrices, both take those as well.
+    Gradients need the dequantized matrices, so both then include them.
     """
     (m, k), (groups,) = spec.shape("lhs"), spec.shape("group_sizes")
     n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else 2]
@@ -39,7 +39,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     written = seconds(device, 0.0, float(groups * k * n * (1 + size)), memory=STREAMED)
     plain = dequantized(spec)
     before = written + min(of_dot(plain, device, passes).values())
-    active = groups * -math.expm1(-m / groups) if groups else 0.0  # have rows, if even
+    active = groups * -math.expm1(-m / groups) if groups else 0.0  # with rows
     moved = active * k * n + size * m * (k + n)
     rows = ROWS[m > ROWS[0] * groups]
     padded = 2.0 * k * n * rows * (m // rows + active)
@@ -53,7 +53,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 
 def dequantized(spec: Spec) -> Spec:
-    """Returns the use of an ordinary ragged dot that a use is, once dequantised."""
+    """Returns a use as an ordinary ragged dot of dequantized matrices."""
     names = ("lhs", "rhs", "group_sizes")
     dtype = spec.dtype("lhs")
     return Spec(

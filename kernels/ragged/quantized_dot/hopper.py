@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 NAME = "quantized_ragged_dot"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 WIDE = 128
 """Columns of a copy of 8-bit numbers: a row of 128 bytes."""
 
 PLACES = 2
-"""Parts of a step that a warpgroup holds widened."""
+"""Widened parts of a step that a warpgroup holds."""
 
 
 @dataclass(frozen=True)
 class Tiles(of_dot.Tiles):
-    """The config: as of a ragged dot, but that each warpgroup has its own columns.
+    """The config of a ragged dot, where each warpgroup has its own columns.
 
-    So it widens what it multiplies itself, and waits for no other one: tiles of 64
-    rows whose columns both share, or tiles apart.
+    So a warpgroup widens its own part, and waits for no other one. Tiles have 64 rows
+    whose columns both share, or each warpgroup has tiles of its own.
     """
 
     block_m: int = 64
@@ -62,7 +62,7 @@ MANY = Tiles(128, 128, apart=True)
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: 16-bit rows, whole copies."""
+    """Returns whether the kernel supports a use: 16-bit rows, whole copies."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     found = [ragged_dot.supports(plain(spec))]
@@ -77,25 +77,25 @@ def supports(spec: Spec) -> Verdict:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb, by rows of a group."""
+    """Returns the default config, by rows of a group."""
     del device
     return Tiles() if _few(spec) else MANY
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     del device
     few = [Tiles(), Tiles(64, 128, 8), Tiles(64, 128, apart=True), Tiles(behind=False)]
     return few if _few(spec) else [MANY, replace(MANY, width=16), *few[:1]]
 
 
 def _few(spec: Spec) -> bool:
-    """Whether groups have, in the mean, no more rows than a small tile."""
+    """Whether groups have, on average, no more rows than a small tile."""
     return spec.shape("lhs")[0] <= ROWS[0] * spec.shape("group_sizes")[0]
 
 
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
-    """Returns whether a config can run: as a ragged dot's, and nothing is shared."""
+    """Returns whether a config can run: as for a ragged dot, and without sharing."""
     found = [of_dot.fits(config, spec, device)]
     if not (config.by_columns or config.apart):
         text = f"{config.block_m} rows that warpgroups share, each with all columns"
@@ -118,7 +118,7 @@ def forward(
     residuals: bool = False,
     config: Tiles | None = None,
 ) -> Any:
-    """Returns the ragged dot, as `reference` does, for what `supports` takes.
+    """Returns the ragged dot, as `reference` does, for supported uses.
 
     Products are exact in the float32 that they are summed in, so that `precision`
     changes nothing; the sums are multiplied by the scale, and rounded once.
@@ -163,9 +163,9 @@ def backward(
     precision: str | None = None,
     config: Any = None,
 ) -> dict[str, Array]:
-    """Returns the cotangent of lhs, by the dequantised matrices.
+    """Returns the cotangent of lhs, by the dequantized matrices.
 
-    Those of the scale, and of matrices that are floats, are the reference's.
+    The reference computes those of the scale, and of float matrices.
 
     Args:
         lhs: As in `forward`.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""What matrices may be stored in: numbers that 16-bit floats have, too."""
+"""Dtypes of stored matrices: 16-bit floats hold their numbers exactly."""
 
 
 def reference(
@@ -29,14 +29,13 @@ def reference(
     precision: str | None = None,
     product: Callable[..., Array] = dot.OP.reference,
 ) -> Array:
-    """Returns each row times its group's matrix, which is dequantised first.
+    """Returns each row times its group's matrix, which is dequantized first.
 
     Args:
         lhs: [m, k], floats.
         rhs: [g, k, n]; [g, n, k] if transposed; one of `DTYPES`.
         group_sizes: int [g]; rows past their sum belong to no group and give zeros.
-        rhs_scale: [g, n], what each column of a matrix is multiplied by; ones by
-            default.
+        rhs_scale: [g, n], a factor for each column of a matrix; ones by default.
         mode: "forward", or "transposed": rhs's last axis is summed.
         out_dtype: The result's dtype, lhs's by default.
         precision: As in `jax.lax.dot`.
@@ -52,7 +51,7 @@ def reference(
 
 
 def general(*given: Any, **more: Any) -> Array:
-    """Returns what `reference` does, in a form that every transformation takes.
+    """Computes `reference` in a form that supports every transformation.
 
     Args:
         *given: As for `reference`.
@@ -72,7 +71,7 @@ def dequantized(lhs: Array, rhs: Array, rhs_scale: Array | None, mode: str) -> A
 
 
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns how group sizes may be drawn, by name, as for a ragged dot."""
+    """Returns the ways to draw group sizes, by name, as for a ragged dot."""
     assert dot.OP.distributions is not None
     draws = dot.OP.distributions(operands)
     return {name: functools.partial(_drawn, draw) for name, draw in draws.items()}
@@ -109,7 +108,7 @@ def _drawn(
 
 
 def quantized(x: Array, dtype: Any) -> Array:
-    """Returns normal numbers in 8 bits: of int8 a third of the range is one of them."""
+    """Returns normal numbers in 8 bits: a deviation is a third of int8's range."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(40 * x.astype(jnp.float32)), -127, 127).astype(dtype)
     return x.astype(dtype)

@@ -13,9 +13,9 @@ from rewriter.ops.kernel import Spec
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantised before.
+    """Returns the seconds of ``"hopper"``, and of ``"xla"``: dequantized before.
 
-    With gradients the branches are needed, and so it is computed by parts.
+    With gradients the branches are needed, so the unit is computed by parts.
     """
     dots = 1 if spec.param("halves") else 2
     times = of_dot(part_of(spec), device, passes)
@@ -28,7 +28,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 
 def part_of(spec: Spec) -> Spec:
-    """Returns the use of a ragged dot of quantised matrices that a part is."""
+    """Returns a part as a use of a ragged dot of quantized matrices."""
     names = {
         "lhs": "x", "rhs": "w", "group_sizes": "group_sizes", "rhs_scale": "w_scale",
     }  # fmt: skip

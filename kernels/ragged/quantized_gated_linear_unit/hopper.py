@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 NAME = "quantized_ragged_gated_linear_unit"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: as a ragged dot, k and f by 64."""
+    """Returns whether the kernel supports a use: as a ragged dot, k and f by 64."""
     found = [
         of_dot.supports(part_of(spec)),
         gated_tiles.computes(spec.param("activation")),
@@ -58,7 +58,7 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns tiles worth measuring, the likeliest first."""
+    """Returns tiles worth measuring, most promising first."""
     made = of_dot.configs(part_of(spec), device)
     return [config for config in made if fits(config, spec, device).ok]
 
@@ -88,7 +88,7 @@ def forward(
     residuals: bool = False,
     config: Tiles | None = None,
 ) -> Any:
-    """Returns the result, as `reference` does, for what `supports` takes.
+    """Returns the result, as `reference` does, for supported uses.
 
     Args:
         x: [m, k], bfloat16 or float16.
@@ -142,9 +142,9 @@ def backward(
     config: Any = None,
     **given: Any,
 ) -> dict[str, Array]:
-    """Returns the cotangent of x, by the dequantised matrices.
+    """Returns the cotangent of x, by the dequantized matrices.
 
-    Those of scales, and of matrices that are floats, are the reference's.
+    The reference computes those of scales, and of float matrices.
 
     Args:
         out: Not needed.

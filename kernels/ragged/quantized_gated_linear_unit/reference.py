@@ -21,13 +21,13 @@ SCALES = {"w": "w_scale", "w_up": "w_up_scale"}
 
 
 def reference(**given: Any) -> Array:
-    """Returns ``act(x·w[group]) · (x·w_up[group])`` of matrices that are dequantised.
+    """Returns ``act(x·w[group]) · (x·w_up[group])`` of matrices that are dequantized.
 
     Args:
         **given: As for `rewriter.kernels.ragged.gated_linear_unit`'s reference, with
             matrices of int8, float8_e4m3fn or float8_e5m2, and ``w_scale`` and
-            ``w_up_scale``, [g, columns], what each of their columns is multiplied by;
-            ones by default.
+            ``w_up_scale``, [g, columns], a factor for each of their columns; ones by
+            default.
 
     Returns:
         [m, f].
@@ -36,7 +36,7 @@ def reference(**given: Any) -> Array:
 
 
 def general(**given: Any) -> Array:
-    """Returns what `reference` does, in a form that every transformation takes.
+    """Computes `reference` in a form that supports every transformation.
 
     Args:
         **given: As for `reference`.
@@ -46,7 +46,7 @@ def general(**given: Any) -> Array:
 
 
 def ordinary(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns operands and parameters of the unit of dequantised matrices."""
+    """Returns operands and parameters of the unit with dequantized matrices."""
     made = {n: x for n, x in given.items() if n not in SCALES.values()}
     for name, scale in SCALES.items():
         if given.get(name) is not None:
@@ -58,7 +58,7 @@ def ordinary(given: Mapping[str, Any]) -> dict[str, Any]:
 def cost(
     shapes: Shapes, dtypes: Dtypes, params: Mapping[str, Any], mode: str = "forward"
 ) -> Cost:
-    """Returns operations and bytes, as of the unit; scales are not counted.
+    """Returns operations and bytes, as for the unit; scales are not counted.
 
     Args:
         shapes: Shapes by operand name.
@@ -72,7 +72,7 @@ def cost(
 
 
 def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns how group sizes may be drawn, by name, as for a ragged dot."""
+    """Returns the ways to draw group sizes, by name, as for a ragged dot."""
     assert plain.OP.distributions is not None
     draws = plain.OP.distributions(operands)
     return {name: functools.partial(_drawn, draw) for name, draw in draws.items()}
@@ -98,7 +98,7 @@ def _drawn(
     operands: Mapping[str, Any],
     params: Mapping[str, Any],
 ) -> dict[str, Array]:
-    """As of the unit; scales bring the matrices back to the size of rows."""
+    """Draws operands as for the unit; scales bring matrices to the size of rows."""
     wide = {
         n: jax.ShapeDtypeStruct(x.shape, jnp.dtype("bfloat16")) if n in SCALES else x
         for n, x in operands.items() if n not in SCALES.values()

@@ -11,7 +11,7 @@ from rewriter.ops.op import Sharding
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
-    """Returns how a use may be spread."""
+    """Returns how a use may be split over devices."""
     assert plain.OP.sharding is not None
     made = plain.OP.sharding(params)
     assert made is not None

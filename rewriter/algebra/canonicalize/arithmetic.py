@@ -19,10 +19,10 @@ from rewriter.program.graph import Node
 from rewriter.support.assumptions import FINITE
 
 SWALLOWS = 1e30
-"""Beside a fill of this size all scores are nothing; smaller ones are only large."""
+"""A fill of this size absorbs all scores; smaller fills are only large numbers."""
 
 FAR = 1e7
-"""Bounds beyond it are there for masks; scores and activations do not reach them."""
+"""Bounds beyond it serve masks; scores and activations do not reach them."""
 
 
 def _elementwise(name: str, f: Callable[..., Poly]) -> None:
@@ -61,13 +61,13 @@ _elementwise(  # 1 - a^2
 
 @rule("mul")
 def _mul(ev: Evaluator, node: Node, args, mode: str) -> Poly:
-    """A b; of a value with itself the square, which knows of absolute values."""
+    """A b; a value times itself is a square, also of an absolute value."""
     a, b = ev.operands(node, args, mode)
     if node.ins[0] == node.ins[1]:
-        return _gentle(ev, ev.alg.power(a, 2), 0)
+        return _refuse_large_constant_masks(ev, ev.alg.power(a, 2), 0)
     if bool(a) != bool(b) and not _is_weight(ev, a or b, node):
         ev.assume(FINITE, "0 times a value taken for 0")
-    return _gentle(ev, _product(ev.alg, a, b), 0)
+    return _refuse_large_constant_masks(ev, _product(ev.alg, a, b), 0)
 
 
 @rule("sub")
@@ -77,25 +77,25 @@ def _sub(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     out = ev.alg.add(a, b, -1.0)
     if not out and any(mono for _, mono in a) and not ev.is_side(node.outs[0]):
         ev.assume(FINITE, "the difference of equal values taken for 0")
-    return _gentle(ev, out)
+    return _refuse_large_constant_masks(ev, out)
 
 
 @rule("add")
 def _add(ev: Evaluator, node: Node, args, mode: str) -> Poly:
-    """A + b; what rounding makes of a sum of weights and a number to guard it."""
+    """A + b; a tiny guard added to a sum of weights is dropped, as rounding does."""
     a, b = ev.operands(node, args, mode)
     for guard, p in ((a, b), (b, a)):
         low = ev.alg.as_constant(guard) if len(guard) == 1 else None
         if low is not None and 0 < low < _half_a_step(ev, node) and at_least_one(ev, p):
             ev.notes.add(f"a sum of weights is not changed by {low:.4g}")
             return p
-    return _gentle(ev, ev.alg.add(a, b))
+    return _refuse_large_constant_masks(ev, ev.alg.add(a, b))
 
 
 def _is_weight(ev: Evaluator, p: Poly, node: Node) -> bool:
-    """Whether a factor is no score, but a side value or exponentials of some.
+    """Whether a factor is a side value, or exponentials of side values, and no score.
 
-    Where these are no numbers, neither are those that they are added to.
+    If these are NaN, so are the sums that contain them.
     """
     factors = [a for _, mono in p for a, _ in mono]
     exponentials = bool(factors) and all(ev.alg.kind(a) == "exp" for a in factors)
@@ -103,7 +103,7 @@ def _is_weight(ev: Evaluator, p: Poly, node: Node) -> bool:
 
 
 def _half_a_step(ev: Evaluator, node: Node) -> float:
-    """What is too little to change any number from one on, in a result's dtype."""
+    """A number too small to change any number of at least one, in a result's dtype."""
     dtype = ev.g.dtype(node.outs[0])
     return float(jnp.finfo(dtype).eps) / 2 if kind_of(dtype) == "f" else 0.0
 
@@ -119,12 +119,12 @@ def _product(alg: Algebra, a: Poly, b: Poly) -> Poly:
     return alg.mul(a, b)
 
 
-def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
-    """Refuses to take a mask of numbers like (m - 1) * 1e9 apart.
+def _refuse_large_constant_masks(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
+    """Refuses to expand a mask of numbers like (m - 1) * 1e9.
 
-    Over the reals its constant cancels in a softmax; in floats, what is left
-    would swallow the scores. Such a value is a leaf, and so is a product m * -1e9,
-    that no sum with it is one. Sums of weights are not such masks, nor are numbers.
+    Over the reals its constant cancels in a softmax. In floats, the rest would absorb
+    the scores. So such a value is a leaf, and so is a product m * -1e9, since a sum
+    with it would be such a mask. Sums of weights and numbers are no such masks.
     """
     if len(p) == 1 and (TRUE, ()) in p:
         return p
@@ -140,7 +140,7 @@ def _gentle(ev: Evaluator, p: Poly, terms: int = 1) -> Poly:
 def _fills(ev: Evaluator, p: Poly) -> Poly:
     """With soft fills, keeps additive constants of a mask as factors of a bias.
 
-    One that is chosen instead of the scores is no bias.
+    A constant that replaces scores by a choice is no bias.
     """
     if not ev.soft_fills:
         return p
@@ -157,7 +157,7 @@ def _fills(ev: Evaluator, p: Poly) -> Poly:
 
 
 def _bounded(ev: Evaluator, node: Node, args, p: Poly, bound: float) -> Poly:
-    """A form that is kept above (below) a number; far away, the form itself."""
+    """A form bounded by a number; if the bound is far away, the form itself."""
     if bound > -FAR or may_be_infinite(ev, p):
         return ev.alg.of_atom(ev.leaf(node.outs[0], args))
     if not is_row_maximum(ev, p):
@@ -295,7 +295,7 @@ def _is_positive_part(ev: Evaluator, node: Node) -> bool:
 def _replaces_nan(ev: Evaluator, node: Node, if_true: Poly, if_false: Poly) -> None:
     """Notes that where(x > 0, x, 0) gives 0 for NaN, as max(x, 0) does not.
 
-    Where x is a variance all that it divides is NaN too.
+    If x is a variance, all that it divides is NaN too.
     """
     test = ev.g.node_of(node.ins[0])
     compares = test is not None and test.prim in ("gt", "ge", "lt", "le")
@@ -324,7 +324,7 @@ def _max_min(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     core = not ev.expand_all and not ev.is_side(node.outs[0])
     for bound, p in ((a, b), (b, a)):
         if core and _is_fill(alg, bound):
-            # The difference of both would absorb the other one.
+            # The difference would absorb the other operand.
             return _bounded(ev, node, args, p, sign * alg.as_constant(bound))
     if node.prim == "max":  # b + max(a - b, 0)
         return alg.add(b, alg.relu(alg.add(a, b, -1.0)))
@@ -400,7 +400,7 @@ def _concatenate(ev: Evaluator, node: Node, args, mode: str) -> Poly:
 
 
 def _every(ev: Evaluator, a: Index, n: int) -> Index | bool:
-    """A / n, or False if n does not divide it, which is the same for all positions."""
+    """A / n, or False if n does not divide it at every position."""
     if a is None or (isinstance(a, tuple) and a[0] == "k"):
         number = a[1] if a else 0
         return ev.alg.affine(None, 1, number // n) if number % n == 0 else False

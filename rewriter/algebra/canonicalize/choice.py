@@ -36,7 +36,7 @@ def _known_sign(alg: Algebra, p: Poly, flag: int) -> Poly:
 
 
 def _without_maxima(alg: Algebra, p: Poly, known: Poly) -> Poly:
-    """A form where another one is not negative."""
+    """Simplifies a form, knowing that another one is not negative."""
     out: Poly = {}
     for (b, mono), c in p.items():
         term: Poly = {(b, ()): c}
@@ -50,7 +50,7 @@ def _without_maxima(alg: Algebra, p: Poly, known: Poly) -> Poly:
 
 
 def _without_maximum(alg: Algebra, atom: int, known: Poly) -> Poly | None:
-    """max(q, 0), or a function of it, where a multiple of q is not negative."""
+    """Simplifies max(q, 0), or a function of it, if a multiple of q is not negative."""
     kind, content = alg.defs[atom][:2]
     if kind == "exp" and len(content) == 1 and content[0][1] == 1:
         inner = _without_maximum(alg, content[0][0], known)

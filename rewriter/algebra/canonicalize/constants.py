@@ -18,7 +18,7 @@ FOLD_FLAGS: dict[str, Callable[..., Any]] = {
 def folded(
     prim: str, values: Sequence[np.generic], params: Mapping[str, Any], dtype: Any
 ) -> np.generic | None:
-    """What an equation gives for numbers, in the dtypes that it computes in.
+    """The result of an equation on numbers, in its dtypes.
 
     Integers wrap around and are divided as JAX does. Functions of floats that a
     processor approximates are rounded once, from float64.
@@ -30,7 +30,7 @@ def folded(
         dtype: The result's dtype.
 
     Returns:
-        The number, or None if it is not known or not defined.
+        The number, or None if it is unknown or undefined.
     """
     rule = FOLD.get(prim)
     if rule is None or any(_is_nan(v) for v in values):
@@ -46,7 +46,7 @@ def folded(
 
 
 def in_dtype(number: Any, dtype: Any) -> np.generic:
-    """A number as a dtype holds it; one that is too large is infinite."""
+    """A number rounded to a dtype; too large ones become infinite."""
     with np.errstate(all="ignore"):
         return np.asarray(number).astype(dtype)[()]
 
@@ -56,9 +56,9 @@ def _is_nan(x: Any) -> bool:
 
 
 def cast(value: np.generic, new: Any) -> np.generic | None:
-    """A number in another dtype; None where that depends on the machine.
+    """A number cast to another dtype; None if the result depends on the machine.
 
-    Floats become integers by dropping their fraction, if the dtype holds the rest.
+    Floats become integers by dropping their fraction, if the dtype holds the result.
     """
     old = np.asarray(value).dtype
     if np.dtype(new).kind in "iu" and old.kind not in "iub":
@@ -85,7 +85,7 @@ def _divide(a: np.generic, b: np.generic, params: Mapping[str, Any]) -> Any:
 
 
 def _remainder(a: np.generic, b: np.generic, params: Mapping[str, Any]) -> Any:
-    """What `lax.rem` leaves, with the sign of a."""
+    """The remainder of `lax.rem`, with the sign of a."""
     if not _is_whole(a):
         return np.fmod(a, b)
     if b == 0:
@@ -95,12 +95,12 @@ def _remainder(a: np.generic, b: np.generic, params: Mapping[str, Any]) -> Any:
 
 
 def _floor(a: np.generic, b: np.generic, f: Callable[..., Any]) -> Any:
-    """A quotient of integers rounded down, or what it leaves."""
+    """A quotient of integers rounded down, or its remainder."""
     return _wrapped(int(f(int(a), int(b))), a.dtype) if _is_whole(a) and b else None
 
 
 def _power(a: np.generic, e: Any, params: Mapping[str, Any]) -> Any:
-    """A ** e; of integers only to whole powers that are not negative."""
+    """A ** e; for integers only with non-negative integer exponents."""
     if _is_whole(a):
         return None if e < 0 else _wrapped(int(a) ** int(e), a.dtype)
     return np.float64(a) ** np.float64(e)
@@ -138,7 +138,7 @@ FOLD: dict[str, Callable[..., Any]] = {
     "log": _of_floats(np.log),
     "exp": _of_floats(np.exp),
 }
-"""By primitive what it makes of numbers; the last argument is its parameters."""
+"""Functions of numbers by primitive; the last argument is the equation's parameters."""
 
 
 def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None:

@@ -69,8 +69,8 @@ def dot_arguments(ev: Evaluator, node: Node, args):
 def _structural(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     """An opaque function of whole operands: equal for equal operands and params.
 
-    The axes of the operands are known by their roles, so that the order in which
-    an operand has them is layout and not part of the function.
+    The axes of operands are identified by their roles. So their order in an operand is
+    layout, and not part of the function.
     """
     numbers, *axes = ragged_axes(node, [len(ev.g.shape(i)) for i in node.ins])
     slots: dict[str, int] = {}
@@ -122,7 +122,7 @@ def ragged_axes(node: Node, ranks: Sequence[int]) -> tuple[tuple[str, ...], ...]
 
 
 def _plain_param(value: Any) -> Any:
-    """A parameter as text, with equal spellings made the same."""
+    """A parameter as text, the same for equal spellings."""
     if isinstance(value, tuple) and len(set(map(str, value))) == 1:
         value = value[0]
     return None if str(value) in ("None", "DEFAULT") else str(value)

@@ -55,7 +55,7 @@ from rewriter.program.graph import Graph, Node
 SAME_NUMBER = (
     TRANSPARENT | LAYOUT_PRIMITIVES | {"convert_element_type", "stop_gradient"}
 )
-"""Primitives that keep a number which stands at every position."""
+"""Primitives that keep an array of one number at every position."""
 
 
 ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
@@ -68,25 +68,25 @@ class Evaluator(Layout, LoopForms):
     Args:
         graph: The matching view.
         algebra: Where atoms are interned.
-        names: Values that are leaves, with the name each one gets.
+        names: Leaf values and their names.
         inside: Results of contractions and scans that are expanded; others are
             leaves.
-        usable: Whether a value can be had where the replacement will stand; an
-            equation with an operand that cannot is a leaf. None: all can.
+        usable: Whether a value is available where the replacement will stand. An
+            equation with an unavailable operand is a leaf. None: all are available.
         soft_fills: Keep additive constants above -1e5 as a bias, not as a mask.
         full_sides: (result of a contraction, operand position) pairs whose operand
             is expanded beyond layout.
         expand_all: Expand every contraction (used for references).
-        in_pieces: Whether a concatenation is taken apart; None: every one.
+        in_pieces: Whether a concatenation is split into pieces; None: always.
         whole_sides: Whether a float value is expanded; None: every one.
-        filled_rows: Take sums of exponentials to be positive, masked ones too; what
-            rows without keys give is then for the caller to find out.
-        holding: Atoms that hold, at indices of any names: that a row has a key.
+        filled_rows: Assume that sums of exponentials are positive, also masked ones.
+            The caller must then handle rows without keys.
+        holding: Atoms that are true for all index names, such as that a row has a key.
         core: Whether a value depends on what the op computes. All others are side
             values, see `own_values`; None: nothing is a side value.
         at_hand: Whether a value can be a leaf, since it is defined where the
-            replacement will stand; None: all are.
-        assumed: What may be assumed without proof, see `assumptions`.
+            replacement will stand; None: always.
+        assumed: Facts that need no proof, see `assumptions`.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class Evaluator(Layout, LoopForms):
                 self.memo[key] = self.alg.of_atom(self.leaf(value, args))
             except TooMuchWork:
                 raise
-            except OverBudget:  # no rule for this: a value taken as it is
+            except OverBudget:  # no rule: the value stays opaque
                 self.memo[key] = self.alg.of_atom(self.leaf(value, args))
         return self.memo[key]
 
     def flag(self, value: int, args: tuple[Index, ...], mode: str = FULL) -> int:
-        """The boolean function that a boolean value is at index arguments."""
+        """The boolean function of a boolean value at index arguments."""
         key = (value, args, mode)
         if key not in self.memo:
             self._count()
@@ -173,7 +173,7 @@ class Evaluator(Layout, LoopForms):
         return self.memo[key]
 
     def _note_own(self, value: int, args: tuple[Index, ...], flag: int) -> None:
-        """Remembers which of the program's booleans a boolean function is."""
+        """Remembers the program's own boolean for a boolean function."""
         if flag in (TRUE, FALSE) or (self.at_hand and not self.at_hand(value)):
             return
         known = self.alg.own.setdefault(flag, [])
@@ -181,18 +181,18 @@ class Evaluator(Layout, LoopForms):
             known.append((value, args))
 
     def is_side(self, value: int) -> bool:
-        """Whether a value feeds an op, and is none of what the op computes."""
+        """Whether a value feeds an op and does not depend on what the op computes."""
         return self.core is not None and not self.core(value)
 
     def assume(self, name: str, text: str) -> None:
-        """Notes an assumption that the user allows; else that it is not proved."""
+        """Notes an assumption, and whether the user allows it."""
         if name in self.assumed:
             self.notes.add(text)
         else:
             self.unproved.setdefault(name, text)
 
     def _whole(self, value: int) -> bool:
-        """Whether an index over several pieces of a value concerns its readers."""
+        """Whether readers must handle an index over several pieces of a value."""
         node = self.g.node_of(value)
         joins = node is not None and node.prim in ("concatenate", "pad", "stack")
         return not joins or self.in_pieces is None or self.in_pieces(value)
@@ -210,7 +210,7 @@ class Evaluator(Layout, LoopForms):
 
     # ------------------------------------------------------------- leaves
     def leaf(self, value: int, args: tuple[Index, ...]) -> int:
-        """The atom of a value taken as it is."""
+        """The atom of an opaque value."""
         if value not in self.names:
             self.names[value] = ("own", value) if self.private else value
         self.leaf_values.add(value)
@@ -261,12 +261,12 @@ class Evaluator(Layout, LoopForms):
             )
         if not ok:
             return None
-        if self.usable and not all(self._had(i) for i in node.ins):
+        if self.usable and not all(self._is_available(i) for i in node.ins):
             return None
         return node
 
-    def _had(self, value: int) -> bool:
-        """Whether a value can be had, or is expanded into values that can."""
+    def _is_available(self, value: int) -> bool:
+        """Whether a value is available, or expands into available values."""
         if self.usable(value) or self.varies(value):
             return True
         if value not in self._expanded_values:
@@ -274,7 +274,7 @@ class Evaluator(Layout, LoopForms):
             self._expanded_values[value] = (
                 node is not None
                 and (value in self.inside or is_local(node))
-                and all(self._had(i) for i in node.ins)
+                and all(self._is_available(i) for i in node.ins)
             )
         return self._expanded_values[value]
 
@@ -296,16 +296,16 @@ class Evaluator(Layout, LoopForms):
         return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
 
     def number(self, value: int, depth: int = 8) -> float | None:
-        """The number a value is at every position, folded through scalar chains."""
+        """The number that a value holds everywhere, folded through scalar chains."""
         found = self.typed_number(value, depth)
         if found is None or (kind_of(found.dtype) == "i" and abs(int(found)) > EXACT):
             return None
         return float(found)
 
     def typed_number(self, value: int, depth: int = 8) -> np.generic | None:
-        """The number a value is at every position, in its dtype and as computed in it.
+        """The number that a value holds at every position, computed in its dtype.
 
-        None if it is not one, or if it is not known what a machine makes of it.
+        None if there is no such number, or if the machine's result is unknown.
         """
         dtype = self.g.dtype(value)
         const = self.g.constants.get(value)
@@ -419,9 +419,9 @@ class Evaluator(Layout, LoopForms):
         return not all(is_position(self.alg, p) for p in forms)
 
     def _computed(self, node: Node, value: int, args, mode: str) -> Poly | None:
-        """A side value that is one of a few numbers: each computed in its dtype.
+        """A side value that is one of a few numbers, each computed in its dtype.
 
-        So is a position from the end, `where(i < 0, i + n, i)`, which never wraps.
+        Also a position from the end, `where(i < 0, i + n, i)`, which never wraps.
         """
         if mode != FULL:
             return None
@@ -441,7 +441,7 @@ class Evaluator(Layout, LoopForms):
         return in_each_case(self.alg, self.g, node, forms)
 
     def _is_opaque(self, node: Node, value: int, made: Poly, mode: str) -> bool:
-        """Whether a value is taken as it is, since its form may not be its value."""
+        """Whether a value stays opaque, since its form may differ from its value."""
         if self.ideal:
             return False
         if mode != FULL or not self.is_side(value):
@@ -453,10 +453,10 @@ class Evaluator(Layout, LoopForms):
         return not floats or self.at_hand is None or self.at_hand(value)
 
     def _may_wrap(self, node: Node, value: int, made: Poly) -> bool:
-        """Whether a whole number may not be what its form says, since it wraps around.
+        """Whether an integer may wrap around, and so differ from its form.
 
-        Where its bounds are not known, that is assumed of sums and products of 8 and 16
-        bits alone.
+        Without known bounds, only sums and products of 8 and 16 bits are assumed to
+        wrap.
         """
         dtype = self.g.dtype(value)
         if self.private or kind_of(dtype) != "i":
@@ -535,9 +535,9 @@ class Evaluator(Layout, LoopForms):
         return self.poly(source, args, mode)
 
     def _wraps(self, old: Any, new: Any) -> bool:
-        """Whether a cast between integers may change some, as from uint32 to int32.
+        """Whether a cast between integers may change values, as from uint32 to int32.
 
-        Code of ours casts to others of a size what it has brought near before.
+        Our own code casts between equal sizes only after clamping.
         """
         narrower = np.dtype(new).itemsize < np.dtype(old).itemsize
         return narrower or not (self.private or is_lossless(old, new))
@@ -581,7 +581,7 @@ class Evaluator(Layout, LoopForms):
         return rule(self, node, args, mode)
 
     def _folded(self, node: Node) -> np.ndarray | None:
-        """A predicate of constant arrays, computed; None if it is not that."""
+        """The computed predicate of constant arrays, or None."""
         fold = FOLD_FLAGS.get(node.prim)
         arrays = [self.g.constants.get(i) for i in node.ins]
         if fold is None or any(a is None for a in arrays):
@@ -617,10 +617,10 @@ MODERATE = 2.0**-20, 2.0**20
 """Between them, a factor moves from an operand of a contraction to its result."""
 
 OWN_NAMES = 4
-"""Values of the program that are remembered for one boolean function."""
+"""The most values of the program remembered for one boolean function."""
 
 WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs", "integer_pow", "square"})
-"""What makes of whole numbers of a size others that may have no place in it."""
+"""Primitives whose integer results may exceed the dtype."""
 
 RULES: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], Poly]] = {}
 FLAGS: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], int]] = {}

@@ -25,9 +25,9 @@ class Pages(NamedTuple):
     of the table.
 
     Attributes:
-        array: The leaf that the pages are of.
+        array: The leaf that holds the pages.
         axis: Its axis of pages.
-        table: The leaf that holds their numbers.
+        table: The leaf that holds page numbers.
         wraps: Whether a negative number counts from the end.
         fills: Whether a number beyond the last page gives NaN; else the nearest page.
     """
@@ -40,13 +40,13 @@ class Pages(NamedTuple):
 
 
 def values_named(leaf: Any) -> tuple[Any, ...]:
-    """Returns the names of the values that a leaf of some name is made of."""
+    """Returns the names of the values that a leaf depends on."""
     return (leaf.array, leaf.table) if isinstance(leaf, Pages) else (leaf,)
 
 
 @rule("gather")
 def gathered(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Poly:
-    """The leaf of a gather of pages; of any other one, its result as it is."""
+    """The leaf of a gather of pages; any other gather stays opaque."""
     del mode
     found = _pages(ev, node, args)
     return ev.alg.of_atom(ev.leaf(node.outs[0], args) if found is None else found)
@@ -90,7 +90,7 @@ def _pages(ev: Evaluator, node: Node, args: tuple[Index, ...]) -> int | None:
 
 
 def _axis(ev: Evaluator, node: Node) -> int | None:
-    """The axis along which one page is taken; of all others the gather takes all."""
+    """The axis of pages; the gather takes all other axes whole."""
     sizes, taken = ev.g.shape(node.ins[0]), node.params["slice_sizes"]
     axes = [d for d, (n, m) in enumerate(zip(sizes, taken, strict=True)) if m != n]
     mapped = tuple(node.params["dimension_numbers"].start_index_map)
@@ -101,7 +101,7 @@ def _axis(ev: Evaluator, node: Node) -> int | None:
 
 
 def _leaf(ev: Evaluator, p: Poly) -> int | None:
-    """The leaf that a form is; None if it is something else."""
+    """The leaf that a form consists of, or None."""
     if len(p) != 1:
         return None
     ((flag, mono), c) = next(iter(p.items()))
@@ -111,7 +111,7 @@ def _leaf(ev: Evaluator, p: Poly) -> int | None:
 
 
 def _wraps(ev: Evaluator, wanted: Poly, table: int, pages: int) -> bool | None:
-    """Whether numbers of pages are a table's, or count from the end if negative."""
+    """Whether page numbers count from the end if negative, or are a table's own."""
     alg, plain = ev.alg, ev.alg.of_atom(table)
     if wanted == plain:
         return False

@@ -17,10 +17,10 @@ def where_infinite(alg: Algebra, p: Poly, edges: tuple[float, ...]) -> int:
 
 
 def may_be_infinite(ev: Evaluator, p: Poly) -> bool:
-    """Whether a form may be infinite where no fill of it says so.
+    """Whether a form may be infinite other than by its own fills.
 
-    Products are taken to be finite, and a row's maximum where the row has a key;
-    an array that is added may hold infinities of its own, as masks do.
+    Products count as finite, and so does the maximum of a row with a key. An added
+    array may hold infinities, as masks do.
     """
     for _, mono in p:
         kinds = {ev.alg.kind(a) for a, _ in mono}
@@ -32,11 +32,11 @@ def may_be_infinite(ev: Evaluator, p: Poly) -> bool:
 
 
 def is_row_maximum(ev: Evaluator, p: Poly) -> bool:
-    """Whether a form is the maximum of a row alone, by which its exponents are shifted.
+    """Whether a form is only the maximum of a row, which shifts its exponents.
 
-    A guard of it that asks whether it is finite changes nothing: where it is infinite
-    or NaN the row's weights are NaN with the guard and without. What rows without keys
-    give is found out elsewhere.
+    A guard that tests whether the maximum is finite changes nothing: if it is infinite
+    or NaN, the row's weights are NaN either way. Rows without keys are handled
+    elsewhere.
     """
     if len(p) != 1:
         return False
@@ -49,9 +49,9 @@ def is_row_maximum(ev: Evaluator, p: Poly) -> bool:
 
 
 def log_may_be_infinite(alg: Algebra, atom: int) -> bool:
-    """Whether an atom is a logarithm, other than of exponentials as log(1 + exp(x)).
+    """Whether an atom is a logarithm, except of exponentials as in log(1 + exp(x)).
 
-    They are computed without the exponentials.
+    Emitted code computes the latter without the exponentials.
     """
     if alg.kind(atom) != "log":
         return False

@@ -20,7 +20,7 @@ from rewriter.program.graph import Graph, Node
 Interval = tuple[float, float]
 UNKNOWN: Interval = (-math.inf, math.inf)
 DEPTH = 12
-"""Equations above a value that are looked at."""
+"""The most equations above a value to examine."""
 
 COUNTED = 1 << 16
 """Constant arrays of more elements have the bounds of their dtype."""
@@ -32,10 +32,10 @@ def interval(graph: Graph, value: int, depth: int = DEPTH) -> Interval:
     Args:
         graph: The program.
         value: The array.
-        depth: How many equations above it are looked at.
+        depth: The most equations above it to examine.
 
     Returns:
-        The bounds, both included; infinite ones for arrays of anything else.
+        The inclusive bounds; infinite for other arrays.
     """
     whole = of_dtype(graph.dtype(value))
     if whole == UNKNOWN:
@@ -72,7 +72,7 @@ def within(inner: Interval, outer: Interval) -> bool:
 
 
 def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | None:
-    """The bounds of what an equation gives over whole numbers; None if not known."""
+    """The bounds of an equation's result over the integers; None if unknown."""
     prim = node.prim
     if prim == "iota":
         return 0.0, float(node.params["shape"][node.params["dimension"]] - 1)
@@ -98,7 +98,7 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
 
 
 def _added(graph: Graph, node: Node) -> int:
-    """How many elements are added up to one."""
+    """The number of elements summed into one."""
     shape = graph.shape(node.ins[0])
     if node.prim == "cumsum":
         return int(shape[node.params["axis"]])
@@ -111,7 +111,7 @@ def _product(a: Interval, b: Interval) -> Interval:
 
 
 def _remainder(a: Interval, b: Interval) -> Interval | None:
-    """Of `rem`, whose sign is that of what is divided."""
+    """Bounds of `rem`, whose sign is that of the dividend."""
     if b[0] <= 0:
         return None
     most = b[1] - 1
@@ -119,13 +119,13 @@ def _remainder(a: Interval, b: Interval) -> Interval | None:
 
 
 def _bits(a: Interval, b: Interval) -> Interval | None:
-    """Of `and`, with a number that is not negative."""
+    """Bounds of `and` with a non-negative number."""
     most = [hi for lo, hi in (a, b) if lo >= 0]
     return (0.0, min(most)) if most else None
 
 
 def _quotient(a: Interval, b: Interval) -> Interval | None:
-    """Of `div`, which rounds towards zero."""
+    """Bounds of `div`, which rounds towards zero."""
     if b[0] <= 0:
         return None
     return (a[0] if a[0] < 0 else 0.0), (a[1] if a[1] > 0 else 0.0)
@@ -135,8 +135,8 @@ SAME_ELEMENTS = LAYOUT_PRIMITIVES | {
     "convert_element_type", "stop_gradient", "reduce_max", "reduce_min", "sort",
     "cummax", "cummin",
 }  # fmt: skip
-"""Equations that give some of their first operand's elements, or integers equal to
-them; a cast that may change one has a dtype that does not hold it."""
+"""Primitives whose results are elements of their first operand, or equal integers. A
+cast changes an element only if the new dtype does not hold it."""
 
 RULES: dict[str, Callable[..., Interval | None]] = {
     "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),

@@ -17,8 +17,8 @@ class Layout:
     """Moves index arguments through layout equations.
 
     Attributes:
-        strided: Whether to take interleaved pieces apart, as gradients of strided
-            slices are; else what is made of them is taken as it is.
+        strided: Whether to split interleaved pieces, as in gradients of strided slices;
+            otherwise values made of them stay opaque.
     """
 
     strided = False
@@ -132,7 +132,7 @@ class Layout:
         return node.ins[0], tuple(at)
 
     def _gathered_slice(self, node: Node, args: tuple[Index, ...]):
-        """A dynamic slice at a loop's step, as `jax.vmap` writes it."""
+        """A dynamic slice at a loop's step, in the form that `jax.vmap` makes."""
         numbers, at = node.params["dimension_numbers"], list(args)
         sizes, taken = self.g.shape(node.ins[0]), node.params["slice_sizes"]
         for k, d in enumerate(numbers.start_index_map):
@@ -157,7 +157,7 @@ class Layout:
         raise self._split(args[axis], cuts[:-1])
 
     def _interleaved(self, a: Index, n: int) -> Exception:
-        """That an index is needed with every n-th position apart."""
+        """Raises that an index must be split into every n-th position."""
         if isinstance(a, tuple) and a[0] == "aff" and a[2] == 1:
             a = a[1]
         if self.strided and isinstance(a, int) and self.alg.sizes[a] % n == 0:
@@ -184,7 +184,7 @@ class Layout:
     def summed(
         self, make: Callable[[Mapping[int, Index]], Poly], bound: list[int]
     ) -> Poly:
-        """Sum of make(replacements) over bound indices, taking pieces apart."""
+        """Sum of make(replacements) over bound indices, piece by piece."""
         try:
             return self.alg.sum_over(make({}), bound)
         except NeedSplit as need:
@@ -221,7 +221,7 @@ def is_slice(node: Node) -> bool:
 
 
 def pieces(alg: Algebra, need: NeedSplit) -> list[tuple[Index, Index]]:
-    """New indices over the pieces of an index, and what it is in terms of them."""
+    """New indices over the pieces of an index, and the index in terms of them."""
     if need.stride > 1:
         size = alg.sizes[need.index] // need.stride
         new = [alg.new_index(size) for _ in range(need.stride)]

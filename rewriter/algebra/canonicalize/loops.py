@@ -36,7 +36,7 @@ class Loop:
         index: The step, counted along stacked arrays; None if there is only one.
         first: The carries before the first step, outside.
         before: The carries before a step, inside.
-        after: The results of a step, inside: carries, then what is stacked.
+        after: The results of a step, inside: carries, then stacked values.
         reverse: Whether the last step along the arrays comes first.
     """
 
@@ -55,7 +55,7 @@ class Loops:
     Attributes:
         entered: A scan's first result to its loop.
         steps: A value that a body reads step by step, to (the whole, the step).
-        carries: A carry before a step, to (its loop, which one it is).
+        carries: A carry before a step, to (its loop, its index).
         varying: A value to the steps that it depends on.
     """
 
@@ -98,7 +98,7 @@ class LoopForms:
         for value, whole in zip(inputs[n_carry:], wholes, strict=True):
             loops.steps[value] = whole, loop.index
         loops.varying.clear()
-        for value in loop.after[:n_carry]:  # carries are named, not taken apart
+        for value in loop.after[:n_carry]:  # carries are named, not expanded
             inside = value not in loops.carries and self.varies(value)
             if inside and kind_of(self.g.dtype(value)) == "f":
                 self.names.setdefault(value, value)
@@ -138,7 +138,7 @@ class LoopForms:
         return self.alg.subst(inner, {loop.index: args[0]})
 
     def before_step(self, value: int, args: Any, mode: str) -> Poly | None:
-        """The form of what a body gets at each step; None if it has none."""
+        """The form of an input of a body at each step; None if it has none."""
         if value in self.loops.steps:
             whole, step = self.loops.steps[value]
             return self.poly(whole, (step, *args), mode)
@@ -156,7 +156,7 @@ class LoopForms:
         alg, before = self.alg, loop.before[k]
         own = alg.of_atom(self.leaf(before, ()))
         held, self.memo = self.memo, {}
-        self.ideal = True  # that no step wraps around is seen from the last one
+        self.ideal = True  # if the last step does not wrap around, none does
         del self.loops.carries[before]
         try:
             step = alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
@@ -171,7 +171,7 @@ class LoopForms:
         return count if within(alg.bounds(count), of_dtype(dtype)) else None
 
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
-        """A carry after the last step; see the module text."""
+        """A carry after the last step; see the module's docstring."""
         if loop.after[k] == loop.before[k]:
             return self.poly(loop.first[k], args)
         form = self._opened(loop, k, args)
@@ -200,7 +200,7 @@ class LoopForms:
     def _summed_steps(
         self, loop: Loop, own: Poly, form: Poly, k: int, args: Any
     ) -> Poly:
-        """What `own` is after the last step: zero at first, `form` after each."""
+        """The value of `own` after the last step: zero at first, `form` after each."""
         alg, n = self.alg, len(loop.before)
         (((_, ((atom, _),)), _),) = own.items()
         kept: list[Monomial] = []

@@ -13,13 +13,13 @@ from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Poly
 from rewriter.program.graph import Graph, Node
 
 CASES = 8
-"""Combinations of conditions that are gone through."""
+"""The most combinations of conditions to enumerate."""
 
 
 def in_each_case(
     alg: Algebra, graph: Graph, node: Node, forms: Sequence[Poly]
 ) -> Poly | None:
-    """What an equation gives for choices among numbers, as a choice among numbers.
+    """Applies an equation to choices among numbers; the result is such a choice too.
 
     Args:
         alg: Where the forms are.
@@ -29,7 +29,7 @@ def in_each_case(
 
     Returns:
         The choice; None if an operand is no such choice, if there are too many cases,
-        or if it is not known what the machine gives in one.
+        or if the machine's result in one is unknown.
     """
     if any(mono for p in forms for _, mono in p) or not any(
         flag != TRUE for p in forms for flag, _ in p
@@ -92,10 +92,10 @@ def from_the_end(
     Args:
         graph: The program.
         node: The equation.
-        number: Gives the number that a value is at every position, if it is one.
+        number: Returns the number that a value holds at every position, or None.
 
     Returns:
-        The value and the number; None if the equation is another one.
+        The value and the number; None for other equations.
     """
     if node.prim != "select_n" or len(node.ins) != 3:
         return None

@@ -63,7 +63,7 @@ def _gathered_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
 
 
 def _require_positions(ev: Evaluator, node: Node, mode: str) -> None:
-    """Gives up on arrays that are not made of positions and numbers alone."""
+    """Raises for arrays that are not made only of positions and numbers."""
     if mode != FULL or not ev.constant_like(node.ins[0]):
         raise OverBudget("rows of an array that depends on inputs")
 
@@ -91,7 +91,7 @@ def _slice_starts(ev: Evaluator, node: Node, args: tuple[Index, ...]):
 
 
 def _gather_starts(ev: Evaluator, node: Node, args: tuple[Index, ...]):
-    """The same of a gather of rows by their numbers."""
+    """The same for a gather of rows by their numbers."""
     numbers, taken = node.params["dimension_numbers"], node.params["slice_sizes"]
     if numbers.operand_batching_dims:
         raise OverBudget("a gather per entry of a batch")
@@ -111,7 +111,7 @@ def _gather_starts(ev: Evaluator, node: Node, args: tuple[Index, ...]):
 
 
 def _place(ev: Evaluator, starts: Starts, m: int, n: int, start) -> Index:
-    """A stand-in for the one position that is taken along an axis."""
+    """A stand-in index for the single position taken along an axis."""
     if m != 1:
         raise OverBudget("several rows at a start that is not known")
     place = ev.alg.new_index(n)

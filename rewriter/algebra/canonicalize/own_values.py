@@ -28,11 +28,11 @@ from rewriter.algebra.normal_form import EXACT, TRUE, Algebra, Monomial, Poly
 from rewriter.program.graph import Graph, Node
 
 FILL = 1e3
-"""Numbers from here on are there to mask."""
+"""Numbers from this size on count as fills of masks."""
 
 
 def is_exact(alg: Algebra, graph: Graph, node: Node, made: Poly) -> bool:
-    """Whether a side value may be taken apart; see the module text.
+    """Whether a side value may be expanded; see the module's docstring.
 
     Args:
         alg: Where the form is.
@@ -57,7 +57,7 @@ def is_exact(alg: Algebra, graph: Graph, node: Node, made: Poly) -> bool:
 
 
 def exact_integers(dtype: Any) -> tuple[float, float]:
-    """Between which numbers a float dtype holds every integer."""
+    """The bounds within which a float dtype holds every integer."""
     most = 2.0 ** (jnp.finfo(dtype).nmant + 1)
     return -most, most
 
@@ -69,7 +69,7 @@ def _is_representable(c: float, dtype: Any) -> bool:
 
 
 def is_position(alg: Algebra, p: Poly) -> bool:
-    """Whether a form is whole numbers made of positions, or a choice of some."""
+    """Whether a form is an integer made of positions, or a choice of such."""
     whole = all(float(c).is_integer() for c in p.values())
     factors = [a for _, mono in p for a, _ in mono]
     powers = all(e.__class__ is int and e > 0 for _, mono in p for _, e in mono)
@@ -81,8 +81,8 @@ def is_position(alg: Algebra, p: Poly) -> bool:
 def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
     """The machine integer that a sum is: less 2^n where it is too large for n bits.
 
-    So `i + 1` of a position that is given is exact whatever the position is; where a
-    mask keeps keys before it only, it is seen that the sum is not too large there.
+    So `i + 1` is exact for any run-time position `i`. Where a mask keeps only keys
+    before it, the mask implies that the sum is not too large.
 
     Args:
         alg: Where the form is.
@@ -90,7 +90,7 @@ def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
         dtype: The integers' dtype.
 
     Returns:
-        The form; None if the sum is another one, or never wraps around.
+        The form; None for other sums, or if the sum never wraps around.
     """
     if kind_of(dtype) != "i" or not _is_moved_position(alg, p):
         return None
@@ -107,7 +107,7 @@ def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
 
 
 def _is_moved_position(alg: Algebra, p: Poly) -> bool:
-    """Whether a form is positions, one other integer and a number, added up."""
+    """Whether a form is a sum of positions, one other integer and a number."""
     given = 0
     for (flag, mono), c in p.items():
         if flag != TRUE or not float(c).is_integer() or len(mono) > 1:
@@ -143,9 +143,9 @@ def _has_position(alg: Algebra, atom: int) -> bool:
 
 
 def _is_masked(alg: Algebra, node: Node, p: Poly) -> bool:
-    """Whether a form is one array where it is chosen, and large numbers elsewhere.
+    """Whether a form is one array where a condition holds, and large numbers elsewhere.
 
-    What is zero where a product with 0 says so is not chosen: 0 times NaN is NaN.
+    A product with 0 is no choice of zero: 0 times NaN is NaN.
     """
     arrays = {mono for _, mono in p if mono}
     if len(arrays) != 1 or node.prim in ("mul", "div"):

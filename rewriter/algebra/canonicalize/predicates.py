@@ -38,7 +38,7 @@ def _compare(ev: Evaluator, node: Node, args, mode: str) -> int:
 
 
 def _as_computed(ev: Evaluator, node: Node, args) -> int:
-    """A comparison taken as the program makes it."""
+    """A comparison that stays as the program computes it."""
     return ev.alg.literal(ev.leaf(node.outs[0], args))
 
 
@@ -65,10 +65,10 @@ def _compare_whole(alg: Algebra, name: str, a: Poly, b: Poly) -> int:
 
 
 def _compare_positions(ev: Evaluator, node: Node, args, a: Poly, b: Poly) -> int:
-    """Compares floats of which none depends on what the op computes.
+    """Compares floats that do not depend on what the op computes.
 
-    They are exact whole numbers, or one of them is and the other is a number; all else
-    is as the program computes it.
+    Both are exact integers, or one is and the other is a number. Other comparisons stay
+    as the program computes them.
     """
     alg, name = ev.alg, node.prim
     for k, p in enumerate((a, b)):
@@ -135,7 +135,7 @@ def _minus(alg: Algebra, p: Poly) -> Poly:
 
 
 def _unsigned(alg: Algebra, d: Poly) -> Poly:
-    """A form compared with zero like its sign is."""
+    """A form without positive factors, which do not change its sign."""
     if len(d) == 1:
         (((flag, mono), c),) = d.items()
         if flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
@@ -189,7 +189,7 @@ _TESTS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b, "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
 }  # fmt: skip
 _TURNED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt", "eq": "eq", "ne": "ne"}
-"""What a comparison is with its sides exchanged."""
+"""Comparisons with exchanged sides."""
 for _name in _TESTS:
     FLAGS[_name] = _compare
 
@@ -287,7 +287,7 @@ def _reduce_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
 
 
 def _holds(ev: Evaluator, flag: int) -> bool:
-    """Whether a flag is one of those that hold, at indices of any names."""
+    """Whether a flag is known to hold, up to names of indices."""
     support, table = ev.alg.bools[flag]
     if len(support) != 1 or table != 0b10:
         return False
@@ -295,7 +295,7 @@ def _holds(ev: Evaluator, flag: int) -> bool:
 
 
 def _is_renamed(alg: Algebra, known: int, atom: int) -> bool:
-    """Whether an atom is another one with other names of its indices."""
+    """Whether two atoms are equal up to names of indices."""
     names, others = sorted(alg.free(known)), sorted(alg.free(atom))
     if len(names) != len(others) or len(names) > 4:
         return False

@@ -49,7 +49,7 @@ def adds_zero(node: Node, number: Callable[[int], float | None]) -> bool:
 
     Args:
         node: The equation.
-        number: Gives the number that a value is at every position, if it is one.
+        number: Returns the number that a value holds at every position, or None.
     """
     if node.prim not in ("add", "sub"):
         return False
@@ -70,8 +70,8 @@ class NeedSplit(OverBudget):
 
     Attributes:
         index: The index.
-        cuts: Where pieces begin, but for the first.
-        stride: Instead of cuts: pieces are every so many positions.
+        cuts: The starts of all pieces but the first.
+        stride: Instead of cuts: the pieces interleave with this stride.
     """
 
     def __init__(self, index: int, cuts: tuple[int, ...], stride: int = 1):

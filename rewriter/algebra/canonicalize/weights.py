@@ -10,7 +10,7 @@ from rewriter.algebra.normal_form import TRUE, Index, Poly
 def at_least_one(ev: Evaluator, p: Poly) -> bool:
     """Whether a form is Σ exp(x) / exp(max x): the largest term of it is one.
 
-    It needs a term: rows without keys are for the caller to find out.
+    It needs a term: the caller must handle rows without keys.
     """
     if not ev.filled_rows or len(p) != 1:
         return False
@@ -28,7 +28,7 @@ def at_least_one(ev: Evaluator, p: Poly) -> bool:
 
 
 def _sum_below(ev: Evaluator, value: int, args: tuple[Index, ...]) -> Poly | None:
-    """Σ exp(x) for a value that is the maximum of x; None if it is not one."""
+    """Σ exp(x) for a value that is the maximum of x, or None."""
     node = ev.g.node_of(value)
     while node is not None and node.prim in TRANSPARENT | {"stop_gradient"}:
         value = node.ins[0]

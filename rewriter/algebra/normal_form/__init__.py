@@ -95,9 +95,9 @@ class Algebra(
 
     # --------------------------------------------------------------- numbers
     def number(self, c: float) -> float:
-        """The canonical float close to c: an integer, or one met before.
+        """The canonical float close to c: an integer, or an earlier number.
 
-        A number that stands for others too is in `blurred`: it may not be compared.
+        A number that represents several is in `blurred`: it must not be compared.
         """
         if c == 0 or not math.isfinite(c):
             return c
@@ -121,7 +121,7 @@ class Algebra(
         return known
 
     def set_precision(self, dtype: Any) -> None:
-        """Tells numbers apart as a program in a dtype does."""
+        """Distinguishes numbers as a program in a dtype does."""
         wide = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 32
         self.snap = SNAP_64 if wide else SNAP
 

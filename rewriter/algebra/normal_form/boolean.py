@@ -16,7 +16,7 @@ from rewriter.algebra.normal_form.forms import (
 )
 
 Clause = tuple[int, bool, int, bool]
-"""Two literals, by their places, and truth values that they do not have together."""
+"""Two literals by position, and truth values that they never have together."""
 
 
 class BooleanFunctions:
@@ -76,7 +76,7 @@ class BooleanFunctions:
         return out
 
     def _ordered(self, support: tuple[int, ...]) -> Iterator[Clause]:
-        """That the stronger of two claims about one form implies the other."""
+        """Clauses: the stronger of two claims about one form implies the other."""
         groups: dict[Any, list[tuple[float, int]]] = {}
         for k, a in enumerate(support):
             d = self.defs[a]
@@ -92,7 +92,7 @@ class BooleanFunctions:
                 yield from ((a, True, b, False) for c, a in members if e >= c)
 
     def _bounded(self, support: tuple[int, ...]) -> Iterator[Clause]:
-        """What bounds of positions say about claims about two forms."""
+        """Clauses between claims about two forms, from bounds of positions."""
         claims = [
             (k, a) for k, a in enumerate(support)
             if self.defs[a][0] == "ge" and self.defs[a][2]
@@ -105,7 +105,7 @@ class BooleanFunctions:
                 yield k, if_a, j, if_b
 
     def _never_together(self, a: int, b: int) -> Iterator[tuple[bool, bool]]:
-        """Truth values that two claims about whole numbers do not have together.
+        """Truth values that two claims about integers never have together.
 
         Where q - p is never negative, p >= 0 implies q >= 0; where p + q is always
         negative, they are not both true, and where it is never, not both false.
@@ -134,7 +134,7 @@ class BooleanFunctions:
         return known, rest
 
     def _undivided(self, rest: tuple) -> tuple | None:
-        """A position in place of its digit: no digit is above its number."""
+        """Replaces a digit by its position, which is at least as large."""
         if len(rest) != 1 or rest[0][1] != 1.0 or len(rest[0][0][1]) != 1:
             return None
         ((flag, ((atom, e),)), c) = rest[0]
@@ -204,7 +204,7 @@ class BooleanFunctions:
         return parts if product == b else [(None, b)]
 
     def project(self, b: int, keep: Iterable[int]) -> int:
-        """There is an assignment of the other literals that makes b true."""
+        """The function: some assignment of the other literals makes b true."""
         keep = set(keep)
         for a in self.bools[b][0]:
             if a not in keep and a in self.bools[b][0]:

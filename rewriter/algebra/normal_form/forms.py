@@ -13,11 +13,11 @@ TRUE, FALSE = 0, 1
 TERM_BUDGET = 128
 LITERAL_BUDGET = 12
 SNAP = 1e-6
-"""Numbers of programs in up to 32 bits that are relatively closer are one."""
+"""Numbers of programs in up to 32 bits that are relatively closer are equal."""
 SNAP_64 = 1e-13
-"""The same of programs in 64 bits."""
+"""The same for programs in 64 bits."""
 SAME = 1e-12
-"""Numbers that are closer differ by how this algebra computes, not by the program."""
+"""Closer numbers differ only by rounding inside this algebra."""
 ODD = ("erf", "sin")
 
 
@@ -33,13 +33,13 @@ WORK_BUDGET = 8000
 
 
 def term_order(item: Any) -> Any:
-    """The place of a polynomial's term among others."""
+    """The sort key of a polynomial's term."""
     (flag, mono), c = item
     return flag, len(mono), [(a, float(e)) for a, e in mono], c
 
 
 def is_frozen(value: tuple[Any, ...]) -> bool:
-    """Whether a tuple is a polynomial as atoms hold it."""
+    """Whether a tuple is a frozen polynomial, as atoms hold it."""
     return not value or (
         isinstance(value[0], tuple)
         and len(value[0]) == 2
@@ -50,7 +50,7 @@ def is_frozen(value: tuple[Any, ...]) -> bool:
 
 
 def exact(c: float) -> Any:
-    """An integer where the number is one."""
+    """Converts a whole number to int."""
     if not math.isfinite(c):
         raise OverBudget("a number that is not finite")
     return int(c) if c == int(c) else c

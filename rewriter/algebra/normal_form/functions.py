@@ -16,7 +16,7 @@ from rewriter.algebra.normal_form.forms import (
 
 
 class Functions:
-    """Elementary functions, taken apart by cases where boolean functions allow it."""
+    """Elementary functions, split into cases where boolean functions allow it."""
 
     def exp(self, p: Poly, fill: Callable[[float], None] = lambda c: None) -> Poly:
         """The exponential: a product over terms, boolean terms taken apart."""
@@ -79,7 +79,7 @@ class Functions:
         return self.of_atom(self.atom("log", self.freeze(p)))
 
     def exponents(self, p: Poly) -> list[Poly] | None:
-        """The x of which a form is the sum of exp(x), if it is one; else None."""
+        """The x if a form is a sum of exp(x), else None."""
         out = []
         for (flag, mono), c in p.items():
             if flag != TRUE or c <= 0 or any(self.kind(a) != "exp" for a, _ in mono):
@@ -92,7 +92,7 @@ class Functions:
 
     # --------------------------------------------------------------- max, odd functions
     def by_cases(self, p: Poly, f: Callable[[Poly], Poly]) -> Poly | None:
-        """f(p) taken apart where p has masked terms; None if it has none."""
+        """f(p) split into cases by the masks of p's terms; None without masks."""
         flags = {flag for flag, _ in p if flag != TRUE}
         if not flags:
             return None

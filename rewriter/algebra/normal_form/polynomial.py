@@ -20,20 +20,20 @@ from rewriter.algebra.normal_form.forms import (
 )
 
 EXACT = 2.0**53
-"""Whole numbers below are added without rounding."""
+"""Smaller whole numbers are added without rounding."""
 
 ROUNDING = 2
-"""How many times `Algebra.snap` what is left of a sum of other numbers may be, beside
-the largest, to count as nothing."""
+"""A sum of other numbers counts as zero if it is at most this many times `Algebra.snap`
+of the largest."""
 
 
 def _is_whole(c: float) -> bool:
-    """Whether a number is a whole one, of those that are added without rounding."""
+    """Whether a number is whole, and small enough to be added without rounding."""
     return abs(c) < EXACT and c == int(c)
 
 
 class Polynomials:
-    """Ring operations, powers and what is known about signs."""
+    """Ring operations, powers and knowledge of signs."""
 
     def const(self, c: float) -> Poly:
         """A constant."""
@@ -133,7 +133,7 @@ class Polynomials:
         return tuple(sorted(exponents.items()))
 
     def _exponents(self, given: Mapping[int, Any]) -> dict[int, Any]:
-        """Integers as such, numbers that were met before, and no zeros."""
+        """Exponents as integers or earlier numbers, without zeros."""
         out: dict[int, Any] = {}
         for a, e in given.items():
             if isinstance(e, float):
@@ -328,9 +328,9 @@ class Polynomials:
     def partial_fractions(self, p: Poly) -> Poly:
         """With P = c*m + k*u, reduces u*P**-n: the spellings of a sigmoid meet.
 
-        Here m is a number, or both m and u are products of exponentials of different
-        outlines: which of two alike is u would depend on their atoms' numbers. A sum
-        that is divided by itself and another one stays, as it may yet cancel.
+        Here m is a number, or both m and u are products of exponentials with different
+        outlines. With equal outlines, the choice of u would depend on atom numbers. A
+        sum divided by itself and another one stays, as it may still cancel.
         """
         for (flag, mono), c in p.items():
             for atom, e in mono:
@@ -369,9 +369,9 @@ class Polynomials:
         return ranks[0] < ranks[1]
 
     def _outline(self, mono: Monomial, depth: int = 3) -> tuple:
-        """The kinds of atoms in a monomial, their exponents, and what is in them.
+        """The kinds of a monomial's atoms, with exponents and contents.
 
-        It is the same whatever the atoms' numbers are, to some depth.
+        It does not depend on atom numbers, up to some depth.
         """
         return tuple(sorted(self._outline_of(a, x, depth) for a, x in mono))
 

@@ -49,24 +49,24 @@ class Predicates:
         return self.affine(a, 1, int(first))
 
     def within(self, start: Poly, size: int) -> int:
-        """Whether a whole number is a position of an axis."""
+        """Whether an integer is a position of an axis, as a boolean function."""
         below_end = self.add(self.const(size - 1), start, -1.0)
         return self.both(
             self.compare("ge", start, True), self.compare("ge", below_end, True)
         )
 
     def moved_inside(self, b: int, index: int, start: Poly, size: int) -> int:
-        """A boolean function where an index is a whole number, moved inside its axis.
+        """A boolean function with a clamped integer in place of an index.
 
         Args:
             b: The function.
             index: The index.
-            start: The number; below zero it stands for the first position, and from
-                the size on for the last.
+            start: The integer; below zero it means the first position, and from the
+                size on the last.
             size: The size of the axis.
 
         Raises:
-            OverBudget: If the index is more than compared.
+            OverBudget: If the index is used other than in comparisons.
         """
         inside = self.within(start, size)
         above = self.compare("ge", self.add(start, self.const(-size)), True)
@@ -99,7 +99,7 @@ class Predicates:
         return kind, rest, factor
 
     def bounds(self, p: Poly) -> tuple[float, float]:
-        """Least and greatest value of whole numbers' form; infinite if unknown."""
+        """Least and greatest value of an integer form; infinite if unknown."""
         lo = hi = 0.0
         for (flag, mono), c in p.items():
             a, b = 1.0, 1.0
@@ -183,8 +183,8 @@ class Predicates:
     def _ramps(self, p: Poly, integral: bool) -> int | None:
         """[r - max(b, 0) >= 0] as two bounds, r and r - b; [r + max(b, 0) >= 0] as one.
 
-        So for whole numbers, of which lengths are the least or largest, and for
-        absolute values beside a number: |b| is 2 max(b, 0) - b.
+        This serves integers such as lengths, which are often a minimum or maximum. It
+        also serves absolute values beside a number: |b| is 2 max(b, 0) - b.
         """
         ramps = [
             mono[0][0] for flag, mono in p

@@ -17,7 +17,7 @@ class Ranges:
     """Bound indices that are parts of one position."""
 
     def joined(self, flag: int, mono: Monomial, bound: frozenset[int]):
-        """A sum's body with two indices that are only read as i * n + j as one."""
+        """A sum's body; two indices that are only read as i * n + j become one."""
         for i, j in self._pairs(flag, mono, bound):
             n = self.sizes[j]
             whole = self.new_index(self.sizes[i] * n)
@@ -64,7 +64,7 @@ class Ranges:
         return out
 
     def _with_two_merged(self, p: Poly) -> Poly | None:
-        """The form with two of its terms as one; None if no two go together."""
+        """The form with two of its terms merged; None if no two fit."""
         for one, other in itertools.permutations(p, 2):
             if one[0] != other[0] or p[one] != p[other]:
                 continue
@@ -80,7 +80,7 @@ class Ranges:
     def _only_difference(
         self, one: Monomial, other: Monomial
     ) -> tuple[int, int] | None:
-        """A sum of each of two monomials that are equal otherwise."""
+        """The one sum in which each of two monomials differs from the other."""
         first, second = set(one) - set(other), set(other) - set(one)
         if len(first) != 1 or len(second) != 1:
             return None
@@ -89,9 +89,9 @@ class Ranges:
         return (a, b) if sums else None
 
     def _adjacent(self, a: int, b: int) -> Poly | None:
-        """Two sums as one over a longer range; b's part follows on a's.
+        """Two sums merged over a longer range, where b's part follows a's.
 
-        The body is that of either, read beyond its own part.
+        The body of either is extended beyond its own part.
         """
         sizes = [sorted(self.sizes[i] for i in self.defs[x][1]) for x in (a, b)]
         for this, other, others in ((a, b, sizes[1]), (b, a, sizes[0])):
@@ -114,7 +114,7 @@ class Ranges:
     def _summed(
         self, flag: int, mono: Monomial, j: int, at: Index, rest: list[int]
     ) -> Poly:
-        """The sum of a body with one of its indices elsewhere."""
+        """The sum of a body with one of its indices replaced."""
         return self.sum_over(
             self._body(flag, mono, {j: at}), [*rest, *self.index_ids(at)]
         )

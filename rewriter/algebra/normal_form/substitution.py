@@ -49,14 +49,14 @@ class Substitution:
         literals = [self.subst_literal(a, to) for a in support]
         for atom, moved in zip(support, literals, strict=True):
             literal = self.literal(atom)
-            self._hand_on(literal, moved, to)
-            self._hand_on(self.negate(literal), self.negate(moved), to)
+            self._remember_own(literal, moved, to)
+            self._remember_own(self.negate(literal), self.negate(moved), to)
         out = self.of_literals(b, literals)
-        self._hand_on(b, out, to)
+        self._remember_own(b, out, to)
         return out
 
-    def _hand_on(self, b: int, out: int, to: Mapping[int, Index]) -> None:
-        """Remembers which of the program's booleans a moved function is."""
+    def _remember_own(self, b: int, out: int, to: Mapping[int, Index]) -> None:
+        """Remembers the program's own boolean for a substituted function."""
         if out in (TRUE, FALSE):
             return
         for value, args in self.own.get(b, ()):
@@ -66,7 +66,7 @@ class Substitution:
                 known.append(moved)
 
     def of_literals(self, b: int, literals: list[int]) -> int:
-        """A boolean function of other functions in place of its literals."""
+        """A boolean function with other functions in place of its literals."""
         known: dict[tuple[int, int], int] = {}
 
         def part(table: int, n: int) -> int:
@@ -165,9 +165,9 @@ class Substitution:
         return self.atom(kind, *parts)
 
     def _renames(self, atom: int, to: Mapping[int, Index]) -> bool:
-        """Whether a sum's free indices only get other names, each one its own.
+        """Whether a sum's free indices are only renamed, one to one.
 
-        Its bound indices stay as they are if their sizes tell them apart.
+        Its bound indices stay unchanged if their sizes distinguish them.
         """
         free = self._free[atom]
         names = [to.get(i, i) for i in free]

@@ -10,10 +10,10 @@ from rewriter.algebra.normal_form.forms import TRUE, Index, Monomial, Poly, is_f
 
 
 class Sums:
-    """Sums and what is under them."""
+    """Sums of products over bound indices."""
 
     def sum_over(self, p: Poly, indices: Iterable[Index]) -> Poly:
-        """Sum over indices: distributed, independent factors taken out."""
+        """Sum over indices: distributes it, and moves independent factors out."""
         bound = frozenset(i for i in indices if i is not None)
         if not bound:
             return p
@@ -238,7 +238,7 @@ class Sums:
             yield tuple(j for group in combination for j in group)
 
     def _shape(self, atom: int, j: int) -> Any:
-        """How an index occurs in an atom, without names of indices."""
+        """The occurrences of an index in an atom, without names of indices."""
         definition = self.defs[atom]
         if definition[0] == "leaf":
             marks = [
@@ -265,7 +265,7 @@ class Sums:
         )
 
     def any_over(self, b: int, indices: Iterable[Index]) -> int:
-        """There is a position of the indices at which b holds."""
+        """The function: b holds at some position of the indices."""
         bound = frozenset(i for i in indices if i is not None)
         if b <= 1:
             return b

@@ -18,7 +18,7 @@ from rewriter.site import fusable_adds, residual_stream, site
 
 
 def move_adds_into_shards(jaxpr: Any) -> Any:
-    """Returns a body, closed or not, with such additions where their sites are.
+    """Returns a body, closed or not, with such additions beside their sites.
 
     Args:
         jaxpr: The body; it is returned itself if there are none.
@@ -27,15 +27,15 @@ def move_adds_into_shards(jaxpr: Any) -> Any:
         (i, e) for i, e in enumerate(jaxpr.eqns) if _jax.call_kind(e) == "shard_map"
     ]
     inside = [(i, e, _site_in(e)) for i, e in found]
-    those = [(i, e, its) for i, e, its in inside if its is not None]
+    those = [(i, e, inner) for i, e, inner in inside if inner is not None]
     if not those:
         return jaxpr
     body = Equations(jaxpr)
-    for i, eqn, its in those:
-        if its.primitive is site.backward_p:
-            _pull_behind(body, i, eqn, its)
-        elif not _pull_in_front(body, i, eqn, its) and not its.params["residuals"]:
-            _pull_handing_on(body, i, eqn, its)
+    for i, eqn, inner in those:
+        if inner.primitive is site.backward_p:
+            _pull_behind(body, i, eqn, inner)
+        elif not _pull_in_front(body, i, eqn, inner) and not inner.params["residuals"]:
+            _pull_handing_on(body, i, eqn, inner)
     return _jax.with_equations(jaxpr, *body.finished())
 
 
@@ -51,19 +51,19 @@ def _site_in(eqn: Any) -> Any:
     return None
 
 
-def _given(eqn: Any, its: Any) -> int | None:
-    """Which operand of a shard_map the site in it adds to, part by part."""
+def _operand_of_sum(eqn: Any, inner: Any) -> int | None:
+    """The operand of a shard_map that its site adds to, if both are split alike."""
     inside = _jax.call_body(eqn)
     into, _, around = _jax.parts_of(eqn)
-    x = its.invars[residual_stream.place_of_operand(its)]
+    x = inner.invars[residual_stream.place_of_operand(inner)]
     if x not in inside.invars:
         return None
     at = inside.invars.index(x)
     return at if _jax.is_parts(into[at], x.aval, around) else None
 
 
-def _pull_in_front(body: Equations, i: int, eqn: Any, its: Any) -> bool:
-    at = _given(eqn, its)
+def _pull_in_front(body: Equations, i: int, eqn: Any, inner: Any) -> bool:
+    at = _operand_of_sum(eqn, inner)
     if at is None:
         return False
     h = eqn.invars[at]
@@ -75,7 +75,7 @@ def _pull_in_front(body: Equations, i: int, eqn: Any, its: Any) -> bool:
     inside = _jax.call_body(eqn)
     x = inside.invars[at]
     addend, total = _jax.new_var(x.aval), _jax.new_var(x.aval)
-    made = its.replace(
+    made = inner.replace(
         primitive=add.primitive, invars=[x, addend], outvars=[total], params=add.params
     )
     env = {x: total}
@@ -96,15 +96,15 @@ def _pull_in_front(body: Equations, i: int, eqn: Any, its: Any) -> bool:
     return True
 
 
-def _pull_handing_on(body: Equations, i: int, eqn: Any, its: Any) -> None:
-    at = _given(eqn, its)
+def _pull_handing_on(body: Equations, i: int, eqn: Any, inner: Any) -> None:
+    at = _operand_of_sum(eqn, inner)
     if at is None or body.readers(eqn.invars[at])[-1] == i:
         return
     inside, h = _jax.call_body(eqn), eqn.invars[at]
     new = _jax.new_var(h.aval)
     into, out_of, _ = _jax.parts_of(eqn)
     outs = [*inside.outvars, inside.invars[at]]
-    body.hand_on(i, h, new)
+    body.redirect_readers(i, h, new)
     body.eqns[i] = _jax.with_parts(
         eqn.replace(outvars=[*eqn.outvars, new]),
         _jax.with_equations(inside, inside.eqns, outs),
@@ -113,9 +113,9 @@ def _pull_handing_on(body: Equations, i: int, eqn: Any, its: Any) -> None:
     )
 
 
-def _pull_behind(body: Equations, i: int, eqn: Any, its: Any) -> None:
+def _pull_behind(body: Equations, i: int, eqn: Any, inner: Any) -> None:
     inside = _jax.call_body(eqn)
-    own = its.outvars[its.params["wrt"].index(its.params["use"].adds_to)]
+    own = inner.outvars[inner.params["wrt"].index(inner.params["use"].adds_to)]
     value = _returned(Equations(inside), own)
     into, out_of, around = _jax.parts_of(eqn)
     if value is None or value.aval.dtype != own.aval.dtype:
@@ -130,7 +130,7 @@ def _pull_behind(body: Equations, i: int, eqn: Any, its: Any) -> None:
     positions, place, addend = found
     add = body.eqns[positions[-1]]
     part, total = _jax.new_var(value.aval), _jax.new_var(value.aval)
-    made = its.replace(
+    made = inner.replace(
         primitive=add.primitive,
         invars=[part, value],
         outvars=[total],
@@ -150,7 +150,7 @@ def _pull_behind(body: Equations, i: int, eqn: Any, its: Any) -> None:
 
 
 def _returned(inside: Equations, own: Any) -> Any:
-    """What carries a value out of a body, if nothing else reads it; else None."""
+    """The result that carries a value out of a body, if nothing else reads it."""
     value = own
     while True:
         readers = inside.readers(value)

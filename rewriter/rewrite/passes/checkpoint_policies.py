@@ -26,7 +26,7 @@ NOBODYS = "a name that nothing has"
 
 @dataclass(frozen=True)
 class Policy:
-    """A checkpoint's policy that keeps what sites name only where it is asked to.
+    """A checkpoint's policy that saves values named by sites only on request.
 
     Attributes:
         written: The policy in the program as written.
@@ -35,7 +35,7 @@ class Policy:
     written: Callable[..., Any]
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        """Returns whether results of an equation are kept, as JAX asks policies."""
+        """Returns whether an equation's results are saved; JAX calls policies so."""
         ours = str(params.get("name", "")).startswith(OURS)
         if primitive.name == "name" and ours:
             other = {**params, "name": NOBODYS}
@@ -45,7 +45,7 @@ class Policy:
 
 
 def keep_policies(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program whose checkpoints keep to their policies; itself without any.
+    """Returns a program whose checkpoints follow their policies; itself without any.
 
     Args:
         program: A rewritten program.

@@ -32,20 +32,20 @@ from rewriter.rewrite.passes.flops import flops_of, is_sized, size
 from rewriter.site import site
 
 WORTH = 500.0
-"""Operations per byte from which a value is worth its memory: what a Hopper GPU does
-while it writes and reads a byte twice."""
+"""The fewest operations per byte that make a value worth saving: as many as a Hopper
+GPU does while it writes and reads a byte twice."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A value that a checkpoint is given, and does not compute again.
+    """A value saved for a checkpoint, which does not compute it again.
 
     Attributes:
         what: The op, or ``"product"``.
         where: The user's line.
-        turns: How often it is kept: the turns of the loop around it.
+        turns: How often it is saved: the turns of the loop around it.
         bytes: Bytes of all turns.
-        flops: Operations that are not done again, of all turns.
+        flops: Operations saved, in all turns.
     """
 
     what: str
@@ -56,12 +56,12 @@ class Kept:
 
 
 def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ...]]:
-    """Returns a program that keeps so much of what it would compute again.
+    """Returns a program that saves recomputed results within a memory budget.
 
     Args:
-        program: A rewritten program, before anything is added to its sites; it is
-            returned itself if nothing is kept.
-        memory: Bytes that may be kept, of all checkpoints together.
+        program: A rewritten program, before adds are fused into its sites; it is
+            returned itself if nothing is saved.
+        memory: The budget in bytes, for all checkpoints together.
     """
     saved: list[Kept] = []
 
@@ -77,7 +77,7 @@ def save(program: ClosedJaxpr, memory: int) -> tuple[ClosedJaxpr, tuple[Kept, ..
 
 
 def unspent(program: ClosedJaxpr) -> tuple[Kept, ...]:
-    """Returns what `save` would keep if memory did not matter."""
+    """Returns what `save` would save with unlimited memory."""
     saved: list[Kept] = []
 
     def look(body: Any) -> Any:
@@ -91,13 +91,13 @@ def unspent(program: ClosedJaxpr) -> tuple[Kept, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Again:
-    """An equation of a checkpoint that does again what the forward did.
+    """An equation of a checkpoint that repeats one of the forward's.
 
     Attributes:
         at: The position of the checkpoint among the equations around it.
         eqn: Its equation.
-        first: The forward's.
-        turns: How many turns the loop around has.
+        first: The forward's equation.
+        turns: The number of turns of the loop around.
     """
 
     at: int
@@ -107,22 +107,22 @@ class _Again:
 
     @property
     def bytes(self) -> int:
-        """Bytes of what is kept, of all turns."""
+        """Bytes of the saved results, in all turns."""
         return self.turns * sum(map(size, self.results))
 
     @property
     def results(self) -> list[Any]:
-        """What is kept."""
+        """The results to save."""
         return [v for v in self.eqn.outvars if not _jax.is_drop(v)]
 
     @property
     def flops(self) -> float:
-        """Operations, of all turns."""
+        """Operations, in all turns."""
         cost = flops_of(self.eqn)
         return self.turns * cost.flops if cost is not None else 0.0
 
     def kept(self) -> Kept:
-        """What is said of it."""
+        """Its entry in the report."""
         use = self.eqn.params.get("use")
         what = use.op.name if use is not None else "product"
         where = _jax.source_of(self.eqn)
@@ -133,13 +133,14 @@ class _Again:
 def _same(
     eqns: Iterable[Any], inner: Iterable[Any], known: dict[Any, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """Pairs of an equation of a body and the one that it does again.
+    """Pairs of an equation and the one of another body that repeats it.
 
     Args:
-        eqns: The first body's.
-        inner: The other's.
-        known: What the other's variables are in the first; found ones are added. What
-            only the other one gives, residuals of a site, is not among them.
+        eqns: The first body's equations.
+        inner: The other body's equations.
+        known: Variables of the other body, and their equals in the first; new pairs are
+            added. Residuals of a site that only the other body returns are not among
+            them.
     """
     table: dict[Any, list[Any]] = {}
     first_of: dict[Any, Any] = {}  # values that the first body makes several times
@@ -169,7 +170,7 @@ def _key(atom: Any) -> Any:
 
 
 def _is_same(first: Any, eqn: Any, known: dict[Any, Any]) -> bool:
-    """Whether equations of the same operands are the same; if so, results are known."""
+    """Whether equations of the same operands are equal; if so, notes their results."""
     one, other = dict(first.params), dict(eqn.params)
     if eqn.primitive in (site.site_p, site.site_on_devices_p):
         one["residuals"] = other["residuals"]
@@ -182,7 +183,7 @@ def _is_same(first: Any, eqn: Any, known: dict[Any, Any]) -> bool:
 
 
 def _is_same_call(first: Any, eqn: Any, known: dict[Any, Any]) -> bool:
-    """The same of calls: some of their results may be the same, and not others."""
+    """The same for calls: perhaps only some of their results are equal."""
     one, other = map(_jax.call_body, (first, eqn))
     if len(getattr(one, "constvars", ())) or len(getattr(other, "constvars", ())):
         return False
@@ -213,13 +214,13 @@ def _outs(body: Any) -> list[Any]:
 def _repeated(
     eqns: Sequence[Any], body: Any, known: Mapping[Any, Any], turns: int = 1
 ) -> list[_Again]:
-    """What the checkpoints of a body do again of some equations.
+    """Equations that the checkpoints of a body repeat.
 
     Args:
-        eqns: The forward's; of those of the body itself, the ones in front.
+        eqns: The forward's equations; if they are in the same body, those before it.
         body: The body with the checkpoints.
-        known: What the body's variables are in the forward.
-        turns: How many turns the loop around has.
+        known: Variables of the body, and their equals in the forward.
+        turns: The number of turns of the loop around.
     """
     found = []
     for at, eqn in enumerate(body.eqns):
@@ -236,7 +237,7 @@ def _repeated(
 
 
 def _chosen(found: Sequence[_Again], memory: float) -> list[_Again]:
-    """Those of the most operations per byte that memory has room for."""
+    """The ones with the most operations per byte that fit into the memory budget."""
     sized = [a for a in found if is_sized(a.eqn.outvars)]
     costly = [a for a in sized if a.flops >= WORTH * max(1, a.bytes)]
     chosen = []
@@ -249,11 +250,11 @@ def _chosen(found: Sequence[_Again], memory: float) -> list[_Again]:
 
 # -------------------------------------------------------------------- what is kept
 class _Forward:
-    """The forward's equations, some of which give residuals, too.
+    """The forward's equations, some changed to return residuals too.
 
     Attributes:
-        value: What carries a value there, by the position of a checkpoint, as several
-            may have one body, and its variable in that.
+        value: The forward's variable for a value, by the position of a checkpoint and
+            the variable in its body. Several checkpoints may share one body.
     """
 
     def __init__(self, chosen: Sequence[_Again]) -> None:
@@ -276,12 +277,12 @@ class _Forward:
         self.value.update(zip(own, outs, strict=False))
 
     def eqns(self, eqns: Iterable[Any]) -> list[Any]:
-        """The equations, changed where results are kept."""
+        """The equations, changed where results are saved."""
         return [self.instead.get(id(e), e) for e in eqns]
 
 
-def _given(eqn: Any, values: Mapping[Any, Any]) -> Any:
-    """A checkpoint that is given values: variables of its body, and what they are."""
+def _with_values(eqn: Any, values: Mapping[Any, Any]) -> Any:
+    """A checkpoint with values as further operands, by variables of its body."""
     inner = _jax.call_body(eqn)
     new = {v: _jax.new_var(v.aval) for v in values}
     eqns = [_jax.reading(e, new) for e in inner.eqns]
@@ -295,24 +296,24 @@ def _given(eqn: Any, values: Mapping[Any, Any]) -> Any:
 def _with_given(
     eqns: Sequence[Any], chosen: Sequence[_Again], value: Mapping[tuple[int, Any], Any]
 ) -> list[Any]:
-    """Equations whose checkpoints are given what is kept."""
+    """Equations whose checkpoints read the saved values."""
     made = list(eqns)
     for at in sorted({a.at for a in chosen}):
         own = [v for a in chosen if a.at == at for v in a.results]
-        made[at] = _given(made[at], {v: value[at, v] for v in own})
+        made[at] = _with_values(made[at], {v: value[at, v] for v in own})
     return made
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What checkpoints of a body do again, and how to keep some of it there."""
+    """Repeated equations in checkpoints of one body, and how to save their results."""
 
     found: Sequence[_Again]
     keep: Callable[[Sequence[_Again]], Any]
 
 
 def _places(body: Any) -> Iterator[_Place]:
-    """Where a body may keep something: among its own equations, or between loops."""
+    """Places to save results: among a body's own equations, or between loops."""
     known = {v: v for e in body.eqns for v in e.outvars}
     known.update({v: v for v in (*_inputs(body), *getattr(body, "constvars", ()))})
     found = _repeated(body.eqns, body, known)
@@ -329,14 +330,14 @@ def _places(body: Any) -> Iterator[_Place]:
 
 
 def _handing(body: Any, chosen: Sequence[_Again]) -> Any:
-    """The body whose checkpoints are given what is computed in front of them."""
+    """The body, where checkpoints read values computed before them."""
     forward = _Forward(chosen)
     eqns = _with_given(body.eqns, chosen, forward.value)
     return _jax.with_equations(body, forward.eqns(eqns), _outs(body))
 
 
 def _carried_over(first: Loop, second: Loop) -> dict[Any, Any]:
-    """What a loop's variables are in a turn of another: its operands and results."""
+    """Variables of a loop that equal those of another loop: operands and results."""
     outer = {
         a: v
         for a, v in zip(first.eqn.outvars, first.outs, strict=True)
@@ -355,7 +356,7 @@ def _carried_over(first: Loop, second: Loop) -> dict[Any, Any]:
 
 
 def _stacking(body: Any, first: Loop, second: Loop, chosen: Sequence[_Again]) -> Any:
-    """The body with both loops: one stacks, the other's checkpoints are given it."""
+    """The body where one loop stacks values that the other's checkpoints read."""
     forward = _Forward(chosen)
     handed = [forward.value[a.at, v] for a in chosen for v in a.results]
     values = list(dict.fromkeys(handed))

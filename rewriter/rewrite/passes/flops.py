@@ -13,10 +13,10 @@ SITES = (site.site_p, site.site_on_devices_p, residual_stream.site_p)
 
 
 def flops_of(eqn: Any) -> Cost | None:
-    """Returns the least work of a product or of an op's site; None for others.
+    """Returns the least FLOPs and bytes of a matrix product or a site, or None.
 
     Args:
-        eqn: An equation. Of a site under `jax.vmap` it is that of one entry.
+        eqn: An equation. For a site under `jax.vmap`, one entry is counted.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -42,7 +42,7 @@ def size(atom: Any) -> int:
 
 
 def is_sized(atoms: Any) -> bool:
-    """Returns whether all axes have numbers for sizes, and none has a name alone."""
+    """Returns whether all axes have numeric sizes, none a symbolic one."""
     return all(isinstance(d, int) for a in atoms for d in a.aval.shape)
 
 

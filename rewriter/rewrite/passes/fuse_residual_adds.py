@@ -29,7 +29,7 @@ from rewriter.site import fusable_adds, residual_stream, site
 
 
 def fuse_residual_adds(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program with the additions made in its sites; itself if there are none.
+    """Returns a program with additions fused into sites; itself if there are none.
 
     Args:
         program: A rewritten program.
@@ -38,7 +38,7 @@ def fuse_residual_adds(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _with_sums(jaxpr: Any) -> Any:
-    """A body of which the sites have the additions beside them."""
+    """A body whose sites compute the additions beside them."""
     sites = [i for i, e in enumerate(jaxpr.eqns) if residual_stream.may_add(e)]
     if not sites:
         return jaxpr
@@ -48,12 +48,12 @@ def _with_sums(jaxpr: Any) -> Any:
         if eqn.primitive is site.backward_p:
             _sum_behind(body, i, eqn)
         elif not _sum_in_front(body, i, eqn) and not eqn.params["residuals"]:
-            _hand_on(body, i, eqn)
+            _redirect_readers(body, i, eqn)
     return _jax.with_equations(jaxpr, *body.finished())
 
 
 def _sum_in_front(body: Equations, i: int, eqn: Any) -> bool:
-    """Whether a site makes its operand, a sum, now."""
+    """Fuses the addition that makes a site's operand; returns whether it did."""
     at = residual_stream.place_of_operand(eqn)
     others = [v for k, v in enumerate(eqn.invars) if k != at]
     found = fusable_adds.in_front(body, i, eqn.invars[at], others)
@@ -71,13 +71,13 @@ def _sum_in_front(body: Equations, i: int, eqn: Any) -> bool:
     return True
 
 
-def _hand_on(body: Equations, i: int, eqn: Any) -> None:
-    """Lets those that read a site's operand later read what it hands on."""
+def _redirect_readers(body: Equations, i: int, eqn: Any) -> None:
+    """Makes later readers of a site's operand read the site's copy of it."""
     h = eqn.invars[residual_stream.place_of_operand(eqn)]
     if _jax.is_literal(h) or body.readers(h)[-1] == i:
         return
     new = _jax.new_var(h.aval)
-    body.hand_on(i, h, new)
+    body.redirect_readers(i, h, new)
     body.eqns[i] = eqn.replace(
         primitive=residual_stream.site_p,
         outvars=[*eqn.outvars, new],
@@ -86,7 +86,7 @@ def _hand_on(body: Equations, i: int, eqn: Any) -> None:
 
 
 def _sum_behind(body: Equations, i: int, eqn: Any) -> None:
-    """Lets a backward add what comes back along its operand."""
+    """Fuses the addition of another cotangent into a backward."""
     use, wrt = eqn.params["use"], eqn.params["wrt"]
     at = wrt.index(use.adds_to)
     others = [v for k, v in enumerate(eqn.outvars) if k != at]

@@ -28,20 +28,20 @@ IN_PLACE = frozenset({
     "copy", "copy_p", "dynamic_slice", "dynamic_update_slice", "name", "reshape",
     "scatter", "slice", "squeeze",
 })  # fmt: skip
-"""Primitives whose result lies as their first operand does."""
+"""Primitives whose result has the memory layout of their first operand."""
 
 
 def use_memory_order(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program whose kernels know what lies otherwise; itself if nothing does.
+    """Returns a program whose kernels take transposed operands; itself without any.
 
     Args:
         program: A rewritten program.
     """
-    return map_bodies(program, _told)
+    return map_bodies(program, _with_memory_order)
 
 
-def _told(body: Any) -> Any:
-    """A body of which the sites' kernels know."""
+def _with_memory_order(body: Any) -> Any:
+    """A body whose sites take transposed operands."""
     if not any(map(_may_swap, body.eqns)):
         return body
     makers = {v: e for e in body.eqns for v in e.outvars}
@@ -50,7 +50,7 @@ def _told(body: Any) -> Any:
 
 
 def _may_swap(eqn: Any) -> bool:
-    """Whether an equation is a site with a kernel that takes operands otherwise."""
+    """Whether an equation is a site with a kernel that supports transposed operands."""
     if eqn.primitive not in (site.site_p, site.site_on_devices_p):
         return False
     kernels = (k for _, k in eqn.params["use"].kernels)
@@ -74,7 +74,7 @@ def _with_order(eqn: Any, makers: dict[Any, Any]) -> Any:
 
 
 def _lies_swapped(atom: Any, first: int, second: int, makers: dict[Any, Any]) -> bool:
-    """Whether an operand is a transpose, of these axes, of what is there in memory."""
+    """Whether an operand is a transpose of these axes of an array in memory."""
     maker = None if _jax.is_literal(atom) else makers.get(atom)
     if maker is None or maker.primitive.name != "transpose":
         return False
@@ -92,6 +92,6 @@ def _lies_swapped(atom: Any, first: int, second: int, makers: dict[Any, Any]) ->
 
 @functools.lru_cache(maxsize=256)
 def _knowing(kernel: Kernel, names: tuple[str, ...]) -> Kernel:
-    """The kernel, whose forward is told what lies swapped; the same for equal ones."""
+    """The kernel, with the names of its transposed operands; equal ones are one."""
     forward = functools.partial(kernel.forward, swapped=names)
     return replace(kernel, forward=forward, swaps=())

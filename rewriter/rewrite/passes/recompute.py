@@ -42,31 +42,31 @@ CHEAP = frozenset({
     "sinh", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub",
     "tan", "tanh", "transpose", "xor",
 })  # fmt: skip
-"""Primitives that XLA fuses with what reads their results."""
+"""Primitives that XLA fuses with the readers of their results."""
 
 FEW, MOVED = 16.0, 3.0
-"""Operations per byte, and bytes for each byte of the result, up to which a site costs
-about what it takes to read its operands, as norms do."""
+"""The most operations per byte, and bytes moved per byte of the result, of a site that
+costs about as much as reading its operands, as norms do."""
 
 NEW, GIVEN = 1.02, 0.25
-"""What a byte weighs of a value that is not stacked yet, so that none takes the place
-of another of its size; and of one that the forward loop is given for each turn, which
-must only be read again."""
+"""The weight of a byte of two kinds of values. NEW: not stacked yet; slightly more than
+1, so that no value replaces another of equal size. GIVEN: an input of the forward loop
+for each turn, which is only read again."""
 
 LEAST = 1 << 20
-"""Bytes of stacks below which a program is left as it is."""
+"""Programs that stack fewer bytes stay as they are."""
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """What a loop stacks for the loop of its gradients.
+    """The values that a loop stacks for the loop of its gradients.
 
     Attributes:
         where: The user's line of the loop.
-        turns: How many turns there are.
+        turns: The number of turns.
         before: Bytes of all turns, as written.
         after: Bytes as rewritten.
-        again: How many values are computed again.
+        again: The number of values that are computed again.
     """
 
     where: str
@@ -77,10 +77,10 @@ class Stacks:
 
 
 def recompute_stacked(program: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Stacks, ...]]:
-    """Returns a program whose loops stack no more than they must, and what changed.
+    """Returns a program whose loops stack as little as possible, and the changes.
 
     Args:
-        program: A rewritten program; it is returned itself if there is nothing to gain.
+        program: A rewritten program; it is returned itself if nothing changes.
     """
     found: list[Stacks] = []
 
@@ -98,14 +98,14 @@ def recompute_stacked(program: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[Stacks, 
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """A loop, and the loop that reads what it stacks.
+    """A loop, and the loop that reads its stacks.
 
     Attributes:
         forward: The first loop.
         backward: The other one.
-        read: By the place of a value among the forward's results, those of its stack
-            among the backward's operands.
-        anyway: Places of results whose stacks something else reads, too.
+        read: By the place of a value among the forward's results, the places of its
+            stack among the backward's operands.
+        anyway: Places of results whose stacks other equations read too.
     """
 
     forward: Loop
@@ -156,15 +156,15 @@ def _vars(atoms: Iterable[Any]) -> list[Any]:
 # ---------------------------------------------------------------------- what to stack
 @dataclass(frozen=True)
 class _Cut:
-    """Variables of the forward's body to stack or hand over, and what that changes."""
+    """Variables of the forward's body to stack or pass on, and the bytes saved."""
 
     values: tuple[Any, ...]
     stacks: Stacks
 
 
 def _cut(pair: _Pair) -> _Cut | None:
-    """What to stack, or give to the backward; None if less is not to be had."""
-    import networkx  # which takes long, and most programs stack nothing
+    """The values to stack, or to pass to the backward; None if that saves nothing."""
+    import networkx  # slow to import; most programs stack nothing
 
     forward = pair.forward
     if not isinstance(forward.length, int) or not is_sized(forward.inputs):
@@ -190,7 +190,7 @@ def _cut(pair: _Pair) -> _Cut | None:
             if operand not in seen:
                 seen.add(operand)
                 todo.append(operand)
-    if "start" not in graph:  # all is made of nothing
+    if "start" not in graph:  # no value is costly or an input
         return None
     _, (near, _) = networkx.minimum_cut(graph, "start", "end")
     cut = [v for v in seen if (v, "in") in near and (v, "out") not in near]
@@ -206,7 +206,7 @@ def _cut(pair: _Pair) -> _Cut | None:
 
 
 def _is_given(loop: Loop, place: int | None) -> bool:
-    """Whether an operand of a loop is there for each turn, and no carry."""
+    """Whether an operand of a loop is read in each turn, and no carry."""
     return place is not None and not loop.n_consts <= place < loop.first
 
 
@@ -217,7 +217,7 @@ def _weight(
     wanted: set[Any],
     stacked: set[Any],
 ) -> int:
-    """What it takes to have a value of the forward's body in the backward's."""
+    """The cost of passing a value of the forward's body to the backward's."""
     forward, weight = pair.forward, 100 * size(value)
     if value in stacked:
         return 0
@@ -232,7 +232,7 @@ def _weight(
 
 # ------------------------------------------------------------------------ both loops
 def _with_cut(body: Any, pair: _Pair, cut: Sequence[Any]) -> Any:
-    """The body with loops that stack what is cut, and compute again what is behind it.
+    """The body with loops that stack the cut, and recompute the values behind it.
 
     Args:
         body: The body, closed or not.
@@ -284,10 +284,10 @@ def _with_cut(body: Any, pair: _Pair, cut: Sequence[Any]) -> Any:
 def _stacking(
     pair: _Pair, values: Sequence[Any]
 ) -> tuple[list[Any], dict[Any, Any], list[Any]]:
-    """Equations of the forward that stacks some values instead of what it did.
+    """Equations of the forward that stacks other values than before.
 
     Returns:
-        The equations, what became of the results that are read elsewhere, and the
+        The equations, the replacements of results that are read elsewhere, and the
         stacks.
     """
     loop = pair.forward
@@ -323,7 +323,7 @@ def _again(loop: Loop, cut: Sequence[Any], wanted: Sequence[Any]) -> Any:
 
 
 def _cheap(eqn: Any) -> bool:
-    """Whether an equation costs about as much as to read what it makes."""
+    """Whether an equation costs about as much as reading its results."""
     if eqn.effects:
         return False
     if eqn.primitive in SITES:

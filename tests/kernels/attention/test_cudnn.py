@@ -31,8 +31,8 @@ def spec(dtype: Any = jnp.bfloat16, more: tuple[str, ...] = (), **params: Any) -
     ("given", "why"),
     [
         (spec(jnp.float32), "16-bit"),
-        (spec(more=("alibi",)), "not given alibi"),
-        (spec(more=("sinks",)), "not given sinks"),
+        (spec(more=("alibi",)), "not support alibi"),
+        (spec(more=("sinks",)), "not support sinks"),
         (spec(softcap=30.0), "soft cap"),
         (spec(window=(None, 3)), "window"),
         (spec(window=(None, 0), shift=5), "window"),
@@ -254,7 +254,7 @@ def test_what_cudnn_refuses_of_gradients_alone_is_told(monkeypatch) -> None:
     [
         ({"bias": ((1, 4, 256, 256), jnp.float32)}, {}, "16-bit"),
         ({"kv_lengths": ((2,), jnp.int32)}, {"window": (8, 0)}, "without keys"),
-        ({"offset": ((2,), jnp.int32)}, {}, "not given offset"),
+        ({"offset": ((2,), jnp.int32)}, {}, "not support offset"),
     ],
 )
 def test_tables_and_lengths_it_is_not_given(more, params, why) -> None:

@@ -37,7 +37,7 @@ KERNEL = next(k for k in KERNELS if k.name == "hopper_decode")
         (spec(t=17), "68 queries of a key head"),
         (spec(size=12), "pages of 12 keys, not a multiple of 8"),
         (spec(size=264), "pages of 264 keys do not divide into blocks"),
-        (spec(b=0), "sizes that are numbers, not 0"),
+        (spec(b=0), "known sizes above 0"),
     ],
 )
 def test_what_it_refuses(given: Spec, why: str) -> None:

@@ -31,11 +31,9 @@ if TYPE_CHECKING:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether it takes a use: what the decode kernel does, on even pages."""
+    """Returns whether it supports a use: that of the decode kernel, with even pages."""
     if spec.symbolic or any(0 in shape for _, shape in spec.shapes):
-        return no(
-            "sizes", "the Hopper decode kernel wants sizes that are numbers, not 0"
-        )
+        return no("sizes", "the Hopper decode kernel needs known sizes above 0")
     verdict = hopper_decode.supports(as_attention(spec), hopper_decode.IN_PAGES)
     if not verdict.ok:
         return verdict
@@ -51,7 +49,7 @@ def forward(*, config: Split | None = None, **given: Any) -> Array:
     """Returns paged attention [b, t, n, e], as `reference` does.
 
     Args:
-        config: How the work is split, by default by the rule of thumb.
+        config: How the work is split; the default config if absent.
         **given: Operands and parameters of paged attention.
     """
     from rewriter.kernels.attention.paged import OP

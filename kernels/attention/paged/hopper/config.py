@@ -27,12 +27,12 @@ def page_size(spec: Spec) -> int:
 
 
 def default(spec: Spec, device: Device) -> Split:
-    """Returns the rule of thumb: the first of `configs` that fits."""
+    """Returns the default config: the first of `configs` that fits."""
     return next(c for c in configs(spec, device) if fits(c, spec, device).ok)
 
 
 def configs(spec: Spec, device: Device) -> list[Split]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     size, found = page_size(spec), []
     step = math.lcm(size, ROWS)
     for config in hopper_decode.configs(as_attention(spec), device):
@@ -44,7 +44,7 @@ def configs(spec: Spec, device: Device) -> list[Split]:
 
 
 def fits(config: Split, spec: Spec, device: Device) -> Verdict:
-    """Returns whether a config can run: as the decode kernel's, and on even pages."""
+    """Returns whether a config can run: in the decode kernel, with even pages."""
     size, found = page_size(spec), YES
     if not _even(config.block_kv, size):
         text = f"blocks of {config.block_kv} keys and pages of {size} do not divide"

@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 TYPES = ("bfloat16", "float32")
 TAKEN = {"q", "k_pages", "v_pages", "table", "kv_lengths", "offset", "sinks"}
 ROWS = 256
-"""Queries of all heads of a sequence, at most: their scores are computed at once."""
+"""The most queries of all heads of a sequence: their scores are computed at once."""
 
 COPIED = 4 << 20
-"""Bytes of gathered keys and values from which not to write them is worth a kernel."""
+"""The fewest bytes of gathered keys and values for which avoiding them is worth a
+kernel."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes a use: few queries, masks by position."""
+    """Returns whether the kernel supports a use: few queries, masks by position."""
     verdict = all_of(sized(spec), _types(spec))
     if not verdict.ok:
         return verdict
@@ -68,9 +69,9 @@ def _pool(spec: Spec) -> dict[str, int]:
 
 
 def _in_place(spec: Spec) -> Verdict:
-    """Whether pools are read as they lie in memory, and not copied before.
+    """Whether pools are read in place, without a copy.
 
-    Seen in the programs that the compiler makes for a v5e (libtpu 0.0.50).
+    Observed in compiled programs for a v5e (libtpu 0.0.50).
     """
     widths = {spec.shape("k_pages")[3], spec.shape("v_pages")[3]}
     heads = _pool(spec)["k"]
@@ -85,11 +86,11 @@ def _in_place(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns yes where the gathered keys and values, which it never writes, are large.
+    """Returns yes for large gathered keys and values, which the kernel never writes.
 
-    A rule of thumb: no TPU was here to measure it. The gather reads and writes all
-    pages of the table, and attention reads them again; the kernel reads, once, those up
-    to each sequence's length.
+    A rule of thumb, not measured on a TPU. The gather reads and writes all pages of the
+    table, and attention reads them again; the kernel reads, once, those up to each
+    sequence's length.
     """
     del platform
     size = copied(dict(spec.shapes), dict(spec.dtypes), dict(spec.params))

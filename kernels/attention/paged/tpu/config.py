@@ -26,7 +26,7 @@ MOST_PAGES = 16
 """Pages of a step: each is an operand of its own."""
 
 COLUMNS = 1024
-"""Keys of all heads in a step, if there are as many.
+"""Keys of all heads in a step, if there are that many.
 
 With 32 queries, 8 heads of 128 and pages of 16 in bfloat16, a step of 1, 2, 4 and 8
 pages takes 408, 504, 821 and 1411 instruction bundles on a v5e (libtpu 0.0.50), and
@@ -81,13 +81,13 @@ def sizes(spec: Spec) -> Sizes:
 
 
 def default(spec: Spec, device: Device) -> Chunk:
-    """Returns as many pages as a step needs to be long enough, of those that fit."""
+    """Returns enough pages for a long step, if they fit."""
     made = configs(spec, device)
     return made[0] if made else Chunk()
 
 
 def configs(spec: Spec, device: Device) -> list[Chunk]:
-    """Returns configs worth measuring, the likeliest first."""
+    """Returns configs worth measuring, most promising first."""
     use = sizes(spec)
     most = min(use.p, MOST_PAGES)
     wanted = min(most, max(1, COLUMNS // use.columns))
@@ -96,7 +96,7 @@ def configs(spec: Spec, device: Device) -> list[Chunk]:
 
 
 def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
-    """Returns whether a step has room: VMEM for its pages, SMEM for the list."""
+    """Returns whether a step fits: VMEM for its pages, SMEM for the list."""
     use, room = sizes(spec), generation(device).vmem
     found = []
     if (need := vmem(config, use)) > room:
@@ -111,8 +111,8 @@ def fits(config: Chunk, spec: Spec, device: Device) -> Verdict:
 def vmem(config: Chunk, use: Sizes) -> int:
     """Returns the bytes of VMEM that a step takes.
 
-    Pages twice, and once as they are joined, wide; scores and weights, a few times;
-    queries and results.
+    It counts pages twice, and once more joined and widened; scores and weights a few
+    times; queries and results.
     """
     wide, columns = _lanes(use.h) + _lanes(use.e), config.pages * use.columns
     rows = -(-use.rows // 16) * 16

@@ -54,7 +54,7 @@ class Problem:
         scale: Multiplies scores.
         softcap: The largest score, or None.
         window: How far a query sees to the left and right.
-        empty_rows: What a row without keys gives.
+        empty_rows: The result of a row without keys.
     """
 
     t: int
@@ -113,9 +113,9 @@ def forward(
     Args:
         q: [b, t, n, h].
         k_pages: A pool of pages, with axes by ``heads_axis``.
-        v_pages: The same of values.
+        v_pages: The same for values.
         table: int [b|1, p].
-        config: How many pages a step reads.
+        config: The number of pages that a step reads.
         kv_lengths: int [b|1]; keys below are seen.
         offset: int [b|1], added to positions of queries.
         sinks: float [n]; ``exp(sink)`` joins each row's denominator.
@@ -126,7 +126,7 @@ def forward(
         window: How far a query sees to the left and right.
         shift: A static part of the offset.
         softcap: ``c * tanh(scores / c)``.
-        empty_rows: What a row that sees no key gives.
+        empty_rows: The result of a row that sees no key.
         out_dtype: The result's dtype, q's by default.
     """
     b, t, n, h = q.shape
@@ -216,7 +216,7 @@ def _call(
 
 
 def _pages(p: Problem, pool: Array) -> tuple[Array, tuple[int, ...]]:
-    """A pool as the kernel reads it, and the shape of one page of it."""
+    """A pool in the kernel's shape, and the shape of one page."""
     width = pool.shape[3]
     if p.heads_axis == 0:
         return pool, (p.heads, 1, p.size, width)
@@ -225,7 +225,7 @@ def _pages(p: Problem, pool: Array) -> tuple[Array, tuple[int, ...]]:
 
 
 def _page(p: Problem, many: int, i: int) -> Any:
-    """Where the page in one place of a step's chunk is."""
+    """The block of one page of a step's chunk."""
 
     def at(step: Any, _: Any, pages: Any, *__: Any) -> tuple[Any, ...]:
         page = pages[step * many + i]
@@ -236,7 +236,7 @@ def _page(p: Problem, many: int, i: int) -> Any:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step does.
+    """One step of the kernel.
 
     Attributes:
         p: The use.

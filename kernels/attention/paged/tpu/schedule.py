@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """Which keys the queries of each sequence see, int32 [b] each.
+    """The keys that the queries of each sequence see, int32 [b] each.
 
     Attributes:
-        limit: Keys from this one on are seen by none.
+        limit: The first key that no query sees, like all after it.
         start: The position of the first query.
-        first: The first key that has to be read.
+        first: The first key to read.
         last: The last one, inclusive; not before the first.
     """
 
@@ -39,7 +39,7 @@ def seen(
     shift: int,
     every: bool,
 ) -> Seen:
-    """Returns which keys the queries of each sequence see.
+    """Returns the keys that the queries of each sequence see.
 
     Args:
         b: Sequences.
@@ -49,8 +49,8 @@ def seen(
         offset: int [b|1], added to positions of queries.
         window: How far a query sees to the left and right, as attention has it.
         shift: A static part of the offset.
-        every: Whether all pages are read for a sequence of which a query sees no key,
-            as it gives the mean of all values.
+        every: Whether all pages are read for a sequence with a query that sees no key,
+            since its result is the mean of all values.
     """
     left, right = window
     length = s if lengths is None else jnp.minimum(lengths, s)
@@ -75,12 +75,12 @@ class Steps:
     """The steps of the kernel: a chunk of pages of one sequence each.
 
     Attributes:
-        words: int32 [b chunks], of each step its sequence times the number of chunks
-            and its chunk.
+        words: int32 [b chunks], for each step its sequence times the number of chunks,
+            plus its chunk.
         pages: int32 [b chunks pages], the pages of each step.
         begin: int32 [b], the first chunk of each sequence.
         end: int32 [b], its last one.
-        count: How many steps there are.
+        count: The number of steps.
     """
 
     words: Array
@@ -93,8 +93,8 @@ class Steps:
 def steps(table: Array, first: Array, last: Array, pages: int) -> Steps:
     """Returns the steps over pages from a first to a last one, sequence by sequence.
 
-    A step's places without a page name the one that is there from a step before, so
-    that nothing is fetched for them.
+    A step's places without a page name the page that they already hold, so that nothing
+    is fetched for them.
 
     Args:
         table: int32 [b, p].
@@ -130,6 +130,6 @@ def steps(table: Array, first: Array, last: Array, pages: int) -> Steps:
 
 
 def many(b: int, p: int, pages: int) -> int:
-    """Returns how many int32 of SMEM the steps take at most."""
+    """Returns the most int32 of SMEM that the steps take."""
     chunks = -(-p // pages)
     return b * chunks * (1 + pages) + 6 * b

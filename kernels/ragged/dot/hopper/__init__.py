@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 MOST = 1 << 30
-"""Sizes from here on do not fit the kernels' numbers."""
+"""Sizes from this on overflow the kernels' indices."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernels take this use: 16 bits, k and n multiples of 64."""
+    """Returns whether the kernels support a use: 16 bits, k and n multiples of 64."""
     base = xla.supports(spec)
     if not base.ok:
         return base
@@ -53,7 +53,7 @@ def supports(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for Hopper GPUs, where those are known, there is an estimate."""
+    """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
     return no("device", "chosen for a GPU that is known to be a Hopper GPU")
 
@@ -79,7 +79,7 @@ def forward(
     residuals: bool = False,
     config: Tiles | None = None,
 ) -> Any:
-    """Returns the ragged dot, as `reference` does, for what `supports` takes.
+    """Returns the ragged dot, as `reference` does, for supported uses.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
@@ -116,8 +116,8 @@ def backward(
     """Returns the cotangents of lhs and rhs, each a ragged dot itself.
 
     Args:
-        cotangent: As the result of `forward`. If it is wider than the operands, which
-            tensor cores do not multiply, XLA computes both in `tiled`'s way.
+        cotangent: As the result of `forward`. If it is wider than the operands, tensor
+            cores cannot multiply it, and XLA computes both as in `tiled`.
         config: The tiles.
         **given: As for `rewriter.kernels.ragged.dot.xla.backward`.
     """

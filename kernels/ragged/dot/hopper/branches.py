@@ -25,7 +25,7 @@ class Branch:
         matrices: [g, k, n or more]; [g, n, k] if transposed.
         first: The first of its columns, a multiple of 64.
         bias: float32 [n], added to each row of the product.
-        scale: float32 [g, n], what each row of the product is multiplied by before.
+        scale: float32 [g, n], multiplied with each row of the product before the bias.
     """
 
     matrices: Any
@@ -36,11 +36,11 @@ class Branch:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one copy brings of a step's matrices.
+    """The part of a step's matrices that one copy brings.
 
     Attributes:
-        branch: Which branch it is of.
-        place: Where it goes, in a stage of shared memory.
+        branch: The index of its branch.
+        place: Its place in a stage of shared memory.
         column: Its first column in the tile of that branch.
         columns: How many it has.
     """
@@ -52,11 +52,11 @@ class Piece:
 
 
 def pieces(config: Tiles, branches: int) -> list[Piece]:
-    """Returns what is copied for a step: each part whole, or 64 columns at a time.
+    """Returns the copies of a step: each part whole, or 64 columns at a time.
 
     Args:
         config: The tiles.
-        branches: How many branches share a tile's columns.
+        branches: The number of branches that share a tile's columns.
 
     Example:
         >>> [(p.branch, p.place, p.column) for p in pieces(Tiles(), 2)]
@@ -75,11 +75,11 @@ def pieces(config: Tiles, branches: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Side:
-    """How matrices come into shared memory as tensor cores take them.
+    """How matrices come into shared memory in the layout of tensor cores.
 
     Attributes:
         scratch: Shared memory for it.
-        copied: Of that, what copies fill: [stages, *place, ...].
+        copied: The part of it that copies fill: [stages, *place, ...].
         taken: ``taken(memory, slot, part, i)`` gives a warpgroup's part of the i-th
             step of a tile, [*place, ...], once its copies have come.
     """
@@ -92,11 +92,11 @@ class Side:
 def side(
     config: Tiles, branches: int, transposed: bool, stored: Any, dtype: Any
 ) -> Side:
-    """Returns how matrices come that are stored as they are multiplied.
+    """Returns the `Side` of matrices that are stored in the dtype of products.
 
     Args:
         config: The tiles.
-        branches: How many branches share a tile's columns.
+        branches: The number of branches that share a tile's columns.
         transposed: Whether the last axis of the matrices is summed.
         stored: Their dtype.
         dtype: That of the rows, the same.
@@ -130,11 +130,11 @@ def blocks(
 
     Args:
         sums: float32 [rows, columns of all branches], in registers.
-        branches: What those are, their biases and scales references.
+        branches: The branches, with references as biases and scales.
         row: The block's first row.
         column: Its first column in a branch.
         wide: Its columns.
-        first: Which column of the result a branch's first one is.
+        first: The column of the result where a branch's columns begin.
         group: The rows' group.
     """
     own = sums.shape[1] // len(branches)

@@ -32,14 +32,15 @@ WIDE = 64
 """Columns that are copied at once: a row of 128 bytes."""
 
 MANY_ROWS = 1 << 16
-"""Rows from which tiles are claimed: a group's tiles are alike, and take turns as well.
-On an H200 that was 1 to 3 % faster up to 32768 rows, 3 % slower for 131072."""
+"""The fewest rows for which tiles are claimed: a group's tiles are alike, so that turns
+work as well. On an H200 that was 1 to 3 % faster up to 32768 rows, 3 % slower for
+131072."""
 
 NUMBERS = 5
-"""What warpgroups are told of a tile: group, row, column, first row, how many."""
+"""The number of fields of a tile: group, row, column, first row, number of rows."""
 
 PIECES = (32, 16, 8, 4, 2, 1)
-"""Rows of the pieces of a last step, but for the one row more."""
+"""Rows of the pieces of a last step, except the last single row."""
 
 
 def product_of_groups(
@@ -58,8 +59,8 @@ def product_of_groups(
         [g, k, n].
     """
     if len(lhs) == 1:
-        # Mosaic drops axes of size 1 from copies of size 1, and with them where they
-        # begin: rows past the end would be the first row, and not zeros.
+        # Mosaic drops axes of size 1 from copies of size 1, and their start with them:
+        # rows past the end would be the first row instead of zeros.
         lhs, rhs = (jnp.pad(x, ((0, 1), (0, 0))) for x in (lhs, rhs))
     (m, k), n, groups = lhs.shape, rhs.shape[1], len(group_sizes)
     starts, ends = bounds(group_sizes, m)
@@ -109,7 +110,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Block:
-    """What one block of threads does."""
+    """The work of one block of threads."""
 
     config: Tiles
     lhs: Any
@@ -205,7 +206,7 @@ class _Block:
 
     def copy_rest(self, tile: _Tile, slot: Any, first: Any) -> None:
         """Copies ``tile.rest`` rows, and rows of zeros after them."""
-        # Not a plain number: jax refuses those that it sees to be out of bounds.
+        # Not a Python number: jax refuses those that are visibly out of bounds.
         beyond = jnp.maximum(self.lhs.shape[0], tile.rest)
         for piece in PIECES:
             valid, here, there = schedule.part_of_tile(tile.rest, piece, STEP)
@@ -257,7 +258,7 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def free_all(self, warpgroup: Any) -> None:
-        """Says that all shared memory is free: each that shares a tile, once."""
+        """Marks all shared memory as free; each warpgroup of a tile does so once."""
 
         @pallas_gpu.when(warpgroup < self.config.sharing)
         def _() -> None:

@@ -77,22 +77,22 @@ def combined(
     transposed: bool = False,
     matrices: Callable[..., Side] = side,
 ) -> Sequence[Array]:
-    """Returns what is made of each row's products with its group's matrices.
+    """Returns functions of each row's products with its group's matrices.
 
     Products of rows of no group are zeros.
 
     Args:
-        name: The kernel's name, as profilers show it.
+        name: The name of the kernel in profiles.
         lhs: [m, k], bfloat16 or float16.
         branches: The matrices; if there are several, their tiles share the columns of
             a tile.
         n: Columns of each branch.
-        group_sizes: int [g]; None if all rows are of the only group.
-        results: For each result what it is of float32 blocks of all branches.
+        group_sizes: int [g]; None if all rows are in a single group.
+        results: For each result, a function of float32 blocks of all branches.
         dtype: The results' dtype.
         config: The tiles.
         transposed: Whether the last axis of the only branch's matrices is summed.
-        matrices: How they come into shared memory as tensor cores take them.
+        matrices: How they come into shared memory in the layout of tensor cores.
 
     Returns:
         [m, n] for each result.
@@ -145,7 +145,7 @@ def combined(
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile: its rows, their group, its first column, and how many steps it takes.
+    """A tile: its rows, their group, its first column, and its number of steps.
 
     `owner` is the warpgroup that computes it, 0 if all do.
     """
@@ -160,7 +160,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Block:
-    """What one block of threads does."""
+    """The work of one block of threads."""
 
     config: Tiles
     transposed: bool
@@ -294,7 +294,7 @@ class _Block:
                         tile.row + row, first, rows,
                     )  # fmt: skip
 
-            # Tensor cores take 64 rows at once; those without any are left out.
+            # Tensor cores take 64 rows at once; groups of 64 without rows are skipped.
             for height in range(64, config.rows + 1, 64):
                 last = (rows <= height) | (height == config.rows)
                 pallas_gpu.when((rows > height - 64) & last)(lambda h=height: some(h))
@@ -310,7 +310,7 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def free_all(self, warpgroup: Any) -> None:
-        """Says that all shared memory is free: each that shares a tile, once."""
+        """Marks all shared memory as free; each warpgroup of a tile does so once."""
 
         @pallas_gpu.when(warpgroup < self.config.sharing)
         def _() -> None:
@@ -318,7 +318,7 @@ class _Block:
                 plgpu.barrier_arrive(self.shared["free"].at[slot])
 
     def pass_by(self, tile: _Tile, step: Any) -> None:
-        """Lets the parts of a tile pass."""
+        """Skips the parts of a tile."""
 
         def part(i: Any, _: Any) -> None:
             slot = self.slot(step + i)
@@ -338,7 +338,7 @@ class _Block:
             plgpu.barrier_arrive(x["free"].at[self.slot(step + i)])
 
         def added(add: Callable[..., Any], sums: Any) -> Any:
-            """Adds the products of all parts; sums go from each to the next."""
+            """Adds the products of all parts; sums are passed from each to the next."""
 
             def part(i: Any, sums: Any) -> Any:
                 slot = self.slot(step + i)

@@ -13,22 +13,23 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 KIB = 1 << 10
-"""Bytes of what warpgroups are told of tiles, at most."""
+"""The most bytes of messages about tiles between warpgroups."""
 
 BARRIERS = KIB
 """Bytes for barriers."""
 
 STEP = 64
-"""What is multiplied at once, along the axis that is summed: a row of 128 bytes."""
+"""The extent of one product along the summed axis: a row of 128 bytes."""
 
 WARPGROUPS = 2
 """Warpgroups that compute; one more copies."""
 
 REGISTERS = (232, 40)
-"""Registers per lane for them and for it. All lanes of an SM have 512 x 128."""
+"""Registers per lane for those that compute, and for the one that copies. All lanes of
+an SM have 512 x 128."""
 
 STORED = 64 * 128
-"""Bytes of what a warpgroup stores at once: 64 rows of 128 bytes."""
+"""Bytes that a warpgroup stores at once: 64 rows of 128 bytes."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Tiles:
     """The config of both passes.
 
     Attributes:
-        block_m: Rows of a tile of the result; if the rows are what is summed, the
-            columns of lhs that a tile has. Two warpgroups share 128 and 256 of them,
-            and the columns of a tile of 64.
+        block_m: Rows of a tile of the result; if rows are summed, the columns of lhs in
+            a tile. Two warpgroups share 128 and 256 of them, and the columns of a tile
+            of 64.
         block_n: Columns of a tile.
         stages: Parts of both operands, `STEP` deep, that shared memory holds.
         width: Rows of tiles that are computed together, column by column.
@@ -46,9 +47,9 @@ class Tiles:
         apart: Whether each warpgroup has tiles of its own, so that one stores while
             the other multiplies.
         programs: Blocks of threads, which take one tile after the other.
-        claimed: Whether a block takes the next tile when it is done with one, not
-            every n-th: tiles of few rows take less time. From jax 0.11 on, not where
-            there are no groups, and of products of groups only those of many rows.
+        claimed: Whether blocks claim tiles from a work queue instead of taking every
+            n-th: tiles of few rows take less time. From jax 0.11 on, not without
+            groups, and for products of groups only with many rows.
     """
 
     block_m: int = 128
@@ -72,10 +73,10 @@ class Tiles:
 
     @property
     def owners(self) -> int:
-        """How many sets of barriers there are: one, or one for each warpgroup.
+        """The number of sets of barriers: one, or one for each warpgroup.
 
-        A warpgroup must wait for every completion of its barriers, so that those for
-        tiles of the other one are not its own.
+        A warpgroup must wait for every completion of its barriers, so it cannot share
+        them with the other one's tiles.
         """
         return WARPGROUPS // self.sharing
 
@@ -98,7 +99,7 @@ class Tiles:
     def chunks(self) -> dict[str, tuple[int, int]]:
         """Warpgroups' parts of lhs and rhs, and 64 columns each of such a part.
 
-        Where the rows are summed; a part that both warpgroups need is there once.
+        It is for summed rows; a part that both warpgroups need occurs once.
         """
         left, right = self.rows // 64, self.columns // 64
         if self.by_columns:
@@ -112,7 +113,7 @@ class Tiles:
 
     @property
     def copies(self) -> int:
-        """How many copies of 64 columns a step takes where the rows are summed."""
+        """The number of copies of 64 columns in a step, if rows are summed."""
         return (self.block_m + self.block_n) // 64
 
     @property
@@ -129,13 +130,13 @@ class Tiles:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the rule of thumb, by rows of a group.
+    """Returns the default config, by rows of a group.
 
-    On an H200, 256 2048 1536 128 (m, k, n, g): 64 x 256 152 us, 128 x 256 164 us.
-    From 256 rows a group on, 128 x 256 was the fastest or within 2 % of it. To claim
-    tiles of 128 rows took 0.95 to 0.97 of the time of taking turns, 0.77 for 131072
-    7168 1024 256, and 0.86 for 131072 4096 1536 128; tiles of 64 rows, which are alike,
-    1.06 for 256 rows a group and 0.96 for two.
+    On an H200, 256 2048 1536 128 (m, k, n, g): 64 x 256 152 us, 128 x 256 164 us. From
+    256 rows a group on, 128 x 256 was the fastest or within 2 % of it. Claiming tiles
+    of 128 rows took 0.95 to 0.97 of the time of taking turns, 0.77 for 131072 7168 1024
+    256, and 0.86 for 131072 4096 1536 128; tiles of 64 rows, which are alike, 1.06 for
+    256 rows a group and 0.96 for two.
     """
     del device
     if _mean(spec) <= 32 and spec.param("mode") != "contracting":
@@ -144,9 +145,9 @@ def default(spec: Spec, device: Device) -> Tiles:
 
 
 def configs(spec: Spec, device: Device) -> list[Tiles]:
-    """Returns configs worth measuring, the likeliest first.
+    """Returns configs worth measuring, most promising first.
 
-    None is apart: their numbers were tested on an H200, their times not measured.
+    None has `apart`: such configs were tested on an H200, but not timed.
     """
     del device
     made = [Tiles(width=4), Tiles(width=16), Tiles(256, 128)]

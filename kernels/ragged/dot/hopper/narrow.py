@@ -20,17 +20,17 @@ from rewriter.kernels.ragged.dot.hopper.config import WARPGROUPS, Tiles
 from rewriter.kernels.shared import pallas_gpu
 
 PLACES = 2
-"""Where a warpgroup puts what it widens, in turns."""
+"""The number of buffers for widened parts, used in turns."""
 
 
 def side(
     config: Tiles, branches: int, transposed: bool, stored: Any, dtype: Any
 ) -> Side:
-    """Returns how matrices come that are stored in 8 bits.
+    """Returns the `Side` of matrices that are stored in 8 bits.
 
     Args:
-        config: The tiles; no warpgroups share the columns that one multiplies.
-        branches: How many branches share a tile's columns.
+        config: The tiles; warpgroups do not share columns.
+        branches: The number of branches that share a tile's columns.
         transposed: Whether the last axis of the matrices is summed.
         stored: Their dtype.
         dtype: That of the rows, bfloat16 or float16.
@@ -45,8 +45,8 @@ def side(
         place = lax.rem(i, jnp.int32(PLACES))
         wide = memory["wide"].at[lax.axis_index(pallas_gpu.WARPGROUP), place]
         narrow = memory["narrow"].at[slot, own]
-        # A warp waits for its own part of the product that read this place; here for
-        # those of the others.
+        # A warp has waited for its own part of the product that read this buffer; here
+        # it waits for the other warps'.
         plgpu.commit_smem()
         for piece in range(shape[0]) if branches > 1 else (Ellipsis,):
             pallas_gpu.widened(narrow.at[piece], wide.at[piece])

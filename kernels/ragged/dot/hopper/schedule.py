@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from jax import Array
 
 FIELDS = 4
-"""Numbers of a row of `of_rows`."""
+"""Fields of a row of `of_rows`."""
 
 
 def most_tiles(m: int, groups: int, rows: int) -> int:
-    """Returns how many tiles m rows in `groups` groups and the rest are at most.
+    """Returns the most tiles of m rows in `groups` groups and the rest.
 
     Example:
         >>> most_tiles(256, 4, 64)
@@ -34,9 +34,9 @@ def most_tiles(m: int, groups: int, rows: int) -> int:
 def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
     """Returns the tiles of `rows` rows each, a power of two: int32 [1 + most, 4].
 
-    The first row holds their count; each of the others a tile: its group, first row,
-    number of rows, and 1 if there is something to multiply, 0 if its rows are of no
-    group. If the sizes are too large in sum, the last tiles may have no rows.
+    The first row holds their count. Each other row is a tile: its group, first row,
+    number of rows, and 1 if it is multiplied, 0 if its rows are in no group. If the
+    sizes are too large in sum, the last tiles may have no rows.
     """
     groups, most = len(group_sizes), most_tiles(m, len(group_sizes), rows)
     sizes = jnp.clip(group_sizes.astype(jnp.int32), 0, m)
@@ -44,7 +44,7 @@ def of_rows(group_sizes: Array, m: int, rows: int) -> Array:
     either = jnp.arange(2)[:, None] == 0
     ends, after = upto(jnp.where(either, sizes, own))
     tile = jnp.arange(most, dtype=jnp.int32)[:, None]
-    # Sums over groups, all in one kernel: of a tile's own, or of those before it.
+    # Sums over groups, in one kernel: those of a tile's group, and those before it.
     mine = (tile >= (after - own)) & (tile < after)
     group = jnp.sum(tile >= after, 1, dtype=jnp.int32)
     first = jnp.sum(jnp.where(mine, ends - sizes + rows * (tile - after + own), 0), 1)
@@ -69,7 +69,7 @@ class Listed:
 
     @property
     def count(self) -> Any:
-        """How many tiles there are."""
+        """The number of tiles."""
         return self.table[0, 0]
 
     def tile(self, index: Any) -> tuple[Any, ...]:
@@ -79,7 +79,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class OneGroup:
-    """Tiles of rows that are all of one group, which need no list.
+    """Tiles of rows that are all in one group, which need no list.
 
     Attributes:
         m: Rows.
@@ -95,7 +95,7 @@ class OneGroup:
 
     @property
     def count(self) -> int:
-        """How many tiles there are."""
+        """The number of tiles."""
         return -(-self.m // self.rows)
 
     def tile(self, index: Any) -> tuple[Any, ...]:
@@ -108,11 +108,11 @@ class OneGroup:
 def place(index: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
     """Returns (row, column) of a tile: bands of rows, columns to and fro.
 
-    Tiles that run at once then read few rows and few columns, which stay in the cache.
+    So tiles that run at once read few rows and few columns, which stay in the cache.
 
     Args:
         index: From 0 to ``rows * columns - 1``, an integer or a kernel's scalar.
-        rows: How many tiles there are in a column.
+        rows: The number of tiles in a column.
         columns: And in a row.
         width: Rows of a band.
 
@@ -137,20 +137,20 @@ def place(index: Any, rows: Any, columns: int, width: int) -> tuple[Any, Any]:
 
 
 def part_of_tile(valid: Any, piece: int, rows: int) -> tuple[Any, Any, Any]:
-    """Returns where one of the pieces lies that fill a tile of some valid rows.
+    """Returns the place of one of the pieces that fill a tile of some valid rows.
 
-    A tile of ``rows`` rows, a power of two, with ``0 < valid < rows`` of them valid is
-    made of one piece for each power of two below ``rows``, and of one more row, which
-    is `valid` itself: pieces in the binary digits of ``valid`` hold valid rows, and the
-    others rows to be zero. So there are equally many pieces, whatever is valid.
+    A tile has ``rows`` rows, a power of two, with ``0 < valid < rows`` of them valid.
+    It consists of one piece for each power of two below ``rows``, and of one more row
+    at index ``valid``. Pieces in the binary digits of ``valid`` hold valid rows; the
+    others hold rows to be zero. So the number of pieces does not depend on ``valid``.
 
     Args:
-        valid: How many rows are valid.
+        valid: The number of valid rows.
         piece: The piece's rows, a power of two below ``rows``.
         rows: Rows of the tile.
 
     Returns:
-        Whether the piece is valid, where it begins if so, and where if not.
+        Whether the piece is valid, its start if so, and its start if not.
 
     Example:
         >>> part_of_tile(5, 4, 8), part_of_tile(5, 2, 8), part_of_tile(5, 1, 8)

@@ -17,7 +17,7 @@ ROWS = 64
 
 
 def scratch(dtype: Any) -> Any:
-    """Returns shared memory for it: two parts for each warpgroup, in turns."""
+    """Returns shared memory for storing: two parts for each warpgroup, in turns."""
     shape = (WARPGROUPS, 2, ROWS, pallas_gpu.columns(dtype))
     return pallas_gpu.tiles_and_rows(shape, shape, dtype)
 
@@ -35,15 +35,15 @@ def store(
     """Stores the first rows of a warpgroup's part of a result.
 
     Args:
-        block: Gives a block of it from a row and a column on, so many columns wide:
-            [`ROWS`, columns], in registers.
+        block: Returns a block of the part from a row and a column on, with some
+            columns: [`ROWS`, columns], in registers.
         shape: Rows and columns of it.
-        shared: The two views that `scratch` makes.
-        warpgroup: Which warpgroup this is.
-        out: A reference [m, n] to global memory; columns past n are left out.
-        row: Where the first row goes.
-        column: Where the first column goes.
-        rows: How many rows are stored; none if negative.
+        shared: The two views of `scratch`.
+        warpgroup: The index of this warpgroup.
+        out: A reference [m, n] to global memory; columns past n are not stored.
+        row: The row of `out` for the first row.
+        column: The column of `out` for the first column.
+        rows: The number of rows to store; none if negative.
     """
     by_tile, by_row = shared
     wide = by_tile.shape[-1]

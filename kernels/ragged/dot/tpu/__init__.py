@@ -32,7 +32,7 @@ PRECISIONS = (None, "default", "high", "highest")
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernels take this use: bfloat16 and float32, any sizes."""
+    """Returns whether the kernels support a use: bfloat16 and float32, any sizes."""
     base = xla.supports(spec)
     if not base.ok:
         return base
@@ -53,7 +53,7 @@ def supports(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: what is worth it depends on the generation, which `estimate` asks."""
+    """Returns no: the gain depends on the generation, which `estimate` knows."""
     del spec, platform
     return no("device", "which TPU it is decides, and that is not known")
 
@@ -69,7 +69,7 @@ def forward(
     residuals: bool = False,
     config: Tiles | None = None,
 ) -> Any:
-    """Returns the ragged dot, as `reference` does, for what `supports` takes.
+    """Returns the ragged dot, as `reference` does, for supported uses.
 
     Args:
         lhs: [m, k], bfloat16 or float32.

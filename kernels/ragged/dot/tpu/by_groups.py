@@ -40,7 +40,7 @@ def product_of_groups(
         group_sizes: int [g].
         product: Its sizes.
         dtype: The result's dtype.
-        precision: As for `mosaic_tpu.dot`.
+        precision: As for `pallas_tpu.dot`.
         tiles: The config.
 
     Returns:

@@ -52,11 +52,11 @@ def rows_times_matrices(
         group_sizes: int [g].
         product: The sizes of one of the products.
         dtypes: The results' dtypes.
-        precision: As for `mosaic_tpu.dot`.
+        precision: As for `pallas_tpu.dot`.
         blocks: The sizes of blocks.
-        vmem: Bytes of VMEM that it takes.
-        name: The kernel's name, as profilers show it.
-        finish: What becomes of the products; it gives zeros for zeros.
+        vmem: Bytes of VMEM that the kernel takes.
+        name: The name of the kernel in profiles.
+        finish: A function of the products; it must return zeros for zeros.
         first: The block of each array's columns at which its matrices begin.
 
     Returns:
@@ -67,7 +67,7 @@ def rows_times_matrices(
     steps, parts = len(table) // schedule.FIELDS, -(-product.k // b.k)
     begin = first or [0] * len(rhs)
 
-    def at(step: Step, k: Any) -> Any:  # stays where nothing is multiplied
+    def at(step: Step, k: Any) -> Any:  # stays if nothing is multiplied
         return k if parts == 1 else jnp.where(step(schedule.HIGH) > 0, k, parts - 1)
 
     def left(j: Any, s: Any, k: Any, table: Any) -> Any:
@@ -112,7 +112,7 @@ def rows_times_matrices(
 
 @dataclass(frozen=True)
 class _Tile:
-    """What one step does: part of the sums of a block of the result."""
+    """One step: part of the sums of a block of the result."""
 
     product: Product
     blocks: Blocks
@@ -181,7 +181,7 @@ class _Tile:
         """Returns the products over some of lhs's columns."""
         across = int(self.product.mode == "transposed")
         left, rest = self.lhs[rows, columns], None
-        if self.product.k % self.blocks.k:  # what lies beyond is undefined
+        if self.product.k % self.blocks.k:  # values beyond the edge are undefined
             rest = self.product.k - self.part * self.blocks.k - columns.start
             left = pallas_tpu.masked(left, 1, 0, rest)
         made = []

@@ -19,24 +19,25 @@ MORE = 3 << 20
 """Bytes of VMEM for everything but blocks."""
 
 MOST_ROWS = 2048
-"""Of a block of a group's product. Wider blocks take fewer instructions for each sum,
-but this many columns of 1024 take 6 s to compile, twice as many 15 s."""
+"""The most rows in a block of a group's product. Larger blocks take fewer instructions
+for each sum, but this many rows by 1024 columns take 6 s to compile, twice as many 15
+s."""
 
 SMEM = 512 << 10
-"""Bytes of SMEM for what is known of the steps; there is 1 MiB on every TPU."""
+"""Bytes of SMEM for the table of steps; there is 1 MiB on every TPU."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The config of both passes: at most so much of each axis is in a block.
+    """The config of both passes: the largest part of each axis in a block.
 
     Attributes:
         block_m: Rows of a tile.
-        block_k: Columns of lhs: what is summed, or rows of the result, of which no
-            more than `MOST_ROWS` are in a block.
+        block_k: Columns of lhs, which are summed or are rows of the result; of the
+            latter no more than `MOST_ROWS` are in a block.
         block_n: Columns of a block of the result.
-        step_k: What of a block is summed in one piece of code. It grows with it, as
-            the time to compile does.
+        step_k: Columns of a block that are summed in one piece of code. Code size and
+            compile time grow with it.
         chunk: Rows that are multiplied at once where groups share a tile.
     """
 
@@ -49,7 +50,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The sizes of blocks that a product has with some tiles.
+    """The sizes of blocks of a product with some tiles.
 
     Attributes:
         m: Rows of lhs.
@@ -86,7 +87,7 @@ def blocks(product: Product, tiles: Tiles) -> Blocks:
 def vmem(product: Product, tiles: Tiles) -> int:
     """Returns the bytes of VMEM that a product takes.
 
-    Blocks are there twice, and sums; operands and products once more on their way to
+    It counts blocks and sums twice, and operands and products once more on their way to
     and from registers. That is more than the compiler was seen to take.
     """
     b, (left, right, out) = blocks(product, tiles), product.items
@@ -130,7 +131,7 @@ def aligned(config: Tiles) -> Verdict:
 
 
 def table_fits(product: Product, rows: int) -> Verdict:
-    """Returns whether what is known of the steps over tiles of rows fits into SMEM."""
+    """Returns whether the table of steps over tiles of rows fits into SMEM."""
     size = 4 * FIELDS * most_steps(product.m, product.groups, rows)
     if size > SMEM:
         text = f"{size >> 10} KiB of SMEM of {SMEM >> 10} KiB for the steps"
@@ -139,7 +140,7 @@ def table_fits(product: Product, rows: int) -> Verdict:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the largest tiles that fit, of those that took the fewest cycles."""
+    """Returns the largest tiles that fit, among those with the fewest cycles."""
     return _largest(spec, device, backward=False)
 
 
@@ -195,7 +196,7 @@ def _ladder(spec: Spec, device: Device) -> list[Tiles]:
 
 
 def pieces(mean: int, dtypes: Sequence[str], device: Device) -> tuple[int, int, int]:
-    """Returns rows of a tile, what of k is summed at once, and rows of a chunk.
+    """Returns rows of a tile, columns of k to sum at once, and rows of a chunk.
 
     Args:
         mean: Rows of a group.
@@ -232,7 +233,7 @@ NAMES = {
     "transposed": "ragged_dot_transposed",
     "contracting": "ragged_dot_of_groups",
 }
-"""The kernels, as profilers show them, by mode."""
+"""The names of the kernels in profiles, by mode."""
 
 
 def steps(

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from jax import Array
 
 GROUP, TILE, LOW, HIGH, FIRST, LAST, READ = range(7)
-"""What is known of a step, an int32 each.
+"""The fields of a step, an int32 each.
 
-The group whose matrix is taken; the tile of rows; its rows that belong to the group,
-from LOW to before HIGH (none if HIGH is 0); whether the block of the result is new,
-and whether it is complete after this step; the tile that lhs is read from.
+The group whose matrix is used; the tile of rows; its rows in the group, from LOW to
+before HIGH (none if HIGH is 0); whether the block of the result is new; whether it is
+complete after this step; the tile that lhs is read from.
 """
 
 FIELDS = 7
 
 
 def most_steps(m: int, groups: int, rows: int) -> int:
-    """Returns how many steps m rows in some groups take at most.
+    """Returns the most steps of m rows in some groups.
 
     Example:
         >>> most_steps(1000, 4, 256)
@@ -39,8 +39,8 @@ def most_steps(m: int, groups: int, rows: int) -> int:
 def of_rows(group_sizes: Array, m: int, rows: int) -> tuple[Array, Array]:
     """Returns the steps that visit every tile of rows at least once, in order.
 
-    Tiles of which no row belongs to a group come last. Their steps name the matrix and
-    the rows of the last step before them, which are there already.
+    Tiles without rows of any group come last. Their steps name the matrix and the rows
+    of the last step before them, which are in VMEM already.
 
     Args:
         group_sizes: int [g].
@@ -109,7 +109,7 @@ def _steps(
 
 
 def _changes(x: Array, count: Array) -> tuple[Array, Array]:
-    """Whether each step's number is another than that before, and than that after."""
+    """Whether each step's number differs from the one before, and the one after."""
     other = x[1:] != x[:-1]
     step = jnp.arange(len(x))
     first = jnp.concatenate([jnp.ones_like(other[:1]), other]) if len(x) > 1 else True

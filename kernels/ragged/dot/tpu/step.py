@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of a step, in SMEM."""
+    """The fields of a step, in SMEM."""
 
     table: Any
     steps: int

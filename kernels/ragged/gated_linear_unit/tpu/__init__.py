@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel takes this use: bfloat16 and float32.
+    """Returns whether the kernel supports a use: bfloat16 and float32.
 
     Any sizes; halves of one array of matrices must be whole registers.
     """
@@ -76,7 +76,7 @@ def supports(spec: Spec) -> Verdict:
 
 
 def supports_parts(spec: Spec) -> Verdict:
-    """Returns whether kernels of ragged dots take the parts of this use."""
+    """Returns whether kernels of ragged dots support the parts of a use."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     found = [ragged_dot.supports(part_of(spec))]
@@ -95,7 +95,7 @@ def supports_parts(spec: Spec) -> Verdict:
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: what is worth it depends on the generation, which is not known."""
+    """Returns no: the gain depends on the generation, which is unknown here."""
     del spec, platform
     return no("device", "which TPU it is decides, and that is not known")
 
@@ -114,7 +114,7 @@ def forward(
     residuals: bool = False,
     config: Tiles | None = None,
 ) -> Any:
-    """Returns the result, as `reference` does, for what `supports` takes.
+    """Returns the result, as `reference` does, for supported uses.
 
     Args:
         x: [m, k], bfloat16 or float32.
@@ -157,7 +157,7 @@ def forward(
 
 
 forward_by_parts = functools.partial(by_parts.forward, product=ragged_dot.forward)
-"""Returns the result by the kernels of ragged dots, for what `supports_parts` takes."""
+"""Returns the result by the kernels of ragged dots, for supported parts."""
 
 backward = functools.partial(by_parts.backward, product_backward=ragged_dot.backward)
 """The cotangents of x and the matrices, by the kernels of ragged dots."""

@@ -17,7 +17,7 @@ from rewriter.ops.kernel import Spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 NAME = "ragged_gated_linear_unit"
-"""The kernel, as profilers show it."""
+"""The name of the kernel in profiles."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Unit:
     """A use's sizes.
 
     Attributes:
-        product: Those of one of its ragged dots, with the whole's result.
-        kept: Bytes of a number of a branch, as it is kept for gradients.
+        product: The sizes of one of its ragged dots, with the whole unit's result.
+        kept: Bytes of a number of a branch that is saved for gradients.
         halves: Whether both branches' matrices are side by side.
     """
 
@@ -49,7 +49,7 @@ def unit_of(spec: Spec) -> Unit:
 
 
 def blocks(unit: Unit, tiles: Tiles) -> Blocks:
-    """Returns the blocks of a use; of halves a block of columns divides one.
+    """Returns the blocks of a use; with halves, a block of columns divides one half.
 
     Example:
         >>> product = Product("forward", 1000, 1536, 1408, 8, (2, 2, 2))
@@ -66,10 +66,10 @@ def blocks(unit: Unit, tiles: Tiles) -> Blocks:
 
 
 def vmem(unit: Unit, tiles: Tiles) -> int:
-    """Returns the bytes of VMEM that a use takes, with branches that are kept.
+    """Returns the bytes of VMEM that a use takes, including saved branches.
 
-    Blocks are there twice, and sums once; operands, both branches and what the
-    activation makes of them once more on their way to and from registers.
+    It counts blocks twice, sums once, and operands, both branches and activations once
+    more on their way to and from registers.
     """
     b, (left, right, out) = blocks(unit, tiles), unit.product.items
     n, k = (-(-x // tpu.LANES) * tpu.LANES for x in (b.n, b.k))
@@ -96,7 +96,7 @@ def fits_backward(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def default(spec: Spec, device: Device) -> Tiles:
-    """Returns the largest tiles that fit, of those that took the fewest cycles."""
+    """Returns the largest tiles that fit, among those with the fewest cycles."""
     fitting = (t for t in _ladder(spec, device) if fits(t, spec, device).ok)
     return next(fitting, SMALLEST)
 
