@@ -62,7 +62,8 @@ def before_after(
     )
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
-        f"font-family='system-ui' font-size='11'>{titles}"
+        f"viewBox='0 0 {width} {height}' font-family='system-ui' font-size='11'>"
+        f"<rect width='{width}' height='{height}' rx='6' fill='#fff'/>{titles}"
         f"<g transform='translate(0,28)'>{drawn[0]}</g>"
         f"<g transform='translate({PANEL + 30},28)'>{drawn[1]}</g></svg>"
     )
@@ -86,6 +87,13 @@ def _colors(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
     return {w: (COLORS[i % len(COLORS)], ops[w]) for i, w in enumerate(lines)}
 
 
+def _color(colors: Mapping[str, tuple[str, str]], where: str, site: Any) -> str:
+    """The colour of a line; of a site on another line, that of its op's first one."""
+    if where in colors or site is None:
+        return colors.get(where, (PLAIN, ""))[0]
+    return next((c for c, op in colors.values() if op == _op_name(site)), PLAIN)
+
+
 # ------------------------------------------------------------------- boxes
 def _boxes(closed: ClosedJaxpr, colors: Mapping[str, tuple[str, str]]) -> list[Box]:
     boxes: list[Box] = []
@@ -96,8 +104,9 @@ def _boxes(closed: ClosedJaxpr, colors: Mapping[str, tuple[str, str]]) -> list[B
         joined = boxes and boxes[-1].where == where and not is_site
         if not joined or boxes[-1].label.startswith("site "):
             label = f"site {_op_name(eqn)}" if is_site else _short(where)
-            color = colors.get(where, (PLAIN, ""))[0]
-            boxes.append(Box(label, where, color))
+            boxes.append(
+                Box(label, where, _color(colors, where, eqn if is_site else None))
+            )
         box, number = boxes[-1], len(boxes) - 1
         box.ops.append(name)
         box.after |= {home[x] for x in reads if x in home} - {number}
