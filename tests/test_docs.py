@@ -9,6 +9,7 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import subprocess
 import sys
 import types
 
@@ -116,6 +117,16 @@ def test_every_page_is_in_the_site():
     assert [
         p for p in PAGES if not re.search(rf"[-:] {re.escape(p)}$", listed, re.M)
     ] == []
+
+
+def test_site_builds(tmp_path):
+    for name in ("mkdocs", "material"):
+        pytest.importorskip(name, reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"]
+    command += ["-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "docs" / "api.html").exists()
 
 
 def sentences(page: str) -> list[str]:
