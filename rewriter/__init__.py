@@ -12,12 +12,15 @@ from rewriter.errors import DeviceMismatch as DeviceMismatch
 from rewriter.errors import DuplicateName as DuplicateName
 from rewriter.errors import ExportError as ExportError
 from rewriter.errors import KernelError as KernelError
+from rewriter.errors import NotTraceable as NotTraceable
 from rewriter.errors import PatternError as PatternError
 from rewriter.errors import RequirementNotMet as RequirementNotMet
 from rewriter.errors import RewriterError as RewriterError
 from rewriter.errors import RewriterWarning as RewriterWarning
+from rewriter.errors import StateLost as StateLost
 from rewriter.errors import TraceError as TraceError
 from rewriter.errors import UnknownKernel as UnknownKernel
+from rewriter.errors import UnknownOption as UnknownOption
 from rewriter.errors import UnknownPattern as UnknownPattern
 from rewriter.errors import VerificationFailed as VerificationFailed
 from rewriter.find.bindings import Candidate as Candidate

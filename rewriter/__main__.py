@@ -16,6 +16,7 @@ import jax
 
 import rewriter
 from rewriter import errors
+from rewriter._jax import tpu_is_attached
 from rewriter.config import CHOICES
 from rewriter.ops.registry import registry
 from rewriter.patterns.index import PATTERNS
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; ``sys.argv`` by default.
     """
     args = _parser().parse_args(argv)
+    _keep_libtpu_silent()
     try:
         return int(args.run(args) or 0)
     except errors.RewriterError as error:
@@ -236,6 +238,23 @@ def _kernels(args: argparse.Namespace) -> int:
 
 
 # ------------------------------------------------------------------ helpers
+WITHOUT_TPU = {
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+"""What libtpu looks for when JAX starts; it prints errors where it finds none."""
+
+
+def _keep_libtpu_silent() -> None:
+    """Where libtpu is installed and no TPU is, gives it what it looks for.
+
+    JAX finds no TPU all the same, and libtpu compiles the same programs.
+    """
+    if not tpu_is_attached():
+        for name, value in WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)
+
+
 def _say(args: argparse.Namespace) -> Callable[[object], None]:
     def say(thing: object) -> None:
         text = str(thing)

@@ -23,6 +23,7 @@ from jax._src import (
     core,
     dispatch,
     dtypes,
+    hardware_utils,
     linear_util,
     traceback_util,
 )
@@ -93,6 +94,11 @@ def is_tracing() -> bool:
 def is_staging() -> bool:
     """Whether what is called is written down as a program, and nothing is run."""
     return isinstance(core.trace_ctx.trace, DynamicJaxprTrace)
+
+
+def tpu_is_attached() -> bool:
+    """Whether JAX sees a TPU on this machine's bus; starts no backend."""
+    return hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
 
 
 def is_opaque(value: Any) -> bool:

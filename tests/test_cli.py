@@ -33,6 +33,19 @@ def test_explain(capsys, tmp_path):
     assert json.loads(out)["counts"]["attention"] == 0
 
 
+@pytest.mark.parametrize("attached", [False, True])
+def test_libtpu_has_nothing_to_look_for_without_a_tpu(capsys, monkeypatch, attached):
+    """It would print errors when JAX starts; a TPU that is there is left alone."""
+    monkeypatch.setattr(rewriter.__main__, "tpu_is_attached", lambda: attached)
+    for name in rewriter.__main__.WITHOUT_TPU:
+        monkeypatch.setenv(name, "mine")  # so that it is put back
+        monkeypatch.delenv(name)
+    assert run(capsys, "patterns")[0] == 0
+    found = {n: os.environ.get(n) for n in rewriter.__main__.WITHOUT_TPU}
+    there = dict.fromkeys(found)
+    assert found == (there if attached else rewriter.__main__.WITHOUT_TPU)
+
+
 def test_require(capsys):
     assert run(capsys, "explain", *BLOCK, "--require", "attention=1")[0] == 0
     code, _, err = run(capsys, "explain", *BLOCK, "--require", "attention=2,rms_norm=1")

@@ -1,27 +1,34 @@
-"""Every example in a docstring or in the README runs."""
+"""Every example in a docstring or on a page runs; links lead somewhere."""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
+import types
 
 import jax
 import pytest
 
 import rewriter
+from docs import hooks, public_names
 from rewriter import errors
+from tests.bench import tables
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = (
-    "README.md", "kernels/README.md", "patterns/README.md", "CHANGELOG.md",
-    "CONTRIBUTING.md",
-)  # fmt: skip
-BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+PAGES = hooks.pages()
+WITH_CODE = [p for p in PAGES if "```python" in (ROOT / p).read_text()]
+WORDS = 30
+"""How many words a sentence has at most."""
+FROM_DOCSTRINGS = ("api", "options", "assumptions", "passes", "supported")
+"""Tables that follow from the sources alone."""
 
 
 def modules() -> list[str]:
@@ -43,28 +50,115 @@ def test_docstrings(name):
     assert doctest.testmod(module, optionflags=flags).failed == 0
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.strip().splitlines()[-1][:40])
-def test_readme(block, tmp_path, monkeypatch):
-    path = tmp_path / "readme_example.py"  # a file, so that sources have lines
-    path.write_text(block)
+def blocks(page: str) -> str:
+    """The Python of a page, each line where it is there."""
+    kept, inside = [], False
+    for line in (ROOT / page).read_text().splitlines():
+        fence = line.startswith("```")
+        kept.append(line if inside and not fence else "")
+        inside = not inside and line.startswith("```python") if fence else inside
+    return "\n".join(kept)
+
+
+def imported(source: str) -> set[str]:
+    """The packages that a source imports at its top level."""
+    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.Import)]
+    froms = [n for n in ast.parse(source).body if isinstance(n, ast.ImportFrom)]
+    names = [a.name for n in nodes for a in n.names] + [n.module for n in froms]
+    return {str(name).split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_code_of_pages(page, tmp_path, monkeypatch):
+    """The blocks of a page run one after the other, as a reader would run them."""
+    source = blocks(page)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    for name in sorted(imported(source) - {"jax", "rewriter"}):
+        pytest.importorskip(name, exc_type=ImportError)
+    path = tmp_path / f"{pathlib.Path(page).stem}.py"  # so that sources have lines
+    path.write_text(source)
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, str(path), "exec"), {"__name__": "readme_example"})
+    module = types.ModuleType(f"page_{path.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # for dataclasses
+    exec(compile(source, str(path), "exec"), vars(module))
 
 
 def test_readme_begins_with_two_commands():
-    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
-    assert [b.strip() for b in blocks] == [
+    found = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
+    assert [b.strip() for b in found] == [
         'python3 -m pip install -e ".[test]" && python3 -m rewriter demo',
         "python3 -m pytest",
     ]
+    assert len(README.splitlines()) <= 120
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), flags=re.M)
+    lower = [re.sub(r"[^\w\- ]", "", h.replace("`", "").lower()) for h in heads]
+    return {h.replace(" ", "-") for h in lower}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
-    for link in links:
-        path = (ROOT / page).parent / link
-        assert "://" in link or path.exists(), link
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.S | re.M)
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
+        if "://" in link:
+            continue
+        path = (ROOT / page).parent.joinpath(link).resolve() if link else ROOT / page
+        assert path.exists(), link
+        if anchor:
+            assert anchor in anchors(str(path.relative_to(ROOT))), f"{link}#{anchor}"
+
+
+def test_every_page_is_in_the_site():
+    listed = (ROOT / "mkdocs.yml").read_text()
+    assert [
+        p for p in PAGES if not re.search(rf"[-:] {re.escape(p)}$", listed, re.M)
+    ] == []
+
+
+def test_site_builds(tmp_path):
+    for name in ("mkdocs", "material"):
+        pytest.importorskip(name, reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"]
+    command += ["-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "docs" / "api.html").exists()
+
+
+def sentences(page: str) -> list[str]:
+    """The sentences of a page's prose: no code, no tables, no docstrings."""
+    text = (ROOT / page).read_text()
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    text = re.sub(r"<!-- table: api -->.*?<!-- end -->", "", text, flags=re.S)
+    text = re.sub(r"^(\||#|!\[|<!--).*$", "", text, flags=re.M)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:-|\d\.) )", text)
+    ends = r"(?<=[.?:])\s+(?=[A-Z*`\[(\"'0-9]|code)"
+    return [s for part in parts for s in re.split(ends, " ".join(part.split()))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short(page):
+    long = [s for s in sentences(page) if len(s.split()) > WORDS]
+    assert not long, f"more than {WORDS} words: {long}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_follow_the_sources(page):
+    text = (ROOT / page).read_text()
+    how = f"python3 -m tests.bench.tables --write {' '.join(FROM_DOCSTRINGS)}"
+    assert tables.filled(text, FROM_DOCSTRINGS) == text, how
+
+
+def test_every_public_name_is_in_the_reference():
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in public_names.public():
+        assert f"### `{name}`" in text, name
 
 
 def test_public_names():

@@ -53,7 +53,9 @@ def before_after(
         return "<svg xmlns='http://www.w3.org/2000/svg' width='1' height='1'/>"
     wanted = [s for s in sites if index is None or s.index == index]
     colors = _colors(wanted)
-    sides = [_near(_boxes(p, colors), index is not None) for p in (before, after)]
+    both = [_boxes(p, colors) for p in (before, after)]
+    _color_what_is_gone(*both)
+    sides = [_near(boxes, index is not None) for boxes in both]
     drawn, heights = zip(*(_panel(side) for side in sides), strict=True)
     height, width = max(heights) + 40, 2 * PANEL + 40
     titles = "".join(
@@ -62,7 +64,8 @@ def before_after(
     )
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
-        f"font-family='system-ui' font-size='11'>{titles}"
+        f"viewBox='0 0 {width} {height}' font-family='system-ui' font-size='11'>"
+        f"<rect width='{width}' height='{height}' rx='6' fill='#fff'/>{titles}"
         f"<g transform='translate(0,28)'>{drawn[0]}</g>"
         f"<g transform='translate({PANEL + 30},28)'>{drawn[1]}</g></svg>"
     )
@@ -86,6 +89,25 @@ def _colors(sites: Sequence[Site]) -> dict[str, tuple[str, str]]:
     return {w: (COLORS[i % len(COLORS)], ops[w]) for i, w in enumerate(lines)}
 
 
+def _color(colors: Mapping[str, tuple[str, str]], where: str, site: Any) -> str:
+    """The colour of a line; of a site on another line, that of its op's first one."""
+    if where in colors or site is None:
+        return colors.get(where, (PLAIN, ""))[0]
+    return next((c for c, op in colors.values() if op == _op_name(site)), PLAIN)
+
+
+def _color_what_is_gone(before: Sequence[Box], after: Sequence[Box]) -> None:
+    """Gives lines that are left out, beside a coloured one, its colour."""
+    left = {box.where for box in after}
+    pairs = [(i, j) for i, box in enumerate(before) for j in box.after]
+    colors = [box.color for box in before]
+    for i, j in pairs:
+        for one, other in ((i, j), (j, i)):
+            box = before[one]
+            if box.color == PLAIN and box.where not in left:
+                box.color = colors[other]
+
+
 # ------------------------------------------------------------------- boxes
 def _boxes(closed: ClosedJaxpr, colors: Mapping[str, tuple[str, str]]) -> list[Box]:
     boxes: list[Box] = []
@@ -96,8 +118,9 @@ def _boxes(closed: ClosedJaxpr, colors: Mapping[str, tuple[str, str]]) -> list[B
         joined = boxes and boxes[-1].where == where and not is_site
         if not joined or boxes[-1].label.startswith("site "):
             label = f"site {_op_name(eqn)}" if is_site else _short(where)
-            color = colors.get(where, (PLAIN, ""))[0]
-            boxes.append(Box(label, where, color))
+            boxes.append(
+                Box(label, where, _color(colors, where, eqn if is_site else None))
+            )
         box, number = boxes[-1], len(boxes) - 1
         box.ops.append(name)
         box.after |= {home[x] for x in reads if x in home} - {number}
@@ -147,8 +170,15 @@ def _op_name(eqn: Any) -> str:
     return str(use.op.name) if use is not None else eqn.primitive.name
 
 
-def _short(where: str) -> str:
-    return where if len(where) < 30 else where[:28] + "…"
+def _short(text: str, most: int = 28) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _inside(box: Box) -> str:
+    """The second line of a box: the primitives of its equations."""
+    if box.label.startswith("site "):
+        return "one kernel"
+    return _short(", ".join(dict.fromkeys(box.ops)))
 
 
 def _near(boxes: list[Box], only: bool) -> list[Box]:
@@ -181,7 +211,7 @@ def _panel(boxes: Sequence[Box]) -> tuple[str, int]:
             at[i] = (10 + (k % 2) * (BOX + GAP), y + (k // 2) * ROW)
         y += ROW * ((len(row) + 1) // 2)
     edges = "".join(_edge(at[j], at[i]) for j, i in graph.edges)
-    return edges + "".join(_box(b, *at[i]) for i, b in enumerate(boxes)), y + ROW
+    return edges + "".join(_box(b, *at[i]) for i, b in enumerate(boxes)), y
 
 
 def _edge(start: tuple[int, int], end: tuple[int, int]) -> str:
@@ -202,5 +232,5 @@ def _box(box: Box, x: int, y: int) -> str:
         f"<g>{title}<rect x='{x}' y='{y}' width='{BOX}' height='32' rx='4' "
         f"fill='{box.color}'/><text x='{x + 6}' y='{y + 14}' fill='{ink}'>"
         f"{escape(box.label)}</text><text x='{x + 6}' y='{y + 26}' fill='{ink}' "
-        f"opacity='.7'>{len(box.ops)} ops</text></g>"
+        f"opacity='.7'>{escape(_inside(box))}</text></g>"
     )

@@ -1,7 +1,8 @@
 """The tables of the pages, from data: ``python3 -m tests.bench.tables --write``.
 
-Without ``--write``, prints them. Supported ops come from the registry, figures
-from ``tests/bench/results``, versions from ``versions.json`` there.
+Without ``--write``, prints them. Names of tables do that for those alone. Supported ops
+come from the registry, options and the API from docstrings, figures from
+``tests/bench/results``, versions from ``versions.json`` there.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import json
 import math
 import pathlib
 import re
+from collections.abc import Sequence
 
 import jax
 
 import rewriter
+from docs import hooks, public_names
+from rewriter.config import OPTIONS, Config
 from rewriter.measure.decision import fastest
 from rewriter.measure.key import Key
 from rewriter.measure.measurement import ESTIMATES
@@ -25,7 +29,9 @@ from rewriter.ops.device import KNOWN
 from rewriter.ops.registry import package_of, registry
 from rewriter.ops.tpu import generation
 from rewriter.reports.report import size
+from rewriter.run.pipeline import PASSES
 from rewriter.site.implementation import XLA
+from rewriter.support.assumptions import ASSUMPTIONS
 from rewriter.tools import demo
 from tests.bench import hopper_table, record
 from tests.bench import tpu_attention_cycles as attention
@@ -40,6 +46,83 @@ def explained() -> str:
     fn, values = demo.build()
     specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
     return f"```text\n{rewriter.explain(fn)(*specs)}\n```"
+
+
+def first_example() -> str:
+    """What the README's first example prints."""
+    data = json.loads(record.named("first_example").read_text())
+    command = f"`{data['command']}` ({data['about']})"
+    return f"```text\n{data['text']}\n```\n\nReproduce with {command}."
+
+
+def gains() -> str:
+    """A few programs of every kind, as written and as rewritten."""
+    rows: list[tuple[str, ...]] = []
+    notes: dict[str, list[str]] = {}
+    for name, whats in {
+        "first_example": {
+            "causal attention 1×2048×4×64": "causal attention of 2048 tokens"
+        },
+        "ops": {
+            "the demo's transformer, 2048 tokens": "the demo's transformer",
+            "ragged_dot 2048×512 by 64 experts": "ragged dot of 64 experts",
+        },
+    }.items():
+        data = json.loads(record.named(name).read_text())
+        notes.setdefault(data["about"], []).append(f"`{data['command']}`")
+        for row in data["rows"]:
+            if row["what"] in whats:
+                old, new = row["original"], row["rewritten"]
+                ms = [f"{x['median_ms']:.3g} ms" for x in (old, new)]
+                both = row["mode"] == "forward_and_vjp"
+                if name == "ops" and "demo" in row["what"] and not both:
+                    continue
+                rows.append((
+                    "2 CPU cores", whats[row["what"]] + ", with gradients" * both, *ms,
+                    f"{row['speedup']:.1f}×", _memory(old), _memory(new),
+                ))  # fmt: skip
+    for name, what, number in (
+        ("public_decoder_h200", "flax Llama of a billion parameters, gradient", 1),
+        ("public_experts_h200", "six layers of Gemma 4 with 128 experts, forward", 0),
+    ):
+        data = json.loads(record.named(name).read_text())
+        on = f"{data['device']}, jax {data['jax']}"
+        notes.setdefault(on, []).append(f"`{data['command']}`")
+        row = data["results"][number]
+        old, new = row["written"], row["rewritten"]
+        rows.append((
+            data["device"].removeprefix("NVIDIA "), what, _or_failed(old),
+            _or_failed(new), f"{row['faster']:.1f}×", size(old["bytes"]),
+            size(new["bytes"]),
+        ))  # fmt: skip
+    head = ("on", "program", "original", "rewritten", "gain", "memory", "after")
+    told_by = " and ".join(f"{', '.join(c)} ({on})" for on, c in notes.items())
+    return f"{_table(head, rows)}\n\nReproduce with {told_by}."
+
+
+def options() -> str:
+    """One row per option of `rewriter.config`, with its default."""
+    about = public_names.arguments(Config.__doc__ or "", "Attributes")
+    defaults = Config()
+    return _table(
+        ("option", "default", "what it does"),
+        [(f"`{n}`", f"`{getattr(defaults, n)!r}`", about[n]) for n in OPTIONS],
+    )
+
+
+def assumptions() -> str:
+    """One row per thing that may be taken for granted."""
+    rows = [(f'`"{name}"`', f"{text}.") for name, text in ASSUMPTIONS.items()]
+    return _table(("name", "what it says"), rows)
+
+
+def passes() -> str:
+    """One row per pass of the pipeline."""
+    rows = []
+    for step in PASSES:
+        about = (step.run.__doc__ or "").strip().splitlines()[0]
+        rows.append((f"`{step.name}`", about, "yes" if step.optional else ""))
+    return _table(("pass", "what it does", "can be left out"), rows)
 
 
 def supported() -> str:
@@ -57,7 +140,7 @@ def measured() -> str:
     rows, notes = [], []
     for path in sorted(record.RESULTS.glob("*.json")):
         data = json.loads(path.read_text())
-        if not isinstance(data, dict) or not data.get("about"):
+        if not isinstance(data, dict) or not {"about", "rows"} <= {*data}:
             continue
         notes.append(f"`{data['command']}` ({data['about']})")
         for row in data["rows"]:
@@ -99,8 +182,9 @@ def public_decode() -> str:
     head = ("sequences", "step", "original", "rewritten", "gain", "computing", "after")
     note = f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})"
     return (
-        f"{_table(head, rows)}\n\nComputing is the time of the device's kernels; the "
-        f"cache, which is not donated, is copied besides. Reproduce with {note}."
+        f"{_table(head, rows)}\n\n*Computing* is the time of the device's kernels. "
+        "The cache is not donated, so a step also copies it. "
+        f"Reproduce with {note}."
     )
 
 
@@ -152,9 +236,9 @@ def tuned() -> str:
             ))  # fmt: skip
     head = ("use", "pass", "XLA", "chosen", "kernel", "gain", "memory", "after")
     return _table(head, sorted(rows)) + (
-        "\n\nDevice time by CUPTI, median of 20 runs that take turns on three and more "
-        "sets of inputs; reproduce with `python3 -m tests.bench.tuning tune --shapes "
-        "targets,others --out tuned.json` (NVIDIA H200, jax 0.11.2)."
+        "\n\nTimes are the device's, by CUPTI: medians of 20 runs, taken in turns, on "
+        "three or more sets of inputs. Reproduce with `python3 -m tests.bench.tuning "
+        "tune --shapes targets,others --out tuned.json` (NVIDIA H200, jax 0.11.2)."
     )
 
 
@@ -199,14 +283,16 @@ def training() -> str:
     before, after = row["loss"], row["loss_rewritten"]
     seconds = row["step_seconds"]
     return (
-        f"{row['steps']} steps of Hugging Face's GPT-2 (small) on the standard"
-        f" library's sources: the loss falls from {before['first']:.2f} to"
-        f" {before['last']:.3f} as written and to {after['last']:.3f} rewritten;"
-        f" no step differs by more than {row['largest_difference']:.0e}, where two"
-        " runs as written from weights that differ in the last bit differ by"
+        f"The run is {row['steps']} steps of Hugging Face's GPT-2 (small) on the"
+        " sources of Python's standard library. The loss falls from"
+        f" {before['first']:.2f} to {before['last']:.3f} as written, and to"
+        f" {after['last']:.3f} rewritten. At no step do the losses differ by more than"
+        f" {row['largest_difference']:.0e}. Two runs as written, from weights that"
+        " differ in the last bit, differ by"
         f" {row['largest_difference_of_equal_runs']:.0e}. A step takes"
-        f" {seconds['original']:.2f} s as written, {seconds['rewritten']:.2f} s after"
-        f" (`{data['command']}`, 2 CPU cores, jax {data['jax']})."
+        f" {seconds['original']:.2f} s as written and {seconds['rewritten']:.2f} s"
+        f" rewritten. Reproduce with `{data['command']}` (2 CPU cores, jax"
+        f" {data['jax']})."
     )
 
 
@@ -228,13 +314,15 @@ def sharded() -> str:
             "memory per device", "after")  # fmt: skip
     count = len(data["lines"])
     return (
-        f"{_table(head, rows)}\n\nA training step of a decoder of 3 layers, compiled "
-        f"for 8 CPU devices. In all {count} lines of [the results]"
-        f"(tests/bench/results/{path}), 6 programs on meshes of data, model, sequence "
-        "and experts, there is no kind of collective that the original does not have, "
-        "but for what goes around a ring; no more bytes are moved, those of a sum "
-        "counted twice (it is scattered, and gathered); and memory grows by 5 % or 64 "
-        "KiB at most. "
+        f"{_table(head, rows)}\n\nThe program is a training step of a decoder of 3 "
+        "layers, compiled for 8 CPU devices. [The results]"
+        f"(../tests/bench/results/{path}) have {count} such lines, of 6 programs on "
+        "meshes of data, model, sequence and experts. In all of them:\n\n"
+        "- There is no kind of collective that the original lacks, except around a "
+        "ring.\n"
+        "- No more bytes are moved. A sum's bytes count twice, since it is scattered "
+        "and gathered.\n"
+        "- Memory grows by 5 % or 64 KiB at most.\n\n"
         "Reproduce with `XLA_FLAGS="
         "--xla_force_host_platform_device_count=8 python3 -m "
         f"tests.support.sharded_programs` (jax {data['jax']})."
@@ -303,13 +391,13 @@ def tpu_attention() -> str:
                 rows.append((chip, label, mine, f"{min(theirs) / 1e3:.0f}"))
     head = ("TPU", "pass", "ours, thousand cycles", "JAX's flash attention")
     return (
-        f"{_table(head, rows)}\n\nCausal attention of 8192 tokens, a head of 128 in "
-        "bfloat16; on v5p two heads, one for each core. By the TPU compiler's "
-        "simulator, not on a TPU. JAX's is simulated as it is, the fastest of up to "
-        "three block sizes, for gradients its two kernels alone. Of ours, 28 steps "
-        "without and 8 with a mask are added up, each kind simulated on its own, since "
-        "the simulator does not see the list of blocks; ≤ where only the second kind "
-        "was. Reproduce with "
+        f"{_table(head, rows)}\n\nThe use is causal attention of 8192 tokens with a "
+        "head of 128 in bfloat16, and with two heads on v5p, one for each core. The "
+        "TPU compiler's simulator gives the cycles. No TPU ran it. JAX's kernel is "
+        "simulated as it is, with the fastest of up to three block sizes. For "
+        "gradients, only its two kernels are counted. The simulator does not see our "
+        "list of blocks. So 28 steps without and 8 with a mask are simulated apart and "
+        "added up. A ≤ says that only the second kind was simulated. Reproduce with "
         f"`python3 -m tests.bench.tpu_attention_cycles` (jax {data['jax']}, "
         f"{data['date']})."
     )
@@ -353,15 +441,16 @@ def tpu_splash() -> str:
     head = ("TPU", "pass", "ours, thousand bundles", "its blocks",
             "JAX's splash attention", "its blocks")  # fmt: skip
     return (
-        f"{_table(head, rows)}\n\nThe same attention: the instruction bundles of a "
-        "kernel's code by the TPU compiler, times the blocks that some query sees, "
-        "which says nothing of waits, since both read the list of these from memory, "
-        "which the simulator does not see. Ours has code of its own for blocks with "
-        "and without a mask, each counted apart, and blocks of queries and keys, then "
-        "of those computed at a time; for gradients the better of two such. Splash's "
-        "is the best of four configurations (queries, keys, keys at a time), for "
-        "gradients its fused kernel with one, without the sum of its parts of the "
-        "queries' gradients behind it. No TPU ran it. Reproduce with "
+        f"{_table(head, rows)}\n\nThe use is the same attention. A figure is the "
+        "number of instruction bundles in a kernel's code, times the blocks that some "
+        "query sees. It says nothing of waits. Both kernels read the list of blocks "
+        "from memory, which the simulator does not see.\n\n"
+        "Our kernel has separate code for blocks with and without a mask, and each is "
+        "counted apart. Its blocks are given as queries, keys, queries at a time, keys "
+        "at a time. For gradients, it is the better of two such choices. Splash "
+        "attention's is the best of four: queries, keys, keys at a time. For gradients "
+        "it is its fused kernel with one choice, without the sum of the queries' "
+        "gradients that follows it. No TPU ran it. Reproduce with "
         f"`python3 -m tests.bench.tpu_attention_cycles` (jax {data['jax']}, "
         f"{data['date']})."
     )
@@ -390,11 +479,11 @@ def tpu_ragged() -> str:
         rows.append((mode, "{}, {}, {} by {}".format(*sizes), *cells))
     head = ("mode", "m, k, n by groups", *ragged.CHIPS)
     return (
-        f"{_table(head, rows)}\n\nThousands of instruction bundles, ours / JAX's "
-        "megablox, each with the best of up to three tilings; bfloat16, whole tiles: "
-        "the code of a kernel by the TPU compiler, times the steps that run it, which "
-        "says nothing of waits. No TPU ran it. "
-        "Reproduce with `python3 -m tests.bench.tpu_ragged_bundles` "
+        f"{_table(head, rows)}\n\nEach cell is ours / JAX's megablox, in thousands of "
+        "instruction bundles, each with the best of up to three tilings. The dtype is "
+        "bfloat16, and all tiles are whole. A figure is the number of bundles in a "
+        "kernel's code, times the steps that run it. It says nothing of waits. No TPU "
+        "ran it. Reproduce with `python3 -m tests.bench.tpu_ragged_bundles` "
         f"(jax {data['jax']}, {data['date']})."
     )
 
@@ -418,12 +507,13 @@ def tpu_norms() -> str:
     head = ("TPU", "op", "rows", "sum and norm, XLA", "ours", "gradients, XLA", "ours",
             "bytes of either")  # fmt: skip
     return (
-        f"{_table(head, rows)}\n\nThousands of cycles, bfloat16: `h = x + addend` "
-        "and its norm, both kept, and the gradients of a norm with what comes back "
-        "along the stream added. By the TPU compiler's simulator, which knows no "
-        "limit of the memory's bandwidth; behind them what the bytes of four arrays "
-        "take at least, as ours reads and writes; XLA's fusions read and write five "
-        "and more. No TPU ran it. Reproduce with "
+        f"{_table(head, rows)}\n\nFigures are thousands of cycles in bfloat16, by the "
+        "TPU compiler's simulator. The first pair is `h = x + addend` and its norm, "
+        "both kept. The second is the gradient of a norm, with the gradient of the "
+        "residual stream added. The simulator knows no limit of the memory's "
+        "bandwidth. So the last column says how long it takes at least to move four "
+        "arrays, which is what our kernel reads and writes. XLA's fusions read and "
+        "write five or more. No TPU ran it. Reproduce with "
         f"`python3 -m tests.bench.tpu_norms_cycles` (jax {data['jax']}, "
         f"{data['date']})."
     )
@@ -436,9 +526,10 @@ def hopper() -> str:
     benches = ("attention", "decode", "norms", "glu")
     commands = ", ".join(f"`python3 -m tests.bench.hopper_{x}`" for x in benches)
     return (
-        f"{_table(head, rows)}\n\nMicroseconds on the device by CUPTI, medians of 20 "
-        "runs in turns on three sets of inputs; bfloat16; both is the result and its "
-        f"gradients. Reproduce with {commands} ({data['device']}, jax {data['jax']}, "
+        f"{_table(head, rows)}\n\nFigures are microseconds on the device, by CUPTI: "
+        "medians of 20 runs, taken in turns, on three sets of inputs in bfloat16. "
+        "*Both* is the result and its gradients. "
+        f"Reproduce with {commands} ({data['device']}, jax {data['jax']}, "
         f"{data['date']})."
     )
 
@@ -479,15 +570,23 @@ def attention_profile() -> str:
     head = ["use", "µs", "tensor cores", "exponentials", "issue", "HGMMA", "LDL, STL",
             "waits, cycles between two instructions"]  # fmt: skip
     note = (
-        "Shares of the time in which these are busy, instructions in SASS, and what a "
-        "warp waits for, the longest first, with the warpgroup that only copies, by "
-        f"Nsight Compute; of the forward as of commit {data['commit']}. Reproduce with "
+        "The figures are by Nsight Compute, of the forward as of commit "
+        f"{data['commit']}. Percentages are shares of the time in which a unit is "
+        "busy. Instructions are those in SASS. The last column says what a warp waits "
+        "for, the longest first, and includes the warpgroup that only copies. "
+        "Reproduce with "
         f"`{data['command']}` ({data['device']}, jax {data['jax']}, {data['date']})."
     )
     return f"{_table(head, rows)}\n\n{note}"
 
 
 TABLES = {
+    "first_example": first_example,
+    "gains": gains,
+    "options": options,
+    "assumptions": assumptions,
+    "passes": passes,
+    "api": public_names.page,
     "sharded": sharded,
     "sharded_decoder": sharded_decoder,
     "explain": explained,
@@ -509,13 +608,11 @@ TABLES = {
 }
 
 
-PAGES = ("README.md", "kernels/README.md")
-"""What has tables."""
-
-
-def filled(text: str) -> str:
-    """Returns a page with every table that it has made anew."""
+def filled(text: str, only: Sequence[str] = ()) -> str:
+    """Returns a page with its tables made anew: all, or those of some names."""
     for name in re.findall(r"<!-- table: (\w+) -->", text):
+        if only and name not in only:
+            continue
         pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         table = TABLES[name]()
         text = re.sub(
@@ -527,12 +624,14 @@ def filled(text: str) -> str:
 def main() -> None:
     """Prints or writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="tables to make; all by default")
     parser.add_argument("--write", action="store_true")
-    if parser.parse_args().write:
-        for page in (ROOT / name for name in PAGES):
-            page.write_text(filled(page.read_text()))
+    given = parser.parse_args()
+    if given.write:
+        for page in (ROOT / name for name in hooks.pages()):
+            page.write_text(filled(page.read_text(), given.names))
         return
-    print("\n\n".join(make() for make in TABLES.values()))
+    print("\n\n".join(TABLES[name]() for name in given.names or TABLES))
 
 
 if __name__ == "__main__":
