@@ -123,6 +123,16 @@ def call_body_name(eqn: Any) -> str:
     raise KeyError(eqn.primitive.name)
 
 
+def counts_inputs(jaxpr: Any) -> bool:
+    """Whether effects of a body name its inputs by their positions."""
+    return any(hasattr(e, "input_index") for e in jaxpr.effects)
+
+
+def is_key(aval: Any) -> bool:
+    """Whether values of a type are random keys, which have no bytes of their own."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
 def is_recomputation(eqn: Any) -> bool:
     """Whether a checkpoint's equation runs its body again, for gradients."""
     return bool(eqn.params.get("differentiated"))
@@ -137,6 +147,24 @@ def scan_parts(eqn: Any) -> tuple[Any, int, int, int]:
         first, second, _ = params["ft_in"].unpack()
         n_consts, n_carry = len(list(first)), len(list(second))
     return params["jaxpr"], n_consts, n_carry, params["length"]
+
+
+def with_constants_first(eqn: Any, bodies: Sequence[Any], atoms: Sequence[Any]) -> Any:
+    """A while or cond whose bodies are given some more values in front of theirs.
+
+    Args:
+        eqn: The equation.
+        bodies: The while's body, or the branches.
+        atoms: What they are given.
+    """
+    if call_kind(eqn) == "cond":
+        which, *rest = eqn.invars
+        params = {**eqn.params, "branches": tuple(bodies)}
+        return eqn.replace(invars=[which, *atoms, *rest], params=params)
+    _, start, count = while_parts(eqn)
+    more = {"body_jaxpr": bodies[0], "body_nconsts": count + len(atoms)}
+    ins = [*eqn.invars[:start], *atoms, *eqn.invars[start:]]
+    return eqn.replace(invars=ins, params={**eqn.params, **more})
 
 
 def while_parts(eqn: Any) -> tuple[Any, int, int]:
@@ -392,7 +420,11 @@ def new_var(aval: Any) -> Any:
 
 
 def with_equations(
-    jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any], more: Sequence[Any] = ()
+    jaxpr: Any,
+    eqns: Sequence[Any],
+    outvars: Sequence[Any],
+    more: Sequence[Any] = (),
+    first: Sequence[Any] = (),
 ) -> Any:
     """A jaxpr with other equations; inputs, constants and effects stay.
 
@@ -401,11 +433,12 @@ def with_equations(
         eqns: Its new equations.
         outvars: Its new results.
         more: Inputs that are added behind its own.
+        first: Inputs that are added in front of its own.
     """
     if _wraps(jaxpr):
-        inner = with_equations(jaxpr.jaxpr, eqns, outvars, more)
+        inner = with_equations(jaxpr.jaxpr, eqns, outvars, more, first)
         return jex_core.ClosedJaxpr(inner, jaxpr.consts)
-    inputs = {"invars": [*jaxpr.invars, *more]} if more else {}
+    inputs = {"invars": [*first, *jaxpr.invars, *more]} if more or first else {}
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), **inputs)
 
 
