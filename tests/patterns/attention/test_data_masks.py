@@ -70,10 +70,8 @@ MASKS: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
 def layer(x: Any, w: Any, mask: Any) -> Any:
     q, k, v = ((x @ w[i]).reshape(B, T, N, H) for i in range(3))
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
-    if mask.dtype == bool:
-        scores = jnp.where(mask, scores, -1e30)
-    else:
-        scores = scores + mask
+    kept = mask.dtype == bool
+    scores = jnp.where(mask, scores, -1e30) if kept else scores + mask
     out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
     return x + out.reshape(x.shape) @ w[3]
 
