@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
+from rewriter.find.emitted_anew import is_allowed
 from rewriter.find.reading import (
     Group,
     Operand,
@@ -21,7 +22,25 @@ class Masks:
     """Sorts the conjuncts of a mask into parameters and operands."""
 
     def _masks(self) -> None:
+        rest = self.alg.both(self.parts.keep, self.parts.row_mask)
+        if rest == FALSE:
+            raise Refused("mask", "every key is masked", score=0.5)
+        self._sorted(conjuncts(self.alg, rest))
+        if not self._is_had(self.general) and self._is_had(rest):
+            self._sorted([])  # parts of a mask need not be the program's
+            self.general = rest
+        self._window()
+
+    def _is_had(self, flag: int) -> bool:
+        """Whether a mask is made of the program's booleans, or of small integers."""
+        alg, axes = self.alg, (self.b, self.n, self.t, self.s)
+        own = self.find.own_flag(self.ev, flag, itertools.chain(*axes))
+        return all(is_allowed(alg, a) for a in alg.bools[own][0])
+
+    def _sorted(self, parts: list[int]) -> None:
+        """Sorts conjuncts into bounds, lengths, segments, a prefix and the rest."""
         alg = self.alg
+        self.general = TRUE
         self.right: list[tuple[int, Poly, int]] = []  # constant, rest, the part
         self.left: list[tuple[int, Poly, int]] = []
         self.lengths: list[tuple[int, Poly]] = []
@@ -29,10 +48,7 @@ class Masks:
         self.whole_rows = TRUE  # conditions on all keys of a sequence
         self.segments: tuple[Poly, Poly] | None = None
         self.prefix: Poly | None = None
-        rest = alg.both(self.parts.keep, self.parts.row_mask)
-        if rest == FALSE:
-            raise Refused("mask", "every key is masked", score=0.5)
-        for part in conjuncts(alg, rest):
+        for part in parts:
             if self._structured(part) or self._by_cases(part):
                 continue
             if not any(alg.free(a) - set(self.b) for a in alg.bools[part][0]):
@@ -45,7 +61,6 @@ class Masks:
         else:  # more than what a window and an offset say
             for _, _, part in self.firsts:
                 self.general = alg.both(self.general, part)
-        self._window()
 
     def _structured(self, part: int) -> bool:
         support, table = self.alg.bools[part]
