@@ -94,8 +94,8 @@ def call_kind(eqn: Any) -> str:
     name = eqn.primitive.name
     if name in CALLS:
         return "call" if _plain_call(eqn) else "opaque"
-    if name in REMAT:
-        return "remat"
+    if name in REMAT:  # a rule's forward, which is chosen later, has no one body
+        return "remat" if call_body(eqn) is not None else ""
     if name in CUSTOM:
         return "custom" if call_body(eqn) is not None else "opaque"
     return name if name in ("scan", "while", "cond", "shard_map") else ""
