@@ -592,7 +592,12 @@ def is_parts(spec: Any, aval: Any, around: Any) -> bool:
 
 
 def handing_parts(
-    eqn: Any, body: Any, invars: Sequence[Any], given: int, made: int
+    eqn: Any,
+    body: Any,
+    invars: Sequence[Any],
+    given: int,
+    made: int,
+    first: Sequence[Any] = (),
 ) -> Any:
     """A shard_map with a body that is given, and gives, more parts of each device.
 
@@ -602,6 +607,7 @@ def handing_parts(
         invars: What it reads.
         given: How many of its last operands are parts.
         made: How many of its last results are.
+        first: How its first operands are split, which are new.
     """
     into, out_of, around = parts_of(eqn)
     outs = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
@@ -617,7 +623,7 @@ def handing_parts(
     params = {
         **eqn.params,
         "jaxpr": body,
-        "in_specs": (*into, *specs(body.invars, given)),
+        "in_specs": (*first, *into, *specs(body.invars, given)),
         "out_specs": (*out_of, *specs(body.outvars, made)),
     }
     return eqn.replace(invars=list(invars), outvars=outs, params=params)

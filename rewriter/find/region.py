@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewriter.algebra.canonicalize import is_local
-from rewriter.find.around import around
+from rewriter.find.around import Around, around
 from rewriter.program.graph import Graph, Node, Scope
 
 Path = tuple[float, ...]
@@ -23,13 +23,12 @@ class Place:
     Attributes:
         scope: The body: the top, or that of a loop, branch, remat or shard_map.
         defined: Value to (place of its first definition, scope, variable).
-        around: Of those, the values that the body is given once they are read, and
-            the variables that it then has.
+        around: Of those, the values that the body is given once they are read.
     """
 
     scope: Scope
     defined: dict[int, tuple[Path, Scope, Any]] = field(default_factory=dict)
-    around: dict[int, Any] = field(default_factory=dict)
+    around: dict[int, Around] = field(default_factory=dict)
     _usable: dict[int, bool] = field(default_factory=dict)
 
 
@@ -67,8 +66,8 @@ class Regions:
             return
         outer, (_, call) = self.place(scope.parent), path_of(scope)
         place.around = around(self.graph, scope, outer.defined, call)
-        for value, var in place.around.items():
-            place.defined.setdefault(value, ((-1, float("inf")), scope, var))
+        for value, given in place.around.items():
+            place.defined.setdefault(value, ((-1, float("inf")), scope, given.var))
 
     def _collect(self, place: Place, scope: Scope, prefix: Path) -> None:
         for value, (position, var) in scope.first_var.items():

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
+from rewriter.find.around import Around
 from rewriter.find.match import NearMiss
 from rewriter.find.reading import leaves_of
 from rewriter.find.reference import gradient_function
@@ -109,7 +110,7 @@ def replace(
     return program, Origins(position, frame.labels, work.envs[id(top)])
 
 
-HANDED = frozenset({"remat", "scan"})
+HANDED = frozenset({"remat", "scan", "shard_map"})
 """Bodies whose equations are written anew where they are given more."""
 
 
@@ -222,22 +223,30 @@ class _Work:
             self.given[id(branch)] = given
             self.touched.add(id(branch))
         place = self.regions.place(body.parent)
-        _, home, _ = place.defined[value]
+        outside = self.regions.place(body).around[value].outside
+        _, home, _ = place.defined[outside]
         self._inlined_to(place.scope, body.parent, home)
-        if value in place.around:
-            self._give(value, place.scope)
+        if outside in place.around:
+            self._give(outside, place.scope)
 
     def _given_to(self, body: Scope) -> list[Any]:
         """What carries, around a body, the values that it is given."""
-        place = self.regions.place(body.parent)
-        found = [place.defined[v][1:] for v in self.given.get(id(body), ())]
+        defined = self.regions.place(body.parent).defined
+        found = [defined[g.outside][1:] for g in self._all_given(body)]
         return [self.envs[id(home)].get(var, var) for home, var in found]
+
+    def _all_given(self, body: Scope) -> list[Around]:
+        """The values that a body is given; a branch those of all branches."""
+        those = self.given.get(id(body), ())
+        branches = body.parent.children[body.call] if those else ()
+        known = [self.regions.place(b).around for b in branches]
+        return [next(k[v] for k in known if v in k) for v in those]
 
     def _variables_of(self, body: Scope) -> list[Any]:
         """What carries them in it."""
         around, avals = self.regions.place(body).around, self.graph.avals
         those = self.given.get(id(body), ())
-        return [around.get(v) or _jax.new_var(avals[v]) for v in those]
+        return [around[v].var if v in around else _jax.new_var(avals[v]) for v in those]
 
     def _inlined_to(self, home: Scope, *scopes: Scope) -> None:
         """Marks the calls between bodies and the one they belong to."""
@@ -358,7 +367,9 @@ class _Work:
             sum(len(self.residuals[id(s)][0]) for s in those.get(id(child), ()))
             for those in (self.read_in, self.saved_in)
         )
-        new = _jax.handing_parts(eqn, body, atoms, given, made)
+        first = [g.spec for g in self._all_given(child)]
+        atoms = [*self._given_to(child), *atoms]
+        new = _jax.handing_parts(eqn, body, atoms, given, made, first)
         frame.eqns.append(new)
         env.update(zip(eqn.outvars, new.outvars, strict=False))
         outs = list(new.outvars[len(eqn.outvars) :])
