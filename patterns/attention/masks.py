@@ -29,7 +29,26 @@ class Masks:
         if not self._is_had(self.general) and self._is_had(rest):
             self._sorted([])  # parts of a mask need not be the program's
             self.general = rest
+        if self.segments is None:
+            self._paired()
         self._window()
+
+    def _paired(self) -> None:
+        """Reads (query kept) and (key kept) as segments: 1 and 1, else 0 and 2."""
+        alg, sides, rest = self.alg, {self.t: TRUE, self.s: TRUE}, TRUE
+        for part in conjuncts(alg, self.general):
+            free = frozenset().union(*map(alg.free, alg.bools[part][0]))
+            for side in sides:
+                if free & set(side) and free <= {*self.b, *side}:
+                    sides[side] = alg.both(sides[side], part)
+                    break
+            else:
+                rest = alg.both(rest, part)
+        if TRUE in sides.values():
+            return
+        mine, theirs = (alg.of_bool(flag) for flag in sides.values())
+        self.segments = mine, alg.add(alg.const(2), theirs, -1.0)
+        self.general = rest
 
     def _is_had(self, flag: int) -> bool:
         """Whether a mask is made of the program's booleans, or of small integers."""
@@ -305,13 +324,12 @@ class Masks:
         else:
             self.general = alg.both(self.general, self.whole_rows)
         if self.segments is not None:
-            mine, theirs = self.segments
-            self.operands["q_segments"] = Operand(
-                ((mine, (self.b, self.t)),), dtype="int32"
-            )
-            self.operands["kv_segments"] = Operand(
-                ((theirs, (self.b, self.s)),), dtype="int32"
-            )
+            sides = zip(("q", "kv"), self.segments, (self.t, self.s), strict=True)
+            for name, form, axis in sides:
+                own = self.find.own_form(self.ev, form, [*self.b, *axis])
+                self.operands[f"{name}_segments"] = Operand(
+                    ((own, (self.b, axis)),), dtype="int32"
+                )
         if self.prefix is not None:
             self.operands["prefix"] = position_operand(self.prefix, self.b)
         if self.general != TRUE:
