@@ -130,8 +130,8 @@ def call_kind(eqn: Any) -> str:
     name = eqn.primitive.name
     if name in CALLS:
         return "call" if _plain_call(eqn) else "opaque"
-    if name in REMAT:
-        return "remat"
+    if name in REMAT:  # a rule's forward, which is chosen later, has no one body
+        return "remat" if call_body(eqn) is not None else ""
     if name in CUSTOM:
         return "custom" if call_body(eqn) is not None else "opaque"
     return name if name in ("scan", "while", "cond", "shard_map") else ""
@@ -159,6 +159,16 @@ def call_body_name(eqn: Any) -> str:
     raise KeyError(eqn.primitive.name)
 
 
+def counts_inputs(jaxpr: Any) -> bool:
+    """Whether effects of a body name its inputs by their positions."""
+    return any(hasattr(e, "input_index") for e in jaxpr.effects)
+
+
+def is_key(aval: Any) -> bool:
+    """Whether values of a type are random keys, which have no bytes of their own."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
 def is_recomputation(eqn: Any) -> bool:
     """Whether a checkpoint's equation recomputes its body for gradients."""
     return bool(eqn.params.get("differentiated"))
@@ -173,6 +183,24 @@ def scan_parts(eqn: Any) -> tuple[Any, int, int, int]:
         first, second, _ = params["ft_in"].unpack()
         n_consts, n_carry = len(list(first)), len(list(second))
     return params["jaxpr"], n_consts, n_carry, params["length"]
+
+
+def with_constants_first(eqn: Any, bodies: Sequence[Any], atoms: Sequence[Any]) -> Any:
+    """A while or cond whose bodies are given some more values in front of theirs.
+
+    Args:
+        eqn: The equation.
+        bodies: The while's body, or the branches.
+        atoms: What they are given.
+    """
+    if call_kind(eqn) == "cond":
+        which, *rest = eqn.invars
+        params = {**eqn.params, "branches": tuple(bodies)}
+        return eqn.replace(invars=[which, *atoms, *rest], params=params)
+    _, start, count = while_parts(eqn)
+    more = {"body_jaxpr": bodies[0], "body_nconsts": count + len(atoms)}
+    ins = [*eqn.invars[:start], *atoms, *eqn.invars[start:]]
+    return eqn.replace(invars=ins, params={**eqn.params, **more})
 
 
 def while_parts(eqn: Any) -> tuple[Any, int, int]:
@@ -539,7 +567,11 @@ def new_var(aval: Any) -> Any:
 
 
 def with_equations(
-    jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any], more: Sequence[Any] = ()
+    jaxpr: Any,
+    eqns: Sequence[Any],
+    outvars: Sequence[Any],
+    more: Sequence[Any] = (),
+    first: Sequence[Any] = (),
 ) -> Any:
     """A jaxpr with other equations; inputs, constants and effects stay.
 
@@ -548,11 +580,12 @@ def with_equations(
         eqns: Its new equations.
         outvars: Its new results.
         more: Inputs that are added after its own.
+        first: Inputs that are added before its own.
     """
     if _wraps(jaxpr):
-        inner = with_equations(jaxpr.jaxpr, eqns, outvars, more)
+        inner = with_equations(jaxpr.jaxpr, eqns, outvars, more, first)
         return jex_core.ClosedJaxpr(inner, jaxpr.consts)
-    inputs = {"invars": [*jaxpr.invars, *more]} if more else {}
+    inputs = {"invars": [*first, *jaxpr.invars, *more]} if more or first else {}
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), **inputs)
 
 
@@ -734,7 +767,12 @@ def is_parts(spec: Any, aval: Any, around: Any) -> bool:
 
 
 def handing_parts(
-    eqn: Any, body: Any, invars: Sequence[Any], given: int, made: int
+    eqn: Any,
+    body: Any,
+    invars: Sequence[Any],
+    given: int,
+    made: int,
+    first: Sequence[Any] = (),
 ) -> Any:
     """A shard_map with another body that reads and returns further per-device parts.
 
@@ -744,6 +782,7 @@ def handing_parts(
         invars: What it reads.
         given: The number of last operands that are parts.
         made: The number of last results that are parts.
+        first: How its first operands, which are new, are split.
     """
     into, out_of, around = parts_of(eqn)
     outs = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
@@ -759,7 +798,7 @@ def handing_parts(
     params = {
         **eqn.params,
         "jaxpr": body,
-        "in_specs": (*into, *specs(body.invars, given)),
+        "in_specs": (*first, *into, *specs(body.invars, given)),
         "out_specs": (*out_of, *specs(body.outvars, made)),
     }
     return eqn.replace(invars=list(invars), outvars=outs, params=params)

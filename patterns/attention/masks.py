@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, OverBudget, Poly
+from rewriter.find.emitted_anew import is_allowed
 from rewriter.find.reading import (
     Group,
     Operand,
@@ -21,7 +22,44 @@ class Masks:
     """Sorts the conjuncts of a mask into parameters and operands."""
 
     def _masks(self) -> None:
+        rest = self.alg.both(self.parts.keep, self.parts.row_mask)
+        if rest == FALSE:
+            raise Refused("mask", "every key is masked", score=0.5)
+        self._sorted(conjuncts(self.alg, rest))
+        if not self._is_had(self.general) and self._is_had(rest):
+            self._sorted([])  # parts of a mask need not be the program's
+            self.general = rest
+        if self.segments is None:
+            self._paired()
+        self._window()
+
+    def _paired(self) -> None:
+        """Reads (query kept) and (key kept) as segments: 1 and 1, else 0 and 2."""
+        alg, sides, rest = self.alg, {self.t: TRUE, self.s: TRUE}, TRUE
+        for part in conjuncts(alg, self.general):
+            free = frozenset().union(*map(alg.free, alg.bools[part][0]))
+            for side in sides:
+                if free & set(side) and free <= {*self.b, *side}:
+                    sides[side] = alg.both(sides[side], part)
+                    break
+            else:
+                rest = alg.both(rest, part)
+        if TRUE in sides.values():
+            return
+        mine, theirs = (alg.of_bool(flag) for flag in sides.values())
+        self.segments = mine, alg.add(alg.const(2), theirs, -1.0)
+        self.general = rest
+
+    def _is_had(self, flag: int) -> bool:
+        """Whether a mask is made of the program's booleans, or of small integers."""
+        alg, axes = self.alg, (self.b, self.n, self.t, self.s)
+        own = self.find.own_flag(self.ev, flag, itertools.chain(*axes))
+        return all(is_allowed(alg, a) for a in alg.bools[own][0])
+
+    def _sorted(self, parts: list[int]) -> None:
+        """Sorts conjuncts into bounds, lengths, segments, a prefix and the rest."""
         alg = self.alg
+        self.general = TRUE
         self.right: list[tuple[int, Poly, int]] = []  # constant, rest, the part
         self.left: list[tuple[int, Poly, int]] = []
         self.lengths: list[tuple[int, Poly]] = []
@@ -29,10 +67,7 @@ class Masks:
         self.whole_rows = TRUE  # conditions on all keys of a sequence
         self.segments: tuple[Poly, Poly] | None = None
         self.prefix: Poly | None = None
-        rest = alg.both(self.parts.keep, self.parts.row_mask)
-        if rest == FALSE:
-            raise Refused("mask", "every key is masked", score=0.5)
-        for part in conjuncts(alg, rest):
+        for part in parts:
             if self._structured(part) or self._by_cases(part):
                 continue
             if not any(alg.free(a) - set(self.b) for a in alg.bools[part][0]):
@@ -45,7 +80,6 @@ class Masks:
         else:  # more than what a window and an offset say
             for _, _, part in self.firsts:
                 self.general = alg.both(self.general, part)
-        self._window()
 
     def _structured(self, part: int) -> bool:
         support, table = self.alg.bools[part]
@@ -290,13 +324,12 @@ class Masks:
         else:
             self.general = alg.both(self.general, self.whole_rows)
         if self.segments is not None:
-            mine, theirs = self.segments
-            self.operands["q_segments"] = Operand(
-                ((mine, (self.b, self.t)),), dtype="int32"
-            )
-            self.operands["kv_segments"] = Operand(
-                ((theirs, (self.b, self.s)),), dtype="int32"
-            )
+            sides = zip(("q", "kv"), self.segments, (self.t, self.s), strict=True)
+            for name, form, axis in sides:
+                own = self.find.own_form(self.ev, form, [*self.b, *axis])
+                self.operands[f"{name}_segments"] = Operand(
+                    ((own, (self.b, axis)),), dtype="int32"
+                )
         if self.prefix is not None:
             self.operands["prefix"] = position_operand(self.prefix, self.b)
         if self.general != TRUE:

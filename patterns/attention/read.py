@@ -52,6 +52,10 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     ]
     if not scores or find.known_empty(NAME, anchor):
         return
+    if _has_a_rule(find, anchor):
+        why = "the softmax has a derivative rule of its own, which may be another one"
+        find.missed(NAME, anchor, Refused("rule", why, score=0.5))
+        return
     below = [
         (n, side)
         for n, side in find.regions.below(anchor.outs[0], DOT)
@@ -71,6 +75,14 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         yield from _around(find, anchor, scores, pv, side, sums)
         if len(find.found) > before:
             return  # weights that several products read are one attention
+
+
+def _has_a_rule(find: Finder, anchor: Node) -> bool:
+    """Whether weights are made in a function with a rule of its own, and leave it."""
+    scope = find.regions.place(anchor.scope).scope
+    return scope.kind in ("custom_jvp", "custom_vjp") and not any(
+        True for _ in find.regions.below(anchor.outs[0], DOT)
+    )
 
 
 def _in_blocks(
@@ -135,8 +147,21 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
                 and miss.code not in ("denominator", "budget")
             ):
                 break
+    if miss is not None and miss.code == "denominator" and _is_skipped(anchor):
+        miss = Refused(
+            "cond",
+            "the weights of a block of keys are under a lax.cond",
+            score=0.5,
+            suggestion="mask the blocks; kernels skip those that a mask leaves out",
+        )
     if miss is not None and miss.score > 0.2:
         find.missed(NAME, anchor, miss)
+
+
+def _is_skipped(anchor: Node) -> bool:
+    """Whether steps of a loop compute weights under a condition."""
+    path = anchor.scope.path
+    return "cond" in path and "scan" in path[: path.index("cond")]
 
 
 def _goes_on(find: Finder, node: Node) -> bool:

@@ -199,6 +199,15 @@ def exponents(
         if found is not None:
             qk.append(found)
         elif {alg.defs[a][1] for a in alg.leaves(atom)} & operands:
+            if _is_saturated(alg, mono):
+                raise Refused(
+                    "softcap",
+                    "a bias or a mask is inside the soft cap, which this op puts on "
+                    "the scores alone",
+                    difference=alg.show_atom(atom),
+                    score=0.6,
+                    suggestion="add the bias and choose by the mask behind the cap",
+                )
             raise Refused(
                 "scores",
                 "the scores go through something that this op lacks",
@@ -251,6 +260,14 @@ def _scores(alg, mono, c, operands, s) -> Scores | None:
         extra = [f for f in mono if f[0] != atom]
         return Scores(c, extra, tuple(d), q, k, atom=atom)
     return None
+
+
+def _is_saturated(alg: Algebra, mono: Monomial) -> bool:
+    """Whether a term is 1 / (1 + ...), as soft caps and sigmoids are."""
+    if len(mono) != 1 or mono[0][1] != -1 or alg.kind(mono[0][0]) != "pow":
+        return False
+    constant, rest = alg.split_constant(alg.thaw(alg.defs[mono[0][0]][1]))
+    return constant == 1 and bool(rest)
 
 
 def _capped(alg, atom, c, operands, s) -> Scores | None:

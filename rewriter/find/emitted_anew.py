@@ -44,7 +44,7 @@ def require_own(reading: Reading) -> None:
     atoms += [("a factor", _inside(alg, _of_form(alg, p))) for p in outside]
     for name, found in atoms:
         for atom in found:
-            if not _is_allowed(alg, atom):
+            if not is_allowed(alg, atom):
                 raise Refused(
                     "anew",
                     f"{name} would not be computed as in the program",
@@ -53,7 +53,8 @@ def require_own(reading: Reading) -> None:
                 )
 
 
-def _is_allowed(alg: Algebra, atom: int) -> bool:
+def is_allowed(alg: Algebra, atom: int) -> bool:
+    """Whether code for an atom gives what the program computes."""
     kind = alg.kind(atom)
     if kind in ("ge", "eq"):
         return bool(alg.defs[atom][2]) and _fits(alg, alg.thaw(alg.defs[atom][1]))

@@ -241,11 +241,19 @@ class Finder:
         alg = self.algebra
 
         def own(b: int) -> int | None:
+            free = frozenset().union(*map(alg.free, alg.bools[b][0]))
+            found = []
             for value, args in alg.own.get(b, ()):
                 used = frozenset().union(*map(alg.index_ids, args))
                 if value in ev.place.defined and used <= known:
-                    return alg.literal(alg.atom("leaf", value, args))
-            return None
+                    # Along an axis on which it does not depend, one position is it.
+                    at = dict.fromkeys(used - free, ("k", 0))
+                    found.append((len(at), value, args, at))
+            if not found:
+                return None
+            _, value, args, at = min(found, key=lambda f: f[0])
+            first = tuple(alg.subst_index(a, at) for a in args) if at else args
+            return alg.literal(alg.atom("leaf", value, first))
 
         known = frozenset(axes)
         whole, negated = own(flag), own(alg.negate(flag))

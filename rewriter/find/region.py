@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewriter.algebra.canonicalize import is_local
+from rewriter.find.around import Around, around
 from rewriter.program.graph import Graph, Node, Scope
 
 Path = tuple[float, ...]
@@ -22,11 +23,22 @@ class Place:
     Attributes:
         scope: The body: the top, or that of a loop, branch, remat or shard_map.
         defined: Value to (place of its first definition, scope, variable).
+        around: Of those, the values that the body is given once they are read.
     """
 
     scope: Scope
     defined: dict[int, tuple[Path, Scope, Any]] = field(default_factory=dict)
+    around: dict[int, Around] = field(default_factory=dict)
     _usable: dict[int, bool] = field(default_factory=dict)
+
+
+def path_of(scope: Scope) -> tuple[Scope, Path]:
+    """The body around a body, and the path there to the equation that holds it."""
+    path, parent = [float(scope.call)], scope.parent
+    while parent.kind == "call" and parent.parent is not None:
+        path.append(parent.call)
+        parent = parent.parent
+    return parent, tuple(path[::-1])
 
 
 class Regions:
@@ -45,7 +57,17 @@ class Regions:
         if found is None:
             found = self._places[id(scope)] = Place(scope)
             self._collect(found, scope, ())
+            self._look_around(found, scope)
         return found
+
+    def _look_around(self, place: Place, scope: Scope) -> None:
+        """Notes what the body could be given of the body around."""
+        if scope.parent is None:
+            return
+        outer, (_, call) = self.place(scope.parent), path_of(scope)
+        place.around = around(self.graph, scope, outer.defined, call)
+        for value, given in place.around.items():
+            place.defined.setdefault(value, ((-1, float("inf")), scope, given.var))
 
     def _collect(self, place: Place, scope: Scope, prefix: Path) -> None:
         for value, (position, var) in scope.first_var.items():

@@ -103,6 +103,8 @@ class Graph:
         self.nodes: list[Node] = []
         self.fresh_in: dict[int, Scope] = {}
         self.per_step: dict[tuple[int, int, bool], int] = {}
+        self.slice_of: dict[int, int] = {}
+        self.counters: dict[int, tuple[int, int, int]] = {}
         self.per_device: dict[Any, int] = {}
         self.stacked: dict[int, tuple[int | None, ...]] = {}
         self._numbers: dict[Any, tuple[int, ...]] = {}
@@ -298,6 +300,7 @@ class Graph:
             known = self.per_step.get((value, length, not backwards))
             if known is None:
                 known = self._new(var.aval)
+                self.slice_of[known] = value
             self.per_step.setdefault((value, length, backwards), known)
             steps.append(known)
         args = ins[:n_consts] + self._fresh(body, slice(n_consts, first)) + steps
@@ -306,10 +309,25 @@ class Graph:
         )
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
+        for k in range(n_carry):
+            self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
+
+    def _note_counter(self, body: Scope, at: int, k: int, first: int, length: Any):
+        """Notes a carry to which each step adds the same number."""
+        jaxpr = body.jaxpr
+        carry = body.env[getattr(jaxpr, "jaxpr", jaxpr).invars[at]]
+        if self.shape(carry) or not jnp.issubdtype(self.dtype(carry), jnp.integer):
+            return
+        node = self.node_of(self.read(body, jaxpr.outvars[k]))
+        if node is None or node.prim != "add" or carry not in node.ins:
+            return
+        step = self.scalar(node.ins[1 - node.ins.index(carry)])
+        if isinstance(step, int) and isinstance(length, int):
+            self.counters[carry] = first, step, length
 
     def _shard_map(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
         """Parts on each device: a value split the same way again keeps its parts."""

@@ -15,6 +15,7 @@ from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.propagation import Placement
+from rewriter.reports.masks import structure, whole_mask
 from rewriter.rewrite.passes.checkpoint_savings import Kept
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
@@ -350,9 +351,11 @@ def _details(site: Site) -> Iterator[str]:
         facts.append(f"−{size(site.saved_bytes)} of intermediate values")
     if site.sharding:
         yield f"on each device: {site.sharding}"
-    facts += _telling(site.params)
+    facts += [*_telling(site.params), *structure(site)]
     if facts:
         yield "; ".join(facts)
+    if array := whole_mask(site, size):
+        yield array
     if site.config and site.origin in MEASURED:
         yield f"config: {site.config}"
     if site.numerics:

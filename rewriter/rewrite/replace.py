@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.errors import RewriterError
+from rewriter.find.around import Around
 from rewriter.find.match import Match, NearMiss
 from rewriter.find.reading import leaves_of
 from rewriter.find.reference import gradient_function
@@ -129,13 +130,17 @@ def replace(
         return top.jaxpr, None
     work = _Work(regions, splices)
     program = work.body(top)
-    if work.carried:
+    if work.carried or work.given:
         return _jax.pruned(program), None
     frame, position = work.frames[id(top)], {}
     for at, (lo, hi) in enumerate(itertools.pairwise([0, *frame.ends])):
         for eqn in frame.eqns[lo:hi]:
             position[id(eqn)] = at
     return program, Origins(position, frame.labels, work.envs[id(top)])
+
+
+HANDED = frozenset({"remat", "scan", "shard_map"})
+"""Bodies whose equations are written anew where they are given more."""
 
 
 class _Frame:
@@ -159,6 +164,7 @@ class _Work:
         self.stacked: dict[int, list[Any]] = {}
         self.level: dict[tuple[int, int], int] = {}
         self.handed: dict[int, list[list[Any]]] = {}
+        self.given: dict[int, list[int]] = {}
         self.at: dict[int, dict[int, list[Splice]]] = {}
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
@@ -233,6 +239,43 @@ class _Work:
             if value not in splice.scope.first_var:
                 _, home, _ = place.defined[value]
                 self._inlined_to(place.scope, splice.scope, home)
+                if value in place.around:
+                    self._give(value, place.scope)
+
+    def _give(self, value: int, body: Scope) -> None:
+        """Plans that a body is given a value of the body around."""
+        given = self.given.setdefault(id(body), [])
+        if value in given:
+            return
+        given.append(value)
+        for branch in body.parent.children[body.call]:
+            self.given[id(branch)] = given
+            self.touched.add(id(branch))
+        place = self.regions.place(body.parent)
+        outside = self.regions.place(body).around[value].outside
+        _, home, _ = place.defined[outside]
+        self._inlined_to(place.scope, body.parent, home)
+        if outside in place.around:
+            self._give(outside, place.scope)
+
+    def _given_to(self, body: Scope) -> list[Any]:
+        """What carries, around a body, the values that it is given."""
+        defined = self.regions.place(body.parent).defined
+        found = [defined[g.outside][1:] for g in self._all_given(body)]
+        return [self.envs[id(home)].get(var, var) for home, var in found]
+
+    def _all_given(self, body: Scope) -> list[Around]:
+        """The values that a body is given; a branch those of all branches."""
+        those = self.given.get(id(body), ())
+        branches = body.parent.children[body.call] if those else ()
+        known = [self.regions.place(b).around for b in branches]
+        return [next(k[v] for k in known if v in k) for v in those]
+
+    def _variables_of(self, body: Scope) -> list[Any]:
+        """What carries them in it."""
+        around, avals = self.regions.place(body).around, self.graph.avals
+        those = self.given.get(id(body), ())
+        return [around[v].var if v in around else _jax.new_var(avals[v]) for v in those]
 
     def _inlined_to(self, home: Scope, *scopes: Scope) -> None:
         """Marks the calls between bodies and the one they belong to."""
@@ -259,7 +302,8 @@ class _Work:
             self.handed.setdefault(id(splice), []).append([a.aval for a in atoms])
             outs = outs + atoms
         eqns, _ = live(frame.eqns, outs)
-        return _jax.with_equations(scope.jaxpr, eqns, outs, more)
+        first = self._variables_of(scope)
+        return _jax.with_equations(scope.jaxpr, eqns, outs, more, first)
 
     def _any_dissolved(self, scope: Scope) -> bool:
         return any(
@@ -301,29 +345,39 @@ class _Work:
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
         if any(id(c) in self.dissolved for c in children):
             self._dissolved_call(children[0], eqn, frame, env, read)
-        elif any(id(c) in self.saved_in or id(c) in self.read_in for c in children):
-            handing = {"scan": self._loop, "shard_map": self._on_devices}
-            given = handing.get(children[0].kind, self._checkpoint)
+        elif any(map(self._is_handed, children)):
+            handing = {
+                "remat": self._checkpoint,
+                "scan": self._loop,
+                "shard_map": self._on_devices,
+            }
+            given = handing[children[0].kind]
             given(children[0], eqn, frame, env, read)
         else:
             self._plain(children, eqn, frame, env, read, inlined)
 
+    def _is_handed(self, child: Scope) -> bool:
+        """Whether a loop or checkpoint is handed residuals or values, or hands some."""
+        residuals = id(child) in self.saved_in or id(child) in self.read_in
+        return residuals or (id(child) in self.given and child.kind in HANDED)
+
     def _plain(self, children, eqn, frame, env, read, inlined) -> None:
         new = self._with_bodies(eqn, children) if children else eqn
-        ins = [read(a) for a in eqn.invars]
+        ins = [read(a) for a in new.invars]
         outs = list(eqn.outvars)
         if inlined:  # one body may be inlined at several places
             outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in outs]
             env.update(zip(eqn.outvars, outs, strict=True))
-        if inlined or any(a is not b for a, b in zip(ins, eqn.invars, strict=True)):
+        if inlined or any(a is not b for a, b in zip(ins, new.invars, strict=True)):
             new = new.replace(invars=ins, outvars=outs)
         frame.eqns.append(new)
 
     def _loop(self, child, eqn, frame, env, read) -> None:
         """Appends a loop that stacks residuals, or reads those of another loop."""
         body, loop = jaxpr_as_fun(self.body(child)), loop_of(0, eqn)
-        atoms = self._with_residuals(child, map(read, eqn.invars))
-        start, first = loop.n_consts, loop.first
+        given = self._given_to(child)
+        atoms = [*given, *self._with_residuals(child, map(read, eqn.invars))]
+        start, first = len(given) + loop.n_consts, len(given) + loop.first
         parts = atoms[:start], atoms[start:first], atoms[first:]
         step = lambda consts, carry, x: body(*consts, *carry, *x)
         eqns, outs = traced(loop, *parts, step)
@@ -342,7 +396,9 @@ class _Work:
             sum(len(self.residuals[id(s)][0]) for s in those.get(id(child), ()))
             for those in (self.read_in, self.saved_in)
         )
-        new = _jax.handing_parts(eqn, body, atoms, given, made)
+        first = [g.spec for g in self._all_given(child)]
+        atoms = [*self._given_to(child), *atoms]
+        new = _jax.handing_parts(eqn, body, atoms, given, made, first)
         frame.eqns.append(new)
         env.update(zip(eqn.outvars, new.outvars, strict=False))
         outs = list(new.outvars[len(eqn.outvars) :])
@@ -353,6 +409,7 @@ class _Work:
     def _checkpoint(self, child, eqn, frame, env, read) -> None:
         """Appends a checkpoint's recomputation that reads residuals."""
         atoms = self._with_residuals(child, map(read, eqn.invars))
+        atoms = [*self._given_to(child), *atoms]
         outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outs, strict=True))
         params = {**eqn.params, _jax.call_body_name(eqn): self.body(child)}
@@ -393,6 +450,8 @@ class _Work:
         new = [self.body(c) for c in children]
         if all(a is c.jaxpr for a, c in zip(new, children, strict=True)):
             return eqn
+        if id(children[0]) in self.given:
+            return _jax.with_constants_first(eqn, new, self._given_to(children[0]))
         kind = _jax.call_kind(eqn)
         if kind == "cond":
             changed = {"branches": tuple(new)}

@@ -45,9 +45,12 @@ def interval(graph: Graph, value: int, depth: int = DEPTH) -> Interval:
         numbers = np.asarray(array)
         return float(numbers.min()), float(numbers.max())
     node = graph.node_of(value)
-    if node is None or depth == 0:
+    if depth == 0:
         return whole
-    found = _made_by(graph, node, value, depth - 1)
+    if node is None:
+        found = _in_a_loop(graph, value, depth - 1)
+    else:
+        found = _made_by(graph, node, value, depth - 1)
     if found is None or not within(found, whole):
         return whole
     return found
@@ -69,6 +72,18 @@ def of_dtype(dtype: object) -> Interval:
 def within(inner: Interval, outer: Interval) -> bool:
     """Whether one interval is a part of another."""
     return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _in_a_loop(graph: Graph, value: int, depth: int) -> Interval | None:
+    """The bounds of what a loop's body is given at each step."""
+    if value in graph.slice_of:
+        return interval(graph, graph.slice_of[value], depth)
+    if value not in graph.counters:
+        return None
+    first, step, length = graph.counters[value]
+    lo, hi = interval(graph, first, depth)
+    last = step * max(length - 1, 0)
+    return lo + min(last, 0), hi + max(last, 0)
 
 
 def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | None:

@@ -1,0 +1,58 @@
+"""A site in, which keys its queries see out, in words; and what an array of them costs.
+
+What is read of a mask as structure, such as segments, is a few numbers for each row. A
+mask that stays an array is as large as the scores of one head, and is read as often.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from rewriter.rewrite.plan import Site
+
+OPERAND = re.compile(r"(\w+) (\w+)\[([\d,]*)\]")
+
+STRUCTURE = {
+    "kv_segments": "keys of the same segment",
+    "kv_lengths": "keys up to a length",
+    "prefix": "a prefix that all rows see",
+    "offset": "positions at an offset",
+}
+"""By operand, what is read of a mask beside a window."""
+
+
+def structure(site: Site) -> Iterator[str]:
+    """Yields what was read of a mask, in words."""
+    shapes = _shapes(site)
+    yield from (text for name, text in STRUCTURE.items() if name in shapes)
+    if "mask" in shapes and not _is_whole(shapes["mask"]):
+        yield "a boolean of each key"
+
+
+def whole_mask(site: Site, in_words: Callable[[int], str]) -> str:
+    """Returns what a mask costs that is read as an array, and what would not.
+
+    Args:
+        site: The site.
+        in_words: Gives bytes in words.
+    """
+    shape = _shapes(site).get("mask")
+    if shape is None or not _is_whole(shape):
+        return ""
+    cost = f"{'×'.join(map(str, shape))}, {in_words(math.prod(shape))}"
+    return (
+        f"a mask of {cost} is read in each pass; segments that are compared, lengths "
+        "of keys or positions by jnp.arange would be read in its place"
+    )
+
+
+def _shapes(site: Site) -> Mapping[str, tuple[int, ...]]:
+    found = OPERAND.findall(site.shapes)
+    return {name: tuple(map(int, filter(None, d.split(",")))) for name, _, d in found}
+
+
+def _is_whole(shape: tuple[int, ...]) -> bool:
+    """Whether a mask says something else for each query and key."""
+    return len(shape) > 1 and shape[-1] > 1 and shape[-2] > 1
