@@ -59,8 +59,8 @@ def _looking_through(find: Finder) -> Finder | None:
         )
         find.cache[NAME] = (
             dataclasses.replace(
-                find, gathers=found, misses={}, found=set(), cache={}, _barren=set(),
-                _asked={}, _names={},
+                find, gathers=found, misses={}, found=set(), cache={},
+                _known_empty=set(), _asked={}, _names={},
             )
             if found
             else None

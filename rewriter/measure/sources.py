@@ -106,7 +106,7 @@ def shipped(op: str) -> Tuned:
 
 
 def _shipped(name: str) -> Tuned:
-    """A file of the package; what is wrong in it is told and left aside."""
+    """A file of the package; wrong records in it are reported and ignored."""
     try:
         found = read_all(regular_files.read_text(name))
     except (OSError, ValueError) as problem:

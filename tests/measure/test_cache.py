@@ -1,4 +1,4 @@
-"""Tuned choices on disk: merged, never lost, damage told and left aside."""
+"""Tuned choices on disk: merged, never lost; damage is reported and ignored."""
 
 from __future__ import annotations
 
