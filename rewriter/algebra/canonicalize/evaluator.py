@@ -27,7 +27,12 @@ from rewriter.algebra.canonicalize.numbers import (
     from_the_end,
     in_each_case,
 )
-from rewriter.algebra.canonicalize.own_values import is_exact, is_position, with_wraps
+from rewriter.algebra.canonicalize.own_values import (
+    is_counted,
+    is_exact,
+    is_position,
+    with_wraps,
+)
 from rewriter.algebra.canonicalize.primitives import (
     FULL,
     KNOWN_CONSTANTS,
@@ -449,8 +454,10 @@ class Evaluator(Layout, LoopForms):
             return not casts and self._may_wrap(node, value, made)
         if is_exact(self.alg, self.g, node, made):
             return False
-        floats = kind_of(self.g.dtype(value)) == "f"
-        return not floats or self.at_hand is None or self.at_hand(value)
+        dtype = self.g.dtype(value)
+        if self.at_hand is None or self.at_hand(value):
+            return True
+        return kind_of(dtype) != "f" and not is_counted(self.alg, made, dtype)
 
     def _may_wrap(self, node: Node, value: int, made: Poly) -> bool:
         """Whether an integer may wrap around, and so differ from its form.

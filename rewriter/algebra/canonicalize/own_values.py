@@ -68,14 +68,30 @@ def _is_representable(c: float, dtype: Any) -> bool:
     return not whole or float(in_dtype(c, dtype)) == c
 
 
+def is_counted(alg: Algebra, p: Poly, dtype: Any) -> bool:
+    """Whether a form is whole numbers of known bounds that a dtype holds.
+
+    So is the product of a loop's step with the rows of a block: a body that is inside
+    the loop makes it, and around that body it can be made anew.
+    """
+    integers = kind_of(dtype) == "i" and _is_whole_form(alg, p)
+    return integers and within(alg.bounds(p), of_dtype(dtype))
+
+
 def is_position(alg: Algebra, p: Poly) -> bool:
     """Whether a form is an integer made of positions, or a choice of such."""
+    if not _is_whole_form(alg, p):
+        return False
+    factors = [a for _, mono in p for a, _ in mono]
+    return not factors or any(_has_position(alg, a) for a in factors)
+
+
+def _is_whole_form(alg: Algebra, p: Poly) -> bool:
+    """Whether a form is sums and products of whole numbers."""
     whole = all(float(c).is_integer() for c in p.values())
     factors = [a for _, mono in p for a, _ in mono]
     powers = all(e.__class__ is int and e > 0 for _, mono in p for _, e in mono)
-    if not (whole and powers and all(_is_whole(alg, a) for a in factors)):
-        return False
-    return not factors or any(_has_position(alg, a) for a in factors)
+    return whole and powers and all(_is_whole(alg, a) for a in factors)
 
 
 def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
