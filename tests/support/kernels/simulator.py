@@ -634,7 +634,7 @@ def simulated_norms() -> Iterator[None]:
     with _replaced((rows_hopper_kernel,), pallas_gpu) as patch:
         every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
         f32 = lambda shape: np.zeros(shape, np.float32)
-        patch.setattr(pallas_gpu_rows, "sums", _sums)
+        patch.setattr(pallas_gpu_rows, "row_sums", _sums)
         patch.setattr(pallas_gpu_rows, "zeros", f32)
         patch.setattr(pallas_gpu_rows, "store", _write)
         patch.setattr(pallas_gpu_rows, "wait_for_block", every)
