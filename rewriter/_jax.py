@@ -31,8 +31,10 @@ from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax.interpreters import partial_eval
 
-CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin"}
-REMAT = {"remat2", "checkpoint", "remat", "remat_opt"}
+# remat_opt is the forward rule of a custom_vjp that may be made again.
+CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin", "remat_opt"}
+REMAT = {"remat2", "checkpoint", "remat"}
+BODY_NAMES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call")
 CUSTOM = {
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call",
 }  # fmt: skip
@@ -143,20 +145,31 @@ def _plain_call(eqn: Any) -> bool:
 
 def call_body(eqn: Any) -> Any:
     """The jaxpr of a call-like equation."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
-        body = eqn.params.get(key)
-        if body is not None and hasattr(body, "eqns"):
-            return body
-    return None
+    name = _body_name(eqn)
+    return eqn.params[name] if name else None
+
+
+def as_function(eqn: Any) -> Callable[..., list[Any]]:
+    """An equation as a function of its operands."""
+    ins = [core.Var(a.aval) for a in eqn.invars]
+    outs = [core.Var(v.aval) for v in eqn.outvars]
+    made = eqn.replace(invars=ins, outvars=outs)
+    info = core.DebugInfo("rewriter", eqn.primitive.name, None, None)
+    jaxpr = core.Jaxpr([], ins, outs, [made], eqn.effects, debug_info=info)
+    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(jaxpr, []))
 
 
 def call_body_name(eqn: Any) -> str:
     """The parameter that holds the body."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
-        body = eqn.params.get(key)
-        if body is not None and hasattr(body, "eqns"):
-            return key
-    raise KeyError(eqn.primitive.name)
+    name = _body_name(eqn)
+    if not name:
+        raise KeyError(eqn.primitive.name)
+    return name
+
+
+def _body_name(eqn: Any) -> str:
+    bodies = (n for n in BODY_NAMES if hasattr(eqn.params.get(n), "eqns"))
+    return next(bodies, "")
 
 
 def counts_inputs(jaxpr: Any) -> bool:
@@ -651,6 +664,12 @@ def scoped(source_info: Any, label: str) -> Any:
     return source_info.replace(name_stack=stack)
 
 
+def function_name(eqn: Any) -> str:
+    """The name of the function that the body of a call-like equation is traced of."""
+    info = getattr(call_body(eqn), "debug_info", None)
+    return getattr(info, "func_name", "") or ""
+
+
 NAMED_RULES = ("logaddexp", "exp_neg_sq")
 
 
@@ -660,8 +679,7 @@ def named_rule(eqn: Any) -> str:
     The body of ``"logaddexp"`` has cases. That of ``"exp_neg_sq"``, exp(-x²) in the
     derivative of the error function, splits the bits of numbers.
     """
-    info = getattr(call_body(eqn), "debug_info", None)
-    name = getattr(info, "func_name", "")
+    name = function_name(eqn)
     return name if name in NAMED_RULES else ""
 
 

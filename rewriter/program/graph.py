@@ -8,7 +8,7 @@ they are: a `Scope` remembers which variable carries which value in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,9 +93,14 @@ _ROUNDING = "reduce_precision"
 
 
 class Graph:
-    """Values and the equations that make them; see the module's docstring."""
+    """Values and the equations that make them; see the module's docstring.
 
-    def __init__(self, closed_jaxpr: Any):
+    Args:
+        closed_jaxpr: The program.
+        proved: By id, bodies whose rules of derivatives are the derivatives.
+    """
+
+    def __init__(self, closed_jaxpr: Any, proved: Iterable[int] = ()):
         self.avals: list[Any] = []
         self.producer: dict[int, tuple[Node, int]] = {}
         self.consumers: dict[int, list[Node]] = {}
@@ -112,7 +117,7 @@ class Graph:
         self._signatures_in: dict[int, list[int]] = {}
         self._equal = Constants()
         self._literals: dict[Any, int] = {}
-        self._user_rules: dict[Any, bool] = {}
+        self._user_rules: dict[Any, bool] = dict.fromkeys(proved, True)
         self.top = Scope("top", None, -1, 0, closed_jaxpr)
         self._add_body(self.top, [self._new(v.aval) for v in closed_jaxpr.invars])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,8 @@ class Program:
             that is not known.
         folded: The equal layers that were left out, if any.
         regions: The graph and the walks over it.
+        rules: By the id of a body, the user's own rule for its derivatives.
+        proved: Those that are proved to be the derivatives.
         found: Matches and near misses of the patterns.
         matches: The matches that are still in use.
         facts: Each match with its gradients, shards and repeats.
@@ -53,6 +55,8 @@ class Program:
     placement: Placement | str | None = None
     folded: Folded | None = None
     regions: Regions | None = None
+    rules: Mapping[int, Any] = field(default_factory=dict)
+    proved: frozenset[int] = frozenset()
     found: Found | None = None
     matches: tuple[Match, ...] = ()
     facts: tuple[Facts, ...] = ()

@@ -6,9 +6,11 @@ import logging
 import math
 from dataclasses import replace
 
+from rewriter.algebra.custom_rules import proved, users_rules
 from rewriter.choose.composite import with_composites
 from rewriter.choose.planner import planned, target_of
 from rewriter.choose.special_form import prefer_special_ops
+from rewriter.find.hindered import hindered
 from rewriter.find.match import search
 from rewriter.find.region import Regions
 from rewriter.gradients.search import search_gradients
@@ -41,13 +43,23 @@ def leave_out_equal_layers(program: Program) -> Program:
 
 def make_graph(program: Program) -> Program:
     """Makes the graph of values and equations."""
-    return replace(program, regions=Regions(Graph(program.closed_jaxpr)))
+    rules = users_rules(program.closed_jaxpr)
+    ours = proved(rules)
+    regions = Regions(Graph(program.closed_jaxpr, ours))
+    return replace(program, regions=regions, rules=rules, proved=frozenset(ours))
 
 
 def find_sites(program: Program) -> Program:
-    """Finds the sites, and proves each one."""
+    """Finds and proves the sites, also what unproved rules of derivatives hide."""
     config = program.config
-    found = search(program.walks, program.patterns, config.numerics, config.assume)
+    given = program.patterns, config.numerics, config.assume
+    found = search(program.walks, *given)
+    unproved = program.rules.keys() - program.proved
+    if unproved:
+        without = Regions(Graph(program.closed_jaxpr, program.rules))
+        hidden = search(without, *given).matches
+        more = hindered(hidden, found, without, unproved)
+        found = replace(found, misses=(*more, *found.misses))
     return replace(program, found=found, matches=found.matches, failures=found.failures)
 
 
