@@ -185,6 +185,41 @@ def test_whatever_a_checkpoint_keeps(name, policy):
         assert read_by(step, arguments(name)) == {MASKS[name][2]}
 
 
+@pytest.mark.parametrize(
+    ("context", "name"),
+    slow.first(
+        2,
+        [
+            ("checkpoint", "padding"), ("scan+checkpoint", "packed"),
+            ("checkpoint", "packed"), ("scan+checkpoint", "array"), ("scan", "bias"),
+        ],
+        several=True,
+    ),
+)  # fmt: skip
+def test_a_layer_keeps_no_more_than_as_written(context, name, monkeypatch):
+    rows = 128
+    monkeypatch.setitem(globals(), "T", rows)
+    step = step_of(name, context)
+    fast = rewriter.optimize(step, implementation=FORCED)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments(name)]
+    x, w, data = (
+        jax.ShapeDtypeStruct([rows if n == 16 else n for n in s.shape], s.dtype)
+        for s in shapes
+    )
+
+    def a_layer_more(step: Any) -> float:
+        few, many = (
+            step.lower(x, jax.ShapeDtypeStruct((n, *w.shape[1:]), w.dtype), data)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+            for n in (2, 6)
+        )
+        return (many - few) / 4
+
+    assert a_layer_more(fast) <= 1.01 * a_layer_more(jax.jit(step)) + 512
+
+
 # -------------------------------------------------------- where masks come from
 def kept_on_both_sides(pad: Any) -> Any:
     return pad[:, None, :, None] & pad[:, None, None, :]
