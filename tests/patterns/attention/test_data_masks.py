@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import rewriter
+from rewriter.gradients import search
 from tests import slow
 
 B, T, N, H, LAYERS = 2, 16, 2, 4, 3
@@ -456,3 +457,17 @@ def test_reports_say_what_an_array_costs():
     assert "a mask of 2×1×16×16, 512 B is read" in texts["positions"]
     assert "keys of the same segment" in texts["packed"]
     assert "is read in each pass" not in texts["packed"]
+
+
+def test_layers_with_one_mask_are_proved_once(monkeypatch):
+    """A mask that they share does not tell them apart."""
+    proofs = []
+    first = search.proved_gradients
+
+    def counted(*given: Any) -> Any:
+        proofs.append(given)
+        return first(*given)
+
+    monkeypatch.setattr(search, "proved_gradients", counted)
+    read_by(step_of("packed", "checkpoint"), arguments("packed"))
+    assert len(proofs) == 1
