@@ -132,10 +132,8 @@ def same_cone(
         if a in known.leaves:
             leaves[a] = b
             continue
-        if a == b:
-            if not _closed(graph, a, known.leaves):
-                return None
-            continue
+        if a == b and _closed(graph, a, known.leaves):
+            continue  # else it is made of leaves that both regions have, as a mask is
         first, second = graph.producer.get(a), graph.producer.get(b)
         if first is None or second is None:
             return None

@@ -59,7 +59,9 @@ def find_sites(program: Program) -> Program:
         without = Regions(Graph(program.closed_jaxpr, program.rules))
         hidden = search(without, *given).matches
         more = hindered(hidden, found, without, unproved)
-        found = replace(found, misses=(*more, *found.misses))
+        there = {(miss.op, miss.where) for miss in more}
+        rest = (m for m in found.misses if (m.op, m.where) not in there)
+        found = replace(found, misses=(*more, *rest))
     return replace(program, found=found, matches=found.matches, failures=found.failures)
 
 

@@ -1340,12 +1340,16 @@ def _(q, k, v, valid):
 @documented(
     "padding_both_sides",
     dict(q_valid=booleans("bt"), kv_valid=booleans("bs")),
-    "q k v mask",
+    "q k v q_segments kv_segments",
     "mean",
     bind=lambda q, k, v, a, b: dict(
-        q=q, k=k, v=v, mask=a[:, None, :, None] & b[:, None, None]
+        q=q,
+        k=k,
+        v=v,
+        q_segments=a.astype(jnp.int32),
+        kv_segments=2 - b.astype(jnp.int32),
     ),
-    also=[dict(operands="q k v mask", scale=SCALE)],
+    also=[dict(operands="q k v q_segments kv_segments", scale=SCALE)],
 )
 def _(q, k, v, q_valid, kv_valid):
     keep = q_valid[:, None, :, None] & kv_valid[:, None, None, :]
