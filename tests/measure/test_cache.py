@@ -60,7 +60,7 @@ def test_what_another_process_writes_is_merged(folder) -> None:
     assert found() == {"fast (rows=1)": 5}
     code = (
         "from rewriter.measure import cache\n"
-        "from tests.rewriter.test_tuned import key, took\n"
+        "from tests.measure.test_tuned import key, took\n"
         "cache.add(key(), [took('fast', 4, rows=2)])\n"
         "cache.add(key(128), [took('fast', 3)])\n"
     )

@@ -24,7 +24,7 @@ from tests.support import stalling
 
 pytestmark = pytest.mark.once
 
-CODE = "from tests.rewriter import stalling; stalling.main()"
+CODE = "from tests.support import stalling; stalling.main()"
 
 
 @pytest.fixture

@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.rewriter.streams import (
+
+import rewriter
+from rewriter import errors
+from rewriter.ops.kernel import PLATFORMS, Kernel, takes_all
+from rewriter.ops.registry import registry
+from rewriter.rewrite.passes import fuse_residual_adds
+from rewriter.site import residual_stream, site
+from rewriter.site.uses import Use
+from tests import slow
+from tests.support import transforms
+from tests.support.streams import (
     FORCED,
     LAYERS,
     PROGRAMS,
@@ -24,16 +34,6 @@ from tests.rewriter.streams import (
     sites,
     stacked,
 )  # fmt: skip
-
-import rewriter
-from rewriter import errors
-from rewriter.ops.kernel import PLATFORMS, Kernel, takes_all
-from rewriter.ops.registry import registry
-from rewriter.rewrite.passes import fuse_residual_adds
-from rewriter.site import residual_stream, site
-from rewriter.site.uses import Use
-from tests import slow
-from tests.support import transforms
 
 
 @pytest.fixture

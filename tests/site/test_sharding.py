@@ -36,7 +36,7 @@ def started(script: str, *options: str, **environment: str) -> subprocess.Popen[
         **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment,
     }  # fmt: skip
     return subprocess.Popen(
-        [sys.executable, "-m", f"tests.rewriter.{script}", *options],
+        [sys.executable, "-m", f"tests.support.{script}", *options],
         env=env,
         cwd=ROOT,
         stdout=subprocess.PIPE,

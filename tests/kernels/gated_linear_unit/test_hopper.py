@@ -108,7 +108,7 @@ def test_supports_dense() -> None:
         (dense(out_dtype="float16"), "the result is float16"),
         (dense((0, 128)), "size 0"),
         (dense(activation="elu"), "elu needs expm1"),
-        (with_rows, "rows that are added"),
+        (with_rows, "addends for each row"),
     ):
         verdict = UNIT.supports(given)
         assert not verdict.ok
