@@ -33,7 +33,7 @@ print(rewriter.explain(lambda x: x * jnp.reciprocal(jnp.sqrt(jnp.mean(x * x, -1,
       keepdims=True) + 1e-6)))(jnp.ones((2, 8))).counts()['rms_norm'])
 twice = [m for m in sys.modules if m.split('.')[0] in ('patterns', 'kernels')]
 assert twice == ['kernels'], twice
-files = [m.__file__ for m in list(sys.modules.values())
+files = [m.__file__ for m in {id(m): m for m in sys.modules.values()}.values()
          if (getattr(m, '__name__', '') or '').startswith('rewriter')
          and getattr(m, '__file__', None)]
 assert len(files) == len(set(files))
