@@ -75,6 +75,7 @@ def test_a_pass_that_breaks_the_program_is_named(monkeypatch):
         Pass("replace", _cast) if step.name == "replace" else step for step in PASSES
     )
     monkeypatch.setattr(pipeline, "PASSES", broken)
+    monkeypatch.setenv("REWRITER_VALIDATE", "1")
     closed = jax.make_jaxpr(loss)(X, X, X)
     with pytest.raises(AssertionError, match="after 'replace' the program gives"):
         pipeline.rewrite(closed, rewriter.Config())

@@ -35,6 +35,8 @@ from tests.support.streams import (
     stacked,
 )  # fmt: skip
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:

@@ -20,6 +20,8 @@ import rewriter
 from rewriter.gradients import search
 from tests import slow
 
+pytestmark = pytest.mark.once
+
 B, T, N, H, LAYERS = 2, 16, 2, 4, 3
 FORCED = {"attention": "memory_bounded"}
 
