@@ -1,7 +1,7 @@
-"""Files of the repository in, files of the site out, under the same paths.
+"""Puts files of the repository into the site, under the same paths.
 
-The pages link to each other and to sources by their paths in the repository, as GitHub
-shows them. So the site keeps those paths, and takes along what a page links to.
+Pages link to each other and to sources by their paths in the repository, as GitHub
+shows them. So the site keeps those paths, and includes what a page links to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The package's docstrings in, Markdown out: the page of the public names."""
+"""Writes the page of the public names from the docstrings of the package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A program in, its rules of derivatives that are proved to be the derivative out.
+"""Proves that a user's own derivative rule is the derivative of its function.
 
-A function with a rule of its own is a body apart: what is found must not reach into
-it, as the kernel's derivative would take the rule's place. Where the rule gives what
-differentiating the body gives, as functions of real numbers, nothing hinders that.
+A function with a rule of its own is a closed body: a site must not reach into it, since
+the kernel's derivative would replace the rule's. If the rule gives what differentiating
+the body gives, as functions of real numbers, the site may be replaced.
 """
 
 from __future__ import annotations

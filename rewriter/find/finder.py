@@ -329,8 +329,6 @@ class Finder:
         self._asked[op, anchor.outs[0]] = key
         return key in self._known_empty
 
-    barren = known_empty  # the name of version 0.1
-
     def remember_outcome(self, op: str, anchor: Node, found: bool) -> None:
         """Remembers surroundings that held no match."""
         key = self._asked.pop((op, anchor.outs[0]), None)

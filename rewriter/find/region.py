@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rewriter.algebra.canonicalize import is_local
-from rewriter.find.around import Around, around
+from rewriter.find.body_inputs import BodyInput, body_inputs
 from rewriter.program.graph import Graph, Node, Scope
 
 Path = tuple[float, ...]
@@ -28,7 +28,7 @@ class Place:
 
     scope: Scope
     defined: dict[int, tuple[Path, Scope, Any]] = field(default_factory=dict)
-    around: dict[int, Around] = field(default_factory=dict)
+    around: dict[int, BodyInput] = field(default_factory=dict)
     _usable: dict[int, bool] = field(default_factory=dict)
 
 
@@ -65,7 +65,7 @@ class Regions:
         if scope.parent is None:
             return
         outer, (_, call) = self.place(scope.parent), path_of(scope)
-        place.around = around(self.graph, scope, outer.defined, call)
+        place.around = body_inputs(self.graph, scope, outer.defined, call)
         for value, given in place.around.items():
             place.defined.setdefault(value, ((-1, float("inf")), scope, given.var))
 

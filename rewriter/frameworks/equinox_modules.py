@@ -1,9 +1,9 @@
-"""A function of equinox modules in, one that holds what is no array static out.
+"""Traces the arrays of equinox modules and keeps their other leaves static.
 
 A module of equinox is a tree whose leaves may be functions, names or flags.
-`eqx.filter_jit` traces its arrays and keeps the rest; here that is done around the
-rewritten program. What stands outside of modules means what it means to ``jax.jit``.
-Nothing of equinox is imported: it is looked up, as `nnx_state` does.
+`eqx.filter_jit` traces the arrays and keeps the rest. This module does the same around
+the rewritten program. Arguments that are no modules mean what they mean to ``jax.jit``.
+Equinox is not imported here: its types are looked up, as `nnx_state` does.
 """
 
 from __future__ import annotations

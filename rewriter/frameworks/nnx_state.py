@@ -1,9 +1,9 @@
-"""A function of flax.nnx modules in, one that updates them out, as `nnx.jit` does.
+"""Carries the state of flax.nnx modules in and out of a program, as `nnx.jit` does.
 
 Modules, optimizers, metrics and random streams of flax.nnx are changed in place. Under
-``jax.jit`` a function gets copies, and what it does to them is lost. `nnx.jit` hands
-their state in and out; here it does so around the rewritten program. Nothing of flax is
-imported: it is looked up, and where it was not imported nothing can be of its types.
+``jax.jit`` a function gets copies, and changes to them are lost. `nnx.jit` passes their
+state in and out, and so does this module, around the rewritten program. Flax is not
+imported here: its types are looked up among the loaded modules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A traced call in, where its arrays are out: given, stated in types, or not known yet.
+"""Tells where the arrays of a traced call are: given, in types, or not known yet.
 
-A program is spread over devices if any of its arrays is on a mesh. Under `jax.jit`
-an argument's placement is known while tracing only where ``in_shardings`` or its
-type (on explicit mesh axes) states it; the rest is known when JAX lowers the call.
+A program is spread over devices if any of its arrays is on a mesh. Under `jax.jit` an
+argument's placement is known while tracing only if ``in_shardings`` or its type (on
+explicit mesh axes) states it. Otherwise it is known when JAX lowers the call.
 """
 
 from __future__ import annotations

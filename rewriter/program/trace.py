@@ -1,8 +1,7 @@
-"""A function and its arguments in, a traced program out.
+"""Traces a function with its arguments, as ``jax.jit(fn)`` does.
 
-Tracing is JAX's own: it is that of ``jax.jit(fn)``, so that static arguments, weak
-types, x64, shardings and closed-over values mean what they always mean, and JAX's
-trace cache answers when the signature was seen before, by whomever.
+Static arguments, weak types, x64, shardings and closed-over values mean what they
+always mean. JAX's trace cache answers if the same signature was traced before.
 """
 
 from __future__ import annotations

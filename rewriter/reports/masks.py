@@ -1,7 +1,7 @@
-"""A site in, which keys its queries see out, in words; and what an array of them costs.
+"""Says in words which keys the queries of a site see, and what a mask array costs.
 
-What is read of a mask as structure, such as segments, is a few numbers for each row. A
-mask that stays an array is as large as the scores of one head, and is read as often.
+Structure, such as segments, is a few numbers for each row. A mask that stays an array
+is as large as the scores of one head, and is read as often.
 """
 
 from __future__ import annotations

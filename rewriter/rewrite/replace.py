@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.errors import RewriterError
-from rewriter.find.around import Around
+from rewriter.find.body_inputs import BodyInput
 from rewriter.find.match import Match, NearMiss
 from rewriter.find.reading import leaves_of
 from rewriter.find.reference import gradient_function
@@ -264,7 +264,7 @@ class _Work:
         found = [defined[g.outside][1:] for g in self._all_given(body)]
         return [self.envs[id(home)].get(var, var) for home, var in found]
 
-    def _all_given(self, body: Scope) -> list[Around]:
+    def _all_given(self, body: Scope) -> list[BodyInput]:
         """The values that a body is given; a branch those of all branches."""
         those = self.given.get(id(body), ())
         branches = body.parent.children[body.call] if those else ()

@@ -1,7 +1,7 @@
-"""A traced call in, its rewritten program and report out, remembered by signature.
+"""Rewrites the program of a traced call; remembers it and its report by signature.
 
-Whatever fails inside leaves the program as it was, with a warning; with
-``strict=True`` it raises.
+A failure inside the rewriter leaves the program as it was, with a warning. With
+``strict=True`` it is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A function and options in, what `jax.jit` traces in the function's place out.
+"""The object that `jax.jit` traces in place of the user's function.
 
-There is one of them for equal functions and options, as there is one trace, so that
-``optimize(f)`` twice is traced and compiled once. It does not keep the function alive,
-which whoever calls it does: what was found goes when the function goes.
+Equal functions with equal options share one such object, and so one trace and one
+compiled program. The object does not keep the function alive: when the function is
+freed, so is everything found about it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A function in, a faster one out.
+"""Returns a faster function for a function: `optimize`, and its report: `explain`.
 
 ``optimize`` returns a real ``jax.jit`` object. While that jit traces, once per
 signature, the function is analysed (`rewriter.run.analysis`), and the equations of the
-rewritten program become those of the trace: where nothing is rewritten, the program is
+rewritten program become those of the trace. Where nothing is rewritten, the program is
 the one that ``jax.jit`` has.
 """
 

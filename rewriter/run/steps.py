@@ -10,7 +10,7 @@ from rewriter.algebra.custom_rules import proved, users_rules
 from rewriter.choose.composite import with_composites
 from rewriter.choose.planner import planned, target_of
 from rewriter.choose.special_form import prefer_special_ops
-from rewriter.find.hindered import hindered
+from rewriter.find.hidden_by_rules import hidden_by_rules
 from rewriter.find.match import search
 from rewriter.find.region import Regions
 from rewriter.gradients.search import search_gradients
@@ -58,7 +58,7 @@ def find_sites(program: Program) -> Program:
     if unproved:
         without = Regions(Graph(program.closed_jaxpr, program.rules))
         hidden = search(without, *given).matches
-        more = hindered(hidden, found, without, unproved)
+        more = hidden_by_rules(hidden, found, without, unproved)
         there = {(miss.op, miss.where) for miss in more}
         rest = (m for m in found.misses if (m.op, m.where) not in there)
         found = replace(found, misses=(*more, *rest))

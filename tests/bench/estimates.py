@@ -1,4 +1,4 @@
-"""A program's name in, cycles or bundles out: by the TPU compiler, without a TPU.
+"""Cycles or bundles of a program, by the TPU compiler, without a TPU.
 
 Each estimate is made by a child process, since the compiler reads what it is to say
 when it is loaded, and its simulator may end the process.

@@ -1,4 +1,4 @@
-"""The records of Hopper's kernels in, a table of them beside XLA and cuDNN out."""
+"""A table of the records of Hopper kernels beside XLA and cuDNN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's passes in, rows of figures out: as written, rewritten, and by hand.
+"""Measures a model's passes as written, rewritten, and written by hand.
 
 Programs are compiled side by side before the first is timed; there is no row for one
 with other results than the original's. Times are wall-clock medians, memory is XLA's

@@ -1,4 +1,4 @@
-"""Figures in, a JSON record out: what ran, when, and on what, and what came of it."""
+"""Writes figures as a JSON record: what ran, when, and on what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of Nsight Compute in, what is kept of them out."""
+"""Which figures are kept of tables of Nsight Compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program in, programs out that give what a rewritten one may give instead.
+"""Programs whose results a rewritten program may give instead of the original's.
 
 `docs/numerics.md` says what may differ: a softmax or a sigmoid of exponentials that
 overflow or vanish stays a number, and a finite fill of a mask hides what it is chosen

@@ -1,4 +1,4 @@
-"""Programs in, findings out: which of them the rewriter changes.
+"""Finds which programs of a list the rewriter changes.
 
 Programs are compiled together, and compared with what rounding usually changes. Only
 those that differ are compiled alone, to see what rounding changes in them.

@@ -1,4 +1,4 @@
-"""Two results of a program in, what differs out: numbers, and where they are none."""
+"""Compares two results of a program: numbers, NaN and infinities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kind and a seed in, a program out."""
+"""Makes the random program of a kind and a seed."""
 
 from __future__ import annotations
 

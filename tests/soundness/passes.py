@@ -1,4 +1,4 @@
-"""Functions of programs in, their forward pass and gradients as functions out."""
+"""The forward pass and the gradients of a program, as functions."""
 
 from __future__ import annotations
 

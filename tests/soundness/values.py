@@ -1,4 +1,4 @@
-"""An argument in, its values out: normal ones, and those at which arithmetic ends."""
+"""Values of an argument: normal ones, and those at which arithmetic ends."""
 
 from __future__ import annotations
 

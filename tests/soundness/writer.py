@@ -1,4 +1,4 @@
-"""Draws in, lines of a program and its arguments out: what all grammars write with."""
+"""Writes the lines of a random program and its arguments, for all grammars."""
 
 from __future__ import annotations
 

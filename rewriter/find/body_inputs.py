@@ -1,14 +1,13 @@
-"""A body in, what its masks are made of around it out.
+"""Finds what a body could be given instead of a mask: the values that it is made of.
 
-A mask is often made once and read by every layer: it is a constant of a loop over
-layers, an argument of a checkpoint, or a residual that JAX took out of a loop. A
-replacement in the body says more with what the mask is made of: positions, which are
-made anew, and segments, lengths or booleans of keys, which the body can be given
-instead of the mask.
+A mask is often made once and read by every layer. In a layer's body it is then a
+constant of a loop, an argument of a checkpoint, or a residual that JAX took out of a
+loop. From the mask alone no structure can be read. So a replacement may ask for what
+the mask was made of: segments, lengths, or booleans of keys. Positions are made anew.
 
-What a body is given so is not larger than what it has of it, or one of the program's
-arguments, which are there anyway; and it is whole numbers and booleans, so that nothing
-that has a gradient crosses a body's border in another way than before.
+A new input is no larger than the mask, or it is an argument of the program, which is
+in memory anyway. It holds integers or booleans: nothing that has a gradient crosses a
+body's border in a new way.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from rewriter.algebra.canonicalize import is_local
 from rewriter.program.graph import Graph, Scope
 
 GIVES = frozenset({"remat", "scan", "while", "cond", "shard_map"})
-"""Bodies that can be given more: rules of derivatives count what they are given."""
+"""Bodies that can get new inputs. Others have derivative rules that count inputs."""
 MADE_OF = 120
-"""Of how many values what a body is given may be made."""
+"""The most values that a mask may be made of."""
 
 
 @dataclass(frozen=True, eq=False)
-class Around:
-    """A value that a body could be given.
+class BodyInput:
+    """A value that a body could get as a new input.
 
     Attributes:
-        var: The body's variable of it, once it is given.
-        outside: The value around the body; another one only where that is split.
-        spec: How a shard_map splits it; None of other bodies.
+        var: The variable that the body reads, if it gets the input.
+        outside: The value outside the body. It is the same value, except in a
+            shard_map, whose body has a part of it.
+        spec: How a shard_map splits it; ``None`` for other bodies.
     """
 
     var: Any
@@ -45,22 +45,22 @@ class Around:
     spec: Any = None
 
 
-def around(
+def body_inputs(
     graph: Graph, scope: Scope, defined: Mapping[int, Any], call: tuple[float, ...]
-) -> dict[int, Around]:
-    """Values that a body is not given, and could be.
+) -> dict[int, BodyInput]:
+    """Returns the values that a body could get as new inputs.
 
     Args:
         graph: The program.
         scope: The body.
-        defined: What the body around has, with the path to where it is made.
+        defined: The values of the body around it, with the path to where each is made.
         call: The path to the equation that holds the body.
     """
     if scope.kind not in GIVES or _jax.counts_inputs(scope.jaxpr):
         return {}
     parts = _parts(graph, scope) if scope.kind == "shard_map" else None
     over = _over_borders(graph)
-    found: dict[int, Around] = {}
+    found: dict[int, BodyInput] = {}
     for whole, (at, _) in scope.first_var.items():
         if at >= 0 or not (parts is not None or whole in defined):
             continue
@@ -70,7 +70,9 @@ def around(
             outside, spec = (value, None) if parts is None else parts.get(value, NONE)
             early = outside in defined and defined[outside][0] < call
             if early and _is_no_larger(graph, value, outside, whole):
-                found[value] = Around(_jax.new_var(graph.avals[value]), outside, spec)
+                found[value] = BodyInput(
+                    _jax.new_var(graph.avals[value]), outside, spec
+                )
     return found
 
 
@@ -78,7 +80,7 @@ NONE = None, None
 
 
 def _parts(graph: Graph, scope: Scope) -> dict[int, tuple[int, Any]]:
-    """What each device has of values that are split as a shard_map splits: of which."""
+    """Maps a device's part to the whole value and its spec, for a shard_map's mesh."""
     mesh = _jax.parts_of(scope.parent.jaxpr.eqns[scope.call])[2]
     found: dict[int, tuple[int, Any]] = {}
     for (value, spec, other), part in graph.per_device.items():
@@ -88,7 +90,7 @@ def _parts(graph: Graph, scope: Scope) -> dict[int, tuple[int, Any]]:
 
 
 def _over_borders(graph: Graph) -> dict[int, int]:
-    """What each device is given to of what, and what is put together to its parts."""
+    """Maps a value on one side of a shard_map's border to the one on the other side."""
     found: dict[int, int] = {}
     for (value, _, _), part in graph.per_device.items():
         node = graph.node_of(value)
@@ -100,9 +102,9 @@ def _over_borders(graph: Graph) -> dict[int, int]:
 
 
 def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ...]:
-    """Whole numbers and booleans that a mask or a bias is made of; of others, none.
+    """Integers and booleans that a mask or a bias is made of; ``()`` for other values.
 
-    What products or other layers gave is no mask.
+    A value made by products or by other layers is no mask.
 
     Args:
         graph: The program.
@@ -131,7 +133,7 @@ def _made_of(graph: Graph, whole: int, over: Mapping[int, int]) -> tuple[int, ..
 
 
 def _ins(graph: Graph, value: int, over: Mapping[int, int]) -> Sequence[int] | None:
-    """What a value is made of by one equation that a region can hold, or by none."""
+    """Inputs of the one equation that makes a value; ``None`` if no region holds it."""
     if value in over:
         return (over[value],)
     node = graph.node_of(value)
@@ -143,7 +145,7 @@ def _has_size(graph: Graph, value: int) -> bool:
 
 
 def _is_no_larger(graph: Graph, value: int, outside: int, whole: int) -> bool:
-    """Whether a value takes no more memory than what is made of it."""
+    """Whether a value takes no more memory than the mask that is made of it."""
     if not _has_size(graph, value) or _jax.is_key(graph.avals[value]):
         return False
     argument = graph.top.first_var.get(outside, (0,))[0] < 0

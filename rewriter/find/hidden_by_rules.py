@@ -1,4 +1,4 @@
-"""What a search finds without users' rules of derivatives in, near misses out."""
+"""Reports sites that a user's own derivative rule keeps from being replaced."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rewriter.support.verdict import Reason
 NEAR = 0.9
 
 
-def hindered(
+def hidden_by_rules(
     without: Sequence[Match], found: Found, regions: Regions, unproved: Collection[int]
 ) -> tuple[NearMiss, ...]:
-    """Returns what rules that are not proved keep from being found.
+    """Returns a near miss for each site that an unproved rule keeps from being found.
 
     Args:
-        without: What is found where such rules are left out of account.
-        found: What is found.
-        regions: The walks in which the former was found.
+        without: What a search finds that ignores such rules.
+        found: What the search finds that respects them.
+        regions: The walks of the search that ignores them.
         unproved: The ids of the bodies with such rules.
     """
     known = {(m.op.name, m.where) for m in found.matches}
