@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.cudnn import SMALL, untried
-from rewriter.kernels.attention.hopper.config import STEP, filled
+from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE, STEP, filled
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
@@ -141,7 +141,7 @@ def _cudnn(spec: Spec, device: Device, passes: str) -> float:
 
 
 def _own(spec: Spec, device: Device, passes: str, loop: float) -> float:
-    """Returns seconds of our kernels for Hopper GPUs, copies of filled heads included.
+    """Returns seconds of our kernels for Hopper GPUs, copies of operands included.
 
     Args:
         spec: A use.
@@ -158,7 +158,7 @@ def _own(spec: Spec, device: Device, passes: str, loop: float) -> float:
     made = seconds(device, flops, 0.0, compute=share, launches=8 if both else 3)
     made = max(made, _least(spec, device, passes))
     made *= CAPPED_OWN if spec.param("softcap") is not None else 1.0
-    made += _copies(device, _made_wider(spec, both))
+    made += _copies(device, max(_made_wider(spec, both), _made_whole(spec, both)))
     return _with_gradients(spec, device, made, loop) if both else made
 
 
@@ -187,15 +187,25 @@ def _copies(device: Device, nbytes: float) -> float:
     return seconds(device, 0.0, nbytes, memory=COPIED, launches=0)
 
 
-def _made_even(spec: Spec, both: bool) -> float:
-    """Returns bytes of the copies that make numbers of rows even for cuDNN.
+def _made_even(spec: Spec, both: bool, step: int = 2) -> float:
+    """Returns bytes of the copies that make numbers of rows multiples of a step.
 
-    Operands get a row, and the result loses one. So do gradients, and the cotangent
-    gets one.
+    Operands get rows, and the result loses them. So do gradients, and the cotangent
+    gets them.
     """
     (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
-    numbers = b * (h + e) * (t % 2 * t * n + s % 2 * s * heads)
+    queries, keys = (x * (x % step > 0) for x in (t, s))
+    numbers = b * (h + e) * (queries * n + keys * heads)
     return 2.0 * item(spec, "q") * numbers * (2 if both else 1)
+
+
+def _made_whole(spec: Spec, both: bool) -> float:
+    """Returns bytes of the copies that fill the last tile of our kernel.
+
+    Heads as wide as a tile are copied row by row, and need none.
+    """
+    narrow = all(spec.shape(name)[3] in BY_ROWS for name in "qv")
+    return 0.0 if narrow else _made_even(spec, both, EDGE)
 
 
 def _made_wider(spec: Spec, both: bool) -> float:

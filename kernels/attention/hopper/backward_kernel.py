@@ -52,8 +52,14 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
 )
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
 from rewriter.kernels.attention.hopper.blocks import Mask
+from rewriter.kernels.attention.hopper.config import EDGE
 from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
-from rewriter.kernels.attention.hopper.forward_kernel import even, pair_of, row_sums
+from rewriter.kernels.attention.hopper.forward_kernel import (
+    copied_by_rows,
+    even,
+    pair_of,
+    row_sums,
+)
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import terms_of, transposed
 from rewriter.kernels.shared.hopper import PROCESSORS
@@ -150,7 +156,10 @@ def backward(
     }
     if rest is not None:
         rows["rest"] = _padded(rest * LOG2E, config, 0.0)
+    blocks = [config.queries, config.keys, *_other_blocks(config, h, e, given)]
+    by_rows = copied_by_rows((t, s), (h, e), blocks)
     common = {"b": b, "h": h, "e": e, "scale": scale, "softcap": softcap,
+              "by_rows": by_rows,
               "programs": config.programs, "stages": config.stages,
               "warpgroups": config.warpgroups,
               "claimed": config.claimed}  # fmt: skip
@@ -174,7 +183,8 @@ def backward(
         ),
         terms=terms, values=config.v_stages or config.stages, **common,
     )  # fmt: skip
-    named = dict(zip("qkvg", map(even, (q, k, v, up)), strict=True)) | rows
+    whole = (q, k, v, up) if by_rows else map(even, (q, k, v, up))
+    named = dict(zip("qkvg", whole, strict=True)) | rows
     numbers = {"lengths": lengths, "offsets": offsets, "prefixes": prefixes}
     named |= {name: x for name, x in numbers.items() if x is not None}
     by_key, by_query = named | extra_turned, named | extra
@@ -191,7 +201,7 @@ def backward(
         if found is not None:
             arrays["reach"] = found
     if config.fused:
-        total = jax.new_ref(jnp.zeros(named["q"].shape, jnp.float32))
+        total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, h), jnp.float32))
         dk, dv = _call(Fused, of_keys, by_key | {"dq": total})
         dq = (total[...] * scale).astype(q.dtype)
         if of_queries.mask.may_be_empty:  # ignores values added to rows without keys
@@ -236,6 +246,17 @@ def backward(
             grads, operands, params, out=out, lse=residuals[0], cotangent=cotangent
         )
     return grads
+
+
+def _other_blocks(
+    config: BackwardTiles, h: int, e: int, given: dict[str, Array]
+) -> list[int]:
+    """Returns the rows of blocks in kernels for cotangents of biases and slopes."""
+    if not given.keys() & {"bias", "alibi"}:
+        return []
+    both = beside_of(given).transposed, beside_of(given)
+    sums = [sums_block(config, h, e, beside) for beside in both]
+    return [x for x in (*sums, TABLE_BLOCK) if x]
 
 
 def _shared(x: Array, like: Array) -> Array:

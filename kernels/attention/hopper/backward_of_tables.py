@@ -100,7 +100,7 @@ class OfTables(OfQueries):
         for name, width in (("q", p.h), ("g", p.e), ("k", p.h), ("v", p.e)):
             rows = (p.warpgroups, 64) if name in cls.fixed else (p.block,)
             deep = pallas.swizzle(width, p.block)
-            made[name] = pallas.tiles((p.stages, *rows, width), dtype, deep)
+            made[name] = p.tiles((p.stages, *rows, width), dtype, deep)
         shape = (p.stages, p.warpgroups, 64)
         copies = p.warpgroups * (2 + len(p.numbers)) + 2 + p.terms.copies(p.warpgroups)
         return made | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class Problem:
             the first.
         divided: Whether the warpgroups share 64 rows; see `Divided`.
         claimed: Whether blocks of threads claim tiles.
+        by_rows: Whether arrays are copied by rows; see `pallas.tiles_and_rows`.
     """
 
     b: int
@@ -58,6 +60,12 @@ class Problem:
     values: int
     divided: bool = False
     claimed: bool = False
+    by_rows: bool = False
+
+    @property
+    def tiles(self) -> Callable[..., Any]:
+        """Makes shared memory of tiles."""
+        return pallas.tiles_and_rows if self.by_rows else pallas.tiles
 
     @property
     def parts(self) -> int:
@@ -111,7 +119,9 @@ class Kernel(abc.ABC):
     stored."""
 
     def __init__(self, p: Problem, given: dict[str, Any], memory: dict[str, Any]):
-        self.p, self.given, self.memory = p, given, memory
+        names = {x: f"{x}_rows" for x in (*self.fixed, *self.passing)}
+        self.p, self.given = p, given
+        self.memory = pallas.with_rows(memory, names, p.by_rows)
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
         self.part = 0 if p.divided else self.warpgroup
 
@@ -124,7 +134,7 @@ class Kernel(abc.ABC):
             stages = p.values if name == cls.passing[1] else p.stages
             shape = (p.parts, 64) if stays else (stages, p.block)
             deep = pallas.swizzle(width, p.block)  # alike in all operands of a product
-            made[name] = pallas.tiles((*shape, width), dtype, deep)
+            made[name] = p.tiles((*shape, width), dtype, deep)
         return made | {
             "ready": pallas.barriers(p.warpgroups, cls.copies(p)),
             "done": pallas.barriers(p.warpgroups),
@@ -242,9 +252,8 @@ class Kernel(abc.ABC):
 
     def send(self, name: str, at: tuple[Any, ...], to: Any, barrier: Any) -> None:
         """Copies a part of an array to its place in shared memory."""
-        plgpu.copy_gmem_to_smem(
-            self.given[name].at[at], self.memory[name].at[to], barrier
-        )
+        place = self.memory.get(f"{name}_rows", self.memory[name])
+        plgpu.copy_gmem_to_smem(self.given[name].at[at], place.at[to], barrier)
 
     def send_terms(
         self, tile: Tile, n: Any, j: Any, slot: Any, ready: Any = None
@@ -340,10 +349,9 @@ class Kernel(abc.ABC):
 
     def put(self, x: Array, name: str, output: str, tile: Tile) -> None:
         """Writes rows in place of a tile, and from there to the result."""
-        place = self.memory[name].at[self.part]
-        place[...] = x.astype(self.given[output].dtype)
+        self.memory[name].at[self.part][...] = x.astype(self.given[output].dtype)
         plgpu.commit_smem()
-        rows = pl.ds(tile.mine, 64)
+        place, rows = self.memory[f"{name}_rows"].at[self.part], pl.ds(tile.mine, 64)
         plgpu.copy_smem_to_gmem(place, self.given[output].at[tile.b, rows, tile.head])
 
     def hidden(self, tile: Tile, scores: Array, j: Any) -> Array:

@@ -51,6 +51,13 @@ class Tiles:
         return 64 * self.warpgroups
 
 
+EDGE = 8
+"""Rows that tiles in shared memory are copied by: t and s are padded to multiples,
+unless heads are as wide as a tile, and are copied by rows."""
+
+BY_ROWS = (16, 32, 64)
+"""Widths of heads that are as wide as a tile."""
+
 STEP = 16
 """Tensor cores take heads in multiples of this width; others are padded with zeros."""
 

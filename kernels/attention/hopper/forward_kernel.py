@@ -12,6 +12,7 @@ warpgroups take turns, so that one multiplies while another weighs. Source: Shah
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from rewriter.kernels.attention.hopper.blocks import (
     blocks_of,
     least,
 )
-from rewriter.kernels.attention.hopper.config import REGISTERS, Tiles, apart
+from rewriter.kernels.attention.hopper.config import EDGE, REGISTERS, Tiles, apart
 from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
@@ -38,9 +39,6 @@ from rewriter.kernels.shared import work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
-
-EDGE = 8
-"""Rows that tiles in shared memory are copied by: t and s are padded to multiples."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,13 @@ class _Problem:
     beside: Beside
     splits: bool
     swapped: tuple[str, ...]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether copies go by rows: odd lengths then need no padding."""
+        return copied_by_rows(
+            (self.mask.t, self.mask.s), (self.h, self.e), [self.config.block_kv]
+        )
 
     @property
     def group(self) -> int:
@@ -175,7 +180,9 @@ def forward(
         b, n, heads, h, e, seen, scale, softcap, config, residuals, terms,
         beside_of(given), apart, swapped,
     )  # fmt: skip
-    named = {"q": even(q), "k": even(k), "v": even(v)}
+    named = {"q": q, "k": k, "v": v}
+    if not p.by_rows:
+        named = {name: even(x) for name, x in named.items()}
     named |= {name: named[name].swapaxes(1, 2) for name in swapped}
     named |= pallas.dealt(p.order)
     numbers = {"lengths": kv_lengths, "offsets": offset, "prefixes": prefix}
@@ -222,6 +229,26 @@ def pair_of(rows: Array | None, columns: Array | None) -> tuple[Array, Array] | 
     return None if rows is None or columns is None else (rows, columns)
 
 
+def copied_by_rows(
+    lengths: Sequence[int], widths: Sequence[int], blocks: Sequence[int]
+) -> bool:
+    """Returns whether arrays of some lengths and widths are copied by rows.
+
+    Others are copied by tiles, which begin and end at multiples of `EDGE` rows.
+
+    Args:
+        lengths: Rows of the arrays.
+        widths: Widths of their heads.
+        blocks: Rows of the blocks in shared memory.
+
+    Example:
+        >>> copied_by_rows([577], [64], [128]), copied_by_rows([576], [64], [128])
+        (True, False)
+    """
+    odd = any(x % EDGE for x in lengths)
+    return odd and pallas.are_rows_of_tiles(*widths, blocks=blocks)
+
+
 def even(x: Array) -> Array:
     """Adds rows up to a multiple of `EDGE`."""
     more = -x.shape[1] % EDGE
@@ -232,13 +259,14 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     config, wgs, stages = p.config, p.config.warpgroups, p.config.stages
     width, deep = pallas.swizzle(p.h), pallas.swizzle(p.e, config.block_kv)
     flat, q, terms = pallas.swizzle(p.e), named["q"], p.terms
-    rows = -(-p.mask.t // EDGE) * EDGE
+    rows = p.mask.t if p.by_rows else -(-p.mask.t // EDGE) * EDGE
+    tiles = pallas.tiles_and_rows if p.by_rows else pallas.tiles
     out = [jax.ShapeDtypeStruct((p.b, rows, p.n, p.e), q.dtype)]
-    q_tiles = pallas.tiles((wgs, 64, p.h), q.dtype, width)
-    o_tiles = pallas.tiles((wgs, 64, p.e), q.dtype, flat)
+    q_tiles = tiles((wgs, 64, p.h), q.dtype, width)
+    o_tiles = tiles((wgs, 64, p.e), q.dtype, flat)
     scratch = {
-        "k_tiles": pallas.tiles((stages, config.block_kv, p.h), q.dtype, width),
-        "v_tiles": pallas.tiles((stages, config.block_kv, p.e), q.dtype, deep),
+        "k_tiles": tiles((stages, config.block_kv, p.h), q.dtype, width),
+        "v_tiles": tiles((stages, config.block_kv, p.e), q.dtype, deep),
         "q_ready": pallas.barriers(wgs),
         "q_free": pallas.barriers(wgs),
         **{
@@ -253,6 +281,8 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     }  # fmt: skip
     if p.apart:
         scratch |= {"q_tiles": q_tiles, "o_tiles": o_tiles}
+    elif p.by_rows:
+        scratch |= {"shared": plgpu.RefUnion(*q_tiles.refs, *o_tiles.refs)}
     else:
         scratch |= {"shared": plgpu.RefUnion(q_tiles, o_tiles)}
     if p.saves:
@@ -281,8 +311,12 @@ class _Block:
     ):
         self.p, self.zero, self.given = p, zero, given
         if "shared" in memory:
-            memory["q_tiles"], memory["o_tiles"] = memory.pop("shared")
-        self.named = memory
+            shared = tuple(memory.pop("shared"))
+            half = len(shared) // 2
+            parts = (shared[:half], shared[half:]) if p.by_rows else shared
+            memory["q_tiles"], memory["o_tiles"] = parts
+        names = {f"{x}_tiles": f"{x}_rows" for x in "qkvo"}
+        self.named = pallas.with_rows(memory, names, p.by_rows)
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
 
     def run(self) -> None:
@@ -324,7 +358,7 @@ class _Block:
                     plgpu.barrier_wait(x[f"{name}_free"].at[slot])
                     plgpu.copy_gmem_to_smem(
                         self.source(name, tile.b, keys, tile.head),
-                        x[f"{name}_tiles"].at[slot], x[f"{name}_ready"].at[slot],
+                        x[f"{name}_rows"].at[slot], x[f"{name}_ready"].at[slot],
                     )  # fmt: skip
                     if name == "k":
                         self.copy_terms(tile, first, slot)
@@ -338,7 +372,7 @@ class _Block:
                 rows = pl.ds(tile.first + 64 * w, 64)
                 plgpu.copy_gmem_to_smem(
                     self.source("q", tile.b, rows, tile.n),
-                    x["q_tiles"].at[w], x["q_ready"].at[w],
+                    x["q_rows"].at[w], x["q_ready"].at[w],
                 )  # fmt: skip
             return lax.fori_loop(ahead, count, block, step)
 

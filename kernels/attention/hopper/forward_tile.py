@@ -390,7 +390,7 @@ class Tile:
             self.put_sums(top, total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
-            x["o_tiles"].at[mine],
+            x["o_rows"].at[mine],
             given["out"].at[self.b, pl.ds(self.mine, 64), self.n],
         )
         for name in p.saved:

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
+import math
 from typing import Any
 
 import jax
@@ -441,6 +443,16 @@ def test_heads_of_other_widths_are_estimated_as_they_were_measured(
         assert ms[best] < 1.1 * min(ms.values())
 
 
+@pytest.mark.parametrize(("width", "copied"), [(64, False), (128, True)])
+def test_copies_of_odd_lengths_are_estimated(width: int, copied: bool) -> None:
+    """Those of heads that are not as wide as a tile."""
+    odd, even = (
+        estimate(spec(shape=(16, t, 16, width)), H200, "forward_and_vjp")["hopper"]
+        for t in (575, 576)
+    )
+    assert (odd > 1.2 * even) == copied
+
+
 @pytest.mark.parametrize("differentiated", [0, 1])
 @pytest.mark.parametrize("case", list(WIDTHS)[:3])
 def test_it_is_chosen_for_heads_of_other_widths(
@@ -565,10 +577,15 @@ def test_gradients_are_lowered_with_each_config(fused: bool) -> None:
     assert text.count("mosaic_gpu_v2") == 1 + len(names)
 
 
-@pytest.mark.parametrize(("h", "e"), [(40, 40), (72, 72), (96, 96), (112, 48)])
-def test_every_config_offered_for_other_widths_is_lowered(h: int, e: int) -> None:
+@pytest.mark.parametrize(
+    ("t", "h", "e"),
+    [(200, 40, 40), (200, 72, 72), (200, 96, 96), (200, 112, 48), (203, 64, 32)],
+)
+def test_every_config_offered_for_other_sizes_is_lowered(
+    t: int, h: int, e: int
+) -> None:
     """Their tiles and swizzles follow the widths, in operands of a product alike."""
-    q, v = (jax.ShapeDtypeStruct((1, 200, 2, x), jnp.bfloat16) for x in (h, e))
+    q, v = (jax.ShapeDtypeStruct((1, t, 2, x), jnp.bfloat16) for x in (h, e))
     given = spec(shape=q.shape, values=e)
     offered = hopper.backward_configs(given, H200)
     fitting = [x for x in offered if hopper.fits_backward(x, given, H200).ok]
@@ -582,6 +599,32 @@ def test_every_config_offered_for_other_widths_is_lowered(h: int, e: int) -> Non
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])(q, v)
     kernels = 1 + sum(1 if x.fused else 2 for x in fitting)
     assert exported.mlir_module().count("mosaic_gpu_v2") == kernels
+
+
+@pytest.mark.parametrize("h", [16, 32, 64])
+@pytest.mark.parametrize("given", [{}, {"window": CAUSAL}, {"bias": (1, 2, 1, 197)}])
+def test_odd_lengths_are_read_and_written_in_place(
+    h: int, given: dict[str, Any]
+) -> None:
+    """Heads as wide as a tile are copied row by row: nothing is padded or sliced."""
+    x = jax.ShapeDtypeStruct((64, 197, 2, h), jnp.bfloat16)
+    more = dict(given)
+    bias = more.pop("bias", None)
+    other = {} if bias is None else {"bias": jax.ShapeDtypeStruct(bias, jnp.float32)}
+
+    def both(q: Any, k: Any, v: Any, up: Any, other: Any) -> Any:
+        call = functools.partial(hopper.forward, q=q, k=k, v=v, **other, **more)
+        out, kept = call(residuals=True)
+        back = functools.partial(hopper.backward, q=q, k=k, v=v, **other, **more)
+        grads = back(out=out, residuals=kept, cotangent=up)
+        return out, *(grads[name] for name in "qkv")
+
+    moves = {"pad", "slice", "concatenate", "transpose", "dynamic_slice", "gather"}
+    large = [
+        e for e in jax.make_jaxpr(both)(x, x, x, x, other).eqns
+        if e.primitive.name in moves and e.invars[0].aval.size >= math.prod(x.shape)
+    ]  # fmt: skip
+    assert not large
 
 
 # ------------------------------------------------------- on a simulator of threads
