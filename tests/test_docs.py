@@ -68,6 +68,7 @@ def imported(source: str) -> set[str]:
     return {str(name).split(".")[0] for name in names}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("page", WITH_CODE)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_code_of_pages(page, tmp_path, monkeypatch):

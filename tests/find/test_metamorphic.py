@@ -16,6 +16,8 @@ import pytest
 from tests import slow
 from tests.spellings import metamorphic
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def quick_compilation() -> Iterator[None]:

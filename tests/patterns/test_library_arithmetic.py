@@ -16,6 +16,8 @@ import pytest
 
 import rewriter
 
+pytestmark = pytest.mark.once
+
 T, H = 16, 8
 
 

@@ -16,6 +16,8 @@ from rewriter.program import fold
 from rewriter.program.repeats import Numbered, runs
 from rewriter.run import pipeline, steps
 
+pytestmark = pytest.mark.once
+
 LAYERS = 14
 B, T, D, HEADS = 2, 8, 16, 2
 CONFIG = resolve({"implementation": {

@@ -27,6 +27,8 @@ from tests.gradients.test_gradients import (
     unrolled,
 )
 
+pytestmark = pytest.mark.once
+
 
 def test_training_gives_the_same_losses() -> None:
     loss, (weights, _) = demo.build(demo.SMALL)

@@ -29,6 +29,8 @@ from rewriter.ops.registry import Registry, package_of, registry
 from rewriter.support.verdict import YES, no
 from rewriter.tools import bench, bench_ops, bench_peers, roofline
 
+pytestmark = pytest.mark.once
+
 SHIPPED = (
     "attention", "gated_linear_unit", "layer_norm", "ragged_dot",
     "ragged_gated_linear_unit", "rms_norm",

@@ -105,9 +105,11 @@ class Substitution:
         free = self._free[atom]
         if free.isdisjoint(to):
             return atom
-        if not all(isinstance(v, int) for v in to.values()):
-            return self._subst_atom(atom, to)
-        key = atom, tuple(sorted((k, v) for k, v in to.items() if k in free))
+        moved = tuple([(k, to[k]) for k in free if k in to])  # in the set's own order
+        for _, index in moved:
+            if not isinstance(index, int):
+                return self._subst_atom(atom, to)
+        key = atom, moved
         found = self._subst_memo.get(key)
         if found is None:
             found = self._subst_memo[key] = self._subst_atom(atom, to)

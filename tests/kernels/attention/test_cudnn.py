@@ -19,6 +19,8 @@ from rewriter.ops.registry import registry
 from tests import slow
 from tests.support.kernels.float64 import float64
 
+pytestmark = pytest.mark.once
+
 
 def spec(dtype: Any = jnp.bfloat16, more: tuple[str, ...] = (), **params: Any) -> Spec:
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), dtype)

@@ -346,6 +346,7 @@ FORCED = {"attention": "hopper"}
 X = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_exported_without_a_gpu(name: str) -> None:
     """JAX keeps the call of such kernels stable in exported programs."""
@@ -577,6 +578,7 @@ def test_gradients_are_lowered_with_each_config(fused: bool) -> None:
     assert text.count("mosaic_gpu_v2") == 1 + len(names)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("t", "h", "e"),
     [(200, 40, 40), (200, 72, 72), (200, 96, 96), (200, 112, 48), (203, 64, 32)],
@@ -750,6 +752,7 @@ def simulated(
     return [error(x, y) for x, y in zip(got, want, strict=True)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("name", "fused"),
     slow.unless(
@@ -768,6 +771,7 @@ def test_its_code_run_by_threads(name: str, fused: bool) -> None:
     assert max(simulated(shape, given, tiles, back)) <= LIMITS["bfloat16"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("h", "e"), [(72, 72), (5, 40)])
 def test_heads_of_other_widths_get_zeros(h: int, e: int) -> None:
     """Up to multiples of 16, which are cut off the result and the gradients."""

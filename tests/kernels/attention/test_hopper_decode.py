@@ -32,6 +32,8 @@ from tests.kernels.attention.test_hopper import (
 )
 from tests.support.kernels import bits, simulator
 
+pytestmark = pytest.mark.once
+
 # -------------------------------------------------------------- the line of blocks
 LINES = [
     ([1, 40, 3, 1, 7], 3, 8),

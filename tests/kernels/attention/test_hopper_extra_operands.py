@@ -40,6 +40,8 @@ from tests.slow import first
 from tests.support.kernels import bits, simulator
 from tests.support.kernels.float64 import float64
 
+pytestmark = pytest.mark.once
+
 Array = np.ndarray
 H200 = device.named("h200")
 LOWEST = float(np.finfo(np.float32).min)

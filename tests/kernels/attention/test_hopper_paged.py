@@ -25,6 +25,8 @@ from tests.kernels.attention.test_tpu_paged import MASK, arguments, decode, spec
 from tests.support.kernels import bits, simulator
 from tests.support.kernels.float64 import float64
 
+pytestmark = pytest.mark.once
+
 KERNEL = next(k for k in KERNELS if k.name == "hopper_decode")
 
 

@@ -22,6 +22,8 @@ from tests.kernels.attention.test_memory_bounded import close
 from tests.kernels.attention.test_memory_bounded import exact as attention
 from tests.support.kernels import tpu as on_tpu
 
+pytestmark = pytest.mark.once
+
 KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
 PARAMS = ("scale", "window", "shift", "softcap", "empty_rows", "out_dtype")
 

@@ -33,6 +33,8 @@ from tests.kernels.ragged.test_tpu_gated_linear_unit import (
 from tests.support.kernels import bits, simulator
 from tests.support.kernels.float64 import float64
 
+pytestmark = pytest.mark.once
+
 EXPERTS, DENSE = "ragged_gated_linear_unit", "gated_linear_unit"
 UNIT, UNITS = (registry().kernel(op, "hopper") for op in (DENSE, EXPERTS))
 PARTS = registry().kernel(EXPERTS, "by_parts_hopper")

@@ -23,6 +23,8 @@ from tests.kernels.ragged.test_dot import exact
 from tests.kernels.ragged.test_hopper_dot import SIZES, close, on_hopper
 from tests.support.kernels import simulator
 
+pytestmark = pytest.mark.once
+
 (KERNEL,) = KERNELS
 HALVES = (None, "gate_up", "up_gate")
 TILES = [Tiles(), Tiles(behind=False), Tiles(64, 128, apart=True), MANY]

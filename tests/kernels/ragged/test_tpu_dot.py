@@ -267,18 +267,21 @@ PAIRS = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("case", "mode"), slow.first(9, PAIRS, several=True))
 def test_numbers(case: str, mode: str) -> None:
     m, sizes = SIZES[case]
     check(*make(sizes, m, 200, 330, mode, "float32"), mode, SMALL, precision="highest")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("tiles", slow.first(1, TILES), ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_numbers_in_bfloat16(mode: str, tiles: Tiles) -> None:
     check(*make([70, 0, 300, 20], 430, 260, 390, mode, "bfloat16"), mode, tiles)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_types_and_wide_results(mode: str) -> None:
     given, up = make([70, 0, 130, 20], 230, 64, 130, mode, "bfloat16")

@@ -25,6 +25,8 @@ from tests.kernels.ragged.test_hopper_dot import SIZES, ranges
 from tests.support.kernels import tpu as on_tpu
 from tests.support.kernels.float64 import float64
 
+pytestmark = pytest.mark.once
+
 KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
 PARTS = next(k for k in KERNELS if k.name == "by_parts")
 GENERATIONS = tuple(on_tpu.KINDS)

@@ -12,6 +12,8 @@ import pytest
 
 import rewriter
 
+pytestmark = pytest.mark.once
+
 B, T = 4, 300
 MOST = 2**31 - 1
 Q, K, V = (
