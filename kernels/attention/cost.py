@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from rewriter.kernels.attention.visibility import Visibility
 from rewriter.ops.cost import Cost, Dtypes, Shapes, moved, of_mode
 
 
@@ -38,12 +37,10 @@ def cost(
     """
     b, t, n, h = shapes["q"]
     s, e = shapes["k"][1], shapes["v"][3]
+    prefix = s // 2 if "prefix" in shapes else None
     window = params.get("window", (None, None))
-    if "offset" in shapes:
-        pairs, keys = _anywhere(t, s, window)
-    else:
-        prefix = s // 2 if "prefix" in shapes else 0
-        pairs, keys = seen(t, s, window, params.get("shift", 0), prefix)
+    seen = Visibility(t, s, *window, params.get("shift", 0), prefix=prefix)
+    pairs, keys = seen.count_at_most() if "offset" in shapes else seen.count()
     each = b * n * pairs
     flops = of_mode(mode, each * (2 * h + 2 * e), each * (6 * h + 4 * e))
     dtype = params.get("out_dtype") or dtypes["q"]
@@ -51,50 +48,3 @@ def cost(
     return Cost(
         float(flops), float(moved(shapes, dtypes, (b, t, n, e), dtype, mode, read))
     )
-
-
-def seen(
-    t: int, s: int, window: tuple[int | None, int | None], shift: int, prefix: int = 0
-) -> tuple[int, int]:
-    """Returns the number of visible pairs of query and key, and of visible keys.
-
-    Args:
-        t: Number of queries.
-        s: Number of keys.
-        window: As the op's.
-        shift: As the op's.
-        prefix: The number of keys that all queries see, whatever the window.
-
-    Example:
-        >>> seen(4, 4, (None, 0), 0), seen(4, 4, (1, 0), 0), seen(1, 9, (2, 0), 8)
-        ((10, 4), (7, 4), (3, 3))
-        >>> seen(4, 4, (None, 0), 0, 3), seen(1, 9, (2, 0), 8, 2)
-        ((13, 4), (5, 5))
-    """
-    left, right = window
-    at = np.arange(t) + shift
-    first = np.maximum(at - left, 0) if left is not None else np.zeros_like(at)
-    last = np.full_like(at, s - 1)
-    if right is not None:
-        last = np.minimum(at + right, s - 1)
-    some = last >= first
-    pairs = int(_joined(first[some], last[some], prefix).sum())
-    pairs += prefix * int(np.sum(~some))
-    if not some.any():
-        return pairs, prefix if t else 0
-    return pairs, int(_joined(first[some].min(), last[some].max(), prefix))
-
-
-def _joined(first: Any, last: Any, prefix: int) -> Any:
-    """The number of keys from the first to the last, or in a prefix."""
-    both = np.maximum(np.minimum(last, prefix - 1) - first + 1, 0)
-    return last - first + 1 + prefix - both
-
-
-def _anywhere(t: int, s: int, window: tuple[int | None, int | None]) -> tuple[int, int]:
-    """The same for positions that are only known at run time: an upper bound."""
-    left, right = window
-    if left is None or right is None:
-        return t * s, s
-    width = min(s, max(0, left + right + 1))
-    return t * width, min(s, width + t - 1)

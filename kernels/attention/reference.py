@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES
+from rewriter.kernels.attention.visibility import Visibility
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,42 +44,27 @@ def visible(
             ``t + offset + right`` are seen; None is without limit.
         shift: A static part of ``offset``.
     """
-    keys = jnp.arange(s)
-    parts = [] if mask is None else [mask]
+    segments = None
     if q_segments is not None and kv_segments is not None:
-        parts.append((q_segments[:, :, None] == kv_segments[:, None, :])[:, None])
-    if kv_lengths is not None:
-        parts.append((keys < kv_lengths[:, None])[:, None, None])
-    seen = None
-    relative = relative_position(t, s, offset, shift)
-    for limit, keeps in zip(window, (_not_before, _not_after), strict=True):
-        if limit is not None:
-            edge = keeps(relative, limit)
-            seen = edge if seen is None else seen & edge
-    if seen is not None and prefix is not None:
-        seen = seen | (keys < prefix[:, None])[:, None, None]
-    if seen is not None:
-        parts.append(seen)
-    result = None
-    for part in parts:
-        result = part if result is None else result & part
-    return result
-
-
-def _not_before(relative: Array, left: int) -> Array:
-    return relative >= -left
-
-
-def _not_after(relative: Array, right: int) -> Array:
-    return relative <= right
+        segments = q_segments[:, None, :, None], kv_segments[:, None, None, :]
+    numbers = map(_per_batch, (offset, kv_lengths, prefix))
+    seen = Visibility(t, s, *window, shift, *numbers, segments=segments, mask=mask)
+    return seen.keep(*_places(t, s))
 
 
 def relative_position(t: int, s: int, offset: Array | None, shift: int) -> Array:
     """Returns ``s - t - offset - shift`` as int [b|1, 1, t, s]."""
-    relative = jnp.arange(s)[None, :] - jnp.arange(t)[:, None] - shift
-    if offset is None:
-        return relative[None, None]
-    return relative[None, None] - offset[:, None, None, None]
+    seen = Visibility(t, s, shift=shift, offset=_per_batch(offset))
+    return seen.relative(*_places(t, s))
+
+
+def _places(t: int, s: int) -> tuple[Array, Array]:
+    """The numbers of queries and keys, [1, 1, t, 1] and [1, 1, 1, s]."""
+    return jnp.arange(t)[None, None, :, None], jnp.arange(s)[None, None, None, :]
+
+
+def _per_batch(x: Array | None) -> Array | None:
+    return None if x is None else x[:, None, None, None]
 
 
 def reference(

@@ -19,7 +19,7 @@ from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Reading, Refused, leaves_of, split_digits
 from rewriter.find.sieve import Step
-from rewriter.patterns.attention.assembly import NAME, Assembly
+from rewriter.patterns.attention.assembly import NAME, assembled
 from rewriter.patterns.attention.blocks import (
     Blocks,
     blocks,
@@ -28,7 +28,7 @@ from rewriter.patterns.attention.blocks import (
     weighs_once,
 )
 from rewriter.patterns.attention.joined import over_all_keys
-from rewriter.patterns.attention.softmax import exponents, softmax_parts
+from rewriter.patterns.attention.softmax import Softmax, exponents, softmax_parts
 from rewriter.program.graph import Node
 
 ANCHORS = frozenset({"exp", "exp2"})
@@ -230,9 +230,22 @@ def read(
     left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
     right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
     qk, bias = exponents(alg, found, left | right | over.joined.keys())
-    reading = Assembly(
-        find, ev, value, args, form, found, qk, bias, parts.products, scores, over
-    ).reading()
+    reading = assembled(
+        Softmax(
+            find=find,
+            ev=ev,
+            value=value,
+            args=args,
+            form=form,
+            parts=found,
+            qk=qk,
+            bias=bias,
+            scores=scores,
+            products=parts.products,
+            joined=over.joined,
+            some=over.some,
+        )
+    )
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):
         raise Refused("loop", "a value of one step of a loop is read", score=0.4)
     reading.in_blocks = in_blocks and not parts.at_once

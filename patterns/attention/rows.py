@@ -3,135 +3,147 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
+from dataclasses import dataclass
 
-from rewriter.algebra.normal_form import TRUE
-from rewriter.find.reading import Refused
+from rewriter.algebra.normal_form import TRUE, Poly
+from rewriter.find.reading import Refused, size
+from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.empty_rows import empty_row
+from rewriter.patterns.attention.masks import Masks
+from rewriter.patterns.attention.operands import Operands
+from rewriter.patterns.attention.softmax import Softmax
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
+CHANGED = frozenset({"rows without keys give something else than before"})
 
 
+@dataclass(frozen=True)
 class Rows:
-    """What a row gives that sees no key, and when that cannot be told."""
+    """What a row gives that sees no key.
 
-    def _empty_rows(self) -> None:
-        some = self.parts.keep if self.over.some is None else self.over.some
-        kept = self.alg.both(some, self.parts.row_mask)
-        if kept == TRUE or self._never_empty():
-            return
-        behaviour = (
-            "zero"
-            if self.parts.zero_rows
-            else empty_row(
-                self.ev,
-                kept,
-                self.scores,
-                self.products,
-                self.value,
-                self._dropped(),
-            )
+    Attributes:
+        give: ``"zero"``, ``"mean"``, ``"nan"`` or the like; ``None`` if there is no
+            such row, or the op gives the same anyway.
+        notes: What floats will see.
+    """
+
+    give: str | None
+    notes: Set[str] = frozenset()
+
+
+def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) -> Rows:
+    """Returns what a row gives that sees no key.
+
+    Raises:
+        Refused: If that cannot be told, or the op cannot give the same.
+    """
+    notes = _require_dominant_fills(softmax)
+    some = softmax.parts.keep if softmax.some is None else softmax.some
+    kept = softmax.alg.both(some, softmax.parts.row_mask)
+    if kept == TRUE or _is_never_empty(softmax, axes, masks):
+        return Rows(None, notes)
+    give = "zero" if softmax.parts.zero_rows else _empty_row(softmax, kept, operands)
+    if softmax.parts.sink:  # zero, as far as is known
+        if give in ("zero", "unknown"):
+            return Rows(None, notes)
+        raise Refused(
+            "rows", f"with an extra term a row without keys is {give}", score=0.8
         )
-        if self.parts.sink:  # zero, as far as is known
-            if behaviour in ("zero", "unknown"):
-                return
-            raise Refused(
-                "rows",
-                f"with an extra term a row without keys is {behaviour}",
-                score=0.8,
-            )
-        if behaviour == "unknown" and self._may_change():
-            behaviour = "zero"
-            self.ev.notes.add("rows without keys give something else than before")
-        if behaviour == "unknown":
-            if self.ev.soft_fills:
-                raise Refused(
-                    "rows",
-                    "a row without keys gives something this op does not",
-                    score=0.8,
-                )
-            raise Refused(
-                "rows", "what a row without keys gives is not known", score=0.8
-            )
-        self.params["empty_rows"] = behaviour
+    if give != "unknown":
+        return Rows(give, notes)
+    if _may_change(softmax):
+        return Rows("zero", notes | CHANGED)
+    if softmax.ev.soft_fills:
+        raise Refused(
+            "rows", "a row without keys gives something this op does not", score=0.8
+        )
+    raise Refused("rows", "what a row without keys gives is not known", score=0.8)
 
-    def _dropped(self) -> tuple[frozenset[int], float]:
-        """Arrays and a number that the weights are multiplied by."""
-        alg, parts = self.alg, self.parts
-        atoms = set().union(*(alg.leaves(a) for a, _ in parts.rest))
-        atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))
-        return frozenset(self.values_of(atoms)), parts.factor
 
-    def _may_change(self) -> bool:
-        """Whether rows without keys may change, and nothing exact is left to try."""
-        return self.find.fast and self.ev.whole_sides is not None
+def _empty_row(softmax: Softmax, kept: int, operands: Operands) -> str:
+    alg, parts = softmax.alg, softmax.parts
+    atoms = set().union(*(alg.leaves(a) for a, _ in operands.dropped))
+    atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))
+    dropped = frozenset(softmax.values_of(atoms)), parts.factor
+    return empty_row(
+        softmax.ev, kept, softmax.scores, softmax.products, softmax.value, dropped
+    )
 
-    def _each_sees_itself(self) -> bool:
-        alg, sizes = self.alg, self.alg.sizes
-        if [sizes[i] for i in self.t] != [sizes[i] for i in self.s]:
-            return False
-        kept = alg.both(self.parts.keep, self.parts.row_mask)
-        return alg.subst_bool(kept, dict(zip(self.s, self.t, strict=True))) == TRUE
 
-    def _fills(self) -> None:
-        """Refuses fills that do not dominate: scores may be as large, or the bias.
+def _may_change(softmax: Softmax) -> bool:
+    """Whether rows without keys may change, and nothing exact is left to try."""
+    return softmax.find.fast and softmax.ev.whole_sides is not None
 
-        Where all keys of a row are masked by one or the other, the program weighs
-        them by which; no hard mask does.
-        """
-        kept = self.alg.both(self.parts.keep, self.parts.row_mask)
-        fills = [abs(f) for f in self.ev.fills if math.isfinite(f)]
-        if fills and min(fills) < MODERATE:
-            raise Refused(
-                "rows", f"a mask of {-min(fills):g} is only a bias", score=0.7
-            )
-        if kept == TRUE or not self.bias or not fills:
-            return
-        loudest = max(abs(c) for c in self.bias.values())
-        for value in self.values_of(self.alg.poly_leaves(self.bias)):
-            loudest = max(loudest, self.find.loudest(value))
-        if min(fills) < 100 * loudest >= 1e6 and self._may_change():
-            self.ev.notes.add("rows without keys give something else than before")
-        elif min(fills) < 100 * loudest >= 1e6:
-            raise Refused(
-                "rows",
-                "a mask and a bias add numbers of like size: which keys a row "
-                "without keys weighs depends on both",
-                score=0.8,
-            )
 
-    def _never_empty(self) -> bool:
-        """Whether every query sees itself or the first key."""
-        only = {"q", "k", "v", "bias", "alibi", "dropout", "scale_factor", "sinks"}
-        sizes = self.alg.sizes
-        t = math.prod(sizes[i] for i in self.t)
-        s = math.prod(sizes[i] for i in self.s)
-        left, right = self.params.get("window", (None, None))
-        shift = self.params.get("shift", 0)
-        masks = set(self.operands) - only
-        if masks == {"q_segments", "kv_segments"}:
-            mine, theirs = self.segments
-            swap = {self.s[0]: self.t[0]} if self.t and len(self.s) == 1 else {}
-            same = t == s and swap and self.alg.subst(theirs, swap) == mine
-            lo = -left if left is not None else 0
-            if same and lo + shift <= 0 <= shift + (right or 0):  # each sees itself
-                return True
-        if self._each_sees_itself():
+def _require_dominant_fills(softmax: Softmax) -> Set[str]:
+    """Refuses fills that do not dominate: scores may be as large, or the bias.
+
+    Where all keys of a row are masked by one or the other, the program weighs
+    them by which; no hard mask does.
+    """
+    bias = softmax.bias
+    fills = [abs(f) for f in softmax.ev.fills if math.isfinite(f)]
+    if fills and min(fills) < MODERATE:
+        raise Refused("rows", f"a mask of {-min(fills):g} is only a bias", score=0.7)
+    if softmax.kept == TRUE or not bias or not fills:
+        return frozenset()
+    loudest = max(abs(c) for c in bias.values())
+    for value in softmax.values_of(softmax.alg.poly_leaves(bias)):
+        loudest = max(loudest, softmax.find.loudest(value))
+    if not min(fills) < 100 * loudest >= 1e6:
+        return frozenset()
+    if _may_change(softmax):
+        return CHANGED
+    raise Refused(
+        "rows",
+        "a mask and a bias add numbers of like size: which keys a row "
+        "without keys weighs depends on both",
+        score=0.8,
+    )
+
+
+# ------------------------------------------------------------ never without keys
+def _is_never_empty(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
+    """Whether every query sees itself or the first key."""
+    alg = softmax.alg
+    t, s = size(alg, axes.t), size(alg, axes.s)
+    left, right = masks.params.get("window", (None, None))
+    shift = masks.params.get("shift", 0)
+    names = set(masks.operands)
+    if names == {"q_segments", "kv_segments"}:
+        mine, theirs = masks.segments
+        swap = {axes.s[0]: axes.t[0]} if axes.t and len(axes.s) == 1 else {}
+        same = t == s and swap and alg.subst(theirs, swap) == mine
+        lo = -left if left is not None else 0
+        if same and lo + shift <= 0 <= shift + (right or 0):  # each sees itself
             return True
-        if left is None and "offset" in masks and self._offset_is_positive():
-            masks -= {"offset"}  # a later query sees the first key all the more
-        if masks - {"prefix"} or (left or 0) + (right or 0) < 0:
-            return False
-        first_sees = right is None or shift + right >= 0
-        last_sees = left is None or t + shift <= s + left
-        return first_sees and last_sees
+    if _each_sees_itself(softmax, axes):
+        return True
+    if left is None and "offset" in names and _is_positive(softmax, masks.offset):
+        names -= {"offset"}  # a later query sees the first key all the more
+    if names - {"prefix"} or (left or 0) + (right or 0) < 0:
+        return False
+    first_sees = right is None or shift + right >= 0
+    last_sees = left is None or t + shift <= s + left
+    return first_sees and last_sees
 
-    def _offset_is_positive(self) -> bool:
-        """Whether what the queries' positions begin at is not below zero."""
-        least = 0.0
-        for (flag, mono), c in self.alg.thaw(self.offset).items():
-            leaf = self.alg.defs[mono[0][0]] if len(mono) == 1 else ("",)
-            if flag != TRUE or leaf[0] != "leaf" or leaf[2] or mono[0][1] != 1 or c < 0:
-                return False
-            known, _ = self.alg.leaf_range.get(leaf[1], (-math.inf, 0))
-            least = min(least, max(known, self.find.least(leaf[1])))
-        return least >= 0
+
+def _each_sees_itself(softmax: Softmax, axes: Axes) -> bool:
+    alg = softmax.alg
+    if [alg.sizes[i] for i in axes.t] != [alg.sizes[i] for i in axes.s]:
+        return False
+    to = dict(zip(axes.s, axes.t, strict=True))
+    return alg.subst_bool(softmax.kept, to) == TRUE
+
+
+def _is_positive(softmax: Softmax, offset: Poly) -> bool:
+    """Whether what the queries' positions begin at is not below zero."""
+    alg, least = softmax.alg, 0.0
+    for (flag, mono), c in offset.items():
+        leaf = alg.defs[mono[0][0]] if len(mono) == 1 else ("",)
+        if flag != TRUE or leaf[0] != "leaf" or leaf[2] or mono[0][1] != 1 or c < 0:
+            return False
+        known, _ = alg.leaf_range.get(leaf[1], (-math.inf, 0))
+        least = min(least, max(known, softmax.find.least(leaf[1])))
+    return least >= 0

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
-from rewriter.find.reading import Group, Refused
-from rewriter.patterns.attention.masks import conjuncts
+from rewriter.algebra.canonicalize import values_named
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Monomial, Poly
+from rewriter.find.finder import Finder, RegionEvaluator
+from rewriter.find.reading import Group, Joined, Refused
+from rewriter.patterns.attention.conjuncts import conjuncts
+from rewriter.program.graph import Node
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
-    """The pieces of a softmax-weighted sum."""
+    """The pieces of a softmax-weighted sum.
 
-    s: Group = ()
-    keep: int = TRUE
-    exps: list[tuple[tuple, Any]] = field(default_factory=list)
-    v: list[int] = field(default_factory=list)
-    rest: list[tuple[int, Any]] = field(default_factory=list)
+    Attributes:
+        s: Indices of the keys.
+        keep: Which keys are kept.
+        exps: Factors of the weights.
+        v: The values' leaves.
+        rest: What else the weights are multiplied by above the quotient.
+        drop_flag: Which weights are left out above the quotient alone.
+        factor: A number that the result is multiplied by.
+        sink: What is added to the sum of weights.
+        zero_rows: Whether rows without keys are set to zero.
+        row_mask: A mask of whole rows.
+    """
+
+    s: Group
+    keep: int
+    exps: Monomial
+    v: tuple[int, ...]
+    rest: Monomial = ()
     drop_flag: int = TRUE
     factor: float = 1.0
     sink: Poly = field(default_factory=dict)
@@ -27,20 +45,86 @@ class Parts:
     row_mask: int = TRUE
 
 
-@dataclass
+@dataclass(frozen=True)
 class Scores:
-    """One contraction of queries with keys."""
+    """One contraction of queries with keys.
+
+    Attributes:
+        c: The number that it is multiplied by.
+        extra: Other factors beside it.
+        d: The contracted indices.
+        q: Factors without a key.
+        k: Factors with a key.
+        softcap: What its size is capped at.
+        atom: The sum in the form, if there is no cap.
+    """
 
     c: float
-    extra: list[tuple[int, Any]]
+    extra: Monomial
     d: Group
-    q: list[tuple[int, Any]]
-    k: list[tuple[int, Any]]
+    q: Monomial
+    k: Monomial
     softcap: float | None = None
     atom: int | None = None
 
 
-def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """A weighed sum of the program, taken apart: all that operands are read from.
+
+    Attributes:
+        find: The search.
+        ev: What made the form.
+        value: The result.
+        args: The result's index arguments in the form.
+        form: The result's normal form.
+        parts: The form's factors, with all keys in one sum.
+        qk: Contractions of queries with keys in the exponents.
+        bias: What is added to them.
+        scores: Results of those contractions.
+        products: The contractions of weights with values, and the operand that holds
+            the weights.
+        joined: Arrays that the program holds in pieces.
+        some: Whether a key is kept in any piece; ``None`` if there are no pieces.
+    """
+
+    find: Finder
+    ev: RegionEvaluator
+    value: int
+    args: tuple[Index, ...]
+    form: Poly
+    parts: Parts
+    qk: tuple[Scores, ...]
+    bias: Poly
+    scores: frozenset[int]
+    products: Sequence[tuple[Node, int]]
+    joined: Mapping[Any, Joined]
+    some: int | None
+
+    @property
+    def alg(self) -> Algebra:
+        """Where the form is."""
+        return self.find.algebra
+
+    @property
+    def kept(self) -> int:
+        """Which keys of which rows are kept."""
+        return self.alg.both(self.parts.keep, self.parts.row_mask)
+
+    def values_of(self, leaves: Iterable[int]) -> set[int]:
+        """The program's values behind leaves; joined ones are made of several."""
+        found: set[int] = set()
+        for leaf in leaves:
+            name = self.alg.defs[leaf][1]
+            joined = self.joined.get(name)
+            for piece in joined.pieces if joined else ():
+                found |= self.values_of(piece.leaves(self.alg))
+            if not joined:
+                found.update(values_named(name))
+        return found
+
+
+def softmax_parts(alg: Algebra, form: Poly, values: Set[Any]) -> Parts:
     """The parts of a form that is one quotient of two sums over the keys.
 
     Raises:
@@ -70,7 +154,7 @@ def softmax_parts(alg: Algebra, form: Poly, values: set[Any]) -> Parts:
                     difference=alg.show({(TRUE, tuple(left)): 1.0}),
                     score=0.5,
                 )
-            parts.factor *= c
+            parts = dataclasses.replace(parts, factor=parts.factor * c)
             return _rows(alg, flag, parts)
     raise Refused(
         "weights",
@@ -102,6 +186,7 @@ def _is_quotient(alg: Algebra, mono: Monomial) -> bool:
 
 def _rows(alg: Algebra, flag: int, parts: Parts) -> Parts:
     """Reads masks of whole rows, and factors that are zero where no key is left."""
+    zero_rows, row_mask = False, TRUE
     for part in conjuncts(alg, flag) if flag != TRUE else ():
         kinds = {alg.kind(a) for a in alg.bools[part][0]}
         if kinds == {"any"}:
@@ -113,14 +198,14 @@ def _rows(alg: Algebra, flag: int, parts: Parts) -> Parts:
                     score=0.5,
                     difference=alg.show_bool(flag),
                 )
-            parts.zero_rows = True
+            zero_rows = True
         else:
-            parts.row_mask = alg.both(parts.row_mask, part)
-    return parts
+            row_mask = alg.both(row_mask, part)
+    return dataclasses.replace(parts, zero_rows=zero_rows, row_mask=row_mask)
 
 
 def _pair(
-    alg: Algebra, den: int, num: int, values: set[Any], rows: int
+    alg: Algebra, den: int, num: int, values: Set[Any], rows: int
 ) -> Parts | None:
     sink: Poly = {}
     if alg.kind(den) == "pow":
@@ -153,32 +238,39 @@ def _pair(
         rest = alg.monomial((*top, *((a, -e) for a, e in mono.items())))
         if any(e != 1 for _, e in rest) or not alg.implies(top_flag, flag):
             continue
-        parts = Parts(tuple(s), flag, list(mono.items()), factor=1 / factor, sink=sink)
-        for a, e in rest:
-            if alg.kind(a) == "leaf" and alg.defs[a][1] in values:
-                parts.v.append(a)
-            else:
-                parts.rest.append((a, e))
+        v = tuple(
+            a for a, _ in rest if alg.kind(a) == "leaf" and alg.defs[a][1] in values
+        )
+        drop_flag = TRUE
         if top_flag != flag:
             extra = [a for a in alg.bools[top_flag][0] if a not in alg.bools[flag][0]]
-            parts.drop_flag = alg.project(top_flag, extra)
-            if not alg.poly_leaves(alg.of_bool(parts.drop_flag)):
+            drop_flag = alg.project(top_flag, extra)
+            if not alg.poly_leaves(alg.of_bool(drop_flag)):
                 raise Refused(
                     "weights",
                     "the sum of the weights runs over other keys "
                     "than the sum of the values",
                     score=0.5,
                 )
-            if alg.both(flag, parts.drop_flag) != top_flag:
+            if alg.both(flag, drop_flag) != top_flag:
                 continue
-        if parts.v:
-            return parts
+        if v:
+            return Parts(
+                tuple(s),
+                flag,
+                tuple(mono.items()),
+                v,
+                tuple(f for f in rest if f[0] not in v),
+                drop_flag,
+                1 / factor,
+                sink,
+            )
     return None
 
 
 def exponents(
-    alg: Algebra, parts: Parts, operands: set[Any]
-) -> tuple[list[Scores], Poly]:
+    alg: Algebra, parts: Parts, operands: Set[Any]
+) -> tuple[tuple[Scores, ...], Poly]:
     """(contractions of queries with keys, addends) in the exponents.
 
     Raises:
@@ -226,7 +318,7 @@ def exponents(
     qk = _joined(alg, qk)
     if len(qk) > 1 and any(x.softcap for x in qk):
         raise Refused("softcap", "a soft cap over part of the scores", score=0.6)
-    return qk, bias
+    return tuple(qk), bias
 
 
 def _joined(alg: Algebra, qk: list[Scores]) -> list[Scores]:
@@ -239,7 +331,7 @@ def _joined(alg: Algebra, qk: list[Scores]) -> list[Scores]:
         factor = alg.add(factor, {(TRUE, alg.monomial(x.extra)): x.c})
     if not factor:
         return qk
-    extra = [(alg.atom("val", alg.freeze(factor)), 1)]
+    extra = ((alg.atom("val", alg.freeze(factor)), 1),)
     return [Scores(1.0, extra, first.d, first.q, first.k)]
 
 
@@ -253,11 +345,11 @@ def _scores(alg, mono, c, operands, s) -> Scores | None:
         leaves = [a for a, _ in body if alg.kind(a) == "leaf"]
         if flag != TRUE or not any(alg.defs[a][1] in operands for a in leaves):
             continue
-        k = [f for f in body if alg.free(f[0]) & set(s)]
-        q = [f for f in body if not alg.free(f[0]) & set(s)]
+        k = tuple(f for f in body if alg.free(f[0]) & set(s))
+        q = tuple(f for f in body if not alg.free(f[0]) & set(s))
         if not k or not q:
             continue
-        extra = [f for f in mono if f[0] != atom]
+        extra = tuple(f for f in mono if f[0] != atom)
         return Scores(c, extra, tuple(d), q, k, atom=atom)
     return None
 
@@ -282,7 +374,5 @@ def _capped(alg, atom, c, operands, s) -> Scores | None:
     inner = _scores(alg, alg.defs[mono[0][0]][1], float(mono[0][1]), operands, s)
     if inner is None or inner.softcap:
         return None
-    cap = -c / 2
-    if cap < 0:
-        inner.c, cap = -inner.c, -cap
-    return Scores(inner.c * cap / 2, inner.extra, inner.d, inner.q, inner.k, cap)
+    scale, cap = -inner.c if c > 0 else inner.c, abs(c) / 2
+    return Scores(scale * cap / 2, inner.extra, inner.d, inner.q, inner.k, cap)

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.hardware import timing
-from rewriter.kernels.attention.cost import seen
 from rewriter.kernels.attention.hopper import BackwardTiles
 from rewriter.kernels.attention.reference import relative_position, usual, visible
+from rewriter.kernels.attention.visibility import Visibility
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from rewriter.ops.registry import registry
@@ -156,11 +156,12 @@ def beside(
 def pairs(shape: tuple[int, ...], window: Window, other: dict[str, jax.Array]) -> float:
     """Returns how many keys the queries of a batch entry see, all together."""
     b, t = shape[:2]
+    found, _ = Visibility(t, t, *window).count()
     if "prefix" in other:
         length = other["prefix"].astype(jnp.float32)
-        return seen(t, t, window, 0)[0] + float(jnp.mean(length * (length - 1) / 2))
+        return found + float(jnp.mean(length * (length - 1) / 2))
     if "q_segments" not in other:
-        return seen(t, t, window, 0)[0]
+        return found
     rows = (other["q_segments"][i : i + 1] for i in range(b))
     count = lambda x: visible(t, t, q_segments=x, kv_segments=x, window=window).sum()
     return float(np.mean([int(jax.jit(count)(x)) for x in rows]))

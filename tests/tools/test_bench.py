@@ -17,8 +17,8 @@ import pytest
 import rewriter
 from rewriter.__main__ import main
 from rewriter.hardware import timing
-from rewriter.kernels.attention.cost import seen
 from rewriter.kernels.attention.reference import visible
+from rewriter.kernels.attention.visibility import Visibility
 from rewriter.measure import candidate, inputs, programs, times
 from rewriter.measure.programs import Task
 from rewriter.ops import device
@@ -117,7 +117,8 @@ def test_pairs_and_keys_against_a_table_of_what_is_seen(window, shift, prefix):
         table = visible(t, s, window=window, shift=shift, prefix=jnp.array([prefix]))
         table = np.broadcast_to(table[0, 0], (t, s))
         count = table.sum(), table.any(0).sum()
-        assert seen(t, s, window, shift, prefix) == count
+        view = Visibility(t, s, *window, shift, prefix=prefix)
+        assert view.count() == count
 
 
 def test_matrix_products():

@@ -15,8 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.backward_of_queries import OfQueries
 from rewriter.kernels.attention.hopper.backward_tiles import Problem, Tile
-from rewriter.kernels.attention.hopper.blocks import blocks_of, least
+from rewriter.kernels.attention.hopper.blocks import blocks_of
 from rewriter.kernels.attention.hopper.order import Order
+from rewriter.kernels.attention.visibility import least
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import block_masks, pallas
-from rewriter.kernels.attention.hopper.blocks import FAR, Mask, Range, blocks_of
+from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import REGISTERS
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place, Terms
+from rewriter.kernels.attention.visibility import FAR, Range
 from rewriter.kernels.shared import work_stealing
 
 if TYPE_CHECKING:
@@ -359,10 +360,10 @@ class Kernel(abc.ABC):
         mask = self.p.mask
         start = j * self.p.block
         at = pallas.row_positions(64) + (tile.mine + tile.offset - start)
-        first = None if mask.left is None else at - min(mask.left, FAR)
+        first = None if mask.left is None else mask.visibility.first(at)
         last = pallas.rows(tile.range.limit - 1 - start)
         if mask.right is not None:
-            ahead = at + min(mask.right, FAR)
+            ahead = mask.visibility.last(at)
             if tile.prefix is not None:
                 ahead = jnp.maximum(ahead, pallas.rows(tile.prefix - 1 - start))
             last = jnp.minimum(ahead, last)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper.blocks import Range, clip, least, most
+from rewriter.kernels.attention.visibility import Range, clip, least, most
 
 if TYPE_CHECKING:
     from jax import Array

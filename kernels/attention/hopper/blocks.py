@@ -1,19 +1,15 @@
 """Finds the blocks of keys that a tile of query rows reads, whole or in part.
 
 Everything here is arithmetic on integers: Python integers in tests, scalars in a
-kernel.
+kernel. `visibility` has what other kernels share.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-
-FAR = 1 << 30
-"""Farther than any key; keeps position arithmetic inside int32."""
+from rewriter.kernels.attention.visibility import Range, Visibility, clip
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,11 @@ class Mask:
     prefixes: bool = False
 
     @property
+    def visibility(self) -> Visibility:
+        """What is seen, without numbers that are known at run time."""
+        return Visibility(self.t, self.s, self.left, self.right, self.shift)
+
+    @property
     def hides(self) -> bool:
         """Whether there may be keys that some query does not see."""
         return self.left is not None or self.right is not None or self.lengths
@@ -56,19 +57,7 @@ class Mask:
             return True
         if self.lengths or self.offsets:
             return self.hides
-        first, last = self.shift, self.t - 1 + self.shift
-        before = self.right is not None and first + self.right < 0
-        after = self.left is not None and last - self.left >= self.s
-        return before or after or self.crossed
-
-    @property
-    def crossed(self) -> bool:
-        """Whether the window ends before it begins, for every row."""
-        return (
-            self.left is not None
-            and self.right is not None
-            and self.left + self.right < 0
-        )
+        return self.visibility.may_be_empty
 
     @property
     def averages(self) -> bool:
@@ -77,30 +66,6 @@ class Mask:
         If other operands than positions hide keys, such rows are known only at the end.
         """
         return self.mean and self.may_be_empty and not self.more
-
-
-@dataclass(frozen=True)
-class Range:
-    """Blocks of keys of one tile, in order: part, whole, part.
-
-    Attributes:
-        start: The first block that is read.
-        whole: The first block that every row sees all of.
-        part: The first block after those.
-        end: One past the last block that is read; at least one block is.
-        limit: Keys from here on are seen by no row.
-    """
-
-    start: Any
-    whole: Any
-    part: Any
-    end: Any
-    limit: Any
-
-    @property
-    def count(self) -> Any:
-        """The number of blocks that are read."""
-        return self.end - self.start
 
 
 def blocks_of(
@@ -131,33 +96,10 @@ def blocks_of(
         >>> blocks_of(Mask(256, 256, right=0), 0, 128, 64, prefix=64)
         Range(start=0, whole=0, part=1, end=2, limit=256)
     """
-    count = -(-mask.s // keys)
-    limit = mask.s if length is None else clip(length, 0, mask.s)
-    first = first_row + offset
-    last = least(first_row + rows, mask.t) - 1 + offset
-    low, whole_low, high, whole_high = 0, 0, limit, limit
-    if mask.left is not None:
-        left = min(mask.left, FAR)
-        low, whole_low = clip(first - left, 0, mask.s), clip(last - left, 0, mask.s)
-        if early is not None:
-            low = _pick(first_row < early, 0, low)
-            whole_low = _pick(first_row + rows <= early, 0, whole_low)
-    if mask.right is not None:
-        right = min(mask.right, FAR)
-        high = least(clip(last + right + 1, 0, mask.s), limit)
-        whole_high = least(clip(first + right + 1, 0, mask.s), limit)
-        if prefix is not None:
-            seen = clip(prefix, 0, limit)
-            high, whole_high = most(high, seen), most(whole_high, seen)
-    start = least(_div(low, keys), count - 1)
-    end = most(_div(high + (keys - 1), keys), start + 1)
-    whole = clip(_div(whole_low + (keys - 1), keys), start, end)
-    part = clip(_div(whole_high, keys), whole, end)
-    if mask.averages:
-        some = _any_empty(mask, first, last, limit)
-        start, whole = _pick(some, 0, start), _pick(some, 0, whole)
-        part, end = _pick(some, 0, part), _pick(some, count, end)
-    return Range(start, whole, part, end, limit)
+    seen = replace(
+        mask.visibility, shift=offset, length=length, prefix=prefix, early=early
+    )
+    return seen.blocks(first_row, rows, keys, mask.averages)
 
 
 def blocks_ahead(stages: int) -> int:
@@ -188,43 +130,3 @@ def inside(r: Range, tile: Range) -> Range:
     end = clip(r.end, start + 1, tile.end)
     whole = clip(r.whole, start, end)
     return Range(start, whole, clip(r.part, whole, end), end, tile.limit)
-
-
-def _any_empty(mask: Mask, first: Any, last: Any, limit: Any) -> Any:
-    """Whether some row from position `first` to `last` sees no key."""
-    some = limit <= 0
-    if mask.right is not None:
-        some = some | (first + min(mask.right, FAR) < 0)
-    if mask.left is not None:
-        some = some | (last - min(mask.left, FAR) >= limit)
-    return some | mask.crossed
-
-
-def _static(*values: Any) -> bool:
-    return all(isinstance(v, int) for v in values)
-
-
-def least(x: Any, y: Any) -> Any:
-    """Returns the smaller of two integers."""
-    return min(x, y) if _static(x, y) else jnp.minimum(x, y)
-
-
-def most(x: Any, y: Any) -> Any:
-    """Returns the larger of two integers."""
-    return max(x, y) if _static(x, y) else jnp.maximum(x, y)
-
-
-def clip(x: Any, low: Any, high: Any) -> Any:
-    """Clamps x to the range from low to high."""
-    return most(least(x, high), low)
-
-
-def _pick(condition: Any, x: Any, y: Any) -> Any:
-    if isinstance(condition, bool):
-        return x if condition else y
-    return jnp.where(condition, x, y)
-
-
-def _div(x: Any, y: int) -> Any:
-    """Returns x // y for a non-negative x."""
-    return x // y if _static(x) else lax.div(x, jnp.int32(y))

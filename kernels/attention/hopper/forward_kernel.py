@@ -28,13 +28,13 @@ from rewriter.kernels.attention.hopper.blocks import (
     Mask,
     blocks_ahead,
     blocks_of,
-    least,
 )
 from rewriter.kernels.attention.hopper.config import EDGE, REGISTERS, Tiles, apart
 from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
+from rewriter.kernels.attention.visibility import least
 from rewriter.kernels.shared import work_stealing
 
 if TYPE_CHECKING:

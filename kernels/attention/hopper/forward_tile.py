@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import block_masks, pallas
-from rewriter.kernels.attention.hopper.blocks import FAR, Range, blocks_of, inside
+from rewriter.kernels.attention.hopper.blocks import blocks_of, inside
 from rewriter.kernels.attention.hopper.pallas import LOG2E
+from rewriter.kernels.attention.visibility import Range
 
 if TYPE_CHECKING:
     from jax import Array
@@ -335,12 +336,12 @@ class Tile:
         at = pallas.row_positions(64) + (self.mine + self.offset)
         first, last = None, pallas.rows(self.range.limit - 1)
         if mask.right is not None:
-            ahead = at + min(mask.right, FAR)
+            ahead = mask.visibility.last(at)
             if self.prefix is not None:
                 ahead = jnp.maximum(ahead, pallas.rows(self.prefix - 1))
             last = jnp.minimum(ahead, last)
         if mask.left is not None:
-            first = at - min(mask.left, FAR)
+            first = mask.visibility.first(at)
         return first, last
 
     def empty(self) -> Array:

@@ -24,7 +24,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
-from rewriter.kernels.attention.hopper.blocks import FAR, Range
 from rewriter.kernels.attention.hopper_decode.config import (
     QUERIES,
     REGISTERS,
@@ -34,6 +33,7 @@ from rewriter.kernels.attention.hopper_decode.config import (
     stored_columns,
 )
 from rewriter.kernels.attention.hopper_decode.problem import Problem
+from rewriter.kernels.attention.visibility import Range
 
 if TYPE_CHECKING:
     from jax import Array
@@ -389,9 +389,9 @@ class _Reader:
             at = at + jnp.where(row >= i * group, 1, 0)
         first, last = None, pallas.rows(piece.range.limit - 1)
         if mask.right is not None:
-            last = jnp.minimum(at + min(mask.right, FAR), last)
+            last = jnp.minimum(mask.visibility.last(at), last)
         if mask.left is not None:
-            first = at - min(mask.left, FAR)
+            first = mask.visibility.first(at)
         return first, last
 
     def weigh(self, scores: Array, top: Array, total: Array) -> tuple[Array, ...]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.hopper.blocks import Mask, Range, blocks_of
+from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper_decode.config import Split, rows_of
 from rewriter.kernels.attention.hopper_decode.work_split import Line
+from rewriter.kernels.attention.visibility import Range
 
 LANES = 128
 """Columns of partial results are padded to a multiple of it, for `merge`."""

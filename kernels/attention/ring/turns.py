@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rewriter.kernels.attention.visibility import Visibility
+
 Window = tuple[int | None, int | None]
 
 
@@ -72,12 +74,7 @@ def turns(window: Window, shift: int, size: int, count: int) -> tuple[Turn, ...]
 
 def seen(window: Window, shift: int, size: int) -> Seen | None:
     """Returns the view of as many queries as keys; None if they see nothing."""
-    left, right = window
-    first, last = -shift - (size - 1), -shift + (size - 1)  # keys, as seen by queries
-    start = first if left is None else max(first, -left)
-    end = last if right is None else min(last, right)
-    if start > end:
+    limits = Visibility(size, size, *window, shift).limits()
+    if limits is None:
         return None
-    left = None if start == first else left
-    right = None if end == last else right
-    return Seen((left, right), 0 if left is None and right is None else shift)
+    return Seen(limits, 0 if limits == (None, None) else shift)

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rewriter.kernels.attention.visibility import Visibility
+
 HIDING = frozenset(
     {"mask", "q_segments", "kv_segments", "kv_lengths", "offset", "prefix"}
 )
 """Operands whose values hide keys."""
-
-FAR = 1 << 30
-"""Farther than any key; keeps position arithmetic inside int32."""
 
 LATER, MORE, PART, IDLE = 1, 2, 4, 8
 """Bits of a step: not the first of its line, not the last, a block seen in part (or at
@@ -70,9 +69,10 @@ class Cut:
         return -(-self.t // self.rows), -(-self.s // self.keys)
 
     @property
-    def windowed(self) -> bool:
-        """Whether positions are compared."""
-        return self.left is not None or self.right is not None
+    def visibility(self) -> Visibility:
+        """What is seen, without numbers that are known at run time."""
+        rows = self.repeat or self.t
+        return Visibility(rows, self.s, self.left, self.right, self.shift)
 
 
 Table = Any
@@ -104,17 +104,16 @@ def states(cut: Cut, given: Mapping[str, Any]) -> Table:
     if cut.edges:
         fits = xp.arange(1, many + 1, dtype=xp.int32) * cut.rows <= cut.t
         every = every & fits[:, None]
-    if cut.windowed:
+    seen = cut.visibility
+    if seen.is_windowed:
         first, last = _positions(cut, given.get("offset"), xp)
         inside, covered = some, xp.ones_like(some)
         if cut.right is not None:
-            right = min(cut.right, FAR)
-            inside = inside & (column <= last + right)
-            covered = covered & (column_end <= first + right)
+            inside = inside & (column <= seen.last(last))
+            covered = covered & (column_end <= seen.last(first))
         if cut.left is not None:
-            left = min(cut.left, FAR)
-            inside = inside & (column_end >= first - left)
-            covered = covered & (column >= last - left)
+            inside = inside & (column_end >= seen.first(first))
+            covered = covered & (column >= seen.first(last))
         if "prefix" in given:
             prefix = given["prefix"][:, None, None]
             inside = inside | (column < prefix)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.empty import AVERAGED
-from rewriter.kernels.attention.tpu.schedule import FAR, Cut
+from rewriter.kernels.attention.tpu.schedule import Cut
+from rewriter.kernels.attention.visibility import FAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,20 +75,14 @@ class Problem:
     @property
     def may_be_empty(self) -> bool:
         """Whether there may be rows that see no key."""
-        cut = self.cut
         if "sinks" in self.names:
             return False
         if self.names & {"mask", "q_segments", "kv_lengths", "bias"}:
             return True
-        if not cut.windowed or "prefix" in self.names:
-            return cut.windowed
-        rows = cut.repeat or cut.t
-        first, last = cut.shift, cut.shift + rows - 1
-        before = cut.right is not None and first + cut.right < 0
-        after = cut.left is not None and last - cut.left >= cut.s
-        both = cut.left is not None and cut.right is not None
-        crossed = both and (cut.left or 0) + (cut.right or 0) < 0
-        return "offset" in self.names or before or after or crossed
+        seen = self.cut.visibility
+        if not seen.is_windowed or "prefix" in self.names:
+            return seen.is_windowed
+        return "offset" in self.names or seen.may_be_empty
 
     @property
     def averages(self) -> bool:
@@ -288,7 +283,7 @@ class Tile:
 
     def _window(self) -> Array | None:
         cut = self.problem.cut
-        if not cut.windowed:
+        if not cut.visibility.is_windowed:
             return None
         relative, keep = self.relative(), None
         if cut.right is not None:

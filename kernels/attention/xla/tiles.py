@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.visibility import Visibility, least
 from rewriter.kernels.attention.xla.config import DEFAULT, Blocks
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ AXES = {
     "scale_factor": "", "out": "btne", "cotangent": "btne", "lse": "bnt",
 }  # fmt: skip
 """Every array's axes. All but t and s of k, v, out and lse may have size 1."""
-
-FAR = 1 << 30
-"""Farther than any key; keeps position arithmetic inside int32."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,11 @@ class Problem:
     empty_rows: str
     out_dtype: Any
     wide: Any
+
+    @property
+    def visibility(self) -> Visibility:
+        """What is seen, without numbers that are known at run time."""
+        return Visibility(self.sizes.t, self.sizes.s, *self.window)
 
     def full(self, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Array:
         """Returns a constant array that can start a loop's carry."""
@@ -252,7 +255,7 @@ class Block:
         z = self.p.sizes
         self.nominal = i * z.rows
         # The last block is moved up to stay inside: its first rows are computed twice.
-        self.start = _least(self.nominal, z.t - z.rows)
+        self.start = least(self.nominal, z.t - z.rows)
         self.here = {**step.here, "t": (self.start, z.rows)}
         self.t = self.start + lax.broadcasted_iota(jnp.int32, (z.rows, 1), 0)
 
@@ -307,15 +310,16 @@ class Block:
         """
         p, z, step = self.p, self.p.sizes, self.step
         left, right = p.window
+        seen = p.visibility
         low, whole, high = 0, z.s, z.s
         offset = step.offset
-        least = offset if isinstance(offset, int) else jnp.min(offset)
-        most = offset if isinstance(offset, int) else jnp.max(offset)
+        lowest = offset if isinstance(offset, int) else jnp.min(offset)
+        highest = offset if isinstance(offset, int) else jnp.max(offset)
         if right is not None:
-            whole = self.start + least + min(right, FAR) + 1
-            high = self.start + z.rows + most + min(right, FAR)
+            whole = seen.last(self.start + lowest) + 1
+            high = seen.last(self.start + z.rows + highest)
         if left is not None:
-            low = self.start + least - min(left, FAR)
+            low = seen.first(self.start + lowest)
         if "prefix" in p.arrays and p.window != (None, None):
             low, high = 0, jnp.maximum(high, jnp.max(step.per_batch("prefix")))
         if "kv_lengths" in p.arrays:
@@ -324,7 +328,7 @@ class Block:
             high = jnp.minimum(high, jnp.max(lengths))
         low = _clip(low, z.s) // z.keys
         high = (_clip(high, z.s) + z.keys - 1) // z.keys
-        whole = _least(_clip(whole, z.s) // z.keys, high)
+        whole = least(_clip(whole, z.s) // z.keys, high)
         return (low, whole, high) if left is None else (low, low, high)
 
     def over_keys(
@@ -347,11 +351,6 @@ def _clip(x: Any, high: int) -> Any:
     return max(0, min(x, high)) if isinstance(x, int) else jnp.clip(x, 0, high)
 
 
-def _least(x: Any, y: Any) -> Any:
-    static = isinstance(x, int) and isinstance(y, int)
-    return min(x, y) if static else jnp.minimum(x, y)
-
-
 class Tile:
     """One block of rows against one block of keys: scores [c, r, s].
 
@@ -363,7 +362,7 @@ class Tile:
         z = self.p.sizes
         self.nominal = j * z.keys
         ragged = edge and z.s % z.keys
-        self.start = _least(self.nominal, z.s - z.keys) if ragged else self.nominal
+        self.start = least(self.nominal, z.s - z.keys) if ragged else self.nominal
         self.here = {**block.here, "s": (self.start, z.keys)}
         self.s = self.start + lax.broadcasted_iota(jnp.int32, (1, z.keys), 1)
 
@@ -442,12 +441,11 @@ class Tile:
             masks.append(q == k)
         if not self.edge:
             return masks
-        left, right = p.window
         window = []
-        if left is not None:
-            window.append(self.s >= self.block.t + step.offset - min(left, FAR))
-        if right is not None:
-            window.append(self.s <= self.block.t + step.offset + min(right, FAR))
+        if p.visibility.left is not None:
+            window.append(self.s >= p.visibility.first(self.block.t + step.offset))
+        if p.visibility.right is not None:
+            window.append(self.s <= p.visibility.last(self.block.t + step.offset))
         if window:
             inside = window[0] & window[-1]
             if "prefix" in p.arrays:

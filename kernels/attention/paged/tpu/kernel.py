@@ -33,6 +33,7 @@ from rewriter.kernels.attention.tpu.forward_kernel import (
 )
 from rewriter.kernels.attention.tpu.schedule import divided
 from rewriter.kernels.attention.tpu.scores import LOG2E
+from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.kernels.shared.pallas_tpu import LANES
 
@@ -280,14 +281,14 @@ class _Step:
         scores = scores * LOG2E
         place = x["places"][...] + chunk * (self.many * p.size)
         kept = place < x["limit"][row]
-        left, right = p.window
-        if left is not None or right is not None:
+        view = Visibility(p.t, p.s, *p.window)
+        if view.is_windowed:
             at = x["row_places"][...] + x["start"][row]
             kept = jnp.broadcast_to(kept, scores.shape)
-            if left is not None:
-                kept = kept & (place >= at - left)
-            if right is not None:
-                kept = kept & (place <= at + right)
+            if view.left is not None:
+                kept = kept & (place >= view.first(at))
+            if view.right is not None:
+                kept = kept & (place <= view.last(at))
         own = x["heads"][...] == x["row_heads"][...]
         if p.empty_rows not in AVERAGED:
             return jnp.where(own & kept, scores, -jnp.inf)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
+from rewriter.kernels.attention.visibility import Visibility
+
 if TYPE_CHECKING:
     from jax import Array
 
@@ -53,15 +55,16 @@ def seen(
             since its result is the mean of all values.
     """
     left, right = window
+    view = Visibility(t, s, left, right)
     length = s if lengths is None else jnp.minimum(lengths, s)
     limit = jnp.broadcast_to(jnp.asarray(length, jnp.int32), (b,))
     start = jnp.asarray(0 if offset is None else offset, jnp.int32) + shift
     start = jnp.broadcast_to(start, (b,))
     at = start[:, None] + jnp.arange(t, dtype=jnp.int32)
-    low = jnp.zeros_like(at) if left is None else jnp.maximum(at - left, 0)
+    low = jnp.zeros_like(at) if left is None else jnp.maximum(view.first(at), 0)
     high = jnp.broadcast_to(limit[:, None], at.shape)
     if right is not None:
-        high = jnp.minimum(high, at + right + 1)
+        high = jnp.minimum(high, view.last(at) + 1)
     empty = high <= low
     first = jnp.where(empty, s, low).min(1)
     last = jnp.where(empty, 0, high).max(1) - 1
