@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from rewriter.kernels.gated_linear_unit import hopper, tpu, xla
 from rewriter.kernels.gated_linear_unit.cost import cost
-from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
-from rewriter.ops.kernel import PLATFORMS, Kernel, Space
 from rewriter.ops.op import Op, Sharding
 
 OP = Op(
@@ -30,53 +28,4 @@ OP = Op(
     sharding=lambda params: Sharding(frozenset({"...", "f"})),
 )  # fmt: skip
 
-KERNELS = (
-    Kernel(
-        name="mosaic_tpu",
-        op="gated_linear_unit",
-        platforms=("tpu",),
-        version=1,
-        supports=tpu.supports,
-        tried=False,
-        forward=tpu.forward,
-        backward=tpu.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=tpu.profitable,
-        space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
-        backward_space=Space(
-            tpu.Tiles, tpu.default_backward, tpu.configs, tpu.fits_backward
-        ),
-    ),
-    Kernel(
-        name="hopper",
-        op="gated_linear_unit",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports,
-        runs_on=hopper.runs_on,
-        forward=hopper.forward,
-        backward=hopper.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=hopper.profitable,
-        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        backward_space=Space(xla.Block, xla.default, xla.configs),
-    ),
-    Kernel(
-        name="memory_bounded",
-        op="gated_linear_unit",
-        platforms=PLATFORMS,
-        version=1,
-        supports=xla.supports,
-        forward=xla.forward,
-        backward=xla.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=xla.profitable,
-        estimate=estimate,
-        profitable_backward=xla.profitable_backward,
-        space=Space(xla.Block, xla.default, xla.configs),
-        backward_space=Space(xla.Block, xla.default, xla.configs),
-    ),
-)
+KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)

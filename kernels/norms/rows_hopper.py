@@ -23,7 +23,7 @@ from rewriter.kernels.norms.rows_hopper_config import (
 )
 from rewriter.kernels.shared.hopper import processors, runs_on
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Space
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -130,17 +130,13 @@ def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
         op=op,
         platforms=("cuda",),
         version=1,
-        supports=functools.partial(supports, centred=centred),
-        runs_on=runs_on,
         forward=functools.partial(forward, centred=centred),
         backward=functools.partial(backward, centred=centred, by_xla=by_xla),
-        memory_bounded=True,
-        saves_out=False,
-        profitable=profitable,
-        estimate=estimate,
+        limits=Limits(functools.partial(supports, centred=centred), runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
         space=spaces[0],
         backward_space=spaces[1],
-        adds_to="x",
     )
 
 

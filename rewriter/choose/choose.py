@@ -151,15 +151,15 @@ def left_out(
 
 def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdict:
     """Returns whether a kernel may be chosen for a site on a device."""
-    if config.exporting and not kernel.exportable:
+    if config.exporting and not kernel.traits.exportable:
         return no("export", "JAX does not keep its call stable in exported programs")
     if device.platform not in kernel.platforms:
         names = ", ".join(kernel.platforms)
         return no("platform", f"runs on {names}, not {device.platform}")
-    verdict = kernel.runs_on(device)
+    verdict = kernel.limits.runs_on(device)
     if verdict.ok and _only_deterministic(config):
-        verdict = kernel.deterministic(None)
-    return kernel.supports(spec) if verdict.ok else verdict
+        verdict = kernel.limits.deterministic(None)
+    return kernel.limits.supports(spec) if verdict.ok else verdict
 
 
 def _only_deterministic(config: Config) -> bool:
@@ -190,7 +190,7 @@ def _estimated(
     A kernel without a model that comes before them is chosen by its own rule.
     """
     here = [k for k in kernels if device.platform in k.platforms]
-    modelled = any(k.estimate is not None for k in here)
+    modelled = any(k.speed.estimate is not None for k in here)
     if not (device.flops and device.bandwidth and modelled) or spec.symbolic:
         return None
     refused: list[tuple[str, str]] = []
@@ -198,13 +198,14 @@ def _estimated(
     xla = 0.0
     for kernel in here:
         verdict = usable(kernel, spec, device, config)
-        if verdict.ok and kernel.estimate is None:
+        if verdict.ok and kernel.speed.estimate is None:
             verdict = _pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:
                 made = default_configs(spec, device, kernel)
                 return Choice(made, "heuristic", tuple(refused))
-        if verdict.ok and kernel.estimate is not None:
-            found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
+        if verdict.ok and kernel.speed.estimate is not None:
+            passes = BOTH if differentiated else FORWARD
+            found = kernel.speed.estimate(spec, device, passes)
             times[kernel.name], xla = (
                 found[name] + 1e-6 * longer.get(name, 0.0)
                 for name in (kernel.name, XLA)
@@ -263,9 +264,9 @@ def _by_rule(
 
 
 def _pays(kernel: Kernel, spec: Spec, platform: str, differentiated: int) -> Verdict:
-    if differentiated and kernel.profitable_backward is not None:
-        return kernel.profitable_backward(spec, platform, differentiated)
-    return kernel.profitable(spec, platform)
+    if differentiated and kernel.speed.profitable_backward is not None:
+        return kernel.speed.profitable_backward(spec, platform, differentiated)
+    return kernel.speed.profitable(spec, platform)
 
 
 def _reasons(verdict: Verdict) -> str:
@@ -409,9 +410,10 @@ def _far_faster(
     if margin is None or best_us is None or not (device.flops and device.bandwidth):
         return None
     times = {
-        k: 1e6 * k.estimate(spec, device, passes)[k.name] + longer.get(k.name, 0.0)
-        for k in kernels if k.estimate is not None
-    }  # fmt: skip
+        k: 1e6 * model(spec, device, passes)[k.name] + longer.get(k.name, 0.0)
+        for k in kernels
+        if (model := k.speed.estimate) is not None
+    }
     best = min(times, key=times.__getitem__, default=None)
     return best if best is not None and times[best] < margin * best_us else None
 
@@ -496,7 +498,7 @@ def _deterministic(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
     if backward is None:
         return True
     config = config_of(backward.backward_space, made.backward_config)
-    return backward.deterministic(config).ok
+    return backward.limits.deterministic(config).ok
 
 
 def _holds(

@@ -111,7 +111,7 @@ def by_parts(
     able = [
         k
         for k in kernels
-        if k.merges and all(usable(k, p, device, config).ok for p in parts)
+        if k.traits.merges and all(usable(k, p, device, config).ok for p in parts)
     ]
     if not able:
         return f"no kernel for {device.platform} gives parts that can be merged"
@@ -125,7 +125,7 @@ def by_parts(
         return chosen
     if not others:
         return f"{chosen.name}, which is best for a part, gives none that can be merged"
-    kernel = next((k for k in able if k.tried), able[0])
+    kernel = next((k for k in able if k.traits.tried), able[0])
     return default_configs(parts[-1], device, kernel)
 
 

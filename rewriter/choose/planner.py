@@ -244,7 +244,7 @@ def chosen(
 
 def _sum_of(graph: Graph, match: Match) -> str:
     """The operand that is a sum which a kernel could compute; ``""`` without one."""
-    for name in {k.adds_to for k in match.pattern.kernels} - {""}:
+    for name in {k.traits.adds_to for k in match.pattern.kernels} - {""}:
         shape = match.spec.shape(name)
         for _, value in match.leaves:
             like = graph.shape(value) == shape

@@ -116,7 +116,7 @@ class Pattern:
             backward_space: The same for `backward`.
             saves_out: Whether `backward` reads ``out``; otherwise it gets None, and
                 the result is not kept for it.
-            steps: As `rewriter.ops.kernel.Kernel.steps`.
+            steps: As `rewriter.ops.kernel.Speed.steps`.
         """
         platforms = (platform,) if isinstance(platform, str) else tuple(platform)
         unknown = [p for p in platforms if p not in kernel.PLATFORMS]

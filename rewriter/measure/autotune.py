@@ -67,8 +67,8 @@ def candidates(
     most = LEVELS[level]
     taking = [
         k for k in task.kernels
-        if on.platform in k.platforms and (k.tried or isolate)
-        and k.runs_on(on).ok and k.supports(task.spec).ok
+        if on.platform in k.platforms and (k.traits.tried or isolate)
+        and k.limits.runs_on(on).ok and k.limits.supports(task.spec).ok
     ]  # fmt: skip
     found = [Implementation()]
     if task.passes == FORWARD:
@@ -111,7 +111,7 @@ def _mixed(
 
 def _stands_alone(task: Task, kernel: Kernel) -> bool:
     """Whether a kernel's backward reads no residuals."""
-    if kernel.backward is None or kernel.saves_out:
+    if kernel.backward is None or kernel.traits.saves_out:
         return False
     spec = task.spec
     specs = {

@@ -265,7 +265,8 @@ class Race:
         if not (self.spares and self.on.flops and self.on.bandwidth):
             return {}
         spec, passes = self.task.spec, self.task.passes
-        named = {k.name: k.estimate for k in self.task.kernels if k.estimate}
+        models = {k.name: k.speed.estimate for k in self.task.kernels}
+        named = {name: model for name, model in models.items() if model}
         own = {n: named[n](spec, self.on, passes)[n] for n in sorted(named)
                if any(n in i.kernels for i in wanted)}  # fmt: skip
         if len(own) < 2:

@@ -7,7 +7,7 @@ It does not see:
   that its operations move;
 - values of prefetched scalars: it takes them for 0, so that work which they select is
   left out. Kernels with such scalars count the instruction bundles of their code for
-  each step of their grid; `Kernel.steps` says how many of those run. Bundles rank
+  each step of their grid; `Speed.steps` says how many of those run. Bundles rank
   configs of one kernel, and say nothing against XLA;
 - how often a loop of XLA turns: a program that is a loop is not estimated.
 
@@ -179,10 +179,10 @@ def _cycles_of_steps(
     by_name = {k.name: k for k in task.kernels}
     for name in made.kernels:
         kernel = by_name[name]
-        if kernel.steps is not None:
+        if kernel.speed.steps is not None:
             first = config_of(kernel.space, made.config)
             second = config_of(kernel.backward_space, made.backward_config)
-            known |= kernel.steps(task.spec, first, second, task.passes)
+            known |= kernel.speed.steps(task.spec, first, second, task.passes)
     total = 0.0
     for call in calls:
         steps = known.get(call.name, call.steps)

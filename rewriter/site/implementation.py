@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Space, Spec
+from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Traits
 from rewriter.ops.op import Op
 from rewriter.ops.registry import REFERENCE
 from rewriter.support.verdict import all_of
@@ -265,8 +265,8 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
     """The forward of one kernel with the backward of another, which runs its own."""
     plain: Callable[..., Any] = op.reference if first is None else first.forward
     both = [k for k in (first, second) if k is not None]
-    at = second.adds_to
-    adds = first is not None and first.adds_to == at
+    at = second.traits.adds_to
+    adds = first is not None and first.traits.adds_to == at
 
     def forward(*, residuals: bool = False, **given: Any) -> Any:
         if "addend" in given and not adds:
@@ -290,7 +290,7 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
         assert second.backward is not None
         return second.backward(
             **given,
-            out=made if second.saves_out else None,
+            out=made if second.traits.saves_out else None,
             residuals=tuple(saved),
             cotangent=cotangent,
             **more,
@@ -301,13 +301,17 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
         op=op.name,
         platforms=tuple(p for p in second.platforms if p in both[0].platforms),
         version=max(k.version for k in both),
-        supports=lambda spec: all_of(*(k.supports(spec) for k in both)),
-        runs_on=lambda device: all_of(*(k.runs_on(device) for k in both)),
         forward=forward,
         backward=backward,
-        memory_bounded=all(k.memory_bounded for k in both),
-        saves_out=False,
-        exportable=all(k.exportable for k in both),
-        needs_devices=any(k.needs_devices for k in both),
-        adds_to=at,
-    )  # fmt: skip
+        limits=Limits(
+            lambda spec: all_of(*(k.limits.supports(spec) for k in both)),
+            lambda device: all_of(*(k.limits.runs_on(device) for k in both)),
+        ),
+        traits=Traits(
+            memory_bounded=all(k.traits.memory_bounded for k in both),
+            saves_out=False,
+            exportable=all(k.traits.exportable for k in both),
+            needs_devices=any(k.traits.needs_devices for k in both),
+            adds_to=at,
+        ),
+    )

@@ -74,7 +74,7 @@ def _accepted(
     del x64
     symbolic = is_symbolic(operands)
     try:
-        if not kernel.supports(use.spec(operands)).ok:
+        if not kernel.limits.supports(use.spec(operands)).ok:
             return None
         call = functools.partial(_forward, use, kernel, kernel.backward is not None)
         with _jax.on_one_device():
@@ -176,10 +176,10 @@ def call_backward(
             **dict(use.params), **addend,
         )  # fmt: skip
     absent = tuple(w for w in wrt if given.get(w) is None)
-    if addend and kernel.adds_to in absent:
+    if addend and kernel.traits.adds_to in absent:
         raise errors.KernelError(
             f"kernel {kernel.name!r} of {kernel.op} returned no gradient of "
-            f"{kernel.adds_to}",
+            f"{kernel.traits.adds_to}",
             wanted="one, since it takes an addend for that",
             where=kernel.where,
         )

@@ -105,8 +105,8 @@ def _refusal(kernel: Kernel, spec: Spec, on: device.Device) -> str:
     if on.platform not in kernel.platforms:
         return f"runs on {', '.join(kernel.platforms)}, not on {on.platform}"
     try:
-        verdict = kernel.runs_on(on)
-        verdict = kernel.supports(spec) if verdict.ok else verdict
+        verdict = kernel.limits.runs_on(on)
+        verdict = kernel.limits.supports(spec) if verdict.ok else verdict
     except Exception as problem:
         return first_line(problem)
     return "; ".join(reason.text for reason in verdict.reasons)
@@ -172,7 +172,7 @@ def _candidates(
     if not names or XLA in names:
         found.append(Candidate(XLA, function(task, Implementation())))
     for kernel in task.kernels:
-        if kernel.name not in names if names else not kernel.tried:
+        if kernel.name not in names if names else not kernel.traits.tried:
             continue
         if why := _refusal(kernel, task.spec, on):
             refused[kernel.name] = f"refused: {why}"

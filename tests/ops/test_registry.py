@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from rewriter import errors
-from rewriter.ops.kernel import Kernel, from_function, spec_of, takes_all
+from rewriter.ops.kernel import Kernel, from_function, spec_of
 from rewriter.ops.op import Op
 from rewriter.ops.registry import Registry, registry
 
@@ -24,7 +24,7 @@ def _op(name: str = "mine") -> Op:
 
 
 def _kernel(op: Op, name: str = "fast") -> Kernel:
-    return Kernel(name, op.name, ("cpu",), 1, takes_all, lambda *, x: x + x)
+    return Kernel(name, op.name, ("cpu",), 1, forward=lambda *, x: x + x)
 
 
 def test_importing_the_registry_loads_no_kernel() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.ops.kernel import Kernel, takes_all
+from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
 
 
@@ -98,7 +98,7 @@ def recording(
         }
 
     kernel = Kernel(
-        name, "soft", ("cpu", "cuda", "tpu"), 1, options.pop("supports", takes_all),
-        forward, options.pop("backward", backward), True, **options,
+        name, "soft", ("cpu", "cuda", "tpu"), 1, forward=forward,
+        backward=options.pop("backward", backward), memory_bounded=True, **options,
     )  # fmt: skip
     return kernel, calls

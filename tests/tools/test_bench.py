@@ -26,7 +26,7 @@ from rewriter.ops.cost import MODES, Cost
 from rewriter.ops.kernel import Kernel, Spec, from_function, spec_of
 from rewriter.ops.op import Op
 from rewriter.ops.registry import Registry, package_of, registry
-from rewriter.support.verdict import YES, no
+from rewriter.support.verdict import no
 from rewriter.tools import bench, bench_ops, bench_peers, roofline
 
 SHIPPED = (
@@ -342,9 +342,10 @@ def raising(x):
 def kernel_with(name, forward, factor):
     """A kernel with a backward of its own."""
     return Kernel(
-        name, "double", ("cpu",), 1, lambda spec: YES,
-        lambda *, x, residuals=False: (forward(x), ()) if residuals else forward(x),
-        lambda *, x, out, residuals, cotangent: {"x": factor * cotangent},
+        name, "double", ("cpu",), 1,
+        forward=lambda *, x, residuals=False:
+            (forward(x), ()) if residuals else forward(x),
+        backward=lambda *, x, out, residuals, cotangent: {"x": factor * cotangent},
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Spec
+from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 DTYPES = ("bfloat16", "float32")
@@ -203,3 +203,18 @@ def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:
     wide = max(w.dtype.itemsize for w in weights)
     items = operands["x"].dtype.itemsize, wide, read, made
     return Sizes(m, k, weights[0].shape[1], items)
+
+
+KERNEL = Kernel(
+    name="mosaic_tpu",
+    op="gated_linear_unit",
+    platforms=("tpu",),
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, saves_out=False, tried=False),
+    space=Space(Tiles, default, configs, fits),
+    backward_space=Space(Tiles, default_backward, configs, fits_backward),
+)

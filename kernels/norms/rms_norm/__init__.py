@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.norms import rows_hopper, rows_tpu
-from rewriter.kernels.norms.rms_norm import xla
+from rewriter.kernels.norms.rms_norm import hopper, tpu, xla
 from rewriter.kernels.norms.rms_norm.cost import cost
-from rewriter.kernels.norms.rms_norm.estimate import estimate
 from rewriter.kernels.norms.rms_norm.reference import reference, sample
-from rewriter.ops.kernel import PLATFORMS, Kernel, pays_on_cpu
 from rewriter.ops.op import Op
 
 OP = Op(
@@ -22,20 +19,4 @@ OP = Op(
     cost=cost,
 )
 
-KERNELS = (
-    rows_tpu.kernel("rms_norm", centred=False, estimate=estimate),
-    rows_hopper.kernel("rms_norm", centred=False, by_xla=xla, estimate=estimate),
-    Kernel(
-        name="memory_bounded",
-        op="rms_norm",
-        platforms=PLATFORMS,
-        version=1,
-        supports=xla.supports,
-        forward=xla.forward,
-        backward=xla.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=pays_on_cpu,
-        estimate=estimate,
-    ),
-)
+KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.ragged.dot import estimate
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -310,3 +311,18 @@ def zero(*arrays: Array) -> Array:
         first = x[(0,) * x.ndim]
         total = total + jnp.where(first == first, 0.0, 0.0)
     return total
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="ragged_dot",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable, estimate=estimate.estimate),
+    traits=Traits(memory_bounded=True, saves_out=False),
+    space=Space(Tile, default, configs),
+    backward_space=Space(Tile, default, configs),
+)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.ragged.dot.rows import FIRST, anywhere, from_any_row
+from rewriter.kernels.ragged.dot.rows import FIRST, from_any_row
 from rewriter.kernels.ragged.quantized_dot import hopper
 from rewriter.kernels.ragged.quantized_dot.cost import cost
-from rewriter.kernels.ragged.quantized_dot.estimate import estimate
 from rewriter.kernels.ragged.quantized_dot.reference import (
     distributions,
     general,
@@ -13,7 +12,6 @@ from rewriter.kernels.ragged.quantized_dot.reference import (
     sample,
 )
 from rewriter.kernels.ragged.quantized_dot.sharding import sharding
-from rewriter.ops.kernel import Kernel, Space
 from rewriter.ops.op import Op
 
 OP = Op(
@@ -34,22 +32,4 @@ OP = Op(
     sharding=sharding,
 )  # fmt: skip
 
-KERNELS = (
-    anywhere(
-        Kernel(
-            name="hopper",
-            op="quantized_ragged_dot",
-            platforms=("cuda",),
-            version=1,
-            supports=hopper.supports,
-            runs_on=hopper.runs_on,
-            forward=hopper.forward,
-            backward=hopper.backward,
-            memory_bounded=True,
-            profitable=hopper.profitable,
-            estimate=estimate,
-            saves_out=False,
-            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        )
-    ),
-)
+KERNELS = (hopper.KERNEL,)

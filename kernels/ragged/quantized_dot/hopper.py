@@ -15,10 +15,12 @@ from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper import config as of_dot
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, STORED, WARPGROUPS
-from rewriter.kernels.ragged.quantized_dot.estimate import ROWS
+from rewriter.kernels.ragged.dot.rows import anywhere
+from rewriter.kernels.ragged.quantized_dot.estimate import ROWS, estimate
 from rewriter.kernels.ragged.quantized_dot.estimate import dequantized as plain
 from rewriter.kernels.ragged.quantized_dot.reference import DTYPES, dequantized
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -186,3 +188,19 @@ def backward(
         cotangent=cotangent, mode=mode, out_dtype=out_dtype, precision=precision,
     )  # fmt: skip
     return {"lhs": given["lhs"]}
+
+
+KERNEL = anywhere(
+    Kernel(
+        name="hopper",
+        op="quantized_ragged_dot",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=Space(Tiles, default, configs, fits),
+    )
+)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rewriter.kernels.ragged import gated_linear_unit as plain
-from rewriter.kernels.ragged.dot.rows import anywhere, from_any_row
+from rewriter.kernels.ragged.dot.rows import from_any_row
 from rewriter.kernels.ragged.quantized_gated_linear_unit import hopper
-from rewriter.kernels.ragged.quantized_gated_linear_unit.estimate import estimate
 from rewriter.kernels.ragged.quantized_gated_linear_unit.reference import (
     cost,
     distributions,
@@ -14,7 +13,6 @@ from rewriter.kernels.ragged.quantized_gated_linear_unit.reference import (
     sample,
 )
 from rewriter.kernels.ragged.quantized_gated_linear_unit.sharding import sharding
-from rewriter.ops.kernel import Kernel, Space
 from rewriter.ops.op import Op
 
 OP = Op(
@@ -33,23 +31,4 @@ OP = Op(
     sharding=sharding,
 )
 
-KERNELS = (
-    anywhere(
-        Kernel(
-            name="hopper",
-            op="quantized_ragged_gated_linear_unit",
-            platforms=("cuda",),
-            version=1,
-            supports=hopper.supports,
-            runs_on=hopper.runs_on,
-            forward=hopper.forward,
-            backward=hopper.backward,
-            memory_bounded=True,
-            profitable=hopper.profitable,
-            estimate=estimate,
-            saves_out=False,
-            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        ),
-        "x",
-    ),
-)
+KERNELS = (hopper.KERNEL,)

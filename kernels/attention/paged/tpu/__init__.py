@@ -16,7 +16,7 @@ from rewriter.kernels.attention.paged.tpu.config import ANY, Chunk, fits, sizes
 from rewriter.kernels.attention.paged.tpu.config import configs as configs
 from rewriter.kernels.attention.paged.tpu.config import default as default
 from rewriter.kernels.attention.tpu import sized
-from rewriter.ops.kernel import spec_of
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
 from rewriter.ops.tpu import LANES
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -109,3 +109,16 @@ def forward(*, config: Chunk | None = None, **given: Any) -> Array:
     params = {n: x for n, x in given.items() if n not in operands}
     chunk = config or default(spec_of(OP, operands, params), ANY)
     return kernel.forward(**operands, **params, config=chunk)
+
+
+KERNEL = Kernel(
+    name="mosaic_tpu",
+    op="paged_attention",
+    platforms=("tpu",),
+    version=1,
+    forward=forward,
+    limits=Limits(supports),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, tried=False),
+    space=Space(Chunk, default, configs, fits),
+)

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import tiled, xla
+from rewriter.kernels.ragged.dot.estimate import estimate
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.hopper.config import configs as configs
 from rewriter.kernels.ragged.dot.hopper.config import default as default
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits
+from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -124,3 +127,22 @@ def backward(
     if cotangent.dtype != given["lhs"].dtype:
         return tiled.backward(cotangent=cotangent, **given)
     return xla.backward(cotangent=cotangent, config=config, product=forward, **given)
+
+
+SPACE = Space(Tiles, default, configs, fits)
+
+KERNEL = anywhere(
+    Kernel(
+        name="hopper",
+        op="ragged_dot",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=SPACE,
+        backward_space=SPACE,
+    )
+)
