@@ -5,16 +5,21 @@ from __future__ import annotations
 from rewriter.kernels.gated_linear_unit import hopper, tpu, xla
 from rewriter.kernels.gated_linear_unit.cost import cost
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
-from rewriter.ops.op import Op, Sharding
+from rewriter.ops.op import Op, Operand, Sharding
 
 OP = Op(
     name="gated_linear_unit",
-    operands=("x", "w_gate", "w_up", "b_gate", "b_up", "rows_gate", "rows_up"),
-    required=("x", "w_gate", "w_up"),
-    dims={
-        "x": "... k", "w_gate": "k f", "w_up": "k f", "b_gate": "f", "b_up": "f",
-        "rows_gate": "... f", "rows_up": "... f", "out": "... f",
-    },
+    operands=(
+        Operand("x", "... k", True, "The rows."),
+        Operand("w_gate", "k f", True, "The branch that goes through the activation."),
+        Operand("w_up", "k f", True, "The other branch."),
+        Operand("b_gate", "f", doc="Added to the gate branch; 0 if absent."),
+        Operand("b_up", "f", doc="The same for the other branch."),
+        Operand("rows_gate", "... f", doc="Added to the gate branch row by row, as a "
+                "low-rank adapter is; 0 if absent."),
+        Operand("rows_up", "... f", doc="The same for the other branch."),
+    ),
+    out="... f",
     reference=reference,
     sample=sample,
     usual=usual,

@@ -107,18 +107,9 @@ def forward(
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [..., k], bfloat16 or float16.
-        w_gate: [k, f].
-        w_up: [k, f].
-        b_gate: [f].
-        b_up: [f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        clip_gate: As in `reference`.
-        clip_up: As in `reference`.
-        up_shift: As in `reference`.
-        precision: As in `jax.lax.dot`.
         out_dtype: The result's dtype, x's or float32; x's by default.
         residuals: Whether to return ``(result, ())``.
         config: The tiles; their columns are those of both branches.

@@ -264,11 +264,10 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
         centred: Whether it is a layer norm, and no RMS norm.
-        x: [..., d], bfloat16 or float32.
-        eps: As for `reference`.
-        of_squares: The same.
         out_dtype: The result's dtype; x's by default.
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
@@ -311,15 +310,13 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of every operand.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
         centred: Whether it is a layer norm, and no RMS norm.
-        x: [..., d], bfloat16 or float32.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result.
-        eps: As in `forward`.
-        of_squares: The same.
-        out_dtype: As in `forward`.
         addend: As x, added to its cotangent.
         config: The blocks.
         **given: As in `forward`.

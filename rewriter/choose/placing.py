@@ -251,7 +251,7 @@ def _call(
     p: Placed, kernels: Sequence[tuple[str, Kernel | None]]
 ) -> Callable[..., jax.Array]:
     op, shards = p.match.op, p.shards
-    names = set(op.operands)
+    names = set(op.names)
 
     def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
         if isinstance(shards, Shards) and shards.passed:

@@ -89,7 +89,7 @@ def replacement_forms(
     seen: dict[str, Any] = {}
 
     def reference(**given: Any) -> jax.Array:
-        operands = {k: v for k, v in given.items() if k in op.operands}
+        operands = {k: v for k, v in given.items() if k in op.names}
         for name, x in operands.items():
             seen[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return referenced(op, operands, params)

@@ -39,7 +39,7 @@ from rewriter.find.finder import Finder
 from rewriter.find.reading import Reading
 from rewriter.find.sieve import Step
 from rewriter.ops import kernel
-from rewriter.ops.op import Op, Sharding
+from rewriter.ops.op import OUT, Op, Operand, Sharding
 from rewriter.ops.registry import registry
 from rewriter.ops.splittable import sharding_of
 from rewriter.program.graph import Node
@@ -84,7 +84,7 @@ class Pattern:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
         return self.op.reference(
-            **dict(zip(self.op.operands, args, strict=False)), **kwargs
+            **dict(zip(self.op.names, args, strict=False)), **kwargs
         )
 
     def requires(self, check: Callable[[Candidate], Verdict]) -> Callable[..., Verdict]:
@@ -207,7 +207,8 @@ def pattern(
         return sharding_of(reference, letters, dict(params))
 
     op = Op(
-        label, operands, operands, letters, reference, sample,
+        label, tuple(Operand(n, letters[n], True) for n in operands), letters[OUT],
+        reference, sample,
         sharding=lambda params: sharding(tuple(sorted(params.items()))),
     )  # fmt: skip
     anchors = checked(op, fn, holes, where)

@@ -26,7 +26,7 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
     params = {**reading.params, **reading.check_params}
 
     def reference(**given: Any) -> jax.Array:
-        operands = {k: v for k, v in given.items() if k in op.operands}
+        operands = {k: v for k, v in given.items() if k in op.names}
         return differentiable(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:

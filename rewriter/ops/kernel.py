@@ -447,9 +447,8 @@ def from_function(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from rewriter.ops.op import Op
-        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
-        ...             lambda x: 2 * x)
+        >>> from rewriter.ops.op import Op, Operand
+        >>> double = Op("double", (Operand("x", "d", True),), "d", lambda x: 2 * x)
         >>> kernel = from_function(lambda x: x + x, double, name="by_adding")
         >>> kernel.forward(x=jnp.ones(2)).tolist()
         [2.0, 2.0]
@@ -461,13 +460,13 @@ def from_function(
 
     @functools.wraps(function)
     def forward(**given: Any) -> Any:
-        operands = [n for n in op.operands if n in given]
+        operands = [n for n in op.names if n in given]
         positional = [given[n] for n in operands if n not in keywords]
         rest = {n: given[n] for n in operands if n in keywords}
         params = {
             n: v
             for n, v in given.items()
-            if n not in op.operands and (takes_any or n in named)
+            if n not in op.names and (takes_any or n in named)
         }
         return function(*positional, **rest, **params)
 

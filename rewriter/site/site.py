@@ -89,9 +89,8 @@ def bind(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from rewriter.ops.op import Op
-        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
-        ...             lambda x: 2 * x)
+        >>> from rewriter.ops.op import Op, Operand
+        >>> double = Op("double", (Operand("x", "d", True),), "d", lambda x: 2 * x)
         >>> bind(double, {"x": jnp.ones(2)}).tolist()
         [2.0, 2.0]
     """

@@ -24,7 +24,7 @@ from rewriter.measure.programs import Task
 from rewriter.ops import device
 from rewriter.ops.cost import MODES, Cost
 from rewriter.ops.kernel import Kernel, Spec, from_function, spec_of
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 from rewriter.ops.registry import Registry, package_of, registry
 from rewriter.support.verdict import no
 from rewriter.tools import bench, bench_ops, bench_peers, roofline
@@ -323,9 +323,8 @@ def test_rates_above_the_device_are_flagged(monkeypatch):
 # -------------------------------------------------------------- ops' kernels
 DOUBLE = Op(
     name="double",
-    operands=("x",),
-    required=("x",),
-    dims={"x": "d", "out": "d"},
+    operands=(Operand("x", "d", True),),
+    out="d",
     reference=lambda x: 2 * x,
     sample=lambda key, operands, params: {
         "x": jax.random.normal(key, operands["x"].shape)

@@ -141,7 +141,7 @@ def forward(
     from rewriter.kernels.attention import OP
     from rewriter.kernels.attention.hopper_decode import decode
 
-    operands = {n: x for n, x in given.items() if n in OP.operands}
+    operands = {n: x for n, x in given.items() if n in OP.names}
     params = {n: x for n, x in given.items() if n not in operands}
     config = config or default(spec_of(OP, operands, params), ANY)
     return decode.forward(**given, config=config, swapped=swapped)

@@ -6,15 +6,14 @@ from rewriter.kernels import attention
 from rewriter.kernels.attention.paged import hopper, tpu, xla
 from rewriter.kernels.attention.paged.cost import cost
 from rewriter.kernels.attention.paged.reference import distributions, reference, sample
-from rewriter.kernels.attention.paged.sharding import dims, sharding
+from rewriter.kernels.attention.paged.sharding import operands, sharding
 from rewriter.ops.op import Op
 
 OP = Op(
     name="paged_attention",
     form_of="attention",
-    operands=("q", "k_pages", "v_pages", "table", *attention.OP.operands[3:]),
-    required=("q", "k_pages", "v_pages", "table"),
-    dims=dims(),
+    operands=operands(),
+    out=attention.OP.out,
     reference=reference,
     sample=sample,
     defaults={

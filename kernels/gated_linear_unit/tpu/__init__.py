@@ -91,12 +91,10 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [..., k].
-        w_gate: [k, f].
-        w_up: [k, f].
         out_dtype: The result's dtype; x's by default.
-        precision: As `jax.lax.Precision`, by name.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
         **given: Biases [f], and the parameters of `reference`.
@@ -129,15 +127,12 @@ def backward(
     The kernel computes the branches again, and their cotangents; products with those
     are left to XLA.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [..., k].
-        w_gate: [k, f].
-        w_up: [k, f].
         out: Not needed.
         residuals: Empty.
         cotangent: [..., f].
-        out_dtype: As in `forward`.
-        precision: As in `forward`.
         config: The tiles.
         **given: As in `forward`.
     """

@@ -8,13 +8,19 @@ from rewriter.kernels.ragged.dot.general import general
 from rewriter.kernels.ragged.dot.reference import distributions, reference, sample
 from rewriter.kernels.ragged.dot.rows import FIRST, from_any_row
 from rewriter.kernels.ragged.dot.sharding import sharding
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 
 OP = Op(
     name="ragged_dot",
-    operands=("lhs", "rhs", "group_sizes", FIRST),
-    required=("lhs", "rhs", "group_sizes"),
-    dims={"lhs": "m k", "rhs": "g k n", "group_sizes": "g", FIRST: "", "out": "m n"},
+    operands=(
+        Operand("lhs", "m k", True, "Rows: those of one group lie together."),
+        Operand("rhs", "g k n", True, "The groups' matrices: [g, n, k] if transposed. "
+                "If contracting, rows [m, n]."),
+        Operand("group_sizes", "g", True, "int: the rows of each group. Those past the "
+                "sum belong to no group and give zeros."),
+        Operand(FIRST, "", doc="int32: the first row of the first group; 0 if absent."),
+    ),
+    out="m n",
     reference=from_any_row(reference),
     sample=sample,
     defaults={"mode": "forward", "out_dtype": None, "precision": None},
@@ -22,6 +28,6 @@ OP = Op(
     cost=cost,
     distributions=distributions,
     sharding=sharding,
-)
+)  # fmt: skip
 
 KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL, tiled.KERNEL)

@@ -76,13 +76,11 @@ def forward(
 ) -> Any:
     """Returns the ragged dot, as `reference` does.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k].
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" or "contracting".
         out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rewriter.kernels.ragged import dot as ragged_dot
 from rewriter.kernels.ragged.dot.rows import FIRST, from_any_row
 from rewriter.kernels.ragged.gated_linear_unit import (
     hopper,
@@ -17,16 +18,19 @@ from rewriter.kernels.ragged.gated_linear_unit.reference import (
     sample,
 )
 from rewriter.kernels.ragged.gated_linear_unit.sharding import sharding
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 
 OP = Op(
     name="ragged_gated_linear_unit",
-    operands=("x", "w", "w_up", "group_sizes", FIRST),
-    required=("x", "w", "group_sizes"),
-    dims={
-        "x": "m k", "w": "g k f", "w_up": "g k f", "group_sizes": "g", FIRST: "",
-        "out": "m f",
-    },
+    operands=(
+        Operand("x", "m k", True, "Rows: those of one group lie together."),
+        Operand("w", "g k f", True, "The matrices of the branch that goes through the "
+                "activation. [g, k, 2f] with those of both, if `halves` is set."),
+        Operand("w_up", "g k f", doc="The matrices of the other branch, if separate."),
+        ragged_dot.OP.operand("group_sizes"),
+        ragged_dot.OP.operand(FIRST),
+    ),
+    out="m f",
     reference=from_any_row(reference, "x"),
     sample=sample,
     defaults={

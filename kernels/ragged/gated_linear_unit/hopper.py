@@ -110,15 +110,9 @@ def forward(
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [m, k], bfloat16 or float16.
-        w: [g, k, f], or [g, k, 2f].
-        group_sizes: int [g].
-        w_up: [g, k, f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
-        precision: As in `jax.lax.dot`.
         out_dtype: The result's dtype: x's.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.

@@ -125,14 +125,11 @@ def forward(
     Products are exact in the float32 that they are summed in, so that `precision`
     changes nothing; the sums are multiplied by the scale, and rounded once.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k], bfloat16 or float16.
-        rhs: [g, k, n]; [g, n, k] if transposed; 8 bits.
-        group_sizes: int [g].
-        rhs_scale: [g, n].
         mode: "forward" or "transposed".
         out_dtype: The result's dtype, that of lhs by default.
-        precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
     """
@@ -169,17 +166,12 @@ def backward(
 
     The reference computes those of the scale, and of float matrices.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: As in `forward`.
-        rhs: As in `forward`.
-        group_sizes: As in `forward`.
-        rhs_scale: As in `forward`.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result of `forward`.
-        mode: As in `forward`.
-        out_dtype: As in `forward`.
-        precision: As in `forward`.
         config: Not needed.
     """
     del out, residuals, config

@@ -13,15 +13,19 @@ from rewriter.kernels.ragged.quantized_gated_linear_unit.reference import (
     sample,
 )
 from rewriter.kernels.ragged.quantized_gated_linear_unit.sharding import sharding
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 
 OP = Op(
     name="quantized_ragged_gated_linear_unit",
     form_of="ragged_gated_linear_unit",
     parts="ragged_dot",
-    operands=(*plain.OP.operands, "w_scale", "w_up_scale"),
-    required=plain.OP.required,
-    dims={**plain.OP.dims, "w_scale": "g f", "w_up_scale": "g f"},
+    operands=(
+        *plain.OP.operands,
+        Operand("w_scale", "g f", doc="A factor for each column of w, which is int8, "
+                "float8_e4m3fn or float8_e5m2; 1 if absent."),
+        Operand("w_up_scale", "g f", doc="The same for w_up."),
+    ),
+    out=plain.OP.out,
     reference=from_any_row(reference, "x"),
     sample=sample,
     defaults=plain.OP.defaults,
@@ -29,6 +33,6 @@ OP = Op(
     cost=cost,
     distributions=distributions,
     sharding=sharding,
-)
+)  # fmt: skip
 
 KERNELS = (hopper.KERNEL,)

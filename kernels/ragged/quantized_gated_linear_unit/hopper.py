@@ -95,17 +95,9 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does, for supported uses.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [m, k], bfloat16 or float16.
-        w: [g, k, f], or [g, k, 2f]; 8 bits.
-        group_sizes: int [g].
-        w_up: [g, k, f].
-        w_scale: [g, f], or [g, 2f].
-        w_up_scale: [g, f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
-        precision: As in `jax.lax.dot`; products are exact.
         out_dtype: The result's dtype: x's.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.

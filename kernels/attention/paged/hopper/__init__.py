@@ -55,7 +55,7 @@ def forward(*, config: Split | None = None, **given: Any) -> Array:
     """
     from rewriter.kernels.attention.paged import OP
 
-    operands = {n: jnp.asarray(given[n]) for n in OP.operands if n in given}
+    operands = {n: jnp.asarray(given[n]) for n in OP.names if n in given}
     params = {n: x for n, x in given.items() if n not in operands}
     config = config or default(spec_of(OP, operands, params), ANY)
     return _forward(**operands, **params, config=config)

@@ -105,7 +105,7 @@ def forward(*, config: Chunk | None = None, **given: Any) -> Array:
     from rewriter.kernels.attention.paged import OP
     from rewriter.kernels.attention.paged.tpu import kernel
 
-    operands = {n: jnp.asarray(given[n]) for n in OP.operands if n in given}
+    operands = {n: jnp.asarray(given[n]) for n in OP.names if n in given}
     params = {n: x for n, x in given.items() if n not in operands}
     chunk = config or default(spec_of(OP, operands, params), ANY)
     return kernel.forward(**operands, **params, config=chunk)

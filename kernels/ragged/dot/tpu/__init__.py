@@ -74,13 +74,11 @@ def forward(
 ) -> Any:
     """Returns the ragged dot, as `reference` does, for supported uses.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k], bfloat16 or float32.
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" or "contracting".
         out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`. Products of bfloat16 numbers are exact.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
     """

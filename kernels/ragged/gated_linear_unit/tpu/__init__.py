@@ -119,15 +119,9 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does, for supported uses.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [m, k], bfloat16 or float32.
-        w: [g, k, f], or [g, k, 2f].
-        group_sizes: int [g].
-        w_up: [g, k, f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
-        precision: As in `jax.lax.dot`. Products of bfloat16 numbers are exact.
         out_dtype: The result's dtype; x's by default.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles.
