@@ -102,13 +102,13 @@ def choose(
     if config.numerics == "strict":
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
-    given = (spec, config, kernels, device)
+    arguments = (spec, config, kernels, device)
     longer = choose_sum.reading_us(spec, kernels, device, sum_of) if sum_of else {}
-    measured = _measured(*given, differentiated > 0, spelling, longer)
+    measured = _measured(*arguments, differentiated > 0, spelling, longer)
     if measured is None:
-        estimated = _estimated(*given, differentiated, longer)
-        choice = estimated or _by_rule(*given, differentiated)
-        measured = _configured(choice, *given, differentiated > 0)
+        estimated = _estimated(*arguments, differentiated, longer)
+        choice = estimated or _by_rule(*arguments, differentiated)
+        measured = _configured(choice, *arguments, differentiated > 0)
     return _with_reading_said(measured, longer)
 
 
@@ -201,8 +201,8 @@ def _estimated(
         if verdict.ok and kernel.speed.estimate is None:
             verdict = _pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:
-                made = default_configs(spec, device, kernel)
-                return Choice(made, "heuristic", tuple(refused))
+                implementation = default_configs(spec, device, kernel)
+                return Choice(implementation, "heuristic", tuple(refused))
         if verdict.ok and kernel.speed.estimate is not None:
             passes = BOTH if differentiated else FORWARD
             found = kernel.speed.estimate(spec, device, passes)
@@ -216,16 +216,18 @@ def _estimated(
     better = [name for name, t in times.items() if t < limits[name]]
     best = min(better or times, key=times.__getitem__, default="")
     wins = bool(better)
-    made = AS_WRITTEN
+    implementation = AS_WRITTEN
     if wins:
-        made = default_configs(spec, device, next(k for k in here if k.name == best))
+        implementation = default_configs(
+            spec, device, next(k for k in here if k.name == best)
+        )
     against = times[best] if wins else xla
     slower = {**times, XLA: xla} if wins else times
     refused += [
         (name, _by_model(us, against)) for name, us in slower.items() if name != best
         or not wins
     ]  # fmt: skip
-    return Choice(made, "estimated", tuple(refused))
+    return Choice(implementation, "estimated", tuple(refused))
 
 
 def _margin(kernel: Kernel, platform: str) -> float:
@@ -257,8 +259,8 @@ def _by_rule(
         if verdict.ok:
             verdict = _pays(kernel, spec, here, differentiated)
         if verdict.ok:
-            made = default_configs(spec, device, kernel)
-            return Choice(made, "heuristic", tuple(refused))
+            implementation = default_configs(spec, device, kernel)
+            return Choice(implementation, "heuristic", tuple(refused))
         refused.append((kernel.name, _reasons(verdict)))
     return Choice(AS_WRITTEN, "heuristic", tuple(refused))
 
@@ -300,10 +302,14 @@ def _forced(
     by_name = {k.name: k for k in kernels}
     if XLA in (first, second):
         return Choice(AS_WRITTEN, "forced", tuple(why))
-    made = default_configs(spec, device, by_name.get(first), by_name.get(second or ""))
+    implementation = default_configs(
+        spec, device, by_name.get(first), by_name.get(second or "")
+    )
     if second == REFERENCE:
-        made = replace(made, backward=REFERENCE, backward_config=None)
-    return Choice(made, "forced", tuple(why))
+        implementation = replace(
+            implementation, backward=REFERENCE, backward_config=None
+        )
+    return Choice(implementation, "forced", tuple(why))
 
 
 def _first(
@@ -370,11 +376,11 @@ def _measured(
             continue
         if decision.best.method == BUNDLES:
             continue  # they rank a kernel's configs, see `_configured`
-        made = decision.best.implementation
+        implementation = decision.best.implementation
         if not differentiated:
             gradient, _ = look(BOTH, ESTIMATES if simulated else ())
             gradient = of_spelling(gradient, spelling()) if gradient else ()
-            made = _with_backward(made, gradient)
+            implementation = _with_backward(implementation, gradient)
         timed = {name for m in found for name in m.implementation.kernels}
         others = [
             k for k in kernels
@@ -391,9 +397,11 @@ def _measured(
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
             lost = (decision.best.implementation.name, "its time, measured, is longer")
-            made = default_configs(spec, device, faster)
-            return Choice(made, "estimated", (lost, *_by_kernel(decision), *rest))
-        return Choice(made, origin, (*_by_kernel(decision), *refused))
+            implementation = default_configs(spec, device, faster)
+            return Choice(
+                implementation, "estimated", (lost, *_by_kernel(decision), *rest)
+            )
+        return Choice(implementation, origin, (*_by_kernel(decision), *refused))
     return None
 
 
@@ -492,12 +500,14 @@ def _with_backward(
     return replace(decision.best.implementation, config=forward.config)
 
 
-def _deterministic(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
+def _deterministic(
+    implementation: Implementation, kernels: Mapping[str, Kernel]
+) -> bool:
     """Whether the backward's config gives the same bits in every run."""
-    backward = kernels.get(made.backward or made.forward)
+    backward = kernels.get(implementation.backward or implementation.forward)
     if backward is None:
         return True
-    config = config_of(backward.backward_space, made.backward_config)
+    config = config_of(backward.backward_space, implementation.backward_config)
     return backward.limits.deterministic(config).ok
 
 
@@ -509,13 +519,15 @@ def _holds(
     m: Measurement,
 ) -> bool:
     """Whether the measured kernels still exist and support the site."""
-    made = m.implementation
-    if any(name not in kernels for name in made.kernels):
+    implementation = m.implementation
+    if any(name not in kernels for name in implementation.kernels):
         return False
-    if m.version != version_of(made, kernels, m.spelling):
+    if m.version != version_of(implementation, kernels, m.spelling):
         return False
-    if not configured(made, kernels, spec, device):
+    if not configured(implementation, kernels, spec, device):
         return False
-    if _only_deterministic(config) and not _deterministic(made, kernels):
+    if _only_deterministic(config) and not _deterministic(implementation, kernels):
         return False
-    return all(usable(kernels[n], spec, device, config).ok for n in made.kernels)
+    return all(
+        usable(kernels[n], spec, device, config).ok for n in implementation.kernels
+    )

@@ -95,10 +95,10 @@ def replacement_forms(
         return referenced(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:
-        given = dict(zip(names, arrays, strict=True))
+        operands = dict(zip(names, arrays, strict=True))
         return reading.build(
             reference,
-            given,
+            operands,
             graph.shape(reading.value),
             graph.dtype(reading.value),
             params,

@@ -128,7 +128,7 @@ class Pattern:
             )
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            made = kernel.from_function(
+            added = kernel.from_function(
                 function,
                 self.op,
                 platforms=platforms,
@@ -140,7 +140,7 @@ class Pattern:
                 saves_out=saves_out,
                 steps=steps,
             )
-            self.kernels = (*self.kernels, made)
+            self.kernels = (*self.kernels, added)
             return function
 
         return add

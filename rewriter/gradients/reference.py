@@ -30,8 +30,8 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
         return differentiable(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:
-        given = dict(zip(names, arrays, strict=True))
-        return reading.build(reference, given, shape, dtype, params)
+        operands = dict(zip(names, arrays, strict=True))
+        return reading.build(reference, operands, shape, dtype, params)
 
     def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, cotangent = given

@@ -231,16 +231,16 @@ class Op:
         broadcast = letters[at].endswith("|1")
         return (at - len(letters) if letters[0] == "..." else at), broadcast
 
-    def ordered(self, given: Iterable[str]) -> tuple[str, ...]:
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         """Returns the given operand names in the op's order.
 
         Args:
-            given: Names of operands.
+            names: Names of operands.
 
         Raises:
             KernelError: If a name is unknown or a required one is missing.
         """
-        present = set(given)
+        present = set(names)
         if unknown := sorted(present - set(self.names)):
             raise errors.KernelError(
                 f"{self.name} has no operand {unknown[0]!r}",

@@ -261,16 +261,18 @@ def backward_to_sum(
     n, at = len(use.names), wrt.index(use.adds_to)
 
     def run(*args: jax.Array) -> list[jax.Array]:
-        *given, addend = args
-        inner = [shaped(x) for x in given[:n]]
+        *operands, addend = args
+        inner = [shaped(x) for x in operands[:n]]
         own = accepted(use, kernel, inner)
         adds = kernel is not None and kernel.traits.adds_to == use.adds_to
         if kernel is None or kernel.backward is None or own is None or not adds:
-            grads = backward(use, kernel, wrt, (), ())(*given)
+            grads = backward(use, kernel, wrt, (), ())(*operands)
             grads[at] = grads[at] + addend
             return grads
-        keep = _read_by(use, inner, own, len(given))
-        return call_backward(use, kernel, wrt, *(given[i] for i in keep), addend=addend)
+        keep = _read_by(use, inner, own, len(operands))
+        return call_backward(
+            use, kernel, wrt, *(operands[i] for i in keep), addend=addend
+        )
 
     return run
 
