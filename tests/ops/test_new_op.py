@@ -1,4 +1,4 @@
-"""The recipe of CONTRIBUTING for a new op: its files are all that an op needs."""
+"""The recipes of CONTRIBUTING: what they quote is so, and a new op needs no more."""
 
 from __future__ import annotations
 
@@ -69,6 +69,17 @@ def added(tree: pathlib.Path) -> list[str]:
             assert not path.exists(), f"{name} is taken"
             path.write_text(text)
     return [name for name, _ in blocks]
+
+
+QUOTE = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("quote", QUOTE.findall((ROOT / "CONTRIBUTING.md").read_text()))
+def test_what_the_recipes_quote_is_in_the_sources(quote: str) -> None:
+    """Those of a spelling, a rule, a kernel and its line."""
+    folders = ("kernels", "rewriter/algebra", "tests/spellings")
+    files = (path for f in folders for path in (ROOT / f).rglob("*.py"))
+    assert any(quote in path.read_text() for path in files)
 
 
 @pytest.fixture(scope="module")
