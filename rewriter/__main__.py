@@ -223,7 +223,7 @@ def _patterns(args: argparse.Namespace) -> int:
 def _kernels(args: argparse.Namespace) -> int:
     rows = [
         {"op": op, "kernel": k.name, "platforms": k.platforms, "version": k.version,
-         "memory_bounded": k.memory_bounded}
+         "memory_bounded": k.traits.memory_bounded}
         for op in registry().ops()
         for k in registry().kernels(op)
     ]  # fmt: skip

@@ -313,10 +313,10 @@ def _merged(base: Config, options: Mapping[str, object]) -> Config:
                 next_step=known(name, OPTIONS),
                 where=caller(),
             )
-    given = {k: _normal(k, v) for k, v in options.items()}
-    if "tuned" in given:
-        given["tuned"] = (*base.tuned, *given["tuned"])  # type: ignore[misc]
-    return replace(base, **given)  # type: ignore[arg-type]
+    normal = {k: _normal(k, v) for k, v in options.items()}
+    if "tuned" in normal:
+        normal["tuned"] = (*base.tuned, *normal["tuned"])  # type: ignore[misc]
+    return replace(base, **normal)  # type: ignore[arg-type]
 
 
 def _normal(name: str, value: object) -> object:

@@ -27,7 +27,7 @@ PAGES = hooks.pages()
 WITH_CODE = [p for p in PAGES if "```python" in (ROOT / p).read_text()]
 WORDS = 30
 """How many words a sentence has at most."""
-FROM_DOCSTRINGS = ("api", "options", "assumptions", "passes", "supported")
+FROM_DOCSTRINGS = ("api", "options", "assumptions", "passes", "supported", "operands")
 """Tables that follow from the sources alone."""
 
 

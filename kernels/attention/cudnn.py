@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, passed
+from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.reference import visible
 from rewriter.ops.device import deterministic_xla
-from rewriter.ops.kernel import Spec
+from rewriter.ops.kernel import Kernel, Limits, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 PLAIN = frozenset({"q", "k", "v"})
@@ -303,3 +304,18 @@ def backward(
         return grads
     more = passed(operands, params, empty, cotangent)
     return grads | {n: (grads[n] + x).astype(grads[n].dtype) for n, x in more.items()}
+
+
+KERNEL = Kernel(
+    name="cudnn",
+    op="attention",
+    platforms=("cuda",),
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports, deterministic=deterministic),
+    speed=Speed(profitable, estimate=estimate),
+    traits=Traits(
+        memory_bounded=True, saves_out=False, exportable=False, needs_devices=True
+    ),
+)

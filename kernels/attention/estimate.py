@@ -18,6 +18,9 @@ b, t, n, h                          model and measured; ms
 2 4096 16 128 bias bf16   both      hopper 4.2  4.0   xla   6.6  6.9
 4 4096 32 96 causal bf16  both      hopper 3.3  3.0   cudnn 3.7  3.6
 32 729 16 72 full bf16    both      hopper 1.2  1.2   xla   2.2  4.7
+
+The kernels' modules import this one. So what it needs of them is imported where it is
+needed.
 """
 
 from __future__ import annotations
@@ -25,10 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rewriter.kernels.attention import hopper
 from rewriter.kernels.attention.cost import cost
-from rewriter.kernels.attention.cudnn import SMALL, untried
-from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE, STEP, filled
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
@@ -129,6 +129,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 def _cudnn(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds of cuDNN, copies that make lengths even included."""
+    from rewriter.kernels.attention.cudnn import untried
+
     if untried(spec):
         return math.inf
     both, h = passes != "forward", spec.shape("q")[3]
@@ -149,6 +151,9 @@ def _own(spec: Spec, device: Device, passes: str, loop: float) -> float:
         passes: ``forward`` or ``forward_and_vjp``.
         loop: Seconds of the gradients alone by the loop over blocks.
     """
+    from rewriter.kernels.attention.cudnn import SMALL
+    from rewriter.kernels.attention.hopper.config import STEP, filled
+
     (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
     if 4 * b * n * t * s < SMALL:  # as measured for cuDNN
         return math.inf
@@ -204,6 +209,8 @@ def _made_whole(spec: Spec, both: bool) -> float:
 
     Heads as wide as a tile are copied row by row, and need none.
     """
+    from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE
+
     narrow = all(spec.shape(name)[3] in BY_ROWS for name in "qv")
     return 0.0 if narrow else _made_even(spec, both, EDGE)
 
@@ -214,6 +221,8 @@ def _made_wider(spec: Spec, both: bool) -> float:
     q, k and v are padded once for both passes, and the result is sliced. For gradients
     the result and its cotangent are padded, and three results sliced.
     """
+    from rewriter.kernels.attention.hopper.config import filled
+
     (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
     wide, wide_values = (x + filled(x) if filled(x) > x else 0 for x in (h, e))
     times, results = (2, 3) if both else (1, 1)
@@ -232,6 +241,8 @@ def _with_gradients(spec: Spec, device: Device, own: float, loop: float) -> floa
         own: Seconds of both passes by kernels.
         loop: Seconds of the gradients alone by the loop.
     """
+    from rewriter.kernels.attention import hopper
+
     tiles = hopper.backward_default(spec, device)
     if not hopper.fits_backward(tiles, spec, device).ok:
         return estimate(spec, device, "forward")["hopper"] + loop

@@ -93,22 +93,9 @@ def reference(
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys each query sees.
 
+    Operands are documented where the op is declared.
+
     Args:
-        q: [b, t, n, h]; query head i reads key head ``i // (n // k)``.
-        k: [b, s, k, h].
-        v: [b, s, k, e].
-        bias: float [b|1, n|1, t|1, s|1], added after scale and softcap.
-        mask: bool of the same kind of shape, True keeps.
-        q_segments: int [b|1, t]; with kv_segments, equal ones see each other.
-        kv_segments: int [b|1, s].
-        kv_lengths: int [b|1]; only keys ``s < length`` are seen.
-        offset: int [b|1], added to the query positions.
-        prefix: int [b|1]; keys ``s < prefix`` are seen whatever the window.
-        alibi: float [n]; ``alibi[n] * (s - t - offset - shift)`` is added.
-        sinks: float [n]; ``exp(sink)`` joins each row's denominator. A row
-            without keys is then 0, whatever ``empty_rows`` says.
-        dropout: float [b|1, n|1, t|1, s|1], multiplies the probabilities.
-        scale_factor: [], multiplied with scale.
         scale: Multiplies the scores.
         window: ``(left, right)`` reach around the query, None without limit;
             causal is ``(None, 0)``.

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from rewriter.kernels.gated_linear_unit import hopper, tpu, xla
 from rewriter.kernels.gated_linear_unit.cost import cost
-from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import reference, sample, usual
-from rewriter.ops.kernel import PLATFORMS, Kernel, Space
-from rewriter.ops.op import Op, Sharding
+from rewriter.ops.op import Op, Operand, Sharding
 
 OP = Op(
     name="gated_linear_unit",
-    operands=("x", "w_gate", "w_up", "b_gate", "b_up", "rows_gate", "rows_up"),
-    required=("x", "w_gate", "w_up"),
-    dims={
-        "x": "... k", "w_gate": "k f", "w_up": "k f", "b_gate": "f", "b_up": "f",
-        "rows_gate": "... f", "rows_up": "... f", "out": "... f",
-    },
+    operands=(
+        Operand("x", "... k", True, "The rows."),
+        Operand("w_gate", "k f", True, "The branch that goes through the activation."),
+        Operand("w_up", "k f", True, "The other branch."),
+        Operand("b_gate", "f", doc="Added to the gate branch; 0 if absent."),
+        Operand("b_up", "f", doc="The same for the other branch."),
+        Operand("rows_gate", "... f", doc="Added to the gate branch row by row, as a "
+                "low-rank adapter is; 0 if absent."),
+        Operand("rows_up", "... f", doc="The same for the other branch."),
+    ),
+    out="... f",
     reference=reference,
     sample=sample,
     usual=usual,
@@ -30,53 +33,4 @@ OP = Op(
     sharding=lambda params: Sharding(frozenset({"...", "f"})),
 )  # fmt: skip
 
-KERNELS = (
-    Kernel(
-        name="mosaic_tpu",
-        op="gated_linear_unit",
-        platforms=("tpu",),
-        version=1,
-        supports=tpu.supports,
-        tried=False,
-        forward=tpu.forward,
-        backward=tpu.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=tpu.profitable,
-        space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
-        backward_space=Space(
-            tpu.Tiles, tpu.default_backward, tpu.configs, tpu.fits_backward
-        ),
-    ),
-    Kernel(
-        name="hopper",
-        op="gated_linear_unit",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports,
-        runs_on=hopper.runs_on,
-        forward=hopper.forward,
-        backward=hopper.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=hopper.profitable,
-        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        backward_space=Space(xla.Block, xla.default, xla.configs),
-    ),
-    Kernel(
-        name="memory_bounded",
-        op="gated_linear_unit",
-        platforms=PLATFORMS,
-        version=1,
-        supports=xla.supports,
-        forward=xla.forward,
-        backward=xla.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=xla.profitable,
-        estimate=estimate,
-        profitable_backward=xla.profitable_backward,
-        space=Space(xla.Block, xla.default, xla.configs),
-        backward_space=Space(xla.Block, xla.default, xla.configs),
-    ),
-)
+KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)

@@ -20,6 +20,7 @@ from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.gated_tiles import fits as fits
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -106,18 +107,9 @@ def forward(
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [..., k], bfloat16 or float16.
-        w_gate: [k, f].
-        w_up: [k, f].
-        b_gate: [f].
-        b_up: [f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        clip_gate: As in `reference`.
-        clip_up: As in `reference`.
-        up_shift: As in `reference`.
-        precision: As in `jax.lax.dot`.
         out_dtype: The result's dtype, x's or float32; x's by default.
         residuals: Whether to return ``(result, ())``.
         config: The tiles; their columns are those of both branches.
@@ -144,3 +136,18 @@ def forward(
 
 backward = xla.backward
 """The cotangents of every operand by XLA, block by block: branches are not saved."""
+
+
+KERNEL = Kernel(
+    name="hopper",
+    op="gated_linear_unit",
+    platforms=("cuda",),
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports, runs_on),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, saves_out=False),
+    space=Space(Tiles, default, configs, fits),
+    backward_space=Space(xla.Block, xla.default, xla.configs),
+)

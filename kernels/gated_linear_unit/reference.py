@@ -35,15 +35,9 @@ def reference(
 ) -> jax.Array:
     """Returns ``act(clip(x·w_gate + b_gate)) · (clip(x·w_up + b_up) + up_shift)``.
 
+    Operands are documented where the op is declared.
+
     Args:
-        x: [..., k].
-        w_gate: [k, f], the branch that goes through the activation.
-        w_up: [k, f], the other branch.
-        b_gate: [f]; 0 if absent.
-        b_up: [f]; 0 if absent.
-        rows_gate: [..., f], added to the branch row by row, as a low-rank adapter is;
-            0 if absent.
-        rows_up: The same for the other branch.
         activation: One of `rewriter.ops.activations.ACTIVATIONS`.
         beta: The number of a parametric activation, such as the factor inside
             ``swish``: x · sigmoid(beta · x).

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import Bounds, branch, combine
 from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Spec
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 
@@ -254,3 +255,18 @@ def _over_blocks(
         sums, rest = step(sums, {n: a[whole:] for n, a in rows.items()})
         out = jax.tree.map(lambda *ys: jnp.concatenate(ys), out, rest)
     return out, sums
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="gated_linear_unit",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable, profitable_backward, estimate),
+    traits=Traits(memory_bounded=True, saves_out=False),
+    space=Space(Block, default, configs),
+    backward_space=Space(Block, default, configs),
+)

@@ -23,7 +23,7 @@ from rewriter.kernels.norms.rows_hopper_config import (
 )
 from rewriter.kernels.shared.hopper import processors, runs_on
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Space
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -130,17 +130,13 @@ def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
         op=op,
         platforms=("cuda",),
         version=1,
-        supports=functools.partial(supports, centred=centred),
-        runs_on=runs_on,
         forward=functools.partial(forward, centred=centred),
         backward=functools.partial(backward, centred=centred, by_xla=by_xla),
-        memory_bounded=True,
-        saves_out=False,
-        profitable=profitable,
-        estimate=estimate,
+        limits=Limits(functools.partial(supports, centred=centred), runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
         space=spaces[0],
         backward_space=spaces[1],
-        adds_to="x",
     )
 
 
@@ -159,11 +155,10 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
         centred: Whether it is a layer norm, and no RMS norm.
-        x: [..., d], bfloat16, float16 or float32.
-        eps: As for `reference`.
-        of_squares: The same.
         out_dtype: The result's dtype; x's by default.
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
@@ -206,16 +201,14 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of every operand.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
         centred: Whether it is a layer norm, and no RMS norm.
         by_xla: As in `kernel`.
-        x: [..., d], bfloat16, float16 or float32.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result.
-        eps: As in `forward`.
-        of_squares: The same.
-        out_dtype: As in `forward`.
         addend: As x, added to its cotangent.
         config: The teams.
         **given: As in `forward`.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from rewriter.ops import tpu
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Space
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def kernel(
     Args:
         op: The op's name.
         centred: Whether it is a layer norm, and no RMS norm.
-        estimate: As `Kernel.estimate`.
+        estimate: As `Speed.estimate`.
     """
     space = Space(Rows, default, configs, fits)
     return Kernel(
@@ -239,18 +239,13 @@ def kernel(
         op=op,
         platforms=("tpu",),
         version=1,
-        supports=supports,
-        tried=False,
         forward=functools.partial(forward, centred=centred),
         backward=functools.partial(backward, centred=centred),
-        memory_bounded=True,
-        saves_out=False,
-        profitable=profitable,
-        profitable_backward=profitable_backward,
-        estimate=estimate,
+        limits=Limits(supports),
+        speed=Speed(profitable, profitable_backward, estimate),
+        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
         space=space,
         backward_space=space,
-        adds_to="x",
     )
 
 
@@ -269,11 +264,10 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
         centred: Whether it is a layer norm, and no RMS norm.
-        x: [..., d], bfloat16 or float32.
-        eps: As for `reference`.
-        of_squares: The same.
         out_dtype: The result's dtype; x's by default.
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
@@ -316,15 +310,13 @@ def backward(
 ) -> dict[str, jax.Array]:
     """Returns the cotangents of every operand.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
         centred: Whether it is a layer norm, and no RMS norm.
-        x: [..., d], bfloat16 or float32.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result.
-        eps: As in `forward`.
-        of_squares: The same.
-        out_dtype: As in `forward`.
         addend: As x, added to its cotangent.
         config: The blocks.
         **given: As in `forward`.

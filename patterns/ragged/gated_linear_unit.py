@@ -80,9 +80,10 @@ def _rounded(find: Finder, value: int) -> int:
     g, users = find.graph, find.graph.users(value)
     if len(users) != 1 or users[0].prim != "convert_element_type":
         return value
-    (made,) = users[0].outs
-    narrower = g.dtype(made).itemsize < g.dtype(value).itemsize
-    return made if narrower and jnp.issubdtype(g.dtype(made), jnp.floating) else value
+    (rounded,) = users[0].outs
+    narrower = g.dtype(rounded).itemsize < g.dtype(value).itemsize
+    floats = jnp.issubdtype(g.dtype(rounded), jnp.floating)
+    return rounded if narrower and floats else value
 
 
 def read(find: Finder, unit: Unit) -> Reading:

@@ -93,8 +93,8 @@ def _same(ruled: Ruled, derivative: Callable[..., Any]) -> bool:
     with_rule = _jax.as_function(eqn)
     without = jaxpr_as_fun(_jax.call_body(eqn))
     for f in (with_rule, without):
-        code, given = derivative(f, avals, eqn.outvars, ruled.used)
-        traced = _jax.trace_flat(code, given)
+        code, shapes = derivative(f, avals, eqn.outvars, ruled.used)
+        traced = _jax.trace_flat(code, shapes)
         if traced.effects:
             return False
         graph = Graph(traced, users_rules(traced))  # differentiated already

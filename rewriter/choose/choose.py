@@ -102,13 +102,13 @@ def choose(
     if config.numerics == "strict":
         why = "numerics='strict', and every kernel sums in another order"
         return Choice(AS_WRITTEN, "heuristic", tuple((k.name, why) for k in kernels))
-    given = (spec, config, kernels, device)
+    arguments = (spec, config, kernels, device)
     longer = choose_sum.reading_us(spec, kernels, device, sum_of) if sum_of else {}
-    measured = _measured(*given, differentiated > 0, spelling, longer)
+    measured = _measured(*arguments, differentiated > 0, spelling, longer)
     if measured is None:
-        estimated = _estimated(*given, differentiated, longer)
-        choice = estimated or _by_rule(*given, differentiated)
-        measured = _configured(choice, *given, differentiated > 0)
+        estimated = _estimated(*arguments, differentiated, longer)
+        choice = estimated or _by_rule(*arguments, differentiated)
+        measured = _configured(choice, *arguments, differentiated > 0)
     return _with_reading_said(measured, longer)
 
 
@@ -151,15 +151,15 @@ def left_out(
 
 def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdict:
     """Returns whether a kernel may be chosen for a site on a device."""
-    if config.exporting and not kernel.exportable:
+    if config.exporting and not kernel.traits.exportable:
         return no("export", "JAX does not keep its call stable in exported programs")
     if device.platform not in kernel.platforms:
         names = ", ".join(kernel.platforms)
         return no("platform", f"runs on {names}, not {device.platform}")
-    verdict = kernel.runs_on(device)
+    verdict = kernel.limits.runs_on(device)
     if verdict.ok and _only_deterministic(config):
-        verdict = kernel.deterministic(None)
-    return kernel.supports(spec) if verdict.ok else verdict
+        verdict = kernel.limits.deterministic(None)
+    return kernel.limits.supports(spec) if verdict.ok else verdict
 
 
 def _only_deterministic(config: Config) -> bool:
@@ -190,7 +190,7 @@ def _estimated(
     A kernel without a model that comes before them is chosen by its own rule.
     """
     here = [k for k in kernels if device.platform in k.platforms]
-    modelled = any(k.estimate is not None for k in here)
+    modelled = any(k.speed.estimate is not None for k in here)
     if not (device.flops and device.bandwidth and modelled) or spec.symbolic:
         return None
     refused: list[tuple[str, str]] = []
@@ -198,13 +198,14 @@ def _estimated(
     xla = 0.0
     for kernel in here:
         verdict = usable(kernel, spec, device, config)
-        if verdict.ok and kernel.estimate is None:
+        if verdict.ok and kernel.speed.estimate is None:
             verdict = _pays(kernel, spec, device.platform, differentiated)
             if verdict.ok and not times:
-                made = default_configs(spec, device, kernel)
-                return Choice(made, "heuristic", tuple(refused))
-        if verdict.ok and kernel.estimate is not None:
-            found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
+                implementation = default_configs(spec, device, kernel)
+                return Choice(implementation, "heuristic", tuple(refused))
+        if verdict.ok and kernel.speed.estimate is not None:
+            passes = BOTH if differentiated else FORWARD
+            found = kernel.speed.estimate(spec, device, passes)
             times[kernel.name], xla = (
                 found[name] + 1e-6 * longer.get(name, 0.0)
                 for name in (kernel.name, XLA)
@@ -215,16 +216,18 @@ def _estimated(
     better = [name for name, t in times.items() if t < limits[name]]
     best = min(better or times, key=times.__getitem__, default="")
     wins = bool(better)
-    made = AS_WRITTEN
+    implementation = AS_WRITTEN
     if wins:
-        made = default_configs(spec, device, next(k for k in here if k.name == best))
+        implementation = default_configs(
+            spec, device, next(k for k in here if k.name == best)
+        )
     against = times[best] if wins else xla
     slower = {**times, XLA: xla} if wins else times
     refused += [
         (name, _by_model(us, against)) for name, us in slower.items() if name != best
         or not wins
     ]  # fmt: skip
-    return Choice(made, "estimated", tuple(refused))
+    return Choice(implementation, "estimated", tuple(refused))
 
 
 def _margin(kernel: Kernel, platform: str) -> float:
@@ -256,16 +259,16 @@ def _by_rule(
         if verdict.ok:
             verdict = _pays(kernel, spec, here, differentiated)
         if verdict.ok:
-            made = default_configs(spec, device, kernel)
-            return Choice(made, "heuristic", tuple(refused))
+            implementation = default_configs(spec, device, kernel)
+            return Choice(implementation, "heuristic", tuple(refused))
         refused.append((kernel.name, _reasons(verdict)))
     return Choice(AS_WRITTEN, "heuristic", tuple(refused))
 
 
 def _pays(kernel: Kernel, spec: Spec, platform: str, differentiated: int) -> Verdict:
-    if differentiated and kernel.profitable_backward is not None:
-        return kernel.profitable_backward(spec, platform, differentiated)
-    return kernel.profitable(spec, platform)
+    if differentiated and kernel.speed.profitable_backward is not None:
+        return kernel.speed.profitable_backward(spec, platform, differentiated)
+    return kernel.speed.profitable(spec, platform)
 
 
 def _reasons(verdict: Verdict) -> str:
@@ -299,10 +302,14 @@ def _forced(
     by_name = {k.name: k for k in kernels}
     if XLA in (first, second):
         return Choice(AS_WRITTEN, "forced", tuple(why))
-    made = default_configs(spec, device, by_name.get(first), by_name.get(second or ""))
+    implementation = default_configs(
+        spec, device, by_name.get(first), by_name.get(second or "")
+    )
     if second == REFERENCE:
-        made = replace(made, backward=REFERENCE, backward_config=None)
-    return Choice(made, "forced", tuple(why))
+        implementation = replace(
+            implementation, backward=REFERENCE, backward_config=None
+        )
+    return Choice(implementation, "forced", tuple(why))
 
 
 def _first(
@@ -369,11 +376,11 @@ def _measured(
             continue
         if decision.best.method == BUNDLES:
             continue  # they rank a kernel's configs, see `_configured`
-        made = decision.best.implementation
+        implementation = decision.best.implementation
         if not differentiated:
             gradient, _ = look(BOTH, ESTIMATES if simulated else ())
             gradient = of_spelling(gradient, spelling()) if gradient else ()
-            made = _with_backward(made, gradient)
+            implementation = _with_backward(implementation, gradient)
         timed = {name for m in found for name in m.implementation.kernels}
         others = [
             k for k in kernels
@@ -390,9 +397,11 @@ def _measured(
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
             lost = (decision.best.implementation.name, "its time, measured, is longer")
-            made = default_configs(spec, device, faster)
-            return Choice(made, "estimated", (lost, *_by_kernel(decision), *rest))
-        return Choice(made, origin, (*_by_kernel(decision), *refused))
+            implementation = default_configs(spec, device, faster)
+            return Choice(
+                implementation, "estimated", (lost, *_by_kernel(decision), *rest)
+            )
+        return Choice(implementation, origin, (*_by_kernel(decision), *refused))
     return None
 
 
@@ -409,9 +418,10 @@ def _far_faster(
     if margin is None or best_us is None or not (device.flops and device.bandwidth):
         return None
     times = {
-        k: 1e6 * k.estimate(spec, device, passes)[k.name] + longer.get(k.name, 0.0)
-        for k in kernels if k.estimate is not None
-    }  # fmt: skip
+        k: 1e6 * model(spec, device, passes)[k.name] + longer.get(k.name, 0.0)
+        for k in kernels
+        if (model := k.speed.estimate) is not None
+    }
     best = min(times, key=times.__getitem__, default=None)
     return best if best is not None and times[best] < margin * best_us else None
 
@@ -490,13 +500,15 @@ def _with_backward(
     return replace(decision.best.implementation, config=forward.config)
 
 
-def _deterministic(made: Implementation, kernels: Mapping[str, Kernel]) -> bool:
+def _deterministic(
+    implementation: Implementation, kernels: Mapping[str, Kernel]
+) -> bool:
     """Whether the backward's config gives the same bits in every run."""
-    backward = kernels.get(made.backward or made.forward)
+    backward = kernels.get(implementation.backward or implementation.forward)
     if backward is None:
         return True
-    config = config_of(backward.backward_space, made.backward_config)
-    return backward.deterministic(config).ok
+    config = config_of(backward.backward_space, implementation.backward_config)
+    return backward.limits.deterministic(config).ok
 
 
 def _holds(
@@ -507,13 +519,15 @@ def _holds(
     m: Measurement,
 ) -> bool:
     """Whether the measured kernels still exist and support the site."""
-    made = m.implementation
-    if any(name not in kernels for name in made.kernels):
+    implementation = m.implementation
+    if any(name not in kernels for name in implementation.kernels):
         return False
-    if m.version != version_of(made, kernels, m.spelling):
+    if m.version != version_of(implementation, kernels, m.spelling):
         return False
-    if not configured(made, kernels, spec, device):
+    if not configured(implementation, kernels, spec, device):
         return False
-    if _only_deterministic(config) and not _deterministic(made, kernels):
+    if _only_deterministic(config) and not _deterministic(implementation, kernels):
         return False
-    return all(usable(kernels[n], spec, device, config).ok for n in made.kernels)
+    return all(
+        usable(kernels[n], spec, device, config).ok for n in implementation.kernels
+    )

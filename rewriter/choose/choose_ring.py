@@ -55,19 +55,19 @@ def choose_ring(
         UnknownKernel: If the user asked for a kernel that the op does not have.
     """
     forward, backward = _asked(spec, config)
-    given = ring, spec, count, config, kernels, device
+    arguments = ring, spec, count, config, kernels, device
     if forward[:1] == (RING,):
         check_names((*forward, *backward), spec, kernels)
         own = "gradients go around with it, by no other kernel"
-        made = own if backward else by_parts(*given)
-        if isinstance(made, str) and forward == (RING,):
+        parts = own if backward else by_parts(*arguments)
+        if isinstance(parts, str) and forward == (RING,):
             raise KernelError(
-                f"implementation={{{spec.op!r}: {RING!r}}} is not available: {made}",
+                f"implementation={{{spec.op!r}: {RING!r}}} is not available: {parts}",
                 next_step=f"Add {XLA!r} as the last of a list to leave such sites as "
                 "they are",
                 where=where or caller(),
             )
-        return made if isinstance(made, str) else Choice(made, "forced", ring=True)
+        return parts if isinstance(parts, str) else Choice(parts, "forced", ring=True)
     if forward or backward:
         return f"{', '.join((*forward, *backward))} was asked for"
     if config.numerics == "strict":
@@ -75,10 +75,10 @@ def choose_ring(
     verdict = ring.supports(spec, count)
     if verdict.ok:
         verdict = ring.pays(spec, count, kept)
-    made = by_parts(*given, others=False) if verdict.ok else _reasons(verdict)
-    if isinstance(made, str):
-        return made
-    return Choice(made, "heuristic", ring=True) if kept else NO_GRADIENTS
+    parts = by_parts(*arguments, others=False) if verdict.ok else _reasons(verdict)
+    if isinstance(parts, str):
+        return parts
+    return Choice(parts, "heuristic", ring=True) if kept else NO_GRADIENTS
 
 
 def by_parts(
@@ -111,7 +111,7 @@ def by_parts(
     able = [
         k
         for k in kernels
-        if k.merges and all(usable(k, p, device, config).ok for p in parts)
+        if k.traits.merges and all(usable(k, p, device, config).ok for p in parts)
     ]
     if not able:
         return f"no kernel for {device.platform} gives parts that can be merged"
@@ -125,7 +125,7 @@ def by_parts(
         return chosen
     if not others:
         return f"{chosen.name}, which is best for a part, gives none that can be merged"
-    kernel = next((k for k in able if k.tried), able[0])
+    kernel = next((k for k in able if k.traits.tried), able[0])
     return default_configs(parts[-1], device, kernel)
 
 

@@ -35,7 +35,7 @@ def reading_us(
     """
     adding = {
         k.name for k in kernels
-        if k.adds_to == name and device.platform in k.platforms
+        if k.traits.adds_to == name and device.platform in k.platforms
     }  # fmt: skip
     if spec.symbolic or not device.bandwidth or not adding:
         return {}

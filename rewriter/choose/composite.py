@@ -106,4 +106,5 @@ def with_composites(
 
 def _comparison_only(match: Match, name: str) -> bool:
     """Whether a kernel computes a composite by running kernels of its parts."""
-    return any(k.comparison_only for k in match.pattern.kernels if k.name == name)
+    named = [k for k in match.pattern.kernels if k.name == name]
+    return any(k.traits.comparison_only for k in named)

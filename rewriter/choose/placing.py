@@ -197,16 +197,16 @@ def _by_platform(
     """A kernel per platform: an exported program may run on another one."""
     match, choice = p.match, p.choice
     kernels, kinds = match.pattern.kernels, dict(config.targets)
-    made = build(choice.implementation, match.op, kernels)
+    kernel = build(choice.implementation, match.op, kernels)
     if choice.ring:
-        return _ring_by_platform(p, config, target, made)
+        return _ring_by_platform(p, config, target, kernel)
     if choice.origin == "forced":
-        return _where_it_runs(made, target)
-    pairs, spec = [("default", made)], spec_on_device(match, p.shards)
+        return _where_it_runs(kernel, target)
+    pairs, spec = [("default", kernel)], spec_on_device(match, p.shards)
     for other in PLATFORMS:
         if other != target.platform:
-            its = device.of(kinds.get(other, other), other)
-            there = choose(spec, config, kernels, its)
+            other_device = device.of(kinds.get(other, other), other)
+            there = choose(spec, config, kernels, other_device)
             if match.reading.in_blocks and there.kernel == XLA:
                 continue  # the user's code needs less memory than the op's reference
             if there.implementation != choice.implementation:
@@ -215,7 +215,7 @@ def _by_platform(
 
 
 def _ring_by_platform(
-    p: Placed, config: Config, target: Device, made: Kernel | None
+    p: Placed, config: Config, target: Device, kernel: Kernel | None
 ) -> tuple[tuple[str, Kernel | None], ...]:
     """A kernel per platform for parts of a ring: each saves residuals for merging."""
     match, shards = p.match, p.shards
@@ -224,12 +224,12 @@ def _ring_by_platform(
     assert rule is not None
     assert rule.ring is not None
     kernels, kinds = match.pattern.kernels, dict(config.targets)
-    pairs, spec = [("default", made)], spec_on_device(match, shards)
+    pairs, spec = [("default", kernel)], spec_on_device(match, shards)
     for other in PLATFORMS:
         if other != target.platform:
-            its = device.of(kinds.get(other, other), other)
+            other_device = device.of(kinds.get(other, other), other)
             count = shards.parts(shards.ring)
-            there = by_parts(rule.ring, spec, count, config, kernels, its)
+            there = by_parts(rule.ring, spec, count, config, kernels, other_device)
             if isinstance(there, Implementation) and there != p.choice.implementation:
                 pairs.append((other, build(there, match.op, kernels)))
     return tuple(pairs)
@@ -251,7 +251,7 @@ def _call(
     p: Placed, kernels: Sequence[tuple[str, Kernel | None]]
 ) -> Callable[..., jax.Array]:
     op, shards = p.match.op, p.shards
-    names = set(op.operands)
+    names = set(op.names)
 
     def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
         if isinstance(shards, Shards) and shards.passed:

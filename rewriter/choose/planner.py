@@ -104,14 +104,14 @@ def _at_its_places(facts: Facts, choice: Choice, regions: Regions) -> Iterator[P
         backward = None
         if home is not None and home[0] == (scope, position):
             backward, position = facts.backward, home[1]
-        made = choice
+        chosen = choice
         why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
         if why:
-            made = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
+            chosen = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
         copies = match.copies if scope is match.node.scope else 0
-        passes = made.ring and isinstance(shards, Shards)
+        passes = chosen.ring and isinstance(shards, Shards)
         spread = shards.around if passes else shards  # type: ignore[union-attr]
-        yield Placed(match, scope, position, made, backward, copies, spread)
+        yield Placed(match, scope, position, chosen, backward, copies, spread)
 
 
 def _program_key(
@@ -130,8 +130,8 @@ def _program_key(
         passes = BOTH if f.differentiated else FORWARD
         counts[f.match.spec, passes, c.implementation] += f.times
     sites = [
-        (key_of(spec, passes, target.kind), f"{made.text} x{count}")
-        for (spec, passes, made), count in counts.items()
+        (key_of(spec, passes, target.kind), f"{implementation.text} x{count}")
+        for (spec, passes, implementation), count in counts.items()
     ]
     texts: dict[Any, str] = {}  # formatting costs more than the rest of this function
     names = [texts.get(a) or texts.setdefault(a, str(a)) for a in inputs]
@@ -244,7 +244,7 @@ def chosen(
 
 def _sum_of(graph: Graph, match: Match) -> str:
     """The operand that is a sum which a kernel could compute; ``""`` without one."""
-    for name in {k.adds_to for k in match.pattern.kernels} - {""}:
+    for name in {k.traits.adds_to for k in match.pattern.kernels} - {""}:
         shape = match.spec.shape(name)
         for _, value in match.leaves:
             like = graph.shape(value) == shape
@@ -264,8 +264,8 @@ def _ring(
     spec = spec_on_device(match, shards.around)
     count = shards.parts(shards.around.ring)
     kernels = match.pattern.kernels
-    given = rule.ring, spec, count, config, kernels, target
-    found = choose_ring(*given, kept, match.where)
+    arguments = rule.ring, spec, count, config, kernels, target
+    found = choose_ring(*arguments, kept, match.where)
     return ((RING, found),) if isinstance(found, str) else found
 
 

@@ -45,13 +45,13 @@ def prefer_special_ops(
         else:
             taken[m.op.form_of, m.value] = m
     refused = _refused(found)
-    made = []
+    chosen = []
     for m in matches:
         if m not in forms:
             reasons = why.get((m.op.name, m.value), refused.get(id(m.reading), ()))
             m = taken.get((m.op.name, m.value), m)
-            made.append(dataclasses.replace(m, not_chosen=reasons) if reasons else m)
-    return tuple(made)
+            chosen.append(dataclasses.replace(m, not_chosen=reasons) if reasons else m)
+    return tuple(chosen)
 
 
 def _refused(found: Found) -> dict[int, Reasons]:

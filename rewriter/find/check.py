@@ -89,16 +89,16 @@ def replacement_forms(
     seen: dict[str, Any] = {}
 
     def reference(**given: Any) -> jax.Array:
-        operands = {k: v for k, v in given.items() if k in op.operands}
+        operands = {k: v for k, v in given.items() if k in op.names}
         for name, x in operands.items():
             seen[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
         return referenced(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:
-        given = dict(zip(names, arrays, strict=True))
+        operands = dict(zip(names, arrays, strict=True))
         return reading.build(
             reference,
-            given,
+            operands,
             graph.shape(reading.value),
             graph.dtype(reading.value),
             params,

@@ -90,14 +90,14 @@ def checked(op: Op, fn: Any, holes: Iterable[str], where: str) -> frozenset[str]
             if letter not in sizes:
                 sizes[letter] = next(primes)
     shapes = {n: _shape(op.dims[n], sizes) for n in op.dims}
-    structs = [jax.ShapeDtypeStruct(shapes[n], np.float32) for n in op.operands]
+    structs = [jax.ShapeDtypeStruct(shapes[n], np.float32) for n in op.names]
     numbers = {k: 0.5 + 0.25 * i for i, k in enumerate(holes)}
     try:
         traced = jax.make_jaxpr(lambda *a: fn(*a, **numbers))(*structs)
     except Exception as error:
         raise PatternError(
             f"{op.name}: the function does not take operands of these axes: {error}",
-            wanted=", ".join(f"{n}: {op.dims[n]}" for n in op.operands),
+            wanted=", ".join(f"{n}: {op.dims[n]}" for n in op.names),
             where=where,
         ) from error
     if len(traced.out_avals) != 1 or traced.out_avals[0].shape != shapes[OUT]:

@@ -39,7 +39,7 @@ from rewriter.find.finder import Finder
 from rewriter.find.reading import Reading
 from rewriter.find.sieve import Step
 from rewriter.ops import kernel
-from rewriter.ops.op import Op, Sharding
+from rewriter.ops.op import OUT, Op, Operand, Sharding
 from rewriter.ops.registry import registry
 from rewriter.ops.splittable import sharding_of
 from rewriter.program.graph import Node
@@ -84,7 +84,7 @@ class Pattern:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
         return self.op.reference(
-            **dict(zip(self.op.operands, args, strict=False)), **kwargs
+            **dict(zip(self.op.names, args, strict=False)), **kwargs
         )
 
     def requires(self, check: Callable[[Candidate], Verdict]) -> Callable[..., Verdict]:
@@ -116,7 +116,7 @@ class Pattern:
             backward_space: The same for `backward`.
             saves_out: Whether `backward` reads ``out``; otherwise it gets None, and
                 the result is not kept for it.
-            steps: As `rewriter.ops.kernel.Kernel.steps`.
+            steps: As `rewriter.ops.kernel.Speed.steps`.
         """
         platforms = (platform,) if isinstance(platform, str) else tuple(platform)
         unknown = [p for p in platforms if p not in kernel.PLATFORMS]
@@ -128,7 +128,7 @@ class Pattern:
             )
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            made = kernel.from_function(
+            added = kernel.from_function(
                 function,
                 self.op,
                 platforms=platforms,
@@ -140,7 +140,7 @@ class Pattern:
                 saves_out=saves_out,
                 steps=steps,
             )
-            self.kernels = (*self.kernels, made)
+            self.kernels = (*self.kernels, added)
             return function
 
         return add
@@ -207,7 +207,8 @@ def pattern(
         return sharding_of(reference, letters, dict(params))
 
     op = Op(
-        label, operands, operands, letters, reference, sample,
+        label, tuple(Operand(n, letters[n], True) for n in operands), letters[OUT],
+        reference, sample,
         sharding=lambda params: sharding(tuple(sorted(params.items()))),
     )  # fmt: skip
     anchors = checked(op, fn, holes, where)

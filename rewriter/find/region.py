@@ -66,8 +66,8 @@ class Regions:
             return
         outer, (_, call) = self.place(scope.parent), path_of(scope)
         place.around = body_inputs(self.graph, scope, outer.defined, call)
-        for value, given in place.around.items():
-            place.defined.setdefault(value, ((-1, float("inf")), scope, given.var))
+        for value, origin in place.around.items():
+            place.defined.setdefault(value, ((-1, float("inf")), scope, origin.var))
 
     def _collect(self, place: Place, scope: Scope, prefix: Path) -> None:
         for value, (position, var) in scope.first_var.items():

@@ -231,11 +231,11 @@ class _Sieve:
         replayed = eqn.primitive.name in REPLAYED
         args = [_read(env, a) for a in eqn.invars]
         for body in _bodies(eqn):
-            given = args
+            states = args
             if not replayed or len(args) != len(body.invars):
                 origins = frozenset().union(*(o for _, o in args))
-                given = [(_bits(args), origins)] * len(body.invars)
-            outs = self.body(body, given)
+                states = [(_bits(args), origins)] * len(body.invars)
+            outs = self.body(body, states)
             if replayed and len(outs) == len(eqn.outvars):
                 env.update(zip(eqn.outvars, outs, strict=True))
 

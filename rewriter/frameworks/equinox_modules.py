@@ -206,8 +206,8 @@ class Jitted:
 
 def _with(original: Any, cached: Any) -> Any:
     """The function out of ``eqx.filter_jit`` with another one out of ``jax.jit``."""
-    made = object.__new__(type(original))
+    module = object.__new__(type(original))
     for name, value in vars(original).items():
-        object.__setattr__(made, name, value)
-    object.__setattr__(made, "_cached", cached)
-    return made
+        object.__setattr__(module, name, value)
+    object.__setattr__(module, "_cached", cached)
+    return module

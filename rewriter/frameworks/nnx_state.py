@@ -69,15 +69,15 @@ class Updating:
     """
 
     def __init__(self, jitted: Any, optimize: Callable[[Any], Any]) -> None:
-        made = copy.copy(jitted)
+        copied = copy.copy(jitted)
         pure = jitted.jitted_fn
         options = _jax.jit_options(pure)
         inner = _jax.jitted_function(pure)
         if getattr(inner, "ctxtag", None) is jitted:  # states are told apart by it
-            inner = dataclasses.replace(inner, ctxtag=made)
+            inner = dataclasses.replace(inner, ctxtag=copied)
             pure = jax.jit(inner, **options)
-        made.jitted_fn = optimize(pure)
-        self.made, self.fast = made, made.jitted_fn
+        copied.jitted_fn = optimize(pure)
+        self.made, self.fast = copied, copied.jitted_fn
 
     @property
     def given(self) -> dict[str, Any]:

@@ -108,14 +108,14 @@ def _gives_up(backward: Backward, graph: Graph, match: Match, body: Scope) -> bo
     """
     inside = match.inner | backward.inner
     leaves = {v for _, v in match.leaves}
-    given = {value for value, (position, _) in body.first_var.items() if position < 0}
+    inputs = {value for value, (position, _) in body.first_var.items() if position < 0}
 
     def is_spare(value: int) -> bool:
         return all(inside.issuperset(node.outs) for node in graph.users(value))
 
-    spare = [v for v in given & inside - leaves - {match.value} if is_spare(v)]
-    need = (ROOM - (match.value in given)) * _bytes(graph, match.value)
-    need += sum(_bytes(graph, v) for v in leaves - given if not _is_argument(body, v))
+    spare = [v for v in inputs & inside - leaves - {match.value} if is_spare(v)]
+    need = (ROOM - (match.value in inputs)) * _bytes(graph, match.value)
+    need += sum(_bytes(graph, v) for v in leaves - inputs if not _is_argument(body, v))
     return sum(_bytes(graph, v) for v in spare) >= need
 
 
@@ -237,8 +237,8 @@ def first_defined(
     Inputs of a body come before all its equations, at position -1.
     """
     node = graph.node_of(value)
-    given = home.first_var.get(value)
-    if given is not None and given[0] < 0:
+    defined = home.first_var.get(value)
+    if defined is not None and defined[0] < 0:
         return (-1,), home, -1
     if node is None:
         return None

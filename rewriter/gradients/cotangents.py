@@ -110,17 +110,17 @@ def cone(
         current = stack.pop()
         if current in seen or current in stops or current in constants:
             continue
-        made = producer.get(current)
+        maker = producer.get(current)
         if (
-            made is None
+            maker is None
             or current in foreign
             or len(seen) > CONE
-            or not (is_local(made[0]) or made[0].prim in CONTRACTIONS)
+            or not (is_local(maker[0]) or maker[0].prim in CONTRACTIONS)
         ):
             foreign.add(value)
             return None
         seen.add(current)
-        stack += made[0].ins
+        stack += maker[0].ins
     return seen
 
 

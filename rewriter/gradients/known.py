@@ -101,7 +101,7 @@ def _again(
         if None in found:
             continue
         values = tuple(value for value, _ in found)
-        inside = frozenset().union(*(made for _, made in found))
+        inside = frozenset().union(*(cone for _, cone in found))
         if len(values) > 1 and not read_as_a_sum(graph, values, returned, inside):
             continue
         grads[to[leaf]] = values[0]

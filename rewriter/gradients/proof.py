@@ -86,9 +86,9 @@ def _cones(
     foreign: set[int] = set()
     for value in reached:
         if value not in stops and graph.shape(value) in shapes:
-            made = cone(graph, value, stops, foreign)
-            if made is not None:
-                cones[value] = made
+            inside = cone(graph, value, stops, foreign)
+            if inside is not None:
+                cones[value] = inside
     return cones
 
 

@@ -26,12 +26,12 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
     params = {**reading.params, **reading.check_params}
 
     def reference(**given: Any) -> jax.Array:
-        operands = {k: v for k, v in given.items() if k in op.operands}
+        operands = {k: v for k, v in given.items() if k in op.names}
         return differentiable(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:
-        given = dict(zip(names, arrays, strict=True))
-        return reading.build(reference, given, shape, dtype, params)
+        operands = dict(zip(names, arrays, strict=True))
+        return reading.build(reference, operands, shape, dtype, params)
 
     def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, cotangent = given

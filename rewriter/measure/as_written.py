@@ -103,8 +103,8 @@ def as_written(graph: Graph, match: Match, backward: Backward | None) -> Written
 
     def with_gradients(leaves: Mapping[str, Any], cotangent: Any) -> Any:
         assert both is not None
-        out, *made = both(*(leaves[n] for n in labels), cotangent)
-        return out, dict(zip((labels[k] for k in moving), made, strict=True))
+        out, *cotangents = both(*(leaves[n] for n in labels), cotangent)
+        return out, dict(zip((labels[k] for k in moving), cotangents, strict=True))
 
     return Written(
         (own or region).digest(),

@@ -67,8 +67,8 @@ def candidates(
     most = LEVELS[level]
     taking = [
         k for k in task.kernels
-        if on.platform in k.platforms and (k.tried or isolate)
-        and k.runs_on(on).ok and k.supports(task.spec).ok
+        if on.platform in k.platforms and (k.traits.tried or isolate)
+        and k.limits.runs_on(on).ok and k.limits.supports(task.spec).ok
     ]  # fmt: skip
     found = [Implementation()]
     if task.passes == FORWARD:
@@ -105,13 +105,13 @@ def _mixed(
     first = REFERENCE if best.forward == XLA else best.forward
     config = None if best.forward == XLA else best.config
     others = [k for k in taking if k.name != first and _stands_alone(task, k)]
-    made = [default_configs(task.spec, on, None, k) for k in others]
-    return [replace(m, forward=first, config=config) for m in made]
+    implementations = [default_configs(task.spec, on, None, k) for k in others]
+    return [replace(m, forward=first, config=config) for m in implementations]
 
 
 def _stands_alone(task: Task, kernel: Kernel) -> bool:
     """Whether a kernel's backward reads no residuals."""
-    if kernel.backward is None or kernel.saves_out:
+    if kernel.backward is None or kernel.traits.saves_out:
         return False
     spec = task.spec
     specs = {
@@ -156,7 +156,7 @@ def measure(
         KeyboardInterrupt: If interrupted, within a second; finished measurements are in
             the cache.
     """
-    made = _Made()
+    so_far = _SoFar()
     on = on or device.attached()
     if on != device.attached() and not ahead_of_time.can_compile(on):
         raise ConfigError(
@@ -165,15 +165,15 @@ def measure(
             "v4 to 7x on Linux, pip install 'jax[tpu]' for estimates by its compiler",
             where=caller(),
         )
-    _measure(tasks, level, budget_s, made, on, progress, again, isolate, spares)
-    return made.tuned
+    _measure(tasks, level, budget_s, so_far, on, progress, again, isolate, spares)
+    return so_far.tuned
 
 
 def _measure(
     tasks: Sequence[Task],
     level: str,
     budget_s: float,
-    made: _Made,
+    so_far: _SoFar,
     on: Device,
     progress: Callable[[str, int, int], None] | None = None,
     again: bool = False,
@@ -188,15 +188,17 @@ def _measure(
             left = until - time.monotonic()
             check_stop()
             if left <= 0:
-                made.skipped += len(ordered) - i
+                so_far.skipped += len(ordered) - i
                 return
             _measure_task(
-                task, on, level, until, made, progress, again, isolate, spares
+                task, on, level, until, so_far, progress, again, isolate, spares
             )
 
     run_untraced(run, _say_interrupted)
-    if made.skipped:
-        log.warning("%d sites were not measured within %.0f s", made.skipped, budget_s)
+    if so_far.skipped:
+        log.warning(
+            "%d sites were not measured within %.0f s", so_far.skipped, budget_s
+        )
 
 
 def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
@@ -210,9 +212,9 @@ def measure_missing(tasks: Sequence[Task], level: str) -> Tuned:
     if jax.process_count() > 1:
         log.warning("nothing is timed with several processes; share a Tuned instead")
         return Tuned()
-    made = _Made()
-    _measure(tasks, level, SITE_S * len(tasks), made, device.attached())
-    return made.tuned
+    so_far = _SoFar()
+    _measure(tasks, level, SITE_S * len(tasks), so_far, device.attached())
+    return so_far.tuned
 
 
 def _say_interrupted() -> None:
@@ -220,7 +222,7 @@ def _say_interrupted() -> None:
 
 
 @dataclass
-class _Made:
+class _SoFar:
     """The measurements of a run so far."""
 
     tuned: Tuned = field(default_factory=Tuned)
@@ -232,7 +234,7 @@ def _measure_task(
     on: Device,
     level: str,
     latest: float,
-    made: _Made,
+    so_far: _SoFar,
     progress: Callable[[str, int, int], None] | None,
     again: bool,
     isolate: bool,
@@ -242,7 +244,7 @@ def _measure_task(
     if not there:
         task, isolate = replace(task, written=None), True
     key, forward = task.key(on), key_of(task.spec, FORWARD, on.kind)
-    mine = Tuned(cache.entries(on.kind, task.spec.op)) | made.tuned
+    mine = Tuned(cache.entries(on.kind, task.spec.op)) | so_far.tuned
     known = _current(mine.find(forward), task, there)
     wanted = candidates(task, on, level, known, isolate)
     old = () if again else _current(mine.find(key), task, there)
@@ -265,7 +267,7 @@ def _measure_task(
         _tell(key, old)
     by = {m.implementation: m for m in (*old, *left_out)}
     kept = tuple(by[i] for i in wanted if i in by)
-    made.tuned |= Tuned(((key, kept),))
+    so_far.tuned |= Tuned(((key, kept),))
 
 
 def _isolated(
@@ -277,9 +279,9 @@ def _isolated(
     kernels = [i for i in missing if i.kernels]
     problems, untried = isolation.first_runs(task, kernels) if kernels else ({}, "")
 
-    def without(made: Implementation, why: str) -> Measurement:
-        version = task.version_of(made)
-        return Measurement(made, version, jax.__version__, None, problem=why)
+    def without(implementation: Implementation, why: str) -> Measurement:
+        version = task.version_of(implementation)
+        return Measurement(implementation, version, jax.__version__, None, problem=why)
 
     crashed = tuple(without(i, why) for i, why in problems.items())
     rest = [i for i in kernels if i not in problems] if untried else []

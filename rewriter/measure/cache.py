@@ -99,9 +99,9 @@ def _process() -> _Process:
 
 def path() -> str:
     """Returns the cache's folder: ``REWRITER_CACHE_DIR``, else the user's own."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return given
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        return folder
     return _users_own()
 
 
@@ -163,11 +163,11 @@ def add(key: Key, measurements: Iterable[Measurement]) -> None:
     by_kernel: dict[str, list[Measurement]] = {}
     for m in measurements:
         by_kernel.setdefault(m.version.replace(", ", "+"), []).append(m)
-    for kernel, made in by_kernel.items():
+    for kernel, new in by_kernel.items():
         try:
-            _add(_file(key, kernel, made[0].jax), key, made)
+            _add(_file(key, kernel, new[0].jax), key, new)
         except OSError as problem:
-            process.keep((key, tuple(made)))
+            process.keep((key, tuple(new)))
             text = f"tuned choices stay in memory: {problem}. Set {VARIABLE} to a "
             _warn(f"{text}folder that can be written", "unwritable")
 
@@ -254,8 +254,8 @@ def _read(names: Sequence[str]) -> tuple[Tuned, tuple[tuple[str, str], ...]]:
     problems: list[tuple[str, str]] = []
     for name in names:
         found = _load(name)
-        for key, made in found.entries:
-            merged[key] = merge(merged.get(key, ()), made)
+        for key, measurements in found.entries:
+            merged[key] = merge(merged.get(key, ()), measurements)
         if found.problems:
             problems.append((name, found.problems_text))
     return Tuned(tuple(merged.items())), tuple(problems)
@@ -270,24 +270,24 @@ def _load(name: str) -> Found:
         return Found((), () if gone else (f"{type(problem).__name__}: {problem}",))
 
 
-def _add(name: str, key: Key, made: Sequence[Measurement]) -> None:
+def _add(name: str, key: Key, measurements: Sequence[Measurement]) -> None:
     folder = os.path.dirname(name)
     os.makedirs(folder, exist_ok=True)
     with only_writer(folder) as alone:
-        _merge_into(name, key, made)
+        _merge_into(name, key, measurements)
         for _ in range(0 if alone else LOOKS):  # others may have read before this
             time.sleep(random.uniform(0.5, 1.5) * LOOK_S)
-            if not set(made) <= set(dict(_load(name).entries).get(key, ())):
-                _merge_into(name, key, made)
+            if not set(measurements) <= set(dict(_load(name).entries).get(key, ())):
+                _merge_into(name, key, measurements)
 
 
-def _merge_into(name: str, key: Key, made: Sequence[Measurement]) -> None:
+def _merge_into(name: str, key: Key, measurements: Sequence[Measurement]) -> None:
     found = _load(name)
     if found.problems:
         os.replace(name, f"{name}.damaged")
         _warn(f"{name} is kept as {name}.damaged: {found.problems_text}", name)
     old = dict(found.entries).get(key, ())
-    data = {"format": FORMAT, **entry_json((key, merge(old, made)))}
+    data = {"format": FORMAT, **entry_json((key, merge(old, measurements)))}
     atomic.write(name, json.dumps(data, indent=1).encode())
 
 

@@ -77,11 +77,11 @@ def inputs(task: Task, on: Device, once: bool = False) -> tuple[Inputs, ...]:
     else:
         count = max(2, math.ceil(count / len(samples)))
     makers = _compiled([functools.partial(draw, sample) for sample in samples.values()])
-    made = []
+    drawn = []
     for name, make in zip(samples, makers, strict=True):
         sets = [make(_key(i)) for i in range(count)]
-        made.append(Inputs(name, tuple(jax.block_until_ready(sets))))
-    return tuple(made)
+        drawn.append(Inputs(name, tuple(jax.block_until_ready(sets))))
+    return tuple(drawn)
 
 
 def _key(seed: int) -> Any:
@@ -96,8 +96,8 @@ def _compiled(draws: Sequence[Callable[[Any], Args]]) -> list[Callable[[Any], Ar
     forever = time.monotonic() + 1e6
     found = side_by_side(jobs, forever, forever)
     return [
-        jax.jit(draw) if isinstance(made, str) else made
-        for draw, made in zip(draws, found, strict=True)
+        jax.jit(draw) if isinstance(compiled, str) else compiled
+        for draw, compiled in zip(draws, found, strict=True)
     ]
 
 

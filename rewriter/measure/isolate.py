@@ -239,9 +239,9 @@ def child() -> None:
     task = Task(op, order.spec, kernels, order.passes, order.samples)
     drawn = inputs(task, device.attached(), once=True)
     say(done=0)
-    for number, made in enumerate(order.wanted, 1):
+    for number, implementation in enumerate(order.wanted, 1):
         try:
-            run = jax.jit(function(task, made))
+            run = jax.jit(function(task, implementation))
             for d in drawn:
                 jax.block_until_ready(run(*d.sets[0]))
         except Exception as problem:

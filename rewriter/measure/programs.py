@@ -51,9 +51,11 @@ class Task:
         """The digest of the user's own equations; ``""`` if there are none."""
         return self.written.spelling if self.written else ""
 
-    def version_of(self, made: Implementation) -> str:
+    def version_of(self, implementation: Implementation) -> str:
         """Returns the version under which an implementation is measured."""
-        return version_of(made, {k.name: k for k in self.kernels}, self.spelling)
+        return version_of(
+            implementation, {k.name: k for k in self.kernels}, self.spelling
+        )
 
     @property
     def structs(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -62,7 +64,7 @@ class Task:
         return {n: jax.ShapeDtypeStruct(s, spec.dtype(n)) for n, s in spec.shapes}
 
 
-def function(task: Task, made: Implementation) -> Callable[..., Any]:
+def function(task: Task, implementation: Implementation) -> Callable[..., Any]:
     """Returns the function to time: of operands by name, and of the cotangent.
 
     It returns the result, the gradients of all floating operands by name, or a pair of
@@ -71,12 +73,12 @@ def function(task: Task, made: Implementation) -> Callable[..., Any]:
 
     Args:
         task: The task.
-        made: The kernels.
+        implementation: The kernels.
     """
     params = dict(task.spec.params)
-    if made.forward == XLA:
+    if implementation.forward == XLA:
         return _plain(task, task.op.usual or task.op.reference)
-    kernels = (("default", build(made, task.op, task.kernels)),)
+    kernels = (("default", build(implementation, task.op, task.kernels)),)
     run = lambda operands: site.bind(task.op, operands, params, kernels)
     return in_passes(run, task.passes)
 

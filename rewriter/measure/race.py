@@ -144,16 +144,18 @@ class Race:
 
     def _measured(
         self,
-        made: Implementation,
+        implementation: Implementation,
         c: Compiled,
         times: Times | None = None,
         at: Conditions | None = None,
     ) -> Measurement:
-        version = self.task.version_of(made)
+        version = self.task.version_of(implementation)
         if times is None or c.reason:
             reason = c.reason or "was not timed"
-            return Measurement(made, version, jax.__version__, None, problem=reason)
-        return measurement(made, version, times, c, at or Conditions())
+            return Measurement(
+                implementation, version, jax.__version__, None, problem=reason
+            )
+        return measurement(implementation, version, times, c, at or Conditions())
 
     # ---------------------------------------------------------- as it is written
     def _written(
@@ -265,7 +267,8 @@ class Race:
         if not (self.spares and self.on.flops and self.on.bandwidth):
             return {}
         spec, passes = self.task.spec, self.task.passes
-        named = {k.name: k.estimate for k in self.task.kernels if k.estimate}
+        models = {k.name: k.speed.estimate for k in self.task.kernels}
+        named = {name: model for name, model in models.items() if model}
         own = {n: named[n](spec, self.on, passes)[n] for n in sorted(named)
                if any(n in i.kernels for i in wanted)}  # fmt: skip
         if len(own) < 2:
@@ -306,8 +309,8 @@ class Race:
             surely,
             now + COMPILED * left,
         )
-        made = {hopeful[i].text: c for i, c in zip(order, found, strict=True)}
-        return [{**hopeless, **made}[i.text] for i in wanted]
+        by_text = {hopeful[i].text: c for i, c in zip(order, found, strict=True)}
+        return [{**hopeless, **by_text}[i.text] for i in wanted]
 
     def _checked(
         self, compiled: list[Compiled], truth: Compiled, drawn: Sequence[Inputs]

@@ -37,16 +37,16 @@ def leaves_like(written: Written, out: Any) -> Callable[[Arrays], dict[str, Any]
     of_floats = jax.jit(functools.partial(_of_floats, written, out))
 
     def leaves(operands: Arrays) -> dict[str, Any]:
-        made = {n: jnp.zeros(s.shape, s.dtype) for n, s in written.leaves}
+        arrays = {n: jnp.zeros(s.shape, s.dtype) for n, s in written.leaves}
         for name, struct in written.leaves:
             if not _is_float(struct):
-                made[name] = _of_whole(run, made, name, struct, operands)
-        made |= of_floats(made, operands)
-        found = run(made)
+                arrays[name] = _of_whole(run, arrays, name, struct, operands)
+        arrays |= of_floats(arrays, operands)
+        found = run(arrays)
         for name, problem in _unlike(found, {n: operands[n] for n in found}).items():
             if problem:
                 raise NotTaken(f"would be run on an unusual {name}: {problem}")
-        return made
+        return arrays
 
     return leaves
 
@@ -78,8 +78,11 @@ def _of_whole(
         if struct.dtype == bool:
             tries.append(~tries[0])
         for value in tries:
-            made = run({**leaves, name: value}).get(other)
-            if made is not None and not _unlike({other: made}, {other: sample})[other]:
+            array = run({**leaves, name: value}).get(other)
+            if (
+                array is not None
+                and not _unlike({other: array}, {other: sample})[other]
+            ):
                 return value
     what = f"{struct.dtype}[{','.join(map(str, struct.shape))}]"
     raise NotTaken(f"read {what}, and nothing says what that looks like")
@@ -100,8 +103,8 @@ def _of_floats(
         found = _operands(written, out, {**leaves, **some})
         return {n: x for n, x in found.items() if _is_float(x)}
 
-    made, back = jax.vjp(layout, normal)
-    (sums,) = back({n: operands[n].astype(x.dtype) for n, x in made.items()})
+    laid_out, back = jax.vjp(layout, normal)
+    (sums,) = back({n: operands[n].astype(x.dtype) for n, x in laid_out.items()})
     ones = {n: jnp.ones_like(x) for n, x in normal.items()}
     (weights,) = back(jax.jvp(layout, (normal,), (ones,))[1])
     read = {n: w != 0 for n, w in weights.items()}
@@ -111,21 +114,21 @@ def _of_floats(
     }
 
 
-def _unlike(made: Arrays, samples: Arrays) -> dict[str, str]:
+def _unlike(arrays: Arrays, samples: Arrays) -> dict[str, str]:
     """The difference of each operand, or ``""``."""
-    if any(made[n].shape != samples[n].shape for n in made):
-        return dict.fromkeys(made, "another shape")
-    facts = jax.device_get(_facts(dict(made), dict(samples)))
-    return {n: _said(_is_float(samples[n]), *facts[n]) for n in made}
+    if any(arrays[n].shape != samples[n].shape for n in arrays):
+        return dict.fromkeys(arrays, "another shape")
+    facts = jax.device_get(_facts(dict(arrays), dict(samples)))
+    return {n: _said(_is_float(samples[n]), *facts[n]) for n in arrays}
 
 
 @jax.jit
-def _facts(made: dict[str, Any], samples: dict[str, Any]) -> dict[str, Any]:
+def _facts(operands: dict[str, Any], samples: dict[str, Any]) -> dict[str, Any]:
     """By operand: whether both are equal, and their sizes."""
     size = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
     return {
         n: (jnp.all(x == samples[n]), size(x), size(samples[n]))
-        for n, x in made.items()
+        for n, x in operands.items()
     }
 
 

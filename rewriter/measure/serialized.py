@@ -48,14 +48,14 @@ def key_json(key: Key) -> dict[str, Any]:
 
 def measurement_json(m: Measurement) -> dict[str, Any]:
     """Returns a measurement as JSON has it."""
-    made = asdict(m)
-    made["implementation"] = {
+    fields = asdict(m)
+    fields["implementation"] = {
         name: dict(value) if isinstance(value, tuple) else value
         for name, value in asdict(m.implementation).items()
         if value not in (None, "")
     }
-    made["by_inputs"] = dict(m.by_inputs)
-    return {k: v for k, v in made.items() if v not in (None, "", {})}
+    fields["by_inputs"] = dict(m.by_inputs)
+    return {k: v for k, v in fields.items() if v not in (None, "", {})}
 
 
 def entry_json(entry: Entry) -> dict[str, Any]:
@@ -145,11 +145,11 @@ def _frozen(value: Any) -> Any:
 
 
 def _measurement(data: Mapping[str, Any]) -> Measurement:
-    given = dict(data)
-    parts = dict(given.pop("implementation"))
+    fields = dict(data)
+    parts = dict(fields.pop("implementation"))
     for name in ("config", "backward_config"):
         if name in parts:
             parts[name] = tuple((k, _frozen(v)) for k, v in parts[name].items())
-    given.setdefault("median_us", None)
-    given["by_inputs"] = tuple(given.get("by_inputs", {}).items())
-    return Measurement(Implementation(**parts), **given)
+    fields.setdefault("median_us", None)
+    fields["by_inputs"] = tuple(fields.get("by_inputs", {}).items())
+    return Measurement(Implementation(**parts), **fields)

@@ -65,8 +65,8 @@ def check_tuned(config: Config) -> None:
         ConfigError: If one cannot be read.
         BundleMismatch: If one holds something else.
     """
-    for given in config.tuned:
-        _given(given)
+    for tuned in config.tuned:
+        _given(tuned)
 
 
 def _given(tuned: object) -> Tuned:
@@ -98,11 +98,11 @@ def shipped(op: str) -> Tuned:
         return Tuned()
     folder = os.path.join(os.path.dirname(str(module.__file__)), "tuned")
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    made = Tuned()
+    tuned = Tuned()
     for name in names:
         if name.endswith(".json"):
-            made |= _shipped(os.path.join(folder, name))
-    return made
+            tuned |= _shipped(os.path.join(folder, name))
+    return tuned
 
 
 def _shipped(name: str) -> Tuned:

@@ -7,7 +7,7 @@ It does not see:
   that its operations move;
 - values of prefetched scalars: it takes them for 0, so that work which they select is
   left out. Kernels with such scalars count the instruction bundles of their code for
-  each step of their grid; `Kernel.steps` says how many of those run. Bundles rank
+  each step of their grid; `Speed.steps` says how many of those run. Bundles rank
   configs of one kernel, and say nothing against XLA;
 - how often a loop of XLA turns: a program that is a loop is not estimated.
 
@@ -110,9 +110,9 @@ def estimated(
         jobs = [
             lambda i=i: _estimated(task, on, i) for i in some if i.name not in hopeless
         ]
-        made = iter(side_by_side(jobs, until, until + 2 * CHILD_S))
+        results = iter(side_by_side(jobs, until, until + 2 * CHILD_S))
         for i in some:
-            m = LOOPS if i.name in hopeless else next(made)
+            m = LOOPS if i.name in hopeless else next(results)
             found[i] = _without(task, i, m) if isinstance(m, str) else m
             say(len(found), len(wanted))
 
@@ -128,37 +128,38 @@ def _is_simulated(m: Measurement) -> bool:
     return m.method == SIMULATED and m.median_us is not None
 
 
-def _without(task: Task, made: Implementation, why: str) -> Measurement:
-    return Measurement(made, task.version_of(made), jax.__version__, None, problem=why)
+def _without(task: Task, implementation: Implementation, why: str) -> Measurement:
+    version = task.version_of(implementation)
+    return Measurement(implementation, version, jax.__version__, None, problem=why)
 
 
-def _estimated(task: Task, on: Device, made: Implementation) -> Measurement:
-    said = _child("bundles", task, on, made)
+def _estimated(task: Task, on: Device, implementation: Implementation) -> Measurement:
+    said = _child("bundles", task, on, implementation)
     if isinstance(said, str):
-        return _without(task, made, said)
+        return _without(task, implementation, said)
     calls = [Called(**c) for c in said["calls"]]
     if not calls and said["loops"]:
-        return _without(task, made, LOOPS)
+        return _without(task, implementation, LOOPS)
     chip = generation(on)
     simulated: dict[str, Any] | str = f"no estimate: no simulator for {on.kind}"
     seen = chip.name not in UNSEEN and all(c.steps and not c.prefetched for c in calls)
     if seen:
-        simulated = _child("cycles", task, on, made)
+        simulated = _child("cycles", task, on, implementation)
     if not isinstance(simulated, str):
         method, cycles = SIMULATED, simulated["cycles"]
     elif calls:
-        counted = _cycles_of_steps(task, made, calls, said["bundles"])
+        counted = _cycles_of_steps(task, implementation, calls, said["bundles"])
         if isinstance(counted, str):
-            return _without(task, made, counted)
+            return _without(task, implementation, counted)
         method, cycles = BUNDLES, counted
     else:  # it compiled before: what fails is the compilation that simulates
         why = simulated.replace("does not compile", "no estimate: not simulated")
-        return _without(task, made, why)
+        return _without(task, implementation, why)
     clock = chip.clock or 1e9
     seconds = max(cycles / clock, said["moved"] / (on.bandwidth or math.inf))
     return Measurement(
-        made,
-        task.version_of(made),
+        implementation,
+        task.version_of(implementation),
         jax.__version__,
         round(1e6 * seconds, 3),
         runs=1,
@@ -170,19 +171,19 @@ def _estimated(task: Task, on: Device, made: Implementation) -> Measurement:
 
 def _cycles_of_steps(
     task: Task,
-    made: Implementation,
+    implementation: Implementation,
     calls: Sequence[Called],
     bundles: Mapping[str, int],
 ) -> float | str:
     """Bundles of each kernel, as often as its steps are run; or why none are known."""
     known: dict[str, float] = {}
     by_name = {k.name: k for k in task.kernels}
-    for name in made.kernels:
+    for name in implementation.kernels:
         kernel = by_name[name]
-        if kernel.steps is not None:
-            first = config_of(kernel.space, made.config)
-            second = config_of(kernel.backward_space, made.backward_config)
-            known |= kernel.steps(task.spec, first, second, task.passes)
+        if kernel.speed.steps is not None:
+            first = config_of(kernel.space, implementation.config)
+            second = config_of(kernel.backward_space, implementation.backward_config)
+            known |= kernel.speed.steps(task.spec, first, second, task.passes)
     total = 0.0
     for call in calls:
         steps = known.get(call.name, call.steps)
@@ -204,7 +205,7 @@ def compiler() -> str:
 
 # ---------------------------------------------------------------------- children
 def _child(
-    mode: str, task: Task, on: Device, made: Implementation
+    mode: str, task: Task, on: Device, implementation: Implementation
 ) -> dict[str, Any] | str:
     """What a child says of a candidate; or why it says nothing."""
     place = place_of(task)
@@ -213,7 +214,7 @@ def _child(
             "not compiled: no other process can import it. Define the pattern and its "
             "kernels at the top level of a module"
         )
-    given = pickle.dumps(order_of(task, place, [made]))
+    order = pickle.dumps(order_of(task, place, [implementation]))
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             **os.environ, **ahead_of_time.ENVIRONMENT, "JAX_PLATFORMS": "cpu",
@@ -223,7 +224,7 @@ def _child(
         code = "from rewriter.measure.static_cost import child; child()"
         command = [sys.executable, "-c", code, mode, on.kind, folder]
         try:
-            code, out, err = _ran(command, given, environment)
+            code, out, err = _ran(command, order, environment)
         except subprocess.TimeoutExpired:
             return f"no estimate: not compiled within {CHILD_S:.0f} s"
     if code:
@@ -232,7 +233,7 @@ def _child(
 
 
 def _ran(
-    command: Sequence[str], given: bytes, environment: Mapping[str, str]
+    command: Sequence[str], order: bytes, environment: Mapping[str, str]
 ) -> tuple[int, bytes, bytes]:
     """What a command gives: its status, and what it wrote.
 
@@ -244,7 +245,7 @@ def _ran(
     until = time.monotonic() + CHILD_S
     with subprocess.Popen(command, env=environment, **pipes, **BEHIND) as process:
         try:
-            asked: bytes | None = given
+            asked: bytes | None = order
             while True:
                 try:
                     out, err = process.communicate(asked, STEP_S)
@@ -282,14 +283,14 @@ def child() -> None:
     jax.config.update("jax_default_matmul_precision", asked.precision)
     op, kernels = asked.place.find(asked.spec.op)
     task = Task(op, asked.spec, kernels, asked.passes)
-    (made,) = asked.wanted
-    run, specs = function(task, made), [task.structs]
+    (implementation,) = asked.wanted
+    run, specs = function(task, implementation), [task.structs]
     if task.passes != FORWARD:
         params = dict(asked.spec.params)
         whole = lambda x: task.op.reference(**x, **params)
         specs.append(jax.eval_shape(whole, task.structs))
     on = Device(kind, "tpu")
-    calls = [asdict(c) for c in _called(_inside(task, made, *specs))]
+    calls = [asdict(c) for c in _called(_inside(task, implementation, *specs))]
     program = ahead_of_time.compiled(on, run, *specs)
     said = {"calls": calls, **_said(mode, program, pathlib.Path(folder))}
     print(json.dumps(said), file=answers, flush=True)
@@ -344,8 +345,8 @@ def streamed(text: str) -> int:
         if operation in _MOVES_NOTHING or operation.endswith(("-start", "-done")):
             continue
         rest = rest.partition("control-predecessors")[0]
-        given = dict.fromkeys(re.findall(r"%([\w.\-]+)", rest))
-        total += sizes[name] + sum(sizes.get(n, 0) for n in given)
+        names = dict.fromkeys(re.findall(r"%([\w.\-]+)", rest))
+        total += sizes[name] + sum(sizes.get(n, 0) for n in names)
     return total
 
 
@@ -385,8 +386,8 @@ def called(text: str) -> int:
         if 'custom_call_target="tpu_custom_call"' not in line:
             continue
         results = line.partition(" custom-call(")[0].partition(" = ")[2]
-        given = line.partition("operand_layout_constraints={")[2].partition("}}")[0]
-        arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", results + given)
+        layouts = line.partition("operand_layout_constraints={")[2].partition("}}")[0]
+        arrays = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", results + layouts)
         total += sum(_nbytes(*array) for array in arrays)
     return total
 
@@ -407,9 +408,10 @@ def _bundles(folder: pathlib.Path) -> dict[str, int]:
     return found
 
 
-def _inside(task: Task, made: Implementation, *specs: Any) -> Any:
+def _inside(task: Task, implementation: Implementation, *specs: Any) -> Any:
     """The jaxpr of an implementation itself."""
-    kernel = None if made.forward == XLA else build(made, task.op, task.kernels)
+    ours = implementation.forward != XLA
+    kernel = build(implementation, task.op, task.kernels) if ours else None
     params = dict(task.spec.params)
     if kernel is None:
         return jax.make_jaxpr(lambda: 0)().jaxpr

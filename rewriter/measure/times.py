@@ -123,11 +123,15 @@ def _given(
 
 
 def measurement(
-    made: Implementation, version: str, times: Times, c: Compiled, at: Conditions
+    implementation: Implementation,
+    version: str,
+    times: Times,
+    c: Compiled,
+    at: Conditions,
 ) -> Measurement:
     """Returns the times of a compiled program as a measurement."""
     return Measurement(
-        made,
+        implementation,
         version,
         jax.__version__,
         median_us=max(_us(times.median), SHORTEST_US),

@@ -158,8 +158,8 @@ class Tuned:
             text = regular_files.read_text(os.fspath(path), MOST_BYTES)
         except ValueError as problem:
             raise _no_tuned(f"{name} holds no tuned choices: {problem}") from problem
-        made = cls.loads(text, name)
-        if problem := _mismatch(made):
+        tuned = cls.loads(text, name)
+        if problem := _mismatch(tuned):
             if strict:
                 raise BundleMismatch(
                     f"{name}: {problem}",
@@ -167,7 +167,7 @@ class Tuned:
                     where=caller(),
                 )
             warnings.warn(f"{name}: {problem}", CacheWarning, stacklevel=2)
-        return made
+        return tuned
 
     # ------------------------------------------------------------------ words
     def table(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -206,29 +207,30 @@ def worth_measuring(
     return tuple(good[:most]), tuple((c, v) for c, v in verdicts if not v.ok)
 
 
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """One implementation of an op.
+@dataclass(frozen=True)
+class Limits:
+    """Where a kernel runs, and with which bits.
 
     Attributes:
-        name: The kernel's name, unique within the op; never ``"reference"``.
-        op: The op's name.
-        platforms: Where it runs: any of ``cpu``, ``cuda``, ``rocm``, ``tpu``.
-        version: Raised whenever results or speed may change.
         supports: Says, with reasons, whether it supports a `Spec`. It also sees the
             shapes that `jax.vmap` makes.
-        forward: ``forward(*, <operands>, **params)`` gives the result; with
-            ``residuals=True`` (asked only if there is a `backward`) it gives
-            ``(result, residuals)``, residuals a tuple of arrays.
-        backward: ``backward(*, <operands>, out, residuals, cotangent,
-            **params)`` gives cotangents by operand name for the float
-            operands; one left out, or no backward at all, is taken from
-            `jax.vjp` of the op's reference.
-        memory_bounded: Whether it needs far less memory than the reference.
-        comparison_only: Whether it computes a composite op by kernels of its parts, as
-            the program would without it. It is measured, and never chosen.
-        saves_out: Whether `backward` reads ``out``; otherwise it gets None
-            and the result is not kept for it.
+        runs_on: Says, with reasons, whether it runs on a device of its platforms. In a
+            program exported for a platform, the device's kind is unknown.
+        deterministic: ``deterministic(config)`` says, with reasons, whether `backward`
+            gives the same bits for the same operands in every run. Without a config,
+            the default one counts.
+    """
+
+    supports: Callable[[Spec], Verdict] = field(default=takes_all, repr=False)
+    runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
+    deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is known of a kernel's speed before it is measured.
+
+    Attributes:
         profitable: Says, with reasons, whether it is likely to beat the program
             as written on a platform; asked when nothing was measured.
         profitable_backward: ``profitable_backward(spec, platform, count)`` says the
@@ -237,23 +239,33 @@ class Kernel:
         estimate: ``estimate(spec, device, passes)`` gives modelled seconds by name, for
             it and other implementations, including ``"xla"``. It replaces `profitable`
             where the device's figures are known.
-        exportable: Whether its lowered code may be part of an exported program.
-        needs_devices: Whether its code contains `custom_partitioning`, which JAX lowers
-            only where it knows the devices.
-        space: The configs of `forward`, which then takes ``config=``.
-        backward_space: The configs of `backward`, which then takes ``config=``.
         steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
             its Pallas TPU kernels, how often all of their code runs. That is the number
             of grid steps that run, if values decide it. Code of which each step runs
             one of n parts counts as 1 / n. Without the device, its time is estimated
             from that.
-        tried: Whether its current code has run on its devices. If not, tuning tries it
-            only with ``isolate=True``, and benchmarks only by its name.
-        runs_on: Says, with reasons, whether it runs on a device of its platforms. In a
-            program exported for a platform, the device's kind is unknown.
-        deterministic: ``deterministic(config)`` says, with reasons, whether `backward`
-            gives the same bits for the same operands in every run. Without a config,
-            the default one counts.
+    """
+
+    profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
+    profitable_backward: Callable[[Spec, str, int], Verdict] | None = field(
+        default=None, repr=False
+    )
+    estimate: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
+        default=None, repr=False
+    )
+    steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = field(
+        default=None, repr=False
+    )
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the engine may do with a kernel.
+
+    Attributes:
+        memory_bounded: Whether it needs far less memory than the reference.
+        saves_out: Whether `backward` reads ``out``; otherwise it gets None
+            and the result is not kept for it.
         merges: Whether its only residual is the log-sum-exp of each row of scores (-inf
             without scores), and `backward` reads only that and the result. Results of
             parts can then be merged by it, and `backward` gets the merged ones.
@@ -265,40 +277,112 @@ class Kernel:
             axis, axis)``. `forward` gets the names of such operands as ``swapped=``.
             The operands still have the op's order; it swaps their axes itself, at no
             cost.
+        exportable: Whether its lowered code may be part of an exported program.
+        needs_devices: Whether its code contains `custom_partitioning`, which JAX lowers
+            only where it knows the devices.
+        tried: Whether its current code has run on its devices. If not, tuning tries it
+            only with ``isolate=True``, and benchmarks only by its name.
+        comparison_only: Whether it computes a composite op by kernels of its parts, as
+            the program would without it. It is measured, and never chosen.
+    """
+
+    memory_bounded: bool = False
+    saves_out: bool = True
+    merges: bool = False
+    adds_to: str = ""
+    swaps: tuple[tuple[str, int, int], ...] = ()
+    exportable: bool = True
+    needs_devices: bool = False
+    tried: bool = True
+    comparison_only: bool = False
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Kernel:
+    """One implementation of an op.
+
+    Attributes:
+        name: The kernel's name, unique within the op; never ``"reference"``.
+        op: The op's name.
+        platforms: Where it runs: any of ``cpu``, ``cuda``, ``rocm``, ``tpu``.
+        version: Raised whenever results or speed may change.
+        forward: ``forward(*, <operands>, **params)`` gives the result; with
+            ``residuals=True`` (asked only if there is a `backward`) it gives
+            ``(result, residuals)``, residuals a tuple of arrays.
+        backward: ``backward(*, <operands>, out, residuals, cotangent,
+            **params)`` gives cotangents by operand name for the float
+            operands; one left out, or no backward at all, is taken from
+            `jax.vjp` of the op's reference.
+        limits: Where it runs.
+        speed: What is known of its speed.
+        traits: What the engine may do with it.
+        space: The configs of `forward`, which then takes ``config=``.
+        backward_space: The configs of `backward`, which then takes ``config=``.
+
+    A field of `Limits`, `Speed` or `Traits` may also be given and read by itself.
+
+    Example:
+        >>> kernel = Kernel(
+        ...     "by_adding", "double", ("cpu",), 1,
+        ...     forward=lambda *, x: x + x,
+        ...     traits=Traits(memory_bounded=True),
+        ...     saves_out=False,
+        ... )
+        >>> kernel.traits.memory_bounded, kernel.traits.saves_out, kernel.merges
+        (True, False, False)
+        >>> dataclasses.replace(kernel, exportable=False).traits.memory_bounded
+        True
     """
 
     name: str
     op: str
     platforms: tuple[str, ...]
     version: int
-    supports: Callable[[Spec], Verdict] = field(repr=False)
-    forward: Callable[..., Any] = field(repr=False)
-    backward: Callable[..., Mapping[str, jax.Array]] | None = field(
-        default=None, repr=False
-    )
-    memory_bounded: bool = False
-    comparison_only: bool = False
-    saves_out: bool = True
-    profitable: Callable[[Spec, str], Verdict] = field(default=always_pays, repr=False)
-    profitable_backward: Callable[[Spec, str, int], Verdict] | None = field(
-        default=None, repr=False
-    )
-    estimate: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
-        default=None, repr=False
-    )
-    exportable: bool = True
-    needs_devices: bool = False
+    forward: Callable[..., Any]
+    backward: Callable[..., Mapping[str, jax.Array]] | None = None
+    limits: Limits = Limits()
+    speed: Speed = Speed()
+    traits: Traits = Traits()
     space: Space | None = None
     backward_space: Space | None = None
-    steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = field(
-        default=None, repr=False
-    )
-    tried: bool = True
-    runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
-    deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
-    merges: bool = False
-    adds_to: str = ""
-    swaps: tuple[tuple[str, int, int], ...] = ()
+
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        platforms: tuple[str, ...],
+        version: int,
+        *,
+        forward: Callable[..., Any],
+        backward: Callable[..., Mapping[str, jax.Array]] | None = None,
+        limits: Limits = limits,
+        speed: Speed = speed,
+        traits: Traits = traits,
+        space: Space | None = None,
+        backward_space: Space | None = None,
+        **single: Any,
+    ) -> None:
+        fields = {
+            "name": name, "op": op, "platforms": platforms, "version": version,
+            "forward": forward, "backward": backward, "space": space,
+            "backward_space": backward_space,
+        }  # fmt: skip
+        for record, value in (("limits", limits), ("speed", speed), ("traits", traits)):
+            inside = [n for n in single if RECORD_OF.get(n) == record]
+            changes = {n: single.pop(n) for n in inside}
+            fields[record] = dataclasses.replace(value, **changes) if changes else value
+        if single:
+            raise TypeError(f"a kernel has no field {next(iter(single))!r}")
+        for field_name, value in fields.items():
+            object.__setattr__(self, field_name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in RECORD_OF:
+            raise AttributeError(f"a kernel has no field {name!r}")
+        return getattr(getattr(self, RECORD_OF[name]), name)
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(**state)  # pickled before it had records, it has single fields
 
     def __repr__(self) -> str:
         return f"Kernel({self.name})"
@@ -307,6 +391,14 @@ class Kernel:
     def where(self) -> str:
         """The line that defines the forward function, such as ``"fast.py:12"``."""
         return source_line(self.forward)
+
+
+RECORD_OF = {
+    f.name: record
+    for record, kind in (("limits", Limits), ("speed", Speed), ("traits", Traits))
+    for f in dataclasses.fields(kind)
+}
+"""The record of `Kernel` that holds a field, by the field's name."""
 
 
 def source_line(function: Callable[..., Any]) -> str:
@@ -350,14 +442,13 @@ def from_function(
         backward: As `Kernel.backward`.
         space: The configs to choose from, if the function takes ``config=``.
         backward_space: The configs to choose from, if `backward` takes ``config=``.
-        saves_out: As `Kernel.saves_out`.
-        steps: As `Kernel.steps`.
+        saves_out: As `Traits.saves_out`.
+        steps: As `Speed.steps`.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from rewriter.ops.op import Op
-        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
-        ...             lambda x: 2 * x)
+        >>> from rewriter.ops.op import Op, Operand
+        >>> double = Op("double", (Operand("x", "d", True),), "d", lambda x: 2 * x)
         >>> kernel = from_function(lambda x: x + x, double, name="by_adding")
         >>> kernel.forward(x=jnp.ones(2)).tolist()
         [2.0, 2.0]
@@ -369,18 +460,26 @@ def from_function(
 
     @functools.wraps(function)
     def forward(**given: Any) -> Any:
-        operands = [n for n in op.operands if n in given]
+        operands = [n for n in op.names if n in given]
         positional = [given[n] for n in operands if n not in keywords]
         rest = {n: given[n] for n in operands if n in keywords}
         params = {
             n: v
             for n, v in given.items()
-            if n not in op.operands and (takes_any or n in named)
+            if n not in op.names and (takes_any or n in named)
         }
         return function(*positional, **rest, **params)
 
     return Kernel(
         name or getattr(function, "__name__", "kernel"),
-        op.name, platforms, version, supports, forward, backward, space=space,
-        backward_space=backward_space, saves_out=saves_out, steps=steps,
-    )  # fmt: skip
+        op.name,
+        platforms,
+        version,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports),
+        speed=Speed(steps=steps),
+        traits=Traits(saves_out=saves_out),
+        space=space,
+        backward_space=backward_space,
+    )

@@ -5,6 +5,7 @@ An op says nothing about how it is computed fast; that is `rewriter.ops.kernel`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -107,21 +108,33 @@ class Sharding:
     unseen: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Operand:
+    """An array that an op takes. It is documented here, and nowhere else.
+
+    Attributes:
+        name: Its name, by which kernels get it.
+        axes: A letter for each axis, such as ``"b t n h"``. ``...`` in front stands for
+            any leading axes, and ``|1`` says that the axis may have size 1 and is then
+            broadcast.
+        required: Whether every use has it.
+        doc: What it holds, and its dtype if that is not any float.
+    """
+
+    name: str
+    axes: str
+    required: bool = False
+    doc: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An operation that patterns find and kernels compute.
-
-    Two ops are equal only if they are the same object, so that an op can be a
-    parameter of an equation.
+    """A computation with named operands and parameters.
 
     Attributes:
         name: The op's name, such as ``"attention"``.
-        operands: Every operand's name in order, optional ones included.
-        required: The operands that are always there.
-        dims: Axis letters by operand, and of the result under ``"out"``, such
-            as ``{"q": "b t n h", "bias": "b|1 n|1 t|1 s|1", "out": "b t n e"}``.
-            ``...`` in front stands for any leading axes, and ``|1`` says that
-            the axis may have size 1 and is then broadcast.
+        operands: What it takes, in order.
+        out: The axes of the result; see `Operand.axes`.
         reference: ``reference(*, <operands present>, **params)`` gives the
             result, in plain `jax.numpy` without derivative rules of its own.
         sample: ``sample(key, operands, params)`` gives realistic operands for
@@ -152,9 +165,8 @@ class Op:
     """
 
     name: str
-    operands: tuple[str, ...]
-    required: tuple[str, ...]
-    dims: Mapping[str, str]
+    operands: tuple[Operand, ...]
+    out: str
     reference: Reference = field(repr=False)
     sample: Sample | None = field(default=None, repr=False)
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -173,6 +185,25 @@ class Op:
 
     def __repr__(self) -> str:
         return f"Op({self.name})"
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The operands' names."""
+        return tuple(o.name for o in self.operands)
+
+    @functools.cached_property
+    def required(self) -> tuple[str, ...]:
+        """The names of the operands that every use has."""
+        return tuple(o.name for o in self.operands if o.required)
+
+    @functools.cached_property
+    def dims(self) -> Mapping[str, str]:
+        """The axes of each operand, and of the result as `OUT`."""
+        return {o.name: o.axes for o in self.operands} | {OUT: self.out}
+
+    def operand(self, name: str) -> Operand:
+        """Returns an operand by its name."""
+        return self.operands[self.names.index(name)]
 
     def spread(self, params: Mapping[str, Any]) -> Sharding | None:
         """Returns how a use may be split over devices, or None."""
@@ -200,20 +231,20 @@ class Op:
         broadcast = letters[at].endswith("|1")
         return (at - len(letters) if letters[0] == "..." else at), broadcast
 
-    def ordered(self, given: Iterable[str]) -> tuple[str, ...]:
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         """Returns the given operand names in the op's order.
 
         Args:
-            given: Names of operands.
+            names: Names of operands.
 
         Raises:
             KernelError: If a name is unknown or a required one is missing.
         """
-        present = set(given)
-        if unknown := sorted(present - set(self.operands)):
+        present = set(names)
+        if unknown := sorted(present - set(self.names)):
             raise errors.KernelError(
                 f"{self.name} has no operand {unknown[0]!r}",
-                next_step=errors.known(unknown[0], self.operands),
+                next_step=errors.known(unknown[0], self.names),
                 where=errors.caller(),
             )
         if missing := [n for n in self.required if n not in present]:
@@ -222,4 +253,4 @@ class Op:
                 wanted=f"also {', '.join(missing)}",
                 where=errors.caller(),
             )
-        return tuple(n for n in self.operands if n in present)
+        return tuple(n for n in self.names if n in present)

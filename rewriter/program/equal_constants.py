@@ -110,11 +110,11 @@ def _all(value: Any) -> Hashable:
     known = _DIGESTS.get(id(value))
     if known is not None and known[0]() is value:
         return known[1]
-    made = _digest(value)
+    digest = _digest(value)
     place = id(value)
     gone: Callable[[Any], Any] = lambda _: _DIGESTS.pop(place, None)
-    _DIGESTS[place] = weakref.ref(value, gone), made
-    return made
+    _DIGESTS[place] = weakref.ref(value, gone), digest
+    return digest
 
 
 LOOKS: tuple[Callable[[Any], Hashable], ...] = (_type, _some, _all)

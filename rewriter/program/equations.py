@@ -67,16 +67,18 @@ class Equations:
     def finished(self) -> tuple[list[Any], list[Any]]:
         """Returns the new equations, and the body's results."""
         env: dict[Any, Any] = {}
-        made = []
+        equations = []
         for i, eqn in enumerate(self.eqns):
             if eqn is not None:
-                made.append(_jax.reading(eqn, env) if env else eqn)
+                equations.append(_jax.reading(eqn, env) if env else eqn)
             if i in self._handed:
                 old, new = self._handed[i]
                 env[old] = new
         if not env:
-            return made, self.outs
-        return made, [a if _jax.is_literal(a) else env.get(a, a) for a in self.outs]
+            return equations, self.outs
+        return equations, [
+            a if _jax.is_literal(a) else env.get(a, a) for a in self.outs
+        ]
 
     def _reads(self, position: int, atoms: Sequence[Any]) -> None:
         for atom in atoms:

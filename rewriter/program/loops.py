@@ -125,11 +125,11 @@ def inserted(
         source: The source info for all its equations.
     """
     local = dict(zip(fragment.invars, atoms, strict=True))
-    made = []
+    equations = []
     for inner in fragment.eqns:
         outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in inner.outvars]
         ins = [a if _jax.is_literal(a) else local[a] for a in inner.invars]
         local.update(zip(inner.outvars, outs, strict=True))
-        made.append(inner.replace(invars=ins, outvars=outs, source_info=source))
+        equations.append(inner.replace(invars=ins, outvars=outs, source_info=source))
     results = [v if _jax.is_literal(v) else local[v] for v in fragment.outvars]
-    return made, results
+    return equations, results

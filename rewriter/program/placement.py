@@ -78,10 +78,10 @@ def placement_of(
         manual; a text for one whose placement cannot be known.
     """
     count = len(leaves)
-    given = _by_leaf(options.get("in_shardings"), args, count)
+    of_inputs = _by_leaf(options.get("in_shardings"), args, count)
     wanted = _of_results(options.get("out_shardings"), traced)
     stated = [_stated(x) for x in leaves]
-    here = [asked or _committed(x) for asked, x in zip(given, leaves, strict=True)]
+    here = [asked or _committed(x) for asked, x in zip(of_inputs, leaves, strict=True)]
     shardings = (*here, *stated, *wanted, *_constraints(traced))
     mesh = _mesh_of(shardings)
     if mesh is None or isinstance(mesh, str):

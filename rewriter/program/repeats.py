@@ -153,13 +153,13 @@ def _brought_into_step(
     turns = turns_read(second, first)[1]
     where = second.reads[1, columns] - first.first - turns * first.outs
     makers = np.array(program.maker[first.first : first.first + first.outs])
-    made = makers[where] - first.start
+    step = makers[where] - first.start
     read = second.reader[columns]
     lates = np.array(sorted({0, *(read + 1).tolist()} - {second.period}))
     later = read < lates[:, None]
     ways: list[tuple[int, int]] = []
-    for lead in sorted({0, *(made + 1).tolist()} - {first.period}):
-        shifted = turns - (made < lead) - later
+    for lead in sorted({0, *(step + 1).tolist()} - {first.period}):
+        shifted = turns - (step < lead) - later
         alike = (shifted == shifted[:, :1]).all(1)
         ways += [(lead, late) for late in lates[alike].tolist()]
     ones = {k: _rotated(program, first, k) for k in {lead for lead, _ in ways}}

@@ -219,8 +219,8 @@ def split(
     leaves, tree = jax.tree.flatten(changing)
 
     def call(*leaves: Any) -> Any:
-        given, named = together(jax.tree.unflatten(tree, leaves), still)
-        return called(*given, **named)
+        values, named = together(jax.tree.unflatten(tree, leaves), still)
+        return called(*values, **named)
 
     return leaves, renamed(call, fn)
 
@@ -247,8 +247,8 @@ def apart(fn: Any, args: Any, kwargs: Any) -> tuple[Arguments, Arguments]:
 def together(changing: Arguments, still: Arguments) -> Arguments:
     """Returns the arguments that were taken apart."""
     pairs = zip(changing[0], still[0], strict=True)
-    given = tuple(b if a is None else a for a, b in pairs)
-    return given, {**changing[1], **still[1]}
+    values = tuple(b if a is None else a for a, b in pairs)
+    return values, {**changing[1], **still[1]}
 
 
 def moving(fn: Any, args: Any) -> tuple[Any, ...]:

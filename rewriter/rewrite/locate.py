@@ -123,7 +123,7 @@ def _observed(
     match: Match, index: int, seen: dict[str, tuple[int, ...]]
 ) -> Callable[..., jax.Array]:
     """The op's reference, with marked operands and result."""
-    names = set(match.op.operands)
+    names = set(match.op.names)
 
     def call(**given: Any) -> jax.Array:
         operands = {k: mark(v, f"{index}/{k}") for k, v in given.items() if k in names}
@@ -145,7 +145,7 @@ def _stated(regions: Regions, match: Match, placement: Placement) -> Shards | st
         if not instead.steps
     }
     avals = [graph.avals[placed.get(here[v], here[v])] for v in names]
-    own, params = set(match.op.operands), {**match.op.defaults, **reading.params}
+    own, params = set(match.op.names), {**match.op.defaults, **reading.params}
     shapes: dict[str, tuple[int, ...]] = {}
     splits: dict[str, Split | None] = {}
 

@@ -200,8 +200,8 @@ class _Work:
         _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
         start = splice.scope if home is first else home
         scopes = {id(start): start}
-        given = first_had(self.graph, backward.cotangent, home)
-        for _, at, _ in (*found.values(), given):  # type: ignore[misc]
+        defined = first_had(self.graph, backward.cotangent, home)
+        for _, at, _ in (*found.values(), defined):  # type: ignore[misc]
             scopes[id(at)] = at
         if len(scopes) > 1:  # the results cross calls
             self._inlined_to(home, *scopes.values())
@@ -293,9 +293,9 @@ class _Work:
         more: list[Any] = []
         for splice in self.read_in.get(id(scope), ()):
             avals = self._avals_in(scope, splice)
-            given = [_jax.new_var(a) for a in avals]
-            self.carried[id(scope), id(splice)] = given
-            more += given
+            inputs = [_jax.new_var(a) for a in avals]
+            self.carried[id(scope), id(splice)] = inputs
+            more += inputs
         outs = self._inline(scope, frame, {})
         for splice in self.saved_in.get(id(scope), ()):
             atoms = self._residuals_in(scope, splice)
@@ -375,9 +375,9 @@ class _Work:
     def _loop(self, child, eqn, frame, env, read) -> None:
         """Appends a loop that stacks residuals, or reads those of another loop."""
         body, loop = jaxpr_as_fun(self.body(child)), loop_of(0, eqn)
-        given = self._given_to(child)
-        atoms = [*given, *self._with_residuals(child, map(read, eqn.invars))]
-        start, first = len(given) + loop.n_consts, len(given) + loop.first
+        inputs = self._given_to(child)
+        atoms = [*inputs, *self._with_residuals(child, map(read, eqn.invars))]
+        start, first = len(inputs) + loop.n_consts, len(inputs) + loop.first
         parts = atoms[:start], atoms[start:first], atoms[first:]
         step = lambda consts, carry, x: body(*consts, *carry, *x)
         eqns, outs = traced(loop, *parts, step)
@@ -529,9 +529,11 @@ class _Work:
         self, fragment: Any, atoms: list[Any], eqn: Any, frame: _Frame, label: str = ""
     ) -> list[Any]:
         """Appends a fragment's equations; returns the atoms of its results."""
-        made, results = inserted(fragment, atoms, _jax.scoped(eqn.source_info, label))
-        frame.eqns += made
-        frame.labels.update((id(e), label) for e in made)
+        equations, results = inserted(
+            fragment, atoms, _jax.scoped(eqn.source_info, label)
+        )
+        frame.eqns += equations
+        frame.labels.update((id(e), label) for e in equations)
         return results
 
     def _read_for(self, splice: Splice, leaf: int) -> Instead:

@@ -115,20 +115,20 @@ class _Around:
         if scope.parent is None or scope.kind not in ("scan", "while"):
             return
         eqn = scope.parent.jaxpr.eqns[scope.call]
-        given = [self.graph.read(scope.parent, a) for a in eqn.invars]
+        inputs = [self.graph.read(scope.parent, a) for a in eqn.invars]
         if scope.kind == "while":
-            given = given[_jax.while_parts(eqn)[1] :]
-            first = len(given)
+            inputs = inputs[_jax.while_parts(eqn)[1] :]
+            first = len(inputs)
         else:
             _, n_consts, n_carry, _ = _jax.scan_parts(eqn)
             first = n_consts + n_carry
         at = -1 if eqn.params.get("reverse") else 0
         for k, var in enumerate(body.invars):
             value = scope.env[var]
-            if value == given[k] or self.graph.node_of(value) is not None:
+            if value == inputs[k] or self.graph.node_of(value) is not None:
                 continue
             turn = (lambda x: [x]) if k < first else (lambda x: [x[at]])
-            self.made.setdefault(value, (turn, (given[k],), (value,)))
+            self.made.setdefault(value, (turn, (inputs[k],), (value,)))
 
     def leading_to(self, values: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
         """Returns a function of the program's inputs to some values.

@@ -369,8 +369,8 @@ class _Unfolding:
 
     def _shared(self, here: _Turns, u: Any, v: Any) -> Read | None:
         """A value computed before the turns that were left out."""
-        made = self.position.get(v, -1)
-        if u is not v or v in self.given or made >= here.start:
+        position = self.position.get(v, -1)
+        if u is not v or v in self.given or position >= here.start:
             return None
         self.read.add(v)
         return lambda turn: v
@@ -422,9 +422,9 @@ class _Unfolding:
         return self.labels[index, at + of[turn] - of[here.like]][nth]
 
 
-def _known(made: Container[int], turn: int) -> int:
+def _known(known: Container[int], turn: int) -> int:
     """The turn, if it is written."""
-    if turn not in made:
+    if turn not in known:
         raise Unlike("a turn of another run was left in")
     return turn
 

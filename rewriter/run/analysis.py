@@ -188,8 +188,8 @@ class Analysis:
         config = resolve(self.options)
         leaves, _ = trace.split(self.inner, args, kwargs)
         names = trace.leaf_names(self.inner, args, kwargs)
-        given = Arguments(tuple(leaves), tuple(names))
-        record = self._made(traced, config, placement, given)
+        arguments = Arguments(tuple(leaves), tuple(names))
+        record = self._made(traced, config, placement, arguments)
         return any(DIFFERS in why for why in _reasons(record.report))
 
     def forget(self) -> None:
@@ -249,8 +249,8 @@ def analyze(
     start = time.perf_counter()
     rewritten = rewritten_of(traced, config, user_patterns, placement)
     if config.verify == "once" and not config.exporting:
-        given = traced, config, user_patterns, placement
-        rewritten = _agreeing(*given, rewritten, arguments)
+        asked = traced, config, user_patterns, placement
+        rewritten = _agreeing(*asked, rewritten, arguments)
     seconds = dict(rewritten.seconds) or {"match": time.perf_counter() - start}
     report = Report(
         name=traced.name,
@@ -399,22 +399,22 @@ def _agreeing(
         return rewritten  # drawn arguments are on one device
     if arguments is not None:
         values, names = arguments.leaves, arguments.names
-    given = traced, config, user_patterns, placement
+    asked = traced, config, user_patterns, placement
     while rewritten.closed_jaxpr is not traced.closed_jaxpr:
         found = _found(traced, rewritten, values, names)
         if not found:
             break
-        left: dict[Key, None] = dict.fromkeys(given[1].differing)
+        left: dict[Key, None] = dict.fromkeys(asked[1].differing)
         for complaint in found:
             sites = complaint.sites
             if complaint.whole:
-                sites = _culprit(given, sites, values, names)
+                sites = _culprit(asked, sites, values, names)
             _complain(traced.name, sites, complaint.text, config)
             left.update(dict.fromkeys(sites))
-        if set(left) == set(given[1].differing):  # nothing more to leave
+        if set(left) == set(asked[1].differing):  # nothing more to leave
             return Rewritten(traced.closed_jaxpr, seconds=rewritten.seconds)
-        given = traced, replace(config, differing=tuple(left)), *given[2:]
-        rewritten = rewritten_of(*given)
+        asked = traced, replace(config, differing=tuple(left)), *asked[2:]
+        rewritten = rewritten_of(*asked)
     return rewritten
 
 
@@ -432,13 +432,13 @@ TRIED = 6
 
 
 def _culprit(
-    given: tuple[Traced, Config, tuple[Any, ...], Any],
+    asked: tuple[Traced, Config, tuple[Any, ...], Any],
     sites: tuple[Key, ...],
     values: Any,
     names: Any,
 ) -> tuple[Key, ...]:
     """The site without which nothing differs; all of them if there is not one."""
-    traced, config, *others = given
+    traced, config, *others = asked
     for key in sites[:TRIED] if len(sites) > 1 else ():
         trial = replace(config, differing=(*config.differing, key))
         if not _found(traced, rewritten_of(traced, trial, *others), values, names):

@@ -212,8 +212,8 @@ class Maker:
         """Returns what is called in place of ``jax.jit``, if something is."""
         found = self._of_framework(args, kwargs)
         if found is not None:
-            function, given = found
-            return lambda: function(*given, **kwargs)
+            function, options = found
+            return lambda: function(*options, **kwargs)
         if self.compares:
             self._compare(args, kwargs)
         return None

@@ -157,11 +157,11 @@ def tasks(
         whole = composites(program.walks, every, config)
         found = steps.find_gradients(replace(program, matches=elementary(every)))
         alone = replace(program, facts=tuple(Facts(m) for m in whole))
-        made: list[Task] = []
+        gathered: list[Task] = []
         for part in (found, alone):
             facts = steps.split_over_devices(part).facts
-            made += tasks_of(program.walks.graph, facts, gradients)
-        return made
+            gathered += tasks_of(program.walks.graph, facts, gradients)
+        return gathered
 
 
 def _begun(

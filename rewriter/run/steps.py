@@ -52,12 +52,12 @@ def make_graph(program: Program) -> Program:
 def find_sites(program: Program) -> Program:
     """Finds and proves the sites, also what unproved rules of derivatives hide."""
     config = program.config
-    given = program.patterns, config.numerics, config.assume
-    found = search(program.walks, *given)
+    options = program.patterns, config.numerics, config.assume
+    found = search(program.walks, *options)
     unproved = program.rules.keys() - program.proved
     if unproved:
         without = Regions(Graph(program.closed_jaxpr, program.rules))
-        hidden = search(without, *given).matches
+        hidden = search(without, *options).matches
         more = hidden_by_rules(hidden, found, without, unproved)
         there = {(miss.op, miss.where) for miss in more}
         rest = (m for m in found.misses if (m.op, m.where) not in there)
@@ -120,12 +120,14 @@ def replace_sites(program: Program) -> Program:
     """Puts the sites into the program; one that cannot be traced there stays out."""
     while True:
         try:
-            made, origins = splicing.replace(program.walks, program.plan.splices)
+            closed_jaxpr, origins = splicing.replace(
+                program.walks, program.plan.splices
+            )
         except NotPlaced as error:
             log.debug("a replacement failed", exc_info=error)
             program = choose_kernels(_left_as_written(program, error))
         else:
-            return replace(program, closed_jaxpr=made, origins=origins)
+            return replace(program, closed_jaxpr=closed_jaxpr, origins=origins)
 
 
 def _left_as_written(program: Program, error: NotPlaced) -> Program:
@@ -143,15 +145,17 @@ def _left_as_written(program: Program, error: NotPlaced) -> Program:
 
 def write_equal_layers(program: Program) -> Program:
     """Applies one layer's rewrite to the layers that were left out."""
-    folded, made = program.folded, program.closed_jaxpr
+    folded, closed_jaxpr = program.folded, program.closed_jaxpr
     assert folded is not None
-    if made is folded.short:
-        made = folded.whole
+    if closed_jaxpr is folded.short:
+        closed_jaxpr = folded.whole
     elif program.origins is None:
         raise Unlike("residuals are passed from body to body")
     else:
-        made = unfold(folded, made, program.origins, program.plan.labels)
-    return replace(program, closed_jaxpr=made)
+        closed_jaxpr = unfold(
+            folded, closed_jaxpr, program.origins, program.plan.labels
+        )
+    return replace(program, closed_jaxpr=closed_jaxpr)
 
 
 def save_in_checkpoints(program: Program) -> Program:
@@ -162,9 +166,9 @@ def save_in_checkpoints(program: Program) -> Program:
     elif program.placement is not None:
         # How XLA splits values is not known here: count all of them on each device.
         memory //= math.prod(program.placement.sizes.values())
-    made, kept = save(program.closed_jaxpr, memory)
-    offered = unspent(made) if program.replaced else ()
-    return replace(program, closed_jaxpr=made, kept=kept, offered=offered)
+    closed_jaxpr, kept = save(program.closed_jaxpr, memory)
+    offered = unspent(closed_jaxpr) if program.replaced else ()
+    return replace(program, closed_jaxpr=closed_jaxpr, kept=kept, offered=offered)
 
 
 def add_residuals_in_kernels(program: Program) -> Program:
@@ -184,5 +188,5 @@ def keep_checkpoint_policies(program: Program) -> Program:
 
 def recompute_stacked_values(program: Program) -> Program:
     """Computes cheap values again instead of stacking them for gradients."""
-    made, stacks = recompute_stacked(program.closed_jaxpr)
-    return replace(program, closed_jaxpr=made, stacks=stacks)
+    closed_jaxpr, stacks = recompute_stacked(program.closed_jaxpr)
+    return replace(program, closed_jaxpr=closed_jaxpr, stacks=stacks)

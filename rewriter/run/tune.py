@@ -139,16 +139,16 @@ def tune(
         )
         found = _sampled(found, sample or {})
         with _progress() as progress:
-            made = autotune.measure(
+            tuned = autotune.measure(
                 found, level, budget_s, progress, again, isolate, on
             )
         if end_to_end:
             plain = trace.jitted(fn, jit_options)
             leaves, call = trace.split(plain, args, kwargs)
             mine = {**ours, "patterns": [*ours["patterns"].split(","), *user_patterns]}
-            made |= _whole(call, leaves, mine, made)
-        _summary(made, on, len(found), time.monotonic() - start)
-        return made
+            tuned |= _whole(call, leaves, mine, tuned)
+        _summary(tuned, on, len(found), time.monotonic() - start)
+        return tuned
 
     return run
 
@@ -171,7 +171,7 @@ def _sampled(tasks: Sequence[Task], sample: Mapping[str, Any]) -> list[Task]:
 
 
 def _whole(
-    call: Callable[..., Any], leaves: list[Any], options: dict[str, Any], made: Tuned
+    call: Callable[..., Any], leaves: list[Any], options: dict[str, Any], by_site: Tuned
 ) -> Tuned:
     """Times of the whole program: as written, rewritten, and without each op."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
@@ -181,7 +181,7 @@ def _whole(
             where=caller(),
         )
     forced = dict(options.pop("implementation", {}))
-    tuned = [*as_list(options.pop("tuned", ())), made]
+    tuned = [*as_list(options.pop("tuned", ())), by_site]
     options = {**options, "tuned": tuned, "end_to_end": False}
 
     def without(*ops: str) -> Any:
@@ -229,17 +229,17 @@ def _progress() -> Iterator[Progress | None]:
         yield progress
 
 
-def _summary(made: Tuned, on: device.Device, wanted: int, seconds: float) -> None:
+def _summary(tuned: Tuned, on: device.Device, wanted: int, seconds: float) -> None:
     if not _shown() or not wanted:
         return
     kernels = sum(
         (d := fastest(of_spelling(ms, spelling))) is not None
         and d.best.implementation.name != XLA
-        for _, ms in made.entries
+        for _, ms in tuned.entries
         for spelling in spellings(ms)[:1]
     )
     print(
-        f"tuned {len(made)} of {wanted} sites and passes in {seconds:.0f} s on "
+        f"tuned {len(tuned)} of {wanted} sites and passes in {seconds:.0f} s on "
         f"{on.kind}: a kernel for {kernels}, XLA for the rest. "
         'Keep it: tuned.save("tuned.json")',
         file=sys.stderr,

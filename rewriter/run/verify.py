@@ -176,8 +176,8 @@ def _pairs(call: Any, options: dict[str, Any], leaves: list[Any]) -> list[Pair]:
     values = *leaves, *traced.closed_jaxpr.consts
     if placement is not None or any(map(_jax.is_tracer, values)):
         return []
-    made = rewritten_of(traced, config, patterns, None)
-    return list(check_sites.sites_of(made.pairs))
+    rewritten = rewritten_of(traced, config, patterns, None)
+    return list(check_sites.sites_of(rewritten.pairs))
 
 
 def with_gradient(

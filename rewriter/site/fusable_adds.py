@@ -130,7 +130,7 @@ def _made(body: Equations, atom: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def _is_product(
-    value: Any, made: Callable[[Any], tuple[Any, Sequence[Any]] | None]
+    value: Any, made_by: Callable[[Any], tuple[Any, Sequence[Any]] | None]
 ) -> bool:
     """Whether a value is a matrix product, in any layout, with or without bias.
 
@@ -140,24 +140,24 @@ def _is_product(
 
     Args:
         value: The value.
-        made: Returns the equation that makes a value, and the values that it reads.
+        made_by: Returns the equation that makes a value, and the values that it reads.
     """
-    its = made(value)
-    while its is not None and its[0].primitive.name not in PRODUCTS:
-        eqn, given = its
+    maker = made_by(value)
+    while maker is not None and maker[0].primitive.name not in PRODUCTS:
+        eqn, operands = maker
         shape = eqn.outvars[0].aval.shape
         whole = [
-            v for v, like in zip(given, eqn.invars, strict=True)
-            if like.aval.shape == shape and not _is_broadcast(made(v))
+            v for v, like in zip(operands, eqn.invars, strict=True)
+            if like.aval.shape == shape and not _is_broadcast(made_by(v))
         ]  # fmt: skip
         if eqn.primitive.name == "add" and len(whole) == 1:
-            its = made(whole[0])
+            maker = made_by(whole[0])
         elif eqn.primitive.name in MOVED:
-            its = made(given[0])
+            maker = made_by(operands[0])
         else:
             return False
-    return its is not None
+    return maker is not None
 
 
-def _is_broadcast(made: tuple[Any, Any] | None) -> bool:
-    return made is not None and made[0].primitive.name == "broadcast_in_dim"
+def _is_broadcast(maker: tuple[Any, Any] | None) -> bool:
+    return maker is not None and maker[0].primitive.name == "broadcast_in_dim"

@@ -100,7 +100,7 @@ def forward_of_sum(
         *operands, addend = args
         inner = [shaped(x) for x in operands]
         own = accepted(use, kernel, inner)
-        if kernel is None or own is None or kernel.adds_to != use.adds_to:
+        if kernel is None or own is None or kernel.traits.adds_to != use.adds_to:
             operands[at] = operands[at] + addend
             return [*forward(use, kernel, (), residuals)(*operands), operands[at]]
         slots = residual_slots(use, inner) if residuals else ()
@@ -261,16 +261,18 @@ def backward_to_sum(
     n, at = len(use.names), wrt.index(use.adds_to)
 
     def run(*args: jax.Array) -> list[jax.Array]:
-        *given, addend = args
-        inner = [shaped(x) for x in given[:n]]
+        *operands, addend = args
+        inner = [shaped(x) for x in operands[:n]]
         own = accepted(use, kernel, inner)
-        adds = kernel is not None and kernel.adds_to == use.adds_to
+        adds = kernel is not None and kernel.traits.adds_to == use.adds_to
         if kernel is None or kernel.backward is None or own is None or not adds:
-            grads = backward(use, kernel, wrt, (), ())(*given)
+            grads = backward(use, kernel, wrt, (), ())(*operands)
             grads[at] = grads[at] + addend
             return grads
-        keep = _read_by(use, inner, own, len(given))
-        return call_backward(use, kernel, wrt, *(given[i] for i in keep), addend=addend)
+        keep = _read_by(use, inner, own, len(operands))
+        return call_backward(
+            use, kernel, wrt, *(operands[i] for i in keep), addend=addend
+        )
 
     return run
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Space, Spec
+from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Traits
 from rewriter.ops.op import Op
 from rewriter.ops.registry import REFERENCE
 from rewriter.support.verdict import all_of
@@ -110,33 +110,43 @@ def _thumb(space: Space | None, spec: Spec, device: Device) -> Settings:
 
 
 def configured(
-    made: Implementation, kernels: Mapping[str, Kernel], spec: Spec, device: Device
+    implementation: Implementation,
+    kernels: Mapping[str, Kernel],
+    spec: Spec,
+    device: Device,
 ) -> bool:
     """Returns whether its kernels support its configs, which may come from a file.
 
     Args:
-        made: The implementation.
+        implementation: The implementation.
         kernels: Kernels by name.
         spec: The use of the op; its sizes may be symbolic.
         device: Where it will run.
     """
-    first = kernels.get(made.forward)
-    second = kernels.get(made.backward or made.forward)
+    first = kernels.get(implementation.forward)
+    second = kernels.get(implementation.backward or implementation.forward)
     return _can_be(
-        first.space if first else None, made.config, spec, device
+        first.space if first else None, implementation.config, spec, device
     ) and _can_be(
-        second.backward_space if second else None, made.backward_config, spec, device
+        second.backward_space if second else None,
+        implementation.backward_config,
+        spec,
+        device,
     )
 
 
-def _can_be(space: Space | None, given: Settings, spec: Spec, device: Device) -> bool:
+def _can_be(
+    space: Space | None, settings: Settings, spec: Spec, device: Device
+) -> bool:
     """Whether a space has such a config, with values of its fields' types."""
     try:
-        config = config_of(space, given)
+        config = config_of(space, settings)
         if config is None or space is None:
             return True
         kinds = _kinds(space.config)
-        if not all(_is_a(value, kinds.get(name, Any)) for name, value in given or ()):
+        if not all(
+            _is_a(value, kinds.get(name, Any)) for name, value in settings or ()
+        ):
             return False
         if spec.symbolic:
             return True
@@ -234,39 +244,39 @@ def _built(
     return _mixed(op, forward, backward, implementation.name)
 
 
-def _with_forward(kernel: Kernel, given: Settings) -> Kernel:
-    config = config_of(kernel.space, given)
+def _with_forward(kernel: Kernel, settings: Settings) -> Kernel:
+    config = config_of(kernel.space, settings)
     if config is None:
         return kernel
     return replace(kernel, forward=functools.partial(kernel.forward, config=config))
 
 
-def _with_backward(kernel: Kernel, given: Settings) -> Kernel:
-    config = config_of(kernel.backward_space, given)
+def _with_backward(kernel: Kernel, settings: Settings) -> Kernel:
+    config = config_of(kernel.backward_space, settings)
     if config is None or kernel.backward is None:
         return kernel
     return replace(kernel, backward=functools.partial(kernel.backward, config=config))
 
 
-def config_of(space: Space | None, given: Settings) -> Any:
+def config_of(space: Space | None, settings: Settings) -> Any:
     """Returns a space's config with these settings; None for None.
 
     Raises:
         TypeError: If there is no space, or its config has other fields.
     """
-    if given is None:
+    if settings is None:
         return None
     if space is None:
         raise TypeError("a config for a kernel without configs")
-    return space.config(**dict(given))
+    return space.config(**dict(settings))
 
 
 def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
     """The forward of one kernel with the backward of another, which runs its own."""
     plain: Callable[..., Any] = op.reference if first is None else first.forward
     both = [k for k in (first, second) if k is not None]
-    at = second.adds_to
-    adds = first is not None and first.adds_to == at
+    at = second.traits.adds_to
+    adds = first is not None and first.traits.adds_to == at
 
     def forward(*, residuals: bool = False, **given: Any) -> Any:
         if "addend" in given and not adds:
@@ -286,11 +296,11 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
     ) -> Any:
         del out, residuals
         more = {} if addend is None else {"addend": addend}
-        made, saved = second.forward(**given, residuals=True)
+        result, saved = second.forward(**given, residuals=True)
         assert second.backward is not None
         return second.backward(
             **given,
-            out=made if second.saves_out else None,
+            out=result if second.traits.saves_out else None,
             residuals=tuple(saved),
             cotangent=cotangent,
             **more,
@@ -301,13 +311,17 @@ def _mixed(op: Op, first: Kernel | None, second: Kernel, name: str) -> Kernel:
         op=op.name,
         platforms=tuple(p for p in second.platforms if p in both[0].platforms),
         version=max(k.version for k in both),
-        supports=lambda spec: all_of(*(k.supports(spec) for k in both)),
-        runs_on=lambda device: all_of(*(k.runs_on(device) for k in both)),
         forward=forward,
         backward=backward,
-        memory_bounded=all(k.memory_bounded for k in both),
-        saves_out=False,
-        exportable=all(k.exportable for k in both),
-        needs_devices=any(k.needs_devices for k in both),
-        adds_to=at,
-    )  # fmt: skip
+        limits=Limits(
+            lambda spec: all_of(*(k.limits.supports(spec) for k in both)),
+            lambda device: all_of(*(k.limits.runs_on(device) for k in both)),
+        ),
+        traits=Traits(
+            memory_bounded=all(k.traits.memory_bounded for k in both),
+            saves_out=False,
+            exportable=all(k.traits.exportable for k in both),
+            needs_devices=any(k.traits.needs_devices for k in both),
+            adds_to=at,
+        ),
+    )

@@ -74,7 +74,7 @@ def _accepted(
     del x64
     symbolic = is_symbolic(operands)
     try:
-        if not kernel.supports(use.spec(operands)).ok:
+        if not kernel.limits.supports(use.spec(operands)).ok:
             return None
         call = functools.partial(_forward, use, kernel, kernel.backward is not None)
         with _jax.on_one_device():
@@ -171,15 +171,15 @@ def call_backward(
         for s in _saved(use, kernel, [shaped(a) for a in args[:n]]) or ()
     ]
     with promotion.as_usual():
-        given = kernel.backward(
+        cotangents = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
             **dict(use.params), **addend,
         )  # fmt: skip
-    absent = tuple(w for w in wrt if given.get(w) is None)
-    if addend and kernel.adds_to in absent:
+    absent = tuple(w for w in wrt if cotangents.get(w) is None)
+    if addend and kernel.traits.adds_to in absent:
         raise errors.KernelError(
             f"kernel {kernel.name!r} of {kernel.op} returned no gradient of "
-            f"{kernel.adds_to}",
+            f"{kernel.traits.adds_to}",
             wanted="one, since it takes an addend for that",
             where=kernel.where,
         )
@@ -187,10 +187,10 @@ def call_backward(
     if absent:
         rest = dict(zip(absent, pullback(use, absent, use.general, args), strict=True))
     for name in wrt:
-        if name not in absent and shaped(given[name]) != shaped(named[name]):
+        if name not in absent and shaped(cotangents[name]) != shaped(named[name]):
             did = f"returned as the gradient of {name}"
-            raise _wrong(kernel, did, given[name], shaped(named[name]))
-    return [rest[w] if w in absent else given[w] for w in wrt]
+            raise _wrong(kernel, did, cotangents[name], shaped(named[name]))
+    return [rest[w] if w in absent else cotangents[w] for w in wrt]
 
 
 def pullback(

@@ -157,13 +157,13 @@ def _site_jvp(
     *outs, total = site_p.bind(*primals, use=use, residuals=True)
     outs = [checkpoint_name(x, f"rewriter.{use.op.name}") for x in outs]
     operands = [*primals[:at], total, *primals[at + 1 : n]]
-    given = [*operands, *(outs if use.keeps_out else outs[1:])]
-    given += [along[i] for i in moving]
+    values = [*operands, *(outs if use.keeps_out else outs[1:])]
+    values += [along[i] for i in moving]
     active = tuple(use.names[i] for i in moving)
     if at in moving:
-        of_result, of_total = tangent_p.bind(*given, use=use, active=active)
+        of_result, of_total = tangent_p.bind(*values, use=use, active=active)
     else:
-        of_result = site.tangent_p.bind(*given, use=use, active=active, batch=())
+        of_result = site.tangent_p.bind(*values, use=use, active=active, batch=())
         of_total = site.zero_of(total)
     outs = outs if residuals else outs[:1]
     zeros = [site.zero_of(x) for x in outs[1:]]

@@ -54,22 +54,22 @@ class Around:
         return axes, self.shards.parts(axes)
 
     # --------------------------------------------------------- one part of it
-    def block(self, given: Operands, params: Params) -> tuple[jax.Array, list[Any]]:
+    def block(self, operands: Operands, params: Params) -> tuple[jax.Array, list[Any]]:
         """The op on one part, and the residuals of its kernels."""
-        use, args = self._use(given, params)
+        use, args = self._use(operands, params)
         out, *saved = site.site_p.bind(*args, use=use, batch=(), residuals=True)
         return out, saved
 
     def block_backward(
         self,
-        given: Operands,
+        operands: Operands,
         params: Params,
         out: jax.Array,
         lse: jax.Array,
         cotangent: jax.Array,
     ) -> dict[str, jax.Array]:
         """One part's contribution to the cotangents, from the result over all parts."""
-        use, args = self._use(given, params)
+        use, args = self._use(operands, params)
         saved = [
             lse.reshape(shape).astype(dtype)
             for slot in residual_slots(use, [shaped(a) for a in args])
@@ -81,10 +81,10 @@ class Around:
         )
         return dict(zip(wrt, grads, strict=True))
 
-    def _use(self, given: Operands, params: Params) -> tuple[Use, list[jax.Array]]:
+    def _use(self, operands: Operands, params: Params) -> tuple[Use, list[jax.Array]]:
         own = tuple(sorted(params.items()))
         use = Use(self.op, self.names, own, self.kernels)
-        args = [given[n] for n in self.names]
+        args = [operands[n] for n in self.names]
         shapes = [shaped(a) for a in args]
         for _, kernel in self.kernels:
             if kernel is None or len(accepted(use, kernel, shapes) or ()) != 1:
@@ -97,35 +97,37 @@ class Around:
     # ------------------------------------------------------------------ all of it
     def forward(self, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         """This device's part of the result, and the log-sum-exps of its rows."""
-        given = dict(zip(self.names, arrays, strict=True))
+        operands = dict(zip(self.names, arrays, strict=True))
         axes, count = self.devices
-        return self.ring.forward(given, self.params, axes, count, self.block)
+        return self.ring.forward(operands, self.params, axes, count, self.block)
 
     def backward(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Cotangents of operands, from operands, result, log-sum-exps, cotangent."""
         *operands, out, lse, cotangent = arrays
-        given = dict(zip(self.names, operands, strict=True))
+        named = dict(zip(self.names, operands, strict=True))
         axes, count = self.devices
         grads = self.ring.backward(
-            given, self.params, out, lse, cotangent, axes, count, self.block_backward
+            named, self.params, out, lse, cotangent, axes, count, self.block_backward
         )
         return tuple(grads[n] for n in self.ring.moving)
 
     def reference(self, *arrays: jax.Array) -> jax.Array:
         """The same by the op's reference, on gathered operands."""
         axes, count = self.devices
-        given = dict(zip(self.names, arrays, strict=True))
+        operands = dict(zip(self.names, arrays, strict=True))
         for name in self.ring.passed:
-            if name in given:
+            if name in operands:
                 letters = [x.split("|")[0] for x in self.op.dims[name].split()]
                 at = letters.index(self.ring.letter)
-                given[name] = jax.lax.all_gather(given[name], axes, axis=at, tiled=True)
+                operands[name] = jax.lax.all_gather(
+                    operands[name], axes, axis=at, tiled=True
+                )
         own, rule = self.params, self.op.spread(self.params)
         if rule is not None and rule.local is not None:
             parts = {self.ring.beside: Part(jax.lax.axis_index(axes), count)}
-            given, own = rule.local(given, own, parts)
+            operands, own = rule.local(operands, own, parts)
         plain = self.op.general or self.op.reference
-        return plain(**given, **own)
+        return plain(**operands, **own)
 
     def reference_backward(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Like `backward`, from operands and a cotangent."""

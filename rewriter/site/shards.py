@@ -184,13 +184,13 @@ def _around(
 
 def _letters(dims: str, name: str, rank: int) -> list[str]:
     """An array's letters; leading axes are ``...1``, the last of them, ``...2`` etc."""
-    given = [x.split("|")[0] for x in dims.split()]
-    if given[:1] == ["..."]:
-        lead = rank - len(given) + 1
-        given = [f"...{lead - i}" for i in range(lead)] + given[1:]
-    if len(given) != rank:
+    letters = [x.split("|")[0] for x in dims.split()]
+    if letters[:1] == ["..."]:
+        lead = rank - len(letters) + 1
+        letters = [f"...{lead - i}" for i in range(lead)] + letters[1:]
+    if len(letters) != rank:
         raise NoShards(f"{name} has {rank} axes, and its letters are {dims!r}")
-    return given
+    return letters
 
 
 def _chosen(
@@ -287,14 +287,16 @@ def local_spec(
     assert rule is not None
     own: list[Mapping[str, Any]] = []
 
-    def changed(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    def changed(operands: Mapping[str, Any]) -> Mapping[str, Any]:
         parts = {
             letter: Part(0, math.prod(sizes[a] for a in axes))
             for letter, axes in shards.letters
         }
-        result, static = _changed(rule, given, params, parts)
+        result, static = _changed(rule, operands, params, parts)
         own.append(static)
-        return {k: v for k, v in result.items() if k in given or k not in rule.unseen}
+        return {
+            k: v for k, v in result.items() if k in operands or k not in rule.unseen
+        }
 
     return spec_of(op, jax.eval_shape(changed, structs), own[0] if own else params)
 
@@ -338,16 +340,16 @@ def spread(
     names = [name for name, _ in shards.specs]
 
     def on_device(*arrays: jax.Array) -> jax.Array:
-        given = dict(zip(names, _jax.vary_alike(arrays), strict=True))
+        operands = dict(zip(names, _jax.vary_alike(arrays), strict=True))
         if shards.passed:  # the ring handles positions itself
-            return compute(given, params)
+            return compute(operands, params)
         parts = {
             letter: Part(jax.lax.axis_index(axes), math.prod(sizes[a] for a in axes))
             for letter, axes in shards.letters
         }
-        out = compute(*_changed(rule, given, params, parts))
+        out = compute(*_changed(rule, operands, params, parts))
         if rule.finish is not None:
-            out = rule.finish(out, given, params, parts)
+            out = rule.finish(out, operands, params, parts)
         return jax.lax.psum(out, shards.summed) if shards.summed else out
 
     whole = _ready(operands, shards)

@@ -89,9 +89,8 @@ def bind(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from rewriter.ops.op import Op
-        >>> double = Op("double", ("x",), ("x",), {"x": "d", "out": "d"},
-        ...             lambda x: 2 * x)
+        >>> from rewriter.ops.op import Op, Operand
+        >>> double = Op("double", (Operand("x", "d", True),), "d", lambda x: 2 * x)
         >>> bind(double, {"x": jnp.ones(2)}).tolist()
         [2.0, 2.0]
     """
@@ -158,9 +157,9 @@ def site_aval(
     *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
 ) -> list[Any]:
     """The types of a result and of the residuals."""
-    given = [shaped(a) for a in avals]
-    inner = without_levels(given, batch)
-    sizes = tuple(level_sizes(given, batch))
+    operands = [shaped(a) for a in avals]
+    inner = without_levels(operands, batch)
+    sizes = tuple(level_sizes(operands, batch))
     for _, kernel in use.kernels:
         accepted(use, kernel, inner)  # a wrong kernel fails here
     results = [result(use, inner)]
@@ -174,9 +173,9 @@ def tangent_aval(
 ) -> Any:
     """The type of the derivative of a result."""
     del active
-    given = [shaped(a) for a in avals]
-    inner = without_levels(given, batch)[: len(use.names)]
-    sizes = tuple(level_sizes(given, batch))
+    operands = [shaped(a) for a in avals]
+    inner = without_levels(operands, batch)[: len(use.names)]
+    sizes = tuple(level_sizes(operands, batch))
     shape, dtype = result(use, inner)
     return _avals([(sizes + shape, dtype)], avals)[0]
 
@@ -189,9 +188,9 @@ def backward_aval(
     summed: tuple[Mask, ...],
 ) -> list[Any]:
     """The types of cotangents."""
-    given = [shaped(a) for a in avals]
-    inner = dict(zip(use.names, without_levels(given, batch), strict=False))
-    sizes = level_sizes(given, batch)
+    operands = [shaped(a) for a in avals]
+    inner = dict(zip(use.names, without_levels(operands, batch), strict=False))
+    sizes = level_sizes(operands, batch)
     results = []
     for i, name in enumerate(wrt):
         shape, dtype = inner[name]
@@ -428,10 +427,10 @@ def _implementation(
     primitive: Primitive, platform: str, params: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
     """Returns a jitted function, the same for equal sites: lowered only once."""
-    given = dict(params)
-    use: Use = given["use"]
+    values = dict(params)
+    use: Use = values["use"]
     kernel = None if platform == NOWHERE else use.kernel(platform)
-    function = _MADE[primitive](kernel, **given)
+    function = _MADE[primitive](kernel, **values)
 
     def run(*args: Any) -> Any:
         return function(*args)

@@ -45,17 +45,18 @@ class Use:
     @property
     def keeps_out(self) -> bool:
         """Whether some kernel's backward reads the result."""
-        return any(k and k.backward and k.saves_out for _, k in self.kernels)
+        return any(k and k.backward and k.traits.saves_out for _, k in self.kernels)
 
     @property
     def needs_devices(self) -> bool:
         """Whether some kernel is lowered differently for different devices."""
-        return any(k and k.needs_devices for _, k in self.kernels)
+        return any(k and k.traits.needs_devices for _, k in self.kernels)
 
     @property
     def adds_to(self) -> str:
         """The operand for which some kernel takes an addend; empty if none does."""
-        return next((k.adds_to for _, k in self.kernels if k and k.adds_to), "")
+        operands = (k.traits.adds_to for _, k in self.kernels if k)
+        return next(filter(None, operands), "")
 
     def kernel(self, platform: str) -> Kernel | None:
         """Returns the kernel for a platform, ``None`` for the reference."""

@@ -78,8 +78,8 @@ def use_text(spec: Spec, op: Op) -> str:
     for name, shape in spec.shapes:
         other = "" if spec.dtype(name) == first else f"{spec.dtype(name)} "
         parts.append(f"{name} {other}{'×'.join(map(str, shape)) or 'scalar'}")
-    given = [f"{k}={_value(v)}" for k, v in spec.params if op.defaults.get(k) != v]
-    return "  ".join([spec.op, f"{first}: {', '.join(parts)}", *given])
+    params = [f"{k}={_value(v)}" for k, v in spec.params if op.defaults.get(k) != v]
+    return "  ".join([spec.op, f"{first}: {', '.join(parts)}", *params])
 
 
 def _value(value: Any) -> str:
@@ -105,8 +105,8 @@ def _refusal(kernel: Kernel, spec: Spec, on: device.Device) -> str:
     if on.platform not in kernel.platforms:
         return f"runs on {', '.join(kernel.platforms)}, not on {on.platform}"
     try:
-        verdict = kernel.runs_on(on)
-        verdict = kernel.supports(spec) if verdict.ok else verdict
+        verdict = kernel.limits.runs_on(on)
+        verdict = kernel.limits.supports(spec) if verdict.ok else verdict
     except Exception as problem:
         return first_line(problem)
     return "; ".join(reason.text for reason in verdict.reasons)
@@ -172,13 +172,13 @@ def _candidates(
     if not names or XLA in names:
         found.append(Candidate(XLA, function(task, Implementation())))
     for kernel in task.kernels:
-        if kernel.name not in names if names else not kernel.tried:
+        if kernel.name not in names if names else not kernel.traits.tried:
             continue
         if why := _refusal(kernel, task.spec, on):
             refused[kernel.name] = f"refused: {why}"
         else:
-            made = default_configs(task.spec, on, kernel)
-            found.append(Candidate(kernel.name, function(task, made)))
+            implementation = default_configs(task.spec, on, kernel)
+            found.append(Candidate(kernel.name, function(task, implementation)))
     return found, refused
 
 
@@ -205,8 +205,10 @@ def _timed(
         elif times is not None:
             samples = times.as_one
             temp = temp_bytes(c.program)
-            made = timing_of(samples, temp=temp, compile_s=c.seconds, cost=cost, on=on)
-            row = replace(row, timing=made, note=_join(c.note, times.text))
+            timing = timing_of(
+                samples, temp=temp, compile_s=c.seconds, cost=cost, on=on
+            )
+            row = replace(row, timing=timing, note=_join(c.note, times.text))
         rows.append(row)
     return rows
 
@@ -232,8 +234,8 @@ def _torch(
         return replace(row, reason=first_line(problem))
     if error > allowed:
         return replace(row, error=error, reason=wrong(error, allowed, where))
-    made = timing_of(samples, temp=None, compile_s=0.0, cost=cost, on=on)
-    return replace(row, timing=made, error=error)
+    timing = timing_of(samples, temp=None, compile_s=0.0, cost=cost, on=on)
+    return replace(row, timing=timing, error=error)
 
 
 def bench_ops(

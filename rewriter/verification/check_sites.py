@@ -123,19 +123,19 @@ def _complaints(
     whole: bool,
 ) -> tuple[Complaint, ...]:
     first = len(program.out_avals) if whole else 0
-    made = []
+    complaints = []
     for k, pair in enumerate(pairs, first):
         if (difference := found.of(k)) is not None:
             text = in_words(difference)
             entries = found.verdicts[k].entries
             entry = entries[0] if entries else None
             text += inputs_of_one_side(pair, entry, inputs, names)
-            made.append(Complaint((pair.key,), text))
+            complaints.append(Complaint((pair.key,), text))
     results = [d for k in range(first) if (d := found.of(k)) is not None]
-    if results and not made:
+    if results and not complaints:
         text = f"result {results[0].result} of the program: {in_words(results[0])}"
-        made.append(Complaint(every(rewritten), text, True))
-    return tuple(made)
+        complaints.append(Complaint(every(rewritten), text, True))
+    return tuple(complaints)
 
 
 def in_words(difference: Difference) -> str:

@@ -175,13 +175,13 @@ class _Both:
 
         Results with an earlier difference get no second one.
         """
-        given = list(leaves)
-        before = self.written(given)
+        arguments = list(leaves)
+        before = self.written(arguments)
         if probe is not None and not _says_something(before):
             return None
-        after = self.rewritten(given)
-        moved = functools.cache(lambda: self._shaken(given))
-        exact = functools.cache(lambda: self._exact(given))
+        after = self.rewritten(arguments)
+        moved = functools.cache(lambda: self._shaken(arguments))
+        exact = functools.cache(lambda: self._exact(arguments))
         return [
             Verdicts()
             if k in told

@@ -107,12 +107,12 @@ def _filled(value: Any) -> Change:
     return lambda x: np.full_like(x, value)
 
 
-def _some_rows(made: Callable[[np.ndarray], np.ndarray]) -> Change:
+def _some_rows(values_of: Callable[[np.ndarray], np.ndarray]) -> Change:
     """Every third row of the last axis; a single row whole."""
 
     def change(x: np.ndarray) -> np.ndarray:
         rows = x.reshape(-1, x.shape[-1] if x.ndim else 1).copy()
-        rows[::3] = made(rows[::3])
+        rows[::3] = values_of(rows[::3])
         return rows.reshape(x.shape)
 
     return change
@@ -122,9 +122,9 @@ def _some(values: Callable[[np.ndarray], Sequence[Any]]) -> Change:
     """Every fifth entry, and the last one, one of some values."""
 
     def change(x: np.ndarray) -> np.ndarray:
-        flat, given = x.reshape(-1).copy(), values(x)
+        flat, new = x.reshape(-1).copy(), values(x)
         places = np.unique([*range(0, flat.size, 5), flat.size - 1])
-        flat[places] = np.resize(np.asarray(given, x.dtype), places.size)
+        flat[places] = np.resize(np.asarray(new, x.dtype), places.size)
         return flat.reshape(x.shape)
 
     return change
@@ -214,7 +214,7 @@ def drawn(avals: Sequence[Any]) -> list[Any] | None:
     Floats are normally distributed, integers count along the last axis, most booleans
     are true.
     """
-    random, made = np.random.default_rng(0), []
+    random, arrays = np.random.default_rng(0), []
     for aval in avals:
         if not all(isinstance(n, int) for n in getattr(aval, "shape", (None,))):
             return None
@@ -222,10 +222,10 @@ def drawn(avals: Sequence[Any]) -> list[Any] | None:
             key = jax.random.key(0)
             if key.dtype != aval.dtype:
                 return None
-            made.append(jnp.broadcast_to(key, aval.shape))
+            arrays.append(jnp.broadcast_to(key, aval.shape))
         else:
-            made.append(jnp.asarray(_drawn(random, aval.shape, np.dtype(aval.dtype))))
-    return made
+            arrays.append(jnp.asarray(_drawn(random, aval.shape, np.dtype(aval.dtype))))
+    return arrays
 
 
 def _drawn(random: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -282,9 +282,9 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _like(made: np.ndarray, x: Any) -> Any:
+def _like(array: np.ndarray, x: Any) -> Any:
     if isinstance(x, (bool, int, float)):
-        return type(x)(made.item())
+        return type(x)(array.item())
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
-        return jax.device_put(made, x.sharding)
-    return jnp.asarray(made)
+        return jax.device_put(array, x.sharding)
+    return jnp.asarray(array)

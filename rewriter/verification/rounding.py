@@ -50,9 +50,9 @@ def coarsest(program: ClosedJaxpr) -> list[str]:
     return [LEVELS[n] for n in _body(jaxpr, [0] * len(jaxpr.invars))]
 
 
-def _body(body: Any, given: Sequence[int]) -> list[int]:
+def _body(body: Any, results: Sequence[int]) -> list[int]:
     jaxpr = getattr(body, "jaxpr", body)
-    known: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+    known: dict[Any, int] = dict(zip(jaxpr.invars, results, strict=True))
 
     def read(atom: Any) -> int:
         return 0 if _jax.is_literal(atom) else known.get(atom, 0)

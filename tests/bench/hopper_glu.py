@@ -83,7 +83,7 @@ def by(kernel: Kernel, config: Any) -> Callable[..., Any]:
 def contestants(args: Sequence[Any]) -> list[tuple[str, Any, Callable[..., Any]]]:
     """Returns (name, config, function): all configs of ours, one of its parts, XLA."""
     op = "ragged_gated_linear_unit" if len(args) == 4 else "gated_linear_unit"
-    names = registry().op(op).required if len(args) == 3 else registry().op(op).operands
+    names = registry().op(op).required if len(args) == 3 else registry().op(op).names
     spec = spec_of(registry().op(op), dict(zip(names, args, strict=True)), {})
     found: list[tuple[str, Any, Callable[..., Any]]] = []
     for kernel in registry().kernels(op):

@@ -135,6 +135,24 @@ def supported() -> str:
     return _table(("op", "computes", "kernels besides XLA's own"), rows)
 
 
+def operands() -> str:
+    """One table per op: its operands, in order."""
+    parts = []
+    for name in registry().ops():
+        op = registry().op(name)
+        rows = [
+            (f"`{o.name}`", _axes(o.axes), "yes" if o.required else "", o.doc)
+            for o in op.operands
+        ]
+        table = _table(("operand", "axes", "always there", "what it holds"), rows)
+        parts.append(f"## {name}\n\n{table}\n\nThe result is {_axes(op.out)}.")
+    return "\n\n".join(parts)
+
+
+def _axes(letters: str) -> str:
+    return f"`[{letters}]`".replace("|", r"\|")
+
+
 def measured() -> str:
     """One row per benchmark, with the machine and the command."""
     rows, notes = [], []
@@ -591,6 +609,7 @@ TABLES = {
     "sharded_decoder": sharded_decoder,
     "explain": explained,
     "supported": supported,
+    "operands": operands,
     "tuned": tuned,
     "measured": measured,
     "decoder": decoder,

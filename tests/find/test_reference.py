@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.find.reference import differentiable, referenced
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 from rewriter.ops.registry import registry
 
 
@@ -38,8 +38,7 @@ def test_gradients_from_a_trace_are_those_of_the_reference() -> None:
 
 def test_a_reference_that_holds_an_array_is_not_kept() -> None:
     def scaled_by(factor):
-        dims = {"x": "d", "out": "d"}
-        return Op("scaled", ("x",), ("x",), dims, lambda x: x * factor)
+        return Op("scaled", (Operand("x", "d", True),), "d", lambda x: x * factor)
 
     def gradient(factor):
         op = scaled_by(factor)

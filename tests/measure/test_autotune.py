@@ -20,7 +20,7 @@ from rewriter.measure import autotune, cache, inputs, programs, race
 from rewriter.measure.measurement import Measurement
 from rewriter.ops import device, registry
 from rewriter.ops.kernel import Space, Spec, spec_of
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 from rewriter.run import pipeline
 from rewriter.site.implementation import Implementation
 from rewriter.support import threads
@@ -494,7 +494,7 @@ def test_integer_operands_need_a_sample() -> None:
         (("table", "float32"), ("ids", "int32")),
         (),
     )
-    op = Op("rows", ("table", "ids"), ("table", "ids"), {}, rows)
+    op = Op("rows", (Operand("table", "n", True), Operand("ids", "m", True)), "m", rows)
     ((_, found),) = autotune.measure([programs.Task(op, spec, (), "forward")]).entries
     assert "operand ids is int32 and the op has no sample=" in found[0].problem
     op = dataclasses.replace(op, sample=sample)
@@ -585,7 +585,10 @@ def counted(value: int):
 
 
 def of_values(**options) -> programs.Task:
-    op = Op("by_value", ("x", "n"), ("x", "n"), {}, by_value, **options)
+    op = Op(
+        "by_value", (Operand("x", "d", True), Operand("n", "i", True)), "d",
+        by_value, **options,
+    )  # fmt: skip
     spec = Spec(
         "by_value", (("x", (4,)), ("n", (1,))),
         (("x", "float32"), ("n", "int32")), (),

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from rewriter import errors
-from rewriter.ops.kernel import Kernel, from_function, spec_of, takes_all
-from rewriter.ops.op import Op
+from rewriter.ops.kernel import Kernel, from_function, spec_of
+from rewriter.ops.op import Op, Operand
 from rewriter.ops.registry import Registry, registry
 
 
@@ -20,11 +20,11 @@ def _op(name: str = "mine") -> Op:
     def double(*, x: jax.Array) -> jax.Array:
         return 2 * x
 
-    return Op(name, ("x",), ("x",), {"x": "d", "out": "d"}, double)
+    return Op(name, (Operand("x", "d", True),), "d", double)
 
 
 def _kernel(op: Op, name: str = "fast") -> Kernel:
-    return Kernel(name, op.name, ("cpu",), 1, takes_all, lambda *, x: x + x)
+    return Kernel(name, op.name, ("cpu",), 1, forward=lambda *, x: x + x)
 
 
 def test_importing_the_registry_loads_no_kernel() -> None:
@@ -51,8 +51,8 @@ def test_importing_the_registry_loads_no_kernel() -> None:
 def test_shipped_ops_are_whole(name: str) -> None:
     op = registry().op(name)
     assert op.name == name
-    assert set(op.required) <= set(op.operands)
-    assert set(op.dims) == {*op.operands, "out"}
+    assert set(op.required) <= set(op.names)
+    assert set(op.dims) == {*op.names, "out"}
     assert registry().kernels(name)
     assert {k.op for k in registry().kernels(name)} == {name}
     assert registry().kernel(name, "reference") is None
@@ -134,7 +134,8 @@ def test_unknown_names_come_with_a_suggestion(
 
 def test_a_plain_function_is_a_kernel() -> None:
     op = Op(
-        "axpy", ("x", "y", "z"), ("x", "y"), {"x": "d", "y": "d", "out": "d"},
+        "axpy",
+        (Operand("x", "d", True), Operand("y", "d", True), Operand("z", "d")), "d",
         lambda *, x, y, z=None, a=1.0: a * x + y,
     )  # fmt: skip
 
@@ -177,5 +178,5 @@ def test_a_spec_says_what_is_there() -> None:
     ],
 )
 def test_axis_of_the_parallel_letter(dims: str, parallel: str, axis: Any) -> None:
-    op = Op("o", ("x",), ("x",), {"x": dims}, lambda *, x: x, parallel=parallel)
+    op = Op("o", (Operand("x", dims),), "", lambda *, x: x, parallel=parallel)
     assert op.axis("x") == axis

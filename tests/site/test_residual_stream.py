@@ -12,7 +12,7 @@ import pytest
 
 import rewriter
 from rewriter import errors
-from rewriter.ops.kernel import PLATFORMS, Kernel, takes_all
+from rewriter.ops.kernel import PLATFORMS, Kernel
 from rewriter.ops.registry import registry
 from rewriter.rewrite.passes import fuse_residual_adds
 from rewriter.site import residual_stream, site
@@ -116,7 +116,7 @@ def test_wrong_kernels_are_told(part: str, calls: Calls) -> None:
         both = (total[0], out) if part == "sum" else (total, out[0])
         return (both, saved) if residuals else both
 
-    use = use_of(Kernel("w", "rms_norm", PLATFORMS, 1, takes_all, wrong, adds_to="x"))
+    use = use_of(Kernel("w", "rms_norm", PLATFORMS, 1, forward=wrong, adds_to="x"))
     run = lambda *a: residual_stream.site_p.bind(*a, use=use, residuals=False)
     with pytest.raises(errors.KernelError, match="with an addend"):
         jax.jit(run)(X, SCALE, R)
@@ -195,7 +195,7 @@ def test_checked_against_the_reference(calls: Calls) -> None:
         forward(**more) if addend is None else (addend, forward(**more))
     )
     registry()._kernels["rms_norm"]["adding"] = Kernel(
-        "adding", "rms_norm", PLATFORMS, 1, takes_all, ignoring, adds_to="x"
+        "adding", "rms_norm", PLATFORMS, 1, forward=ignoring, adds_to="x"
     )
     anew = lambda x, scales: stacked(x, scales)  # equal functions share a program
     with pytest.raises(errors.RewriterError):

@@ -17,7 +17,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from rewriter import errors
-from rewriter.ops.kernel import Kernel, takes_all
+from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
 from rewriter.site import site
@@ -97,8 +97,8 @@ def test_the_reference_is_a_kernel_too(kernels: Any, transform: str) -> None:
 
 def test_a_kernel_without_backward_takes_the_references() -> None:
     kernel = Kernel(
-        "forward_only", "soft", ("cpu",), 1, takes_all,
-        lambda **operands: soft.reference(**operands),
+        "forward_only", "soft", ("cpu",), 1,
+        forward=lambda **operands: soft.reference(**operands),
     )  # fmt: skip
     transforms.check("jit_grad", _bound(kernel), _plain(), _operands())
 
@@ -412,7 +412,7 @@ def test_a_kernel_that_needs_sizes_gives_way_to_the_reference() -> None:
                for i in blocks]  # fmt: skip
         return jnp.concatenate(out)
 
-    kernel = Kernel("by_rows", "soft", ("cpu",), 1, takes_all, forward)
+    kernel = Kernel("by_rows", "soft", ("cpu",), 1, forward=forward)
     args = _operands()
     (b,) = jax.export.symbolic_shape("b")
     specs = [jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype) for a in args]
@@ -457,7 +457,7 @@ def test_a_wrong_result_names_kernel_and_line(forward: Any, got: str) -> None:
     def mistaken(*, q: Any, k: Any, v: Any, scale: float) -> Any:
         return forward(q, k, v)
 
-    kernel = Kernel("mistaken", "soft", ("cpu",), 1, takes_all, mistaken)
+    kernel = Kernel("mistaken", "soft", ("cpu",), 1, forward=mistaken)
     line = mistaken.__code__.co_firstlineno
     message = rf"test_site.py:{line}: kernel 'mistaken' of soft returned {got}"
     with pytest.raises(errors.KernelError, match=message):
@@ -479,7 +479,7 @@ def test_residuals_are_asked_of_a_kernel_with_a_backward() -> None:
         return soft.reference(q=q, k=k, v=v, scale=scale)
 
     kernel = Kernel(
-        "silent", "soft", ("cpu",), 1, takes_all, forward, lambda **given: {}
+        "silent", "soft", ("cpu",), 1, forward=forward, backward=lambda **given: {}
     )
     with pytest.raises(errors.KernelError, match="since it has a backward"):
         _bound(kernel)(*_operands())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.spellings import (
     attention,
-    attention_layout,
     gated_linear_unit,
     normalization,
     ragged_dot,
@@ -13,7 +12,6 @@ from tests.spellings.spelling import Spelling
 
 SPELLINGS: tuple[Spelling, ...] = (
     *attention.SPELLINGS,
-    *attention_layout.SPELLINGS,
     *normalization.SPELLINGS,
     *gated_linear_unit.SPELLINGS,
     *ragged_dot.SPELLINGS,

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.ops.kernel import Kernel, takes_all
-from rewriter.ops.op import Op
+from rewriter.ops.kernel import Kernel
+from rewriter.ops.op import Op, Operand
 
 
 def _scores(q: Any, k: Any, bias: Any, lengths: Any, scale: float) -> jax.Array:
@@ -31,12 +31,12 @@ def reference(
 
 OP = Op(
     name="soft",
-    operands=("q", "k", "v", "bias", "lengths"),
-    required=("q", "k", "v"),
-    dims={
-        "q": "b t h", "k": "b s h", "v": "b s e", "bias": "b|1 t s",
-        "lengths": "b|1", "out": "b t e",
-    },
+    operands=(
+        Operand("q", "b t h", True), Operand("k", "b s h", True),
+        Operand("v", "b s e", True), Operand("bias", "b|1 t s"),
+        Operand("lengths", "b|1"),
+    ),
+    out="b t e",
     reference=reference,
     defaults={"scale": 1.0},
     parallel="b",
@@ -98,7 +98,7 @@ def recording(
         }
 
     kernel = Kernel(
-        name, "soft", ("cpu", "cuda", "tpu"), 1, options.pop("supports", takes_all),
-        forward, options.pop("backward", backward), True, **options,
+        name, "soft", ("cpu", "cuda", "tpu"), 1, forward=forward,
+        backward=options.pop("backward", backward), memory_bounded=True, **options,
     )  # fmt: skip
     return kernel, calls

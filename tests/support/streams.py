@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from rewriter.kernels.norms.rms_norm import xla
-from rewriter.ops.kernel import PLATFORMS, Kernel, takes_all
+from rewriter.ops.kernel import PLATFORMS, Kernel
 from rewriter.ops.registry import registry
 
 B, T, D, LAYERS = 2, 3, 8, 3
@@ -31,8 +31,8 @@ class Calls:
 
     def __post_init__(self) -> None:
         self.kernel = Kernel(
-            "adding", "rms_norm", PLATFORMS, 1, takes_all, self.normalize,
-            self.differentiate, saves_out=False, adds_to="x",
+            "adding", "rms_norm", PLATFORMS, 1, forward=self.normalize,
+            backward=self.differentiate, saves_out=False, adds_to="x",
         )  # fmt: skip
 
     def add(self) -> None:

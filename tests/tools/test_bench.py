@@ -24,9 +24,9 @@ from rewriter.measure.programs import Task
 from rewriter.ops import device
 from rewriter.ops.cost import MODES, Cost
 from rewriter.ops.kernel import Kernel, Spec, from_function, spec_of
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 from rewriter.ops.registry import Registry, package_of, registry
-from rewriter.support.verdict import YES, no
+from rewriter.support.verdict import no
 from rewriter.tools import bench, bench_ops, bench_peers, roofline
 
 pytestmark = pytest.mark.once
@@ -326,9 +326,8 @@ def test_rates_above_the_device_are_flagged(monkeypatch):
 # -------------------------------------------------------------- ops' kernels
 DOUBLE = Op(
     name="double",
-    operands=("x",),
-    required=("x",),
-    dims={"x": "d", "out": "d"},
+    operands=(Operand("x", "d", True),),
+    out="d",
     reference=lambda x: 2 * x,
     sample=lambda key, operands, params: {
         "x": jax.random.normal(key, operands["x"].shape)
@@ -345,9 +344,10 @@ def raising(x):
 def kernel_with(name, forward, factor):
     """A kernel with a backward of its own."""
     return Kernel(
-        name, "double", ("cpu",), 1, lambda spec: YES,
-        lambda *, x, residuals=False: (forward(x), ()) if residuals else forward(x),
-        lambda *, x, out, residuals, cotangent: {"x": factor * cotangent},
+        name, "double", ("cpu",), 1,
+        forward=lambda *, x, residuals=False:
+            (forward(x), ()) if residuals else forward(x),
+        backward=lambda *, x, out, residuals, cotangent: {"x": factor * cotangent},
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
+from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper.backward_config import (
     BackwardTiles as BackwardTiles,
 )
@@ -40,6 +41,7 @@ from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -185,3 +187,24 @@ def _filled(x: Array) -> Array:
     """Pads [..., width] with zeros to a width that kernels read."""
     more = filled(x.shape[-1]) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+
+
+KERNEL = Kernel(
+    name="hopper",
+    op="attention",
+    platforms=("cuda",),
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports, runs_on, deterministic),
+    speed=Speed(profitable, estimate=estimate),
+    traits=Traits(
+        memory_bounded=True,
+        merges=True,
+        swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
+    ),
+    space=Space(Tiles, default, configs, fits),
+    backward_space=Space(
+        BackwardTiles, backward_default, backward_configs, fits_backward
+    ),
+)

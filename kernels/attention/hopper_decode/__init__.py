@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper_decode.config import ROWS
 from rewriter.kernels.attention.hopper_decode.config import Split as Split
 from rewriter.kernels.attention.hopper_decode.config import configs as configs
@@ -18,7 +19,7 @@ from rewriter.kernels.attention.hopper_decode.config import default as default
 from rewriter.kernels.attention.hopper_decode.config import fits as fits
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import spec_of
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -140,7 +141,20 @@ def forward(
     from rewriter.kernels.attention import OP
     from rewriter.kernels.attention.hopper_decode import decode
 
-    operands = {n: x for n, x in given.items() if n in OP.operands}
+    operands = {n: x for n, x in given.items() if n in OP.names}
     params = {n: x for n, x in given.items() if n not in operands}
     config = config or default(spec_of(OP, operands, params), ANY)
     return decode.forward(**given, config=config, swapped=swapped)
+
+
+KERNEL = Kernel(
+    name="hopper_decode",
+    op="attention",
+    platforms=("cuda",),
+    version=1,
+    forward=forward,
+    limits=Limits(supports, runs_on),
+    speed=Speed(profitable, estimate=estimate),
+    traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
+    space=Space(Split, default, configs, fits),
+)

@@ -62,7 +62,7 @@ def cost(
     plain = {n: s for n, s in shapes.items() if n not in pools and n != "table"}
     plain |= keys_and_values(shapes, params)
     types = {pools.get(n, n): d for n, d in dtypes.items() if n != "table"}
-    order = [n for n in attention.OP.operands if n in plain]
+    order = [n for n in attention.OP.names if n in plain]
     return attention.OP.cost(
         {n: plain[n] for n in order}, {n: types[n] for n in order}, params, mode
     )

@@ -78,11 +78,9 @@ def reference(
 ) -> Array:
     """Returns attention over the pages that a table names.
 
+    Operands are documented where the op is declared.
+
     Args:
-        q: [b, t, n, h]; query head i reads key head ``i // (n // k)``.
-        k_pages: A pool of pages of keys; see `gathered`.
-        v_pages: A pool of pages of values, with the same axes and pages.
-        table: int [b|1, p], the pages of each sequence in order.
         heads_axis: The pools' axis of heads.
         wraps: Whether a negative number of a page counts from the end.
         fills: Whether a page beyond the pool is NaN; else it is the nearest one.

@@ -7,19 +7,27 @@ from typing import Any
 
 from rewriter.kernels import attention
 from rewriter.kernels.attention.paged.reference import AXES
-from rewriter.ops.op import Sharding
+from rewriter.ops.op import OUT, Operand, Sharding
 
 
-def dims(heads_axis: int = 2) -> dict[str, str]:
-    """Returns the letters of all axes; see `rewriter.ops.op.Op.dims`."""
-    pool = " ".join(AXES[heads_axis])
-    plain = {n: d for n, d in attention.OP.dims.items() if n not in "kv"}
-    values = pool.replace("h", "e").replace("p", "y")
-    keys = pool.replace("p", "y")
-    return {**plain, "k_pages": keys, "v_pages": values, "table": "b|1 p"}
+def operands(heads_axis: int = 2) -> tuple[Operand, ...]:
+    """Returns the operands for pools with heads at an axis."""
+    pool = " ".join(AXES[heads_axis]).replace("p", "y")
+    q, _, _, *others = attention.OP.operands
+    return (
+        q,
+        Operand("k_pages", pool, True, "A pool of pages of z keys each."),
+        Operand(
+            "v_pages", pool.replace("h", "e"), True,
+            "A pool of pages of values, with the same axes and pages.",
+        ),
+        Operand("table", "b|1 p", True, "int: the pages of each sequence, in order."),
+        *others,
+    )  # fmt: skip
 
 
 def sharding(params: Mapping[str, Any]) -> Sharding:
     """Returns how a use may be split; every device has all pages of its heads."""
-    axes = dims(params.get("heads_axis", 2))
+    axes = {o.name: o.axes for o in operands(params.get("heads_axis", 2))}
+    axes |= {OUT: attention.OP.out}
     return Sharding(frozenset("bn"), follows={"k": "n"}, dims=axes)

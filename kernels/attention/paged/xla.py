@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.paged.cost import keys_and_values
 from rewriter.kernels.attention.paged.reference import reference
-from rewriter.ops.kernel import Spec
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Spec, Speed, Traits
 from rewriter.support.verdict import Verdict, no
 
 if TYPE_CHECKING:
@@ -46,3 +46,15 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 def forward(**given: Any) -> Array:
     """Returns paged attention, as `reference` does, with no array of scores."""
     return reference(**given, attend=xla.forward)
+
+
+KERNEL = Kernel(
+    name="gathered",
+    op="paged_attention",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    limits=Limits(supports),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True),
+)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.xla.backward import backward as backward
 from rewriter.kernels.attention.xla.backward import with_passed as with_passed
 from rewriter.kernels.attention.xla.config import Blocks as Blocks
 from rewriter.kernels.attention.xla.config import configs as configs
 from rewriter.kernels.attention.xla.config import default as default
 from rewriter.kernels.attention.xla.forward import forward as forward
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -95,3 +97,18 @@ def _pays_on_gpu(spec: Spec, platform: str, scores: int) -> Verdict:
     if jnp.dtype(spec.dtype("q")).itemsize > 2:
         return YES
     return no("platform", "XLA's dense attention in 16 bits is faster on cuda")
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="attention",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable, estimate=estimate),
+    traits=Traits(memory_bounded=True, merges=True),
+    space=Space(Blocks, default, configs),
+    backward_space=Space(Blocks, default, configs),
+)

@@ -30,7 +30,7 @@ from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Spec
+from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 DTYPES = ("bfloat16", "float32")
@@ -91,12 +91,10 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [..., k].
-        w_gate: [k, f].
-        w_up: [k, f].
         out_dtype: The result's dtype; x's by default.
-        precision: As `jax.lax.Precision`, by name.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
         **given: Biases [f], and the parameters of `reference`.
@@ -129,15 +127,12 @@ def backward(
     The kernel computes the branches again, and their cotangents; products with those
     are left to XLA.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [..., k].
-        w_gate: [k, f].
-        w_up: [k, f].
         out: Not needed.
         residuals: Empty.
         cotangent: [..., f].
-        out_dtype: As in `forward`.
-        precision: As in `forward`.
         config: The tiles.
         **given: As in `forward`.
     """
@@ -203,3 +198,18 @@ def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:
     wide = max(w.dtype.itemsize for w in weights)
     items = operands["x"].dtype.itemsize, wide, read, made
     return Sizes(m, k, weights[0].shape[1], items)
+
+
+KERNEL = Kernel(
+    name="mosaic_tpu",
+    op="gated_linear_unit",
+    platforms=("tpu",),
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, saves_out=False, tried=False),
+    space=Space(Tiles, default, configs, fits),
+    backward_space=Space(Tiles, default_backward, configs, fits_backward),
+)

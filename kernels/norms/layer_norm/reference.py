@@ -24,11 +24,9 @@ def reference(
 ) -> jax.Array:
     """Returns ``(x - mean(x)) / sqrt(var(x) + eps + epsilon) * scale + bias``.
 
+    Operands are documented where the op is declared.
+
     Args:
-        x: [..., d]; mean and variance are over d, the variance divided by d.
-        scale: [d]; 1 if absent.
-        bias: [d]; 0 if absent.
-        epsilon: [], added to `eps` where it is only known at run time.
         eps: Added to the variance.
         out_dtype: The result's dtype; x's by default.
         of_squares: Whether a row whose mean's square overflows is NaN, as where that is

@@ -19,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.norms.layer_norm.estimate import estimate
 from rewriter.kernels.norms.rms_norm.xla import supports as supports
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Speed, Traits, pays_on_cpu
 
 
 def forward(
@@ -89,3 +91,16 @@ def backward(
         total = -0.5 * x.shape[-1] * jnp.sum(along * r * r)
         grads["epsilon"] = total.astype(epsilon.dtype)
     return grads
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="layer_norm",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(pays_on_cpu, estimate=estimate),
+    traits=Traits(memory_bounded=True, saves_out=False),
+)

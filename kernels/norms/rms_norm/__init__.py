@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.norms import rows_hopper, rows_tpu
-from rewriter.kernels.norms.rms_norm import xla
+from rewriter.kernels.norms.rms_norm import hopper, tpu, xla
 from rewriter.kernels.norms.rms_norm.cost import cost
-from rewriter.kernels.norms.rms_norm.estimate import estimate
 from rewriter.kernels.norms.rms_norm.reference import reference, sample
-from rewriter.ops.kernel import PLATFORMS, Kernel, pays_on_cpu
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 
 OP = Op(
     name="rms_norm",
-    operands=("x", "scale", "epsilon"),
-    required=("x",),
-    dims={"x": "... d", "scale": "d", "epsilon": "", "out": "... d"},
+    operands=(
+        Operand("x", "... d", True, "The rows: the mean square is over d."),
+        Operand("scale", "d", doc="Multiplies the rows; 1 if absent."),
+        Operand("epsilon", "", doc="Added to `eps`, if known only at run time."),
+    ),
+    out="... d",
     reference=reference,
     sample=sample,
     defaults={"eps": 0.0, "out_dtype": None},
     parallel="...",
     cost=cost,
-)
+)  # fmt: skip
 
-KERNELS = (
-    rows_tpu.kernel("rms_norm", centred=False, estimate=estimate),
-    rows_hopper.kernel("rms_norm", centred=False, by_xla=xla, estimate=estimate),
-    Kernel(
-        name="memory_bounded",
-        op="rms_norm",
-        platforms=PLATFORMS,
-        version=1,
-        supports=xla.supports,
-        forward=xla.forward,
-        backward=xla.backward,
-        memory_bounded=True,
-        saves_out=False,
-        profitable=pays_on_cpu,
-        estimate=estimate,
-    ),
-)
+KERNELS = (tpu.KERNEL, hopper.KERNEL, xla.KERNEL)

@@ -22,10 +22,9 @@ def reference(
 ) -> jax.Array:
     """Returns ``x / sqrt(mean(x², -1) + eps + epsilon) * scale``.
 
+    Operands are documented where the op is declared.
+
     Args:
-        x: [..., d].
-        scale: [d]; 1 if absent.
-        epsilon: [], added to `eps` where it is only known at run time.
         eps: Added to the mean square.
         out_dtype: The result's dtype; x's by default.
 

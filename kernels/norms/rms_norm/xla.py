@@ -16,7 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.ops.kernel import Spec
+from rewriter.kernels.norms.rms_norm.estimate import estimate
+from rewriter.ops.kernel import (
+    PLATFORMS,
+    Kernel,
+    Limits,
+    Spec,
+    Speed,
+    Traits,
+    pays_on_cpu,
+)
 from rewriter.support.verdict import YES, Verdict, no
 
 
@@ -83,3 +92,16 @@ def backward(
         total = -0.5 * x.shape[-1] * jnp.sum(mean * r * r)
         grads["epsilon"] = total.astype(epsilon.dtype)
     return grads
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="rms_norm",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(pays_on_cpu, estimate=estimate),
+    traits=Traits(memory_bounded=True, saves_out=False),
+)

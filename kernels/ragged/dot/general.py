@@ -29,13 +29,11 @@ def general(
 ) -> Array:
     """Computes `rewriter.kernels.ragged.dot.reference.reference`.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k].
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" or "contracting".
         out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`.
 
     Returns:
         [m, n], or [g, k, n] if contracting.

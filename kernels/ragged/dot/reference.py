@@ -36,10 +36,9 @@ def reference(
     following one another; rows past ``sum(group_sizes)`` belong to none and
     give zeros.
 
+    Operands are documented where the op is declared.
+
     Args:
-        lhs: [m, k].
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" (rhs's last axis is contracted) or
             "contracting" (the rows are: one product per group).
         out_dtype: The result's dtype, that of the operands by default.

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.ragged.dot import estimate, xla
+from rewriter.kernels.ragged.dot.rows import anywhere
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
 
 if TYPE_CHECKING:
     from jax import Array
@@ -74,13 +76,11 @@ def forward(
 ) -> Any:
     """Returns the ragged dot, as `reference` does.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k].
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" or "contracting".
         out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
     """
@@ -195,3 +195,20 @@ def _cut(x: Array, parts: int, each: int) -> Array:
     elif more:
         x = jnp.pad(x, ((0, more), (0, 0), (0, 0)))
     return x.reshape(parts, each, *x.shape[1:])
+
+
+KERNEL = anywhere(
+    Kernel(
+        name="tiled",
+        op="ragged_dot",
+        platforms=PLATFORMS,
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports),
+        speed=Speed(profitable, estimate=estimate.estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=Space(Tiles, default, configs),
+        backward_space=Space(Tiles, default, configs),
+    )
+)

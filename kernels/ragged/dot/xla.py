@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.ragged.dot import estimate
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -122,16 +123,12 @@ def forward(
 ) -> Any:
     """Returns the ragged dot, as `reference` does.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k].
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" or "contracting".
         out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
-        first_row: int32 [], where the rows of the first group begin; at the top by
-            default.
         config: The tile.
     """
     size = (config or Tile()).rows or tile_rows(lhs.shape[0], group_sizes.shape[0])
@@ -160,17 +157,12 @@ def backward(
 ) -> dict[str, Array]:
     """Returns the cotangents of lhs and rhs, each a ragged dot itself.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k].
-        rhs: As in `forward`.
-        group_sizes: int [g].
         out: Not needed.
         residuals: Empty.
         cotangent: As the result of `forward`.
-        mode: As in `forward`.
-        out_dtype: As in `forward`.
-        precision: As in `forward`.
-        first_row: As in `forward`.
         config: As in `forward`.
         product: A `forward` that computes them.
     """
@@ -310,3 +302,18 @@ def zero(*arrays: Array) -> Array:
         first = x[(0,) * x.ndim]
         total = total + jnp.where(first == first, 0.0, 0.0)
     return total
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="ragged_dot",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable, estimate=estimate.estimate),
+    traits=Traits(memory_bounded=True, saves_out=False),
+    space=Space(Tile, default, configs),
+    backward_space=Space(Tile, default, configs),
+)

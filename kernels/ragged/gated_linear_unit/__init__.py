@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.ragged.dot.rows import FIRST, anywhere, from_any_row
-from rewriter.kernels.ragged.gated_linear_unit import hopper, tpu
-from rewriter.kernels.ragged.gated_linear_unit.cost import cost
-from rewriter.kernels.ragged.gated_linear_unit.estimate import estimate
-from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import (
-    estimate as hopper_estimate,
+from rewriter.kernels.ragged import dot as ragged_dot
+from rewriter.kernels.ragged.dot.rows import FIRST, from_any_row
+from rewriter.kernels.ragged.gated_linear_unit import (
+    hopper,
+    hopper_by_parts,
+    tpu,
+    tpu_by_parts,
 )
+from rewriter.kernels.ragged.gated_linear_unit.cost import cost
 from rewriter.kernels.ragged.gated_linear_unit.reference import (
     distributions,
     general,
@@ -16,17 +18,19 @@ from rewriter.kernels.ragged.gated_linear_unit.reference import (
     sample,
 )
 from rewriter.kernels.ragged.gated_linear_unit.sharding import sharding
-from rewriter.ops.kernel import Kernel, Space
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 
 OP = Op(
     name="ragged_gated_linear_unit",
-    operands=("x", "w", "w_up", "group_sizes", FIRST),
-    required=("x", "w", "group_sizes"),
-    dims={
-        "x": "m k", "w": "g k f", "w_up": "g k f", "group_sizes": "g", FIRST: "",
-        "out": "m f",
-    },
+    operands=(
+        Operand("x", "m k", True, "Rows: those of one group lie together."),
+        Operand("w", "g k f", True, "The matrices of the branch that goes through the "
+                "activation. [g, k, 2f] with those of both, if `halves` is set."),
+        Operand("w_up", "g k f", doc="The matrices of the other branch, if separate."),
+        ragged_dot.OP.operand("group_sizes"),
+        ragged_dot.OP.operand(FIRST),
+    ),
+    out="m f",
     reference=from_any_row(reference, "x"),
     sample=sample,
     defaults={
@@ -40,96 +44,4 @@ OP = Op(
     parts="ragged_dot",
 )  # fmt: skip
 
-PARTS_ON_HOPPER = Space(
-    hopper.Tiles, hopper.default_of_parts, hopper.configs_of_parts, hopper.fits_parts
-)
-
-BACKWARD = Space(
-    tpu.Tiles, tpu.default_backward, tpu.configs_of_parts, tpu.fits_backward
-)
-
-KERNELS = (
-    anywhere(
-        Kernel(
-            name="mosaic_tpu",
-            op="ragged_gated_linear_unit",
-            platforms=("tpu",),
-            version=1,
-            supports=tpu.supports,
-            tried=False,
-            forward=tpu.forward,
-            backward=tpu.backward,
-            memory_bounded=True,
-            profitable=tpu.profitable,
-            estimate=estimate,
-            saves_out=False,
-            space=Space(tpu.Tiles, tpu.default, tpu.configs, tpu.fits),
-            backward_space=BACKWARD,
-            steps=tpu.steps,
-        ),
-        "x",
-    ),
-    anywhere(
-        Kernel(
-            name="hopper",
-            op="ragged_gated_linear_unit",
-            platforms=("cuda",),
-            version=1,
-            supports=hopper.supports,
-            runs_on=hopper.runs_on,
-            forward=hopper.forward,
-            backward=hopper.backward,
-            memory_bounded=True,
-            profitable=hopper.profitable,
-            estimate=hopper_estimate,
-            saves_out=False,
-            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-            backward_space=PARTS_ON_HOPPER,
-        ),
-        "x",
-    ),
-    # The fused kernels are compared with it; where it is best the parts become sites.
-    anywhere(
-        Kernel(
-            name="by_parts",
-            comparison_only=True,
-            op="ragged_gated_linear_unit",
-            platforms=("tpu",),
-            version=1,
-            supports=tpu.supports_parts,
-            tried=False,
-            forward=tpu.forward_by_parts,
-            backward=tpu.backward,
-            memory_bounded=True,
-            profitable=tpu.profitable,
-            estimate=estimate,
-            saves_out=False,
-            space=Space(
-                tpu.Tiles, tpu.default_of_parts, tpu.configs_of_parts, tpu.fits_parts
-            ),
-            backward_space=BACKWARD,
-            steps=tpu.steps_of_parts,
-        ),
-        "x",
-    ),
-    anywhere(
-        Kernel(
-            name="by_parts_hopper",
-            comparison_only=True,
-            op="ragged_gated_linear_unit",
-            platforms=("cuda",),
-            version=1,
-            supports=hopper.supports_parts,
-            runs_on=hopper.runs_on,
-            forward=hopper.forward_by_parts,
-            backward=hopper.backward,
-            memory_bounded=True,
-            profitable=hopper.profitable,
-            estimate=hopper_estimate,
-            saves_out=False,
-            space=PARTS_ON_HOPPER,
-            backward_space=PARTS_ON_HOPPER,
-        ),
-        "x",
-    ),
-)
+KERNELS = (tpu.KERNEL, hopper.KERNEL, tpu_by_parts.KERNEL, hopper_by_parts.KERNEL)

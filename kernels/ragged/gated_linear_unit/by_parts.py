@@ -39,16 +39,9 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does, by a kernel of ragged dots.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [m, k].
-        w: [g, k, f], or [g, k, 2f].
-        group_sizes: int [g].
-        w_up: [g, k, f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
-        precision: As in `reference`.
-        out_dtype: As in `reference`.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The product's.
         product: The kernel.
@@ -82,19 +75,12 @@ def backward(
 ) -> dict[str, Array]:
     """Returns the cotangents of x and the matrices, by the ragged dots' own backward.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: As in `forward`.
-        w: As in `forward`.
-        group_sizes: As in `forward`.
-        w_up: As in `forward`.
         out: Not needed.
         residuals: Both branches.
         cotangent: [m, f].
-        activation: As in `forward`.
-        beta: As in `forward`.
-        halves: As in `forward`.
-        precision: As in `forward`.
-        out_dtype: As in `forward`.
         config: The product's.
         product_backward: As the backward of a kernel of ragged dots.
     """

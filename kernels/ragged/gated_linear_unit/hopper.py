@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
+from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
 from rewriter.kernels.ragged.gated_linear_unit.by_parts import part_of
+from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import estimate
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.gated_tiles import fits as fits
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -107,15 +110,9 @@ def forward(
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [m, k], bfloat16 or float16.
-        w: [g, k, f], or [g, k, 2f].
-        group_sizes: int [g].
-        w_up: [g, k, f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
-        precision: As in `jax.lax.dot`.
         out_dtype: The result's dtype: x's.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.
@@ -143,3 +140,23 @@ forward_by_parts = functools.partial(by_parts.forward, product=ragged_dot.forwar
 
 backward = functools.partial(by_parts.backward, product_backward=ragged_dot.backward)
 """The cotangents of x and the matrices, by the kernels of ragged dots."""
+
+
+PARTS = Space(Tiles, default_of_parts, configs_of_parts, fits_parts)
+
+KERNEL = anywhere(
+    Kernel(
+        name="hopper",
+        op="ragged_gated_linear_unit",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=Space(Tiles, default, configs, fits),
+        backward_space=PARTS,
+    ),
+    "x",
+)

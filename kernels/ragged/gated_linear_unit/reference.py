@@ -41,12 +41,9 @@ def reference(
     Row i of x belongs to the group whose range of rows holds it, the ranges following
     one another; rows past ``sum(group_sizes)`` belong to none and give zeros.
 
+    Operands are documented where the op is declared.
+
     Args:
-        x: [m, k].
-        w: [g, k, f], the matrices of the branch that goes through the activation; or
-            [g, k, 2f], those of both branches side by side, if `halves` is set.
-        group_sizes: int [g].
-        w_up: [g, k, f], the matrices of the other branch, if they are separate.
         activation: One of `rewriter.ops.activations.ACTIVATIONS`.
         beta: The number of a parametric activation.
         halves: The order of branches in w: "gate_up" or "up_gate"; None if w holds only

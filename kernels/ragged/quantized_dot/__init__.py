@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.ragged.dot.rows import FIRST, anywhere, from_any_row
+from rewriter.kernels.ragged import dot as plain
+from rewriter.kernels.ragged.dot.rows import FIRST, from_any_row
 from rewriter.kernels.ragged.quantized_dot import hopper
 from rewriter.kernels.ragged.quantized_dot.cost import cost
-from rewriter.kernels.ragged.quantized_dot.estimate import estimate
 from rewriter.kernels.ragged.quantized_dot.reference import (
     distributions,
     general,
@@ -13,18 +13,21 @@ from rewriter.kernels.ragged.quantized_dot.reference import (
     sample,
 )
 from rewriter.kernels.ragged.quantized_dot.sharding import sharding
-from rewriter.ops.kernel import Kernel, Space
-from rewriter.ops.op import Op
+from rewriter.ops.op import Op, Operand
 
 OP = Op(
     name="quantized_ragged_dot",
     form_of="ragged_dot",
-    operands=("lhs", "rhs", "group_sizes", "rhs_scale", FIRST),
-    required=("lhs", "rhs", "group_sizes"),
-    dims={
-        "lhs": "m k", "rhs": "g k n", "group_sizes": "g", "rhs_scale": "g n",
-        FIRST: "", "out": "m n",
-    },
+    operands=(
+        Operand("lhs", "m k", True, "Rows: those of one group lie together."),
+        Operand("rhs", "g k n", True, "The groups' 8-bit matrices: int8, float8_e4m3fn "
+                "or float8_e5m2. [g, n, k] if transposed."),
+        plain.OP.operand("group_sizes"),
+        Operand("rhs_scale", "g n", doc="A factor for each column of a matrix; 1 if "
+                "absent."),
+        plain.OP.operand(FIRST),
+    ),
+    out="m n",
     reference=from_any_row(reference),
     sample=sample,
     defaults={"mode": "forward", "out_dtype": None, "precision": None},
@@ -34,22 +37,4 @@ OP = Op(
     sharding=sharding,
 )  # fmt: skip
 
-KERNELS = (
-    anywhere(
-        Kernel(
-            name="hopper",
-            op="quantized_ragged_dot",
-            platforms=("cuda",),
-            version=1,
-            supports=hopper.supports,
-            runs_on=hopper.runs_on,
-            forward=hopper.forward,
-            backward=hopper.backward,
-            memory_bounded=True,
-            profitable=hopper.profitable,
-            estimate=estimate,
-            saves_out=False,
-            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        )
-    ),
-)
+KERNELS = (hopper.KERNEL,)

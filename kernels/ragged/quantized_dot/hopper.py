@@ -15,10 +15,12 @@ from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper import config as of_dot
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, STORED, WARPGROUPS
-from rewriter.kernels.ragged.quantized_dot.estimate import ROWS
+from rewriter.kernels.ragged.dot.rows import anywhere
+from rewriter.kernels.ragged.quantized_dot.estimate import ROWS, estimate
 from rewriter.kernels.ragged.quantized_dot.estimate import dequantized as plain
 from rewriter.kernels.ragged.quantized_dot.reference import DTYPES, dequantized
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -123,14 +125,11 @@ def forward(
     Products are exact in the float32 that they are summed in, so that `precision`
     changes nothing; the sums are multiplied by the scale, and rounded once.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k], bfloat16 or float16.
-        rhs: [g, k, n]; [g, n, k] if transposed; 8 bits.
-        group_sizes: int [g].
-        rhs_scale: [g, n].
         mode: "forward" or "transposed".
         out_dtype: The result's dtype, that of lhs by default.
-        precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
     """
@@ -167,17 +166,12 @@ def backward(
 
     The reference computes those of the scale, and of float matrices.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: As in `forward`.
-        rhs: As in `forward`.
-        group_sizes: As in `forward`.
-        rhs_scale: As in `forward`.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result of `forward`.
-        mode: As in `forward`.
-        out_dtype: As in `forward`.
-        precision: As in `forward`.
         config: Not needed.
     """
     del out, residuals, config
@@ -186,3 +180,19 @@ def backward(
         cotangent=cotangent, mode=mode, out_dtype=out_dtype, precision=precision,
     )  # fmt: skip
     return {"lhs": given["lhs"]}
+
+
+KERNEL = anywhere(
+    Kernel(
+        name="hopper",
+        op="quantized_ragged_dot",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=Space(Tiles, default, configs, fits),
+    )
+)

@@ -31,11 +31,9 @@ def reference(
 ) -> Array:
     """Returns each row times its group's matrix, which is dequantized first.
 
+    Operands are documented where the op is declared.
+
     Args:
-        lhs: [m, k], floats.
-        rhs: [g, k, n]; [g, n, k] if transposed; one of `DTYPES`.
-        group_sizes: int [g]; rows past their sum belong to no group and give zeros.
-        rhs_scale: [g, n], a factor for each column of a matrix; ones by default.
         mode: "forward", or "transposed": rhs's last axis is summed.
         out_dtype: The result's dtype, lhs's by default.
         precision: As in `jax.lax.dot`.

@@ -12,14 +12,19 @@ import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP
+from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import hopper as plain
 from rewriter.kernels.ragged.quantized_dot import hopper as of_dot
 from rewriter.kernels.ragged.quantized_dot.hopper import Tiles as Tiles
-from rewriter.kernels.ragged.quantized_gated_linear_unit.estimate import part_of
+from rewriter.kernels.ragged.quantized_gated_linear_unit.estimate import (
+    estimate,
+    part_of,
+)
 from rewriter.kernels.ragged.quantized_gated_linear_unit.reference import ordinary
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -90,17 +95,9 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does, for supported uses.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [m, k], bfloat16 or float16.
-        w: [g, k, f], or [g, k, 2f]; 8 bits.
-        group_sizes: int [g].
-        w_up: [g, k, f].
-        w_scale: [g, f], or [g, 2f].
-        w_up_scale: [g, f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
-        precision: As in `jax.lax.dot`; products are exact.
         out_dtype: The result's dtype: x's.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.
@@ -156,3 +153,20 @@ def backward(
     del out, config
     found = plain.backward(**ordinary(given), residuals=residuals, cotangent=cotangent)
     return {"x": found["x"]}
+
+
+KERNEL = anywhere(
+    Kernel(
+        name="hopper",
+        op="quantized_ragged_gated_linear_unit",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=Space(Tiles, default, configs, fits),
+    ),
+    "x",
+)

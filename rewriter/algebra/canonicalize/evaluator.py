@@ -385,26 +385,26 @@ class Evaluator(Layout, LoopForms):
             return self.scanned(node, value, args, mode)
         rule = RULES.get(prim)
         if prim in ("convert_element_type", "stop_gradient"):
-            made = self._cast(node, value, args, mode)
+            form = self._cast(node, value, args, mode)
         elif rule is None:
             return self.alg.of_atom(self.leaf(value, args))
         else:
             known = self._computed(node, value, args, mode)
             if known is not None:
                 return known
-            made = rule(self, node, args, mode)
+            form = rule(self, node, args, mode)
         sums = mode == FULL and node.prim in ("add", "sub") and not self.ideal
         if sums and self.is_side(value):
-            wrapped = with_wraps(self.alg, made, self.g.dtype(value))
+            wrapped = with_wraps(self.alg, form, self.g.dtype(value))
             if wrapped is not None:
                 return wrapped
-        if self._is_opaque(node, value, made, mode) or (
-            mode == FULL and self._rounds(node, value, args, made)
+        if self._is_opaque(node, value, form, mode) or (
+            mode == FULL and self._rounds(node, value, args, form)
         ):
             return self.alg.of_atom(self.leaf(value, args))
-        return made
+        return form
 
-    def _rounds(self, node: Node, value: int, args, made: Poly) -> bool:
+    def _rounds(self, node: Node, value: int, args, form: Poly) -> bool:
         """Whether a float side value may not be what its form says.
 
         So it is if a number of it stands for others that are near, as 3 for 2.999999;
@@ -415,10 +415,10 @@ class Evaluator(Layout, LoopForms):
         if self.ideal or not self.is_side(value):
             return False
         forms = self.operands(node, args, FULL)
-        numbers = {abs(c) for p in (made, *forms) for c in p.values()}
+        numbers = {abs(c) for p in (form, *forms) for c in p.values()}
         if not numbers.isdisjoint(map(abs, self.alg.blurred)):
             return True
-        if any(mono for _, mono in made):
+        if any(mono for _, mono in form):
             return False
         forms = [p for p in forms if any(m for _, m in p)]
         return not all(is_position(self.alg, p) for p in forms)
@@ -445,21 +445,21 @@ class Evaluator(Layout, LoopForms):
         forms = self.operands(node, args, mode)
         return in_each_case(self.alg, self.g, node, forms)
 
-    def _is_opaque(self, node: Node, value: int, made: Poly, mode: str) -> bool:
+    def _is_opaque(self, node: Node, value: int, form: Poly, mode: str) -> bool:
         """Whether a value stays opaque, since its form may differ from its value."""
         if self.ideal:
             return False
         if mode != FULL or not self.is_side(value):
             casts = node.prim in ("convert_element_type", "stop_gradient")
-            return not casts and self._may_wrap(node, value, made)
-        if is_exact(self.alg, self.g, node, made):
+            return not casts and self._may_wrap(node, value, form)
+        if is_exact(self.alg, self.g, node, form):
             return False
         dtype = self.g.dtype(value)
         if self.at_hand is None or self.at_hand(value):
             return True
-        return kind_of(dtype) != "f" and not is_counted(self.alg, made, dtype)
+        return kind_of(dtype) != "f" and not is_counted(self.alg, form, dtype)
 
-    def _may_wrap(self, node: Node, value: int, made: Poly) -> bool:
+    def _may_wrap(self, node: Node, value: int, form: Poly) -> bool:
         """Whether an integer may wrap around, and so differ from its form.
 
         Without known bounds, only sums and products of 8 and 16 bits are assumed to
@@ -468,7 +468,7 @@ class Evaluator(Layout, LoopForms):
         dtype = self.g.dtype(value)
         if self.private or kind_of(dtype) != "i":
             return False
-        lo, hi = self.alg.bounds(made)
+        lo, hi = self.alg.bounds(form)
         if math.isinf(lo) or math.isinf(hi):
             return np.dtype(dtype).itemsize < 4 and node.prim in WRAPPING
         info = np.iinfo(dtype)

@@ -31,29 +31,29 @@ FILL = 1e3
 """Numbers from this size on count as fills of masks."""
 
 
-def is_exact(alg: Algebra, graph: Graph, node: Node, made: Poly) -> bool:
+def is_exact(alg: Algebra, graph: Graph, node: Node, form: Poly) -> bool:
     """Whether a side value may be expanded; see the module's docstring.
 
     Args:
         alg: Where the form is.
         graph: The program.
         node: The equation that makes the value.
-        made: The value's form.
+        form: The value's form.
     """
     dtype = graph.dtype(node.outs[0])
     kind = kind_of(dtype)
     if kind == "i":
-        return is_position(alg, made) and within(alg.bounds(made), of_dtype(dtype))
+        return is_position(alg, form) and within(alg.bounds(form), of_dtype(dtype))
     if kind != "f":
         return False
-    if all(not mono for _, mono in made):
-        return all(_is_representable(c, dtype) for c in made.values())
-    if is_position(alg, made):
-        return within(alg.bounds(made), exact_integers(dtype))
+    if all(not mono for _, mono in form):
+        return all(_is_representable(c, dtype) for c in form.values())
+    if is_position(alg, form):
+        return within(alg.bounds(form), exact_integers(dtype))
     casts = node.prim == "convert_element_type"
     if casts and not is_lossless(graph.dtype(node.ins[0]), dtype):
         return False
-    return _is_masked(alg, node, made) or _is_slope(alg, made)
+    return _is_masked(alg, node, form) or _is_slope(alg, form)
 
 
 def exact_integers(dtype: Any) -> tuple[float, float]:
@@ -124,18 +124,18 @@ def with_wraps(alg: Algebra, p: Poly, dtype: Any) -> Poly | None:
 
 def _is_moved_position(alg: Algebra, p: Poly) -> bool:
     """Whether a form is a sum of positions, one other integer and a number."""
-    given = 0
+    leaves = 0
     for (flag, mono), c in p.items():
         if flag != TRUE or not float(c).is_integer() or len(mono) > 1:
             return False
         for atom, e in mono:
-            given += alg.kind(atom) == "leaf"
+            leaves += alg.kind(atom) == "leaf"
             plain = alg.kind(atom) == "iota" or (
                 alg.kind(atom) == "leaf" and abs(c) == 1 and _is_whole(alg, atom)
             )
             if e != 1 or not plain:
                 return False
-    return given == 1
+    return leaves == 1
 
 
 def _is_whole(alg: Algebra, atom: int) -> bool:

@@ -75,11 +75,11 @@ def _pull_in_front(body: Equations, i: int, eqn: Any, inner: Any) -> bool:
     inside = _jax.call_body(eqn)
     x = inside.invars[at]
     addend, total = _jax.new_var(x.aval), _jax.new_var(x.aval)
-    made = inner.replace(
+    moved = inner.replace(
         primitive=add.primitive, invars=[x, addend], outvars=[total], params=add.params
     )
     env = {x: total}
-    eqns = [made, *(_jax.reading(e, env) for e in inside.eqns)]
+    eqns = [moved, *(_jax.reading(e, env) for e in inside.eqns)]
     outs = [v if _jax.is_literal(v) else env.get(v, v) for v in inside.outvars]
     into, out_of, _ = _jax.parts_of(eqn)
     first, second = add.invars
@@ -130,7 +130,7 @@ def _pull_behind(body: Equations, i: int, eqn: Any, inner: Any) -> None:
     positions, place, addend = found
     add = body.eqns[positions[-1]]
     part, total = _jax.new_var(value.aval), _jax.new_var(value.aval)
-    made = inner.replace(
+    moved = inner.replace(
         primitive=add.primitive,
         invars=[part, value],
         outvars=[total],
@@ -142,7 +142,7 @@ def _pull_behind(body: Equations, i: int, eqn: Any, inner: Any) -> None:
             invars=[*eqn.invars, addend],
             outvars=[*eqn.outvars[:at], *add.outvars, *eqn.outvars[at + 1 :]],
         ),
-        _jax.with_equations(inside, [*inside.eqns, made], outs, [part]),
+        _jax.with_equations(inside, [*inside.eqns, moved], outs, [part]),
         (*into, out_of[at]),
         out_of,
     )

@@ -227,8 +227,8 @@ def _repeated(
         if _jax.call_kind(eqn) != "remat" or not _jax.is_recomputation(eqn):
             continue
         inner = _jax.call_body(eqn)
-        given = zip(_inputs(inner), eqn.invars, strict=True)
-        inside = {v: a if _jax.is_literal(a) else known.get(a) for v, a in given}
+        inputs = zip(_inputs(inner), eqn.invars, strict=True)
+        inside = {v: a if _jax.is_literal(a) else known.get(a) for v, a in inputs}
         inside = {v: a for v, a in inside.items() if a is not None and _is_var(a)}
         before = eqns[:at] if eqns is body.eqns else eqns
         pairs = _same(before, inner.eqns, inside)
@@ -297,11 +297,11 @@ def _with_given(
     eqns: Sequence[Any], chosen: Sequence[_Again], value: Mapping[tuple[int, Any], Any]
 ) -> list[Any]:
     """Equations whose checkpoints read the saved values."""
-    made = list(eqns)
+    equations = list(eqns)
     for at in sorted({a.at for a in chosen}):
         own = [v for a in chosen if a.at == at for v in a.results]
-        made[at] = _with_values(made[at], {v: value[at, v] for v in own})
-    return made
+        equations[at] = _with_values(equations[at], {v: value[at, v] for v in own})
+    return equations
 
 
 @dataclass(frozen=True)
@@ -345,12 +345,12 @@ def _carried_over(first: Loop, second: Loop) -> dict[Any, Any]:
     }
     turn = dict(zip(first.xs, first.inputs[first.first :], strict=True))
     outer.update({a: v for a, v in turn.items() if _is_var(a)})
-    given = second.inputs
-    pairs = zip(given[second.first :], second.xs, strict=True)
+    inputs = second.inputs
+    pairs = zip(inputs[second.first :], second.xs, strict=True)
     known = {v: outer[a] for v, a in pairs if _is_var(a) and a in outer}
     whole = zip(first.eqn.invars, first.inputs[: first.n_consts], strict=False)
     consts = {a: v for a, v in whole if _is_var(a)}
-    pairs = zip(given[: second.n_consts], second.eqn.invars, strict=False)
+    pairs = zip(inputs[: second.n_consts], second.eqn.invars, strict=False)
     known.update({v: consts[a] for v, a in pairs if _is_var(a) and a in consts})
     return known
 
@@ -363,7 +363,7 @@ def _stacking(body: Any, first: Loop, second: Loop, chosen: Sequence[_Again]) ->
     eqns = forward.eqns(first.eqns)
     one = jaxpr_as_fun(_jax.with_equations(first.body, eqns, [*first.outs, *values]))
     ins = first.eqn.invars
-    made, results = traced(
+    equations, results = traced(
         first, ins[: first.n_consts], ins[first.n_consts : first.first], first.xs,
         lambda consts, carry, x: one(*consts, *carry, *x),
     )  # fmt: skip
@@ -385,7 +385,7 @@ def _stacking(body: Any, first: Loop, second: Loop, chosen: Sequence[_Again]) ->
     )
     became = dict(zip(first.eqn.outvars, results, strict=False))
     became.update(zip(second.eqn.outvars, ends, strict=True))
-    instead = {first.position: made, second.position: behind}
+    instead = {first.position: equations, second.position: behind}
     eqns = [e for k, own in enumerate(body.eqns) for e in instead.get(k, [own])]
     outs = [became.get(v, v) if _is_var(v) else v for v in _outs(body)]
     eqns = [_jax.reading(e, became) for e in eqns]

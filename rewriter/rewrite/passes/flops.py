@@ -50,8 +50,8 @@ def _of_site(eqn: Any) -> Cost | None:
     use = eqn.params["use"]
     if use.op.cost is None:
         return None
-    given = [shaped(a.aval) for a in eqn.invars[: len(use.names)]]
-    own = without_levels(given, eqn.params.get("batch", ()))
+    operands = [shaped(a.aval) for a in eqn.invars[: len(use.names)]]
+    own = without_levels(operands, eqn.params.get("batch", ()))
     shapes = {n: s for n, (s, _) in zip(use.names, own, strict=True)}
     dtypes = {n: str(d) for n, (_, d) in zip(use.names, own, strict=True)}
     return use.op.cost(shapes, dtypes, dict(use.params), "forward")

@@ -54,7 +54,7 @@ def _may_swap(eqn: Any) -> bool:
     if eqn.primitive not in (site.site_p, site.site_on_devices_p):
         return False
     kernels = (k for _, k in eqn.params["use"].kernels)
-    return not eqn.params["batch"] and any(k and k.swaps for k in kernels)
+    return not eqn.params["batch"] and any(k and k.traits.swaps for k in kernels)
 
 
 def _with_order(eqn: Any, makers: dict[Any, Any]) -> Any:
@@ -64,7 +64,7 @@ def _with_order(eqn: Any, makers: dict[Any, Any]) -> Any:
     def knowing(kernel: Kernel | None) -> Kernel | None:
         names = tuple(
             name
-            for name, first, second in (kernel.swaps if kernel else ())
+            for name, first, second in (kernel.traits.swaps if kernel else ())
             if name in operands and _lies_swapped(operands[name], first, second, makers)
         )
         return _knowing(kernel, names) if kernel and names else kernel

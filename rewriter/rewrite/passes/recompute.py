@@ -140,10 +140,10 @@ def _pairs(body: Any, loops: Sequence[Loop]) -> Iterable[_Pair]:
                     read.setdefault(stacks[atom], []).append(at)
             elsewhere = {a for a in results if not _jax.is_literal(a)}
             for k, eqn in enumerate(body.eqns):
-                given = eqn.invars
+                inputs = eqn.invars
                 if k == second.position:
-                    given = given[: second.first]
-                elsewhere.update(_vars(given))
+                    inputs = inputs[: second.first]
+                elsewhere.update(_vars(inputs))
             anyway = frozenset(stacks[v] for v in elsewhere & stacks.keys())
             places = {k: tuple(at) for k, at in read.items()}
             yield _Pair(first, second, places, anyway)
@@ -170,7 +170,7 @@ def _cut(pair: _Pair) -> _Cut | None:
     if not isinstance(forward.length, int) or not is_sized(forward.inputs):
         return None
     makers = {v: e for e in forward.eqns for v in e.outvars}
-    given = dict(zip(forward.inputs, range(len(forward.inputs)), strict=True))
+    position = dict(zip(forward.inputs, range(len(forward.inputs)), strict=True))
     wanted = {forward.outs[k] for k in pair.read}
     stacked = set(_vars(forward.outs[k] for k in pair.anyway))
     graph = networkx.DiGraph()
@@ -179,7 +179,7 @@ def _cut(pair: _Pair) -> _Cut | None:
         graph.add_edge((value, "out"), "end")
     while todo:
         value = todo.pop()
-        weight = _weight(pair, value, given.get(value), wanted, stacked)
+        weight = _weight(pair, value, position.get(value), wanted, stacked)
         graph.add_edge((value, "in"), (value, "out"), capacity=weight)
         maker = makers.get(value)
         if maker is None or not _cheap(maker):
@@ -194,9 +194,11 @@ def _cut(pair: _Pair) -> _Cut | None:
         return None
     _, (near, _) = networkx.minimum_cut(graph, "start", "end")
     cut = [v for v in seen if (v, "in") in near and (v, "out") not in near]
-    made = [v for v in cut if v not in stacked and not _is_given(forward, given.get(v))]
+    recomputed = [
+        v for v in cut if v not in stacked and not _is_given(forward, position.get(v))
+    ]
     turns = forward.length
-    before, after = (turns * sum(map(size, x)) for x in (wanted - stacked, made))
+    before, after = (turns * sum(map(size, x)) for x in (wanted - stacked, recomputed))
     if before - after < LEAST:
         return None
     order = {v: k for k, v in enumerate([*forward.inputs, *makers])}
@@ -240,7 +242,7 @@ def _with_cut(body: Any, pair: _Pair, cut: Sequence[Any]) -> Any:
         cut: Variables of the forward's body.
     """
     forward, backward = pair.forward, pair.backward
-    given = dict(zip(forward.inputs, forward.eqn.invars, strict=True))
+    inputs = dict(zip(forward.inputs, forward.eqn.invars, strict=True))
     place = {v: k for k, v in enumerate(forward.inputs)}
     consts = [v for v in cut if place.get(v, forward.first) < forward.n_consts]
     slices = [v for v in cut if place.get(v, -1) >= forward.first]
@@ -256,8 +258,8 @@ def _with_cut(body: Any, pair: _Pair, cut: Sequence[Any]) -> Any:
         own, more = whole[: backward.n_consts], whole[backward.n_consts :]
         known = dict(zip(consts, more, strict=True))
         known.update(zip([*stacked, *slices], x[len(others) :], strict=True))
-        made = again(*(known[v] for v in cut))
-        values = dict(zip(dict.fromkeys(read.values()), made, strict=True))
+        recomputed = again(*(known[v] for v in cut))
+        values = dict(zip(dict.fromkeys(read.values()), recomputed, strict=True))
         turn = dict(zip(others, x[: len(others)], strict=True))
         turn.update({at: values[v] for at, v in read.items()})
         return usual(*own, *carry, *(turn[k] for k in sorted(turn)))
@@ -265,9 +267,9 @@ def _with_cut(body: Any, pair: _Pair, cut: Sequence[Any]) -> Any:
     ins = backward.eqn.invars
     second, ends = traced(
         backward,
-        [*ins[: backward.n_consts], *(given[v] for v in consts)],
+        [*ins[: backward.n_consts], *(inputs[v] for v in consts)],
         ins[backward.n_consts : backward.first],
-        [*(ins[k] for k in others), *stacks, *(given[v] for v in slices)],
+        [*(ins[k] for k in others), *stacks, *(inputs[v] for v in slices)],
         step,
     )
     results.update(zip(backward.eqn.outvars, ends, strict=True))
@@ -300,7 +302,7 @@ def _stacking(
     eqns, _ = live(loop.eqns, outs)
     body = jaxpr_as_fun(_jax.with_equations(loop.body, eqns, outs))
     ins = loop.eqn.invars
-    made, results = traced(
+    equations, results = traced(
         loop,
         ins[: loop.n_consts],
         ins[loop.n_consts : loop.first],
@@ -309,7 +311,7 @@ def _stacking(
     )
     became = {loop.eqn.outvars[k]: v for k, v in zip(kept, results, strict=False)}
     place = {**anyway, **{v: len(kept) + k for k, v in enumerate(new)}}
-    return made, became, [results[place[v]] for v in values]
+    return equations, became, [results[place[v]] for v in values]
 
 
 def _again(loop: Loop, cut: Sequence[Any], wanted: Sequence[Any]) -> Any:

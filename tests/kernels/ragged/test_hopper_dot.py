@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.ragged.dot import HOPPER, KERNELS, OP, hopper
+from rewriter.kernels.ragged.dot import KERNELS, OP, hopper
 from rewriter.kernels.ragged.dot.hopper import by_groups, by_rows, config, schedule
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.ragged.dot.ranges import bounds
@@ -195,7 +195,7 @@ def test_other_gpus_are_refused() -> None:
 def test_configs_are_pruned() -> None:
     here = device.named("h200")
     for mode in MODES:
-        found, pruned = worth_measuring(HOPPER, spec(mode), here, 24)
+        found, pruned = worth_measuring(hopper.SPACE, spec(mode), here, 24)
         assert len(found) >= 4
         assert not pruned
     for bad, code in (

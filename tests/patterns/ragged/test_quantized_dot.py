@@ -366,4 +366,4 @@ def test_gradients(stored: str) -> None:
 
 def test_parts_of_the_op_are_described() -> None:
     assert OP.form_of == "ragged_dot"
-    assert set(OP.dims) == {*OP.operands, "out"}
+    assert set(OP.dims) == {*OP.names, "out"}

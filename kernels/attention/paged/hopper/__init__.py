@@ -15,13 +15,14 @@ from rewriter.kernels.attention.hopper_decode import ANY
 from rewriter.kernels.attention.hopper_decode import Split as Split
 from rewriter.kernels.attention.hopper_decode import profitable as profitable
 from rewriter.kernels.attention.hopper_decode import runs_on as runs_on
+from rewriter.kernels.attention.paged.estimate import estimate
 from rewriter.kernels.attention.paged.hopper.config import configs as configs
 from rewriter.kernels.attention.paged.hopper.config import default as default
 from rewriter.kernels.attention.paged.hopper.config import fits as fits
 from rewriter.kernels.attention.paged.hopper.config import page_size
 from rewriter.kernels.attention.paged.reference import AXES, numbered
 from rewriter.kernels.attention.paged.xla import as_attention
-from rewriter.ops.kernel import spec_of
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
 from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def forward(*, config: Split | None = None, **given: Any) -> Array:
     """
     from rewriter.kernels.attention.paged import OP
 
-    operands = {n: jnp.asarray(given[n]) for n in OP.operands if n in given}
+    operands = {n: jnp.asarray(given[n]) for n in OP.names if n in given}
     params = {n: x for n, x in given.items() if n not in operands}
     config = config or default(spec_of(OP, operands, params), ANY)
     return _forward(**operands, **params, config=config)
@@ -85,3 +86,16 @@ def _forward(
     if fills:
         out = jnp.where(beyond[:, None, None, None], jnp.nan, out)
     return out
+
+
+KERNEL = Kernel(
+    name="hopper_decode",
+    op="paged_attention",
+    platforms=("cuda",),
+    version=1,
+    forward=forward,
+    limits=Limits(supports, runs_on),
+    speed=Speed(profitable, estimate=estimate),
+    traits=Traits(memory_bounded=True),
+    space=Space(Split, default, configs, fits),
+)

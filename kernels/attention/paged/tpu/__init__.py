@@ -16,7 +16,7 @@ from rewriter.kernels.attention.paged.tpu.config import ANY, Chunk, fits, sizes
 from rewriter.kernels.attention.paged.tpu.config import configs as configs
 from rewriter.kernels.attention.paged.tpu.config import default as default
 from rewriter.kernels.attention.tpu import sized
-from rewriter.ops.kernel import spec_of
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
 from rewriter.ops.tpu import LANES
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -105,7 +105,20 @@ def forward(*, config: Chunk | None = None, **given: Any) -> Array:
     from rewriter.kernels.attention.paged import OP
     from rewriter.kernels.attention.paged.tpu import kernel
 
-    operands = {n: jnp.asarray(given[n]) for n in OP.operands if n in given}
+    operands = {n: jnp.asarray(given[n]) for n in OP.names if n in given}
     params = {n: x for n, x in given.items() if n not in operands}
     chunk = config or default(spec_of(OP, operands, params), ANY)
     return kernel.forward(**operands, **params, config=chunk)
+
+
+KERNEL = Kernel(
+    name="mosaic_tpu",
+    op="paged_attention",
+    platforms=("tpu",),
+    version=1,
+    forward=forward,
+    limits=Limits(supports),
+    speed=Speed(profitable),
+    traits=Traits(memory_bounded=True, tried=False),
+    space=Space(Chunk, default, configs, fits),
+)

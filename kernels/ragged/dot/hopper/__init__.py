@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import tiled, xla
+from rewriter.kernels.ragged.dot.estimate import estimate
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.hopper.config import configs as configs
 from rewriter.kernels.ragged.dot.hopper.config import default as default
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits
+from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -84,13 +87,11 @@ def forward(
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k], bfloat16 or float16.
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" or "contracting".
         out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
     """
@@ -124,3 +125,22 @@ def backward(
     if cotangent.dtype != given["lhs"].dtype:
         return tiled.backward(cotangent=cotangent, **given)
     return xla.backward(cotangent=cotangent, config=config, product=forward, **given)
+
+
+SPACE = Space(Tiles, default, configs, fits)
+
+KERNEL = anywhere(
+    Kernel(
+        name="hopper",
+        op="ragged_dot",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=SPACE,
+        backward_space=SPACE,
+    )
+)

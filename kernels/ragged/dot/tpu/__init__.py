@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import xla
+from rewriter.kernels.ragged.dot.estimate import estimate
 from rewriter.kernels.ragged.dot.products import Product
+from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.tpu.config import NAMES, Tiles, blocks, smallest, vmem
 from rewriter.kernels.ragged.dot.tpu.config import configs as configs
 from rewriter.kernels.ragged.dot.tpu.config import default as default
@@ -20,6 +22,7 @@ from rewriter.kernels.ragged.dot.tpu.config import default_backward as default_b
 from rewriter.kernels.ragged.dot.tpu.config import fits as fits
 from rewriter.kernels.ragged.dot.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.ragged.dot.tpu.config import steps as steps
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -71,13 +74,11 @@ def forward(
 ) -> Any:
     """Returns the ragged dot, as `reference` does, for supported uses.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        lhs: [m, k], bfloat16 or float32.
-        rhs: [g, k, n]; [g, n, k] if transposed; [m, n] if contracting.
-        group_sizes: int [g].
         mode: "forward", "transposed" or "contracting".
         out_dtype: The result's dtype, that of the operands by default.
-        precision: As in `jax.lax.dot`. Products of bfloat16 numbers are exact.
         residuals: Whether to return ``(result, ())``.
         config: The tiles.
     """
@@ -101,3 +102,20 @@ def forward(
 
 backward = functools.partial(xla.backward, product=forward)
 """The cotangents of lhs and rhs, each a ragged dot itself."""
+
+
+KERNEL = anywhere(
+    Kernel(
+        name="mosaic_tpu",
+        op="ragged_dot",
+        platforms=("tpu",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports),
+        speed=Speed(profitable, estimate=estimate, steps=steps),
+        traits=Traits(memory_bounded=True, saves_out=False, tried=False),
+        space=Space(Tiles, default, configs, fits),
+        backward_space=Space(Tiles, default_backward, configs, fits_backward),
+    )
+)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import tpu as ragged_dot
+from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
 from rewriter.kernels.ragged.gated_linear_unit.by_parts import part_of
+from rewriter.kernels.ragged.gated_linear_unit.estimate import estimate
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
     NAME,
     SMALLEST,
@@ -48,6 +50,7 @@ from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
 )
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
 from rewriter.ops import tpu
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -116,15 +119,9 @@ def forward(
 ) -> Any:
     """Returns the result, as `reference` does, for supported uses.
 
+    Operands are those of the op, and parameters are as in `reference`.
+
     Args:
-        x: [m, k], bfloat16 or float32.
-        w: [g, k, f], or [g, k, 2f].
-        group_sizes: int [g].
-        w_up: [g, k, f].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
-        precision: As in `jax.lax.dot`. Products of bfloat16 numbers are exact.
         out_dtype: The result's dtype; x's by default.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles.
@@ -161,3 +158,23 @@ forward_by_parts = functools.partial(by_parts.forward, product=ragged_dot.forwar
 
 backward = functools.partial(by_parts.backward, product_backward=ragged_dot.backward)
 """The cotangents of x and the matrices, by the kernels of ragged dots."""
+
+
+BACKWARD = Space(Tiles, default_backward, configs_of_parts, fits_backward)
+
+KERNEL = anywhere(
+    Kernel(
+        name="mosaic_tpu",
+        op="ragged_gated_linear_unit",
+        platforms=("tpu",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports),
+        speed=Speed(profitable, estimate=estimate, steps=steps),
+        traits=Traits(memory_bounded=True, saves_out=False, tried=False),
+        space=Space(Tiles, default, configs, fits),
+        backward_space=BACKWARD,
+    ),
+    "x",
+)
