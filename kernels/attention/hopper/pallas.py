@@ -100,6 +100,8 @@ def with_rows(
     """
     made = dict(memory)
     for name, rows in names.items():
+        if rows in memory:  # as a kernel's halves are given it
+            continue
         views = tuple(memory[name]) if two else (memory[name],)
         made[name], made[rows] = views[0], views[-1]
     return made
