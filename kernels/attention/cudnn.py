@@ -42,6 +42,12 @@ LARGE = {"float16": -(2.0**15)}
 LARGEST = -(2.0**41)
 
 
+ABSENT = (
+    "JAX traces cuDNN only on a machine that has it, and this one does not: on the GPU"
+    " it may be chosen"
+)
+
+
 def supports(spec: Spec) -> Verdict:
     """Supports 16-bit q, k, v, tables and lengths, causal or with a left window.
 
@@ -128,7 +134,7 @@ def _masks(spec: Spec) -> Verdict:
 
 @functools.lru_cache(maxsize=1024)
 def _asked(spec: Spec) -> Verdict:
-    """JAX's error when it traces the call with its gradients, or ``""``."""
+    """Whether JAX traces the call with its gradients, and its reason if not."""
     arrays = {
         n: jax.ShapeDtypeStruct(spec.shape(n), spec.dtype(n)) for n in spec.operands
     }
@@ -138,7 +144,8 @@ def _asked(spec: Spec) -> Verdict:
     try:
         jax.eval_shape(lambda x, c: _vjp(x, **params)[1](c), arrays, out)
     except Exception as problem:  # of many kinds, with the reason in the text
-        return no("cudnn", str(problem).splitlines()[0])
+        reason = str(problem).splitlines()[0]
+        return no("cudnn", ABSENT if "not detected" in reason else reason)
     return YES
 
 

@@ -238,7 +238,7 @@ def _margin(kernel: Kernel, platform: str) -> float:
 def _by_model(mine: float, best: float) -> str:
     """Why an implementation loses by its estimate."""
     if math.isinf(mine):
-        return "no estimate: it does not fit into memory, or was not tried"
+        return "no estimate: nothing of this size was measured (`rewriter.tune` does)"
     mine, best = 1e6 * mine, 1e6 * best
     return f"estimated to take {time_text(mine)}, and the choice {time_text(best)}"
 
