@@ -224,8 +224,8 @@ def _estimated(
     against = times[best] if wins else xla
     slower = {**times, XLA: xla} if wins else times
     refused += [
-        (name, _by_model(us, against)) for name, us in slower.items() if name != best
-        or not wins
+        (name, _by_model(name, us, against)) for name, us in slower.items()
+        if name != best or not wins
     ]  # fmt: skip
     return Choice(implementation, "estimated", tuple(refused))
 
@@ -235,8 +235,10 @@ def _margin(kernel: Kernel, platform: str) -> float:
     return OWN if kernel.platforms == ("tpu",) else MARGIN.get(platform, FAR)
 
 
-def _by_model(mine: float, best: float) -> str:
+def _by_model(name: str, mine: float, best: float) -> str:
     """Why an implementation loses by its estimate."""
+    if math.isinf(mine) and name == XLA:
+        return "what it keeps for a while does not fit into the device's memory"
     if math.isinf(mine):
         return "no estimate: nothing of this size was measured (`rewriter.tune` does)"
     mine, best = 1e6 * mine, 1e6 * best
