@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rewriter.kernels.attention import cudnn, hopper, hopper_decode, tpu, xla
+from rewriter.kernels.attention.by_entry import by_entry
 from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.reference import (
@@ -60,68 +61,74 @@ KERNELS = (
         needs_devices=True,
         deterministic=cudnn.deterministic,
     ),
-    Kernel(
-        name="hopper",
-        op="attention",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper.supports,
-        runs_on=hopper.runs_on,
-        deterministic=hopper.deterministic,
-        forward=hopper.forward,
-        backward=hopper.backward,
-        memory_bounded=True,
-        merges=True,
-        profitable=hopper.profitable,
-        estimate=estimate,
-        space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
-        backward_space=Space(
-            hopper.BackwardTiles,
-            hopper.backward_default,
-            hopper.backward_configs,
-            hopper.fits_backward,
-        ),
-        swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
+    by_entry(
+        Kernel(
+            name="hopper",
+            op="attention",
+            platforms=("cuda",),
+            version=1,
+            supports=hopper.supports,
+            runs_on=hopper.runs_on,
+            deterministic=hopper.deterministic,
+            forward=hopper.forward,
+            backward=hopper.backward,
+            memory_bounded=True,
+            merges=True,
+            profitable=hopper.profitable,
+            estimate=estimate,
+            space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
+            backward_space=Space(
+                hopper.BackwardTiles,
+                hopper.backward_default,
+                hopper.backward_configs,
+                hopper.fits_backward,
+            ),
+            swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
+        )
     ),
-    Kernel(
-        name="hopper_decode",
-        op="attention",
-        platforms=("cuda",),
-        version=1,
-        supports=hopper_decode.supports,
-        runs_on=hopper_decode.runs_on,
-        forward=hopper_decode.forward,
-        memory_bounded=True,
-        profitable=hopper_decode.profitable,
-        estimate=estimate,
-        space=Space(
-            hopper_decode.Split,
-            hopper_decode.default,
-            hopper_decode.configs,
-            hopper_decode.fits,
-        ),
-        swaps=(("k", 1, 2), ("v", 1, 2)),
+    by_entry(
+        Kernel(
+            name="hopper_decode",
+            op="attention",
+            platforms=("cuda",),
+            version=1,
+            supports=hopper_decode.supports,
+            runs_on=hopper_decode.runs_on,
+            forward=hopper_decode.forward,
+            memory_bounded=True,
+            profitable=hopper_decode.profitable,
+            estimate=estimate,
+            space=Space(
+                hopper_decode.Split,
+                hopper_decode.default,
+                hopper_decode.configs,
+                hopper_decode.fits,
+            ),
+            swaps=(("k", 1, 2), ("v", 1, 2)),
+        )
     ),
-    Kernel(
-        name="mosaic_tpu",
-        op="attention",
-        platforms=("tpu",),
-        version=1,
-        supports=tpu.supports,
-        tried=False,
-        forward=tpu.forward,
-        backward=tpu.backward,
-        memory_bounded=True,
-        merges=True,
-        profitable=tpu.profitable,
-        steps=tpu.steps,
-        space=Space(tpu.Blocks, tpu.default, tpu.configs, tpu.fits),
-        backward_space=Space(
-            tpu.BackwardBlocks,
-            tpu.backward_default,
-            tpu.backward_configs,
-            tpu.fits_backward,
-        ),
+    by_entry(
+        Kernel(
+            name="mosaic_tpu",
+            op="attention",
+            platforms=("tpu",),
+            version=1,
+            supports=tpu.supports,
+            tried=False,
+            forward=tpu.forward,
+            backward=tpu.backward,
+            memory_bounded=True,
+            merges=True,
+            profitable=tpu.profitable,
+            steps=tpu.steps,
+            space=Space(tpu.Blocks, tpu.default, tpu.configs, tpu.fits),
+            backward_space=Space(
+                tpu.BackwardBlocks,
+                tpu.backward_default,
+                tpu.backward_configs,
+                tpu.fits_backward,
+            ),
+        )
     ),
     Kernel(
         name="memory_bounded",

@@ -196,7 +196,7 @@ class Assembly(Masks, Rows):
                 return tuple(hits)
             if hits:
                 rows = hits
-        return (max(rows, key=lambda i: self.alg.sizes[i]),)
+        return (max(rows, key=self.alg.size_order),)
 
     def _is_group(self, row: int) -> bool:
         """Whether an axis is a digit of the heads that sinks are given for."""

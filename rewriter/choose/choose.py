@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import InconclusiveDimensionOperation
+
 from rewriter.choose import choose_sum
 from rewriter.config import Config
 from rewriter.errors import KernelError, UnknownKernel, caller, known
@@ -25,7 +27,7 @@ from rewriter.measure.measurement import (
 from rewriter.measure.program_key import REWRITTEN, WITHOUT
 from rewriter.measure.sources import look_up, sources
 from rewriter.ops.device import Device, deterministic_xla
-from rewriter.ops.kernel import Kernel, Spec
+from rewriter.ops.kernel import Kernel, Spec, of_least_sizes
 from rewriter.ops.registry import REFERENCE
 from rewriter.site.implementation import (
     RING,
@@ -159,7 +161,17 @@ def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdic
     verdict = kernel.runs_on(device)
     if verdict.ok and _only_deterministic(config):
         verdict = kernel.deterministic(None)
-    return kernel.supports(spec) if verdict.ok else verdict
+    return _decided(kernel.supports, spec) if verdict.ok else verdict
+
+
+def _decided(check: Callable[..., Verdict], spec: Spec, *args: Any) -> Verdict:
+    """A kernel's check; no where it compares symbolic sizes that may be either."""
+    try:
+        return check(spec, *args)
+    except InconclusiveDimensionOperation as why:
+        if not spec.symbolic:
+            raise
+        return no("symbolic", str(why).partition("\n")[0])
 
 
 def _only_deterministic(config: Config) -> bool:
@@ -187,12 +199,14 @@ def _estimated(
 ) -> Choice | None:
     """The fastest by the kernels' models of a known device; None without models.
 
-    A kernel without a model that comes before them is chosen by its own rule.
+    A kernel without a model that comes before them is chosen by its own rule. Symbolic
+    sizes count as their least: a kernel that is faster there is chosen.
     """
     here = [k for k in kernels if device.platform in k.platforms]
     modelled = any(k.estimate is not None for k in here)
-    if not (device.flops and device.bandwidth and modelled) or spec.symbolic:
+    if not (device.flops and device.bandwidth and modelled):
         return None
+    sized = of_least_sizes(spec)
     refused: list[tuple[str, str]] = []
     times: dict[str, float] = {}
     xla = 0.0
@@ -204,7 +218,7 @@ def _estimated(
                 made = default_configs(spec, device, kernel)
                 return Choice(made, "heuristic", tuple(refused))
         if verdict.ok and kernel.estimate is not None:
-            found = kernel.estimate(spec, device, BOTH if differentiated else FORWARD)
+            found = kernel.estimate(sized, device, BOTH if differentiated else FORWARD)
             times[kernel.name], xla = (
                 found[name] + 1e-6 * longer.get(name, 0.0)
                 for name in (kernel.name, XLA)
@@ -215,6 +229,8 @@ def _estimated(
     better = [name for name, t in times.items() if t < limits[name]]
     best = min(better or times, key=times.__getitem__, default="")
     wins = bool(better)
+    if spec.symbolic and not wins:
+        return None  # larger sizes may pay
     made = AS_WRITTEN
     if wins:
         made = default_configs(spec, device, next(k for k in here if k.name == best))
@@ -264,8 +280,8 @@ def _by_rule(
 
 def _pays(kernel: Kernel, spec: Spec, platform: str, differentiated: int) -> Verdict:
     if differentiated and kernel.profitable_backward is not None:
-        return kernel.profitable_backward(spec, platform, differentiated)
-    return kernel.profitable(spec, platform)
+        return _decided(kernel.profitable_backward, spec, platform, differentiated)
+    return _decided(kernel.profitable, spec, platform)
 
 
 def _reasons(verdict: Verdict) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
 
 from rewriter.kernels.attention.xla.config import DEFAULT, Blocks
 
@@ -29,7 +31,10 @@ FAR = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """Block sizes, and batch entries and heads per step."""
+    """Block sizes, and batch entries and heads per step.
+
+    The sizes b, t, s, rows and keys may be symbolic.
+    """
 
     b: int
     t: int
@@ -51,13 +56,41 @@ class Sizes:
         """Steps over batch entries and heads."""
         return (self.b // self.some_b) * (self.heads // self.some_heads)
 
+    @property
+    def rows_overlap(self) -> bool:
+        """Whether the last block of rows may repeat rows of the one before."""
+        return _may_be_ragged(self.t, self.rows)
+
+    @property
+    def keys_overlap(self) -> bool:
+        """Whether the last block of keys may repeat keys of the one before."""
+        return _may_be_ragged(self.s, self.keys)
+
+
+def _may_be_ragged(n: int, size: int) -> bool:
+    known = isinstance(n, int) and isinstance(size, int)
+    return n % size != 0 if known else True
+
+
+def number(x: Any) -> Any:
+    """Returns a symbolic size as an array; other numbers unchanged."""
+    known = isinstance(x, (int, jax.Array))
+    return x if known else jnp.asarray(x, jnp.int32)
+
 
 def _divisor(n: int, most: int) -> int:
+    if not isinstance(n, int):
+        return 1  # of a symbolic size
     return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
 
 
 def _even(n: int, most: int) -> int:
-    """Returns a block size up to `most` that divides n into nearly equal blocks."""
+    """Returns a block size up to `most` that divides n into nearly equal blocks.
+
+    That of a symbolic size is symbolic too: at most `most`, and no larger than n.
+    """
+    if not isinstance(n, int):
+        return min_dim(n, most)
     blocks = -(-n // most)
     size = -(-n // blocks)
     return min(n, (size + 7) // 8 * 8)
@@ -70,12 +103,13 @@ def _sizes(q: Array, k: Array, blocks: Blocks) -> Sizes:
     most, lines = blocks.rows, blocks.lines
     rows = _even(t, max(most // 8, min(most, 2 * most // group)))
     keys = _even(s, blocks.keys)
-    if t * group < most // 2:
+    if isinstance(t, int) and t * group < most // 2:
         # Few rows, as in decoding: longer blocks, up to a number of keys of all heads.
         width = heads * k.shape[3]
         longest = min(lines // width, most * blocks.keys // (t * group))
         keys = _even(s, max(blocks.keys, longest))
-    pairs = max(1, min(blocks.tile // (rows * group), lines // k.shape[3]) // keys)
+    tall, wide = (n if isinstance(n, int) else blocks.rows for n in (rows, keys))
+    pairs = max(1, min(blocks.tile // (tall * group), lines // k.shape[3]) // wide)
     some_heads = _divisor(heads, pairs)
     some_b = _divisor(b, pairs // heads) if some_heads == heads else 1
     return Sizes(b, t, s, heads, group, rows, keys, some_b, some_heads)
@@ -185,7 +219,7 @@ class Step:
         }
         # Turned once for all blocks of rows, or tile by tile if there is but one.
         self.turned = None
-        if z.blocks > 1:
+        if not isinstance(z.blocks, int) or z.blocks > 1:
             self.turned = {x: self.turn(p.cut(x, self.here)) for x in "kv"}
         self.offset = p.shift
         if "offset" in p.arrays:
@@ -250,7 +284,7 @@ class Block:
     def __init__(self, step: Step, i: Any):
         self.step, self.p = step, step.p
         z = self.p.sizes
-        self.nominal = i * z.rows
+        self.nominal = i * number(z.rows)
         # The last block is moved up to stay inside: its first rows are computed twice.
         self.start = _least(self.nominal, z.t - z.rows)
         self.here = {**step.here, "t": (self.start, z.rows)}
@@ -307,13 +341,13 @@ class Block:
         """
         p, z, step = self.p, self.p.sizes, self.step
         left, right = p.window
-        low, whole, high = 0, z.s, z.s
+        low, whole, high = 0, number(z.s), number(z.s)
         offset = step.offset
         least = offset if isinstance(offset, int) else jnp.min(offset)
         most = offset if isinstance(offset, int) else jnp.max(offset)
         if right is not None:
             whole = self.start + least + min(right, FAR) + 1
-            high = self.start + z.rows + most + min(right, FAR)
+            high = self.start + number(z.rows) + most + min(right, FAR)
         if left is not None:
             low = self.start + least - min(left, FAR)
         if "prefix" in p.arrays and p.window != (None, None):
@@ -322,9 +356,10 @@ class Block:
             lengths = step.per_batch("kv_lengths")
             whole = jnp.minimum(whole, jnp.min(lengths))
             high = jnp.minimum(high, jnp.max(lengths))
-        low = _clip(low, z.s) // z.keys
-        high = (_clip(high, z.s) + z.keys - 1) // z.keys
-        whole = _least(_clip(whole, z.s) // z.keys, high)
+        s, keys = number(z.s), number(z.keys)
+        low = _clip(low, s) // keys
+        high = (_clip(high, s) + keys - 1) // keys
+        whole = _least(_clip(whole, s) // keys, high)
         return (low, whole, high) if left is None else (low, low, high)
 
     def over_keys(
@@ -343,13 +378,14 @@ class Block:
         return run(whole, high, True, carry)
 
 
-def _clip(x: Any, high: int) -> Any:
-    return max(0, min(x, high)) if isinstance(x, int) else jnp.clip(x, 0, high)
+def _clip(x: Any, high: Any) -> Any:
+    static = isinstance(x, int) and isinstance(high, int)
+    return max(0, min(x, high)) if static else jnp.clip(x, 0, high)
 
 
 def _least(x: Any, y: Any) -> Any:
     static = isinstance(x, int) and isinstance(y, int)
-    return min(x, y) if static else jnp.minimum(x, y)
+    return min(x, y) if static else jnp.minimum(number(x), number(y))
 
 
 class Tile:
@@ -361,8 +397,8 @@ class Tile:
     def __init__(self, block: Block, j: Any, edge: bool):
         self.block, self.p, self.edge = block, block.p, edge
         z = self.p.sizes
-        self.nominal = j * z.keys
-        ragged = edge and z.s % z.keys
+        self.nominal = j * number(z.keys)
+        ragged = edge and z.keys_overlap
         self.start = _least(self.nominal, z.s - z.keys) if ragged else self.nominal
         self.here = {**block.here, "s": (self.start, z.keys)}
         self.s = self.start + lax.broadcasted_iota(jnp.int32, (1, z.keys), 1)
@@ -424,7 +460,7 @@ class Tile:
     def fresh(self) -> list[Array]:
         """Returns whether keys are new, not in the block before; None if all are."""
         z = self.p.sizes
-        return [self.s >= self.nominal] if self.edge and z.s % z.keys else []
+        return [self.s >= self.nominal] if self.edge and z.keys_overlap else []
 
     def only_fresh(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for keys that the block before has too."""

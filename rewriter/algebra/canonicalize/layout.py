@@ -247,7 +247,7 @@ def reshape_args(
         taken: list[int] = []
         have = 1
         while have != size:
-            if _smaller(have, size):
+            if smaller(have, size):
                 if new[j] != 1:
                     taken.append(j)
                     have *= new[j]
@@ -274,7 +274,7 @@ def reshape_args(
     return tuple(out)
 
 
-def _smaller(a: Any, b: Any) -> bool:
+def smaller(a: Any, b: Any) -> bool:
     """Whether a < b; a symbolic size is smaller than its multiples."""
     try:
         return bool(a < b)

@@ -214,7 +214,7 @@ class Sums:
     def _orders(self, bound: list[int], flag: int, mono: Monomial):
         """Orders of the bound indices worth trying, by where each occurs."""
         if len({self.sizes[j] for j in bound}) == len(bound):  # told apart by size
-            yield tuple(sorted(bound, key=self.sizes.__getitem__))
+            yield tuple(sorted(bound, key=self.size_order))
             return
         colors = {}
         for j in bound:
