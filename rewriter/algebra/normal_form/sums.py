@@ -6,7 +6,14 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from rewriter.algebra.normal_form.forms import TRUE, Index, Monomial, Poly, is_frozen
+from rewriter.algebra.normal_form.forms import (
+    TRUE,
+    Index,
+    Monomial,
+    Poly,
+    is_frozen,
+    real,
+)
 
 
 class Sums:
@@ -39,7 +46,7 @@ class Sums:
         flag, mono, bound = self.joined(flag, mono, bound)
         used = self.term_ids(flag, mono)
         for j in bound - used:
-            c *= self.sizes[j]
+            c *= real(self.sizes[j])
         bound &= used
         if not bound:
             return {(flag, mono): self.number(c)}
