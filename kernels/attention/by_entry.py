@@ -66,14 +66,14 @@ def by_entry(kernel: Kernel) -> Kernel:
     def forward(**given: Any) -> Any:
         if isinstance(given["q"].shape[0], int):
             return first(**given)
-        return _forward(first, given)
+        return forward_by_entry(first, given)
 
     @functools.wraps(second or first)
     def backward(**given: Any) -> Mapping[str, Array]:
         assert second is not None
         if isinstance(given["q"].shape[0], int):
             return second(**given)
-        return _backward(second, given)
+        return backward_by_entry(second, given)
 
     return replace(
         kernel,
@@ -116,7 +116,7 @@ def _entry(given: Mapping[str, Any], names: list[str], i: Any) -> dict[str, Any]
     return {**given, **cut}
 
 
-def _forward(first: Callable[..., Any], given: dict[str, Any]) -> Any:
+def forward_by_entry(first: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The kernel's result, and its residuals, which have the batch in front."""
     names = _entries(given)
 
@@ -130,7 +130,7 @@ def _forward(first: Callable[..., Any], given: dict[str, Any]) -> Any:
     return lax.map(turn, jnp.arange(given["q"].shape[0], dtype=jnp.int32))
 
 
-def _backward(
+def backward_by_entry(
     second: Callable[..., Mapping[str, Array]], given: dict[str, Any]
 ) -> dict[str, Array]:
     """The kernel's gradients; those of what all entries share are added up."""

@@ -11,9 +11,15 @@ import pytest
 from jax import export
 
 from rewriter.kernels.attention import KERNELS, OP
-from rewriter.kernels.attention.by_entry import by_entry
+from rewriter.kernels.attention.by_entry import (
+    backward_by_entry,
+    by_entry,
+    forward_by_entry,
+)
 from rewriter.ops.kernel import spec_of
 from rewriter.support.verdict import YES, no
+from tests import slow
+from tests.support.kernels import tpu
 
 KNOWN = next(k for k in KERNELS if k.name == "memory_bounded")
 KNOWN = replace(
@@ -37,7 +43,9 @@ def run(kernel, operands, up, **params):
     return out, saved, dict(grads)
 
 
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(
+    "name", slow.unless(lambda name: name in ("bias of all", "sinks"), MORE)
+)
 def test_as_the_kernel(name):
     shapes = (
         dict.fromkeys("qkv", ("b", 24, 4, 16)) | MORE[name] | {"up": ("b", 24, 4, 16)}
@@ -90,3 +98,27 @@ def test_what_it_supports():
     assert not verdict((b, t, 4, 16)).ok
     assert not verdict((2, t, 4, 16)).ok
     assert not verdict((b, 24, 4, 16), (2, 4, 24, 24)).ok
+
+
+@pytest.mark.once
+@pytest.mark.slow
+def test_the_kernel_for_tpus_in_a_loop():
+    """As it computes the whole batch, in an interpreter."""
+    kernel = next(k for k in KERNELS if k.name == "mosaic_tpu")
+    assert kernel.backward is not None
+    rng = np.random.default_rng(0)
+    shapes = {**dict.fromkeys(("q", "k", "v", "up"), (2, 16, 2, 16)), "sinks": (2,)}
+    arrays = {
+        n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()
+    }
+    up = arrays.pop("up")
+    params = {"window": (None, 0), "scale": 0.25}
+    with tpu.interpreted():
+        want = run(kernel, arrays, up, **params)
+        given = {**arrays, **params, "residuals": True}
+        out, saved = forward_by_entry(kernel.forward, given)
+        given |= {"out": out, "residuals": saved, "cotangent": up}
+        got = out, saved, backward_by_entry(kernel.backward, given)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
