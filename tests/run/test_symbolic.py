@@ -85,6 +85,17 @@ CASES = {
         [Q] * 3,
     ),
     "twice the batch": (attention(below), [("2*b", 40, 4, 16)] * 3),
+    "blocks": (
+        lambda *qkv: attention()(*(x.reshape(-1, 8, 4, 16) for x in qkv)),
+        [("b", "8*t", 4, 16)] * 3,
+    ),
+    "heads": (attention(below), [("b", 16, "t", 16)] * 3),
+    "a loop over the batch": (
+        lambda *qkv: jax.lax.map(
+            lambda one: attention(below)(*(x[None] for x in one))[0], qkv
+        ),
+        [Q] * 3,
+    ),
     "rms norm": (
         lambda x, w: x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w,
         [("b", "t", 64), (64,)],

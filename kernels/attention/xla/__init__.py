@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 def supports(spec: Spec) -> Verdict:
     """Returns whether `forward` supports a use: non-empty sizes, floats.
 
-    Batch and lengths may be symbolic; heads and widths may not.
+    Batch, lengths and heads may be symbolic; widths and heads of a group may not.
     """
     checks = [
-        no("symbolic", f"{name} has shape {spec.shape(name)}: heads and widths must "
-           "be known")
+        no("symbolic", f"{name} has shape {spec.shape(name)}: its width must be known")
         for name in ("q", "k", "v")
-        if not all(isinstance(d, int) for d in spec.shape(name)[2:])
-    ]  # fmt: skip
+        if not isinstance(spec.shape(name)[3], int)
+    ]
+    group = spec.shape("q")[2] // spec.shape("k")[2]
+    if not isinstance(group, int):
+        checks.append(no("symbolic", f"{group} heads of a group must be known"))
     checks += [
         no("empty", f"{name} has shape {shape}, and an axis of size 0")
         for name, shape in spec.shapes

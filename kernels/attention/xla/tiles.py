@@ -33,7 +33,7 @@ FAR = 1 << 30
 class Sizes:
     """Block sizes, and batch entries and heads per step.
 
-    The sizes b, t, s, rows and keys may be symbolic.
+    The sizes b, t, s, heads, rows and keys may be symbolic.
     """
 
     b: int
@@ -103,7 +103,8 @@ def _sizes(q: Array, k: Array, blocks: Blocks) -> Sizes:
     most, lines = blocks.rows, blocks.lines
     rows = _even(t, max(most // 8, min(most, 2 * most // group)))
     keys = _even(s, blocks.keys)
-    if isinstance(t, int) and t * group < most // 2:
+    few = isinstance(t, int) and t * group < most // 2
+    if few and isinstance(heads, int):
         # Few rows, as in decoding: longer blocks, up to a number of keys of all heads.
         width = heads * k.shape[3]
         longest = min(lines // width, most * blocks.keys // (t * group))
@@ -207,15 +208,15 @@ class Step:
     copies the operands of a dot with more axes than [c, r, h] [c, s, h].
     """
 
-    def __init__(self, p: Problem, number: Any):
+    def __init__(self, p: Problem, at: Any):
         z = p.sizes
-        per_b = z.heads // z.some_heads
+        per_b = number(z.heads // z.some_heads)
         n = z.some_heads * z.group
         self.p = p
         self.here = {
-            "b": (number // per_b * z.some_b, z.some_b),
-            "k": (number % per_b * z.some_heads, z.some_heads),
-            "n": (number % per_b * n, n),
+            "b": (at // per_b * z.some_b, z.some_b),
+            "k": (at % per_b * z.some_heads, z.some_heads),
+            "n": (at % per_b * n, n),
         }
         # Turned once for all blocks of rows, or tile by tile if there is but one.
         self.turned = None
