@@ -28,6 +28,7 @@ from jax._src import (
     traceback_util,
 )
 from jax._src import source_info_util as _source_info_util
+from jax._src.export import shape_poly
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
 from jax.interpreters import partial_eval
 
@@ -55,6 +56,21 @@ for _name in _BETWEEN:
 
 
 # ------------------------------------------------------------------ jaxprs
+def size_range(size: Any) -> tuple[int, int]:
+    """The least and the greatest value of an axis' size, which may be symbolic.
+
+    Without 64-bit numbers JAX computes sizes as int32, which bounds them.
+    """
+    if isinstance(size, int):
+        return size, size
+    try:  # jax 0.11.2 has `symbolic_dim_bounds`, jax 0.10.2 only the inner function
+        least, most = shape_poly._bounds_decision(size, shape_poly.BoundsPrecision.BEST)
+    except Exception:  # it may raise on quotients that it cannot prove defined
+        least, most = 0, math.inf
+    largest = (1 << (62 if jax.config.jax_enable_x64 else 31)) - 1  # pyright: ignore
+    return int(max(least, 0)), int(min(most, largest))
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an equation's operand is a literal."""
     return isinstance(atom, core.Literal)

@@ -143,7 +143,7 @@ def _queries(softmax: Softmax, rows: list[int], masked: _Masked) -> Group:
             return tuple(hits)
         if hits:
             rows = hits
-    return (max(rows, key=lambda i: softmax.alg.sizes[i]),)
+    return (max(rows, key=softmax.alg.size_order),)
 
 
 def _is_group(softmax: Softmax, row: int) -> bool:

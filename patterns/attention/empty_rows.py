@@ -7,9 +7,10 @@ the mean of the values, zero), and a kernel must do as the program does.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ STEPS = 256  # the most steps of an evaluated loop
 GOLDEN = 0.618033988749895  # makes values of blocks differ in every partial sum
 LARGE = 32.0  # scores are assumed to be below it
 DIGITS = re.compile(r"\(([ts])(?://|%)\d+\)|\(([ts])\*\d+\+\2\)")
+UNITS = (29, 1009)  # what a symbolic size counts as: the verdicts must agree
 SWALLOWS = 1e30  # an addend that absorbs all scores
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
@@ -69,9 +71,10 @@ def empty_row(
     if len(empty) > COMBINATIONS:
         return UNKNOWN
     seen: set[Any] = set()
-    for row in empty:
+    numbers = all(isinstance(n, int) for n in ev.alg.sizes.values())
+    for row, unit in itertools.product(empty, UNITS[:1] if numbers else UNITS):
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
-        run = _Row(ev, truth, scores, products, ones)
+        run = _Row(ev, truth, scores, products, ones, unit)
         out = run(value)
         verdict = run.verdict(out, number)
         if verdict == "nan" and run.infinite:
@@ -126,7 +129,10 @@ def _key_digit(alg: Algebra, mono: Any, outer: frozenset[int]) -> int:
     if len(mono) != 1 or mono[0][1] != 1 or alg.kind(mono[0][0]) != "iota":
         return 0
     index = alg.defs[mono[0][0]][1]
-    return alg.sizes[index] if isinstance(index, int) and index not in outer else 0
+    if not isinstance(index, int) or index in outer:
+        return 0
+    size = alg.sizes[index]
+    return size if isinstance(size, int) else 0
 
 
 def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
@@ -143,8 +149,9 @@ def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
 class _Row:
     """Abstract evaluation of one row."""
 
-    def __init__(self, ev, truth, scores, products, ones):
+    def __init__(self, ev, truth, scores, products, ones, unit):
         self.ev, self.g, self.truth, self.ones = ev, ev.g, truth, ones
+        self.unit = unit
         self.scores = scores
         self.products = {node.outs[0]: side for node, side in products}
         self.memo: dict[int, Abstract] = {}
@@ -251,7 +258,7 @@ class _Row:
         if not isinstance(weight, tuple):
             return UNKNOWN
         (lc, _), _ = node.params["dimension_numbers"]
-        n = math.prod(self.g.shape(node.ins[0])[int(d)] for d in lc)
+        n = self._count(node.ins[0], lc)
         x = 1 + len(self.blocks) * GOLDEN % 1
         self.blocks.append((n, x))
         return ("c", float(weight[1]) * self._scale(node.ins[1 - side]) * n * x)
@@ -361,7 +368,7 @@ class _Row:
         """A sum written as a contraction with a number."""
         numbers = [self.ev.number(i) for i in node.ins]
         (lc, _), _ = node.params["dimension_numbers"]
-        n = math.prod(self.g.shape(node.ins[0])[int(d)] for d in lc)
+        n = self._count(node.ins[0], lc)
         for number, x in zip(numbers, reversed(args), strict=True):
             if number is not None and isinstance(x, tuple):
                 return ("c", float(x[1]) * number * n)
@@ -369,11 +376,15 @@ class _Row:
                 return ROW
         return UNKNOWN
 
+    def _count(self, value: int, axes: Iterable[Any]) -> int:
+        """The number of elements along axes; a symbolic size counts as `self.unit`."""
+        shape = self.g.shape(value)
+        sizes = (shape[int(a)] for a in axes)
+        return math.prod(n if isinstance(n, int) else self.unit for n in sizes)
+
     def _reduced(self, node: Node, x: Abstract) -> Abstract:
         if node.prim == "reduce_sum":
-            n = math.prod(
-                self.g.shape(node.ins[0])[int(a)] for a in node.params["axes"]
-            )
+            n = self._count(node.ins[0], node.params["axes"])
             if isinstance(x, tuple):
                 return ("c", float(x[1]) * n)
             return ROW if x in (WEIGHTS, SCORES) else x

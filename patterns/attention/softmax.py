@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,7 +228,7 @@ def _pair(
         factor = 1.0
     s, top_flag, top = alg.open_sum(num)
     low_s, low_flag, low = alg.open_sum(den)
-    if sorted(alg.sizes[i] for i in s) != sorted(alg.sizes[i] for i in low_s):
+    if Counter(alg.sizes[i] for i in s) != Counter(alg.sizes[i] for i in low_s):
         return None
     for order in itertools.islice(itertools.permutations(s), 6):
         to = dict(zip(low_s, order, strict=True))

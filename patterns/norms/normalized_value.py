@@ -192,6 +192,8 @@ def _is_mean_square(alg: Algebra, mono: Any, c: float) -> bool:
         return False
     _, ids, _, body = alg.defs[mono[0][0]]
     count = math.prod(alg.sizes[i] for i in ids)
+    if not isinstance(count, int):
+        return False  # a symbolic width
     return [e for _, e in body] == [2] and abs(abs(c) * count - 1) < 1e-3
 
 

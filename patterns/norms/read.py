@@ -198,6 +198,8 @@ def read(
     axes, at = _feature_axes(alg, form, base, squares, x)
     d = tuple(at[k] for k in axes)
     n = math.prod(alg.sizes[i] for i in d)
+    if not isinstance(n, int):
+        raise Refused("symbolic", f"a norm over a symbolic width, {n}", score=0.5)
     alpha = squares[1]
     scale, bias = _affine(find, form, base, x, at, d, n, alpha, outside)
     lengths = (abs(c) * math.sqrt(n) for c in scale.values())

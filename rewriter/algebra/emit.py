@@ -85,7 +85,7 @@ class Emitter:
             sizes = [self.alg.sizes[i] for i in group]
             have = x.shape[k : k + len(group)]
             k += len(group)
-            whole = full or any(n > 1 for n in have)
+            whole = full or any(n != 1 for n in have)
             target += sizes if whole else [1] * len(group)
             shape.append(math.prod(sizes) if whole else 1)
         x = shaped(jnp.broadcast_to(x, tuple(target)), shape)
@@ -169,7 +169,7 @@ class Emitter:
                 return self._gather(self.arrays[name], args, order)
             x, labels = step
         for k, a in enumerate(labels):
-            if self.alg.sizes[a] < x.shape[k]:
+            if self.alg.sizes[a] != x.shape[k]:
                 x = jax.lax.slice_in_dim(x, 0, self.alg.sizes[a], axis=k)
         if len(set(labels)) != len(labels):
             return self._gather(self.arrays[name], args, order)
@@ -199,7 +199,7 @@ class Emitter:
             return x, [*labels[:k], a[1], *labels[k + 1 :]]
         if a[0] == "aff" and a[2] > 0:
             lo, hi = self.alg.index_range(a)
-            if self.alg.index_range(a[1])[0] == 0:
+            if self.alg.index_range(a[1])[0] == 0 and self._numbers(a):
                 x = jax.lax.slice_in_dim(x, lo, hi + 1, a[2], k)
                 return x, [*labels[:k], a[1], *labels[k + 1 :]]
         if a[0] == "cat" and x.shape[k] % a[3] == 0:
@@ -207,9 +207,13 @@ class Emitter:
             return x.reshape(shape), [*labels[:k], a[1], a[2], *labels[k + 1 :]]
         if a[0] == "cat":
             lo, hi = self.alg.index_range(a)
-            if lo == 0 and hi + 1 < x.shape[k]:
+            if lo == 0 and self._numbers(a) and hi + 1 < x.shape[k]:
                 return jax.lax.slice_in_dim(x, 0, hi + 1, axis=k), labels
         return None
+
+    def _numbers(self, a: Index) -> bool:
+        """Whether the sizes of an argument are known, so that its range is exact."""
+        return all(isinstance(self.alg.sizes[i], int) for i in self.alg.index_ids(a))
 
     def _gather(self, x: jax.Array, args: tuple[Index, ...], order: list[int]):
         if not args:

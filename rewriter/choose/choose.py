@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax.extend.core import InconclusiveDimensionOperation
+
 from rewriter.choose import choose_sum
 from rewriter.config import Config
 from rewriter.errors import KernelError, UnknownKernel, caller, known
@@ -25,7 +27,7 @@ from rewriter.measure.measurement import (
 from rewriter.measure.program_key import REWRITTEN, WITHOUT
 from rewriter.measure.sources import look_up, sources
 from rewriter.ops.device import Device, deterministic_xla
-from rewriter.ops.kernel import Kernel, Spec
+from rewriter.ops.kernel import Kernel, Spec, of_least_sizes
 from rewriter.ops.registry import REFERENCE
 from rewriter.site.implementation import (
     RING,
@@ -159,7 +161,17 @@ def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdic
     verdict = kernel.limits.runs_on(device)
     if verdict.ok and _only_deterministic(config):
         verdict = kernel.limits.deterministic(None)
-    return kernel.limits.supports(spec) if verdict.ok else verdict
+    return _decided(kernel.limits.supports, spec) if verdict.ok else verdict
+
+
+def _decided(check: Callable[..., Verdict], spec: Spec, *args: Any) -> Verdict:
+    """A kernel's check; no where it compares symbolic sizes that may be either."""
+    try:
+        return check(spec, *args)
+    except InconclusiveDimensionOperation as why:
+        if not spec.symbolic:
+            raise
+        return no("symbolic", str(why).partition("\n")[0])
 
 
 def _only_deterministic(config: Config) -> bool:
@@ -187,12 +199,14 @@ def _estimated(
 ) -> Choice | None:
     """The fastest by the kernels' models of a known device; None without models.
 
-    A kernel without a model that comes before them is chosen by its own rule.
+    A kernel without a model that comes before them is chosen by its own rule. Symbolic
+    sizes count as their least: a kernel that is faster there is chosen.
     """
     here = [k for k in kernels if device.platform in k.platforms]
     modelled = any(k.speed.estimate is not None for k in here)
-    if not (device.flops and device.bandwidth and modelled) or spec.symbolic:
+    if not (device.flops and device.bandwidth and modelled):
         return None
+    sized = of_least_sizes(spec)
     refused: list[tuple[str, str]] = []
     times: dict[str, float] = {}
     xla = 0.0
@@ -205,7 +219,7 @@ def _estimated(
                 return Choice(implementation, "heuristic", tuple(refused))
         if verdict.ok and kernel.speed.estimate is not None:
             passes = BOTH if differentiated else FORWARD
-            found = kernel.speed.estimate(spec, device, passes)
+            found = kernel.speed.estimate(sized, device, passes)
             times[kernel.name], xla = (
                 found[name] + 1e-6 * longer.get(name, 0.0)
                 for name in (kernel.name, XLA)
@@ -216,6 +230,8 @@ def _estimated(
     better = [name for name, t in times.items() if t < limits[name]]
     best = min(better or times, key=times.__getitem__, default="")
     wins = bool(better)
+    if spec.symbolic and not wins:
+        return None  # larger sizes may pay
     implementation = AS_WRITTEN
     if wins:
         implementation = default_configs(
@@ -269,8 +285,9 @@ def _by_rule(
 
 def _pays(kernel: Kernel, spec: Spec, platform: str, differentiated: int) -> Verdict:
     if differentiated and kernel.speed.profitable_backward is not None:
-        return kernel.speed.profitable_backward(spec, platform, differentiated)
-    return kernel.speed.profitable(spec, platform)
+        check = kernel.speed.profitable_backward
+        return _decided(check, spec, platform, differentiated)
+    return _decided(kernel.speed.profitable, spec, platform)
 
 
 def _reasons(verdict: Verdict) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize import is_local
@@ -64,10 +65,12 @@ def body_inputs(
     for whole, (at, _) in scope.first_var.items():
         if at >= 0 or not (parts is not None or whole in defined):
             continue
+        same = parts is None or whole in defined  # whole on every device
         for value in _made_of(graph, whole, over):
             if value in scope.first_var or value in found:
                 continue
-            outside, spec = (value, None) if parts is None else parts.get(value, NONE)
+            given = (value, None if parts is None else PartitionSpec())
+            outside, spec = given if same else parts.get(value, NONE)
             early = outside in defined and defined[outside][0] < call
             if early and _is_no_larger(graph, value, outside, whole):
                 found[value] = BodyInput(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax.numpy as jnp
+from jax.extend.core import InconclusiveDimensionOperation
 
 from rewriter.algebra.canonicalize import interval, within
 from rewriter.algebra.normal_form import Algebra
@@ -217,6 +218,9 @@ def _isolating_failures(
     except RecursionError:
         deep = Refused("budget", "the region is too deep", score=0.3)
         find.missed(pattern.name, node, deep)
+    except InconclusiveDimensionOperation as error:
+        text = f"a proof needs sizes that are numbers: {str(error).splitlines()[0]}"
+        find.missed(pattern.name, node, Refused("symbolic", text, score=0.3))
     except Exception as error:
         log.debug("matching %s failed", pattern.name, exc_info=error)
         text = f"{pattern.name}: {type(error).__name__}: {error}"

@@ -19,6 +19,7 @@ from rewriter.algebra.canonicalize import (
     kind_of,
     pieces,
 )
+from rewriter.algebra.canonicalize.layout import smaller
 from rewriter.algebra.normal_form import Algebra, OverBudget
 from rewriter.find.match import Match
 from rewriter.gradients.addends import larger_sums, widest
@@ -158,7 +159,7 @@ def _joined(
     rest, out = list(zip(digits, indices, strict=True)), []
     for size in shape:
         argument, have = None, 1
-        while have < size and rest:
+        while rest and smaller(have, size):
             n, index = rest.pop(0)
             argument, have = alg.cat(argument, index, n), have * n
         if have != size:

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
+from jax.extend.core import InconclusiveDimensionOperation
+
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.match import Match
 from rewriter.find.region import Regions
@@ -83,6 +85,10 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
             match, backward = _at_its_cotangent(graph, match, memory, relaid, cut)
             if backward is not None and not results.isdisjoint(backward.results):
                 backward = _elsewhere(graph, match, memory, backward, results)
+        except InconclusiveDimensionOperation as error:
+            text = f"a proof needs sizes that are numbers: {str(error).splitlines()[0]}"
+            memory.unproved[id(match.reading)] = text
+            backward = None
         except Exception as error:
             log.debug("gradients of %s failed", match.op.name, exc_info=error)
             text = f"{match.op.name}: {type(error).__name__}: {error}"

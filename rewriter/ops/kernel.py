@@ -8,11 +8,12 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter import _jax
 from rewriter.ops.device import Device
 from rewriter.ops.op import Op
 from rewriter.support.verdict import YES, Verdict, no
@@ -71,6 +72,17 @@ class Spec:
     def symbolic(self) -> bool:
         """Whether any size is symbolic."""
         return any(not isinstance(d, int) for _, shape in self.shapes for d in shape)
+
+
+def of_least_sizes(spec: Spec) -> Spec:
+    """Returns a use with each symbolic size as the least that it can be, 1 or more."""
+    if not spec.symbolic:
+        return spec
+    shapes = tuple(
+        (name, tuple(max(_jax.size_range(d)[0], 1) for d in shape))
+        for name, shape in spec.shapes
+    )
+    return replace(spec, shapes=shapes)
 
 
 def spec_of(op: Op, operands: Mapping[str, Any], params: Mapping[str, Any]) -> Spec:

@@ -340,6 +340,8 @@ class Graph:
         args = self._fresh(body, slice(None))
         into, out_of, around = _jax.parts_of(eqn)
         for k, (value, spec) in enumerate(zip(ins, into, strict=True)):
+            if not any(spec) and not jnp.issubdtype(self.dtype(value), jnp.inexact):
+                args[k] = value  # whole on every device, and without a gradient
             args[k] = self.per_device.setdefault((value, spec, around), args[k])
         self._child(scope, position, body, args, kind="shard_map", open_out=False)
         outs = self._opaque(scope, position, eqn, ins)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from rewriter import _jax
 
@@ -94,14 +95,16 @@ def traced(
         start = tuple(given[counts[0] : counts[1]])
 
         def turn(carry: Any, x: Any) -> Any:
-            outs = step(given[: counts[0]], carry, x)
+            outs = step(given[: counts[0]], carry, x[: len(xs)])
             return tuple(outs[: len(start)]), tuple(outs[len(start) :])
 
+        known = isinstance(loop.length, int)  # JAX counts a symbolic length by what
+        turns = () if known else (jnp.arange(loop.length),)  # the loop reads
         last, stacked = jax.lax.scan(
             turn,
             start,
-            tuple(given[counts[1] :]),
-            length=loop.length,
+            (*given[counts[1] :], *turns),
+            length=loop.length if known else None,
             reverse=loop.eqn.params["reverse"],
             unroll=loop.eqn.params["unroll"],
         )

@@ -10,9 +10,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from rewriter.measure.measurement import time_text
 from rewriter.rewrite.plan import Site
 
-OPERAND = re.compile(r"(\w+) (\w+)\[([\d,]*)\]")
+OPERAND = re.compile(r"(\w+) (\w+)\[([^\]]*)\]")
+COMMA = re.compile(r",(?![^()]*\))")
 
 STRUCTURE = {
     "kv_segments": "keys of the same segment",
@@ -31,28 +33,37 @@ def structure(site: Site) -> Iterator[str]:
         yield "a boolean of each key"
 
 
-def whole_mask(site: Site, in_words: Callable[[int], str]) -> str:
+def whole_mask(site: Site, in_words: Callable[[int], str], rate: float = 0.0) -> str:
     """Returns what a mask costs that is read as an array, and what would not.
 
     Args:
         site: The site.
         in_words: Gives bytes in words.
+        rate: The device's bytes/s from memory; 0 if unknown.
     """
     shape = _shapes(site).get("mask")
     if shape is None or not _is_whole(shape):
         return ""
-    cost = f"{'×'.join(map(str, shape))}, {in_words(math.prod(shape))}"
+    cost = "×".join(map(str, shape))
+    if all(isinstance(d, int) for d in shape):
+        count = math.prod(shape)
+        cost += f", {in_words(count)}"
+        cost += f", {time_text(1e6 * count / rate)} or more," if rate else ""
     return (
         f"a mask of {cost} is read in each pass; segments that are compared, lengths "
         "of keys or positions by jnp.arange would be read in its place"
     )
 
 
-def _shapes(site: Site) -> Mapping[str, tuple[int, ...]]:
+def _shapes(site: Site) -> Mapping[str, tuple[int | str, ...]]:
+    """Shapes by operand; a symbolic size is its text."""
     found = OPERAND.findall(site.shapes)
-    return {name: tuple(map(int, filter(None, d.split(",")))) for name, _, d in found}
+    return {
+        name: tuple(int(d) if d.isdigit() else d for d in filter(None, COMMA.split(of)))
+        for name, _, of in found
+    }
 
 
-def _is_whole(shape: tuple[int, ...]) -> bool:
+def _is_whole(shape: tuple[int | str, ...]) -> bool:
     """Whether a mask says something else for each query and key."""
-    return len(shape) > 1 and shape[-1] > 1 and shape[-2] > 1
+    return len(shape) > 1 and 1 not in shape[-2:]

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
+from rewriter.ops.device import of
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.propagation import Placement
 from rewriter.reports.masks import structure, whole_mask
@@ -117,7 +118,11 @@ class Report:
         misses = tuple(m for m in self.misses if op in ("", m.op))
         sites = tuple(s for s in self.sites if op in ("", s.op) and not s.replaced)
         lines = [line for m in misses for line in _miss_lines(m, full=True)]
-        lines += [line for group in _grouped(sites) for line in _site_lines(group)]
+        lines += [
+            line
+            for group in _grouped(sites)
+            for line in _site_lines(group, rate=self._rate)
+        ]
         missing = f"nothing in {self.name} is close to {op or 'any pattern'}"
         return "\n".join(lines) if lines else missing
 
@@ -193,6 +198,11 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
+    @property
+    def _rate(self) -> float:
+        """The target's bytes/s from memory; 0 if unknown."""
+        return of(self.target, "").bandwidth
+
     def _repr_html_(self) -> str:
         return _fragment(self)
 
@@ -218,7 +228,7 @@ def _lines(report: Report) -> Iterator[str]:
         [_head(g) for g in groups] + [_miss_head(m) for m in report.misses]
     )
     for group in groups:
-        yield from _site_lines(group, widths)
+        yield from _site_lines(group, widths, report._rate)
     for miss, count in _equal(report.misses):
         yield from _miss_lines(miss, count, widths)
     for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
@@ -336,14 +346,14 @@ def _row(mark: str, row: tuple[str, ...], widths: tuple[int, ...] = (0, 0, 0)) -
 
 
 def _site_lines(
-    group: Sequence[Site], widths: tuple[int, ...] = (0, 0, 0)
+    group: Sequence[Site], widths: tuple[int, ...] = (0, 0, 0), rate: float = 0.0
 ) -> Iterator[str]:
     site = group[0]
     yield _row("✓" if site.replaced else "=", _head(group), widths)
-    yield from (f"     {line}" for line in _details(site))
+    yield from (f"     {line}" for line in _details(site, rate))
 
 
-def _details(site: Site) -> Iterator[str]:
+def _details(site: Site, rate: float) -> Iterator[str]:
     facts = ["forward and backward"] * site.backward
     if site.again:
         facts.append(f"the forward runs again in {site.again}")
@@ -354,7 +364,7 @@ def _details(site: Site) -> Iterator[str]:
     facts += [*_telling(site.params), *structure(site)]
     if facts:
         yield "; ".join(facts)
-    if array := whole_mask(site, size):
+    if array := whole_mask(site, size, rate):
         yield array
     if site.config and site.origin in MEASURED:
         yield f"config: {site.config}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
+from rewriter.kernels.attention.by_entry import by_entry
 from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper.backward_config import (
     BackwardTiles as BackwardTiles,
@@ -189,22 +190,24 @@ def _filled(x: Array) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
-KERNEL = Kernel(
-    name="hopper",
-    op="attention",
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports, runs_on, deterministic),
-    speed=Speed(profitable, estimate=estimate),
-    traits=Traits(
-        memory_bounded=True,
-        merges=True,
-        swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
-    ),
-    space=Space(Tiles, default, configs, fits),
-    backward_space=Space(
-        BackwardTiles, backward_default, backward_configs, fits_backward
-    ),
+KERNEL = by_entry(
+    Kernel(
+        name="hopper",
+        op="attention",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on, deterministic),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(
+            memory_bounded=True,
+            merges=True,
+            swaps=(("q", 1, 2), ("k", 1, 2), ("v", 1, 2)),
+        ),
+        space=Space(Tiles, default, configs, fits),
+        backward_space=Space(
+            BackwardTiles, backward_default, backward_configs, fits_backward
+        ),
+    )
 )

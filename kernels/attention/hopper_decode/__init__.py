@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.by_entry import by_entry
 from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper_decode.config import ROWS
 from rewriter.kernels.attention.hopper_decode.config import Split as Split
@@ -147,14 +148,16 @@ def forward(
     return decode.forward(**given, config=config, swapped=swapped)
 
 
-KERNEL = Kernel(
-    name="hopper_decode",
-    op="attention",
-    platforms=("cuda",),
-    version=1,
-    forward=forward,
-    limits=Limits(supports, runs_on),
-    speed=Speed(profitable, estimate=estimate),
-    traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
-    space=Space(Split, default, configs, fits),
+KERNEL = by_entry(
+    Kernel(
+        name="hopper_decode",
+        op="attention",
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
+        space=Space(Split, default, configs, fits),
+    )
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.by_entry import by_entry
 from rewriter.kernels.attention.empty import AVERAGED
 from rewriter.kernels.attention.tpu.config import (
     ANY,
@@ -141,18 +142,20 @@ def backward(**given: Any) -> dict[str, Array]:
     return passes.backward(**given)
 
 
-KERNEL = Kernel(
-    name="mosaic_tpu",
-    op="attention",
-    platforms=("tpu",),
-    version=1,
-    forward=forward,
-    backward=backward,
-    limits=Limits(supports),
-    speed=Speed(profitable, steps=steps),
-    traits=Traits(memory_bounded=True, merges=True, tried=False),
-    space=Space(Blocks, default, configs, fits),
-    backward_space=Space(
-        BackwardBlocks, backward_default, backward_configs, fits_backward
-    ),
+KERNEL = by_entry(
+    Kernel(
+        name="mosaic_tpu",
+        op="attention",
+        platforms=("tpu",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports),
+        speed=Speed(profitable, steps=steps),
+        traits=Traits(memory_bounded=True, merges=True, tried=False),
+        space=Space(Blocks, default, configs, fits),
+        backward_space=Space(
+            BackwardBlocks, backward_default, backward_configs, fits_backward
+        ),
+    )
 )

@@ -29,10 +29,19 @@ if TYPE_CHECKING:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether `forward` supports a use: known, non-empty sizes, floats."""
-    if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+    """Returns whether `forward` supports a use: non-empty sizes, floats.
+
+    Batch, lengths and heads may be symbolic; widths and heads of a group may not.
+    """
     checks = [
+        no("symbolic", f"{name} has shape {spec.shape(name)}: its width must be known")
+        for name in ("q", "k", "v")
+        if not isinstance(spec.shape(name)[3], int)
+    ]
+    group = spec.shape("q")[2] // spec.shape("k")[2]
+    if not isinstance(group, int):
+        checks.append(no("symbolic", f"{group} heads of a group must be known"))
+    checks += [
         no("empty", f"{name} has shape {shape}, and an axis of size 0")
         for name, shape in spec.shapes
         if 0 in shape
@@ -70,6 +79,8 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     t1 s2048 b4 n8 h64 [0.3 + 32]          2.0 to 3.0 | 1.3
     t1 s32768 b4 n8 h64 [4 + 512]          4.4 | 1.4
     """
+    if spec.symbolic:
+        return _pays_for_any_size(spec, platform)
     b, t, n, h = spec.shape("q")
     s, heads, e = spec.shape("k")[1], spec.shape("k")[2], spec.shape("v")[3]
     scores, lines = 4 * b * n * t * s, 4 * b * s * heads * (h + e)
@@ -88,11 +99,28 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 def _pays_on_gpu(spec: Spec, platform: str, scores: int) -> Verdict:
     if platform != "cuda":
         return no("platform", f"not measured to be faster than XLA on {platform}")
-    if spec.symbolic or scores >= 32 << 30:
-        return no("symbolic", "sizes must be known") if spec.symbolic else YES
+    if scores >= 32 << 30:
+        return YES
     if scores < 128 << 20:
         return no("small", f"scores of {scores >> 20} MiB, for which XLA is as fast")
     if spec.has("mask") and spec.shape("mask")[2] > 1:
+        return no("mask", "under a table of masks XLA is faster on cuda")
+    if jnp.dtype(spec.dtype("q")).itemsize > 2:
+        return YES
+    return no("platform", "XLA's dense attention in 16 bits is faster on cuda")
+
+
+def _pays_for_any_size(spec: Spec, platform: str) -> Verdict:
+    """Whether `forward` is worth its place where sizes are known only when it runs.
+
+    Scores of a symbolic batch or length may take any memory; those of a small size
+    take XLA's time on a CPU.
+    """
+    if platform == "cpu":
+        return YES
+    if platform != "cuda":
+        return no("platform", f"not measured to be faster than XLA on {platform}")
+    if spec.has("mask") and spec.shape("mask")[2] != 1:
         return no("mask", "under a table of masks XLA is faster on cuda")
     if jnp.dtype(spec.dtype("q")).itemsize > 2:
         return YES

@@ -9,7 +9,14 @@ from jax import lax
 
 from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, passed
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
-from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
+from rewriter.kernels.attention.xla.tiles import (
+    Block,
+    Problem,
+    Step,
+    Tile,
+    number,
+    problem_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -129,7 +136,7 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
     again = block.each_row(block.t[:, 0]) < block.nominal
     top, rest = (lse, lse) if averaged else _lse_parts(block, lse)
     empty = ~empty if averaged else empty  # rows that add nothing
-    if z.t % z.rows:
+    if z.rows_overlap:
         empty = empty | again  # done by the block before
     top = jnp.where(empty, jnp.inf, top)[..., None]
     rest, empty = rest[..., None], empty[..., None]
@@ -146,7 +153,8 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
         x, bent = tile.scores(queries)
         d = jnp.einsum("cre,cse->crs", up, tile.values())
         if averaged:
-            weights = tile.only_fresh(jnp.where(empty, 0, jnp.full_like(x, 1 / z.s)))
+            weights = jnp.where(empty, 0, jnp.full_like(x, 1) / number(z.s))
+            weights = tile.only_fresh(weights)
             d = jnp.where(weights == 0, 0, d)  # of rows that add nothing
         else:
             weights = jnp.exp(x - top - rest)
@@ -188,7 +196,7 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
         share = share.reshape(z.some_b, z.some_heads, z.group, z.rows).sum((0, 3))
         grads["sinks"] = _add_heads(step, grads["sinks"], -share)
     dq = dq * p.factor()
-    if z.t % z.rows or averaged:
+    if z.rows_overlap or averaged:
         starts, sizes = p.place("btnh", grads["q"].shape, block.here)
         old = block.merge(lax.dynamic_slice(grads["q"], starts, sizes))
         stays = empty if averaged else again[:, None]
@@ -249,7 +257,7 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
             jnp.any(empty), lambda: _dropped_mean_backward(p, names), lambda: names
         )
     up = p.arrays["cotangent"].astype(wide)
-    up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / z.s
+    up = jnp.where(empty.swapaxes(1, 2)[..., None], up, 0).sum(1) / number(z.s)
     up = up.reshape(z.b, 1, z.heads, z.group, -1).sum(3)
     made = {"v": (dv.astype(wide) + up).astype(dv.dtype)}
     return made | (_passed(p, grads, empty) if p.empty_rows in PASSES else {})
@@ -278,9 +286,11 @@ def _dropped_mean_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Arr
 
     def one_block(block: Block, carry: Any) -> Any:
         mine = block.lse() == -jnp.inf
-        if z.t % z.rows:
+        if z.rows_overlap:
             mine = mine & (block.each_row(block.t[:, 0]) >= block.nominal)
-        up = jnp.where(mine[..., None], block.rows("cotangent").astype(wide), 0) / z.s
+        up = jnp.where(
+            mine[..., None], block.rows("cotangent").astype(wide), 0
+        ) / number(z.s)
 
         def body(tile: Tile, carry: Any) -> Any:
             dv, dropout = carry

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.empty import AVERAGED, NAN
-from rewriter.kernels.attention.xla.tiles import Block, Problem, Step, Tile, problem_of
+from rewriter.kernels.attention.xla.tiles import (
+    Block,
+    Problem,
+    Step,
+    Tile,
+    number,
+    problem_of,
+)
 
 if TYPE_CHECKING:
     from jax import Array
@@ -105,7 +112,7 @@ def _dropped_mean(p: Problem, out: Array, lse: Array) -> Array:
 
         old = block.rows("out")
         acc = p.full(old.shape, p.wide)
-        acc = block.over_keys(body, acc, every=True) / p.sizes.s
+        acc = block.over_keys(body, acc, every=True) / number(p.sizes.s)
         new = jnp.where(block.lse()[..., None] == -jnp.inf, acc, old)
         return block.store(out, new)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
 
-from rewriter.kernels.attention.visibility import Visibility, least
+from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla.config import DEFAULT, Blocks
 
 if TYPE_CHECKING:
@@ -27,7 +29,10 @@ AXES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Block sizes, and batch entries and heads per step."""
+    """Block sizes, and batch entries and heads per step.
+
+    The sizes b, t, s, heads, rows and keys may be symbolic.
+    """
 
     b: int
     t: int
@@ -49,13 +54,41 @@ class Sizes:
         """Steps over batch entries and heads."""
         return (self.b // self.some_b) * (self.heads // self.some_heads)
 
+    @property
+    def rows_overlap(self) -> bool:
+        """Whether the last block of rows may repeat rows of the one before."""
+        return _may_be_ragged(self.t, self.rows)
+
+    @property
+    def keys_overlap(self) -> bool:
+        """Whether the last block of keys may repeat keys of the one before."""
+        return _may_be_ragged(self.s, self.keys)
+
+
+def _may_be_ragged(n: int, size: int) -> bool:
+    known = isinstance(n, int) and isinstance(size, int)
+    return n % size != 0 if known else True
+
+
+def number(x: Any) -> Any:
+    """Returns a symbolic size as an array; other numbers unchanged."""
+    known = isinstance(x, (int, jax.Array))
+    return x if known else jnp.asarray(x, jnp.int32)
+
 
 def _divisor(n: int, most: int) -> int:
+    if not isinstance(n, int):
+        return 1  # of a symbolic size
     return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
 
 
 def _even(n: int, most: int) -> int:
-    """Returns a block size up to `most` that divides n into nearly equal blocks."""
+    """Returns a block size up to `most` that divides n into nearly equal blocks.
+
+    That of a symbolic size is symbolic too: at most `most`, and no larger than n.
+    """
+    if not isinstance(n, int):
+        return min_dim(n, most)
     blocks = -(-n // most)
     size = -(-n // blocks)
     return min(n, (size + 7) // 8 * 8)
@@ -68,12 +101,14 @@ def _sizes(q: Array, k: Array, blocks: Blocks) -> Sizes:
     most, lines = blocks.rows, blocks.lines
     rows = _even(t, max(most // 8, min(most, 2 * most // group)))
     keys = _even(s, blocks.keys)
-    if t * group < most // 2:
+    few = isinstance(t, int) and t * group < most // 2
+    if few and isinstance(heads, int):
         # Few rows, as in decoding: longer blocks, up to a number of keys of all heads.
         width = heads * k.shape[3]
         longest = min(lines // width, most * blocks.keys // (t * group))
         keys = _even(s, max(blocks.keys, longest))
-    pairs = max(1, min(blocks.tile // (rows * group), lines // k.shape[3]) // keys)
+    tall, wide = (n if isinstance(n, int) else blocks.rows for n in (rows, keys))
+    pairs = max(1, min(blocks.tile // (tall * group), lines // k.shape[3]) // wide)
     some_heads = _divisor(heads, pairs)
     some_b = _divisor(b, pairs // heads) if some_heads == heads else 1
     return Sizes(b, t, s, heads, group, rows, keys, some_b, some_heads)
@@ -176,19 +211,19 @@ class Step:
     copies the operands of a dot with more axes than [c, r, h] [c, s, h].
     """
 
-    def __init__(self, p: Problem, number: Any):
+    def __init__(self, p: Problem, at: Any):
         z = p.sizes
-        per_b = z.heads // z.some_heads
+        per_b = number(z.heads // z.some_heads)
         n = z.some_heads * z.group
         self.p = p
         self.here = {
-            "b": (number // per_b * z.some_b, z.some_b),
-            "k": (number % per_b * z.some_heads, z.some_heads),
-            "n": (number % per_b * n, n),
+            "b": (at // per_b * z.some_b, z.some_b),
+            "k": (at % per_b * z.some_heads, z.some_heads),
+            "n": (at % per_b * n, n),
         }
         # Turned once for all blocks of rows, or tile by tile if there is but one.
         self.turned = None
-        if z.blocks > 1:
+        if not isinstance(z.blocks, int) or z.blocks > 1:
             self.turned = {x: self.turn(p.cut(x, self.here)) for x in "kv"}
         self.offset = p.shift
         if "offset" in p.arrays:
@@ -253,9 +288,9 @@ class Block:
     def __init__(self, step: Step, i: Any):
         self.step, self.p = step, step.p
         z = self.p.sizes
-        self.nominal = i * z.rows
+        self.nominal = i * number(z.rows)
         # The last block is moved up to stay inside: its first rows are computed twice.
-        self.start = least(self.nominal, z.t - z.rows)
+        self.start = _least(self.nominal, z.t - z.rows)
         self.here = {**step.here, "t": (self.start, z.rows)}
         self.t = self.start + lax.broadcasted_iota(jnp.int32, (z.rows, 1), 0)
 
@@ -311,13 +346,13 @@ class Block:
         p, z, step = self.p, self.p.sizes, self.step
         left, right = p.window
         seen = p.visibility
-        low, whole, high = 0, z.s, z.s
+        low, whole, high = 0, number(z.s), number(z.s)
         offset = step.offset
         lowest = offset if isinstance(offset, int) else jnp.min(offset)
         highest = offset if isinstance(offset, int) else jnp.max(offset)
         if right is not None:
             whole = seen.last(self.start + lowest) + 1
-            high = seen.last(self.start + z.rows + highest)
+            high = seen.last(self.start + number(z.rows) + highest)
         if left is not None:
             low = seen.first(self.start + lowest)
         if "prefix" in p.arrays and p.window != (None, None):
@@ -326,9 +361,10 @@ class Block:
             lengths = step.per_batch("kv_lengths")
             whole = jnp.minimum(whole, jnp.min(lengths))
             high = jnp.minimum(high, jnp.max(lengths))
-        low = _clip(low, z.s) // z.keys
-        high = (_clip(high, z.s) + z.keys - 1) // z.keys
-        whole = least(_clip(whole, z.s) // z.keys, high)
+        s, keys = number(z.s), number(z.keys)
+        low = _clip(low, s) // keys
+        high = (_clip(high, s) + keys - 1) // keys
+        whole = _least(_clip(whole, s) // keys, high)
         return (low, whole, high) if left is None else (low, low, high)
 
     def over_keys(
@@ -347,8 +383,14 @@ class Block:
         return run(whole, high, True, carry)
 
 
-def _clip(x: Any, high: int) -> Any:
-    return max(0, min(x, high)) if isinstance(x, int) else jnp.clip(x, 0, high)
+def _clip(x: Any, high: Any) -> Any:
+    static = isinstance(x, int) and isinstance(high, int)
+    return max(0, min(x, high)) if static else jnp.clip(x, 0, high)
+
+
+def _least(x: Any, y: Any) -> Any:
+    static = isinstance(x, int) and isinstance(y, int)
+    return min(x, y) if static else jnp.minimum(number(x), number(y))
 
 
 class Tile:
@@ -360,9 +402,9 @@ class Tile:
     def __init__(self, block: Block, j: Any, edge: bool):
         self.block, self.p, self.edge = block, block.p, edge
         z = self.p.sizes
-        self.nominal = j * z.keys
-        ragged = edge and z.s % z.keys
-        self.start = least(self.nominal, z.s - z.keys) if ragged else self.nominal
+        self.nominal = j * number(z.keys)
+        ragged = edge and z.keys_overlap
+        self.start = _least(self.nominal, z.s - z.keys) if ragged else self.nominal
         self.here = {**block.here, "s": (self.start, z.keys)}
         self.s = self.start + lax.broadcasted_iota(jnp.int32, (1, z.keys), 1)
 
@@ -423,7 +465,7 @@ class Tile:
     def fresh(self) -> list[Array]:
         """Returns whether keys are new, not in the block before; None if all are."""
         z = self.p.sizes
-        return [self.s >= self.nominal] if self.edge and z.s % z.keys else []
+        return [self.s >= self.nominal] if self.edge and z.keys_overlap else []
 
     def only_fresh(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for keys that the block before has too."""

@@ -19,6 +19,7 @@ from jax import lax
 from rewriter.kernels.ragged.dot import estimate, xla
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
+from rewriter.support.verdict import no
 
 if TYPE_CHECKING:
     from jax import Array
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
     from rewriter.support.verdict import Verdict
 
-supports = xla.supports
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether `forward` supports a use: sizes of `xla.supports`, all known."""
+    if spec.symbolic:
+        return no("symbolic", "the number of tiles depends on rows, which are symbolic")
+    return xla.supports(spec)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether `forward` supports a use: known, non-empty sizes, floats."""
-    if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
+    """Returns whether `forward` supports a use: non-empty sizes, floats.
+
+    The number of rows may be symbolic; widths and the number of groups may not.
+    """
     checks = [
         no("empty", f"{name} has shape {shape}, and an axis of size 0")
         for name, shape in spec.shapes
@@ -45,7 +47,17 @@ def supports(spec: Spec) -> Verdict:
         if len(spec.shape(name)) != rank:
             text = f"{name} has shape {spec.shape(name)}, not {rank} axes"
             checks.append(no("rank", text))
+    checks += [
+        no("symbolic", f"{name} has shape {shape}: all but rows must be known")
+        for name, shape in spec.shapes
+        if not all(isinstance(d, int) for d in shape[name in _of_rows(spec) :])
+    ]
     return all_of(*checks)
+
+
+def _of_rows(spec: Spec) -> tuple[str, ...]:
+    """The operands whose first axis are the rows."""
+    return ("lhs", "rhs") if spec.param("mode") == "contracting" else ("lhs",)
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -78,7 +90,11 @@ def tile_rows(m: int, groups: int) -> int:
 
     At m = 2048, k = n = 512 and 64 groups, CPU time by tile, AMD EPYC: 32 rows
     30 ms, 64 rows 36 ms, 128 rows 54 ms, even and uneven groups alike.
+
+    Of a symbolic number of rows it is 64, or all of them if they are fewer.
     """
+    if not isinstance(m, int):
+        return min_dim(64, m)
     size = 16
     while size < min(256, m // groups):
         size *= 2
@@ -132,7 +148,7 @@ def forward(
         config: The tile.
     """
     size = (config or Tile()).rows or tile_rows(lhs.shape[0], group_sizes.shape[0])
-    size = min(size, lhs.shape[0])
+    size = min_dim(size, lhs.shape[0])
     dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
     run = _contracted if mode == "contracting" else _ragged
     ranges = _ranges(group_sizes, lhs.shape[0], first_row)
@@ -257,7 +273,8 @@ def _ranges(group_sizes: Array, m: int, first_row: Array | None) -> tuple[Array,
     """The first and last row bounds of each group."""
     sizes = group_sizes.astype(jnp.int32)
     ends = jnp.cumsum(sizes)
-    ends = jnp.minimum(ends if first_row is None else ends + first_row, m)
+    last = jnp.asarray(m, jnp.int32)
+    ends = jnp.minimum(ends if first_row is None else ends + first_row, last)
     first = jnp.zeros_like(ends[:1]) if first_row is None else first_row.reshape(1)
     return jnp.concatenate([first, ends[:-1]]), ends
 
@@ -278,14 +295,15 @@ def _over_tiles(
     start: Any, end: Any, m: int, size: int, body: Callable[..., Array], out: Array
 ) -> Array:
     """Runs ``out = body(first row, valid rows [size, 1], out)`` over a range."""
+    rows, last = (jnp.asarray(n, jnp.int32) for n in (size, m - size))
 
     def step(i: Any, out: Array) -> Array:
-        nominal = start + i * size
-        first = jnp.minimum(nominal, m - size)
+        nominal = start + i * rows
+        first = jnp.minimum(nominal, last)
         row = first + lax.broadcasted_iota(jnp.int32, (size, 1), 0)
         return body(first, (row >= nominal) & (row < end), out)
 
-    return lax.fori_loop(jnp.int32(0), (end - start + size - 1) // size, step, out)
+    return lax.fori_loop(jnp.int32(0), (end - start + rows - 1) // rows, step, out)
 
 
 def _wide(*arrays: Array) -> Any:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter import _jax
 from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES, TRANSPARENT
 from rewriter.program.graph import Graph, Node
 
@@ -90,10 +92,10 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
     """The bounds of an equation's result over the integers; None if unknown."""
     prim = node.prim
     if prim == "iota":
-        return 0.0, float(node.params["shape"][node.params["dimension"]] - 1)
+        return 0.0, float(_most(node.params["shape"][node.params["dimension"]]) - 1)
     if prim in ("argmax", "argmin"):
         axes = node.params["axes"]
-        return 0.0, float(graph.shape(node.ins[0])[axes[0]] - 1)
+        return 0.0, float(_most(graph.shape(node.ins[0])[axes[0]]) - 1)
     if prim in TRANSPARENT:
         return interval(graph, node.ins[node.outs.index(value)], depth)
     if prim in SAME_ELEMENTS:
@@ -113,11 +115,16 @@ def _made_by(graph: Graph, node: Node, value: int, depth: int) -> Interval | Non
 
 
 def _added(graph: Graph, node: Node) -> int:
-    """The number of elements summed into one."""
+    """The greatest number of elements summed into one."""
     shape = graph.shape(node.ins[0])
     if node.prim == "cumsum":
-        return int(shape[node.params["axis"]])
-    return math.prod(int(shape[int(a)]) for a in node.params["axes"])
+        return _most(shape[node.params["axis"]])
+    return math.prod(_most(shape[int(a)]) for a in node.params["axes"])
+
+
+def _most(size: Any) -> int:
+    """The greatest value of a size, which may be symbolic."""
+    return _jax.size_range(size)[1]
 
 
 def _product(a: Interval, b: Interval) -> Interval:

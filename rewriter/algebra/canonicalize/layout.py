@@ -78,7 +78,7 @@ class Layout:
             dims = {int(d) for d in params["dimensions"]}
             sizes = self.g.shape(node.ins[0])
             return node.ins[0], tuple(
-                alg.affine(a, -1, n - 1) if d in dims and n > 1 else a
+                alg.affine(a, -1, n - 1) if d in dims and n != 1 else a
                 for d, (a, n) in enumerate(zip(args, sizes, strict=True))
             )
         if prim == "split":
@@ -86,7 +86,7 @@ class Layout:
             k = node.outs.index(value)
             start = int(sum(sizes[:k]))
             at = list(args)
-            if self.g.shape(node.ins[0])[axis] > 1:
+            if self.g.shape(node.ins[0])[axis] != 1:
                 at[axis] = alg.affine(at[axis], 1, start)
             return node.ins[0], tuple(at)
         if prim == "tile":
@@ -247,7 +247,7 @@ def reshape_args(
         taken: list[int] = []
         have = 1
         while have != size:
-            if _smaller(have, size):
+            if smaller(have, size):
                 if new[j] != 1:
                     taken.append(j)
                     have *= new[j]
@@ -274,7 +274,7 @@ def reshape_args(
     return tuple(out)
 
 
-def _smaller(a: Any, b: Any) -> bool:
+def smaller(a: Any, b: Any) -> bool:
     """Whether a < b; a symbolic size is smaller than its multiples."""
     try:
         return bool(a < b)

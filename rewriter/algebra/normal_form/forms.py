@@ -25,6 +25,18 @@ class OverBudget(Exception):
     """The form would grow beyond its budget, or a rule does not apply."""
 
 
+def real(c: Any) -> float:
+    """A number as a coefficient.
+
+    Raises:
+        OverBudget: If it is a symbolic size, of which no coefficient is made.
+    """
+    try:
+        return float(c)
+    except TypeError:
+        raise OverBudget(f"arithmetic with the symbolic size {c}") from None
+
+
 class TooMuchWork(OverBudget):
     """One region took more steps than it may."""
 

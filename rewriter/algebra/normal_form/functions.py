@@ -12,6 +12,7 @@ from rewriter.algebra.normal_form.forms import (
     OverBudget,
     Poly,
     exact,
+    real,
 )
 
 
@@ -151,7 +152,7 @@ class Functions:
         squared = self.monomial((a, 2 * e) for a, e in body2)
         if n1 != n2 or b1 != b2 or squared != body1:
             return False
-        count = math.prod(self.sizes[n] for n in n1)
+        count = real(math.prod(self.sizes[n] for n in n1))
         return -c2 <= c1 / count * (1 + 1e-4)
 
     def odd(self, name: str, p: Poly) -> Poly:

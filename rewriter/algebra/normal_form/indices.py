@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rewriter import _jax
 from rewriter.algebra.normal_form.forms import Index
 
 
@@ -18,6 +19,11 @@ class Indices:
         self.sizes[i] = size
         return i
 
+    def size_order(self, i: int) -> tuple[int, str]:
+        """A key that sorts indices by size, symbolic sizes after numbers."""
+        size = self.sizes[i]
+        return (size, "") if isinstance(size, int) else (1 << 62, str(size))
+
     def bound_index(self, level: int, slot: int, size: int) -> int:
         """The canonical name of a bound index."""
         key = (level, slot, size)
@@ -28,11 +34,11 @@ class Indices:
         return name
 
     def index_range(self, a: Index) -> tuple[int, int]:
-        """Least and greatest value of an index argument."""
+        """Bounds of an index argument; symbolic sizes count as the greatest."""
         if a is None:
             return 0, 0
         if isinstance(a, int):
-            return 0, self.sizes[a] - 1
+            return 0, _jax.size_range(self.sizes[a])[1] - 1
         if a[0] == "k":
             return a[1], a[1]
         lo, hi = self.index_range(a[1])
@@ -41,10 +47,14 @@ class Indices:
             return min(ends), max(ends)
         if a[0] == "cat":
             lo2, hi2 = self.index_range(a[2])
-            return lo * a[3] + lo2, hi * a[3] + hi2
+            least, most = _jax.size_range(a[3])
+            return min(lo * least, lo * most) + lo2, max(hi * least, hi * most) + hi2
+        least, most = _jax.size_range(a[2])
+        if least != most:  # of what a symbolic size divides
+            return (min(lo, 0), max(hi, 0)) if a[0] == "div" else (0, most - 1)
         if a[0] == "div":
-            return lo // a[2], hi // a[2]
-        return (lo % a[2], hi % a[2]) if lo // a[2] == hi // a[2] else (0, a[2] - 1)
+            return lo // most, hi // most
+        return (lo % most, hi % most) if lo // most == hi // most else (0, most - 1)
 
     def cat(self, a: Index, b: Index, n: int) -> Index:
         """A * n + b, where b is below n."""

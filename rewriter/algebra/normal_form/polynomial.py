@@ -16,6 +16,7 @@ from rewriter.algebra.normal_form.forms import (
     OverBudget,
     Poly,
     TooMuchWork,
+    real,
     term_order,
 )
 
@@ -37,7 +38,7 @@ class Polynomials:
 
     def const(self, c: float) -> Poly:
         """A constant."""
-        return {(TRUE, ()): self.number(float(c))} if c != 0 else {}
+        return {(TRUE, ()): self.number(real(c))} if c != 0 else {}
 
     def of_atom(self, atom: int, exponent: Any = 1) -> Poly:
         """One atom."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 
-from rewriter.algebra.normal_form.forms import FALSE, TRUE, Index, OverBudget, Poly
+from rewriter.algebra.normal_form.forms import (
+    FALSE,
+    TRUE,
+    Index,
+    OverBudget,
+    Poly,
+    real,
+)
 
 
 class Predicates:
@@ -19,9 +26,9 @@ class Predicates:
         if a[0] == "k":
             return self.const(a[1])
         if a[0] == "aff":
-            return self.add(self.scale(self.iota(a[1]), float(a[2])), self.const(a[3]))
+            return self.add(self.scale(self.iota(a[1]), real(a[2])), self.const(a[3]))
         if a[0] == "cat":
-            return self.add(self.scale(self.iota(a[1]), float(a[3])), self.iota(a[2]))
+            return self.add(self.scale(self.iota(a[1]), real(a[3])), self.iota(a[2]))
         return self.of_atom(self.atom("iota", a))
 
     def stepped(self, start: Poly, a: Index, size: int, whole: int) -> Index:

@@ -93,7 +93,8 @@ class Ranges:
 
         The body of either is extended beyond its own part.
         """
-        sizes = [sorted(self.sizes[i] for i in self.defs[x][1]) for x in (a, b)]
+        names = [sorted(self.defs[x][1], key=self.size_order) for x in (a, b)]
+        sizes = [[self.sizes[i] for i in some] for some in names]
         for this, other, others in ((a, b, sizes[1]), (b, a, sizes[0])):
             bound, flag, mono = self.open_sum(this)
             for j in bound:

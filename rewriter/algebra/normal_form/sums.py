@@ -6,7 +6,14 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from rewriter.algebra.normal_form.forms import TRUE, Index, Monomial, Poly, is_frozen
+from rewriter.algebra.normal_form.forms import (
+    TRUE,
+    Index,
+    Monomial,
+    Poly,
+    is_frozen,
+    real,
+)
 
 
 class Sums:
@@ -39,7 +46,7 @@ class Sums:
         flag, mono, bound = self.joined(flag, mono, bound)
         used = self.term_ids(flag, mono)
         for j in bound - used:
-            c *= self.sizes[j]
+            c *= real(self.sizes[j])
         bound &= used
         if not bound:
             return {(flag, mono): self.number(c)}
@@ -214,7 +221,7 @@ class Sums:
     def _orders(self, bound: list[int], flag: int, mono: Monomial):
         """Orders of the bound indices worth trying, by where each occurs."""
         if len({self.sizes[j] for j in bound}) == len(bound):  # told apart by size
-            yield tuple(sorted(bound, key=self.sizes.__getitem__))
+            yield tuple(sorted(bound, key=self.size_order))
             return
         colors = {}
         for j in bound:

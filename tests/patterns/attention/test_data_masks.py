@@ -456,6 +456,8 @@ def test_reports_say_what_an_array_costs():
         step = step_of(name, "scan")
         texts[name] = str(rewriter.explain(step)(*arguments(name)))
     assert "a mask of 2×1×16×16, 512 B is read" in texts["positions"]
+    known = rewriter.explain(step_of("array", "plain"), target="h200")
+    assert " µs or more, is read in each pass" in str(known(*arguments("array")))
     assert "keys of the same segment" in texts["packed"]
     assert "is read in each pass" not in texts["packed"]
 

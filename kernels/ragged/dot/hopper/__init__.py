@@ -33,6 +33,8 @@ MOST = 1 << 30
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernels support a use: 16 bits, k and n multiples of 64."""
+    if spec.symbolic:
+        return no("symbolic", "its grid of tiles needs rows that are known")
     base = xla.supports(spec)
     if not base.ok:
         return base

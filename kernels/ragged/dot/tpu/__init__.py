@@ -36,6 +36,8 @@ PRECISIONS = (None, "default", "high", "highest")
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the kernels support a use: bfloat16 and float32, any sizes."""
+    if spec.symbolic:
+        return no("symbolic", "its grid of tiles needs rows that are known")
     base = xla.supports(spec)
     if not base.ok:
         return base
