@@ -130,13 +130,15 @@ def holds_tracers(jaxpr: Any) -> bool:
 def call_kind(eqn: Any) -> str:
     """The kind of body that an equation holds; empty for an ordinary equation."""
     name = eqn.primitive.name
+    if name not in BODIES:  # nearly all equations
+        return ""
     if name in CALLS:
         return "call" if _plain_call(eqn) else "opaque"
     if name in REMAT:  # a rule's forward, which is chosen later, has no one body
         return "remat" if call_body(eqn) is not None else ""
     if name in CUSTOM:
         return "custom" if call_body(eqn) is not None else "opaque"
-    return name if name in ("scan", "while", "cond", "shard_map") else ""
+    return name
 
 
 def _plain_call(eqn: Any) -> bool:

@@ -73,6 +73,7 @@ KERNELS = (
         memory_bounded=True,
         merges=True,
         profitable=hopper.profitable,
+        by_rule=False,
         estimate=estimate,
         space=Space(hopper.Tiles, hopper.default, hopper.configs, hopper.fits),
         backward_space=Space(
@@ -93,6 +94,7 @@ KERNELS = (
         forward=hopper_decode.forward,
         memory_bounded=True,
         profitable=hopper_decode.profitable,
+        by_rule=False,
         estimate=estimate,
         space=Space(
             hopper_decode.Split,

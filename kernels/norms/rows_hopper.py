@@ -137,6 +137,7 @@ def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
         memory_bounded=True,
         saves_out=False,
         profitable=profitable,
+        by_rule=False,
         estimate=estimate,
         space=spaces[0],
         backward_space=spaces[1],

@@ -62,6 +62,7 @@ KERNELS = (
             backward=hopper.backward,
             memory_bounded=True,
             profitable=hopper.profitable,
+            by_rule=False,
             estimate=estimate,
             saves_out=False,
             space=HOPPER,
