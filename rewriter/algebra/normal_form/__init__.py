@@ -91,6 +91,7 @@ class Algebra(
         self.blurred: set[float] = set()
         self.work = 0
         self._leaves: dict[int, frozenset[int]] = {}
+        self._texts: dict[int, str] = {}
         self._digit_args: dict[int, frozenset[Index]] = {}
 
     # --------------------------------------------------------------- numbers
