@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from jax._src import (
 from jax._src import source_info_util as _source_info_util
 from jax._src.export import shape_poly
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTracer
+from jax.extend.mlir import ir
 from jax.interpreters import partial_eval
 
 # remat_opt is the forward rule of a custom_vjp that may be made again.
@@ -146,13 +147,15 @@ def holds_tracers(jaxpr: Any) -> bool:
 def call_kind(eqn: Any) -> str:
     """The kind of body that an equation holds; empty for an ordinary equation."""
     name = eqn.primitive.name
+    if name not in BODIES:  # nearly all equations
+        return ""
     if name in CALLS:
         return "call" if _plain_call(eqn) else "opaque"
     if name in REMAT:  # a rule's forward, which is chosen later, has no one body
         return "remat" if call_body(eqn) is not None else ""
     if name in CUSTOM:
         return "custom" if call_body(eqn) is not None else "opaque"
-    return name if name in ("scan", "while", "cond", "shard_map") else ""
+    return name
 
 
 def _plain_call(eqn: Any) -> bool:
@@ -842,6 +845,37 @@ def with_parts(eqn: Any, body: Any, into: Sequence[Any], out_of: Sequence[Any]) 
     """A shard_map with another body, and specs for its operands and results."""
     specs = {"in_specs": tuple(into), "out_specs": tuple(out_of)}
     return eqn.replace(params={**eqn.params, "jaxpr": body, **specs})
+
+
+@contextlib.contextmanager
+def undone_if_it_fails(ctx: Any) -> Iterator[None]:
+    """Removes what a lowering wrote into the module before it failed.
+
+    Functions that were written whole stay: later lowerings may call them.
+    """
+    module, symbols = ctx.module_context.module, ctx.module_context.symbol_table
+    block = ir.InsertionPoint.current.block
+    count = len(block.operations)
+    known = {str(op.attributes["sym_name"]) for op in module.body.operations}
+    try:
+        yield
+    except Exception:
+        for op in reversed(list(block.operations)[count:]):
+            op.operation.erase()
+        for op in list(module.body.operations):
+            new = str(op.attributes["sym_name"]) not in known
+            if new and not _is_whole(op):
+                symbols.erase(op)
+        raise
+
+
+def _is_whole(function: Any) -> bool:
+    """Whether a function of a module ends, so that it was written to its end."""
+    blocks = function.regions[0].blocks
+    found = [list(b.operations) for b in blocks]
+    return bool(found) and all(
+        f and f[-1].operation.name == "func.return" for f in found
+    )
 
 
 # ------------------------------------------------------------------ timing

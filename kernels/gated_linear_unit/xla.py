@@ -265,7 +265,7 @@ KERNEL = Kernel(
     forward=forward,
     backward=backward,
     limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward, estimate),
+    speed=Speed(profitable, profitable_backward, estimate=estimate),
     traits=Traits(memory_bounded=True, saves_out=False),
     space=Space(Block, default, configs),
     backward_space=Space(Block, default, configs),

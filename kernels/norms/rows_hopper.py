@@ -133,7 +133,7 @@ def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
         forward=functools.partial(forward, centred=centred),
         backward=functools.partial(backward, centred=centred, by_xla=by_xla),
         limits=Limits(functools.partial(supports, centred=centred), runs_on),
-        speed=Speed(profitable, estimate=estimate),
+        speed=Speed(profitable, by_rule=False, estimate=estimate),
         traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
         space=spaces[0],
         backward_space=spaces[1],

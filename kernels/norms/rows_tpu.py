@@ -242,7 +242,7 @@ def kernel(
         forward=functools.partial(forward, centred=centred),
         backward=functools.partial(backward, centred=centred),
         limits=Limits(supports),
-        speed=Speed(profitable, profitable_backward, estimate),
+        speed=Speed(profitable, profitable_backward, estimate=estimate),
         traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
         space=space,
         backward_space=space,

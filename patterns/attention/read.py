@@ -49,6 +49,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         n
         for n in find.regions.above(anchor.ins[0], DOT)
         if n.params["dimension_numbers"][0][0]
+        and not find.regions.multiplied(n.outs[0], anchor.ins[0])
     ]
     if not scores or find.known_empty(NAME, anchor):
         return

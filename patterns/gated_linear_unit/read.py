@@ -9,6 +9,7 @@ Must hold  the form is the activation's applied to one contraction, times the ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,9 @@ LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | POWERS | frozenset({
     "select_n",
 })  # fmt: skip
 
+MOST = 3
+"""Contractions that a branch is the sum of, such as one and a low-rank adapter's."""
+
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """The reading of a product below an activation as a gated linear unit, if any.
@@ -67,7 +71,7 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         return
     operands = [i for i in anchor.ins if i not in g.constants]
     dots = [n for i in operands for n in _linear(find, i)]
-    if not dots or len(dots) > 3:
+    if not dots or len(dots) > MOST:
         return
     sources = set().union(*(_inputs(find, n) for n in dots))
     below = products(find, anchor)
@@ -160,8 +164,14 @@ def read(
         raise Refused(
             "up", "the other factor is not a contraction of the same value", score=0.2
         )
+    if len(others) > MOST:
+        raise Refused("up", "the up branch is not one contraction", score=0.2)
     value = product.outs[0]
     inside = _inside(find, act, dots, others)
+    if len(inside) == 1 and not _holds_both(find, *inside, value):
+        raise Refused(
+            "up", "the other factor is not a contraction of the same value", score=0.2
+        )
     ev = find.evaluator(value, inside=inside, roots=inside)
     args = ev.indices(value)
     form, args = split_digits(alg, ev.poly(value, args), args)
@@ -199,6 +209,12 @@ def _inside(
     mine = [n for n in (*dots, *again) if _inputs(find, n) & theirs]
     others = [n for n in others if _inputs(find, n) & sources]
     return frozenset(n.outs[0] for n in (*mine, *others))
+
+
+def _holds_both(find: Finder, contraction: int, value: int) -> bool:
+    """Whether one contraction may give both branches, each a part of its result."""
+    whole, part = (math.prod(find.graph.shape(v)) for v in (contraction, value))
+    return whole > part
 
 
 def _activated(find: Finder, act: Poly, contraction: int):

@@ -65,13 +65,20 @@ def proved(rules: Mapping[int, Sequence[Ruled]]) -> frozenset[int]:
 
 def _ruled_in(jaxpr: Any) -> Iterator[Ruled]:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    read = {a for e in jaxpr.eqns for a in e.invars if not _jax.is_literal(a)}
-    read |= {a for a in jaxpr.outvars if not _jax.is_literal(a)}
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _jax.BODIES:
+            continue
         if _jax.call_kind(eqn) == "custom" and not _jax.is_library_rule(eqn):
+            read = _read_in(jaxpr)
             yield Ruled(eqn, tuple(i for i, v in enumerate(eqn.outvars) if v in read))
         for body in jaxprs_in_params(eqn.params):
             yield from _ruled_in(body)
+
+
+def _read_in(jaxpr: Any) -> set[Any]:
+    """The variables that a body reads or returns."""
+    read = {a for e in jaxpr.eqns for a in e.invars if not _jax.is_literal(a)}
+    return read | {a for a in jaxpr.outvars if not _jax.is_literal(a)}
 
 
 def _is_derivative(ruled: Ruled) -> bool:

@@ -37,7 +37,7 @@ from rewriter.site.implementation import (
     configured,
     default_configs,
 )
-from rewriter.support.verdict import Verdict, no
+from rewriter.support.verdict import YES, Verdict, no
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,8 @@ def _by_rule(
     here = device.platform
     # Kernels for other platforms are not mentioned, unless there are no others.
     for kernel in [k for k in kernels if here in k.platforms] or kernels:
-        verdict = usable(kernel, spec, device, config)
+        asked = kernel.speed.by_rule or device.kind not in ("", here)
+        verdict = usable(kernel, spec, device, config) if asked else YES
         if verdict.ok:
             verdict = _pays(kernel, spec, here, differentiated)
         if verdict.ok:

@@ -256,7 +256,7 @@ def _call(
     def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
         if isinstance(shards, Shards) and shards.passed:
             return passed_around(op, shards, operands, params, kernels)
-        return site.bind(op, operands, params, kernels)
+        return site.bind(op, operands, params, kernels, falls_back=True)
 
     def call(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in names}

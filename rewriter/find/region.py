@@ -199,6 +199,32 @@ class Regions:
                     queue.append(i)
         return False
 
+    def multiplied(self, value: int, last: int) -> bool:
+        """Whether a value is multiplied with itself on a way to a later one.
+
+        So are contractions in an activation such as GELU, and scores never.
+        """
+        found, queue = {value}, [value]
+        while queue:
+            for node in self.graph.users(queue.pop()):
+                if is_local(node) and node.outs[0] <= last:
+                    new = [v for v in node.outs if v not in found]
+                    found.update(new)
+                    queue += new
+        above, queue = {last}, [last]
+        while queue:
+            node = self.graph.node_of(queue.pop())
+            if node is None or not is_local(node):
+                continue
+            ins = [v for v in node.ins if v in found]
+            if node.prim in ("square", "integer_pow") and ins:
+                return True
+            if node.prim == "mul" and len(ins) > 1:
+                return True
+            queue += [v for v in ins if v not in above]
+            above.update(ins)
+        return False
+
     def depends(self, value: int, on: int, limit: int = 400) -> bool:
         """Whether a value is computed from another through local equations."""
         seen, queue = {value}, [value]

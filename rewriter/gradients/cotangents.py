@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from rewriter.algebra.canonicalize import (
     is_lossless,
 )
 from rewriter.find.match import Match
-from rewriter.program.graph import Graph
+from rewriter.program.graph import Graph, Node
 
 REACH = 240
 """The most values below a cotangent to examine."""
@@ -28,6 +28,8 @@ MEETS = frozenset({
     "reduce_sum",
 })  # fmt: skip
 CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
+ADDS = frozenset({"add", "add_any", "sub", "concatenate", "pad", "stack", "reduce_sum"})
+EITHER = frozenset({"mul"}) | CONTRACTIONS
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div", "neg"}
 
 
@@ -52,9 +54,11 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
     """
     region = match.inner | {v for _, v in match.leaves}
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
-    for value in sorted((v for v in region if graph.shape(v) != ()), reverse=True):
+    for value in sorted(region, reverse=True):
         users = graph.users(value)
-        for node in users if len(users) <= SHARED else ():
+        if not users or len(users) > SHARED or graph.shape(value) == ():
+            continue
+        for node in users:
             if node.prim not in MEETS or not region.isdisjoint(node.outs):
                 continue
             for i in node.ins:
@@ -90,6 +94,38 @@ def below(graph: Graph, value: int) -> list[int]:
                     seen.add(out)
                     queue.append(out)
     return sorted(seen)
+
+
+def linear(graph: Graph, reached: Sequence[int], stops: frozenset[int]) -> set[int]:
+    """Those of the values below a cotangent that are linear in it, as gradients are.
+
+    Args:
+        graph: The program.
+        reached: The cotangent, and values that are computed from it, in program order.
+        stops: Where to stop; the cotangent is one of them.
+    """
+    found = {v for v in reached[:1] if v in stops}
+    other: set[int] = set()  # what depends on the cotangent in other ways
+    for value in reached[1:]:
+        made = graph.producer.get(value)
+        if made is None or value in stops:
+            continue
+        node = made[0]
+        along = [k for k, v in enumerate(node.ins) if v in found]
+        if not other.isdisjoint(node.ins) or (along and not _is_linear(node, along)):
+            other.add(value)
+        elif along:
+            found.add(value)
+    return found
+
+
+def _is_linear(node: Node, along: Sequence[int]) -> bool:
+    """Whether a result is linear in some of its operands."""
+    if node.prim in ADDS:
+        return True
+    if node.prim in LINEAR or node.prim in CONTRACTIONS:
+        return along == [0] or (len(along) == 1 and node.prim in EITHER)
+    return node.prim == "select_n" and 0 not in along
 
 
 def cone(

@@ -24,7 +24,13 @@ from rewriter.algebra.normal_form import Algebra, OverBudget
 from rewriter.find.match import Match
 from rewriter.gradients.addends import larger_sums, widest
 from rewriter.gradients.backward import Backward
-from rewriter.gradients.cotangents import CONTRACTIONS, below, cancelled_reads, cone
+from rewriter.gradients.cotangents import (
+    CONTRACTIONS,
+    below,
+    cancelled_reads,
+    cone,
+    linear,
+)
 from rewriter.gradients.reference import wanted_at
 from rewriter.program.graph import Graph
 
@@ -81,12 +87,16 @@ def proved_gradients(
 def _cones(
     graph: Graph, match: Match, reached: Sequence[int], stops: frozenset[int]
 ) -> dict[int, set[int]]:
-    """The cones of values with a leaf's shape that depend only on the stops."""
+    """The cones of values with a leaf's shape that depend only on the stops.
+
+    Only of those that are linear in the cotangent: no other is worth a form.
+    """
     shapes = {graph.shape(v) for _, v in match.leaves}
     cones: dict[int, set[int]] = {}
     foreign: set[int] = set()
+    moving = linear(graph, reached, stops)
     for value in reached:
-        if value not in stops and graph.shape(value) in shapes:
+        if value in moving and value not in stops and graph.shape(value) in shapes:
             inside = cone(graph, value, stops, foreign)
             if inside is not None:
                 cones[value] = inside

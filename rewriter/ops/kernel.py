@@ -248,6 +248,8 @@ class Speed:
         profitable_backward: ``profitable_backward(spec, platform, count)`` says the
             same for a site whose gradient is in the same program. Its residuals are
             kept ``count`` times, once per layer. `profitable` by default.
+        by_rule: Whether these may say yes. If not, `supports` is not asked for a device
+            of unknown kind: it may import what builds the kernel.
         estimate: ``estimate(spec, device, passes)`` gives modelled seconds by name, for
             it and other implementations, including ``"xla"``. It replaces `profitable`
             where the device's figures are known.
@@ -262,6 +264,7 @@ class Speed:
     profitable_backward: Callable[[Spec, str, int], Verdict] | None = field(
         default=None, repr=False
     )
+    by_rule: bool = True
     estimate: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
         default=None, repr=False
     )

@@ -36,8 +36,12 @@ class _Bodies:
         return self.known[id(body)][1]
 
     def _with_bodies(self, body: Any) -> Any:
-        eqns = [self._with_its_bodies(e) for e in body.eqns]
-        if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+        eqns, changed = list(body.eqns), False
+        for k, eqn in enumerate(eqns):
+            if eqn.primitive.name in _jax.BODIES:
+                eqns[k] = self._with_its_bodies(eqn)
+                changed = changed or eqns[k] is not eqn
+        if not changed:
             return body
         return _jax.with_equations(body, eqns, getattr(body, "jaxpr", body).outvars)
 

@@ -8,7 +8,7 @@ they are: a `Scope` remembers which variable carries which value in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,7 @@ class Graph:
         self.per_device: dict[Any, int] = {}
         self.stacked: dict[int, tuple[int | None, ...]] = {}
         self._numbers: dict[Any, tuple[int, ...]] = {}
+        self._known: dict[Any, Any] = {}
         self._signatures: dict[Any, int] = {}
         self._signatures_in: dict[int, list[int]] = {}
         self._equal = Constants()
@@ -412,6 +413,19 @@ class Graph:
     def users(self, value: int) -> list[Node]:
         """Equations that read a value."""
         return self.consumers.get(value, [])
+
+    def known(self, what: str, value: int, find: Callable[[], Any]) -> Any:
+        """What is known of a value; found once, however many forms are made of it.
+
+        Args:
+            what: The question.
+            value: The value.
+            find: Returns the answer, which follows from the program alone.
+        """
+        key = what, value
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]
 
     def scalar(self, value: int) -> float | int | bool | None:
         """The Python number of a constant scalar, or None."""

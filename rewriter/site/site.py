@@ -21,6 +21,7 @@ policies once they are differentiated.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,8 @@ from rewriter.site.uses import (
     without_levels,
 )
 
+log = logging.getLogger("rewriter.site")
+
 Kernels = Sequence[tuple[str, "str | Kernel | None"]]
 
 NOWHERE = "several devices"
@@ -66,6 +69,7 @@ def bind(
     params: Mapping[str, object] | None = None,
     kernels: Kernels = (),
     label: str = "",
+    falls_back: bool = False,
 ) -> jax.Array:
     """Returns the op's result, computed by one equation.
 
@@ -78,6 +82,8 @@ def bind(
             not listed, or whose kernel refuses the shapes, gets the reference.
         label: Shown in profiles as ``rewriter/<label>``; the op's name by
             default.
+        falls_back: Whether the reference runs where a kernel cannot be lowered, with a
+            warning. Otherwise the program fails, as a measurement should.
 
     Returns:
         The result, with the shape and dtype of the op's reference.
@@ -95,7 +101,8 @@ def bind(
         [2.0, 2.0]
     """
     names = op.ordered(operands)
-    use = Use(op, names, _hashable(op, params or {}), _resolved(op, kernels))
+    made = _resolved(op, kernels)
+    use = Use(op, names, _hashable(op, params or {}), made, falls_back)
     args = _jax.vary_alike([jnp.asarray(operands[n]) for n in names])
     with jax.named_scope(f"rewriter/{label or op.name}"):
         return _sharded(use, args)(*args)
@@ -450,15 +457,56 @@ def _warn(use: Use, platform: str) -> None:
         )
 
 
+FAILED: set[tuple[Use, str]] = set()
+"""Uses whose kernel could not be lowered for a platform: gradients must not read the
+residuals that it would have saved."""
+
+
 def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: Any):
+    use: Use = params["use"]
     if _jax.is_partitioned(ctx):  # XLA would gather a kernel's operands, or refuse it
-        _warn(params["use"], platform)
+        _warn(use, platform)
         platform = NOWHERE
+    elif (use, platform) in FAILED:
+        platform = NOWHERE
+    if platform == NOWHERE or use.kernel(platform) is None or not use.falls_back:
+        return _lowered(primitive, platform, ctx, args, params)
+    try:
+        with _jax.undone_if_it_fails(ctx):
+            return _lowered(primitive, platform, ctx, args, params)
+    except errors.RewriterError:
+        raise
+    except Exception as error:
+        _warn_of_failure(use, platform, error)
+    FAILED.add((use, platform))
+    return _lowered(primitive, NOWHERE, ctx, args, params)
+
+
+def _lowered(
+    primitive: Primitive,
+    platform: str,
+    ctx: Any,
+    args: Sequence[Any],
+    params: Mapping[str, Any],
+) -> Any:
     function = _implementation(primitive, platform, tuple(sorted(params.items())))
     ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
     rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
     with _jax.on_one_device(), _jax.in_mesh_of(ctx.avals_in):
         return rule(ctx, *args)
+
+
+def _warn_of_failure(use: Use, platform: str, error: Exception) -> None:
+    kernel = use.kernel(platform)
+    assert kernel is not None
+    log.debug("lowering %s failed", kernel.name, exc_info=error)
+    why = (str(error).splitlines() or [""])[0]
+    warnings.warn(
+        f"{use.op.name}: {kernel.name!r} cannot be lowered for {platform}, and gives "
+        f"way to plain JAX: {type(error).__name__}: {why}",
+        errors.RewriterWarning,
+        stacklevel=2,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -35,12 +35,14 @@ class Use:
         names: The operands present, in the op's order.
         params: (name, value), sorted by name.
         kernels: (platform or ``"default"``, kernel; None for the reference).
+        falls_back: Whether the reference runs where a kernel cannot be lowered.
     """
 
     op: Op
     names: tuple[str, ...]
     params: tuple[tuple[str, Any], ...]
     kernels: tuple[tuple[str, Kernel | None], ...]
+    falls_back: bool = False
 
     @property
     def keeps_out(self) -> bool:

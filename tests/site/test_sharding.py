@@ -61,8 +61,9 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        6,
+        7,
         [
+            ("mesh_grid", "11"),
             ("sharded_calls",),
             ("sharded_masks",),
             ("sharded_experts",),
@@ -70,9 +71,11 @@ def devices(count: int) -> str:
             ("sharded_streams",),
             ("sharded_programs", "--brief"),
             ("sharded_programs", "--only", "attention"),
+            ("mesh_grid",),
         ],
     ),
     ids=[
+        "some of the grid",
         "calls",
         "masks",
         "experts",
@@ -80,6 +83,7 @@ def devices(count: int) -> str:
         "streams",
         "programs",
         "programs of attention",
+        "the grid",
     ],
 )
 def test_on_eight_devices(command: tuple[str, ...], tmp_path: pathlib.Path) -> None:

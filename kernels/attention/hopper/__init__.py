@@ -199,7 +199,7 @@ KERNEL = by_entry(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on, deterministic),
-        speed=Speed(profitable, estimate=estimate),
+        speed=Speed(profitable, by_rule=False, estimate=estimate),
         traits=Traits(
             memory_bounded=True,
             merges=True,

@@ -156,7 +156,7 @@ KERNEL = by_entry(
         version=1,
         forward=forward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate),
+        speed=Speed(profitable, by_rule=False, estimate=estimate),
         traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
         space=Space(Split, default, configs, fits),
     )

@@ -162,6 +162,34 @@ def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None
     return (origin, tuple(slopes)) if (built == array).all() else None
 
 
+def one_number(array: np.ndarray) -> float | None:
+    """The number that all elements of an array of moderate size are, or None."""
+    if not 0 < array.size <= 1 << 16 or not (array == array.flat[0]).all():
+        return None
+    return float(array.flat[0])
+
+
+def two_numbers(array: np.ndarray) -> tuple[float, float, Any] | None:
+    """(lower, higher, `pattern_of` the higher) of an array of two numbers."""
+    if array.dtype.kind != "f" or array.size > 1 << 22:
+        return None
+    some = np.unique(array.flat[:256])
+    if len(some) > 2:
+        return None
+    values = np.unique(array)
+    if len(values) != 2 or np.isnan(values).any():
+        return None
+    pattern = pattern_of(array == values[1])
+    return None if pattern is None else (float(values[0]), float(values[1]), pattern)
+
+
+def pattern_of(mask: np.ndarray) -> Any:
+    """A mask that is equal everywhere as a bool, a banded one's bands, or None."""
+    if mask.ndim == 0 or (mask == mask.flat[0]).all():
+        return bool(mask.flat[0])
+    return banded_constant(mask)
+
+
 def banded_constant(mask: np.ndarray):
     """(row axis, column axis, lower, upper) of a mask lower <= col - row <= upper."""
     wide = [d for d, n in enumerate(mask.shape) if n > 1]

@@ -13,10 +13,12 @@ from rewriter.algebra.canonicalize.constants import (
     FOLD,
     FOLD_FLAGS,
     affine_constant,
-    banded_constant,
     cast,
     folded,
     in_dtype,
+    one_number,
+    pattern_of,
+    two_numbers,
 )
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
 from rewriter.algebra.canonicalize.intervals import interval
@@ -300,18 +302,21 @@ class Evaluator(Layout, LoopForms):
         # A factor far from one may take the product out of the dtype's range.
         return known is not None and MODERATE[0] <= abs(known) <= MODERATE[1]
 
-    def number(self, value: int, depth: int = 8) -> float | None:
+    def number(self, value: int) -> float | None:
         """The number that a value holds everywhere, folded through scalar chains."""
-        found = self.typed_number(value, depth)
+        found = self.typed_number(value)
         if found is None or (kind_of(found.dtype) == "i" and abs(int(found)) > EXACT):
             return None
         return float(found)
 
-    def typed_number(self, value: int, depth: int = 8) -> np.generic | None:
+    def typed_number(self, value: int) -> np.generic | None:
         """The number that a value holds at every position, computed in its dtype.
 
         None if there is no such number, or if the machine's result is unknown.
         """
+        return self.g.known("number", value, lambda: self._typed_number(value))
+
+    def _typed_number(self, value: int, depth: int = 8) -> np.generic | None:
         dtype = self.g.dtype(value)
         const = self.g.constants.get(value)
         if const is not None:
@@ -320,11 +325,11 @@ class Evaluator(Layout, LoopForms):
         if node is None or depth == 0:
             return None
         if node.prim in SAME_NUMBER and len(node.ins) == 1:
-            inner = self.typed_number(node.ins[0], depth - 1)
+            inner = self._typed_number(node.ins[0], depth - 1)
             return None if inner is None else cast(inner, dtype)
         if node.prim not in FOLD:
             return None
-        values = [self.typed_number(i, depth - 1) for i in node.ins]
+        values = [self._typed_number(i, depth - 1) for i in node.ins]
         if any(v is None for v in values):
             return None
         return folded(node.prim, values, node.params, dtype)
@@ -336,11 +341,15 @@ class Evaluator(Layout, LoopForms):
         if np.shape(const) == ():
             dtype = self.g.dtype(value)
             return self._number_poly(float(in_dtype(const, dtype)), dtype)
-        if np.size(const) <= 1 << 16:
-            flat = np.asarray(const)
-            if flat.size and (flat == flat.flat[0]).all():
-                return self._number_poly(float(flat.flat[0]), self.g.dtype(value))
-        return None
+        number = self._of_array("one number", value, one_number)
+        if number is None:
+            return None
+        return self._number_poly(number, self.g.dtype(value))
+
+    def _of_array(self, what: str, value: int, find: Callable[..., Any]) -> Any:
+        """What a function finds in a constant array, which it looks at once."""
+        array = self.g.constants[value]
+        return self.g.known(what, value, lambda: find(np.asarray(array)))
 
     def _number_poly(self, c: float, dtype: Any) -> Poly:
         if not math.isnan(c) and str(dtype) in ("bfloat16", "float16"):
@@ -367,12 +376,11 @@ class Evaluator(Layout, LoopForms):
             return self.alg.of_atom(self.leaf(value, args)) if known is None else known
         node = self._expandable(value, mode)
         if node is None:
-            array = self.g.constants.get(value)
-            if array is not None and mode == FULL:
-                known = affine_constant(np.asarray(array))
+            if value in self.g.constants and mode == FULL:
+                known = self._of_array("affine", value, affine_constant)
                 if known is not None:
                     return self._affine(known, args)
-                chosen = self._two_values(np.asarray(array), args)
+                chosen = self._two_values(value, args)
                 if chosen is not None:
                     return chosen
             return self.alg.of_atom(self.leaf(value, args))
@@ -474,18 +482,13 @@ class Evaluator(Layout, LoopForms):
         info = np.iinfo(dtype)
         return lo < info.min or hi > info.max
 
-    def _two_values(self, array: np.ndarray, args: tuple[Index, ...]) -> Poly | None:
+    def _two_values(self, value: int, args: tuple[Index, ...]) -> Poly | None:
         """A constant array of two numbers, such as a mask with its fill."""
-        if array.dtype.kind != "f" or array.size > 1 << 22:
+        found = self._of_array("two numbers", value, two_numbers)
+        if found is None:
             return None
-        values = np.unique(array)
-        if len(values) != 2 or np.isnan(values).any():
-            return None
-        flag = self._constant_flag(array == values[1], args)
-        if flag is None:
-            return None
-        lo, hi = (self.alg.const(float(v)) for v in values)
-        return choose(self.alg, flag, hi, lo)
+        lo, hi = (self.alg.const(v) for v in found[:2])
+        return choose(self.alg, self._patterned(found[2], args), hi, lo)
 
     def _affine(self, known: tuple[float, tuple[float, ...]], args) -> Poly:
         c0, slopes = known
@@ -504,6 +507,8 @@ class Evaluator(Layout, LoopForms):
         shape = self.g.shape(value)
         if len(shape) != len(args):
             return ()
+        if 1 not in shape:
+            return args
         return tuple(None if n == 1 else a for a, n in zip(args, shape, strict=True))
 
     def _cast(self, node: Node, value: int, args, mode: str) -> Poly:
@@ -562,11 +567,10 @@ class Evaluator(Layout, LoopForms):
     def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:
         if value in self.given:
             return self.given[value](args)
-        const = self.g.constants.get(value)
-        if const is not None:
-            found = self._constant_flag(np.asarray(const), args)
-            if found is not None:
-                return found
+        if value in self.g.constants:
+            pattern = self._of_array("pattern", value, pattern_of)
+            if pattern is not None:
+                return self._patterned(pattern, args)
             return self.alg.literal(self.leaf(value, args))
         if value in self.loops.steps:
             whole, step = self.loops.steps[value]
@@ -577,18 +581,16 @@ class Evaluator(Layout, LoopForms):
         moved = self.moved(node, value, args)
         if moved is not None:
             return self.flag(moved[0], moved[1], mode)
-        folded = self._folded(node)
-        if folded is not None:
-            found = self._constant_flag(folded, args)
-            if found is not None:
-                return found
+        pattern = self.g.known("folded", value, lambda: self._folded(node))
+        if pattern is not None:
+            return self._patterned(pattern, args)
         rule = FLAGS.get(node.prim)
         if rule is None:
             return self.alg.literal(self.leaf(value, args))
         return rule(self, node, args, mode)
 
-    def _folded(self, node: Node) -> np.ndarray | None:
-        """The computed predicate of constant arrays, or None."""
+    def _folded(self, node: Node) -> Any:
+        """The pattern of a computed predicate of constant arrays, or None."""
         fold = FOLD_FLAGS.get(node.prim)
         arrays = [self.g.constants.get(i) for i in node.ins]
         if fold is None or any(a is None for a in arrays):
@@ -596,15 +598,13 @@ class Evaluator(Layout, LoopForms):
         shape = self.g.shape(node.outs[0])
         if math.prod(shape) > 1 << 27 or not shape:
             return None
-        return np.broadcast_to(fold(*map(np.asarray, arrays)), shape)
+        return pattern_of(np.broadcast_to(fold(*map(np.asarray, arrays)), shape))
 
-    def _constant_flag(self, mask: np.ndarray, args: tuple[Index, ...]) -> int | None:
-        if mask.ndim == 0 or (mask == mask.flat[0]).all():
-            return TRUE if bool(mask.flat[0]) else FALSE
-        found = banded_constant(mask)
-        if found is None:
-            return None
-        rows, cols, lower, upper = found
+    def _patterned(self, pattern: Any, args: tuple[Index, ...]) -> int:
+        """The boolean function of a constant mask of some pattern."""
+        if isinstance(pattern, bool):
+            return TRUE if pattern else FALSE
+        rows, cols, lower, upper = pattern
         diff = self.alg.add(
             self.alg.iota(args[cols]) if cols is not None else {},
             self.alg.iota(args[rows]) if rows is not None else {},

@@ -91,6 +91,7 @@ class Algebra(
         self.blurred: set[float] = set()
         self.work = 0
         self._leaves: dict[int, frozenset[int]] = {}
+        self._texts: dict[int, str] = {}
         self._digit_args: dict[int, frozenset[Index]] = {}
 
     # --------------------------------------------------------------- numbers
@@ -145,7 +146,13 @@ class Algebra(
     def _describe(self, definition: tuple[Any, ...]) -> tuple[frozenset[int], int]:
         kind = definition[0]
         if kind == "leaf":
-            ids = frozenset().union(*map(self.index_ids, definition[2]))
+            found: list[int] = []
+            for a in definition[2]:
+                if a.__class__ is int:
+                    found.append(a)
+                elif a is not None:
+                    found += self.index_ids(a)
+            ids = frozenset(found)
             return ids, self._bound_level(ids)
         if kind == "iota":
             ids = self.index_ids(definition[1])
@@ -179,7 +186,11 @@ class Algebra(
         return ids, level
 
     def _bound_level(self, ids: Iterable[int]) -> int:
-        return max((self._level_of[i] for i in ids if i < 0), default=0)
+        level = 0
+        for i in ids:
+            if i < 0 and self._level_of[i] > level:
+                level = self._level_of[i]
+        return level
 
     def free(self, atom: int) -> frozenset[int]:
         """Indices free in an atom."""
@@ -187,9 +198,12 @@ class Algebra(
 
     def term_ids(self, b: int, mono: Monomial) -> frozenset[int]:
         """Indices free in a term."""
-        out = frozenset().union(*(self._free[a] for a, _ in mono))
+        free = self._free
+        if b <= 1 and len(mono) == 1:
+            return free[mono[0][0]]
+        out = frozenset().union(*[free[a] for a, _ in mono])
         if b > 1:
-            out = out.union(*(self._free[a] for a in self.bools[b][0]))
+            out = out.union(*[free[a] for a in self.bools[b][0]])
         return out
 
     def ids(self, p: Poly) -> frozenset[int]:

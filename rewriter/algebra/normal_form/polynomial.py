@@ -80,9 +80,12 @@ class Polynomials:
     def _disjoint(self, p: Poly, candidates: Iterable[Monomial]) -> Poly:
         """Makes the boolean factors of equal monomials disjoint and maximal."""
         by_mono: dict[Monomial, list[tuple[int, float]]] = {}
-        wanted = set(candidates)
-        if all(flag == TRUE for flag, m in p):
+        for flag, _ in p:
+            if flag != TRUE:
+                break
+        else:
             return p
+        wanted = set(candidates)
         for (flag, mono), c in p.items():
             if mono in wanted:
                 by_mono.setdefault(mono, []).append((flag, c))
@@ -128,9 +131,13 @@ class Polynomials:
         """Sorted product of atoms with exponents."""
         exponents: dict[int, Any] = {}
         for a, e in factors:
-            exponents[a] = exponents.get(a, 0) + e
-        if not all(e.__class__ is int and e for e in exponents.values()):
-            exponents = self._exponents(exponents)
+            exponents[a] = exponents[a] + e if a in exponents else e
+        for e in exponents.values():
+            if e.__class__ is not int or not e:
+                exponents = self._exponents(exponents)
+                break
+        if len(exponents) < 2:
+            return tuple(exponents.items())
         return tuple(sorted(exponents.items()))
 
     def _exponents(self, given: Mapping[int, Any]) -> dict[int, Any]:

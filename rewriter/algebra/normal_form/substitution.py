@@ -37,14 +37,20 @@ class Substitution:
 
     def subst_mono(self, mono: Monomial, to: Mapping[int, Index]) -> Monomial:
         """A monomial with indices replaced."""
-        if all(self._free[a].isdisjoint(to) for a, _ in mono):
-            return mono
-        return self.monomial((self.subst_atom(a, to), e) for a, e in mono)
+        free = self._free
+        for a, _ in mono:
+            if not free[a].isdisjoint(to):
+                return self.monomial([(self.subst_atom(a, to), e) for a, e in mono])
+        return mono
 
     def subst_bool(self, b: int, to: Mapping[int, Index]) -> int:
         """A boolean function with indices replaced."""
         support, _ = self.bools[b]
-        if all(self._free[a].isdisjoint(to) for a in support):
+        free = self._free
+        for a in support:
+            if not free[a].isdisjoint(to):
+                break
+        else:
             return b
         literals = [self.subst_literal(a, to) for a in support]
         for atom, moved in zip(support, literals, strict=True):

@@ -9,6 +9,9 @@ from typing import Any
 
 from rewriter.algebra.normal_form.forms import TRUE, Index, Poly, is_frozen
 
+LONGEST = 1000
+"""Characters of the text of an atom; atoms share atoms, and text does not."""
+
 
 class Text:
     """Readable forms."""
@@ -39,7 +42,18 @@ class Text:
         return "[mask of " + ", ".join(self.show_atom(a, names) for a in support) + "]"
 
     def show_atom(self, atom: int, names: Callable[[Any], str] = str) -> str:
-        """Readable text of an atom."""
+        """Readable text of an atom, with its end left out if it is long."""
+        if names is not str:
+            return self._text(atom, names)
+        text = self._texts.get(atom)
+        if text is None:
+            text = self._text(atom, names)
+            if len(text) > LONGEST:
+                text = text[:LONGEST] + "..."
+            self._texts[atom] = text
+        return text
+
+    def _text(self, atom: int, names: Callable[[Any], str]) -> str:
         d = self.defs[atom]
         if d[0] == "leaf":
             inside = ",".join(_show_index(a) for a in d[2] if a is not None)

@@ -140,7 +140,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate),
+        speed=Speed(profitable, by_rule=False, estimate=estimate),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=SPACE,
         backward_space=SPACE,
