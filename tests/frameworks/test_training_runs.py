@@ -13,6 +13,8 @@ import pytest
 
 import rewriter
 
+pytestmark = pytest.mark.once
+
 optax = pytest.importorskip("optax")
 
 EVERYWHERE = dict.fromkeys(
