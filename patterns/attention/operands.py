@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -170,7 +171,7 @@ def _bias(softmax: Softmax, axes: Axes) -> tuple[str, Operand | None]:
     ids = [i for axis in axes.of_scores for i in axis]
     if alg.ids(bias) - set(ids):
         raise Refused("bias", "the bias has an axis of its own", score=0.6)
-    _refuse_swallowed_in_a_logarithm(softmax)
+    _refuse_large_in_rows(softmax)
     own = softmax.find.own_form(softmax.ev, bias, ids)
     return "bias", operand(own, *axes.of_scores, full=False)
 
@@ -190,22 +191,31 @@ def _slopes(softmax: Softmax, axes: Axes) -> Poly | None:
     return out
 
 
-def _refuse_swallowed_in_a_logarithm(softmax: Softmax) -> None:
-    """Refuses a large bias where a logarithm of a sum of weights is added to it.
+def _refuse_large_in_rows(softmax: Softmax) -> None:
+    """Refuses large biases where what a row of nothing else gives may differ.
 
-    In a row of nothing but large fills it is rounded away: exp(s - logsumexp(s))
-    is then 1 for each key, and not 1 of n.
+    A logarithm of the weights' sum is rounded away beside large fills: weights
+    exp(s - logsumexp(s)) are then 1 for each key, and not 1 of n. A row of nothing but
+    -inf has weights that are NaN: an extra term of the sum does not make them zero, and
+    a choice behind the softmax may.
     """
-    find, graph, bias = softmax.find, softmax.find.graph, softmax.bias
-    values = softmax.values_of(softmax.alg.poly_leaves(bias))
+    find, parts, bias = softmax.find, softmax.parts, softmax.bias
     loud = max(abs(c) for c in bias.values())
+    values = softmax.values_of(softmax.alg.poly_leaves(bias))
     loud = max([loud, *map(find.loudest, values)])
-    below = find.below(softmax.scores, softmax.value)
-    nodes = [n for n in map(graph.node_of, below) if n is not None]
-    if loud >= LOUD and any(n.prim in ("log", "log1p") for n in nodes):
+    if loud < LOUD:
+        return
+    nodes = map(find.graph.node_of, find.below(softmax.scores, softmax.value))
+    if any(n is not None and n.prim in ("log", "log1p") for n in nodes):
         raise Refused(
             "rows",
             "a row of large fills rounds the logarithm of its weights' sum away",
+            score=0.7,
+        )
+    if math.isinf(loud) and (parts.sink or parts.drop_flag != TRUE):
+        raise Refused(
+            "rows",
+            "an infinite bias may hide a whole row, whose weights are then NaN",
             score=0.7,
         )
 

@@ -355,7 +355,43 @@ GUARDED_SCORES = {
     ),
 }
 
+EMPTY = np.random.default_rng(12).integers(0, 3, (1, 1, T, T)) > 0
+EMPTY[:, :, ::7] = False  # rows without keys
+FILLS: dict[str, Program] = {
+    "chosen": lambda s, m: jnp.where(m, s, -jnp.inf),
+    "added": lambda s, m: s + jnp.where(m, 0.0, -jnp.inf),
+    "added, twice": lambda s, m: (
+        s + jnp.where(m, 0.0, -jnp.inf) + jnp.where(AT > 2, 0.0, -jnp.inf)
+    ),
+    "added number": lambda s, m: s + jnp.where(m, 0.0, -1e30),
+}
+ENDS: dict[str, Program] = {
+    "one more": lambda s, m: (
+        lambda top: (
+            jnp.exp(s - top) / (jnp.exp(-top) + jnp.exp(s - top).sum(-1, keepdims=True))
+        )
+    )(s.max(-1, keepdims=True)),
+    "one more column": lambda s, m: jax.nn.softmax(
+        jnp.concatenate([s, jnp.zeros((1, N, T, 1))], -1)
+    )[..., :-1],
+    "chosen weights": lambda s, m: jnp.where(m, jax.nn.softmax(s), 0.0),
+    "weights times mask": lambda s, m: jax.nn.softmax(s) * m,
+    "unstable, chosen": lambda s, m: jnp.where(
+        m, jnp.exp(s) / jnp.exp(s).sum(-1, keepdims=True), 0.0
+    ),
+}
+
 KINDS: dict[str, dict[str, tuple]] = {
+    "hidden rows": {
+        f"{fill}, {end}": (
+            lambda m, hide=hide, weigh=weigh: jnp.einsum(
+                "bnts,bsnh->btnh", weigh(hide(dots(Q, K), m), m), V
+            ),
+            EMPTY,
+        )
+        for fill, hide in FILLS.items()
+        for end, weigh in ENDS.items()
+    },
     "floats": FLOATS,
     "cancelled": {
         n: (lambda g, f=f: masked(f(g)), NOT_ALL_NUMBERS.astype("float32"))
@@ -377,7 +413,7 @@ KINDS: dict[str, dict[str, tuple]] = {
         for what, k in (("inf", BROKEN), ("nan", NAN))
     },
 }
-LEAST = {"floats": 16, "stable": 19, "integers": 19, "thresholds": 20}
+LEAST = {"hidden rows": 8, "floats": 16, "stable": 19, "integers": 19, "thresholds": 20}
 """How many sites of a kind are replaced at least: a mask that is no structure is the
 program's own."""
 

@@ -297,12 +297,24 @@ def _replaces_nan(ev: Evaluator, node: Node, if_true: Poly, if_false: Poly) -> N
 
     If x is a variance, all that it divides is NaN too.
     """
-    test = ev.g.node_of(node.ins[0])
-    compares = test is not None and test.prim in ("gt", "ge", "lt", "le")
-    constant = all(not mono for _, mono in if_false)
-    core = not ev.is_side(node.outs[0]) and not ev.alg.is_variance(if_true)
-    if compares and constant and core:
+    holds = _of_nan(ev, node.ins[0])
+    if holds is None:
+        return
+    at_nan, other = (if_true, if_false) if holds else (if_false, if_true)
+    constant = all(not mono for _, mono in at_nan)
+    core = not ev.is_side(node.outs[0]) and not ev.alg.is_variance(other)
+    if constant and core:
         ev.assume(FINITE, "NaN is replaced where a number is chosen for it")
+
+
+def _of_nan(ev: Evaluator, value: int) -> bool | None:
+    """What a comparison gives for NaN, also if it is negated; None if unknown."""
+    node, negated = ev.g.node_of(value), False
+    while node is not None and node.prim == "not":
+        node, negated = ev.g.node_of(node.ins[0]), not negated
+    if node is None or node.prim not in ("gt", "ge", "lt", "le"):
+        return None
+    return negated
 
 
 @rule("max", "min")
