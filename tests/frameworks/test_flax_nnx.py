@@ -126,13 +126,19 @@ def wanted() -> Any:
     return trained(lambda: nnx.jit(step))
 
 
+def _equal_as_a_whole(got: Any, want: Any) -> None:
+    """Adam divides a gradient near zero by itself, so single entries may differ."""
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    assert np.linalg.norm(got - want) <= 5e-3 * np.linalg.norm(want) + 1e-4
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_trains_as_under_nnx_jit(way: str, wanted: Any) -> None:
     losses, state = trained(WAYS[way])
     assert wanted[0][-1] < wanted[0][0]
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-4)
     for got, want in zip(state, wanted[1], strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-3, atol=1e-4)
+        _equal_as_a_whole(got, want)
 
 
 def test_tree_mode() -> None:
