@@ -22,6 +22,8 @@ from tests import slow
 from tests.support.kernels import addends, extreme_rows
 from tests.support.kernels import tpu as on_tpu
 
+pytestmark = pytest.mark.once
+
 OPS = ("rms_norm", "layer_norm")
 GENERATIONS = tuple(on_tpu.KINDS)
 ALL = ("scale", "bias", "epsilon")

@@ -26,6 +26,8 @@ from tests import slow
 from tests.kernels.ragged.test_dot import MODES, exact, exact_grads
 from tests.support.kernels import simulator
 
+pytestmark = pytest.mark.once
+
 KERNEL = next(k for k in KERNELS if k.name == "hopper")
 PATTERNS = list(itertools.product((0, 1), repeat=8))
 """Which of eight groups have rows."""

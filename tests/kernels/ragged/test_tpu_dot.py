@@ -24,6 +24,8 @@ from tests.kernels.ragged.test_dot import MODES, exact, exact_grads
 from tests.kernels.ragged.test_hopper_dot import SIZES, ranges
 from tests.support.kernels import tpu as on_tpu
 
+pytestmark = pytest.mark.once
+
 KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
 GENERATIONS = tuple(on_tpu.KINDS)
 
@@ -267,21 +269,18 @@ PAIRS = [
 ]
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(("case", "mode"), slow.first(9, PAIRS, several=True))
 def test_numbers(case: str, mode: str) -> None:
     m, sizes = SIZES[case]
     check(*make(sizes, m, 200, 330, mode, "float32"), mode, SMALL, precision="highest")
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("tiles", slow.first(1, TILES), ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_numbers_in_bfloat16(mode: str, tiles: Tiles) -> None:
     check(*make([70, 0, 300, 20], 430, 260, 390, mode, "bfloat16"), mode, tiles)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_types_and_wide_results(mode: str) -> None:
     given, up = make([70, 0, 130, 20], 230, 64, 130, mode, "bfloat16")
