@@ -18,6 +18,8 @@ from rewriter.ops.registry import registry
 from rewriter.run import pipeline
 from tests.support.kernels import tpu as on_tpu
 
+pytestmark = pytest.mark.once
+
 UNIT = "ragged_gated_linear_unit"
 TARGET = "tpu_v6e"
 M, K, F, G = 4096, 2048, 1024, 4

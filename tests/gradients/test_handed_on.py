@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import rewriter
 from tests.gradients.test_gradients import FORCED, equal, normal
 
+pytestmark = pytest.mark.once
+
 LAYERS, B, T, N, H, G, F = 2, 2, 6, 2, 4, 3, 5
 MESH = jax.sharding.Mesh(jax.devices()[:1], ("x",))
 SIZES = jnp.array([1, 0, 11], jnp.int32)

@@ -12,6 +12,8 @@ import rewriter
 from tests.gradients.test_addends import same_in_float64
 from tests.gradients.test_gradients import FORCED, equal, normal
 
+pytestmark = pytest.mark.once
+
 D, F, T = 16, 32, 8
 X = normal(2, T, D)
 W = normal(D, 2 * F, seed=1) * 0.3

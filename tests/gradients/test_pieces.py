@@ -15,6 +15,8 @@ from rewriter.find.stacked import pieces
 from rewriter.program.graph import Graph
 from tests.gradients.test_gradients import FORCED, equal, normal
 
+pytestmark = pytest.mark.once
+
 T, D, H, N, F = 12, 32, 8, 4, 24
 CUTS = np.cumsum([N * H, H, H, F])
 X = normal(2, T, D)

@@ -24,6 +24,8 @@ from rewriter.run import pipeline
 from rewriter.site.implementation import Implementation
 from tests import slow
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def _empty_cache(tmp_path, monkeypatch: pytest.MonkeyPatch):

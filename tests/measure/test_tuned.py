@@ -27,6 +27,8 @@ from rewriter.ops.registry import registry
 from rewriter.run import pipeline
 from rewriter.site.implementation import Implementation
 
+pytestmark = pytest.mark.once
+
 MIB = 1 << 20
 SPEC = Spec(
     "attention",

@@ -18,6 +18,8 @@ from rewriter.kernels.attention.xla import Blocks, tiles
 from rewriter.ops.kernel import spec_of
 from tests import slow
 
+pytestmark = pytest.mark.once
+
 KERNEL = next(k for k in KERNELS if k.name == "memory_bounded")
 
 NONE = (None, None)

@@ -19,6 +19,8 @@ from tests import slow
 from tests.kernels.attention.test_memory_bounded import TOLERANCE, exact
 from tests.support.kernels import tpu
 
+pytestmark = pytest.mark.once
+
 KERNEL = next(k for k in KERNELS if k.name == "memory_bounded")
 COUNT, PART = 4, 16
 CAUSAL, FULL = (None, 0), (None, None)

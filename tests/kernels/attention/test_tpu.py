@@ -46,6 +46,8 @@ from tests.kernels.attention.test_memory_bounded import (
 )
 from tests.support.kernels import tpu
 
+pytestmark = pytest.mark.once
+
 CAUSAL, NONE = (None, 0), (None, None)
 SMALL = Blocks(16, 128, 16, 128)
 BACKWARD = {f: BackwardBlocks(128, 128, 128, 128, f) for f in (True, False)}

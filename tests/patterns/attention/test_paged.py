@@ -15,6 +15,8 @@ from rewriter.kernels.attention.paged import KERNELS, OP
 from rewriter.kernels.attention.paged.reference import AXES
 from rewriter.ops.registry import registry
 
+pytestmark = pytest.mark.once
+
 B, N, K, H, SIZE, PAGES, POOL = 3, 8, 2, 16, 8, 4, 20
 FORCED = {"paged_attention": "gathered"}
 

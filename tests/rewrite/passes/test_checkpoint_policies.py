@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 import rewriter
 from tests import slow
 
+pytestmark = pytest.mark.once
+
 ROWS, HEADS, WIDTH, HIDDEN, EXPERTS = 128, 4, 64, 128, 4
 INPUT = 4 * ROWS * WIDTH
 """Bytes of what goes from layer to layer."""

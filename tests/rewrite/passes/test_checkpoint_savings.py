@@ -13,6 +13,8 @@ from rewriter.errors import ConfigError
 from rewriter.rewrite.passes.checkpoint_savings import _same, save
 from tests.rewrite.passes.test_recompute import loops, stacked
 
+pytestmark = pytest.mark.once
+
 LAYERS, BATCH, ROWS, WIDTH, HEADS = 3, 2, 64, 1024, 8
 GIB = 1 << 30
 

@@ -13,6 +13,8 @@ from rewriter.rewrite.passes.recompute import recompute_stacked
 from tests import slow
 from tests.support import loops_at_random
 
+pytestmark = pytest.mark.once
+
 LAYERS, ROWS, WIDTH, HIDDEN = 4, 512, 64, 256
 
 
