@@ -12,6 +12,8 @@ from jax import export
 
 import rewriter
 
+pytestmark = pytest.mark.once
+
 FORCED = {
     "attention": ["memory_bounded"],
     "ragged_dot": ["memory_bounded"],
