@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -43,3 +44,26 @@ def pytest_configure() -> None:
 
     if jax.__version_info__ < (0, 11):
         os.environ["REWRITER_VALIDATE"] = "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Takes a part of the tests that run once, as ``REWRITER_TESTS_PART=1/4`` asks.
+
+    A test is in the same part everywhere. Random programs are in every part.
+    """
+    asked = os.environ.get("REWRITER_TESTS_PART")
+    if asked is None:
+        return
+    part, parts = map(int, asked.split("/"))
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("once")
+        and "soundness" not in item.path.parts
+        and zlib.crc32(item.nodeid.encode()) % parts != part
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]

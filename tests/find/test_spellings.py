@@ -69,6 +69,7 @@ OPS = sorted({s.op for s in SPELLINGS})
 PARTS = [(op, part) for op in OPS for part in range(4 if op == "attention" else 1)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("op", "part"), slow.unless(lambda op, part: part < 2, PARTS, several=True)
 )
@@ -133,6 +134,7 @@ def numbers_in(contexts: list[Context], spellings: list[Spelling]) -> dict[str, 
     return check.disagreements(cases)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("part", slow.first(2, range(4)))
 def test_numbers_in_context(part: int) -> None:
     assert not numbers_in(CONTEXTS[part::4], COMPILED)
@@ -151,6 +153,7 @@ def test_look_alike_refused(look_alike: LookAlike) -> None:
     assert not sites, f"{look_alike.reason}, yet: {sites[0].params}"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("part", slow.first(2, range(4)))
 def test_careful_look_alike_keeps_its_numbers(part: int) -> None:
     found = [x for x in CAREFUL[part::4] if check.explain(x.fn, x.args(), x.op)]

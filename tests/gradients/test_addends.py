@@ -16,6 +16,8 @@ from tests import slow
 from tests.find.test_stacked import in_float64
 from tests.gradients.test_gradients import FORCED, equal, normal, scanned, unrolled
 
+pytestmark = pytest.mark.once
+
 D, F, T, LAYERS = 16, 32, 8, 3
 
 

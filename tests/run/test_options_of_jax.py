@@ -19,6 +19,8 @@ from tests.spellings.corpus import SPELLINGS
 from tests.spellings.metamorphic import with_gradients
 from tests.spellings.spelling import Spelling
 
+pytestmark = pytest.mark.once
+
 OPTIONS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "leaks": jax.checking_leaks,
     "ranks": lambda: jax.numpy_rank_promotion("raise"),

@@ -65,11 +65,11 @@ def devices(count: int) -> str:
         [
             ("mesh_grid", "11"),
             ("sharded_calls",),
-            ("sharded_masks",),
+            pytest.param(("sharded_masks",), marks=pytest.mark.once),
             pytest.param(("sharded_experts",), marks=pytest.mark.once),
             pytest.param(("sharded_ring",), marks=pytest.mark.once),
             pytest.param(("sharded_streams",), marks=pytest.mark.once),
-            ("sharded_programs", "--brief"),
+            pytest.param(("sharded_programs", "--brief"), marks=pytest.mark.once),
             ("sharded_programs", "--only", "attention"),
             ("mesh_grid",),
         ],
