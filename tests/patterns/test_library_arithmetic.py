@@ -22,7 +22,9 @@ T, H = 16, 8
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    """Of NumPy: JAX would compile a program for each shape, at import."""
+    draw = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return jnp.asarray(draw)
 
 
 def attend(scores: jax.Array, v: jax.Array) -> jax.Array:
