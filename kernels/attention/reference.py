@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -193,20 +192,20 @@ def _passing(weights: Array, plain: Array, scores: Array, breaks: bool) -> Array
         breaks: Whether that gradient is NaN.
     """
     empty = scores.max(-1, keepdims=True) == -jnp.inf
-    slope = jnp.nan if breaks else 1.0
-    moved = jnp.where(empty, _nothing(plain, slope), 0)
+    slopes = jnp.where(empty, jnp.nan if breaks else 1.0, 0.0).astype(plain.dtype)
+    moved = _nothing(plain, slopes)
     return weights + (moved - moved.mean(-1, keepdims=True)) / scores.shape[-1]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _nothing(x: Array, slope: float) -> Array:
-    """Returns zeros with a derivative by x, whatever x is."""
+@jax.custom_jvp
+def _nothing(x: Array, slopes: Array) -> Array:
+    """Returns zeros like x, with derivatives `slopes` by x, whatever x is."""
     return jnp.zeros_like(x)
 
 
 @_nothing.defjvp
-def _(slope: float, x: tuple[Array], moved: tuple[Array]) -> tuple[Array, Array]:
-    return jnp.zeros_like(x[0]), slope * moved[0]
+def _(x: tuple[Array, Array], moved: tuple[Array, Array]) -> tuple[Array, Array]:
+    return jnp.zeros_like(x[0]), x[1] * moved[0]
 
 
 def sample(
