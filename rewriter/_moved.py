@@ -59,6 +59,17 @@ _FOLDERS = {
 }
 """Folder to the modules that moved there; ``old=new`` for one with another name."""
 
+_OF_KERNELS = {
+    "norms.layer_norm": "norms",
+    "norms.rms_norm": "norms",
+    "norms.rows_hopper": "norms.hopper",
+    "norms.rows_hopper_config": "norms.hopper_config",
+    "norms.rows_hopper_kernel": "norms.hopper_kernel",
+    "norms.rows_tpu": "norms.tpu",
+    "norms.rows_tpu_kernel": "norms.tpu_kernel",
+}
+"""Modules below ``kernels`` that moved. A folder's modules moved with it."""
+
 
 def moved() -> dict[str, str]:
     """Returns old paths below ``rewriter`` to new ones.
@@ -73,7 +84,7 @@ def moved() -> dict[str, str]:
             old, _, new = name.partition("=")
             if old not in _FOLDERS:  # `site` and `choose` are folders now
                 pairs[old] = f"{folder}.{new or old}"
-    return pairs
+    return pairs | {f"kernels.{o}": f"kernels.{n}" for o, n in _OF_KERNELS.items()}
 
 
 class _OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -120,5 +131,6 @@ def keep_old_paths(package: str) -> None:
     for old, new in finder.paths.items():
         if new in sys.modules:
             sys.modules.setdefault(old, sys.modules[new])
-            face.setdefault(old.rpartition(".")[2], sys.modules[new])
+            if old.count(".") == 1:
+                face.setdefault(old.rpartition(".")[2], sys.modules[new])
     sys.meta_path.insert(0, finder)  # first: a folder that moved still has its path

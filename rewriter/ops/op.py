@@ -135,6 +135,7 @@ class Op:
         name: The op's name, such as ``"attention"``.
         operands: What it takes, in order.
         out: The axes of the result; see `Operand.axes`.
+        about: What it computes, in one line; what its package says, by default.
         reference: ``reference(*, <operands present>, **params)`` gives the
             result, in plain `jax.numpy` without derivative rules of its own.
         sample: ``sample(key, operands, params)`` gives realistic operands for
@@ -180,6 +181,7 @@ class Op:
     sharding: Callable[[Mapping[str, Any]], Sharding | None] | None = field(
         default=None, repr=False
     )
+    about: str = field(default="", repr=False)
     parts: str = ""
     form_of: str = ""
 

@@ -1,4 +1,4 @@
-"""Uses of paged attention to measure, by the name of the set."""
+"""Uses of paged attention to measure, by op and by the name of the set."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ def _use(
 
 
 SHAPES = {
-    "small": (_use(2, 8, 4, 2, 32, dtype="float32"),),
-    "targets": (
-        _use(32, 128, 32, 8, 128, size=32),
-        _use(32, 128, 32, 8, 128, size=32, heads_axis=0),
-    ),
-    "others": (
-        _use(8, 256, 16, 16, 128, dtype="float32"),
-        _use(64, 64, 64, 8, 128, size=64),
-    ),
-    "simulated": (_use(8, 16, 32, 8, 128, size=32),),
+    "paged_attention": {
+        "small": (_use(2, 8, 4, 2, 32, dtype="float32"),),
+        "targets": (
+            _use(32, 128, 32, 8, 128, size=32),
+            _use(32, 128, 32, 8, 128, size=32, heads_axis=0),
+        ),
+        "others": (
+            _use(8, 256, 16, 16, 128, dtype="float32"),
+            _use(64, 64, 64, 8, 128, size=64),
+        ),
+        "simulated": (_use(8, 16, 32, 8, 128, size=32),),
+    },
 }

@@ -1,4 +1,4 @@
-"""Uses of a ragged dot to measure, by the name of the set."""
+"""Uses of a ragged dot to measure, by op and by the name of the set."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ def _use(
 
 
 SHAPES = {
-    "small": (_use(256, 64, 128, 8, "float32"),),
-    "targets": (
-        _use(8192, 4096, 4096, 16),
-        _use(32768, 2048, 1536, 128),
-        _use(8192, 4096, 14336, 8),
-        _use(256, 2048, 1536, 128),
-    ),
-    "others": (
-        _use(8192, 2048, 2048, 64),
-        _use(8192, 2048, 2048, 64, "float32"),
-    ),
-    # Many experts of many rows: into narrow columns, out of them, and of 4096.
-    "large": (
-        _use(131072, 7168, 1024, 256),
-        _use(131072, 1024, 7168, 256),
-        _use(131072, 4096, 1536, 128),
-    ),
-    # For TPUs, whose kernels' instructions are counted.
-    "counted": (
-        _use(8192, 4096, 14336, 8),
-        _use(32768, 2048, 1536, 128),
-    ),
-    # For the TPU compiler's simulator.
-    "simulated": (_use(4096, 4096, 2048, 4),),
+    "ragged_dot": {
+        "small": (_use(256, 64, 128, 8, "float32"),),
+        "targets": (
+            _use(8192, 4096, 4096, 16),
+            _use(32768, 2048, 1536, 128),
+            _use(8192, 4096, 14336, 8),
+            _use(256, 2048, 1536, 128),
+        ),
+        "others": (
+            _use(8192, 2048, 2048, 64),
+            _use(8192, 2048, 2048, 64, "float32"),
+        ),
+        # Many experts of many rows: into narrow columns, out of them, and of 4096.
+        "large": (
+            _use(131072, 7168, 1024, 256),
+            _use(131072, 1024, 7168, 256),
+            _use(131072, 4096, 1536, 128),
+        ),
+        # For TPUs, whose kernels' instructions are counted.
+        "counted": (
+            _use(8192, 4096, 14336, 8),
+            _use(32768, 2048, 1536, 128),
+        ),
+        # For the TPU compiler's simulator.
+        "simulated": (_use(4096, 4096, 2048, 4),),
+    },
 }

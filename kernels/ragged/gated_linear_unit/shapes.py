@@ -1,4 +1,4 @@
-"""Uses of a gated linear unit of experts to measure, by the name of the set."""
+"""Uses of gated linear units of experts to measure, by op and name of the set."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ def _use(
 
 
 SHAPES = {
-    "small": (_use(256, 64, 128, 8, "float32"),),
-    # Of models with 8, 64 and 128 experts.
-    "targets": (
-        _use(8192, 4096, 14336, 8),
-        _use(8192, 2048, 1408, 64),
-        _use(32768, 2048, 768, 128),
-    ),
-    "others": (_use(256, 2048, 768, 128),),
-    # For the TPU compiler's simulator.
-    "simulated": (_use(4096, 2048, 1024, 4),),
+    "ragged_gated_linear_unit": {
+        "small": (_use(256, 64, 128, 8, "float32"),),
+        # Of models with 8, 64 and 128 experts.
+        "targets": (
+            _use(8192, 4096, 14336, 8),
+            _use(8192, 2048, 1408, 64),
+            _use(32768, 2048, 768, 128),
+        ),
+        "others": (_use(256, 2048, 768, 128),),
+        # For the TPU compiler's simulator.
+        "simulated": (_use(4096, 2048, 1024, 4),),
+    },
 }

@@ -1,4 +1,4 @@
-"""Uses of a ragged dot of quantized matrices to measure, by the name of the set."""
+"""Uses of quantized ragged dots to measure, by op and name of the set."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ def _use(
 
 
 SHAPES = {
-    "small": (_use(256, 128, 128, 8),),
-    "targets": (
-        _use(256, 2048, 1536, 128),
-        _use(8192, 4096, 14336, 8),
-    ),
-    "others": (
-        _use(256, 2048, 1536, 128, "float8_e4m3fn"),
-        _use(64, 4096, 14336, 8),
-    ),
-    "simulated": (),
+    "quantized_ragged_dot": {
+        "small": (_use(256, 128, 128, 8),),
+        "targets": (
+            _use(256, 2048, 1536, 128),
+            _use(8192, 4096, 14336, 8),
+        ),
+        "others": (
+            _use(256, 2048, 1536, 128, "float8_e4m3fn"),
+            _use(64, 4096, 14336, 8),
+        ),
+        "simulated": (),
+    },
 }

@@ -1,4 +1,4 @@
-"""Uses of quantized units of experts to measure, by the name of the set."""
+"""Uses of quantized units of experts to measure, by op and by the name of the set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ def _use(
 
 
 SHAPES = {
-    "small": (_use(256, 128, 128, 8),),
-    "targets": (_use(256, 2048, 768, 128),),
-    "others": (_use(64, 4096, 14336, 8),),
-    "simulated": (),
+    "quantized_ragged_gated_linear_unit": {
+        "small": (_use(256, 128, 128, 8),),
+        "targets": (_use(256, 2048, 768, 128),),
+        "others": (_use(64, 4096, 14336, 8),),
+        "simulated": (),
+    },
 }

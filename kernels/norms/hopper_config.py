@@ -92,7 +92,7 @@ class Norm:
         out: The result's dtype, and so the cotangent's.
         given: Dtypes of scale, bias and epsilon by name, where there are.
         addend: Whether rows as x are added to x, or to x's cotangent.
-        of_squares: As `layer_norm.reference` has it.
+        of_squares: As `reference` has it.
     """
 
     centred: bool

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.norms.rows_hopper_config import (
+from rewriter.kernels.norms.hopper_config import (
     LANES,
     Norm,
     Teams,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.norms.estimate import estimate
+from rewriter.kernels.norms.forms import CENTRED
 from rewriter.ops import tpu
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
@@ -221,34 +222,6 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     return YES
 
 
-def kernel(
-    op: str,
-    centred: bool,
-    estimate: Callable[[Spec, Device, str], Mapping[str, float]],
-) -> Kernel:
-    """Returns the kernel of a norm.
-
-    Args:
-        op: The op's name.
-        centred: Whether it is a layer norm, and no RMS norm.
-        estimate: As `Speed.estimate`.
-    """
-    space = Space(Rows, default, configs, fits)
-    return Kernel(
-        name="mosaic_tpu",
-        op=op,
-        platforms=("tpu",),
-        version=1,
-        forward=functools.partial(forward, centred=centred),
-        backward=functools.partial(backward, centred=centred),
-        limits=Limits(supports),
-        speed=Speed(profitable, profitable_backward, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
-        space=space,
-        backward_space=space,
-    )
-
-
 # ------------------------------------------------------------------- both passes
 def forward(
     *,
@@ -274,7 +247,7 @@ def forward(
         config: The blocks.
         **given: scale [d], bias [d] and epsilon [], if present.
     """
-    from rewriter.kernels.norms.rows_tpu_kernel import normalized
+    from rewriter.kernels.norms.tpu_kernel import normalized
 
     norm, rows = _rows(centred, x, eps, of_squares)
     dtype = jnp.dtype(out_dtype or x.dtype)
@@ -321,7 +294,7 @@ def backward(
         config: The blocks.
         **given: As in `forward`.
     """
-    from rewriter.kernels.norms.rows_tpu_kernel import cotangents
+    from rewriter.kernels.norms.tpu_kernel import cotangents
 
     del out, residuals, out_dtype
     norm, rows = _rows(centred, x, eps, of_squares)
@@ -345,7 +318,27 @@ def _rows(
     centred: bool, x: jax.Array, eps: float, of_squares: bool
 ) -> tuple[Any, jax.Array]:
     """What is computed, and x as rows."""
-    from rewriter.kernels.norms.rows_tpu_kernel import Norm
+    from rewriter.kernels.norms.tpu_kernel import Norm
 
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return Norm(centred, eps, of_squares, *rows.shape), rows
+
+
+def _kernel(op: str) -> Kernel:
+    space = Space(Rows, default, configs, fits)
+    return Kernel(
+        name="mosaic_tpu",
+        op=op,
+        platforms=("tpu",),
+        version=1,
+        forward=functools.partial(forward, centred=CENTRED[op]),
+        backward=functools.partial(backward, centred=CENTRED[op]),
+        limits=Limits(supports),
+        speed=Speed(profitable, profitable_backward, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
+        space=space,
+        backward_space=space,
+    )
+
+
+KERNELS = tuple(map(_kernel, CENTRED))

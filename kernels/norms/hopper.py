@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rewriter.kernels.norms.rows_hopper_config import (
+from rewriter.kernels.norms import xla
+from rewriter.kernels.norms.estimate import estimate
+from rewriter.kernels.norms.forms import CENTRED, is_centred
+from rewriter.kernels.norms.hopper_config import (
     LANES,
     Norm,
     Teams,
@@ -36,7 +39,7 @@ MOST = 1 << 31
 
 
 # ------------------------------------------------------------------ what it takes
-def supports(spec: Spec, centred: bool) -> Verdict:
+def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: columns a multiple of 128."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
@@ -59,7 +62,7 @@ def supports(spec: Spec, centred: bool) -> Verdict:
         found.append(no("size", "2^31 elements and more do not fit its numbers"))
     verdict = all_of(*found)
     if verdict.ok:
-        norm = _of_spec(spec, centred)
+        norm = _of_spec(spec)
         verdict = verdict_of(usual(norm, False), norm, False)
     return _importable() if verdict.ok else verdict
 
@@ -73,71 +76,35 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 @functools.cache
 def _importable() -> Verdict:
     try:
-        from rewriter.kernels.norms import rows_hopper_kernel
+        from rewriter.kernels.norms import hopper_kernel
     except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
         return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
-    del rows_hopper_kernel
+    del hopper_kernel
     return YES
 
 
 # ------------------------------------------------------------------- its configs
-def _of_spec(spec: Spec, centred: bool) -> Norm:
+def _of_spec(spec: Spec) -> Norm:
     given = tuple((n, t) for n, t in spec.dtypes if n != "x")
     (*rows, d), dtype = spec.shape("x"), spec.dtype("x")
     out = spec.param("out_dtype") or dtype
-    return Norm(centred, 0.0, math.prod(rows), d, dtype, out, given)
+    return Norm(is_centred(spec), 0.0, math.prod(rows), d, dtype, out, given)
 
 
-def default(spec: Spec, device: Device, centred: bool, backward: bool) -> Teams:
+def default(spec: Spec, device: Device, backward: bool) -> Teams:
     """Returns the rule of thumb."""
-    return usual(_of_spec(spec, centred), backward, processors(device))
+    return usual(_of_spec(spec), backward, processors(device))
 
 
-def configs(spec: Spec, device: Device, centred: bool, backward: bool) -> list[Teams]:
+def configs(spec: Spec, device: Device, backward: bool) -> list[Teams]:
     """Returns configs worth measuring, most promising first."""
-    return proposed(_of_spec(spec, centred), backward, processors(device))
+    return proposed(_of_spec(spec), backward, processors(device))
 
 
-def fits(
-    config: Teams, spec: Spec, device: Device, centred: bool, backward: bool
-) -> Verdict:
+def fits(config: Teams, spec: Spec, device: Device, backward: bool) -> Verdict:
     """Returns whether a config can run; see `verdict_of`."""
     del device
-    return verdict_of(config, _of_spec(spec, centred), backward)
-
-
-def kernel(op: str, centred: bool, by_xla: Any, estimate: Any) -> Kernel:
-    """Returns the kernel of a norm.
-
-    Args:
-        op: The op's name.
-        centred: Whether it is a layer norm, and no RMS norm.
-        by_xla: The module of the same norm in plain JAX. It computes gradients of rows
-            whose sums do not fit into registers.
-        estimate: The op's model of times.
-    """
-    spaces = [
-        Space(
-            Teams,
-            functools.partial(default, centred=centred, backward=backward),
-            functools.partial(configs, centred=centred, backward=backward),
-            functools.partial(fits, centred=centred, backward=backward),
-        )
-        for backward in (False, True)
-    ]
-    return Kernel(
-        name="hopper",
-        op=op,
-        platforms=("cuda",),
-        version=1,
-        forward=functools.partial(forward, centred=centred),
-        backward=functools.partial(backward, centred=centred, by_xla=by_xla),
-        limits=Limits(functools.partial(supports, centred=centred), runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
-        space=spaces[0],
-        backward_space=spaces[1],
-    )
+    return verdict_of(config, _of_spec(spec), backward)
 
 
 # ------------------------------------------------------------------- both passes
@@ -165,7 +132,7 @@ def forward(
         config: The teams.
         **given: scale [d], bias [d] and epsilon [], if present.
     """
-    from rewriter.kernels.norms.rows_hopper_kernel import normalized
+    from rewriter.kernels.norms.hopper_kernel import normalized
 
     norm = norm_of(centred, x, out_dtype, eps, given, addend is not None, of_squares)
     config = _fitting(config, norm, False)
@@ -187,7 +154,6 @@ def forward(
 def backward(
     *,
     centred: bool,
-    by_xla: Any,
     x: jax.Array,
     out: None,
     residuals: tuple[()],
@@ -205,7 +171,6 @@ def backward(
 
     Args:
         centred: Whether it is a layer norm, and no RMS norm.
-        by_xla: As in `kernel`.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result.
@@ -213,7 +178,7 @@ def backward(
         config: The teams.
         **given: As in `forward`.
     """
-    from rewriter.kernels.norms.rows_hopper_kernel import cotangents
+    from rewriter.kernels.norms.hopper_kernel import cotangents
 
     del out, residuals, out_dtype
     norm = norm_of(
@@ -222,15 +187,15 @@ def backward(
     fitting = _fitting(config, norm, True)
     if fitting is None and addend is not None:  # the other two arrays may fit
         made = backward(
-            centred=centred, by_xla=by_xla, x=x, out=None, residuals=(),
+            centred=centred, x=x, out=None, residuals=(),
             cotangent=cotangent, eps=eps, of_squares=of_squares, config=config,
             **given,
         )  # fmt: skip
         return {**made, "x": made["x"] + addend}
     if fitting is None:
-        own = {**given, "of_squares": True} if of_squares else given
-        _, kept = by_xla.forward(x=x, eps=eps, residuals=True, **own)
-        return by_xla.backward(
+        own = {**given, "of_squares": of_squares, "centred": centred}
+        _, kept = xla.forward(x=x, eps=eps, residuals=True, **own)
+        return xla.backward(
             x=x, out=None, residuals=kept, cotangent=cotangent, eps=eps, **own
         )
     rows = (norm.m, norm.d)
@@ -247,3 +212,29 @@ def _fitting(config: Teams | None, norm: Norm, backward: bool) -> Teams | None:
         if teams is not None and verdict_of(teams, norm, backward).ok:
             return teams
     return None
+
+
+def _space(backward: bool) -> Space:
+    given = {"backward": backward}
+    made = (functools.partial(f, **given) for f in (default, configs, fits))
+    return Space(Teams, *made)
+
+
+def _kernel(op: str) -> Kernel:
+    centred = CENTRED[op]
+    return Kernel(
+        name="hopper",
+        op=op,
+        platforms=("cuda",),
+        version=1,
+        forward=functools.partial(forward, centred=centred),
+        backward=functools.partial(backward, centred=centred),
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, by_rule=False, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
+        space=_space(False),
+        backward_space=_space(True),
+    )
+
+
+KERNELS = tuple(map(_kernel, CENTRED))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from rewriter.kernels.norms.rows_tpu import SUMS, Rows, chunk_of, rows_of, vmem
+from rewriter.kernels.norms.tpu import SUMS, Rows, chunk_of, rows_of, vmem
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.ops import tpu
 
