@@ -12,7 +12,7 @@ OPS = {
     "rms_norm": "norms",
     "gated_linear_unit": "gated_linear_unit",
     "ragged_dot": "ragged.dot",
-    "quantized_ragged_dot": "ragged.quantized_dot",
+    "quantized_ragged_dot": "ragged.dot",
     "ragged_gated_linear_unit": "ragged.gated_linear_unit",
-    "quantized_ragged_gated_linear_unit": "ragged.quantized_gated_linear_unit",
+    "quantized_ragged_gated_linear_unit": "ragged.gated_linear_unit",
 }

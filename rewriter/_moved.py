@@ -59,16 +59,29 @@ _FOLDERS = {
 }
 """Folder to the modules that moved there; ``old=new`` for one with another name."""
 
-_OF_KERNELS = {
-    "norms.layer_norm": "norms",
-    "norms.rms_norm": "norms",
-    "norms.rows_hopper": "norms.hopper",
-    "norms.rows_hopper_config": "norms.hopper_config",
-    "norms.rows_hopper_kernel": "norms.hopper_kernel",
-    "norms.rows_tpu": "norms.tpu",
-    "norms.rows_tpu_kernel": "norms.tpu_kernel",
+_VARIANTS = {
+    "kernels.norms.layer_norm": "kernels.norms",
+    "kernels.norms.rms_norm": "kernels.norms",
+    "kernels.norms.rows_hopper": "kernels.norms.hopper",
+    "kernels.norms.rows_hopper_config": "kernels.norms.hopper_config",
+    "kernels.norms.rows_hopper_kernel": "kernels.norms.hopper_kernel",
+    "kernels.norms.rows_tpu": "kernels.norms.tpu",
+    "kernels.norms.rows_tpu_kernel": "kernels.norms.tpu_kernel",
+    "kernels.ragged.quantized_dot": "kernels.ragged.dot",
+    "kernels.ragged.quantized_dot.estimate": "kernels.ragged.dot.stored_estimate",
+    "kernels.ragged.quantized_dot.hopper": "kernels.ragged.dot.hopper.stored",
+    "kernels.ragged.quantized_gated_linear_unit": "kernels.ragged.gated_linear_unit",
+    "kernels.ragged.quantized_gated_linear_unit.estimate": (
+        "kernels.ragged.gated_linear_unit.stored_estimate"
+    ),
+    "kernels.ragged.quantized_gated_linear_unit.hopper": (
+        "kernels.ragged.gated_linear_unit.hopper_stored"
+    ),
+    "patterns.ragged.quantized_dot": "patterns.ragged.dot",
+    "patterns.ragged.quantized_gated_linear_unit": "patterns.ragged.gated_linear_unit",
 }
-"""Modules below ``kernels`` that moved. A folder's modules moved with it."""
+"""Modules of variants, which are with what they vary now. A folder's modules moved with
+it, where they still are modules of their own."""
 
 
 def moved() -> dict[str, str]:
@@ -84,7 +97,7 @@ def moved() -> dict[str, str]:
             old, _, new = name.partition("=")
             if old not in _FOLDERS:  # `site` and `choose` are folders now
                 pairs[old] = f"{folder}.{new or old}"
-    return pairs | {f"kernels.{o}": f"kernels.{n}" for o, n in _OF_KERNELS.items()}
+    return pairs | _VARIANTS
 
 
 class _OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):

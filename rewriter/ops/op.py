@@ -109,6 +109,20 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How matrices may be stored in few bits; see `rewriter.ops.stored`.
+
+    Attributes:
+        dtypes: The dtypes of the stored numbers.
+        summed: The letter of the axis that the op sums over, along which numbers share
+            a scale.
+    """
+
+    dtypes: tuple[str, ...]
+    summed: str
+
+
+@dataclass(frozen=True)
 class Operand:
     """An array that an op takes. It is documented here, and nowhere else.
 
@@ -119,12 +133,14 @@ class Operand:
             broadcast.
         required: Whether every use has it.
         doc: What it holds, and its dtype if that is not any float.
+        stored: How it may be stored in few bits, if the op has a form that takes that.
     """
 
     name: str
     axes: str
     required: bool = False
     doc: str = ""
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True, eq=False)

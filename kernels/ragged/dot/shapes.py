@@ -12,6 +12,14 @@ def _use(
     return {**operands, "group_sizes": ("int32", (g,))}, {}
 
 
+def _stored(
+    m: int, k: int, n: int, g: int, stored: str = "int8"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    operands = {"lhs": ("bfloat16", (m, k)), "rhs": (stored, (g, k, n))}
+    sizes, scale = ("int32", (g,)), ("float32", (g, n))
+    return {**operands, "group_sizes": sizes, "rhs_scale": scale}, {}
+
+
 SHAPES = {
     "ragged_dot": {
         "small": (_use(256, 64, 128, 8, "float32"),),
@@ -38,5 +46,17 @@ SHAPES = {
         ),
         # For the TPU compiler's simulator.
         "simulated": (_use(4096, 4096, 2048, 4),),
+    },
+    "quantized_ragged_dot": {
+        "small": (_stored(256, 128, 128, 8),),
+        "targets": (
+            _stored(256, 2048, 1536, 128),
+            _stored(8192, 4096, 14336, 8),
+        ),
+        "others": (
+            _stored(256, 2048, 1536, 128, "float8_e4m3fn"),
+            _stored(64, 4096, 14336, 8),
+        ),
+        "simulated": (),
     },
 }

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
+from rewriter.kernels.ragged.dot.hopper import stored as of_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
+from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import hopper as plain
-from rewriter.kernels.ragged.quantized_dot import hopper as of_dot
-from rewriter.kernels.ragged.quantized_dot.hopper import Tiles as Tiles
-from rewriter.kernels.ragged.quantized_gated_linear_unit.estimate import (
+from rewriter.kernels.ragged.gated_linear_unit.op import OP, STORED
+from rewriter.kernels.ragged.gated_linear_unit.stored_estimate import (
     estimate,
     part_of,
 )
-from rewriter.kernels.ragged.quantized_gated_linear_unit.reference import ordinary
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.stored import widened_operands
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
-NAME = "quantized_ragged_gated_linear_unit"
+NAME = STORED.name
 """The name of the kernel in profiles."""
 
 
@@ -151,14 +152,16 @@ def backward(
         **given: As for `forward`.
     """
     del out, config
-    found = plain.backward(**ordinary(given), residuals=residuals, cotangent=cotangent)
+    found = plain.backward(
+        **widened_operands(OP, given), residuals=residuals, cotangent=cotangent
+    )
     return {"x": found["x"]}
 
 
 KERNEL = anywhere(
     Kernel(
         name="hopper",
-        op="quantized_ragged_gated_linear_unit",
+        op=NAME,
         platforms=("cuda",),
         version=1,
         forward=forward,

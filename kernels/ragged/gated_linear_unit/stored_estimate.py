@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from rewriter.kernels.ragged.dot.op import STORED as RAGGED_DOT
+from rewriter.kernels.ragged.dot.stored_estimate import estimate as of_dot
 from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import TOUCHED
-from rewriter.kernels.ragged.quantized_dot.estimate import estimate as of_dot
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
@@ -34,7 +35,7 @@ def part_of(spec: Spec) -> Spec:
     }  # fmt: skip
     own = {name: of for name, of in names.items() if spec.has(of)}
     return Spec(
-        "quantized_ragged_dot",
+        RAGGED_DOT.name,
         tuple((name, spec.shape(of)) for name, of in own.items()),
         tuple((name, spec.dtype(of)) for name, of in own.items()),
         (("mode", "forward"), ("out_dtype", None), ("precision", None)),

@@ -11,9 +11,11 @@ import math
 from collections.abc import Mapping
 
 from rewriter.kernels.ragged.dot.estimate import estimate as of_dot
+from rewriter.kernels.ragged.dot.op import OP
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
+from rewriter.ops.stored import widened_spec
 
 WIDENED = 0.5
 """The share of the peak with widened matrices: shared memory is written once more, and
@@ -37,7 +39,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else 2]
     size = item(spec, "lhs")
     written = seconds(device, 0.0, float(groups * k * n * (1 + size)), memory=STREAMED)
-    plain = dequantized(spec)
+    plain = widened_spec(OP, spec)
     before = written + min(of_dot(plain, device, passes).values())
     active = groups * -math.expm1(-m / groups) if groups else 0.0  # with rows
     moved = active * k * n + size * m * (k + n)
@@ -50,15 +52,3 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     if passes != "forward":
         ours += written + min(of_dot(plain, device, "vjp").values())
     return {"xla": before, "hopper": ours}
-
-
-def dequantized(spec: Spec) -> Spec:
-    """Returns a use as an ordinary ragged dot of dequantized matrices."""
-    names = ("lhs", "rhs", "group_sizes")
-    dtype = spec.dtype("lhs")
-    return Spec(
-        "ragged_dot",
-        tuple((n, spec.shape(n)) for n in names),
-        tuple((n, dtype if n == "rhs" else spec.dtype(n)) for n in names),
-        spec.params,
-    )

@@ -15,12 +15,13 @@ from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper import config as of_dot
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, STORED, WARPGROUPS
+from rewriter.kernels.ragged.dot.op import OP
+from rewriter.kernels.ragged.dot.op import STORED as STORED_OP
 from rewriter.kernels.ragged.dot.rows import anywhere
-from rewriter.kernels.ragged.quantized_dot.estimate import ROWS, estimate
-from rewriter.kernels.ragged.quantized_dot.estimate import dequantized as plain
-from rewriter.kernels.ragged.quantized_dot.reference import DTYPES, dequantized
+from rewriter.kernels.ragged.dot.stored_estimate import ROWS, estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.stored import EIGHT_BITS, widened, widened_spec
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
-NAME = "quantized_ragged_dot"
+NAME = STORED_OP.name
 """The name of the kernel in profiles."""
 
 WIDE = 128
@@ -67,9 +68,9 @@ def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: 16-bit rows, whole copies."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
-    found = [ragged_dot.supports(plain(spec))]
-    if (stored := spec.dtype("rhs")) not in DTYPES:
-        found.append(no("dtype", f"rhs is {stored}, not {', '.join(DTYPES)}"))
+    found = [ragged_dot.supports(widened_spec(OP, spec))]
+    if (stored := spec.dtype("rhs")) not in EIGHT_BITS:
+        found.append(no("dtype", f"rhs is {stored}, not {', '.join(EIGHT_BITS)}"))
     if (mode := spec.param("mode")) not in ("forward", "transposed"):
         found.append(no("mode", f"no kernel for the mode {mode}"))
     n = spec.shape("rhs")[-1]
@@ -175,8 +176,9 @@ def backward(
         config: Not needed.
     """
     del out, residuals, config
+    axis = 2 if mode == "transposed" else 1
     given = ragged_dot.backward(
-        lhs=lhs, rhs=dequantized(lhs, rhs, rhs_scale, mode), group_sizes=group_sizes,
+        lhs=lhs, rhs=widened(rhs, rhs_scale, axis, lhs.dtype), group_sizes=group_sizes,
         cotangent=cotangent, mode=mode, out_dtype=out_dtype, precision=precision,
     )  # fmt: skip
     return {"lhs": given["lhs"]}
@@ -185,7 +187,7 @@ def backward(
 KERNEL = anywhere(
     Kernel(
         name="hopper",
-        op="quantized_ragged_dot",
+        op=NAME,
         platforms=("cuda",),
         version=1,
         forward=forward,
