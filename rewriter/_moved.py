@@ -60,6 +60,14 @@ _FOLDERS = {
 """Folder to the modules that moved there; ``old=new`` for one with another name."""
 
 _VARIANTS = {
+    "kernels.attention.paged": "kernels.attention",
+    "kernels.attention.paged.cost": "kernels.attention.pages",
+    "kernels.attention.paged.estimate": "kernels.attention.paged_estimate",
+    "kernels.attention.paged.hopper": "kernels.attention.hopper_decode.paged",
+    "kernels.attention.paged.reference": "kernels.attention.pages",
+    "kernels.attention.paged.sharding": "kernels.attention.paged_form",
+    "kernels.attention.paged.tpu": "kernels.attention.tpu_pages",
+    "kernels.attention.paged.xla": "kernels.attention.xla.gathered",
     "kernels.norms.layer_norm": "kernels.norms",
     "kernels.norms.rms_norm": "kernels.norms",
     "kernels.norms.rows_hopper": "kernels.norms.hopper",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rewriter.kernels.attention.pages import AXES
+
 
 def _use(
     b: int,
@@ -22,6 +24,30 @@ def _use(
     params = {"scale": h**-0.5, "window": window, "softcap": softcap}
     own = {"q": (dtype, (b, t, n, h)), "k": (dtype, keys), "v": (dtype, keys)}
     return {**own, **more}, params
+
+
+def _paged(
+    b: int,
+    p: int,
+    n: int,
+    k: int,
+    h: int,
+    *,
+    size: int = 16,
+    heads_axis: int = 2,
+    dtype: str = "bfloat16",
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One token of b sequences with up to p pages, in pools twice as large."""
+    sizes = {"p": 2 * b * p, "z": size, "k": k, "h": h}
+    pool = tuple(sizes[x] for x in AXES[heads_axis])
+    own = {
+        "q": (dtype, (b, 1, n, h)),
+        "k_pages": (dtype, pool),
+        "v_pages": (dtype, pool),
+        "table": ("int32", (b, p)),
+        "kv_lengths": ("int32", (b,)),
+    }
+    return own, {"scale": h**-0.5, "heads_axis": heads_axis}
 
 
 SHAPES = {
@@ -67,5 +93,17 @@ SHAPES = {
         ),
         # For the TPU compiler's simulator.
         "simulated": (_use(1, 2048, 4, 4, 128, causal=True),),
+    },
+    "paged_attention": {
+        "small": (_paged(2, 8, 4, 2, 32, dtype="float32"),),
+        "targets": (
+            _paged(32, 128, 32, 8, 128, size=32),
+            _paged(32, 128, 32, 8, 128, size=32, heads_axis=0),
+        ),
+        "others": (
+            _paged(8, 256, 16, 16, 128, dtype="float32"),
+            _paged(64, 64, 64, 8, 128, size=64),
+        ),
+        "simulated": (_paged(8, 16, 32, 8, 128, size=32),),
     },
 }

@@ -6,6 +6,8 @@ first traced.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -15,20 +17,20 @@ from rewriter.kernels.attention.hopper_decode import ANY
 from rewriter.kernels.attention.hopper_decode import Split as Split
 from rewriter.kernels.attention.hopper_decode import profitable as profitable
 from rewriter.kernels.attention.hopper_decode import runs_on as runs_on
-from rewriter.kernels.attention.paged.estimate import estimate
-from rewriter.kernels.attention.paged.hopper.config import configs as configs
-from rewriter.kernels.attention.paged.hopper.config import default as default
-from rewriter.kernels.attention.paged.hopper.config import fits as fits
-from rewriter.kernels.attention.paged.hopper.config import page_size
-from rewriter.kernels.attention.paged.reference import AXES, numbered
-from rewriter.kernels.attention.paged.xla import as_attention
+from rewriter.kernels.attention.op import PAGED
+from rewriter.kernels.attention.paged_estimate import estimate
+from rewriter.kernels.attention.pages import AXES, as_attention, numbered
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
-from rewriter.support.verdict import Verdict, all_of, no
+from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
+
+ROWS = 16
+"""Keys of a block are a multiple of it."""
 
 
 def supports(spec: Spec) -> Verdict:
@@ -46,6 +48,44 @@ def supports(spec: Spec) -> Verdict:
     return all_of(*found)
 
 
+# ------------------------------------------------------------------- its configs
+def page_size(spec: Spec) -> int:
+    """Returns the keys of a page."""
+    axes = AXES[spec.param("heads_axis", 2)]
+    return spec.shape("k_pages")[axes.index("z")]
+
+
+def default(spec: Spec, device: Device) -> Split:
+    """Returns the default config: the first of `configs` that fits."""
+    return next(c for c in configs(spec, device) if fits(c, spec, device).ok)
+
+
+def configs(spec: Spec, device: Device) -> list[Split]:
+    """Returns configs worth measuring, most promising first."""
+    size, found = page_size(spec), []
+    step = math.lcm(size, ROWS)
+    for config in hopper_decode.configs(as_attention(spec), device):
+        if not _even(config.block_kv, size):
+            block = max(1, config.block_kv // step) * step
+            config = replace(config, block_kv=block)
+        found.append(config)
+    return list(dict.fromkeys(found))
+
+
+def fits(config: Split, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: in the decode kernel, with even pages."""
+    size, found = page_size(spec), YES
+    if not _even(config.block_kv, size):
+        text = f"blocks of {config.block_kv} keys and pages of {size} do not divide"
+        found = no("pages", text)
+    return all_of(hopper_decode.fits(config, as_attention(spec), device), found)
+
+
+def _even(block: int, size: int) -> bool:
+    return block % size == 0 or size % block == 0
+
+
+# ------------------------------------------------------------------ the kernel
 def forward(*, config: Split | None = None, **given: Any) -> Array:
     """Returns paged attention [b, t, n, e], as `reference` does.
 
@@ -53,11 +93,9 @@ def forward(*, config: Split | None = None, **given: Any) -> Array:
         config: How the work is split; the default config if absent.
         **given: Operands and parameters of paged attention.
     """
-    from rewriter.kernels.attention.paged import OP
-
-    operands = {n: jnp.asarray(given[n]) for n in OP.names if n in given}
+    operands = {n: jnp.asarray(given[n]) for n in PAGED.names if n in given}
     params = {n: x for n, x in given.items() if n not in operands}
-    config = config or default(spec_of(OP, operands, params), ANY)
+    config = config or default(spec_of(PAGED, operands, params), ANY)
     return _forward(**operands, **params, config=config)
 
 
@@ -90,7 +128,7 @@ def _forward(
 
 KERNEL = Kernel(
     name="hopper_decode",
-    op="paged_attention",
+    op=PAGED.name,
     platforms=("cuda",),
     version=1,
     forward=forward,

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 
 from rewriter.kernels.attention.estimate import LEAST, READ, STREAMED
-from rewriter.kernels.attention.paged.cost import copied
+from rewriter.kernels.attention.pages import copied
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import seconds
 from rewriter.ops.kernel import Spec

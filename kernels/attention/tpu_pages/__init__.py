@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.paged.cost import copied
-from rewriter.kernels.attention.paged.reference import AXES
-from rewriter.kernels.attention.paged.tpu.config import ANY, Chunk, fits, sizes
-from rewriter.kernels.attention.paged.tpu.config import configs as configs
-from rewriter.kernels.attention.paged.tpu.config import default as default
+from rewriter.kernels.attention.op import PAGED
+from rewriter.kernels.attention.pages import AXES, copied
 from rewriter.kernels.attention.tpu import sized
+from rewriter.kernels.attention.tpu_pages.config import ANY, Chunk, fits, sizes
+from rewriter.kernels.attention.tpu_pages.config import configs as configs
+from rewriter.kernels.attention.tpu_pages.config import default as default
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
 from rewriter.ops.tpu import LANES
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -101,19 +101,18 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def forward(*, config: Chunk | None = None, **given: Any) -> Array:
-    """Returns paged attention; see `rewriter.kernels.attention.paged.tpu.kernel`."""
-    from rewriter.kernels.attention.paged import OP
-    from rewriter.kernels.attention.paged.tpu import kernel
+    """Returns paged attention; see `rewriter.kernels.attention.tpu_pages.kernel`."""
+    from rewriter.kernels.attention.tpu_pages import kernel
 
-    operands = {n: jnp.asarray(given[n]) for n in OP.names if n in given}
+    operands = {n: jnp.asarray(given[n]) for n in PAGED.names if n in given}
     params = {n: x for n, x in given.items() if n not in operands}
-    chunk = config or default(spec_of(OP, operands, params), ANY)
+    chunk = config or default(spec_of(PAGED, operands, params), ANY)
     return kernel.forward(**operands, **params, config=chunk)
 
 
 KERNEL = Kernel(
     name="mosaic_tpu",
-    op="paged_attention",
+    op=PAGED.name,
     platforms=("tpu",),
     version=1,
     forward=forward,

@@ -22,9 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from rewriter.kernels.attention.empty import AVERAGED, NAN
-from rewriter.kernels.attention.paged.reference import AXES, numbered
-from rewriter.kernels.attention.paged.tpu.config import Chunk, Sizes, vmem
-from rewriter.kernels.attention.paged.tpu.schedule import Seen, Steps, seen, steps
+from rewriter.kernels.attention.pages import AXES, numbered
 from rewriter.kernels.attention.tpu.forward_kernel import (
     LEAST,
     across,
@@ -33,6 +31,8 @@ from rewriter.kernels.attention.tpu.forward_kernel import (
 )
 from rewriter.kernels.attention.tpu.schedule import divided
 from rewriter.kernels.attention.tpu.scores import LOG2E
+from rewriter.kernels.attention.tpu_pages.config import Chunk, Sizes, vmem
+from rewriter.kernels.attention.tpu_pages.schedule import Seen, Steps, seen, steps
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.kernels.shared.pallas_tpu import LANES

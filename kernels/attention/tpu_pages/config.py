@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.paged.reference import AXES
-from rewriter.kernels.attention.paged.tpu.schedule import many
+from rewriter.kernels.attention.pages import AXES
+from rewriter.kernels.attention.tpu_pages.schedule import many
 from rewriter.ops.device import Device
 from rewriter.ops.tpu import LANES, UNKNOWN, generation
 from rewriter.support.verdict import Verdict, all_of, no
