@@ -62,7 +62,7 @@ _FOLDERS = {
 _VARIANTS = {
     "kernels.attention.paged": "kernels.attention",
     "kernels.attention.paged.cost": "kernels.attention.pages",
-    "kernels.attention.paged.estimate": "kernels.attention.paged_estimate",
+    "kernels.attention.paged.estimate": "kernels.attention.hopper_decode.time_model",
     "kernels.attention.paged.hopper": "kernels.attention.hopper_decode.paged",
     "kernels.attention.paged.reference": "kernels.attention.pages",
     "kernels.attention.paged.sharding": "kernels.attention.paged_form",
