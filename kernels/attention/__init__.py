@@ -13,11 +13,14 @@ from rewriter.kernels.attention import (
 from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
+from rewriter.kernels.attention.overflow import with_overflow
 from rewriter.kernels.attention.xla import gathered
 
 OPS = (OP, PAGED)
 
-KERNELS = (
+_OF_ARRAYS = (
     cudnn.KERNEL, hopper.KERNEL, hopper_decode.KERNEL, tpu.KERNEL, xla.KERNEL,
-    paged.KERNEL, tpu_pages.KERNEL, gathered.KERNEL,
 )  # fmt: skip
+_OF_PAGES = (paged.KERNEL, tpu_pages.KERNEL, gathered.KERNEL)
+
+KERNELS = (*map(with_overflow, _OF_ARRAYS), *_OF_PAGES)
