@@ -3,15 +3,16 @@
 One function per need, one comment per difference between the supported
 versions (0.10.2, 0.11.2, 0.12). They are in this order:
 
-- values: sizes, literals, tracers, keys;
-- calls: their kinds and bodies, loops, the user's lines;
+- values: sizes, literals, tracers;
+- calls: their kinds and bodies, keys, loops, the user's lines;
 - jit: functions under it, and their programs;
 - types: varying axes, weak types, shardings;
 - meshes: tracing where values are placed;
 - programs: equations and variables written anew;
 - names: scopes, rules, functions;
-- lowering: devices, and what fails;
+- lowering: its rules, and devices;
 - shard_map: its axes and parts;
+- failures: what undoes a lowering;
 - timing: CUPTI.
 """
 
@@ -155,11 +156,6 @@ def holds_tracers(jaxpr: Any) -> bool:
     return any(map(is_tracer, consts_of(jaxpr)))
 
 
-def is_key(aval: Any) -> bool:
-    """Whether values of a type are random keys, which have no bytes of their own."""
-    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
-
-
 # --------------------------------------------------------------------- calls
 def call_kind(eqn: Any) -> str:
     """The kind of body that an equation holds; empty for an ordinary equation."""
@@ -211,6 +207,11 @@ def _body_name(eqn: Any) -> str:
 def counts_inputs(jaxpr: Any) -> bool:
     """Whether effects of a body name its inputs by their positions."""
     return any(hasattr(e, "input_index") for e in jaxpr.effects)
+
+
+def is_key(aval: Any) -> bool:
+    """Whether values of a type are random keys, which have no bytes of their own."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def is_recomputation(eqn: Any) -> bool:
@@ -785,37 +786,6 @@ def is_partitioned(ctx: Any) -> bool:
     return getattr(context, "num_devices", 1) > 1
 
 
-@contextlib.contextmanager
-def undone_if_it_fails(ctx: Any) -> Iterator[None]:
-    """Removes what a lowering wrote into the module before it failed.
-
-    Functions that were written whole stay: later lowerings may call them.
-    """
-    module, symbols = ctx.module_context.module, ctx.module_context.symbol_table
-    block = ir.InsertionPoint.current.block
-    count = len(block.operations)
-    known = {str(op.attributes["sym_name"]) for op in module.body.operations}
-    try:
-        yield
-    except Exception:
-        for op in reversed(list(block.operations)[count:]):
-            op.operation.erase()
-        for op in list(module.body.operations):
-            new = str(op.attributes["sym_name"]) not in known
-            if new and not _is_whole(op):
-                symbols.erase(op)
-        raise
-
-
-def _is_whole(function: Any) -> bool:
-    """Whether a function of a module ends, so that it was written to its end."""
-    blocks = function.regions[0].blocks
-    found = [list(b.operations) for b in blocks]
-    return bool(found) and all(
-        f and f[-1].operation.name == "func.return" for f in found
-    )
-
-
 # ----------------------------------------------------------------- shard_map
 def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
     """The axes that a shard_map makes manual, and the sizes of all of the mesh."""
@@ -893,6 +863,38 @@ def with_parts(eqn: Any, body: Any, into: Sequence[Any], out_of: Sequence[Any]) 
     """A shard_map with another body, and specs for its operands and results."""
     specs = {"in_specs": tuple(into), "out_specs": tuple(out_of)}
     return eqn.replace(params={**eqn.params, "jaxpr": body, **specs})
+
+
+# ------------------------------------------------------------------ failures
+@contextlib.contextmanager
+def undone_if_it_fails(ctx: Any) -> Iterator[None]:
+    """Removes what a lowering wrote into the module before it failed.
+
+    Functions that were written whole stay: later lowerings may call them.
+    """
+    module, symbols = ctx.module_context.module, ctx.module_context.symbol_table
+    block = ir.InsertionPoint.current.block
+    count = len(block.operations)
+    known = {str(op.attributes["sym_name"]) for op in module.body.operations}
+    try:
+        yield
+    except Exception:
+        for op in reversed(list(block.operations)[count:]):
+            op.operation.erase()
+        for op in list(module.body.operations):
+            new = str(op.attributes["sym_name"]) not in known
+            if new and not _is_whole(op):
+                symbols.erase(op)
+        raise
+
+
+def _is_whole(function: Any) -> bool:
+    """Whether a function of a module ends, so that it was written to its end."""
+    blocks = function.regions[0].blocks
+    found = [list(b.operations) for b in blocks]
+    return bool(found) and all(
+        f and f[-1].operation.name == "func.return" for f in found
+    )
 
 
 # -------------------------------------------------------------------- timing
