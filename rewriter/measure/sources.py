@@ -110,7 +110,7 @@ def shipped(op: str) -> Tuned:
     for name in names:
         if name.endswith(".json"):
             tuned |= _shipped(os.path.join(folder, name))
-    return tuned
+    return Tuned(tuple((key, ms) for key, ms in tuned.entries if key.op == op))
 
 
 def _shipped(name: str) -> Tuned:
