@@ -6,7 +6,8 @@ in whole rows, with large numbers for infinities. Queries that see no key are co
 afterwards.
 
 JAX does not promise that its call stays the same, so it cannot be part of an exported
-program. It can only be traced where cuDNN is installed.
+program. It can only be traced where cuDNN is installed. Of a GPU that is not here
+`cudnn_limits` says what JAX would take there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.cudnn_limits import traced_on
 from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, passed
 from rewriter.kernels.attention.estimate import (
     FULL_WIDTH,
@@ -54,18 +56,29 @@ LARGEST = -(2.0**41)
 
 
 ABSENT = (
-    "JAX traces cuDNN only on a machine that has it, and this one does not: on the GPU"
-    " it may be chosen"
+    "JAX cannot trace it on this machine, which has no cuDNN. `rewriter.explain(target="
+    ")` says what such a GPU would choose"
 )
 
 
 def supports(spec: Spec) -> Verdict:
     """Supports 16-bit q, k, v, tables and lengths, causal or with a left window.
 
-    The last check traces cuDNN itself.
+    The last check traces cuDNN itself, on the device that is here.
     """
-    verdict = all_of(_operands(spec), _types(spec), _masks(spec))
+    verdict = _taken(spec)
     return _asked(spec) if verdict.ok else verdict
+
+
+def supports_on(spec: Spec, device: Device) -> Verdict:
+    """The same of a device that is not here, by what JAX would say there."""
+    if not (device.capability and device.cudnn):
+        return supports(spec)
+    return all_of(_taken(spec), traced_on(spec, device))
+
+
+def _taken(spec: Spec) -> Verdict:
+    return all_of(_operands(spec), _types(spec), _masks(spec))
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -153,8 +166,10 @@ def _types(spec: Spec) -> Verdict:
     }  # a wider bias would be rounded
     out = spec.param("out_dtype")
     kinds |= {str(jnp.dtype(out))} if out else set()
-    if spec.shape("q")[3] != spec.shape("v")[3]:
-        return no("width", "cuDNN with values of another width was not tried")
+    wide, values = spec.shape("q")[3], spec.shape("v")[3]
+    if wide != values:
+        text = f"heads of v are {values} wide, and those of q {wide}: JAX's call"
+        return no("width", f"{text} of cuDNN takes equal widths")
     if len(kinds) == 1 and kinds <= set(TYPES):
         return YES
     return no("dtype", f"cuDNN takes one 16-bit float, not {', '.join(sorted(kinds))}")
@@ -363,7 +378,7 @@ KERNEL = Kernel(
     version=1,
     forward=forward,
     backward=backward,
-    limits=Limits(supports, deterministic=deterministic),
+    limits=Limits(supports, deterministic=deterministic, supports_on=supports_on),
     speed=Speed(profitable, estimate=estimate),
     traits=Traits(
         memory_bounded=True, saves_out=False, exportable=False, needs_devices=True

@@ -79,6 +79,10 @@ class Limits:
             shapes that `jax.vmap` makes.
         runs_on: Says, with reasons, whether it runs on a device of its platforms. In a
             program exported for a platform, the device's kind is unknown.
+        supports_on: ``supports_on(spec, device)`` says the same of a device that is not
+            attached, by what is known of it. It is for kernels that JAX traces only on
+            their device. It is asked in place of `supports` where a program is only
+            described, by `rewriter.explain`, and never runs here.
         deterministic: ``deterministic(config)`` says, with reasons, whether `backward`
             gives the same bits for the same operands in every run. Without a config,
             the default one counts.
@@ -87,6 +91,9 @@ class Limits:
     supports: Callable[[Spec], Verdict] = field(default=takes_all, repr=False)
     runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
     deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
+    supports_on: Callable[[Spec, Device], Verdict] | None = field(
+        default=None, repr=False
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the one that ``jax.jit`` has.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
-from rewriter.config import OPTIONS, disabled, in_step, resolve
+from rewriter.config import OPTIONS, current, disabled, explaining, in_step, resolve
 from rewriter.errors import RewriterError, RewriterWarning, caller
 from rewriter.frameworks import equinox_modules, nnx_state
 from rewriter.measure.sources import check_tuned
+from rewriter.ops.device import attached, named
 from rewriter.program import trace
 from rewriter.reports.report import Report
 from rewriter.run.analysis import Analysis, Record, check_patterns
@@ -126,11 +128,28 @@ def explain(
          no candidates
     """
     if trace.is_optimized(fn) and not options and patterns is None:
-        return fn.report  # type: ignore[no-any-return]
+        return _described(fn.report, fn.options)
     fn, lifted = trace.original_of(fn)
     if patterns is not None:
         lifted["patterns"] = patterns
-    return optimize(fn, **{**lifted, **options}).report
+    options = {**lifted, **options}
+    return _described(optimize(fn, **options).report, options)
+
+
+def _described(
+    report: Callable[..., Report], options: Mapping[str, Any]
+) -> Callable[..., Report]:
+    """The function that reports; it describes a target that is not attached."""
+
+    @functools.wraps(report)
+    def described(*args: Any, **kwargs: Any) -> Report:
+        target = options.get("target") or current().target
+        if target is None or named(target) == attached():
+            return report(*args, **kwargs)
+        with explaining():
+            return report(*args, **kwargs)
+
+    return described
 
 
 def _optimized(
