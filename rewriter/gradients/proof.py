@@ -143,7 +143,7 @@ class _Forms:
 
     def _of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
         if sizes not in self.indices:
-            self.indices[sizes] = tuple(map(self.ev.alg.new_index, sizes))
+            self.indices[sizes] = self.ev.alg.spare_indices(sizes, ())
         return self.indices[sizes]
 
 

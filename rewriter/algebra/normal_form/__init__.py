@@ -70,6 +70,7 @@ class Algebra(
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
         self._next_index = itertools.count(1)
+        self._spare: dict[int, list[int]] = {}
         self._bound: dict[tuple[int, int, int], int] = {}
         self._level_of: dict[int, int] = {}
         self._atoms: dict[Any, int] = {}
