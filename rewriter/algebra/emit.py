@@ -21,6 +21,11 @@ def shaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x if x.shape == tuple(shape) else x.reshape(tuple(shape))
 
 
+def typed(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts an array, unless it has the dtype already, and not as a weak one."""
+    return x if x.dtype == dtype and not x.weak_type else x.astype(dtype)
+
+
 def ordered(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """Transposes an array, unless its axes are in order already."""
     return x if list(axes) == list(range(x.ndim)) else x.transpose(axes)
@@ -88,8 +93,10 @@ class Emitter:
             whole = full or any(n != 1 for n in have)
             target += sizes if whole else [1] * len(group)
             shape.append(math.prod(sizes) if whole else 1)
-        x = shaped(jnp.broadcast_to(x, tuple(target)), shape)
-        return x if dtype is None else x.astype(dtype)
+        if x.shape != tuple(target):
+            x = jnp.broadcast_to(x, tuple(target))
+        x = shaped(x, shape)
+        return x if dtype is None else typed(x, dtype)
 
     def _single(self, p: Poly, order: list[int]) -> jax.Array | None:
         """A polynomial that is one leaf, in the leaf's own dtype."""
@@ -103,8 +110,8 @@ class Emitter:
         return self._leaf(mono[0][0], order)
 
     def _sum(self, p: Poly, order: list[int]) -> jax.Array:
-        total = jnp.zeros((1,) * len(order), self.dtype)
-        for k, ((flag, mono), c) in enumerate(p.items()):
+        total = None
+        for (flag, mono), c in p.items():
             term = jnp.full((1,) * len(order), c, self.dtype)
             for a, e in mono:
                 factor = self._atom(a, order)
@@ -113,8 +120,8 @@ class Emitter:
                 term = term * factor
             if flag != TRUE:
                 term = jnp.where(self._bool(flag, order), term, 0)
-            total = term if k == 0 else total + term
-        return total
+            total = term if total is None else total + term
+        return jnp.zeros((1,) * len(order), self.dtype) if total is None else total
 
     # ------------------------------------------------------------- atoms
     def _atom(self, atom: int, order: list[int]) -> jax.Array:
@@ -122,7 +129,7 @@ class Emitter:
         kind = d[0]
         if kind == "leaf":
             x = self._leaf(atom, order)
-            return x.astype(self.dtype)
+            return typed(x, self.dtype)
         if kind == "iota":
             return self._index(d[1], order).astype(self.dtype)
         if kind == "exp":

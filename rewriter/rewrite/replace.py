@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
+from rewriter.algebra.emit import typed
 from rewriter.errors import RewriterError
 from rewriter.find.body_inputs import BodyInput
 from rewriter.find.match import Match, NearMiss
@@ -492,8 +493,8 @@ class _Work:
         def code(*given: jax.Array) -> list[jax.Array]:
             *saved, cotangent = given
             function = _unsaved(tree, saved)
-            grads = function(_jax.placed_as(cotangent, own).astype(dtype))
-            found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
+            grads = function(typed(_jax.placed_as(cotangent, own), dtype))
+            found = list(map(typed, grads, dtypes))
             found += [jnp.zeros(*like) for like in zeros]
             return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
 

@@ -101,7 +101,7 @@ class Algebra(
 
         A number that represents several is in `blurred`: it must not be compared.
         """
-        if c == 0 or not math.isfinite(c):
+        if c in (1.0, -1.0, 0.0) or not math.isfinite(c):
             return c
         nearest = float(round(c))
         if c == nearest:
