@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -752,6 +752,18 @@ def on_one_device() -> Any:
     them.
     """
     return config._check_vma(False)
+
+
+def traced_apart(key: Hashable) -> Any:
+    """A context in which JAX uses no trace made outside it, or for another key.
+
+    JAX 0.11 keeps the trace of a Pallas kernel's body by its function and its blocks,
+    and not by its grid: `pl.num_programs` would be that of an earlier call. The names
+    in this context are part of the key of every trace. JAX takes them out of the axes
+    of a mesh, and this one is in none.
+    """
+    apart = getattr(core, "add_explicit_mesh_axis_names", None)
+    return contextlib.nullcontext() if apart is None else apart((key,))
 
 
 def is_partitioned(ctx: Any) -> bool:
