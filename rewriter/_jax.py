@@ -579,6 +579,47 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
         return jax.make_jaxpr(fn)(*structs)
 
 
+def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    """The array in another shape, placed as its axes are on explicit axes of a mesh.
+
+    JAX before 0.11 does not say where axes are that are joined or split.
+    """
+    if explicit_mesh([core.typeof(x)]) is None:
+        return x.reshape(shape)
+    try:
+        return x.reshape(shape)
+    except core.ShardingTypeError:
+        sharding = core.typeof(x).sharding
+        spec = _joined_spec(x.shape, sharding.spec, shape)
+        if spec is None:
+            raise
+        return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=spec))
+
+
+def _joined_spec(
+    shape: Sequence[int], spec: Sequence[Any], wanted: Sequence[int]
+) -> Any:
+    """The placement after a reshape that joins or splits axes; None if it is another.
+
+    Of axes that are joined only the first may be split over devices. The first of the
+    new ones is placed as it was.
+    """
+    old = [(n, s) for n, s in zip(shape, spec, strict=True) if n != 1 or s is not None]
+    found: list[Any] = [None] * len(wanted)
+    new = [k for k, n in enumerate(wanted) if n != 1]
+    while old and new:
+        (have, place), first = old.pop(0), new.pop(0)
+        found[first], size = place, wanted[first]
+        while have != size:
+            if have < size and old and old[0][1] is None:
+                have *= old.pop(0)[0]
+            elif have > size and new:
+                size *= wanted[new.pop(0)]
+            else:
+                return None
+    return None if old or new else jax.P(*found)
+
+
 def placed_as(value: Any, aval: Any) -> Any:
     """The array, placed as an abstract value states, if it states that."""
     if explicit_mesh([aval]) is None or core.typeof(value).sharding == aval.sharding:

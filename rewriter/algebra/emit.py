@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter import _jax
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, OverBudget, Poly
 
 Groups = Sequence[Sequence[int]]
@@ -18,7 +19,7 @@ Groups = Sequence[Sequence[int]]
 
 def shaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Reshapes an array, unless it has the shape, which JAX takes long to see."""
-    return x if x.shape == tuple(shape) else x.reshape(tuple(shape))
+    return x if x.shape == tuple(shape) else _jax.reshaped(x, tuple(shape))
 
 
 def typed(x: jax.Array, dtype: Any) -> jax.Array:
