@@ -88,9 +88,8 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     fast as XLA from there on, as fast or slower for 24 MiB and less.
     """
     del platform  # it needs only a GPU
-    if untried(spec):
-        more = ", ".join(sorted(set(spec.operands) - TRIED))
-        return no("untried", f"not compared with {more} on a GPU: measure it with tune")
+    if not (verdict := modelled(spec)).ok:
+        return verdict
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
     scores = 4 * b * n * t * s
     if min(t, s) >= FEW and scores >= SMALL:
@@ -114,9 +113,13 @@ FEW = 128
 """The fewest queries and keys."""
 
 
-def untried(spec: Spec) -> bool:
-    """Returns whether its numbers were never compared on a GPU with such operands."""
-    return not set(spec.operands) <= TRIED
+def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verdict:
+    """Returns whether its numbers were compared on a GPU with such operands."""
+    del device, passes
+    more = ", ".join(sorted(set(spec.operands) - TRIED))
+    if not more:
+        return YES
+    return no("untried", f"not compared with {more} on a GPU: measure it with tune")
 
 
 # ------------------------------------------------------------------- its estimate
@@ -139,7 +142,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 def _seconds(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds of cuDNN, copies that make lengths even included."""
-    if untried(spec):
+    if not modelled(spec).ok:
         return math.inf
     both, h = passes != "forward", spec.shape("q")[3]
     flops = widened(spec, passes, STEP)
@@ -178,15 +181,22 @@ def _types(spec: Spec) -> Verdict:
 def _masks(spec: Spec) -> Verdict:
     left, right = spec.param("window", (None, None))
     if left is not None and spec.has("kv_lengths"):
-        return no("window", "lengths and a window leave queries without keys")
+        text = f"lengths of keys and a window of {left} keys before a query"
+        return no("window", f"{text} may leave queries without keys")
     if spec.param("softcap") is not None:
         return no("softcap", "cuDNN has no soft cap")
     if (left, right) == (None, None):
         return YES
     if right != 0 or spec.param("shift", 0) != 0 or (left or 0) < 0:
-        return no("window", "cuDNN's window ends at the query itself")
+        ends = (spec.param("shift") or 0) + (right or 0)
+        where = "nowhere" if right is None else f"{ends} keys after it"
+        if left is not None and left < 0:
+            where = f"{-left} keys before it at the latest"
+        return no("window", f"cuDNN's window ends at the query itself, not {where}")
     if left is not None and spec.shape("q")[1] - left > spec.shape("k")[1]:
-        return no("window", "the window leaves queries without keys")
+        t, s = spec.shape("q")[1], spec.shape("k")[1]
+        text = f"a window of {left} keys before each of {t} queries"
+        return no("window", f"{text} leaves some of them without any of {s} keys")
     return YES
 
 
@@ -379,7 +389,7 @@ KERNEL = Kernel(
     forward=forward,
     backward=backward,
     limits=Limits(supports, deterministic=deterministic, supports_on=supports_on),
-    speed=Speed(profitable, estimate=estimate),
+    speed=Speed(profitable, estimate=estimate, modelled=modelled),
     traits=Traits(
         memory_bounded=True, saves_out=False, exportable=False, needs_devices=True
     ),
