@@ -586,6 +586,28 @@ def placed_as(value: Any, aval: Any) -> Any:
     return jax.sharding.reshard(value, aval.sharding)
 
 
+def zeros(avals: Sequence[Any]) -> Any:
+    """The jaxpr of zeros of exactly these types: placed, varying and weak alike."""
+
+    def code() -> list[Any]:
+        return [_zero(a) for a in avals]
+
+    meshes = (a.sharding.mesh for a in avals if hasattr(a, "sharding"))
+    mesh = next((m for m in meshes if not m.empty), None)
+    if mesh is None:
+        return jax.make_jaxpr(code)()
+    manual = [(a, mesh.shape[a]) for a in mesh.manual_axes]
+    with jax.sharding.use_abstract_mesh(mesh), core.extend_axis_env_nd(manual):
+        return jax.make_jaxpr(code)()
+
+
+def _zero(aval: Any) -> Any:
+    value = placed_as(jax.numpy.zeros(aval.shape, aval.dtype), aval)
+    axes = tuple(sorted(aval.mat.varying))
+    value = jax.lax.pcast(value, axes, to="varying") if axes else value
+    return weakly_typed(value) if aval.weak_type else value
+
+
 def stated(avals: Sequence[Any]) -> tuple[Any, ...]:
     """A key of how types place values; () if they place none."""
     if explicit_mesh(avals) is None:
@@ -619,6 +641,16 @@ def with_equations(
         return jex_core.ClosedJaxpr(inner, jaxpr.consts)
     inputs = {"invars": [*first, *jaxpr.invars, *more]} if more or first else {}
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), **inputs)
+
+
+def with_signature(
+    jaxpr: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]
+) -> Any:
+    """A jaxpr with other inputs, equations and results; constants and effects stay."""
+    if _wraps(jaxpr):
+        inner = with_signature(jaxpr.jaxpr, invars, eqns, outvars)
+        return jex_core.ClosedJaxpr(inner, jaxpr.consts)
+    return jaxpr.replace(invars=list(invars), eqns=list(eqns), outvars=list(outvars))
 
 
 def with_one_variable(closed: Any, same: Mapping[Any, Any]) -> Any:

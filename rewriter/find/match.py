@@ -37,6 +37,7 @@ class Pattern(Protocol):
     anchors: frozenset[str]
     needs: frozenset[str]
     steps: tuple[Step, ...]
+    above: frozenset[str]
     kernels: tuple[Kernel, ...]
 
     def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -53,6 +54,8 @@ class ReaderPattern:
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
+        above: Primitives above a leaf that may belong to a larger site. A region with
+            such a leaf is read anew, although it equals another one.
     """
 
     name: str
@@ -60,6 +63,7 @@ class ReaderPattern:
     propose: Callable[[Finder, Node], Iterator[Reading]]
     steps: tuple[Step, ...] = ()
     needs: frozenset[str] = frozenset()
+    above: frozenset[str] = frozenset()
 
     @property
     def op(self) -> Op:
@@ -307,7 +311,7 @@ def _again(
         applied = []
         for known in templates:
             found = apply(find.graph, known, anchor)
-            if found is None:
+            if found is None or _may_be_larger(find, pattern, found[1]):
                 break
             applied.append((known, *found))
         else:
@@ -315,6 +319,16 @@ def _again(
             if matches is not None:
                 return templates[0], matches
     return None
+
+
+def _may_be_larger(find: Finder, pattern: Pattern, leaves: Mapping[int, int]) -> bool:
+    """Whether a leaf here is made as a leaf of a larger site's part may be."""
+
+    def made_above(value: int) -> bool:
+        node = find.graph.node_of(find.uncast(value))
+        return node is not None and node.prim in pattern.above
+
+    return any(made_above(b) and not made_above(a) for a, b in leaves.items())
 
 
 def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
