@@ -260,6 +260,7 @@ def read(
         notes=tuple(sorted(ev.notes)),
         times=times,
         plus=plus,
+        may_be_inside=True,
     )
 
 
