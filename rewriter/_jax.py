@@ -567,6 +567,10 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     mesh = explicit_mesh(avals)
     if mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
         return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
+    parts = next((a.sharding.mesh for a in avals if a.mat.varying), None)
+    if mesh is None and parts is not None:
+        with _in_parts(parts):
+            return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
     if mesh is None:
         return trace_flat(fn, avals)
     structs = [
@@ -579,8 +583,22 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
         return jax.make_jaxpr(fn)(*structs)
 
 
+@contextlib.contextmanager
+def _in_parts(mesh: Any) -> Iterator[None]:
+    """A context as inside of the `jax.shard_map` whose mesh types of values state."""
+    manual = [(a, mesh.shape[a]) for a in mesh.manual_axes]
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        core.extend_axis_env_nd(manual),
+        config._check_vma(True),  # types say what values vary over
+    ):
+        yield
+
+
 def placed_as(value: Any, aval: Any) -> Any:
-    """The array, placed as an abstract value states, if it states that."""
+    """The array, placed and varying as an abstract value states, if it states that."""
+    more = aval.mat.varying - core.typeof(value).mat.varying
+    value = jax.lax.pcast(value, tuple(sorted(more)), to="varying") if more else value
     if explicit_mesh([aval]) is None or core.typeof(value).sharding == aval.sharding:
         return value
     return jax.sharding.reshard(value, aval.sharding)
@@ -596,23 +614,22 @@ def zeros(avals: Sequence[Any]) -> Any:
     mesh = next((m for m in meshes if not m.empty), None)
     if mesh is None:
         return jax.make_jaxpr(code)()
-    manual = [(a, mesh.shape[a]) for a in mesh.manual_axes]
-    with jax.sharding.use_abstract_mesh(mesh), core.extend_axis_env_nd(manual):
+    with _in_parts(mesh):
         return jax.make_jaxpr(code)()
 
 
 def _zero(aval: Any) -> Any:
     value = placed_as(jax.numpy.zeros(aval.shape, aval.dtype), aval)
-    axes = tuple(sorted(aval.mat.varying))
-    value = jax.lax.pcast(value, axes, to="varying") if axes else value
     return weakly_typed(value) if aval.weak_type else value
 
 
 def stated(avals: Sequence[Any]) -> tuple[Any, ...]:
-    """A key of how types place values; () if they place none."""
+    """A key of how types place values, and of what they vary over; () if not at all."""
+    varying = tuple(a.mat.varying for a in avals)
+    varying = varying if any(varying) else ()
     if explicit_mesh(avals) is None:
-        return ()
-    return tuple(tuple(a.sharding.spec) for a in avals)
+        return varying
+    return (*varying, *(tuple(a.sharding.spec) for a in avals))
 
 
 def new_var(aval: Any) -> Any:
