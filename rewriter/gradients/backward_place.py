@@ -82,12 +82,16 @@ def _made_anew(
 ) -> tuple[tuple[Scope, int], int] | None:
     """The place of the first gradient in a body, if all leaves are available there."""
     graph, instead = regions.graph, read_instead(regions, match, body)
-    leaves = [instead[v].value if v in instead else v for _, v in match.leaves]
+    known = regions.place(body).defined
+    leaves = [
+        instead[v].value if v in instead else v
+        for _, v in match.leaves
+        if v in known or v not in backward.unread
+    ]
     if not lies_at(backward, graph, body):
         return None
     found = [first_defined(graph, v, body) for v in backward.results]
     path, scope, position = min(found, key=lambda f: f[0])  # type: ignore
-    known = regions.place(body).defined
     if position < 0 or any(v not in known or known[v][0] > path for v in leaves):
         return None
     if not all(_free(known[v][1], body) for v in leaves):

@@ -63,5 +63,26 @@ def wanted_at(
     return ev, dict(by_leaf)
 
 
+def unread(traced: Graph, match: Match) -> frozenset[int]:
+    """The leaves of a match that its expected gradients do not depend on.
+
+    Args:
+        traced: The gradients of the match's reading.
+        match: The match.
+    """
+    scope = traced.top
+    stack = [traced.read(scope, v) for v in scope.jaxpr.outvars]
+    reached = set(stack)
+    while stack:
+        node = traced.node_of(stack.pop())
+        new = {*node.ins} - reached if node is not None else ()
+        reached.update(new)
+        stack += new
+    here, names = dict(match.leaves), leaves_of(match.reading)
+    inputs = [scope.env[v] for v in scope.jaxpr.invars]
+    pairs = zip(names, inputs, strict=False)  # the last input is the cotangent
+    return frozenset(here[name] for name, value in pairs if value not in reached)
+
+
 def _moving(graph: Graph, names: Sequence[int]) -> list[int]:
     return [k for k, v in enumerate(names) if is_float(graph.dtype(v))]

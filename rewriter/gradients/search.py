@@ -185,7 +185,7 @@ def _over_what_is_kept(
 def _is_had(regions: Regions, match: Match, backward: Backward) -> bool:
     """Whether a checkpoint with the gradients, if any, has all operands."""
     scope = regions.graph.node_of(next(iter(backward.grads.values()))).scope  # type: ignore
-    return not scope.runs_again or not obstacle(match, scope, regions)
+    return not scope.runs_again or not obstacle(match, scope, regions, backward.unread)
 
 
 def _elsewhere(

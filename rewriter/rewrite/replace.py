@@ -182,6 +182,8 @@ class _Work:
         place = self.regions.place(splice.scope)
         for _, leaf in splice.match.leaves:
             value = self._read_for(splice, leaf).value
+            if self._is_spare(splice, value):
+                continue
             if value not in splice.scope.first_var:
                 _, home, _ = place.defined[value]
                 self._inlined_to(place.scope, splice.scope, home)
@@ -278,7 +280,9 @@ class _Work:
             else:
                 eqns.append(_jax.reading(eqn, env))
             for splice in splices.get(position, ()):
-                done[splice.match.value] = self._splice(splice, eqn, frame)
+                result = self._splice(splice, eqn, frame)
+                if not any(self._is_spare(splice, v) for v in leaves_here(splice)):
+                    done[splice.match.value] = result
             if position in gradients:
                 self._backward(gradients[position], eqn, frame)
             if done:  # readers of a replaced value, and of its copies, read the new one
@@ -444,7 +448,12 @@ class _Work:
         with _placing(splice):
             read = [self._read_for(splice, v) for v in leaves_here(splice)]
             fragment, tree = self.fragments.forward(splice, read)
-        atoms = [self._atom_of(splice, v) for v in leaves_here(splice)]
+        atoms = [
+            self._zero(r.value, eqn, frame)
+            if self._is_spare(splice, r.value)
+            else self._atom_of(splice, v)
+            for v, r in zip(leaves_here(splice), read, strict=True)
+        ]
         out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
@@ -490,6 +499,18 @@ class _Work:
     def _read_for(self, splice: Splice, leaf: int) -> Instead:
         """The atom that a splice reads for a leaf."""
         return self.instead[id(splice)].get(leaf, Instead(leaf))
+
+    def _is_spare(self, splice: Splice, value: int) -> bool:
+        """Whether a leaf is not there, and nothing reads what depends on it."""
+        if splice.backward is None or value not in splice.backward.unread:
+            return False
+        defined = self.regions.place(splice.scope).defined
+        return value not in splice.scope.first_var and value not in defined
+
+    def _zero(self, value: int, eqn: Any, frame: _Frame) -> Any:
+        """Appends zeros in place of a value."""
+        fragment = _jax.zeros([self.graph.avals[value]])
+        return self._inserted(fragment, [], eqn, frame)[0]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """The atom of a value at a splice: a variable there or in an inlined call."""
