@@ -81,7 +81,7 @@ def proved_gradients(
         return None
     found = (*grads.values(), *itertools.chain.from_iterable(zeros.values()))
     inner = frozenset().union(*(cones[v] for v in found))
-    spare = unread(reference(), match)
+    spare = unread(graph, reference(), match, grads.keys())
     return Backward(cotangent, grads, inner - match.inner, zeros, spare)
 
 

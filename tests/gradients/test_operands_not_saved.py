@@ -99,3 +99,14 @@ def test_gradients_are_replaced(name: str) -> None:
         exact = jax.jit(both)(*(a.astype(float) for a in args))
     for one, other in zip(*map(jax.tree.leaves, (fast(*args), exact)), strict=True):
         np.testing.assert_allclose(one, other, rtol=3e-4, atol=3e-5)
+
+
+def test_the_gradient_of_a_scale_alone_needs_no_scale() -> None:
+    def loss(x: Any, g: Any, h: Any) -> Any:
+        return jnp.sin(jax.checkpoint(norm)(x, g, h)).sum()
+
+    step = jax.grad(loss, 1)
+    fast = rewriter.optimize(step, implementation=FORCED)
+    assert fast.report(X, G[0], H[0]).counts(backward=True)["layer_norm"] == 1
+    got, wanted = (f(X, G[0], H[0]) for f in (fast, jax.jit(step)))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
