@@ -260,7 +260,7 @@ def read(
         notes=tuple(sorted(ev.notes)),
         times=times,
         plus=plus,
-        may_be_inside=any(a is not None for a in at if a not in d),  # several rows
+        may_be_inside=bool(rest),  # one row: its scale's gradient is such a product
     )
 
 

@@ -65,6 +65,8 @@ class Fragments:
             arrays = [r.back(x) for r, x in zip(read, given, strict=True)]
             if not order:
                 return [code(*arrays)]
+            # Each device has its own part of a gradient; the program adds them up.
+            arrays = _jax.vary_alike(arrays)
             out, function = gradient_function(code, arrays, list(order))
             residuals, tree = _saved(function)
             trees.append(tree)
