@@ -7,17 +7,14 @@ more are dropped. Untouched equations and bodies stay the same objects.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.errors import RewriterError
 from rewriter.find.body_inputs import BodyInput
-from rewriter.find.match import Match
 from rewriter.find.region import Regions
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import (
@@ -34,31 +31,9 @@ from rewriter.program.graph import Scope
 from rewriter.program.loops import inserted, loop_of, traced
 from rewriter.rewrite.branches import alike
 from rewriter.rewrite.fragments import Fragments, in_order, leaves_here
+from rewriter.rewrite.not_placed import placing
 from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.splice import Splice
-
-
-class NotPlaced(Exception):
-    """A replacement cannot be traced where it stands; the cause is chained.
-
-    Attributes:
-        match: What was to be replaced.
-    """
-
-    def __init__(self, match: Match, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.match = match
-
-
-@contextlib.contextmanager
-def _placing(splice: Splice) -> Iterator[None]:
-    """Says of an error which replacement it is about."""
-    try:
-        yield
-    except (NotPlaced, RewriterError):
-        raise
-    except Exception as error:
-        raise NotPlaced(splice.match, error) from error
 
 
 def replace(
@@ -445,7 +420,7 @@ class _Work:
     # ------------------------------------------------------------- splices
     def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
-        with _placing(splice):
+        with placing(splice):
             read = [self._read_for(splice, v) for v in leaves_here(splice)]
             fragment, tree = self.fragments.forward(splice, read)
         atoms = [
@@ -470,7 +445,7 @@ class _Work:
         """Appends the gradients' equations; returns their atoms by value."""
         _, avals, tree = self.residuals[id(splice)]
         backward = splice.backward
-        with _placing(splice):
+        with placing(splice):
             fragment = self.fragments.gradients(splice, avals, tree)
         cotangent = self._cotangent(splice, backward.cotangent)
         residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
