@@ -75,6 +75,7 @@ class Pattern:
     where: str = ""
     needs: frozenset[str] = frozenset()
     steps: ClassVar[tuple[Step, ...]] = ()
+    above: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def name(self) -> str:

@@ -31,7 +31,7 @@ from rewriter.gradients.cotangents import (
     cancelled_reads,
     linear,
 )
-from rewriter.gradients.reference import wanted_at
+from rewriter.gradients.reference import unread, wanted_at
 from rewriter.program.graph import Graph
 
 
@@ -81,7 +81,8 @@ def proved_gradients(
         return None
     found = (*grads.values(), *itertools.chain.from_iterable(zeros.values()))
     inner = frozenset().union(*(cones[v] for v in found))
-    return Backward(cotangent, grads, inner - match.inner, zeros)
+    spare = unread(graph, reference(), match, grads.keys())
+    return Backward(cotangent, grads, inner - match.inner, zeros, spare)
 
 
 def _cones(
