@@ -336,6 +336,14 @@ def from_function(
         }
         return function(*positional, **rest, **params)
 
+    def takes(spec: Spec) -> Verdict:
+        """Whether it names every parameter that is no usual one of the op."""
+        more = {n for n, _ in spec.params} - set(op.defaults)
+        unknown = [] if takes_any else sorted(more - named)
+        if unknown:
+            return no("params", f"it does not take {', '.join(unknown)}")
+        return supports(spec)
+
     return Kernel(
         name or getattr(function, "__name__", "kernel"),
         op.name,
@@ -343,7 +351,7 @@ def from_function(
         version,
         forward=forward,
         backward=backward,
-        limits=Limits(supports),
+        limits=Limits(takes),
         speed=Speed(steps=steps),
         traits=Traits(saves_out=saves_out),
         space=space,
