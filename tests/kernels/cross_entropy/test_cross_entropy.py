@@ -1,0 +1,164 @@
+"""The losses over classes, as sites, under every transformation against float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rewriter.kernels.linear_cross_entropy import xla
+from rewriter.ops.registry import registry
+from rewriter.site import site
+from tests import slow
+from tests.support import transforms
+
+KERNELS = (("default", "memory_bounded"),)
+LINEAR = {"x": (6, 4), "w": (4, 11), "labels": (6,)}
+BIASED = {**LINEAR, "bias": (11,)}
+GIVEN = {"logits": (2, 3, 11), "labels": (2, 3)}
+ALL = {"label_smoothing": 0.1, "z_loss": 0.01}
+FEW = ("jit_grad", "jvp", "hessian", "vmap_of_grad", "grad_of_vmap_first")
+NOT_FLOAT = {"vmap_one_operand", "vmap_last_axis"}
+
+
+def _both(
+    name: str,
+    shapes: dict[str, tuple[int, ...]],
+    params: dict[str, Any],
+    dtype: str = "float32",
+) -> tuple[Any, Any, list[jax.Array]]:
+    op = registry().op(name)
+    specs = {
+        n: jax.ShapeDtypeStruct(s, "int32" if n == "labels" else dtype)
+        for n, s in shapes.items()
+    }
+    params = {"out_dtype": None if dtype == "float32" else dtype, **params}
+    operands = op.sample(jax.random.key(2), specs, params)
+
+    def bound(*args: jax.Array) -> jax.Array:
+        return site.bind(op, dict(zip(shapes, args, strict=True)), params, KERNELS)
+
+    def plain(*args: jax.Array) -> jax.Array:
+        wide = any(a.dtype == np.float64 for a in args)
+        own = {**params, "out_dtype": None} if wide else params
+        return op.reference(**dict(zip(shapes, args, strict=True)), **own)
+
+    return bound, plain, [operands[n] for n in shapes]
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four classes, and blocks of four rows."""
+    monkeypatch.setattr(xla, "LEAST", 4)
+    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget=4 * 4 * 4))
+
+
+@pytest.mark.parametrize("transform", transforms.EACH)
+def test_every_transform_of_a_linear_loss(transform: str, chunks: None) -> None:
+    transforms.check(transform, *_both("linear_cross_entropy", BIASED, ALL))
+
+
+@pytest.mark.parametrize("transform", slow.first(4, FEW))
+def test_transforms_of_a_loss_of_logits(transform: str) -> None:
+    transforms.check(transform, *_both("cross_entropy", GIVEN, ALL))
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "vmap_of_grad"])
+def test_bfloat16_is_as_accurate_as_the_reference(transform: str, chunks: None) -> None:
+    transforms.check(
+        transform, *_both("linear_cross_entropy", LINEAR, {}, "bfloat16")
+    )
+
+
+SETTINGS = [
+    dict(zip(("outside", "of_log_probabilities", *ALL), one, strict=True))
+    for one in itertools.product(
+        ("nan", "zero", "clip"), (False, True), (0.0, 0.2), (0.0, 0.03)
+    )
+]
+RNG = np.random.default_rng(3)
+X, W = RNG.normal(size=(7, 5)), RNG.normal(size=(5, 11))
+BIAS, COTANGENT = RNG.normal(size=11), RNG.normal(size=7)
+LABELS = np.array([0, 10, 3, 7, 4, 9, 1])
+ODD = np.array([0, -1, 3, 11, -100, 9, 1000])
+
+
+def _value_and_gradients(f: Any, dtype: Any, labels: np.ndarray, params: Any) -> Any:
+    def run(x, w, bias, cotangent):
+        out, back = jax.vjp(
+            lambda x, w, b: f(x=x, w=w, labels=labels, bias=b, **params), x, w, bias
+        )
+        return out, *back(cotangent.astype(out.dtype))
+
+    arrays = [jnp.asarray(a, dtype) for a in (X, W, BIAS, COTANGENT)]
+    return jax.jit(run)(*arrays)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_every_setting_is_as_near_to_float64(
+    params: dict[str, Any], odd: bool, chunks: None
+) -> None:
+    """Values and gradients; labels that are no class give NaN where they should."""
+    op = registry().op("linear_cross_entropy")
+    labels = ODD if odd else LABELS
+    params = {**params, "soft_cap": 2.0 if odd else 0.0, "scale": 0.5}
+
+    def bound(**given: Any) -> jax.Array:
+        own = {n: given.pop(n) for n in op.names}
+        own["labels"] = jnp.asarray(own["labels"], jnp.int32)
+        return site.bind(op, own, given, KERNELS)
+
+    got = _value_and_gradients(bound, jnp.float32, labels, params)
+    with jax.enable_x64(True):
+        true = _value_and_gradients(op.reference, jnp.float64, labels, params)
+    for g, t in zip(got, true, strict=True):
+        np.testing.assert_allclose(g, t, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("columns", [[3], list(range(4)), list(range(11))])
+@pytest.mark.parametrize("fill", [-np.inf, np.inf, np.nan])
+def test_what_is_finite_stays_so(fill: float, columns: list[int], chunks: None) -> None:
+    """Biases of -inf hide classes; inf and NaN are seen in the loss."""
+    op = registry().op("linear_cross_entropy")
+    bias = BIAS.copy()
+    bias[columns] = fill
+    given = {"x": X, "w": W, "bias": bias}
+    operands = {n: jnp.asarray(a, jnp.float32) for n, a in given.items()}
+    operands["labels"] = jnp.asarray(LABELS, jnp.int32)
+    got = site.bind(op, operands, {}, KERNELS)
+    y = operands["x"] @ operands["w"] + operands["bias"]
+    want = jax.nn.logsumexp(y, -1) - y[np.arange(7), LABELS]
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_gradients_hold_a_chunk_of_logits() -> None:
+    op = registry().op("linear_cross_entropy")
+    shapes = {"x": (512, 8), "w": (8, 32768), "labels": (512,)}
+    args = {
+        n: jax.ShapeDtypeStruct(s, "int32" if n == "labels" else "float32")
+        for n, s in shapes.items()
+    }
+
+    def memory(f: Any) -> int:
+        total = lambda x, w, labels: f(x=x, w=w, labels=labels).mean()
+        run = jax.jit(jax.value_and_grad(total, (0, 1))).lower(*args.values())
+        return run.compile().memory_analysis().temp_size_in_bytes
+
+    bound = lambda **given: site.bind(op, given, {}, KERNELS)
+    logits = 512 * 32768 * 4
+    assert memory(op.reference) >= logits
+    assert memory(bound) < 0.6 * logits
+
+
+def test_no_rows() -> None:
+    shapes = {"x": (0, 4), "w": (4, 11), "labels": (0,)}
+    bound, _, args = _both("linear_cross_entropy", shapes, {})
+    grads = jax.grad(lambda x, w: bound(x, w, args[2]).sum(), (0, 1))(*args[:2])
+    assert bound(*args).shape == (0,)
+    assert [g.shape for g in grads] == [(0, 4), (4, 11)]
