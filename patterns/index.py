@@ -53,4 +53,13 @@ PATTERNS = {
         "ragged.quantized_gated_linear_unit",
         "Gated linear unit of experts with 8-bit matrices.",
     ),
+    "linear_cross_entropy": Shipped(
+        "cross_entropy.read",
+        "The loss over a vocabulary: log Σ exp y - y[label], y = x w + bias.",
+    ),
+    "cross_entropy": Shipped(
+        "cross_entropy.read",
+        "The same, given logits y: log Σ exp y - y[label].",
+        "GIVEN_LOGITS",
+    ),
 }

@@ -13,6 +13,7 @@ from rewriter.algebra.canonicalize import (
     TRANSPARENT,
     is_local,
     is_lossless,
+    is_pick,
 )
 from rewriter.find.match import Match
 from rewriter.program.graph import Graph, Node
@@ -73,9 +74,18 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
 
 
 def _under_layout(graph: Graph, value: int) -> Iterator[int]:
-    for _ in range(10):
-        yield value
+    """A value, and what it is a multiple of, or the sum of with zeros."""
+    summed = False
+    for _ in range(12):
+        if not summed:
+            yield value
         node = graph.node_of(value)
+        if node is not None and node.prim == "reduce_sum":
+            summed, value = True, node.ins[0]
+            continue
+        if node is not None and is_pick(node) and node.prim != "gather":
+            summed, value = False, node.ins[2]  # of a row with one other number
+            continue
         if node is None or node.prim not in LINEAR:
             return
         moving = [i for i in node.ins if i not in graph.constants]
@@ -123,6 +133,8 @@ def _is_linear(node: Node, along: Sequence[int]) -> bool:
     """Whether a result is linear in some of its operands."""
     if node.prim in ADDS:
         return True
+    if is_pick(node):
+        return along == [0] or (along == [2] and node.prim != "gather")
     if node.prim in LINEAR or node.prim in CONTRACTIONS:
         return along == [0] or (len(along) == 1 and node.prim in EITHER)
     return node.prim == "select_n" and 0 not in along
@@ -151,13 +163,18 @@ def cone(
             maker is None
             or current in foreign
             or len(seen) > CONE
-            or not (is_local(maker[0]) or maker[0].prim in CONTRACTIONS)
+            or not may_expand(maker[0])
         ):
             foreign.add(value)
             return None
         seen.add(current)
         stack += maker[0].ins
     return seen
+
+
+def may_expand(node: Node) -> bool:
+    """Whether a gradient's form may look through an equation."""
+    return is_local(node) or node.prim in CONTRACTIONS or is_pick(node)
 
 
 def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:

@@ -254,6 +254,8 @@ class Evaluator(Layout, LoopForms):
             )
         elif prim in STRUCTURAL:
             ok = self.expand_all or value in self.inside
+        elif prim in ("scatter", "scatter-add"):
+            ok = self.expand_all or value in self.inside
         elif prim == "scan":
             ok = value in self.inside
         elif prim in ("dot_general",):

@@ -1,0 +1,227 @@
+"""Cross-entropy over classes: log Σ_v exp y[v] - y[label], of rows of logits y.
+
+Formula    loss[...] = (1 - s) (l - y[..., label]) + s (l - mean_v y) + z l²
+           with l = log Σ_v exp y[..., v], and perhaps y = cap tanh(. / cap) of
+           scale Σ_k x[..., k] w[k, v] + bias[v]
+Looks like a logarithm of a sum of exponentials, and one entry of each row, taken by an
+           index or a sum with a one-hot row, beside it.
+Must hold  the entry is one of the same logits, or of their log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from rewriter.algebra.canonicalize import is_pick
+from rewriter.algebra.normal_form import OverBudget
+from rewriter.find.finder import Finder
+from rewriter.find.match import ReaderPattern
+from rewriter.find.reading import Reading, Refused
+from rewriter.find.sieve import Step
+from rewriter.patterns.cross_entropy.form import loss_of
+from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
+from rewriter.program.graph import Node
+
+LINEAR, GIVEN = "linear_cross_entropy", "cross_entropy"
+ANCHORS = frozenset({"log"})
+REDUCES = frozenset({"reduce_sum", "dot_general"})
+MOST = 24
+"""Values below the logarithm that are read."""
+
+
+def propose_linear(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings with the product that makes the logits."""
+    products = _products(find, anchor)
+    if products:
+        yield from _readings(find, anchor, LINEAR, products)
+
+
+def propose_given(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings with logits that are an array of the program."""
+    yield from _readings(find, anchor, GIVEN, frozenset())
+
+
+def _products(find: Finder, anchor: Node) -> frozenset[int]:
+    """The contractions that the exponentials below a logarithm are made of."""
+    above = find.regions.above(anchor.ins[0], frozenset({"dot_general"}))
+    return frozenset(n.outs[0] for n in above)
+
+
+def _readings(
+    find: Finder, anchor: Node, op: str, products: frozenset[int]
+) -> Iterator[Reading]:
+    """The reading of the last value below a logarithm that is a loss."""
+    g = find.graph
+    if not jnp.issubdtype(g.dtype(anchor.outs[0]), jnp.floating):
+        return
+    if not _is_total(find, anchor):
+        return
+    miss: Refused | None = None
+    for value in _losses(find, anchor):
+        if find.done(LINEAR, value):
+            return
+        try:
+            yield _read(find, value, op, products)
+            return
+        except Refused as refusal:
+            if miss is None or refusal.score > miss.score:
+                miss = refusal.with_traceback(None)
+        except OverBudget as error:
+            miss = miss or Refused("budget", str(error), score=0.2)
+    if miss is not None:
+        find.missed(op, anchor, miss)
+
+
+def _is_total(find: Finder, anchor: Node) -> bool:
+    """Whether a logarithm is one of a sum of exponentials."""
+    sums = find.regions.above(anchor.ins[0], frozenset({"reduce_sum"}))
+    exps = frozenset({"exp", "exp2"})
+    return any(
+        find.regions.above(n.ins[0], exps) or _is(find, n.ins[0], exps)
+        for n in _sums_above(find, anchor.ins[0], sums)
+    )
+
+
+def _sums_above(find: Finder, value: int, found: list[Node]) -> list[Node]:
+    node = find.graph.node_of(value)
+    return [node, *found] if node is not None and node.prim == "reduce_sum" else found
+
+
+def _is(find: Finder, value: int, prims: frozenset[str]) -> bool:
+    node = find.graph.node_of(value)
+    return node is not None and node.prim in prims
+
+
+def _losses(find: Finder, anchor: Node) -> list[int]:
+    """Values below a logarithm with one number for each of its rows, last first."""
+    g = find.graph
+    rows = [n for n in g.shape(anchor.outs[0]) if n != 1]
+    seen, queue, found = {anchor.outs[0]}, [anchor.outs[0]], []
+    while queue and len(found) < MOST and len(seen) < 4 * MOST:
+        for node in g.users(queue.pop(0)):
+            if not (find.local(node) or is_pick(node) or node.prim == "dot_general"):
+                continue
+            for out in node.outs:
+                shape = [n for n in g.shape(out) if n != 1]
+                if out in seen or len(shape) < len(rows):
+                    continue
+                seen.add(out)
+                queue.append(out)
+                if shape == rows:
+                    found.append(out)
+    return sorted(found, reverse=True)
+
+
+def _read(find: Finder, value: int, op: str, products: frozenset[int]) -> Reading:
+    """The reading of one value.
+
+    Raises:
+        Refused: If the form is not that of a loss.
+        OverBudget: If the form grows too large.
+    """
+    picks, labels = _picks(find, value)
+    ev = find.evaluator(
+        value, names={v: v for v in labels}, inside=products | picks
+    )
+    args = ev.indices(value)
+    form = ev.poly(value, args)
+    loss = loss_of(find.algebra, form, args)
+    find.require_proved(ev)
+    params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
+    params |= loss.params
+    if op == LINEAR:
+        operands, more = linear_operands(find.algebra, loss)
+        params |= more
+        params["logits_dtype"] = str(_dtype_of(find, products))
+    else:
+        operands = logits_operand(find.algebra, loss)
+    groups = tuple((i,) for i in loss.rows)
+    factor = loss.factor
+    return Reading(
+        op,
+        find.algebra,
+        ev.place,
+        value,
+        args,
+        form,
+        groups,
+        operands,
+        params,
+        notes=tuple(sorted(ev.notes)),
+        times=None if factor == 1 else find.algebra.const(factor),
+    )
+
+
+def _dtype_of(find: Finder, products: frozenset[int]) -> Any:
+    dtypes = {find.graph.dtype(v) for v in products}
+    return jnp.result_type(*dtypes)
+
+
+def _picks(find: Finder, value: int) -> tuple[frozenset[int], frozenset[int]]:
+    """Picks and small contractions above a value, and the indices that they read."""
+    g = find.graph
+    seen, queue = {value}, [value]
+    picks: set[int] = set()
+    labels: set[int] = set()
+    while queue and len(seen) < 200:
+        node = g.node_of(queue.pop(0))
+        if node is None:
+            continue
+        if is_pick(node):
+            picks.update(node.outs)
+            labels |= _index_values(find, node.ins[1])
+            queue += [i for i in node.ins[:1] if i not in seen]
+            seen.update(node.ins[:1])
+        elif node.prim == "eq" and jnp.issubdtype(g.dtype(node.ins[0]), jnp.integer):
+            for i in node.ins:
+                labels |= _index_values(find, i)
+        elif find.local(node) or _weighs(find, node):
+            if node.prim == "dot_general":
+                picks.update(node.outs)
+            for i in node.ins:
+                if i not in seen and i not in g.constants:
+                    seen.add(i)
+                    queue.append(i)
+    return frozenset(picks), frozenset(labels)
+
+
+def _weighs(find: Finder, node: Node) -> bool:
+    """Whether a contraction is a sum over each row of a product of two arrays."""
+    if node.prim != "dot_general":
+        return False
+    (left, right), (batch, other) = node.params["dimension_numbers"]
+    shapes = [len(find.graph.shape(i)) for i in node.ins]
+    return [len(left) + len(batch), len(right) + len(other)] == shapes
+
+
+def _index_values(find: Finder, value: int) -> set[int]:
+    """Integers that indices are made of, below layout: not positions."""
+    g, found = find.graph, set()
+    queue = [value]
+    while queue:
+        value = queue.pop()
+        node = g.node_of(value)
+        if value in g.constants or (node is None and g.shape(value) == ()):
+            continue
+        if node is not None and node.prim in (
+            "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose",
+            "expand_dims",
+        ):  # fmt: skip
+            queue += node.ins
+        elif node is None or not _is_position(find, value):
+            found.add(value)
+    return found
+
+
+def _is_position(find: Finder, value: int) -> bool:
+    """Whether a value depends on no input."""
+    return find.constant_like(value)
+
+
+STEPS = (Step(frozenset({"exp", "exp2"})), Step(frozenset({"log"})))
+PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS)
+GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS)
+
