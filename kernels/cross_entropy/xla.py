@@ -138,4 +138,3 @@ KERNEL = Kernel(
     speed=Speed(profitable, profitable_backward),
     traits=Traits(memory_bounded=True, saves_out=False),
 )
-

@@ -123,9 +123,7 @@ def _read(find: Finder, value: int, op: str, products: frozenset[int]) -> Readin
         OverBudget: If the form grows too large.
     """
     picks, labels = _picks(find, value)
-    ev = find.evaluator(
-        value, names={v: v for v in labels}, inside=products | picks
-    )
+    ev = find.evaluator(value, names={v: v for v in labels}, inside=products | picks)
     args = ev.indices(value)
     form = ev.poly(value, args)
     loss = loss_of(find.algebra, form, args)
@@ -224,4 +222,3 @@ def _is_position(find: Finder, value: int) -> bool:
 STEPS = (Step(frozenset({"exp", "exp2"})), Step(frozenset({"log"})))
 PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS)
 GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS)
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
     """
     region = match.inner | {v for _, v in match.leaves}
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
+    added = _reduces(graph, match)
     for value in sorted(region, reverse=True):
         users = graph.users(value)
         if not users or len(users) > SHARED or graph.shape(value) == ():
@@ -65,7 +67,7 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
             for i in node.ins:
                 if i in region or i in graph.constants:
                     continue
-                for x in _under_layout(graph, i):
+                for x in _under_layout(graph, i, added):
                     if x in region or graph.shape(x) != shape:
                         continue
                     # Casts of one result add up their cotangents before its dtype.
@@ -73,25 +75,49 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
                         yield x, value
 
 
-def _under_layout(graph: Graph, value: int) -> Iterator[int]:
-    """A value, and what it is a multiple of, or the sum of with zeros."""
+def _under_layout(graph: Graph, value: int, added: bool) -> Iterator[int]:
+    """A value, and what it is a multiple of, or the sum of with zeros.
+
+    Args:
+        graph: The program.
+        value: The value.
+        added: Whether to look into sums of cotangents too.
+    """
     summed = False
     for _ in range(12):
         if not summed:
             yield value
         node = graph.node_of(value)
-        if node is not None and node.prim == "reduce_sum":
+        if node is None:
+            return
+        if node.prim == "reduce_sum":
             summed, value = True, node.ins[0]
-            continue
-        if node is not None and is_pick(node) and node.prim != "gather":
+        elif is_pick(node) and node.prim != "gather":
             summed, value = False, node.ins[2]  # of a row with one other number
-            continue
-        if node is None or node.prim not in LINEAR:
+        elif node.prim == "add_any" and added:
+            for i in node.ins:
+                yield from _under_layout(graph, i, False)
             return
-        moving = [i for i in node.ins if i not in graph.constants]
-        if not moving:
+        elif node.prim not in LINEAR:
             return
-        value = moving[-1] if node.prim == "mul" else moving[0]
+        else:
+            moving = [i for i in node.ins if i not in graph.constants]
+            if not moving:
+                return
+            value = moving[-1] if node.prim == "mul" else moving[0]
+
+
+def _reduces(graph: Graph, match: Match) -> bool:
+    """Whether a result is smaller than every array that it is made of, as a loss is.
+
+    Its cotangent may meet the region in a sum with multiples of itself.
+    """
+    floats = (v for _, v in match.leaves if is_float(graph.dtype(v)))
+    shapes = [graph.shape(v) for v in (match.value, *floats)]
+    if any(not isinstance(n, int) for shape in shapes for n in shape):
+        return False
+    own, *others = map(math.prod, shapes)
+    return bool(others) and own < min(others)
 
 
 def below(graph: Graph, value: int) -> list[int]:

@@ -35,7 +35,9 @@ def is_pick(node: Node) -> bool:
         outside = {*numbers.inserted_window_dims, *batch}
         window = iter(numbers.update_window_dims)
         updates = node.eqn.invars[2].aval.shape
-        sizes = [1 if d in outside else updates[next(window)] for d in range(len(shape))]
+        sizes = [
+            1 if d in outside else updates[next(window)] for d in range(len(shape))
+        ]
     each = range(len(shape))
     if any(sizes[d] != (1 if d in (*batch, *mapped) else shape[d]) for d in each):
         return False

@@ -69,9 +69,7 @@ def test_transforms_of_a_loss_of_logits(transform: str) -> None:
 
 @pytest.mark.parametrize("transform", ["jit", "grad", "vmap_of_grad"])
 def test_bfloat16_is_as_accurate_as_the_reference(transform: str, chunks: None) -> None:
-    transforms.check(
-        transform, *_both("linear_cross_entropy", LINEAR, {}, "bfloat16")
-    )
+    transforms.check(transform, *_both("linear_cross_entropy", LINEAR, {}, "bfloat16"))
 
 
 SETTINGS = [
