@@ -137,7 +137,7 @@ class _Picks:
         for _, mono in self.form:
             for a, _ in mono:
                 fills |= _is_fill(alg, a)
-                if alg.kind(a) == "sum" and alg.defs[a][2] != TRUE:
+                if alg.kind(a) == "sum" and alg.defs[a][2] != TRUE and alg.defs[a][3]:
                     found.add(self._label_of(alg.defs[a][2]))
         if len(found) != 1:
             what = "several" if found else "no"

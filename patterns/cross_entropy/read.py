@@ -10,7 +10,9 @@ Must hold  the entry is one of the same logits, or of their log-probabilities.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,9 +21,10 @@ from rewriter.algebra.canonicalize import is_pick
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Reading, Refused
+from rewriter.find.reading import Reading, Refused, split_digits
 from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
+from rewriter.patterns.cross_entropy.kept_alive import reader_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
 from rewriter.program.graph import Node
 
@@ -33,15 +36,24 @@ MOST = 24
 
 
 def propose_linear(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """Readings with the product that makes the logits."""
+    """Readings with the product that makes the logits, if nothing else needs these."""
     products = _products(find, anchor)
-    if products:
-        yield from _readings(find, anchor, LINEAR, products)
+    if not products:
+        return
+    reader = reader_of(find, products)
+    if reader:
+        text = f"the logits stay in memory: {reader}"
+        find.missed(LINEAR, anchor, Refused("alive", text, score=0.6))
+        return
+    yield from _readings(find, anchor, LINEAR, products)
 
 
 def propose_given(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings with logits that are an array of the program."""
-    yield from _readings(find, anchor, GIVEN, frozenset())
+    products = _products(find, anchor)
+    reader = reader_of(find, products) if products else ""
+    notes = (f"the logits stay in memory: {reader}",) if reader else ()
+    yield from _readings(find, anchor, GIVEN, frozenset(), notes)
 
 
 def _products(find: Finder, anchor: Node) -> frozenset[int]:
@@ -51,7 +63,11 @@ def _products(find: Finder, anchor: Node) -> frozenset[int]:
 
 
 def _readings(
-    find: Finder, anchor: Node, op: str, products: frozenset[int]
+    find: Finder,
+    anchor: Node,
+    op: str,
+    products: frozenset[int],
+    notes: tuple[str, ...] = (),
 ) -> Iterator[Reading]:
     """The reading of the last value below a logarithm that is a loss."""
     g = find.graph
@@ -64,8 +80,10 @@ def _readings(
         if find.done(LINEAR, value):
             return
         try:
-            yield _read(find, value, op, products)
-            return
+            reading = _read(find, value, op, products)
+            yield dataclasses.replace(reading, notes=(*reading.notes, *notes))
+            if find.done(op, value):
+                return
         except Refused as refusal:
             if miss is None or refusal.score > miss.score:
                 miss = refusal.with_traceback(None)
@@ -122,14 +140,21 @@ def _read(find: Finder, value: int, op: str, products: frozenset[int]) -> Readin
         Refused: If the form is not that of a loss.
         OverBudget: If the form grows too large.
     """
-    picks, labels = _picks(find, value)
-    ev = find.evaluator(value, names={v: v for v in labels}, inside=products | picks)
+    above = _above(find, value)
+    ev = find.evaluator(
+        value,
+        names={v: v for v in above.labels},
+        inside=products | above.picks | above.sums,
+        full_sides=frozenset((v, k) for v in above.sums for k in (0, 1)),
+    )
     args = ev.indices(value)
-    form = ev.poly(value, args)
+    form, args = split_digits(find.algebra, ev.poly(value, args), args)
     loss = loss_of(find.algebra, form, args)
     find.require_proved(ev)
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
     params |= loss.params
+    if any(_of_logs(find, v) for v in above.picks):
+        params["of_log_probabilities"] = True
     if op == LINEAR:
         operands, more = linear_operands(find.algebra, loss)
         params |= more
@@ -158,32 +183,54 @@ def _dtype_of(find: Finder, products: frozenset[int]) -> Any:
     return jnp.result_type(*dtypes)
 
 
-def _picks(find: Finder, value: int) -> tuple[frozenset[int], frozenset[int]]:
-    """Picks and small contractions above a value, and the indices that they read."""
+@dataclass(frozen=True)
+class _Above:
+    """What stands above a loss, besides equations that forms look through.
+
+    Attributes:
+        picks: Entries that are taken of rows.
+        sums: Contractions that sum a product of two arrays over each row.
+        labels: Integers that say which entries are taken, or are hot.
+    """
+
+    picks: frozenset[int]
+    sums: frozenset[int]
+    labels: frozenset[int]
+
+
+def _above(find: Finder, value: int) -> _Above:
     g = find.graph
     seen, queue = {value}, [value]
     picks: set[int] = set()
+    sums: set[int] = set()
     labels: set[int] = set()
     while queue and len(seen) < 200:
         node = g.node_of(queue.pop(0))
         if node is None:
             continue
+        ins = node.ins
         if is_pick(node):
             picks.update(node.outs)
             labels |= _index_values(find, node.ins[1])
-            queue += [i for i in node.ins[:1] if i not in seen]
-            seen.update(node.ins[:1])
+            ins = node.ins[:1]
         elif node.prim == "eq" and jnp.issubdtype(g.dtype(node.ins[0]), jnp.integer):
-            for i in node.ins:
-                labels |= _index_values(find, i)
-        elif find.local(node) or _weighs(find, node):
-            if node.prim == "dot_general":
-                picks.update(node.outs)
-            for i in node.ins:
-                if i not in seen and i not in g.constants:
-                    seen.add(i)
-                    queue.append(i)
-    return frozenset(picks), frozenset(labels)
+            labels |= _index_values(find, node.ins[0])
+            labels |= _index_values(find, node.ins[1])
+            continue
+        elif _weighs(find, node):
+            sums.update(node.outs)
+        elif not find.local(node):
+            continue
+        new = [i for i in ins if i not in seen and i not in g.constants]
+        seen.update(new)
+        queue += new
+    return _Above(*map(frozenset, (picks, sums, labels)))
+
+
+def _of_logs(find: Finder, pick: int) -> bool:
+    """Whether an entry is taken of log-probabilities, and not of logits."""
+    node = find.graph.node_of(pick)
+    return bool(find.regions.above(node.ins[0], ANCHORS))
 
 
 def _weighs(find: Finder, node: Node) -> bool:

@@ -1,8 +1,9 @@
 """One entry of each row, at an index that the program computes: a sum over the row.
 
-With i the index of a row, ``y[i]`` is ``Σ_v [v = i] y[v]``. Its transpose adds a number
-c to that entry of a row of zeros: ``[v = i] c``. What an index outside of the row does
-is part of the form: it gives NaN, nothing, or the nearest entry.
+With i the index of a row, ``y[i]`` is ``Σ_v [v = i] y[v]``. What is the same in the
+whole row is that of the entry, whichever it is. Its transpose adds a number c to that
+entry of a row of zeros: ``[v = i] c``. What an index outside of the row does is part of
+the form: it gives NaN, beside which other terms do not matter; or the nearest entry.
 """
 
 from __future__ import annotations
@@ -81,9 +82,13 @@ def picked(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Pol
     if label is None:
         return ev.poly(array, tuple(at), mode)
     place, start = label
-    hit = _hit(ev, place, start, node)
-    form = alg.mul(alg.of_bool(hit), ev.poly(array, tuple(at), mode))
-    form = alg.sum_over(form, [place])
+    hit = alg.of_bool(_hit(ev, place, start, node))
+    form: Poly = {}
+    for key, c in ev.poly(array, tuple(at), mode).items():
+        term = {key: c}
+        if place in alg.term_ids(*key):
+            term = alg.sum_over(alg.mul(hit, term), [place])
+        form = alg.add(form, term)
     if node.params["mode"] == GatherScatterMode.FILL_OR_DROP:
         name = f"NaN outside {alg.sizes[place]}"
         form = alg.add(form, alg.of_atom(alg.atom("fn", name, alg.freeze(start))))
