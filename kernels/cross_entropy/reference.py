@@ -57,7 +57,7 @@ def reference(
 def pick(y: jax.Array, labels: jax.Array, outside: str) -> jax.Array:
     """Returns ``y[..., label]``, see `reference`."""
     if outside == "zero":
-        hit = labels[..., None] == jnp.arange(y.shape[-1], dtype=labels.dtype)
+        hit = labels[..., None] == jnp.arange(y.shape[-1], dtype=jnp.int32)
         return jnp.where(hit, y, 0).sum(-1)
     n = labels.ndim
     batch = tuple(range(n))

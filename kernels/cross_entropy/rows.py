@@ -35,7 +35,8 @@ class Loss:
     of_log_probabilities: bool = False
 
     def labels(self, labels: jax.Array) -> jax.Array:
-        """The classes that are picked; others than classes are none."""
+        """The classes that are picked, in at least 32 bits; others are no class."""
+        labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
         if self.outside == "clip":
             labels = jnp.clip(labels, 0, self.classes - 1)
         return labels

@@ -123,7 +123,7 @@ def gradient(
 
 
 def _hits(y: jax.Array, labels: jax.Array) -> jax.Array:
-    columns = jax.lax.broadcasted_iota(labels.dtype, (y.shape[-1],), 0)
+    columns = jax.lax.broadcasted_iota(jnp.int32, (y.shape[-1],), 0)
     return labels[..., None] == columns
 
 

@@ -140,8 +140,9 @@ class _Picks:
                 if alg.kind(a) == "sum" and alg.defs[a][2] != TRUE and alg.defs[a][3]:
                     found.add(self._label_of(alg.defs[a][2]))
         if len(found) != 1:
-            what = "several" if found else "no"
-            text = f"{what} labels pick one logit of each row"
+            text = "several arrays of labels pick logits"
+            if not found:
+                text = "the targets are no labels that pick one logit of each row"
             score = 0.5 if found else 0.3
             raise Refused("labels", text, score=score, difference=alg.show(self.form))
         ((label, outside),) = found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Monomial
 from rewriter.find.reading import Operand, Refused, operand
 from rewriter.patterns.cross_entropy.form import Loss
 

@@ -30,7 +30,9 @@ from rewriter.program.graph import Node
 
 LINEAR, GIVEN = "linear_cross_entropy", "cross_entropy"
 ANCHORS = frozenset({"log"})
-REDUCES = frozenset({"reduce_sum", "dot_general"})
+MOVES = frozenset({
+    "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose", "expand_dims",
+})  # fmt: skip
 MOST = 24
 """Values below the logarithm that are read."""
 
@@ -249,21 +251,23 @@ def _index_values(find: Finder, value: int) -> set[int]:
     while queue:
         value = queue.pop()
         node = g.node_of(value)
-        if value in g.constants or (node is None and g.shape(value) == ()):
-            continue
-        if node is not None and node.prim in (
-            "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose",
-            "expand_dims",
-        ):  # fmt: skip
+        if node is not None and node.prim in MOVES:
             queue += node.ins
-        elif node is None or not _is_position(find, value):
+        elif not _is_position(find, value):
             found.add(value)
     return found
 
 
-def _is_position(find: Finder, value: int) -> bool:
-    """Whether a value depends on no input."""
-    return find.constant_like(value)
+def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
+    """Whether a value is made of positions and numbers alone."""
+    if find.number(value) is not None:
+        return True
+    node = find.graph.node_of(value)
+    if node is None or depth == 0:
+        return False
+    return node.prim == "iota" or (
+        find.local(node) and all(_is_position(find, i, depth - 1) for i in node.ins)
+    )
 
 
 STEPS = (Step(frozenset({"exp", "exp2"})), Step(frozenset({"log"})))

@@ -164,10 +164,6 @@ class Finder:
         """The number that a value holds at every position, or None."""
         return self._numbers.number(value)
 
-    def constant_like(self, value: int) -> bool:
-        """Whether a value depends on no input."""
-        return self._numbers.constant_like(value)
-
     def local(self, node: Node) -> bool:
         """Whether an equation can be inside a region."""
         return is_local(node)

@@ -252,9 +252,7 @@ class Evaluator(Layout, LoopForms):
                     and self._plain(node)
                 )
             )
-        elif prim in STRUCTURAL:
-            ok = self.expand_all or value in self.inside
-        elif prim in ("scatter", "scatter-add"):
+        elif prim in STRUCTURAL or prim in ("scatter", "scatter-add"):
             ok = self.expand_all or value in self.inside
         elif prim == "scan":
             ok = value in self.inside
