@@ -33,6 +33,9 @@ ANCHORS = frozenset({"log"})
 MOVES = frozenset({
     "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose", "expand_dims",
 })  # fmt: skip
+OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget"})
+"""Reasons that have nothing to do with the product: they are told once."""
+
 MOST = 24
 """Values below the logarithm that are read."""
 
@@ -91,7 +94,7 @@ def _readings(
                 miss = refusal.with_traceback(None)
         except OverBudget as error:
             miss = miss or Refused("budget", str(error), score=0.2)
-    if miss is not None:
+    if miss is not None and (op == GIVEN or miss.code not in OF_BOTH):
         find.missed(op, anchor, miss)
 
 
@@ -271,5 +274,6 @@ def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
 
 
 STEPS = (Step(frozenset({"exp", "exp2"})), Step(frozenset({"log"})))
-PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS)
-GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS)
+LABELLED = frozenset({"gather", "eq"})
+PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED)
+GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED)

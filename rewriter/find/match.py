@@ -36,6 +36,7 @@ class Pattern(Protocol):
     op: Op
     anchors: frozenset[str]
     needs: frozenset[str]
+    either: frozenset[str]
     steps: tuple[Step, ...]
     kernels: tuple[Kernel, ...]
 
@@ -53,6 +54,8 @@ class ReaderPattern:
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
+        needs: Primitives that every program with a site has.
+        either: If not empty: primitives of which such a program has one.
     """
 
     name: str
@@ -60,6 +63,7 @@ class ReaderPattern:
     propose: Callable[[Finder, Node], Iterator[Reading]]
     steps: tuple[Step, ...] = ()
     needs: frozenset[str] = frozenset()
+    either: frozenset[str] = frozenset()
 
     @property
     def op(self) -> Op:

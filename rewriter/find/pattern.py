@@ -65,6 +65,7 @@ class Pattern:
         params: Declared parameters.
         anchors: Primitives at which a search begins.
         needs: Primitives that every program with a place has as well.
+        either: If not empty: primitives of which such a program has one.
     """
 
     op: Op
@@ -74,6 +75,7 @@ class Pattern:
     checks: tuple[Callable[[Candidate], Verdict], ...] = ()
     where: str = ""
     needs: frozenset[str] = frozenset()
+    either: frozenset[str] = frozenset()
     steps: ClassVar[tuple[Step, ...]] = ()
 
     @property

@@ -89,7 +89,9 @@ def main() -> None:
                 )
     if given.write:
         about = f"{os.cpu_count()} cores, {platform.machine()}, jax {jax.__version__}"
-        command = f"python3 -m tests.bench.vocabulary_loss --pairs {given.pairs} --write"
+        command = (
+            f"python3 -m tests.bench.vocabulary_loss --pairs {given.pairs} --write"
+        )
         path = record.named("vocabulary_loss")
         record.write(path, command, about=about, rows=rows)
 
