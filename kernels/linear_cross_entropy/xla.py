@@ -39,14 +39,14 @@ class Chunk:
             `LEAST` classes, whatever the budget.
     """
 
-    budget: int = 1 << 24
+    budget: int = 1 << 25
 
 
 DEFAULT = Chunk()
 LARGE = Chunk(1 << 28)
 """For GPUs and TPUs, which need large products."""
 
-LEAST = 128
+LEAST = 64
 """The fewest classes of a chunk, and the fewest rows of a block."""
 
 PAYS_FROM = 1 << 26
@@ -245,32 +245,121 @@ def backward(
     head = _head(x, w, bias, scale, soft_cap, precision, logits_dtype)
     rows, columns = _sizes(x, w, config or DEFAULT)
     wide = lse.dtype
-    sums = {"w": jnp.zeros(w.shape, wide)}
-    if bias is not None:
-        sums["bias"] = jnp.zeros(bias.shape, wide)
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
-        rows = part["x"]
-        classes = loss.labels(part["labels"])
-
-        def step(start: Any, size: int, carry: Any) -> Any:
-            dx, sums = carry
-            some = head.chunk(start, size)
-            y = some.logits(rows)
-            hits = _hits(classes, start, size)
-            d = gradient(loss, y, part["lse"], classes, hits, part["cotangent"])
-            found = some.back(rows, y, d)
-            added = {n: _added(s, found[n], start, size) for n, s in sums.items()}
-            return dx + found["x"], added
-
-        zero = jnp.zeros(rows.shape, wide)
-        dx, sums = _over_chunks(step, (zero, sums), w.shape[1], columns)
+        known = part | {"classes": loss.labels(part["labels"])}
+        sums, dx = _gradients(head, loss, known, sums, columns)
         return sums, {"x": dx.astype(x.dtype)}
 
     parts = _flat(x, labels, lse=lse, cotangent=cotangent.astype(wide))
-    sums, by_row = _over_blocks(block, parts, sums, rows)
-    found = {"x": by_row["x"].reshape(x.shape), "w": sums["w"].astype(w.dtype)}
+    sums, by_row = _over_blocks(block, parts, _zeros(w, bias, wide), rows)
+    return _like(x, w, bias, by_row["x"], sums)
+
+
+def _zeros(w: jax.Array, bias: jax.Array | None, wide: Any) -> Rows:
+    """Where cotangents of weights and bias are added up."""
+    wholes = {"w": w} if bias is None else {"w": w, "bias": bias}
+    return {n: jnp.zeros(a.shape, wide) for n, a in wholes.items()}
+
+
+def _like(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, dx: jax.Array, sums: Rows
+) -> Rows:
+    """Cotangents like the operands."""
+    found = {"x": dx.reshape(x.shape), "w": sums["w"].astype(w.dtype)}
     return found if bias is None else found | {"bias": sums["bias"].astype(bias.dtype)}
+
+
+def _gradients(
+    head: Head,
+    loss: Loss,
+    known: Rows,
+    sums: Rows,
+    columns: int,
+    logits: Callable[[Any, int], jax.Array] | None = None,
+) -> tuple[Rows, jax.Array]:
+    """Sums with the cotangents of some rows added, and those of the rows.
+
+    Args:
+        head: What makes logits.
+        loss: The loss.
+        known: Of each row: x, classes, log-sum-exp and cotangent.
+        sums: Cotangents of weights and bias so far.
+        columns: Classes of a chunk.
+        logits: ``logits(start, size)`` gives logits of some classes, if they are held.
+    """
+    rows, classes = known["x"], known["classes"]
+
+    def step(start: Any, size: int, carry: Any) -> Any:
+        dx, sums = carry
+        some = head.chunk(start, size)
+        y = some.logits(rows) if logits is None else logits(start, size)
+        hits = _hits(classes, start, size)
+        d = gradient(loss, y, known["lse"], classes, hits, known["cotangent"])
+        found = some.back(rows, y, d)
+        added = {n: _added(s, found[n], start, size) for n, s in sums.items()}
+        return dx + found["x"], added
+
+    zero = jnp.zeros(rows.shape, known["lse"].dtype)
+    dx, sums = _over_chunks(step, (zero, sums), head.w.shape[1], columns)
+    return sums, dx
+
+
+def together(
+    *,
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    cotangent: jax.Array,
+    bias: jax.Array | None = None,
+    scale: float = 1.0,
+    soft_cap: float = 0.0,
+    precision: str | None = None,
+    logits_dtype: str | None = None,
+    out_dtype: str | None = None,
+    config: Chunk | None = None,
+    **how: Any,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the losses and all cotangents, from logits that are computed once.
+
+    It holds all logits of a block of rows. Where the budget is too small for `LEAST`
+    rows it is `forward` and `backward`.
+    """
+    operands = {"x": x, "w": w, "labels": labels}
+    operands |= {} if bias is None else {"bias": bias}
+    own = {"scale": scale, "soft_cap": soft_cap, "precision": precision,
+           "logits_dtype": logits_dtype, "out_dtype": out_dtype, **how}  # fmt: skip
+    most = (config or DEFAULT).budget // 4 // w.shape[1]
+    if most < LEAST:
+        own["config"] = config
+        out, saved = forward(**operands, **own, residuals=True)
+        given = {"out": None, "residuals": saved, "cotangent": cotangent}
+        return out, backward(**operands, **own, **given)
+    loss = Loss(w.shape[1], **how)
+    head = _head(x, w, bias, scale, soft_cap, precision, logits_dtype)
+    count = math.prod(x.shape[:-1])
+    rows = _equal(count, most)
+    columns = _equal(w.shape[1], max(w.shape[1] // 8, LEAST))
+
+    def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
+        classes = loss.labels(part["labels"])
+        y = head.logits(part["x"])
+        lse = jax.nn.logsumexp(y, axis=1)
+        picked = jnp.where(_hits(classes, 0, y.shape[1]), y, 0).sum(1)
+        value = loss.value(lse, picked, y.sum(1), classes)
+
+        def some(start: Any, size: int) -> jax.Array:
+            return lax.dynamic_slice_in_dim(y, start, size, 1)
+
+        known = part | {"lse": lse, "classes": classes}
+        sums, dx = _gradients(head, loss, known, sums, columns, some)
+        return sums, {"x": dx.astype(x.dtype), "out": value}
+
+    wide = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
+    parts = _flat(x, labels, cotangent=cotangent.astype(wide))
+    sums, made = _over_blocks(block, parts, _zeros(w, bias, wide), rows)
+    out = made["out"].reshape(labels.shape).astype(out_dtype or wide)
+    return out, _like(x, w, bias, made["x"], sums)
 
 
 def _added(sums: jax.Array, more: jax.Array, start: Any, size: int) -> jax.Array:
@@ -348,6 +437,7 @@ KERNEL = Kernel(
     version=1,
     forward=forward,
     backward=backward,
+    together=together,
     limits=Limits(supports),
     speed=Speed(profitable, profitable_backward),
     traits=Traits(memory_bounded=True, saves_out=False),

@@ -43,6 +43,7 @@ from rewriter.ops.op import OUT, Op, Operand, Sharding
 from rewriter.ops.registry import registry
 from rewriter.ops.splittable import sharding_of
 from rewriter.program.graph import Node
+from rewriter.support.source_line import source_line
 from rewriter.support.verdict import Verdict
 
 
@@ -184,7 +185,7 @@ def pattern(
         return lambda fn: pattern(
             fn, dims=dims, params=params, name=name, sample=sample
         )
-    label, where = name or fn.__name__, kernel.source_line(fn)
+    label, where = name or fn.__name__, source_line(fn)
     operands, letters = parsed(fn, label, dims, where)
     holes = dict(params or {})
     keywords = [

@@ -156,7 +156,8 @@ def test_what_is_finite_stays_so(fill: float, columns: list[int], chunks: None) 
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
-def test_gradients_hold_a_chunk_of_logits() -> None:
+def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(1 << 23))
     op = registry().op("linear_cross_entropy")
     shapes = {"x": (512, 8), "w": (8, 32768), "labels": (512,)}
     args = {
@@ -173,6 +174,31 @@ def test_gradients_hold_a_chunk_of_logits() -> None:
     logits = 512 * 32768 * 4
     assert memory(op.reference) >= logits
     assert memory(bound) < 0.6 * logits
+
+
+@pytest.mark.parametrize("budget", [4 * 4 * 11, 1 << 25])
+@pytest.mark.parametrize("rows", [3, 8, 9])
+def test_results_and_gradients_together(
+    rows: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of four rows and a rest, or all at once."""
+    monkeypatch.setattr(xla, "LEAST", 4)
+    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget))
+    op = registry().op("linear_cross_entropy")
+    shapes = {**BIASED, "x": (rows, 4), "labels": (rows,)}
+    _, plain, args = _both(op.name, shapes, {**ALL, "soft_cap": 3.0})
+    x, w, labels, bias = args
+    cotangent = jnp.cos(jnp.arange(rows, dtype=jnp.float32))
+    more = {"label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 3.0}
+    out, grads = jax.jit(
+        lambda x, w, bias: xla.together(
+            x=x, w=w, labels=labels, bias=bias, cotangent=cotangent, **more
+        )
+    )(x, w, bias)
+    want, back = jax.vjp(lambda x, w, bias: plain(x, w, labels, bias), x, w, bias)
+    np.testing.assert_allclose(out, want, rtol=1e-5)
+    for name, wanted in zip(("x", "w", "bias"), back(cotangent), strict=True):
+        np.testing.assert_allclose(grads[name], wanted, rtol=2e-4, atol=2e-5)
 
 
 def test_no_rows() -> None:

@@ -172,6 +172,44 @@ def test_numbers_agree_with_float64(name: str, order: str, numbers: Any) -> None
         np.testing.assert_allclose(got, true, rtol=1e-5, atol=1e-6)
 
 
+def _equations(fn: Callable[..., Any]) -> str:
+    fast = rewriter.optimize(fn, implementation=FORCED)
+    return str(jax.make_jaxpr(fast)(X, W, BIAS))
+
+
+@pytest.mark.parametrize("name", ["mean", "masked_mean", "with_z_loss", "shifted"])
+def test_logits_are_computed_once(name: str) -> None:
+    """One equation gives the losses and gradients: it knows the cotangent."""
+    text = _equations(_taken_apart(PROGRAMS[name]))
+    assert "rewriter_site_together" in text
+    assert "rewriter_site_backward" not in text
+
+
+def test_a_cotangent_that_depends_on_the_loss_comes_later() -> None:
+    text = _equations(_taken_apart(PROGRAMS["perplexity"]))
+    assert "rewriter_site_together" not in text
+    assert "rewriter_site_backward" in text
+
+
+@pytest.mark.once
+def test_one_equation_can_be_transformed() -> None:
+    """Once more differentiated, and under `jax.vmap`."""
+
+    def squares(x, of=None):
+        return sum((g**2).sum() for g in jax.tree.leaves(of(x, W, BIAS)))
+
+    taken = _taken_apart(PROGRAMS["mean"])
+    fast = rewriter.optimize(taken, implementation=FORCED)
+    got = jax.jit(jax.grad(lambda x: squares(x, fast)))(X)
+    want = jax.jit(jax.grad(lambda x: squares(x, taken)))(X)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    xs = jnp.stack([X, 2 * X])
+    got, want = (jax.jit(jax.vmap(f, (0, None, None)))(xs, W, BIAS)[1]
+                 for f in (fast, taken))  # fmt: skip
+    for g, t in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, t, rtol=1e-4, atol=1e-5)
+
+
 def test_logits_that_are_read_too_are_operands() -> None:
     def with_accuracy(x, w):
         logits = x @ w
