@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from rewriter.algebra.canonicalize import is_pick
+from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
@@ -265,6 +267,9 @@ def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
     """Whether a value is made of positions and numbers alone."""
     if find.number(value) is not None:
         return True
+    constant = find.graph.constants.get(value)
+    if constant is not None:
+        return affine_constant(np.asarray(constant)) is not None
     node = find.graph.node_of(value)
     if node is None or depth == 0:
         return False

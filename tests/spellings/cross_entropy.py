@@ -70,6 +70,16 @@ of_logits(
     outside="clip",
 )
 of_logits(
+    "filled_with_zero",
+    lambda y, c: (
+        -jnp.take_along_axis(
+            jax.nn.log_softmax(y), c[..., None], -1, mode="fill", fill_value=0
+        )[..., 0]
+    ),
+    **LOGS,
+    outside="zero",
+)
+of_logits(
     "indexed",
     lambda y, c: -jax.nn.log_softmax(y)[jnp.arange(B)[:, None], jnp.arange(T)[None], c],
     outside="clip",

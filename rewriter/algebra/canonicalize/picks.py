@@ -3,15 +3,18 @@
 With i the index of a row, ``y[i]`` is ``Σ_v [v = i] y[v]``. What is the same in the
 whole row is that of the entry, whichever it is. Its transpose adds a number c to that
 entry of a row of zeros: ``[v = i] c``. What an index outside of the row does is part of
-the form: it gives NaN, beside which other terms do not matter; or the nearest entry.
+the form: it gives NaN, beside which other terms do not matter; or 0; or the nearest
+entry.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from jax.lax import GatherScatterMode
 
+from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.evaluator import Evaluator, rule
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget, Poly
 from rewriter.program.graph import Node
@@ -53,8 +56,8 @@ def picked(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Pol
     Raises:
         OverBudget: If it takes several entries, or an axis is taken otherwise.
     """
-    if not is_pick(node):
-        raise OverBudget("a gather of more than one entry of each row")
+    if not is_pick(node) or kind_of(ev.g.dtype(node.outs[0])) != "f":
+        raise OverBudget("a gather that is not of one number of each row")
     numbers, alg = node.params["dimension_numbers"], ev.alg
     array, indices = node.ins
     shape = ev.g.shape(array)
@@ -83,13 +86,18 @@ def picked(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Pol
         return ev.poly(array, tuple(at), mode)
     place, start = label
     hit = alg.of_bool(_hit(ev, place, start, node))
+    fills = node.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    fill = node.params["fill_value"]
+    is_number = fills and fill is not None and not math.isnan(fill)
+    if is_number and fill != 0:
+        raise OverBudget("a fill that is neither NaN nor 0")
     form: Poly = {}
     for key, c in ev.poly(array, tuple(at), mode).items():
         term = {key: c}
-        if place in alg.term_ids(*key):
+        if is_number or place in alg.term_ids(*key):
             term = alg.sum_over(alg.mul(hit, term), [place])
         form = alg.add(form, term)
-    if node.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+    if fills and not is_number:
         name = f"NaN outside {alg.sizes[place]}"
         form = alg.add(form, alg.of_atom(alg.atom("fn", name, alg.freeze(start))))
     return form

@@ -251,3 +251,48 @@ def test_labels_of_every_width(dtype: str) -> None:
     odd = labels.astype(np.int64) * 0 - 1
     odd = jnp.asarray(odd.astype(dtype))
     np.testing.assert_allclose(fast(X, odd), jax.jit(loss)(X, odd), rtol=1e-5)
+
+
+OUTSIDE = jnp.asarray(
+    [[0, 11, 12, -1, -13], [3, 100, -100, 2**31 - 1, -(2**31)]], jnp.int32
+)
+
+
+@pytest.mark.once
+def test_labels_that_are_no_class() -> None:
+    """Values and gradients, each as the program has them."""
+    row = jnp.arange(B)[:, None], jnp.arange(T)
+    expanded = OUTSIDE[..., None]
+    taken = lambda y, **mode: jnp.take_along_axis(y, expanded, -1, **mode)[..., 0]
+    ways = {
+        "logs": lambda y: -taken(jax.nn.log_softmax(y)),
+        "logits": lambda y: jax.nn.logsumexp(y, -1) - taken(y),
+        "clip": lambda y: jax.nn.logsumexp(y, -1) - taken(y, mode="clip"),
+        "filled": lambda y: -taken(jax.nn.log_softmax(y), fill_value=0, mode="fill"),
+        "one_hot": lambda y: (
+            -(jax.nn.one_hot(OUTSIDE, V) * jax.nn.log_softmax(y)).sum(-1)
+        ),
+        "one_hot_of_logits": lambda y: (
+            jax.nn.logsumexp(y, -1) - (jax.nn.one_hot(OUTSIDE, V) * y).sum(-1)
+        ),
+        "got": lambda y: -jax.nn.log_softmax(y).at[(*row, OUTSIDE)].get(mode="fill"),
+    }
+    weights = jnp.cos(jnp.arange(B * T, dtype=jnp.float32)).reshape(B, T)
+
+    def both(way):
+        loss = lambda x, w: way(x @ w)
+        total = lambda x, w: jnp.nansum(loss(x, w) * weights)
+        return lambda x, w: (loss(x, w), jax.grad(total, (0, 1))(x, w))
+
+    fast = {
+        n: rewriter.optimize(both(f), implementation=FORCED) for n, f in ways.items()
+    }
+    for name, fn in fast.items():
+        found = fn.report(X, W).counts(backward=True)["linear_cross_entropy"]
+        assert found >= 1, name
+    run = lambda fs: jax.jit(lambda x, w: {n: f(x, w) for n, f in fs.items()})(X, W)
+    got, want = run(fast), run({n: both(f) for n, f in ways.items()})
+    for name in ways:
+        pairs = zip(*map(jax.tree.leaves, (got[name], want[name])), strict=True)
+        for g, t in pairs:
+            np.testing.assert_allclose(g, t, rtol=1e-4, atol=1e-5, err_msg=name)
