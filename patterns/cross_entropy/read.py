@@ -11,19 +11,19 @@ Must hold  the entry is one of the same logits, or of their log-probabilities.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.algebra.canonicalize import is_pick
+from rewriter.algebra.canonicalize import is_pick, values_named
 from rewriter.algebra.canonicalize.constants import affine_constant
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Reading, Refused, split_digits
+from rewriter.find.reading import Operand, Reading, Refused, split_digits
 from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
 from rewriter.patterns.cross_entropy.kept_alive import reader_of
@@ -165,7 +165,9 @@ def _read(find: Finder, value: int, op: str, products: frozenset[int]) -> Readin
     if op == LINEAR:
         operands, more = linear_operands(find.algebra, loss)
         params |= more
-        params["logits_dtype"] = str(_dtype_of(find, products))
+        dtype = _dtype_of(find, products)
+        if dtype != _dtype_of(find, _values(find, operands["x"], operands["w"])):
+            params["logits_dtype"] = str(dtype)
     else:
         operands = logits_operand(find.algebra, loss)
     groups = tuple((i,) for i in loss.rows)
@@ -185,9 +187,14 @@ def _read(find: Finder, value: int, op: str, products: frozenset[int]) -> Readin
     )
 
 
-def _dtype_of(find: Finder, products: frozenset[int]) -> Any:
-    dtypes = {find.graph.dtype(v) for v in products}
-    return jnp.result_type(*dtypes)
+def _dtype_of(find: Finder, values: Iterable[int]) -> Any:
+    return jnp.result_type(*{find.graph.dtype(v) for v in values})
+
+
+def _values(find: Finder, *operands: Operand) -> set[int]:
+    """The program's values that operands are made of."""
+    leaves = set().union(*(o.leaves(find.algebra) for o in operands))
+    return {v for leaf in leaves for v in values_named(find.algebra.defs[leaf][1])}
 
 
 @dataclass(frozen=True)
