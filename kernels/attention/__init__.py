@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rewriter.kernels.attention import cudnn, hopper, hopper_decode, tpu, xla
 from rewriter.kernels.attention.cost import cost
+from rewriter.kernels.attention.overflow import with_overflow
 from rewriter.kernels.attention.reference import (
     distributions,
     reference,
@@ -42,7 +43,7 @@ OP = Op(
     usual=usual,
     defaults={
         "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
-        "empty_rows": "nan", "out_dtype": None,
+        "empty_rows": "nan", "unshifted": None, "out_dtype": None,
     },
     parallel="b",
     cost=cost,
@@ -50,4 +51,13 @@ OP = Op(
     sharding=sharding,
 )  # fmt: skip
 
-KERNELS = (cudnn.KERNEL, hopper.KERNEL, hopper_decode.KERNEL, tpu.KERNEL, xla.KERNEL)
+KERNELS = tuple(
+    with_overflow(kernel)
+    for kernel in (
+        cudnn.KERNEL,
+        hopper.KERNEL,
+        hopper_decode.KERNEL,
+        tpu.KERNEL,
+        xla.KERNEL,
+    )
+)

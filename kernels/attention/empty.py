@@ -9,6 +9,7 @@ ds need no scores at all: dq is u times a matrix [e, h] of v and k; dk is v - me
 one of u and q.
 
 Where -inf is added, such a row is NaN, and so are the gradients that it passes back.
+They are NaN even if the program then chooses zero for the row: `0 * nan` is NaN.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ PASSING = "mean_passing"
 NAN_PASSING = "nan_passing"
 """NaN forward, and in gradients of the scores."""
 
-PASSES = frozenset({PASSING, NAN_PASSING})
+ZERO_NAN_PASSING = "zero_nan_passing"
+"""Zero forward, and NaN in gradients of the scores."""
+
+PASSES = frozenset({PASSING, NAN_PASSING, ZERO_NAN_PASSING})
 """The values of ``empty_rows`` with a gradient of the scores."""
 
 NAN = frozenset({"nan", NAN_PASSING})
 """The values of ``empty_rows`` that give NaN."""
+
+ZERO = frozenset({"zero", ZERO_NAN_PASSING})
+"""The values of ``empty_rows`` that give zero."""
 
 AVERAGED = frozenset({"mean", PASSING})
 """The values of ``empty_rows`` that give the mean of v over all keys."""
@@ -61,7 +68,7 @@ def passed(
         Cotangents by name, in float32 or wider: of q, k, and, if present, of a bias,
         slopes and a factor of the scale.
     """
-    if params.get("empty_rows") == NAN_PASSING:
+    if params.get("empty_rows") in (NAN_PASSING, ZERO_NAN_PASSING):
         return _nan_passed(operands, empty, summed)
     q, k, v = (operands[n] for n in "qkv")
     wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)

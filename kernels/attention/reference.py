@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES
+from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, PASSING
+from rewriter.kernels.attention.overflow import overflows
 from rewriter.kernels.attention.visibility import Visibility
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def reference(
     shift: int = 0,
     softcap: float | None = None,
     empty_rows: str = "nan",
+    unshifted: str | None = None,
     out_dtype: str | None = None,
     wide: Any = None,
 ) -> Array:
@@ -107,7 +109,10 @@ def reference(
             Of "mean_passing", the mean as well, one does, as where a number that
             takes all their digits is added: that of equal weights ``1 / s``.
             Of "nan_passing", as where -inf is added, NaN reaches them, and none
-            of "nan".
+            of "nan". Of "zero_nan_passing", NaN reaches them too.
+        unshifted: The dtype of the program's exponentials, if it takes them of scores
+            without their maximum. Rows whose exponentials all vanish, or whose sum
+            overflows, are then NaN, and so are their gradients.
         out_dtype: The result's dtype, q's by default.
         wide: The dtype of scores and softmax; by default float32, or float64 for
             float64 inputs.
@@ -141,8 +146,12 @@ def reference(
         scores = jnp.where(keep, scores, -jnp.inf)
     extra = None if sinks is None else sinks.astype(wide)[:, None, None]
     weights = _softmax(scores, extra, empty_rows)
+    if unshifted is not None:
+        total = jax.nn.logsumexp(scores, -1, keepdims=True)
+        total = total if extra is None else jnp.logaddexp(total, extra)
+        weights = weights * jnp.where(overflows(total, unshifted), jnp.nan, 1)
     if empty_rows in PASSES and extra is None:
-        weights = _passing(weights, plain, scores)
+        weights = _passing(weights, plain, scores, empty_rows != PASSING)
     if dropout is not None:
         weights = weights * dropout.astype(wide)
     weights = weights.reshape(b, heads, group, t, s)
@@ -173,30 +182,30 @@ def _softmax(scores: Array, extra: Array | None, empty_rows: str) -> Array:
     return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), fill)
 
 
-def _passing(weights: Array, plain: Array, scores: Array) -> Array:
+def _passing(weights: Array, plain: Array, scores: Array, breaks: bool) -> Array:
     """Returns weights whose gradient in rows without keys is that of equal scores.
 
     Args:
-        weights: Of `scores`, the same number in such rows; where that is NaN, so is
-            how they move.
+        weights: Of `scores`, the same number in such rows.
         plain: The scores before masks.
         scores: Those after.
+        breaks: Whether that gradient is NaN.
     """
     empty = scores.max(-1, keepdims=True) == -jnp.inf
-    moved = jnp.where(empty, _nothing(plain), 0)
-    moved = moved * jnp.where(empty & jnp.isnan(weights), jnp.nan, 1)
+    slopes = jnp.where(empty, jnp.nan if breaks else 1.0, 0.0).astype(plain.dtype)
+    moved = _nothing(plain, slopes)
     return weights + (moved - moved.mean(-1, keepdims=True)) / scores.shape[-1]
 
 
 @jax.custom_jvp
-def _nothing(x: Array) -> Array:
-    """Returns zeros with the derivative of x, whatever x is."""
+def _nothing(x: Array, slopes: Array) -> Array:
+    """Returns zeros like x, with derivatives `slopes` by x, whatever x is."""
     return jnp.zeros_like(x)
 
 
 @_nothing.defjvp
-def _(x: tuple[Array], moved: tuple[Array]) -> tuple[Array, Array]:
-    return jnp.zeros_like(x[0]), moved[0]
+def _(x: tuple[Array, Array], moved: tuple[Array, Array]) -> tuple[Array, Array]:
+    return jnp.zeros_like(x[0]), x[1] * moved[0]
 
 
 def sample(

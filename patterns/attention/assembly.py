@@ -10,6 +10,7 @@ from rewriter.patterns.attention.masks import read_masks
 from rewriter.patterns.attention.operands import read_operands
 from rewriter.patterns.attention.rows import read_rows
 from rewriter.patterns.attention.softmax import Softmax
+from rewriter.patterns.attention.unshifted import read_unshifted
 
 NAME = "attention"
 
@@ -24,9 +25,13 @@ def assembled(softmax: Softmax) -> Reading:
     masks = read_masks(softmax, axes)
     inputs = read_operands(softmax, axes)
     rows = read_rows(softmax, axes, masks, inputs)
+    unshifted = read_unshifted(softmax)
     operands = {**masks.operands, **inputs.arrays}
     _require_other_than_scores(softmax, operands)
     empty = {} if rows.give is None else {"empty_rows": rows.give}
+    floats = {} if unshifted is None else {"unshifted": unshifted}
+    kept = {"rows whose exponentials overflow are NaN, as written"} if floats else set()
+    check = {**({"empty_rows": "nan"} if empty else {}), **dict.fromkeys(floats)}
     dtype = str(softmax.find.graph.dtype(softmax.value))
     form = softmax.form
     if softmax.parts.zero_rows:  # the check is made on rows that have a key
@@ -41,10 +46,10 @@ def assembled(softmax: Softmax) -> Reading:
         form,
         (axes.b, axes.t, axes.n, axes.e),
         operands,
-        {**masks.params, **inputs.params, **empty, "out_dtype": dtype},
-        check_params={"empty_rows": "nan"} if empty else {},
+        {**masks.params, **inputs.params, **empty, **floats, "out_dtype": dtype},
+        check_params=check,
         check_options={"soft_fills": softmax.ev.soft_fills},
-        notes=tuple(sorted({*softmax.ev.notes, *inputs.notes, *rows.notes})),
+        notes=tuple(sorted({*softmax.ev.notes, *inputs.notes, *rows.notes, *kept})),
         joined=softmax.joined,
         evaluator=softmax.ev,
     )

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, Evaluator
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Poly
+from rewriter.patterns.attention.row_numbers import NUMERIC, slopes_are_finite
 from rewriter.program.graph import Node
 
 SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
@@ -37,6 +39,24 @@ _SAME_SIZE = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 Abstract = Any  # ("c", number or bool) or one of the names above
 
 
+@dataclass(frozen=True)
+class EmptyRow:
+    """What a program's softmax does in a row without keys.
+
+    Attributes:
+        gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. Also
+            ``"mean_passing"``: the mean of the values, with a gradient that passes to
+            the scores, since a number of their dtype's size was added to them; and
+            ``"nan_passing"``, a NaN whose gradient passes to them.
+        breaks_gradients: Whether gradients of the scores are NaN, whatever it gives: a
+            derivative is infinite or NaN there, and a cotangent of zero does not stop
+            it (``0 * nan``).
+    """
+
+    gives: str
+    breaks_gradients: bool = False
+
+
 def empty_row(
     ev: Evaluator,
     keep: int,
@@ -44,12 +64,8 @@ def empty_row(
     products: Sequence[tuple[Node, int]],
     value: int,
     factor: tuple[frozenset[int], float] = (frozenset(), 1.0),
-) -> str:
-    """``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"`` for a row without keys.
-
-    Also ``"mean_passing"``: the mean of the values, with a gradient that passes to the
-    scores, since a number of their dtype's size was added to them; and
-    ``"nan_passing"``, where that number is infinite.
+) -> EmptyRow:
+    """What a row without keys gives.
 
     Args:
         ev: The evaluator that made the region's form.
@@ -65,29 +81,32 @@ def empty_row(
     support, table = ev.alg.bools[keep]
     names = [literal_name(ev.alg, a, ev.outer) for a in support]
     if len({name for name, _ in names}) < len(names):
-        return UNKNOWN  # conditions that count as equal
+        return EmptyRow(UNKNOWN)  # conditions that count as equal
     full = table | ev.alg.impossible(support)
     empty = [row for row in range(1 << len(support)) if not full >> row & 1]
     if len(empty) > COMBINATIONS:
-        return UNKNOWN
+        return EmptyRow(UNKNOWN)
     seen: set[Any] = set()
+    breaks = False
     numbers = all(isinstance(n, int) for n in ev.alg.sizes.values())
     for row, unit in itertools.product(empty, UNITS[:1] if numbers else UNITS):
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones, unit)
         out = run(value)
+        run.follow_branches()
         verdict = run.verdict(out, number)
-        if verdict == "nan" and run.infinite:
+        breaks |= run.breaks
+        if verdict == "nan" and run.breaks:
             verdict = "nan_passing"
         if verdict == "mean" and run.added:
             everything = min(run.added) >= SWALLOWS
             verdict = "mean_passing" if everything else UNKNOWN
         seen.add((verdict, tuple(run.peaks)))
     if {name for name, _ in seen} == {"nan", "nan_passing"}:
-        return "nan"  # a row is hidden by both, or by either
+        return EmptyRow("nan")  # a row is hidden by both, or by either
     if len(seen) != 1:
-        return UNKNOWN
-    return next(iter(seen))[0]
+        return EmptyRow(UNKNOWN, breaks)
+    return EmptyRow(next(iter(seen))[0], breaks)
 
 
 def literal_name(alg: Algebra, atom: int, outer: frozenset[int]) -> tuple[str, bool]:
@@ -147,7 +166,12 @@ def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
 
 
 class _Row:
-    """Abstract evaluation of one row."""
+    """Abstract evaluation of one row.
+
+    Attributes:
+        live: Values that pass a gradient on to the scores.
+        breaks: Whether a derivative between the scores and the result is not finite.
+    """
 
     def __init__(self, ev, truth, scores, products, ones, unit):
         self.ev, self.g, self.truth, self.ones = ev, ev.g, truth, ones
@@ -157,7 +181,9 @@ class _Row:
         self.memo: dict[int, Abstract] = {}
         self.peaks: list[float] = []
         self.added: list[float] = []
-        self.infinite = False
+        self.live = set(scores)
+        self.breaks = False
+        self.branches: list[int] = []
         self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
         self.numbers: dict[int, list[Poly]] = {}
@@ -185,7 +211,29 @@ class _Row:
         if value not in self.memo:
             self.memo[value] = UNKNOWN
             self.memo[value] = self._value(value)
+            if self._is_live(value):
+                self.live.add(value)
         return self.memo[value]
+
+    def _is_live(self, value: int) -> bool:
+        """Whether a value, whose operands are known, passes a gradient on."""
+        node = self.g.node_of(value)
+        if value in self.live:
+            return True
+        if node is None:
+            whole, _ = self.ev.loops.steps.get(value, (None, None))
+            return whole in self.live
+        if not jnp.issubdtype(self.g.dtype(value), jnp.floating):
+            return False
+        if node.prim == "stop_gradient" or node.prim == "scan":
+            return False  # a loop has said so of its results
+        ins = node.ins
+        if node.prim in TRANSPARENT:
+            ins = (ins[node.outs.index(value)],)
+        elif node.prim == "select_n":
+            p = self.memo.get(ins[0])
+            ins = (ins[1 + bool(p[1])],) if isinstance(p, tuple) else ins[1:]
+        return not self.live.isdisjoint(ins)
 
     def _value(self, value: int) -> Abstract:
         number = self.g.scalar(value)
@@ -292,13 +340,18 @@ class _Row:
         length = node.params["length"]
         if loop is None or length > STEPS:
             return UNKNOWN
-        carried = [self(v) for v in loop.first]
+        last, carried = loop.first, [self(v) for v in loop.first]
         for _ in range(length):
             self.memo = {v: x for v, x in self.memo.items() if not self.ev.varies(v)}
             self.memo.update(zip(loop.before, carried, strict=True))
-            carried = [self(v) for v in loop.after[: len(carried)]]
-        for out, x in zip(node.outs, carried, strict=False):
+            live = {b for b, v in zip(loop.before, last, strict=True) if v in self.live}
+            self.live = {v for v in self.live if not self.ev.varies(v)} | live
+            last = loop.after[: len(carried)]
+            carried = [self(v) for v in last]
+            self.follow_branches(inside=True)
+        for out, v, x in zip(node.outs, last, carried, strict=False):
             self.memo[out] = x
+            self.live |= {out} if v in self.live else set()
         return self.memo.get(value, UNKNOWN)
 
     def _step(self, node: Node, value: int) -> Abstract:
@@ -317,6 +370,7 @@ class _Row:
         if prim == "select_n" and len(node.ins) == 3:
             p = self(node.ins[0])
             if isinstance(p, tuple):
+                self.branches.append(node.ins[1 if p[1] else 2])
                 return self(node.ins[2 if p[1] else 1])
             a, b = self(node.ins[1]), self(node.ins[2])
             if a == b:
@@ -336,10 +390,13 @@ class _Row:
         if same and isinstance(args[0], tuple):  # x != x is a test for NaN
             return ("c", math.isnan(float(args[0][1])) == (prim == "ne"))
         if all(isinstance(x, tuple) for x in args):
-            f = _NUMERIC.get(prim)
+            f = NUMERIC.get(prim)
             if f is None:
                 return LOST
-            return ("c", self._rounded(f(*(x[1] for x in args), node.params), value))
+            numbers = [x[1] for x in args]
+            out = self._rounded(f(*numbers, node.params), value)
+            self._follow(node, numbers, out)
+            return ("c", out)
         if prim == "mul" and UNKNOWN in args and LOST not in args:
             (other,) = [x for x in args if x != UNKNOWN] or (UNKNOWN,)
             if isinstance(other, tuple) and (self.peaks or not other[1]):
@@ -351,8 +408,32 @@ class _Row:
         if prim in ("add", "sub") and (SCORES in args or UNKNOWN in args):
             known = [abs(float(x[1])) for x in args if isinstance(x, tuple)]
             self.added += [c for c in known if c >= absorbs and math.isfinite(c)]
-            self.infinite |= math.inf in known
         return _mixed(prim, args, absorbs)
+
+    def follow_branches(self, inside: bool = False) -> None:
+        """Follows what choices left out, whose derivatives are multiplied by zero.
+
+        Args:
+            inside: Only what varies from step to step of a loop.
+        """
+        found = list(self.peaks), list(self.added), list(self.blocks)
+        later: list[int] = []
+        while self.branches:
+            value = self.branches.pop()
+            if inside and not self.ev.varies(value):
+                later.append(value)
+            else:
+                self(value)
+        self.branches = later
+        self.peaks, self.added, self.blocks = found
+
+    def _follow(self, node: Node, numbers: Sequence[Any], out: Any) -> None:
+        """Notes a derivative that makes gradients of the scores NaN."""
+        live = [i in self.live for i in node.ins]
+        if any(live) and not slopes_are_finite(
+            node.prim, numbers, out, node.params, live
+        ):
+            self.breaks = True
 
     def _rounded(self, number: Any, value: int) -> Any:
         """A large number rounded to a value's dtype: sums of fills lose digits."""
@@ -458,30 +539,3 @@ def _mixed(prim: str, args: list[Abstract], absorbs: float) -> Abstract:
     ):
         return SCORES if SCORES in others else ROW
     return UNKNOWN if prim in ("exp", "exp2", "mul", "div") else LOST
-
-
-_NUMERIC: dict[str, Any] = {
-    "add": lambda a, b, p: a + b,
-    "sub": lambda a, b, p: a - b,
-    "mul": lambda a, b, p: a * b,
-    "div": lambda a, b, p: float(np.float64(a) / np.float64(b)),
-    "neg": lambda a, p: -a,
-    "max": lambda a, b, p: max(a, b) if a == a and b == b else math.nan,
-    "min": lambda a, b, p: min(a, b) if a == a and b == b else math.nan,
-    "exp": lambda a, p: float(np.exp(np.float64(a))),
-    "exp2": lambda a, p: float(np.exp2(np.float64(a))),
-    "log": lambda a, p: float(np.log(np.float64(a))),
-    "tanh": lambda a, p: math.tanh(a),
-    "integer_pow": lambda a, p: float(np.float64(a) ** p["y"]),
-    "logaddexp": lambda a, b, p: float(np.logaddexp(a, b)),
-    "is_finite": lambda a, p: math.isfinite(a),
-    "eq": lambda a, b, p: a == b,
-    "ne": lambda a, b, p: a != b,
-    "gt": lambda a, b, p: a > b,
-    "lt": lambda a, b, p: a < b,
-    "ge": lambda a, b, p: a >= b,
-    "le": lambda a, b, p: a <= b,
-    "and": lambda a, b, p: bool(a) and bool(b),
-    "or": lambda a, b, p: bool(a) or bool(b),
-    "not": lambda a, p: not a,
-}

@@ -81,6 +81,9 @@ def paged(find: Finder, reading: Reading) -> Reading:
         Refused: If keys and values are not pages that the same table names.
     """
     alg = find.algebra
+    if reading.params.get("unshifted"):
+        text = "exponentials without their maximum, which may overflow"
+        raise Refused("rows", text, score=0.5)
     if reading.joined:
         raise Refused("pages", "keys are in several arrays", score=0.2)
     keys, values = (_leaf(alg, reading.operands[name]) for name in "kv")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rewriter.algebra.normal_form import TRUE, Poly
 from rewriter.find.reading import Refused, size
 from rewriter.patterns.attention.axes import Axes
-from rewriter.patterns.attention.empty_rows import empty_row
+from rewriter.patterns.attention.empty_rows import EmptyRow, empty_row
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.operands import Operands
 from rewriter.patterns.attention.softmax import Softmax
@@ -43,7 +43,16 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     kept = softmax.alg.both(some, softmax.parts.row_mask)
     if kept == TRUE or _is_never_empty(softmax, axes, masks):
         return Rows(None, notes)
-    give = "zero" if softmax.parts.zero_rows else _empty_row(softmax, kept, operands)
+    row = _empty_row(softmax, kept, operands)
+    give = "zero" if softmax.parts.zero_rows else row.gives
+    if row.breaks_gradients and give == "zero" and not softmax.parts.sink:
+        return Rows("zero_nan_passing", notes)
+    if row.breaks_gradients and give != "nan_passing":
+        raise Refused(
+            "gradient",  # no other reading of its fills changes that
+            f"a row without keys gives {give}, and NaN in gradients of its queries",
+            score=0.8,
+        )
     if softmax.parts.sink:  # zero, as far as is known
         if give in ("zero", "unknown"):
             return Rows(None, notes)
@@ -61,7 +70,7 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     raise Refused("rows", "what a row without keys gives is not known", score=0.8)
 
 
-def _empty_row(softmax: Softmax, kept: int, operands: Operands) -> str:
+def _empty_row(softmax: Softmax, kept: int, operands: Operands) -> EmptyRow:
     alg, parts = softmax.alg, softmax.parts
     atoms = set().union(*(alg.leaves(a) for a, _ in operands.dropped))
     atoms |= alg.poly_leaves(alg.of_bool(parts.drop_flag))

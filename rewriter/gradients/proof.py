@@ -238,7 +238,8 @@ def _row_has_a_key(ev: Evaluator, match: Match) -> frozenset[int]:
     The match states the result of rows without keys; the proof covers other rows.
     """
     alg = ev.alg
-    if match.reading.params.get("empty_rows") != "zero":
+    rows = match.reading.params.get("empty_rows")
+    if rows is None or not rows.startswith("zero"):
         return frozenset()
     try:
         form = ev.poly(match.value, ev.indices(match.value))

@@ -381,7 +381,7 @@ def _details(site: Site, rate: float) -> Iterator[str]:
 
 QUIET = (
     "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
-    "of_squares",
+    "of_squares", "unshifted",
 )  # fmt: skip
 """Parameters that most sites share, or that shapes show."""
 

@@ -286,6 +286,7 @@ MASKED = {
     "nan": "NaN",
     "nan_passing": "NaN",
     "zero": "zero",
+    "zero_nan_passing": "zero",
 }
 
 

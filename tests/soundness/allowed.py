@@ -1,8 +1,9 @@
 """Programs whose results a rewritten program may give instead of the original's.
 
-`docs/numerics.md` says what may differ: a softmax or a sigmoid of exponentials that
-overflow or vanish stays a number, and a finite fill of a mask hides what it is chosen
-for or added to, however large the scores are.
+`docs/numerics.md` says what may differ: a sigmoid of exponentials that overflow stays a
+number, and a finite fill of a mask hides what it is chosen for or added to, however
+large the scores are. Gradients of a softmax that overflows are compared with those of
+one that does not.
 """
 
 from __future__ import annotations

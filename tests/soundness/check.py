@@ -185,7 +185,8 @@ def _differences(
         else:
             allowed = tolerance.sensitive(a, program.eps, entries, floor, others, i)
             skipped = compare.borderline(a, others, i) | ignored[i]
-            skipped = skipped | compare.in_range(a, b, others, i)
+            strict = way is FORWARD and program.kind in ("mask", "operand")
+            skipped = skipped | compare.in_range(a, b, others, i, strict)
         found.append(compare.difference(a, b, allowed, skipped))
     return found
 

@@ -76,13 +76,21 @@ def borderline(original: Any, others: Variants, which: int) -> np.ndarray:
     return np.logical_or.reduce([np.isfinite(r[which]) != finite for r in runs])
 
 
-def in_range(original: Any, rewritten: Any, others: Variants, which: int) -> np.ndarray:
+def in_range(
+    original: Any, rewritten: Any, others: Variants, which: int, strict: bool
+) -> np.ndarray:
     """Entries that the original has wrong for want of range, and that are right now.
 
-    Where exponentials or squares of the original overflow in float32 and not in
-    float64, as those of a softmax that takes no largest score off do, a kernel that
-    gives what float64 does is no worse; nor is one that hides what a fill is to hide,
-    where scores are as large as that.
+    Where squares or a sigmoid's exponentials overflow in float32 and not in float64, a
+    kernel that gives what float64 does is no worse; nor is one that hides what a fill
+    is to hide, where scores are as large as that.
+
+    Args:
+        original: An array.
+        rewritten: What should be the same.
+        others: The original, computed in other ways.
+        which: The number of the array.
+        strict: Whether what is not finite must stay so.
     """
     a, b = numbers(original), numbers(rewritten)
     found = others.unseen[which].copy()
@@ -93,6 +101,7 @@ def in_range(original: Any, rewritten: Any, others: Variants, which: int) -> np.
         with np.errstate(invalid="ignore"):
             loose = abs(b - exact) <= 1e-2 * abs(exact) + TINY
             close = abs(b - exact) <= NEAR * abs(exact) + 1e-5 * size
+        loose &= not strict
         found |= np.isfinite(exact) & np.where(np.isfinite(a), close, loose)
     return found
 

@@ -381,7 +381,54 @@ ENDS: dict[str, Program] = {
     ),
 }
 
+CAUSAL = np.tril(np.ones((T, T), bool))
+
+
+def shares(e: Any) -> Any:
+    return e / e.sum(-1, keepdims=True)
+
+
+UNSHIFTED: dict[str, Program] = {
+    "plain": lambda s: shares(jnp.exp(s)),
+    "twice": lambda s: jnp.exp(s) / jnp.exp(s).sum(-1, keepdims=True),
+    "times the inverse": lambda s: jnp.exp(s) * (1 / jnp.exp(s).sum(-1, keepdims=True)),
+    "powers of two": lambda s: shares(jnp.exp2(s * np.log2(np.e))),
+    "chosen": lambda s: shares(jnp.exp(jnp.where(CAUSAL, s, -jnp.inf))),
+    "chosen number": lambda s: shares(jnp.exp(jnp.where(CAUSAL, s, -1e30))),
+    "left out": lambda s: shares(jnp.where(CAUSAL, jnp.exp(s), 0)),
+    "with a bias": lambda s: shares(jnp.exp(s + 0.1 * AT)),
+    "with one more": lambda s: (lambda e: e / (1 + e.sum(-1, keepdims=True)))(
+        jnp.exp(s)
+    ),
+    "with a little": lambda s: (lambda e: e / (1e-9 + e.sum(-1, keepdims=True)))(
+        jnp.exp(s)
+    ),
+    "half": lambda s: shares(jnp.exp((s / 8).astype("float16"))).astype("float32"),
+    "capped": lambda s: shares(jnp.exp(30 * jnp.tanh(s / 30))),
+    "capped high": lambda s: shares(jnp.exp(500 * jnp.tanh(s / 500))),
+    "less a number": lambda s: shares(jnp.exp(s - 7)),
+    "less the mean": lambda s: shares(jnp.exp(s - s.mean(-1, keepdims=True))),
+    "by a logarithm": lambda s: jnp.exp(s - jnp.log(jnp.exp(s).sum(-1, keepdims=True))),
+    "stable": lambda s: jax.nn.softmax(s),
+    "stable logarithm": lambda s: jnp.exp(jax.nn.log_softmax(s)),
+}
+"""Weights of scores, most of them without the maximum: they overflow."""
+LARGE_ROWS = Q.copy()
+LARGE_ROWS[:, ::5] *= 1000
+LARGE_ROWS[:, 1::5, 0] = 400 * np.sign(LARGE_ROWS[:, 1::5, 0])
+K_UP = np.abs(K)
+
 KINDS: dict[str, dict[str, tuple]] = {
+    "unshifted": {
+        f"{n}, {size}": (
+            lambda q, k=k, f=f, n=n: (
+                lambda out: jnp.where(jnp.isnan(out), out, 0) if n == "half" else out
+            )(jnp.einsum("bnts,bsnh->btnh", f(dots(q, k)), V)),
+            LARGE_ROWS,
+        )
+        for n, f in UNSHIFTED.items()
+        for size, k in (("mixed", K), ("one sign", K_UP))
+    },
     "hidden rows": {
         f"{fill}, {end}": (
             lambda m, hide=hide, weigh=weigh: jnp.einsum(
@@ -413,7 +460,14 @@ KINDS: dict[str, dict[str, tuple]] = {
         for what, k in (("inf", BROKEN), ("nan", NAN))
     },
 }
-LEAST = {"hidden rows": 8, "floats": 16, "stable": 19, "integers": 19, "thresholds": 20}
+LEAST = {
+    "unshifted": 28,
+    "hidden rows": 8,
+    "floats": 16,
+    "stable": 19,
+    "integers": 19,
+    "thresholds": 20,
+}
 """How many sites of a kind are replaced at least: a mask that is no structure is the
 program's own."""
 
@@ -448,6 +502,18 @@ HIDING: dict[str, Program] = {
     ),
 }
 """How keys are hidden, of which some rows have none that is not."""
+WEIGHING: dict[str, Program] = {
+    **{
+        f"{hide}, softmax": lambda s, m, f=f: jax.nn.softmax(f(s, m))
+        for hide, f in HIDING.items()
+    },
+    **{
+        f"{fill}, {end}": lambda s, m, hide=hide, f=f: f(hide(s, m), m)
+        for fill, hide in FILLS.items()
+        for end, f in ENDS.items()
+    },
+}
+"""How rows are weighed."""
 
 
 def test_gradients_of_rows_without_keys() -> None:
@@ -455,11 +521,13 @@ def test_gradients_of_rows_without_keys() -> None:
     keep = np.random.default_rng(0).random((1, N, T, T)) < 0.5
     keep[:, 0, 5] = keep[:, 1, :7] = False
 
-    def loss(hide: Program) -> Program:
-        return lambda q, k, v: (attend(hide(dots(q, k), keep), v) ** 2).sum()
+    def loss(weigh: Program) -> Program:
+        return lambda q, k, v: (
+            jnp.einsum("bnts,bsnh->btnh", weigh(dots(q, k), keep), v) ** 2
+        ).sum()
 
     def gradients(of: Callable[[Program], Program], given: Any) -> Any:
-        return {n: of(loss(hide))(*given) for n, hide in HIDING.items()}
+        return {n: of(loss(weigh))(*given) for n, weigh in WEIGHING.items()}
 
     grad = lambda f: jax.grad(f, (0, 1, 2))
     optimized = lambda f: rewriter.optimize(f, implementation=FORCED, strict=True)
@@ -470,6 +538,34 @@ def test_gradients_of_rows_without_keys() -> None:
         pairs = {n: zip(want[n], got[n], strict=True) for n in want}
         wrong = {n: [_differs(*xy) for xy in of] for n, of in pairs.items()}
         assert not {n: text for n, text in wrong.items() if any(text)}
+
+
+def test_gradients_of_rows_that_overflow() -> None:
+    """NaN in queries as written; in keys and values of that head alone."""
+    queries = LARGE_ROWS.copy()
+    queries[:, :, 1:] = Q[:, :, 1:]
+    names = ("plain", "powers of two", "chosen", "with one more")
+
+    def loss(f: Program) -> Program:
+        return lambda q, k, v: (
+            jnp.einsum("bnts,bsnh->btnh", f(dots(q, k)), v) ** 2
+        ).sum()
+
+    def gradients(of: Callable[[Program], Program], given: Any) -> Any:
+        return {n: of(loss(UNSHIFTED[n]))(*given) for n in names}
+
+    grad = lambda f: jax.grad(f, (0, 1, 2))
+    optimized = lambda f: rewriter.optimize(f, implementation=FORCED, strict=True)
+    run = jax.jit(gradients, static_argnums=0)
+    want = run(grad, (queries, K, V))
+    for way in (lambda f: grad(optimized(f)), lambda f: optimized(grad(f))):
+        got = run(way, (queries, K, V))
+        for n in names:
+            assert not _differs(want[n][0], got[n][0]), n
+            for x, y in zip(want[n][1:], got[n][1:], strict=True):
+                assert not (np.isnan(x) & ~np.isnan(y)).any(), n
+                assert not _differs(x[:, :, 1:], y[:, :, 1:]), n
+        assert np.isnan(got["plain"][1][:, :, 0]).any()
 
 
 def by_squares(x: Any) -> Any:

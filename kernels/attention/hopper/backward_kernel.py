@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN, PASSES
+from rewriter.kernels.attention.empty import NAN, PASSES, ZERO
 from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
@@ -141,7 +141,7 @@ def backward(
     terms, extra = terms_of(t, s, **given)
     extra.pop("sinks", None)
     empty = lse == -jnp.inf
-    if empty_rows == "zero":  # cotangents of padding are dropped
+    if empty_rows in ZERO:  # cotangents of padding are dropped
         up = jnp.where(empty.swapaxes(1, 2)[..., None], 0, up)
     unit, rest = (1.0 if terms.natural else LOG2E), None
     if terms.adding:
@@ -349,7 +349,7 @@ def _padded(x: Array, config: BackwardTiles, value: float) -> Array:
 
 def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Array:
     """Returns dv with the share of rows without keys: NaN, or that of their mean."""
-    if empty_rows == "zero":
+    if empty_rows in ZERO:
         return dv
     (b, s, heads, e), n = dv.shape, empty.shape[1]
     if empty_rows in NAN:

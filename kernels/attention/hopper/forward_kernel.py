@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from rewriter.kernels.attention.empty import AVERAGED
+from rewriter.kernels.attention.empty import AVERAGED, ZERO
 from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.blocks import (
     Mask,
@@ -197,7 +197,7 @@ def forward(
         named["reach"] = found
     if seen.mean and seen.more:
         named["means"] = v.astype(jnp.float32).mean(1)
-    made = _call(p, empty_rows == "zero" and seen.may_be_empty, named)
+    made = _call(p, empty_rows in ZERO and seen.may_be_empty, named)
     out = made[0][:, :t]
     return (out, tuple(x[:, :, :t] for x in made[1:])) if residuals else out
 

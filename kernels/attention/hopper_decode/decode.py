@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.kernels.attention.empty import AVERAGED
+from rewriter.kernels.attention.empty import AVERAGED, ZERO
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper_decode.config import ROWS, Split, mask_columns
 from rewriter.kernels.attention.hopper_decode.kernel import pieces
@@ -118,7 +118,7 @@ def attend(
     if table is not None:
         numbers["table"] = table
     parts, lse = pieces(p, _by_pair(p, q), ends, k, v, numbers)
-    zero = empty_rows == "zero" and seen.may_be_empty
+    zero = empty_rows in ZERO and seen.may_be_empty
     return merged(p, ends, parts, lse, zero, q.dtype)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.attention.empty import PASSING
+from rewriter.kernels.attention.overflow import PARAM
 from rewriter.kernels.attention.ring.passes import PASSED, backward, forward
 from rewriter.kernels.attention.ring.turns import turns
 from rewriter.ops.op import Ring
@@ -36,6 +37,9 @@ def supports(spec: Spec, count: int) -> Verdict:
     if spec.param("empty_rows") == PASSING and spec.param("softcap") is not None:
         text = "scores of rows without keys get gradients through a soft cap"
         found.append(no("softcap", f"{text}, for which a ring would go around again"))
+    if spec.param(PARAM) is not None:
+        text = "rows that overflow without the maximum of the scores"
+        found.append(no(PARAM, f"a ring does not tell {text}"))
     window, shift = spec.param("window"), spec.param("shift")
     t, s = spec.shape("q")[1], spec.shape("k")[1]
     if window != (None, None) and t != s:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import NAN
+from rewriter.kernels.attention.empty import NAN, ZERO
 
 if TYPE_CHECKING:
     from jax import Array
@@ -39,7 +39,7 @@ def filled(
         params: The op's parameters.
         axes: The mesh axes over which keys are split.
     """
-    if params["empty_rows"] == "zero":
+    if params["empty_rows"] in ZERO:
         return out
     empty = (lse == -jnp.inf).swapaxes(1, 2)[..., None]
     if params["empty_rows"] in NAN:
@@ -66,7 +66,7 @@ def given_back(
         axes: The mesh axes over which keys are split.
         count: The number of devices.
     """
-    if params["empty_rows"] == "zero":
+    if params["empty_rows"] in ZERO:
         return dv
     b, s, heads, e = dv.shape
     empty = (lse == -jnp.inf).swapaxes(1, 2)[..., None]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
-from rewriter.kernels.attention.empty import NAN, PASSES
+from rewriter.kernels.attention.empty import NAN, PASSES, ZERO
 from rewriter.kernels.attention.tpu import (
     backward_kernel,
     bias_kernel,
@@ -122,7 +122,7 @@ def backward(
     delta = jnp.where(empty, 0.0, delta[..., 0])
     less = jnp.where(empty[:, :, None], jnp.inf, kept * p.unit)
     up = cotangent
-    if p.may_be_empty and p.empty_rows == "zero":  # nothing comes back to zeros
+    if p.may_be_empty and p.empty_rows in ZERO:  # nothing comes back to zeros
         up = jnp.where(empty.swapaxes(1, 2)[..., None], 0, up)
     arrays["up"] = heads_first(up.astype(operands["q"].dtype))
     blocks = config or backward_default(_spec(operands), ANY)
@@ -157,7 +157,7 @@ def backward(
 
 def _empty_rows(p: Problem, dv: Array, empty: Array, up: Array) -> Array:
     """Adds the share of rows without keys, bool [b, n, t], to dv [b, s, heads, e]."""
-    if not p.may_be_empty or p.empty_rows == "zero":
+    if not p.may_be_empty or p.empty_rows in ZERO:
         return dv
     if p.empty_rows in NAN:
         bad = empty.reshape(p.b, p.heads, -1).any(-1)[:, None, :, None]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, passed
+from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, ZERO, passed
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
 from rewriter.kernels.attention.xla.tiles import (
     Block,
@@ -240,8 +240,10 @@ def _empty_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
     """Returns cotangents with the share of rows without keys, if any."""
     z, wide = p.sizes, p.wide
     empty = p.arrays["lse"] == -jnp.inf
-    if p.empty_rows == "zero" or "sinks" in p.arrays or not _may_be_empty(p):
+    if "sinks" in p.arrays or not _may_be_empty(p):
         return {}
+    if p.empty_rows in ZERO:
+        return _passed(p, grads, empty) if p.empty_rows in PASSES else {}
     dv = grads["v"]
     if p.empty_rows in NAN:
         bad = empty.reshape(z.b, z.heads, -1).any(-1)[:, None, :, None]

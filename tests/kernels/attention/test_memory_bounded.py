@@ -77,12 +77,14 @@ def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
     total = p.sum(-1, keepdims=True) + np.exp(sink - top)
     empty = total == 0
     behaviour = params.get("empty_rows", "nan")
-    rows = {"nan": np.nan, "nan_passing": np.nan, "zero": 0.0}.get(behaviour, 1 / s)
+    given = {"nan": np.nan, "nan_passing": np.nan, "zero": 0.0, "zero_nan_passing": 0.0}
+    rows = given.get(behaviour, 1 / s)
     p = np.where(empty, rows, p / np.where(empty, 1, total))
     drop = np.broadcast_to(x.get("dropout", 1.0), p.shape)
     out = np.einsum("bnts,bsne->btne", p * drop, v)
     dp = np.einsum("btne,bsne->bnts", up, v)
     share = np.where(empty & (not behaviour.endswith("passing")), 0, p)
+    share = np.where(empty & behaviour.endswith("nan_passing"), np.nan, share)
     delta = (share * drop * dp).sum(-1, keepdims=True)
     ds = share * (drop * dp - delta)
     draw = ds * (1 - bent**2)
@@ -208,6 +210,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
     "passing bias keys": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (2, 1, 1, 41)}, {"empty_rows": "mean_passing"}),
     "passing bias rows": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 1)}, {"empty_rows": "mean_passing"}),
     "passing nan": ((3, 20, 50, 4, 2, 8, 6), {"kv_lengths": lengths(0, 50, 17)}, {"empty_rows": "nan_passing", "scale": 0.4}),
+    "passing nan, zero": ((3, 20, 50, 4, 2, 8, 6), {"kv_lengths": lengths(0, 50, 17)}, {"empty_rows": "zero_nan_passing", "scale": 0.4}),
     "passing nan heads": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 4, 37, 1), "bias": (1, 4, 37, 41), "alibi": (4,), "scale_factor": np.float32(1.7)}, {"empty_rows": "nan_passing", "softcap": 3.0}),
     "passing sinks": ((2, 40, 41, 4, 4, 8, 8), {"sinks": (4,), "mask": (2, 1, 40, 1)}, {"empty_rows": "mean_passing"}),
     "passing softcap": ((2, 37, 41, 4, 2, 8, 8), {"mask": (2, 1, 37, 1), "bias": (1, 4, 37, 41), "alibi": (4,)}, {"empty_rows": "mean_passing", "softcap": 2.0, "scale": 0.7}),
@@ -398,7 +401,7 @@ def test_dtypes(case: str, dtype: str) -> None:
 REFERENCE = ["odd", "causal more rows", "gqa", "lengths 0 nan", "mask rows mean",
              "mask rows zero", "dropout mean", "sinks empty", "everything",
              "passing lengths", "passing softcap", "passing dropout", "passing sinks",
-             "passing nan", "passing nan heads"]  # fmt: skip
+             "passing nan", "passing nan, zero", "passing nan heads"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFERENCE)

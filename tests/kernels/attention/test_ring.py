@@ -118,6 +118,9 @@ CASES = {
     "no keys, a gradient that is none": (
         {"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "nan_passing"}
     ),
+    "no keys, zero with a gradient that is none": (
+        {"kv_lengths": jnp.array([0, 50])}, {"empty_rows": "zero_nan_passing"}
+    ),
     "segments": (
         {"q_segments": SEGMENTS, "kv_segments": SEGMENTS.at[1, 30:].set(9)},
         {"window": CAUSAL, "empty_rows": "mean"},

@@ -107,15 +107,21 @@ softened("log_softmax", lambda s: jnp.exp(jax.nn.log_softmax(s)))
 softened(
     "log_of_sum",
     lambda s: jnp.exp(s - jnp.log(jnp.exp(s).sum(-1, keepdims=True))),
+    assume=("finite",),  # it overflows otherwise than a softmax
 )
 softened(
     "upcast",
     lambda s: jax.nn.softmax(s.astype(jnp.float32)).astype(s.dtype),
 )
-softened("shifted_by_constant", lambda s: divided(jnp.exp(s - 5.0)))
+softened(
+    "shifted_by_constant",
+    lambda s: divided(jnp.exp(s - 5.0)),
+    assume=("finite",),
+)
 softened(
     "shifted_by_mean",
     lambda s: divided(jnp.exp(s - jnp.mean(jnp.where(causal(), s, 0), -1)[..., None])),
+    assume=("finite",),
 )
 softened("max_subtracted_twice", lambda s: jax.nn.softmax(s - s.max(-1, keepdims=True)))
 softened(
@@ -279,7 +285,7 @@ def _(q, k, v, mask):
     return jnp.where(some, weigh(p, v), 0.0)
 
 
-@guard("guard_scores_all_minus_infinity", "zero")
+@guard("guard_scores_all_minus_infinity", "zero_nan")
 def _(q, k, v, mask):
     # Torch's decomposition of scaled_dot_product_attention.
     s = dots(q * H**-0.25, k * H**-0.25)
