@@ -28,6 +28,7 @@ from rewriter.find.sieve import Step
 from rewriter.patterns.cross_entropy.form import loss_of
 from rewriter.patterns.cross_entropy.kept_alive import reader_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
+from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, require_shifted
 from rewriter.program.graph import Node
 
 LINEAR, GIVEN = "linear_cross_entropy", "cross_entropy"
@@ -35,7 +36,7 @@ ANCHORS = frozenset({"log"})
 MOVES = frozenset({
     "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose", "expand_dims",
 })  # fmt: skip
-OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget"})
+OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
 """Reasons that have nothing to do with the product: they are told once."""
 
 MOST = 24
@@ -87,7 +88,7 @@ def _readings(
         if find.done(LINEAR, value):
             return
         try:
-            reading = _read(find, value, op, products)
+            reading = _read(find, anchor, value, op, products)
             yield dataclasses.replace(reading, notes=(*reading.notes, *notes))
             if find.done(op, value):
                 return
@@ -103,21 +104,7 @@ def _readings(
 def _is_total(find: Finder, anchor: Node) -> bool:
     """Whether a logarithm is one of a sum of exponentials."""
     sums = find.regions.above(anchor.ins[0], frozenset({"reduce_sum"}))
-    exps = frozenset({"exp", "exp2"})
-    return any(
-        find.regions.above(n.ins[0], exps) or _is(find, n.ins[0], exps)
-        for n in _sums_above(find, anchor.ins[0], sums)
-    )
-
-
-def _sums_above(find: Finder, value: int, found: list[Node]) -> list[Node]:
-    node = find.graph.node_of(value)
-    return [node, *found] if node is not None and node.prim == "reduce_sum" else found
-
-
-def _is(find: Finder, value: int, prims: frozenset[str]) -> bool:
-    node = find.graph.node_of(value)
-    return node is not None and node.prim in prims
+    return any(find.regions.above(n.ins[0], EXPONENTIALS) for n in sums)
 
 
 def _losses(find: Finder, anchor: Node) -> list[int]:
@@ -140,7 +127,9 @@ def _losses(find: Finder, anchor: Node) -> list[int]:
     return sorted(found, reverse=True)
 
 
-def _read(find: Finder, value: int, op: str, products: frozenset[int]) -> Reading:
+def _read(
+    find: Finder, anchor: Node, value: int, op: str, products: frozenset[int]
+) -> Reading:
     """The reading of one value.
 
     Raises:
@@ -158,6 +147,7 @@ def _read(find: Finder, value: int, op: str, products: frozenset[int]) -> Readin
     form, args = split_digits(find.algebra, ev.poly(value, args), args)
     loss = loss_of(find.algebra, form, args)
     find.require_proved(ev)
+    require_shifted(find, anchor, loss)
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
     params |= loss.params
     if any(_of_logs(find, v) for v in above.picks):
@@ -285,7 +275,7 @@ def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
     )
 
 
-STEPS = (Step(frozenset({"exp", "exp2"})), Step(frozenset({"log"})))
+STEPS = (Step(EXPONENTIALS), Step(frozenset({"log"})))
 LABELLED = frozenset({"gather", "eq"})
 PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED)
 GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED)

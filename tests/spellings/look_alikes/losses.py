@@ -130,3 +130,16 @@ def _(x, w, labels):
     return jax.nn.logsumexp(y, -1) - jnp.take_along_axis(
         y, labels[..., None], -1, **at
     ).squeeze(-1)
+
+
+@no_loss("no_maximum", "exponentials may overflow, and the loss be infinite")
+def _(x, w, labels):
+    y = x @ w
+    return jnp.log(jnp.exp(y).sum(-1)) - take(y, labels)
+
+
+@no_loss("other_maximum", "exponentials of rows far below the maximum vanish")
+def _(x, w, labels):
+    y = x @ w
+    y = y - jax.lax.stop_gradient(y.max())
+    return jnp.log(jnp.exp(y).sum(-1)) - take(y, labels)
