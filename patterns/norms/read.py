@@ -340,8 +340,10 @@ def _affine(find, form, base, x, at, d, n, alpha, outside):
         elif powers.get(leaf) == 1:
             rest = tuple(f for f in mono if f[0] not in (base, leaf))
             scale = alg.add(scale, {(flag, rest): c * factor})
-    for name, p in (("scale", scale), ("bias", bias)) if not outside else ():
-        _along(find, name, p, set(d))
+    for name, p in (("scale", scale), ("bias", bias)):
+        _require_one_array(alg, name, p)
+        if not outside:
+            _along(find, name, p, set(d))
     if outside and (len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & set(d)):
         raise Refused("scale", "the scale varies along other axes too", score=0.4)
     chosen = any(flag != TRUE for flag, _ in scale)
@@ -349,6 +351,22 @@ def _affine(find, form, base, x, at, d, n, alpha, outside):
     if outside and (chosen or x in own):  # what is not finite stays so, times 0
         raise Refused("scale", "the result is chosen, and not scaled", score=0.4)
     return scale, bias
+
+
+def _require_one_array(alg: Algebra, name: str, p: Poly) -> None:
+    """Refuses products of arrays that the program does not compute.
+
+    It multiplies the result by one after the other, which may be a number where their
+    product overflows.
+    """
+    for _, mono in p:
+        if sum(abs(e) for a, e in mono if alg.kind(a) == "leaf") > 1:
+            raise Refused(
+                name,
+                f"the {name} would be a product of arrays, which may overflow",
+                difference=alg.show({(TRUE, mono): 1.0}),
+                score=0.4,
+            )
 
 
 def _along(find: Finder, name: str, p: Poly, d: set[int]) -> None:

@@ -18,17 +18,23 @@ SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 def _relu(y: jax.Array) -> jax.Array:
-    """Keeps NaN, like max(y, 0); the derivative at 0 is 0."""
-    return jnp.where(y <= 0, jnp.zeros_like(y), y)
+    """Keeps NaN, like max(y, 0); the derivative there and at 0 is 0."""
+    return jnp.where(y > 0, y, jnp.where(y <= 0, jnp.zeros_like(y), jnp.nan))
 
 
 def _bounded_above(y: jax.Array, most: float) -> jax.Array:
-    return jnp.where(y >= most, jnp.full_like(y, most), y)
+    """Keeps NaN, like min(y, most); the derivative there and at the bound is 0."""
+    above = jnp.where(y >= most, jnp.full_like(y, most), jnp.nan)
+    return jnp.where(y < most, y, above)
+
+
+def _not_above_zero(y: jax.Array) -> jax.Array:
+    """Its exponential does not overflow, nor do gradients."""
+    return jnp.where(y > 0, jnp.zeros_like(y), y)
 
 
 def _elu(y: jax.Array, alpha: float) -> jax.Array:
-    below = jnp.where(y > 0, jnp.zeros_like(y), y)  # no overflow, in gradients too
-    return jnp.where(y > 0, y, alpha * jnp.expm1(below))
+    return jnp.where(y > 0, y, alpha * jnp.expm1(_not_above_zero(y)))
 
 
 def _gelu_tanh(y: jax.Array) -> jax.Array:
@@ -65,7 +71,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "elu": _elu,
     "leaky_relu": lambda y, beta: jnp.where(y > 0, y, beta * y),
     "celu": lambda y, beta: (
-        _relu(y) + beta * jnp.expm1((y - _relu(y)) / beta)  # y - relu(y) is min(y, 0)
+        _relu(y) + beta * jnp.expm1(_not_above_zero(y) / beta)
     ),
 }
 """Activations by name; only those in `PARAMETRIC` read the number."""

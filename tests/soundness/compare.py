@@ -77,7 +77,12 @@ def borderline(original: Any, others: Variants, which: int) -> np.ndarray:
 
 
 def in_range(
-    original: Any, rewritten: Any, others: Variants, which: int, strict: bool
+    original: Any,
+    rewritten: Any,
+    others: Variants,
+    which: int,
+    eps: float,
+    strict: bool,
 ) -> np.ndarray:
     """Entries that the original has wrong for want of range, and that are right now.
 
@@ -90,9 +95,11 @@ def in_range(
         rewritten: What should be the same.
         others: The original, computed in other ways.
         which: The number of the array.
+        eps: The least step from 1 of the program's dtype.
         strict: Whether what is not finite must stay so.
     """
     a, b = numbers(original), numbers(rewritten)
+    near = max(NEAR, 4 * eps)
     found = others.unseen[which].copy()
     for exact in (others.exact[which], *(x[which] for x in others.right)):
         size = np.max(
@@ -100,7 +107,7 @@ def in_range(
         )
         with np.errstate(invalid="ignore"):
             loose = abs(b - exact) <= 1e-2 * abs(exact) + TINY
-            close = abs(b - exact) <= NEAR * abs(exact) + 1e-5 * size
+            close = abs(b - exact) <= near * abs(exact) + max(1e-5, eps) * size
         loose &= not strict
         found |= np.isfinite(exact) & np.where(np.isfinite(a), close, loose)
     return found

@@ -136,6 +136,22 @@ THRESHOLDS = {
         f"eq{' given' * given}": lambda d, c: (d == c) | (d == 0),
     }.items()
 }
+THRESHOLDS |= {
+    f"{name} {c!r}": (
+        lambda c=c, bound=bound: masked(
+            bound(POSITIONS, jnp.float32(c))[:, None] <= AT
+        ),
+    )
+    for c in (2.9999998, 3.0000002)
+    for name, bound in {
+        "maximum": jnp.maximum,
+        "minimum": jnp.minimum,
+        "clip": lambda p, c: jnp.clip(p, c, 8),
+        "where": lambda p, c: jnp.where(p > 4, p, c),
+        "maximum of a minimum": lambda p, c: jnp.maximum(jnp.minimum(p, c), 1),
+        "shifted maximum": lambda p, c: jnp.maximum(p - 2, c) + 1,
+    }.items()
+}
 U8, I8, U16, U32, I32 = (np.dtype(x).type for x in ("u1", "i1", "u2", "u4", "i4"))
 MOST = np.int32(2**31 - 1)
 INTEGERS = {

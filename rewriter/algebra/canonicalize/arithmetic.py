@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter.algebra.canonicalize.choice import choose, ramp
+from rewriter.algebra.canonicalize.choice import choose, ramp, reached
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.evaluator import RULES, Evaluator, rule
 from rewriter.algebra.canonicalize.infinities import is_row_maximum, may_be_infinite
+from rewriter.algebra.canonicalize.primitives import LAYOUT_PRIMITIVES
 from rewriter.algebra.canonicalize.weights import at_least_one
 from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Index, OverBudget, Poly
 from rewriter.program.graph import Node
@@ -277,6 +279,8 @@ def _select(ev: Evaluator, node: Node, args, mode: str) -> Poly:
         return ev.poly(node.ins[2], yes_at, mode)
     if_false = ev.poly(node.ins[1], no_at, mode)
     if_true = ev.poly(node.ins[2], yes_at, mode)
+    if_false = reached(ev.alg, if_false, ev.alg.negate(flag))
+    if_true = reached(ev.alg, if_true, flag)
     sloped = ramp(ev.alg, flag, if_true, if_false)
     if sloped is not None:
         _replaces_nan(ev, node, if_true, if_false)
@@ -307,14 +311,30 @@ def _replaces_nan(ev: Evaluator, node: Node, if_true: Poly, if_false: Poly) -> N
         ev.assume(FINITE, "NaN is replaced where a number is chosen for it")
 
 
+_AT_NAN = {"gt": False, "ge": False, "lt": False, "le": False, "eq": False, "ne": True}
+
+
 def _of_nan(ev: Evaluator, value: int) -> bool | None:
-    """What a comparison gives for NaN, also if it is negated; None if unknown."""
-    node, negated = ev.g.node_of(value), False
-    while node is not None and node.prim == "not":
-        node, negated = ev.g.node_of(node.ins[0]), not negated
-    if node is None or node.prim not in ("gt", "ge", "lt", "le"):
+    """What a test gives for NaN; None if unknown. Numbers are tested as they are."""
+    node = ev.g.node_of(value)
+    if node is None:
         return None
-    return negated
+    if node.prim in LAYOUT_PRIMITIVES | {"convert_element_type"}:
+        return _of_nan(ev, node.ins[0])
+    if node.prim in ("not", "or", "and"):
+        parts = [_of_nan(ev, i) for i in node.ins]
+        if node.prim == "not":
+            return None if parts[0] is None else not parts[0]
+        decides = node.prim == "or"
+        if decides in parts:
+            return decides
+        return None if None in parts else not decides
+    if node.prim not in _AT_NAN:
+        return None
+    numbers = [ev.number(i) for i in node.ins]
+    if None in numbers:
+        return _AT_NAN[node.prim]
+    return bool(getattr(operator, node.prim)(*numbers))
 
 
 @rule("max", "min")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewriter.algebra.normal_form import FALSE, Algebra, Poly
+from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Poly
 from rewriter.algebra.normal_form.forms import ODD
 
 
@@ -13,6 +13,18 @@ def choose(alg: Algebra, flag: int, if_true: Poly, if_false: Poly) -> Poly:
     return alg.add(
         _masked(alg, if_true, flag), _masked(alg, if_false, alg.negate(flag))
     )
+
+
+def reached(alg: Algebra, p: Poly, flag: int) -> Poly:
+    """A form where flag holds: terms that are always or never there are known."""
+    if all(b == TRUE for b, _ in p):
+        return p
+    out: Poly = {}
+    for (b, mono), c in p.items():
+        both = alg.both(b, flag)
+        if both != FALSE:
+            out = alg.add(out, {(TRUE if both == flag else b, mono): c})
+    return out
 
 
 def _masked(alg: Algebra, p: Poly, flag: int) -> Poly:

@@ -66,6 +66,7 @@ SAME_NUMBER = (
 
 
 ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
+CHOOSING = frozenset({"max", "min", "clamp", "select_n"})
 """What computes with numbers, and may take arrays out of a form."""
 
 
@@ -418,15 +419,22 @@ class Evaluator(Layout, LoopForms):
         So it is if a number of it stands for others that are near, as 3 for 2.999999;
         or if it is a number only where arrays are, as `x - x`, `0 * x` and `x / x`.
         """
-        if node.prim not in ARITHMETIC or kind_of(self.g.dtype(value)) != "f":
+        chooses = node.prim in CHOOSING
+        if kind_of(self.g.dtype(value)) != "f" or not (
+            chooses or node.prim in ARITHMETIC
+        ):
             return False
         if self.ideal or not self.is_side(value):
             return False
-        forms = self.operands(node, args, FULL)
+        forms = [
+            self.poly(i, self.aligned(i, args), FULL)
+            for i in node.ins
+            if kind_of(self.g.dtype(i)) == "f"
+        ]
         numbers = {abs(c) for p in (form, *forms) for c in p.values()}
         if not numbers.isdisjoint(map(abs, self.alg.blurred)):
             return True
-        if any(mono for _, mono in form):
+        if chooses or any(mono for _, mono in form):
             return False
         forms = [p for p in forms if any(m for _, m in p)]
         return not all(is_position(self.alg, p) for p in forms)
