@@ -1,18 +1,20 @@
 """The index of ops: each op's name, and its folder below ``rewriter.kernels``.
 
-An op is loaded when its name is first looked up. A new op is one line here.
+An op is loaded when its name is first looked up. A new op is one line here. A folder
+may hold several: ops of one family, and special forms. Reports, configurations and keys
+of measurements have the names of this table.
 """
 
 OPS = {
     "attention": "attention",
-    "paged_attention": "attention.paged",
-    "layer_norm": "norms.layer_norm",
-    "rms_norm": "norms.rms_norm",
+    "paged_attention": "attention",
+    "layer_norm": "norms",
+    "rms_norm": "norms",
     "gated_linear_unit": "gated_linear_unit",
     "ragged_dot": "ragged.dot",
-    "quantized_ragged_dot": "ragged.quantized_dot",
+    "quantized_ragged_dot": "ragged.dot",
     "ragged_gated_linear_unit": "ragged.gated_linear_unit",
-    "quantized_ragged_gated_linear_unit": "ragged.quantized_gated_linear_unit",
+    "quantized_ragged_gated_linear_unit": "ragged.gated_linear_unit",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
 }

@@ -44,14 +44,15 @@ PATTERNS = {
         "ragged.dot", "Ragged dot: each group of rows times its own matrix."
     ),
     "quantized_ragged_dot": Shipped(
-        "ragged.quantized_dot", "Ragged dot of 8-bit matrices with scales."
+        "ragged.dot", "Ragged dot of 8-bit matrices with scales.", "STORED"
     ),
     "ragged_gated_linear_unit": Shipped(
         "ragged.gated_linear_unit", "Gated linear unit of experts, of ragged dots."
     ),
     "quantized_ragged_gated_linear_unit": Shipped(
-        "ragged.quantized_gated_linear_unit",
+        "ragged.gated_linear_unit",
         "Gated linear unit of experts with 8-bit matrices.",
+        "STORED",
     ),
     "linear_cross_entropy": Shipped(
         "cross_entropy.read",

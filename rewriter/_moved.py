@@ -59,6 +59,38 @@ _FOLDERS = {
 }
 """Folder to the modules that moved there; ``old=new`` for one with another name."""
 
+_VARIANTS = {
+    "kernels.attention.paged": "kernels.attention",
+    "kernels.attention.paged.cost": "kernels.attention.pages",
+    "kernels.attention.paged.estimate": "kernels.attention.hopper_decode.time_model",
+    "kernels.attention.paged.hopper": "kernels.attention.hopper_decode.paged",
+    "kernels.attention.paged.reference": "kernels.attention.pages",
+    "kernels.attention.paged.sharding": "kernels.attention.paged_form",
+    "kernels.attention.paged.tpu": "kernels.attention.tpu_pages",
+    "kernels.attention.paged.xla": "kernels.attention.xla.gathered",
+    "kernels.norms.layer_norm": "kernels.norms",
+    "kernels.norms.rms_norm": "kernels.norms",
+    "kernels.norms.rows_hopper": "kernels.norms.hopper",
+    "kernels.norms.rows_hopper_config": "kernels.norms.hopper_config",
+    "kernels.norms.rows_hopper_kernel": "kernels.norms.hopper_kernel",
+    "kernels.norms.rows_tpu": "kernels.norms.tpu",
+    "kernels.norms.rows_tpu_kernel": "kernels.norms.tpu_kernel",
+    "kernels.ragged.quantized_dot": "kernels.ragged.dot",
+    "kernels.ragged.quantized_dot.estimate": "kernels.ragged.dot.stored_estimate",
+    "kernels.ragged.quantized_dot.hopper": "kernels.ragged.dot.hopper.stored",
+    "kernels.ragged.quantized_gated_linear_unit": "kernels.ragged.gated_linear_unit",
+    "kernels.ragged.quantized_gated_linear_unit.estimate": (
+        "kernels.ragged.gated_linear_unit.stored_estimate"
+    ),
+    "kernels.ragged.quantized_gated_linear_unit.hopper": (
+        "kernels.ragged.gated_linear_unit.hopper_stored"
+    ),
+    "patterns.ragged.quantized_dot": "patterns.ragged.dot",
+    "patterns.ragged.quantized_gated_linear_unit": "patterns.ragged.gated_linear_unit",
+}
+"""Modules of variants, which are with what they vary now. A folder's modules moved with
+it, where they still are modules of their own."""
+
 
 def moved() -> dict[str, str]:
     """Returns old paths below ``rewriter`` to new ones.
@@ -73,7 +105,7 @@ def moved() -> dict[str, str]:
             old, _, new = name.partition("=")
             if old not in _FOLDERS:  # `site` and `choose` are folders now
                 pairs[old] = f"{folder}.{new or old}"
-    return pairs
+    return pairs | _VARIANTS
 
 
 class _OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -120,5 +152,6 @@ def keep_old_paths(package: str) -> None:
     for old, new in finder.paths.items():
         if new in sys.modules:
             sys.modules.setdefault(old, sys.modules[new])
-            face.setdefault(old.rpartition(".")[2], sys.modules[new])
+            if old.count(".") == 1:
+                face.setdefault(old.rpartition(".")[2], sys.modules[new])
     sys.meta_path.insert(0, finder)  # first: a folder that moved still has its path

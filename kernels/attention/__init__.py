@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.attention import cudnn, hopper, hopper_decode, tpu, xla
-from rewriter.kernels.attention.cost import cost
+from rewriter.kernels.attention import (
+    cudnn,
+    hopper,
+    hopper_decode,
+    tpu,
+    tpu_pages,
+    xla,
+)
+from rewriter.kernels.attention.hopper_decode import paged
+from rewriter.kernels.attention.op import OP as OP
+from rewriter.kernels.attention.op import PAGED as PAGED
 from rewriter.kernels.attention.overflow import with_overflow
-from rewriter.kernels.attention.reference import (
-    distributions,
-    reference,
-    sample,
-    usual,
-)
-from rewriter.kernels.attention.sharding import sharding
-from rewriter.ops.op import Op, Operand
+from rewriter.kernels.attention.xla import gathered
 
-_TABLE = "b|1 n|1 t|1 s|1"
+OPS = (OP, PAGED)
 
-OP = Op(
-    name="attention",
-    operands=(
-        Operand("q", "b t n h", True, "Queries: head i reads key head `i * k // n`."),
-        Operand("k", "b s k h", True, "Keys."),
-        Operand("v", "b s k e", True, "Values."),
-        Operand("bias", _TABLE, doc="Added to the scores after scale and softcap."),
-        Operand("mask", _TABLE, doc="bool: True keeps."),
-        Operand("q_segments", "b|1 t", doc="int: queries see keys of equal segments."),
-        Operand("kv_segments", "b|1 s", doc="int: the keys' segments."),
-        Operand("kv_lengths", "b|1", doc="int: keys `s < length` are seen."),
-        Operand("offset", "b|1", doc="int: added to the positions of queries."),
-        Operand("prefix", "b|1", doc="int: keys `s < prefix` are seen whatever the "
-                "window."),
-        Operand("alibi", "n", doc="`alibi * (s - t - offset - shift)` is added to the "
-                "scores."),
-        Operand("sinks", "n", doc="`exp(sink)` joins the denominator of each row. A "
-                "row without keys is then 0, whatever `empty_rows` says."),
-        Operand("dropout", _TABLE, doc="Multiplies the probabilities."),
-        Operand("scale_factor", "", doc="Multiplies `scale`, at run time."),
-    ),
-    out="b t n e",
-    reference=reference,
-    sample=sample,
-    usual=usual,
-    defaults={
-        "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
-        "empty_rows": "nan", "unshifted": None, "out_dtype": None,
-    },
-    parallel="b",
-    cost=cost,
-    distributions=distributions,
-    sharding=sharding,
+_OF_ARRAYS = (
+    cudnn.KERNEL, hopper.KERNEL, hopper_decode.KERNEL, tpu.KERNEL, xla.KERNEL,
 )  # fmt: skip
+_OF_PAGES = (paged.KERNEL, tpu_pages.KERNEL, gathered.KERNEL)
 
-KERNELS = tuple(
-    with_overflow(kernel)
-    for kernel in (
-        cudnn.KERNEL,
-        hopper.KERNEL,
-        hopper_decode.KERNEL,
-        tpu.KERNEL,
-        xla.KERNEL,
-    )
-)
+KERNELS = (*map(with_overflow, _OF_ARRAYS), *_OF_PAGES)

@@ -1,4 +1,4 @@
-"""Uses of a gated linear unit to measure, by the name of the set."""
+"""Uses of a gated linear unit to measure, by op and by the name of the set."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ def _use(
 
 
 SHAPES = {
-    "small": (_use(256, 128, 512, "float32"),),
-    "targets": (
-        _use(8192, 4096, 14336),
-        _use(16384, 2048, 8192),
-        _use(2048, 8192, 28672),
-        _use(16, 4096, 14336),
-    ),
-    # Of a decoder of a billion parameters, and in float32.
-    "others": (
-        _use(8192, 2048, 5632),
-        _use(8192, 2048, 8192, "float32"),
-    ),
-    # Few enough for the TPU compiler's simulator to end within its time.
-    "simulated": (_use(2048, 2048, 4096),),
+    "gated_linear_unit": {
+        "small": (_use(256, 128, 512, "float32"),),
+        "targets": (
+            _use(8192, 4096, 14336),
+            _use(16384, 2048, 8192),
+            _use(2048, 8192, 28672),
+            _use(16, 4096, 14336),
+        ),
+        # Of a decoder of a billion parameters, and in float32.
+        "others": (
+            _use(8192, 2048, 5632),
+            _use(8192, 2048, 8192, "float32"),
+        ),
+        # Few enough for the TPU compiler's simulator to end within its time.
+        "simulated": (_use(2048, 2048, 4096),),
+    },
 }

@@ -5,10 +5,12 @@ Formula    out[m, f] = act(Σ_k x[m, k] w_gate[group(m), k, f])
 Looks like a product below ragged dots of one x by one set of groups, or below both
            halves of one, where one of them goes through an activation.
 Must hold  the form is the activation's applied to one ragged dot, times the other.
+           Stored matrices are as `rewriter.patterns.stored` says, in both branches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +26,19 @@ from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.forms import every
 from rewriter.patterns.gated_linear_unit.products import products
 from rewriter.patterns.ragged.dense_experts import RAGGED
-from rewriter.patterns.ragged.dot import ROWS_BY_MATRICES, precision_of, roles, stored
+from rewriter.patterns.ragged.dot import (
+    ROWS_BY_MATRICES,
+    expanding,
+    matrices_of,
+    memory_order,
+    precision_of,
+    roles,
+)
+from rewriter.patterns.stored import stored_above
 from rewriter.program.graph import Node
 
 NAME = "ragged_gated_linear_unit"
+OF_STORED = "quantized_ragged_gated_linear_unit"
 
 
 @dataclass(frozen=True)
@@ -156,7 +167,7 @@ def _operands(find: Finder, dot: Node) -> tuple[int, int, int]:
         raise Refused("dimensions", "no ragged dot of rows by matrices", score=0.2)
     x, w, sizes = dot.ins
     matrices = ROWS_BY_MATRICES[2]
-    if stored(find, w, matrices) != matrices:  # a ragged dot takes them unchanged
+    if memory_order(find, w, matrices) != matrices:  # a ragged dot takes them unchanged
         raise Refused("stored", "the matrices are stored transposed", score=0.2)
     return x, w, sizes
 
@@ -229,4 +240,54 @@ def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
     return operand(alg.of_atom(alg.atom("leaf", leaf, at)), *groups)
 
 
+# ----------------------------------------------------------------- stored matrices
+def propose_stored(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of the products below a ragged dot of 8-bit matrices."""
+    if stored_above(find, anchor.ins[1]) is None:
+        return
+    for unit in units(find, anchor, OF_STORED):
+        try:
+            yield read_stored(find, unit)
+            return
+        except Refused as refusal:
+            find.missed(OF_STORED, anchor, refusal)
+        except OverBudget as error:
+            refusal = Refused("budget", str(error), score=0.2)
+            find.missed(OF_STORED, anchor, refusal)
+
+
+def read_stored(find: Finder, unit: Unit) -> Reading:
+    """The reading of a unit with stored matrices.
+
+    Raises:
+        Refused: If it is no unit, or its matrices are not stored numbers with scales.
+        OverBudget: If the form grows too large.
+    """
+    plain = read(find, unit)
+    numbers: dict[Node, int] = {}
+    for dot in (unit.gate_dot, unit.up_dot):
+        array = stored_above(find, dot.ins[1])
+        if array is None:
+            raise Refused("dtype", "only one branch has 8-bit matrices", score=0.3)
+        numbers[dot] = array
+    x, _, sizes = unit.gate_dot.ins
+    ev = expanding(find, unit.value, numbers, x, sizes)
+    args = ev.indices(unit.value)
+    form = ev.poly(unit.value, args)
+    operands = {n: o for n, o in plain.operands.items() if n in ("x", "group_sizes")}
+    for name, dot in zip(("w", "w_up"), numbers, strict=False):
+        found = matrices_of(find, ev, dot, numbers[dot])
+        if found.order != "forward":
+            raise Refused("stored", "the matrices are stored transposed", score=0.2)
+        operands[name] = found.numbers
+        if found.scale is not None:
+            operands[f"{name}_scale"] = found.scale
+    return dataclasses.replace(
+        plain, op=OF_STORED, place=ev.place, args=args, form=form,
+        out_groups=tuple(() if i is None else (i,) for i in args),
+        operands=operands, notes=tuple(sorted(ev.notes)),
+    )  # fmt: skip
+
+
 PATTERN = ReaderPattern(NAME, RAGGED, propose, needs=frozenset({"mul"}))
+STORED = ReaderPattern(OF_STORED, RAGGED, propose_stored, needs=frozenset({"mul"}))

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rewriter.choose.choose import Choice, check_names, choose, usable
+from rewriter.choose.choice import Choice
+from rewriter.choose.choose import choose
+from rewriter.choose.forced import check_names
+from rewriter.choose.usable import usable
 from rewriter.config import Config, Names
 from rewriter.errors import KernelError, caller
 from rewriter.ops.device import Device

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from rewriter.choose.choose import Choice, choose
+from rewriter.choose.choice import Choice
+from rewriter.choose.choose import choose
 from rewriter.choose.choose_ring import by_parts
 from rewriter.config import Config
 from rewriter.find.match import Match

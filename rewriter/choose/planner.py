@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rewriter.choose.choose import AS_WRITTEN, Choice, choose, left_out
+from rewriter.choose.choice import AS_WRITTEN, Choice
+from rewriter.choose.choose import choose, left_out
 from rewriter.choose.choose_ring import choose_ring
 from rewriter.choose.placing import Placed, Plan, in_order, spec_on_device, top
 from rewriter.config import Config

@@ -1,4 +1,4 @@
-"""Looks up the measurement of a key: given, cached, shipped, or of near shapes."""
+"""Looks up the measurement of a key: given, cached, shipped; near shapes and chips."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import jax
 from rewriter.config import Config
 from rewriter.errors import CacheWarning, ConfigError, caller
 from rewriter.measure import cache
+from rewriter.measure.family import carried_over
 from rewriter.measure.key import Key, nearest
 from rewriter.measure.measurement import Entry, Measurement
 from rewriter.measure.serialized import Found, read_all
@@ -23,6 +24,9 @@ from rewriter.support import regular_files
 
 Source = tuple[str, Sequence[Entry]]
 
+NEAREST = "nearest"
+"""The origin of measurements of near shapes, or of another chip of the family."""
+
 
 def sources(config: Config, device: Device, op: str) -> list[Source]:
     """Where measurements of a device may be found, the strongest first."""
@@ -30,6 +34,7 @@ def sources(config: Config, device: Device, op: str) -> list[Source]:
     if config.tune != "off":
         found += _kept(device, op)
     own = [(name, [e for e in es if e[0].device == device.kind]) for name, es in found]
+    own += [(NEAREST, list(carried_over(es, device.kind))) for _, es in found]
     return [(name, entries) for name, entries in own if entries]
 
 
@@ -46,7 +51,10 @@ def _kept(device: Device, op: str) -> list[Source]:
 def look_up(
     sources: Sequence[Source], key: Key, holds: Callable[[Measurement], bool]
 ) -> tuple[tuple[Measurement, ...], str]:
-    """The measurements of a key, else of the nearest shapes, and their origin."""
+    """The measurements of a key, else of the nearest shapes, and their origin.
+
+    Those of these shapes on another chip come before those of other shapes.
+    """
     for origin, entries in sources:
         found = tuple(filter(holds, dict(entries).get(key, ())))
         if found:
@@ -54,7 +62,7 @@ def look_up(
     for _, entries in sources:
         found = tuple(filter(holds, nearest(entries, key)))
         if found:
-            return found, "nearest"
+            return found, NEAREST
     return (), ""
 
 
@@ -102,7 +110,7 @@ def shipped(op: str) -> Tuned:
     for name in names:
         if name.endswith(".json"):
             tuned |= _shipped(os.path.join(folder, name))
-    return tuned
+    return Tuned(tuple((key, ms) for key, ms in tuned.entries if key.op == op))
 
 
 def _shipped(name: str) -> Tuned:

@@ -1,20 +1,25 @@
-"""Kernels: one way to compute an op, and what it supports."""
+"""Kernels: one way to compute an op, and what it supports.
+
+What a kernel's author needs beside it, `Spec` and `Space`, can be imported from here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
-from rewriter import _jax
 from rewriter.ops.device import Device
 from rewriter.ops.op import Op
+from rewriter.ops.space import Space as Space
+from rewriter.ops.space import fits_anywhere as fits_anywhere
+from rewriter.ops.space import worth_measuring as worth_measuring
+from rewriter.ops.spec import Spec as Spec
+from rewriter.ops.spec import of_least_sizes as of_least_sizes
+from rewriter.ops.spec import spec_of as spec_of
 from rewriter.support.source_line import source_line
 from rewriter.support.verdict import YES, Verdict, no
 
@@ -22,89 +27,6 @@ if TYPE_CHECKING:
     import jax
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One use of an op without its values, for choosing a kernel.
-
-    Attributes:
-        op: The op's name.
-        shapes: (operand, shape) for each operand present, in the op's order.
-        dtypes: (operand, dtype name) for each operand present.
-        params: (name, value) for each parameter, sorted by name.
-        tails: (operand, number of axes after its leading ones) for operands that
-            take any number of leading axes.
-    """
-
-    op: str
-    shapes: tuple[tuple[str, tuple[Any, ...]], ...]
-    dtypes: tuple[tuple[str, str], ...]
-    params: tuple[tuple[str, Any], ...]
-    tails: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The names of the operands that are there."""
-        return tuple(name for name, _ in self.shapes)
-
-    def has(self, name: str) -> bool:
-        """Whether an operand is there."""
-        return name in self.operands
-
-    def shape(self, name: str) -> tuple[Any, ...]:
-        """Returns an operand's shape; a size may be symbolic under export."""
-        return dict(self.shapes)[name]
-
-    def dtype(self, name: str) -> str:
-        """Returns the name of an operand's dtype, such as ``"bfloat16"``."""
-        return dict(self.dtypes)[name]
-
-    def nbytes(self, name: str) -> int:
-        """Returns an operand's size in bytes; its shape must be known."""
-        return math.prod(self.shape(name)) * jnp.dtype(self.dtype(name)).itemsize
-
-    def param(self, name: str, default: Any = None) -> Any:
-        """Returns a parameter's value."""
-        return dict(self.params).get(name, default)
-
-    @property
-    def symbolic(self) -> bool:
-        """Whether any size is symbolic."""
-        return any(not isinstance(d, int) for _, shape in self.shapes for d in shape)
-
-
-def of_least_sizes(spec: Spec) -> Spec:
-    """Returns a use with each symbolic size as the least that it can be, 1 or more."""
-    if not spec.symbolic:
-        return spec
-    shapes = tuple(
-        (name, tuple(max(_jax.size_range(d)[0], 1) for d in shape))
-        for name, shape in spec.shapes
-    )
-    return replace(spec, shapes=shapes)
-
-
-def spec_of(op: Op, operands: Mapping[str, Any], params: Mapping[str, Any]) -> Spec:
-    """Returns the `Spec` of an op on given operands.
-
-    Args:
-        op: The op.
-        operands: Arrays, or anything with ``shape`` and ``dtype``, by name.
-        params: Parameters; the op's defaults fill in what is missing.
-    """
-    names = op.ordered(operands)
-    return Spec(
-        op.name,
-        tuple((n, tuple(operands[n].shape)) for n in names),
-        tuple((n, str(operands[n].dtype)) for n in names),
-        tuple(sorted({**op.defaults, **params}.items())),
-        tuple((n, len(d[1:])) for n in names if (d := _letters(op, n))[:1] == ["..."]),
-    )
-
-
-def _letters(op: Op, name: str) -> list[str]:
-    return op.dims.get(name, "").split()
 
 
 def takes_all(spec: Spec) -> Verdict:
@@ -146,77 +68,6 @@ def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
             "small", f"operands of {size >> 10} KiB are so small that XLA is as fast"
         )
     return no("platform", f"not measured to be faster than XLA on {platform}")
-
-
-def fits_anywhere(config: Any, spec: Spec, device: Device) -> Verdict:
-    """Returns yes: the `fits` of a space that has nothing to prune."""
-    del config, spec, device
-    return YES
-
-
-@dataclass(frozen=True, eq=False)
-class Space:
-    """The configs that one pass of a kernel may run with.
-
-    Attributes:
-        config: A frozen dataclass of numbers and words, such as block sizes. The
-            pass gets one as ``config=``, or none and uses its rule of thumb.
-        default: ``default(spec, device)`` is that rule of thumb.
-        configs: ``configs(spec, device)`` gives the configs worth measuring, the most
-            promising first.
-        fits: Says, with reasons, whether a config can run: shared memory,
-            registers, divisibility.
-
-    What a forward saves for its backward must not depend on the config.
-
-    Example:
-        >>> @dataclass(frozen=True)
-        ... class Rows:
-        ...     rows: int = 128
-        >>> space = Space(
-        ...     Rows,
-        ...     default=lambda spec, device: Rows(),
-        ...     configs=lambda spec, device: [Rows(64), Rows(256), Rows(512)],
-        ...     fits=lambda config, spec, device: YES
-        ...     if spec.shape("x")[0] % config.rows == 0
-        ...     else no("rows", f"{config.rows} does not divide the rows"),
-        ... )
-        >>> spec = Spec("f", (("x", (512, 8)),), (("x", "float32"),), ())
-        >>> found, pruned = worth_measuring(space, spec, Device("cpu", "cpu"), 8)
-        >>> [config.rows for config in found]
-        [128, 64, 256, 512]
-    """
-
-    config: type
-    default: Callable[[Spec, Device], Any] = field(repr=False)
-    configs: Callable[[Spec, Device], Iterable[Any]] = field(repr=False)
-    fits: Callable[[Any, Spec, Device], Verdict] = field(
-        default=fits_anywhere, repr=False
-    )
-
-
-def worth_measuring(
-    space: Space | None, spec: Spec, device: Device, most: int
-) -> tuple[tuple[Any, ...], tuple[tuple[Any, Verdict], ...]]:
-    """Returns the configs to measure, and those that were pruned with the reasons.
-
-    Args:
-        space: The space; without one there is one config, None.
-        spec: The use of the op.
-        device: Where it will run.
-        most: How many configs at most; the rule of thumb is the first.
-
-    Example:
-        >>> worth_measuring(None, Spec("f", (), (), ()), Device("cpu", "cpu"), 8)
-        ((None,), ())
-    """
-    if space is None:
-        return (None,), ()
-    default = space.default(spec, device)
-    proposed = dict.fromkeys((default, *space.configs(spec, device)))
-    verdicts = [(c, space.fits(c, spec, device)) for c in proposed]
-    good = [c for c, v in verdicts if v.ok]
-    return tuple(good[:most]), tuple((c, v) for c, v in verdicts if not v.ok)
 
 
 @dataclass(frozen=True)

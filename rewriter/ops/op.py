@@ -109,6 +109,20 @@ class Sharding:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How matrices may be stored in few bits; see `rewriter.ops.stored`.
+
+    Attributes:
+        dtypes: The dtypes of the stored numbers.
+        summed: The letter of the axis that the op sums over, along which numbers share
+            a scale.
+    """
+
+    dtypes: tuple[str, ...]
+    summed: str
+
+
+@dataclass(frozen=True)
 class Operand:
     """An array that an op takes. It is documented here, and nowhere else.
 
@@ -119,12 +133,14 @@ class Operand:
             broadcast.
         required: Whether every use has it.
         doc: What it holds, and its dtype if that is not any float.
+        stored: How it may be stored in few bits, if the op has a form that takes that.
     """
 
     name: str
     axes: str
     required: bool = False
     doc: str = ""
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +151,7 @@ class Op:
         name: The op's name, such as ``"attention"``.
         operands: What it takes, in order.
         out: The axes of the result; see `Operand.axes`.
+        about: What it computes, in one line; what its package says, by default.
         reference: ``reference(*, <operands present>, **params)`` gives the
             result, in plain `jax.numpy` without derivative rules of its own.
         sample: ``sample(key, operands, params)`` gives realistic operands for
@@ -180,6 +197,7 @@ class Op:
     sharding: Callable[[Mapping[str, Any]], Sharding | None] | None = field(
         default=None, repr=False
     )
+    about: str = field(default="", repr=False)
     parts: str = ""
     form_of: str = ""
 

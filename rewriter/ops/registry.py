@@ -10,6 +10,7 @@ import functools
 import importlib
 import threading
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from rewriter import errors
@@ -178,10 +179,11 @@ class Registry:
         if not self.builtin or name not in OPS:
             return None
         module = importlib.import_module(package_of(name))
-        self._ops[name] = module.OP
+        (found,) = (op for op in _ops_of(module) if op.name == name)
+        self._ops[name] = found
         kernels = self._kernels.setdefault(name, {})
-        kernels.update((k.name, k) for k in module.KERNELS)
-        return module.OP
+        kernels.update((k.name, k) for k in module.KERNELS if k.op == name)
+        return found
 
 
 @functools.cache
@@ -203,6 +205,11 @@ def package_of(op: str) -> str:
     if op not in OPS:
         raise ModuleNotFoundError(f"no package of kernels for {op!r}")
     return f"rewriter.kernels.{OPS[op]}"
+
+
+def _ops_of(package: ModuleType) -> tuple[Op, ...]:
+    """The ops of a package: its ``OPS``, or its only ``OP``."""
+    return package.OPS if hasattr(package, "OPS") else (package.OP,)
 
 
 def _shipped_pattern(name: str) -> Any:

@@ -52,7 +52,7 @@ def named_uses(op: str, name: str) -> tuple[Spec, ...]:
     """
     found = registry().op(op)
     try:
-        sets = importlib.import_module(f"{package_of(op)}.shapes").SHAPES
+        sets = importlib.import_module(f"{package_of(op)}.shapes").SHAPES[op]
     except ModuleNotFoundError:  # an op of the user's
         return ()
     if name not in sets:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 
 import rewriter
 from rewriter.hardware import timing
-from rewriter.kernels.norms import rows_hopper_config
+from rewriter.kernels.norms import hopper_config
 from rewriter.kernels.shared import hopper
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
@@ -198,8 +198,8 @@ def sum_candidates(
     named = dict(zip(OPERANDS[op][1:], given, strict=True))
     programs = hopper.processors(device.attached())
     forward, backward = (
-        rows_hopper_config.proposed(
-            rows_hopper_config.norm_of(op == "layer_norm", x, None, 0.0, named, True),
+        hopper_config.proposed(
+            hopper_config.norm_of(op == "layer_norm", x, None, 0.0, named, True),
             is_backward,
             programs,
         )[:most]

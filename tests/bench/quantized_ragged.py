@@ -26,10 +26,11 @@ import numpy as np
 
 import rewriter
 from rewriter.hardware import timing
-from rewriter.kernels.ragged.quantized_dot.reference import dequantized, quantized
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from rewriter.ops.registry import registry
+from rewriter.ops.stored import numbers_of as quantized
+from rewriter.ops.stored import widened
 from rewriter.site.implementation import settings
 from tests.bench import record
 from tests.bench.hopper_glu import compiled
@@ -73,7 +74,7 @@ def inputs(case: Case, unit: bool, seed: int) -> list[jax.Array]:
 
 def dot(x: Any, sizes: Any, w: Any, scale: Any) -> Any:
     """Returns a product as models write it, dequantised to the rows' 16 bits."""
-    return jax.lax.ragged_dot(x, dequantized(x, w, scale, "forward"), sizes)
+    return jax.lax.ragged_dot(x, widened(w, scale, 1, x.dtype), sizes)
 
 
 def as_written(x: Any, sizes: Any, w: Any, scale: Any, *up: Any) -> Any:

@@ -129,7 +129,8 @@ def supported() -> str:
     """One row per op: what it is, its kernels."""
     rows = []
     for name in registry().ops():
-        text = importlib.import_module(package_of(name)).__doc__ or ""
+        text = registry().op(name).about
+        text = text or importlib.import_module(package_of(name)).__doc__ or ""
         kernels = ", ".join(k.name for k in registry().kernels(name)) or "reference"
         rows.append((f"`{name}`", text.splitlines()[0].split(": ", 1)[-1], kernels))
     return _table(("op", "computes", "kernels besides XLA's own"), rows)

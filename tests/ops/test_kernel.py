@@ -69,14 +69,26 @@ def test_pickles() -> None:
         assert (kernel.limits, kernel.traits) == (MADE.limits, MADE.traits)
 
 
+def kernels_of(module: Any) -> tuple[Kernel, ...]:
+    """The kernels of a module: its ``KERNELS``, one for an op, or its ``KERNEL``."""
+    if "KERNELS" not in vars(module):
+        return (module.KERNEL,) if hasattr(module, "KERNEL") else ()
+    assert len({k.op for k in module.KERNELS}) == len(module.KERNELS)
+    return module.KERNELS
+
+
 @pytest.mark.parametrize("op", registry().ops())
 def test_each_module_of_an_op_exports_one_kernel(op: str) -> None:
     """`KERNELS` are those of the modules in the op's folder, and no others."""
     package = importlib.import_module(package_of(op))
     assert package.__file__
-    inside = sorted(pathlib.Path(package.__file__).parent.iterdir())
-    names = [p.stem for p in inside if p.suffix in ("", ".py")]
-    modules = [importlib.import_module(f"{package.__name__}.{n}") for n in names]
-    kernels = [m.KERNEL for m in modules if hasattr(m, "KERNEL")]
-    assert set(kernels) == set(package.KERNELS)
-    assert {k.op for k in kernels} == {op}
+    folder = pathlib.Path(package.__file__).parent
+    inside = {p.parent if p.stem == "__init__" else p for p in folder.rglob("*.py")}
+    parts = [p.relative_to(folder).with_suffix("").parts for p in inside - {folder}]
+    names = [".".join((package.__name__, *path)) for path in parts]
+    modules = [importlib.import_module(name) for name in names]
+    kernels = [k for m in modules for k in kernels_of(m)]
+    which = lambda kernels: {(k.op, k.name, k.version) for k in kernels}
+    assert which(kernels) == which(package.KERNELS)
+    assert len(kernels) == len(package.KERNELS)
+    assert registry().kernels(op) == tuple(k for k in package.KERNELS if k.op == op)

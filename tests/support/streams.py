@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from rewriter.kernels.norms.rms_norm import xla
+from rewriter.kernels.norms import xla
 from rewriter.ops.kernel import PLATFORMS, Kernel
 from rewriter.ops.registry import registry
 
@@ -43,14 +43,14 @@ class Calls:
         self, *, x: Any, addend: Any = None, residuals: bool = False, **given: Any
     ) -> Any:
         if addend is None:
-            return xla.forward(x=x, residuals=residuals, **given)
+            return xla.forward(x=x, centred=False, residuals=residuals, **given)
         self.forward += 1
-        out, saved = xla.forward(x=x + addend, residuals=True, **given)
+        out, saved = xla.forward(x=x + addend, centred=False, residuals=True, **given)
         both = x + addend, out
         return (both, saved) if residuals else both
 
     def differentiate(self, *, addend: Any = None, **given: Any) -> Any:
-        grads = xla.backward(**given)
+        grads = xla.backward(centred=False, **given)
         if addend is not None:
             self.backward += 1
             grads["x"] = grads["x"] + addend

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.by_entry import by_entry
-from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper.backward_config import (
     BackwardTiles as BackwardTiles,
 )
@@ -41,6 +40,7 @@ from rewriter.kernels.attention.hopper.config import (
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
+from rewriter.kernels.attention.hopper.time_model import estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no

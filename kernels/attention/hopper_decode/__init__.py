@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.attention.by_entry import by_entry
-from rewriter.kernels.attention.estimate import estimate
 from rewriter.kernels.attention.hopper_decode.config import ROWS
 from rewriter.kernels.attention.hopper_decode.config import Split as Split
 from rewriter.kernels.attention.hopper_decode.config import configs as configs
 from rewriter.kernels.attention.hopper_decode.config import default as default
 from rewriter.kernels.attention.hopper_decode.config import fits as fits
+from rewriter.kernels.attention.hopper_decode.time_model import estimate
+from rewriter.kernels.attention.op import OP
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
@@ -139,7 +140,6 @@ def forward(
         swapped: Operands whose heads lie before positions in memory.
         **given: Operands and parameters of attention.
     """
-    from rewriter.kernels.attention import OP
     from rewriter.kernels.attention.hopper_decode import decode
 
     operands = {n: x for n, x in given.items() if n in OP.names}

@@ -14,11 +14,13 @@ import pytest
 import rewriter
 from rewriter.choose.choose import choose
 from rewriter.config import Config
+from rewriter.kernels.attention import PAGED
 from rewriter.kernels.attention.hopper_decode import Split
-from rewriter.kernels.attention.paged import KERNELS, hopper
-from rewriter.kernels.attention.paged.reference import AXES, reference
+from rewriter.kernels.attention.hopper_decode import paged as hopper
+from rewriter.kernels.attention.pages import AXES
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, worth_measuring
+from rewriter.ops.registry import registry
 from tests import slow
 from tests.kernels.attention.test_hopper import H200, LIMITS, error, needs_hopper
 from tests.kernels.attention.test_tpu_paged import MASK, arguments, decode, spec
@@ -27,7 +29,8 @@ from tests.support.kernels.float64 import float64
 
 pytestmark = pytest.mark.once
 
-KERNEL = next(k for k in KERNELS if k.name == "hopper_decode")
+KERNELS = registry().kernels(PAGED.name)
+KERNEL = hopper.KERNEL
 
 
 # ---------------------------------------------------------------- what it takes
@@ -97,7 +100,7 @@ def exact(given: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
             )
             for n, x in given.items()
         }
-        return np.asarray(reference(**wide, **params))
+        return np.asarray(PAGED.reference(**wide, **params))
 
 
 Case = tuple[dict[str, Any], dict[str, Any], Split]

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from rewriter.kernels.attention import KERNELS, OP
+from rewriter.kernels.attention import OP
 from rewriter.kernels.attention.overflow import PARAM, overflows
 from rewriter.kernels.attention.ring import supports as ring_supports
 from rewriter.ops.kernel import Kernel, spec_of
+from rewriter.ops.registry import registry
 from tests.support.kernels import simulator, tpu
 
-BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+BY_NAME = {kernel.name: kernel for kernel in registry().kernels("attention")}
 B, T, S, N, H = 2, 40, 48, 2, 16
 GIVEN = {"scale": 1.0, "window": (None, 8), "unshifted": "float32"}
 LARGE, SMALL = slice(0, T, 7), slice(3, T, 7)

@@ -12,11 +12,13 @@ import pytest
 
 import rewriter
 from rewriter.hardware import ahead_of_time
-from rewriter.kernels.attention.paged import KERNELS, OP, tpu
-from rewriter.kernels.attention.paged.reference import AXES
-from rewriter.kernels.attention.paged.tpu import schedule
+from rewriter.kernels.attention import PAGED as OP
+from rewriter.kernels.attention import tpu_pages as tpu
+from rewriter.kernels.attention.pages import AXES
+from rewriter.kernels.attention.tpu_pages import schedule
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of, worth_measuring
+from rewriter.ops.registry import registry
 from tests import slow
 from tests.kernels.attention.test_memory_bounded import close
 from tests.kernels.attention.test_memory_bounded import exact as attention
@@ -24,7 +26,8 @@ from tests.support.kernels import tpu as on_tpu
 
 pytestmark = pytest.mark.once
 
-KERNEL = next(k for k in KERNELS if k.name == "mosaic_tpu")
+KERNELS = registry().kernels(OP.name)
+KERNEL = tpu.KERNEL
 PARAMS = ("scale", "window", "shift", "softcap", "empty_rows", "out_dtype")
 
 

@@ -14,10 +14,10 @@ from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper_decode.config import Split
 from rewriter.kernels.attention.hopper_decode.problem import Pages, Problem
-from rewriter.kernels.attention.paged.tpu import schedule as paged
 from rewriter.kernels.attention.reference import visible
 from rewriter.kernels.attention.ring.turns import turns
 from rewriter.kernels.attention.tpu import schedule
+from rewriter.kernels.attention.tpu_pages import schedule as paged
 from rewriter.kernels.attention.visibility import Visibility
 from rewriter.kernels.attention.xla import tiles
 from rewriter.kernels.attention.xla.config import Blocks

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.norms import rows_hopper_config, rows_hopper_kernel
-from rewriter.kernels.norms.rows_hopper_config import (
+from rewriter.kernels.norms import hopper_config, hopper_kernel
+from rewriter.kernels.norms.hopper_config import (
     Norm,
     Teams,
     programs_of,
@@ -266,7 +266,7 @@ def test_addends_that_do_not_fit_are_added_outside(
     added = addends.beside(given)
     room = shared_memory(Norm(True, EPS, 24, 256, "float32", "float32", ()),
                          Teams(1, 1, 1, 2), True) + 2048  # fmt: skip
-    monkeypatch.setattr(rows_hopper_config, "SHARED_MEMORY", room)
+    monkeypatch.setattr(hopper_config, "SHARED_MEMORY", room)
     with simulator.simulated_norms():
         made = with_addends(op, given, up, added)
     check_addends(op, given, up, added, made)
@@ -322,7 +322,7 @@ def wrong(op: str, config: Teams) -> bool:
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_simulator_sees_faults(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    team, config = rows_hopper_kernel._Team, Teams(1, 2, 2, 2, 1)
+    team, config = hopper_kernel._Team, Teams(1, 2, 2, 2, 1)
     means, refill = team.means, team.refill
     monkeypatch.setattr(simulator, "LATE_S", 0.002)
     assert not wrong(op, config)

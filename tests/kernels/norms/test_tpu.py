@@ -13,7 +13,7 @@ import pytest
 
 import rewriter
 from rewriter.hardware import ahead_of_time
-from rewriter.kernels.norms.rows_tpu import Rows, beside_sum, chunk_of, rows_of, vmem
+from rewriter.kernels.norms.tpu import Rows, beside_sum, chunk_of, rows_of, vmem
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.ops import device, tpu
 from rewriter.ops.kernel import spec_of, worth_measuring

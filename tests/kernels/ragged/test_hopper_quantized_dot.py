@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.ragged.quantized_dot import KERNELS, OP, hopper
-from rewriter.kernels.ragged.quantized_dot.hopper import MANY, Tiles
-from rewriter.kernels.ragged.quantized_dot.reference import DTYPES, quantized
+from rewriter.kernels.ragged.dot import STORED as OP
+from rewriter.kernels.ragged.dot.hopper import stored as hopper
+from rewriter.kernels.ragged.dot.hopper.stored import KERNEL, MANY, Tiles
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
+from rewriter.ops.stored import EIGHT_BITS as DTYPES
+from rewriter.ops.stored import numbers_of as quantized
 from tests import slow
 from tests.kernels.ragged.test_dot import exact
 from tests.kernels.ragged.test_hopper_dot import SIZES, close, on_hopper
 from tests.support.kernels import simulator
 
-(KERNEL,) = KERNELS
 MODES = ("forward", "transposed")
 HERE = device.named("h200")
 
@@ -169,7 +170,7 @@ def test_cotangent_of_rows(mode: str) -> None:
     given = make([40, 0, 24], 70, 64, 128, mode, "bfloat16", "int8")
     up = np.random.default_rng(1).standard_normal((70, 128)).astype("float32")
     rest = {n: x for n, x in given.items() if n != "lhs"}
-    f = lambda lhs: OP.reference(lhs, **rest, mode=mode, out_dtype="float32")
+    f = lambda lhs: OP.reference(lhs=lhs, **rest, mode=mode, out_dtype="float32")
     (want,) = jax.vjp(f, given["lhs"])[1](jnp.asarray(up))
     assert KERNEL.backward is not None
     back = functools.partial(KERNEL.backward, mode=mode, out_dtype="float32")

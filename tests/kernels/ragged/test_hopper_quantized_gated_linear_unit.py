@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 import rewriter
+from rewriter.kernels.ragged.dot.hopper.stored import MANY, Tiles
+from rewriter.kernels.ragged.gated_linear_unit import OP as PLAIN
+from rewriter.kernels.ragged.gated_linear_unit import STORED as OP
+from rewriter.kernels.ragged.gated_linear_unit import hopper_stored as hopper
+from rewriter.kernels.ragged.gated_linear_unit.hopper_stored import KERNEL
 from rewriter.kernels.ragged.gated_linear_unit.reference import branches
-from rewriter.kernels.ragged.quantized_dot.hopper import MANY, Tiles
-from rewriter.kernels.ragged.quantized_dot.reference import DTYPES, quantized
-from rewriter.kernels.ragged.quantized_gated_linear_unit import KERNELS, OP, hopper
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
+from rewriter.ops.stored import EIGHT_BITS as DTYPES
+from rewriter.ops.stored import numbers_of as quantized
+from rewriter.ops.stored import widened_operands
 from tests import slow
 from tests.kernels.ragged.test_dot import exact
 from tests.kernels.ragged.test_hopper_dot import SIZES, close, on_hopper
@@ -25,7 +30,6 @@ from tests.support.kernels import simulator
 
 pytestmark = pytest.mark.once
 
-(KERNEL,) = KERNELS
 HALVES = (None, "gate_up", "up_gate")
 TILES = [Tiles(), Tiles(behind=False), Tiles(64, 128, apart=True), MANY]
 
@@ -119,7 +123,7 @@ def test_shape_of_the_cotangent_of_rows(halves: str | None) -> None:
     rest = {n: x for n, x in given.items() if n != "x"}
     f = lambda x: OP.reference(x=x, **rest, halves=halves)
     (want,) = jax.vjp(f, jnp.asarray(given["x"]))[1](jnp.asarray(up))
-    ordinary = hopper.ordinary(given)
+    ordinary = widened_operands(PLAIN, given)
     kept = branches(
         ordinary["x"], ordinary["w"], ordinary["group_sizes"], ordinary.get("w_up"),
         halves, jax.lax.ragged_dot,

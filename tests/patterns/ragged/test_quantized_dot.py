@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 
 import rewriter
-from rewriter.kernels.ragged.quantized_dot import OP
-from rewriter.kernels.ragged.quantized_dot.reference import DTYPES, quantized
+from rewriter.kernels.ragged.dot import STORED as OP
+from rewriter.ops.stored import EIGHT_BITS as DTYPES
+from rewriter.ops.stored import numbers_of as quantized
 from tests.kernels.ragged.test_dot import exact
 
 NAME = "quantized_ragged_dot"

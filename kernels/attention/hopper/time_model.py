@@ -1,0 +1,100 @@
+"""Estimates the time of our kernels for Hopper GPUs, copies of operands included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.kernels.attention.estimate import (
+    BOTH,
+    SMALL,
+    copies,
+    least,
+    looped,
+    made_even,
+    of_xla,
+    share,
+    widened,
+)
+from rewriter.kernels.attention.hopper.backward_config import (
+    backward_default,
+    fits_backward,
+)
+from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE, STEP, filled
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
+
+OWN, TILE = 0.99, 128
+"""The assumed share of cuDNN's rate that our Hopper kernel reaches, and the number of
+queries of a head that it multiplies at once."""
+
+CAPPED, TABLED = 1.3, 2.2
+"""The factors of its time with a soft cap, and with the cotangent of a bias."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"xla"``, and of ``"hopper"``."""
+    own = _seconds(spec, device, passes)
+    return {"xla": of_xla(spec, device, passes), "hopper": own}
+
+
+def _seconds(spec: Spec, device: Device, passes: str) -> float:
+    """Returns seconds of our kernels for Hopper GPUs, copies of operands included.
+
+    Args:
+        spec: A use.
+        device: A Hopper GPU.
+        passes: ``forward`` or ``forward_and_vjp``.
+    """
+    (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
+    if 4 * b * n * t * s < SMALL:  # as measured for cuDNN
+        return math.inf
+    both = passes != "forward"
+    flops = widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
+    reached = OWN * share(passes, filled(h))
+    made = seconds(device, flops, 0.0, compute=reached, launches=8 if both else 3)
+    made = max(made, least(spec, device, passes))
+    made *= CAPPED if spec.param("softcap") is not None else 1.0
+    made += copies(device, max(_made_wider(spec, both), _made_whole(spec, both)))
+    return _with_gradients(spec, device, made) if both else made
+
+
+def _made_whole(spec: Spec, both: bool) -> float:
+    """Returns bytes of the copies that fill the last tile of our kernel.
+
+    Heads as wide as a tile are copied row by row, and need none.
+    """
+    narrow = all(spec.shape(name)[3] in BY_ROWS for name in "qv")
+    return 0.0 if narrow else made_even(spec, both, EDGE)
+
+
+def _made_wider(spec: Spec, both: bool) -> float:
+    """Returns bytes of the copies that pad heads to widths that our kernel reads.
+
+    q, k and v are padded once for both passes, and the result is sliced. For gradients
+    the result and its cotangent are padded, and three results sliced.
+    """
+    (b, t, n, h), (_, s, heads, e) = spec.shape("q"), spec.shape("v")
+    wide, wide_values = (x + filled(x) if filled(x) > x else 0 for x in (h, e))
+    times, results = (2, 3) if both else (1, 1)
+    queries, keys = b * t * n, b * s * heads
+    numbers = times * (queries + keys) * wide
+    numbers += (times * keys + results * queries) * wide_values
+    return float(item(spec, "q") * numbers)
+
+
+def _with_gradients(spec: Spec, device: Device, own: float) -> float:
+    """Returns seconds of our kernels for Hopper GPUs, gradients of the loop included.
+
+    Args:
+        spec: A use.
+        device: A Hopper GPU.
+        own: Seconds of both passes by kernels.
+    """
+    tiles = backward_default(spec, device)
+    if not fits_backward(tiles, spec, device).ok:
+        loop = looped(spec, device, "forward_and_vjp") * (1 - 1 / BOTH)
+        return _seconds(spec, device, "forward") + loop
+    asked = spec.has("bias") and 1 not in spec.shape("bias")[2:]
+    return own * (TABLED if asked else 1.0)

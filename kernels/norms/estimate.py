@@ -1,0 +1,54 @@
+"""Estimates the time of a norm by XLA and by the kernel, from its bytes.
+
+XLA fuses the norm, and both were as fast on an H200 (``tests/bench/results/
+tuned_h200.json``): 0.7 to 0.9 of the bandwidth forward. With gradients XLA took from
+0.8 to 1.2 of the kernel's time, without a pattern by shape, so they count as equal.
+
+The kernel for Hopper GPUs `adds_to` x. The gain from a fused addition is not included
+here; see `rewriter.choose.choose_sum`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.kernels.norms import hopper_config
+from rewriter.kernels.norms.cost import cost
+from rewriter.kernels.norms.forms import is_centred
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import seconds
+from rewriter.ops.kernel import Spec
+
+FORWARD = 0.85
+"""The share of the bandwidth of a forward."""
+
+WITH_GRADIENTS = {True: 0.3, False: 0.65}
+"""The same with gradients, by whether rows are centred."""
+
+ON_HOPPER = {True: 0.85, False: 0.89}
+"""The share that our kernel for Hopper GPUs reached there, by whether rows are centred
+(``tests/bench/results/hopper_norms_h200.json``)."""
+
+ON_TPU = {True: 5 / 9, False: 5 / 7}
+"""The TPU kernel's time with gradients, as a share of XLA's, by whether rows are
+centred: it reads and writes arrays of rows five times, XLA's programs for TPUs nine or
+seven times."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns seconds by name: of ``"xla"`` and the platform's kernels."""
+    centred = is_centred(spec)
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    work = cost(shapes, dtypes, params, passes, centred=centred)
+    reached = FORWARD if passes == "forward" else WITH_GRADIENTS[centred]
+    each = seconds(device, 0.0, work.bytes, memory=reached)
+    if device.platform != "tpu":
+        own = seconds(device, 0.0, work.bytes, memory=ON_HOPPER[centred])
+        if not hopper_config.measured(spec):
+            own = math.inf
+        return {"xla": each, "memory_bounded": each, "hopper": own}
+    share = 1.0 if passes == "forward" else ON_TPU[centred]
+    launch = seconds(device, 0.0, 0.0)
+    ours = launch + (each - launch) * share
+    return {"xla": each, "memory_bounded": each, "mosaic_tpu": ours}

@@ -1,0 +1,283 @@
+"""Configs of norms of rows on Hopper: teams of warpgroups, and which of them fit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.ops.kernel import Spec
+
+LANES = 128
+"""Lanes of a warpgroup."""
+
+TOGETHER = 8
+"""The most warpgroups of a block: 1024 lanes."""
+
+BARRIERS = 32
+"""The most barriers that one number of a lane can index."""
+
+SUMS = 32
+"""The most sums that a warp computes at once: as many as lanes."""
+
+SPREAD = 4096
+"""The most columns of a row for a single warpgroup. A lane then has 64 registers of
+sums for a layer norm's scale and bias, of the 128 that it has with four warpgroups."""
+
+FOUR = 4
+"""Warpgroups of a block, and rows of a step of narrow rows. Each multiprocessor issues
+for four warps at a time, and a row of 1024 columns takes it little longer than summing
+over lanes."""
+
+REGISTERS = 512
+"""Registers of all warpgroups of a block, for one lane of each."""
+
+MORE_REGISTERS = 48
+"""Registers per lane for everything but sums over rows; with them ptxas spills
+nothing."""
+
+MORE = 1 << 10
+"""Bytes of shared memory for barriers."""
+
+MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
+"""Columns, and the fewest bytes of all rows, that were measured on an H200
+(``tests/bench/results/hopper_norms_h200.json``, ``decoder_norms_h200.json``)."""
+
+
+def measured(spec: Spec) -> bool:
+    """Returns whether a use is among the measured sizes, not only supported."""
+    shape = spec.shape("x")
+    size = math.prod(shape) * jnp.dtype(spec.dtype("x")).itemsize
+    return shape[-1] in MEASURED_COLUMNS and size >= MEASURED_BYTES
+
+
+@dataclass(frozen=True)
+class Teams:
+    """The config of both passes.
+
+    Attributes:
+        rows: The most rows of a step. A step takes the largest power of two up to it
+            that divides all rows.
+        warpgroups: Warpgroups of a team, which share the columns of a row.
+        teams: Teams of a block of threads. Each takes steps of its own.
+        stages: Steps of a team that shared memory holds.
+        programs: The most blocks of threads.
+    """
+
+    rows: int = 1
+    warpgroups: int = 1
+    teams: int = 4
+    stages: int = 3
+    programs: int = PROCESSORS
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One norm to compute.
+
+    Attributes:
+        centred: Whether the mean is subtracted, as a layer norm does.
+        eps: Added to the mean square.
+        m: Rows.
+        d: Columns.
+        dtype: That of x.
+        out: The result's dtype, and so the cotangent's.
+        given: Dtypes of scale, bias and epsilon by name, where there are.
+        addend: Whether rows as x are added to x, or to x's cotangent.
+        of_squares: As `reference` has it.
+    """
+
+    centred: bool
+    eps: float
+    m: int
+    d: int
+    dtype: str
+    out: str
+    given: tuple[tuple[str, str], ...]
+    addend: bool = False
+    of_squares: bool = False
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The operands whose cotangents are sums over rows."""
+        return tuple(n for n, _ in self.given if n != "epsilon")
+
+    @property
+    def corrects(self) -> bool:
+        """Whether gradients correct the remainder of rounded means.
+
+        Rows in 16 bits are not so far from 0, relative to their spread, that it
+        matters.
+        """
+        return self.centred and self.dtype == "float32"
+
+    def bytes_of(self, *names: str) -> int:
+        """Returns the bytes of one number of each of these operands, if present."""
+        return sum(_item(t) for n, t in self.given if n in names)
+
+
+def norm_of(
+    centred: bool,
+    x: Any,
+    out: str | None,
+    eps: float,
+    given: Mapping[str, Any],
+    addend: bool = False,
+    of_squares: bool = False,
+) -> Norm:
+    """Returns the norm of arrays, or of anything with their shape and dtype."""
+    m, d = math.prod(x.shape[:-1]), x.shape[-1]
+    kinds = tuple((n, str(y.dtype)) for n, y in given.items())
+    dtype, out = str(x.dtype), str(out or x.dtype)
+    return Norm(centred, eps, m, d, dtype, out, kinds, addend, of_squares)
+
+
+def rows_of(m: int, config: Teams) -> int:
+    """Returns the rows of a step.
+
+    Example:
+        >>> [rows_of(m, Teams(rows=4)) for m in (8, 6, 7)]
+        [4, 2, 1]
+    """
+    rows = 1
+    while 2 * rows <= config.rows and m % (2 * rows) == 0:
+        rows *= 2
+    return rows
+
+
+def programs_of(steps: int, config: Teams) -> int:
+    """Returns the number of blocks of threads.
+
+    It is the smallest number with the same most turns per block: with more blocks, some
+    would only wait for others at the end.
+
+    Example:
+        >>> programs_of(4096, Teams(teams=1)), programs_of(4096, Teams(teams=4))
+        (128, 128)
+        >>> programs_of(3, Teams(teams=4))
+        1
+    """
+    turns = -(-steps // (config.programs * config.teams))
+    return -(-steps // (turns * config.teams))
+
+
+def vector_of(norm: Norm, config: Teams) -> int:
+    """Returns the neighbouring columns that a lane loads at once: 16 bytes at most.
+
+    Example:
+        >>> norm = Norm(True, 0.0, 8, 1536, "bfloat16", "bfloat16", ())
+        >>> vector_of(norm, Teams()), vector_of(norm, Teams(warpgroups=2))
+        (4, 2)
+    """
+    vector = 16 // max(_item(norm.dtype), _item(norm.out))
+    while norm.d // config.warpgroups % (LANES * vector):
+        vector //= 2
+    return vector
+
+
+def shared_memory(norm: Norm, config: Teams, backward: bool) -> int:
+    """Returns the bytes of shared memory that a block of threads takes."""
+    rows = rows_of(norm.m, config)
+    items = _item(norm.dtype) * (1 + norm.addend)
+    items += _item(norm.out) if backward else 0
+    ring = config.teams * config.stages * rows * norm.d * items
+    if backward and config.teams > 1:
+        ring = max(ring, 4 * norm.d * len(norm.summed))
+    kept = norm.bytes_of("scale") + (0 if backward else norm.bytes_of("bias"))
+    return ring + kept * norm.d + sums_of(norm, config, backward) + MORE
+
+
+def sums_of(norm: Norm, config: Teams, backward: bool) -> int:
+    """Returns the bytes in which warps of a team exchange sums."""
+    values = rows_of(norm.m, config) * (2 if backward else 1)
+    return 4 * 2 * values * 4 * config.warpgroups * config.teams
+
+
+def _item(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+# ------------------------------------------------------------------ what fits
+def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
+    """Returns whether a config can run for a norm, with reasons if not."""
+    together, found = config.teams * config.warpgroups, [YES]
+    numbers = (config.rows, config.warpgroups, config.teams, config.programs)
+    if min(numbers) < 1 or config.stages < 2:
+        return no("numbers", f"{config} has a number below 1, or fewer than 2 stages")
+    if together > TOGETHER:
+        text = f"{together} warpgroups, and a block has {TOGETHER} at most"
+        found.append(no("warpgroups", text))
+    if norm.d % (lanes := config.warpgroups * LANES):
+        found.append(no("lanes", f"rows of {norm.d}, no multiple of {lanes} lanes"))
+    if (count := config.teams * config.stages) > BARRIERS:
+        found.append(no("stages", f"{count} of all teams, of at most {BARRIERS}"))
+    if (values := rows_of(norm.m, config) * (1 + backward)) > SUMS:
+        found.append(no("rows", f"{values} sums at once, of at most {SUMS}"))
+    if backward:
+        sums = norm.d * len(norm.summed) // (LANES * config.warpgroups)
+        most = min(255, REGISTERS // together // 8 * 8)
+        if (used := sums + MORE_REGISTERS) > most:
+            found.append(no("registers", f"{used} registers a lane, of at most {most}"))
+    if (size := shared_memory(norm, config, backward)) > SHARED_MEMORY:
+        text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
+        found.append(no("shared_memory", text))
+    return all_of(*found)
+
+
+# --------------------------------------------------------------- what is proposed
+def _likely(norm: Norm, programs: int) -> Iterator[Teams]:
+    """Yields configs, most promising first."""
+    able = [w for w in (1, 2, FOUR) if norm.d % (w * LANES) == 0]
+    enough = [w for w in able if norm.d <= w * SPREAD]
+    narrow = 1 << max(1, SPREAD // norm.d).bit_length() - 1
+    for warpgroups in enough + [w for w in reversed(able) if w not in enough]:
+        most = FOUR // warpgroups
+        together = dict.fromkeys((min(FOUR, narrow), 1))
+        sizes = itertools.product((3, 2), range(most, 0, -1), together)
+        # With another array to hold, prefer two stages of all teams to three of fewer.
+        order = sorted(sizes, key=lambda s: (-s[2], -s[1])) if norm.addend else sizes
+        for stages, teams, rows in order:
+            yield Teams(rows, warpgroups, teams, stages, programs)
+
+
+def usual(norm: Norm, backward: bool, programs: int = PROCESSORS) -> Teams:
+    """Returns the first likely config that fits; if none does, one that does not.
+
+    Example:
+        >>> usual(Norm(True, 0.0, 64, 16384, "bfloat16", "bfloat16", ()), True)
+        Teams(rows=1, warpgroups=4, teams=1, stages=3, programs=132)
+    """
+    every = list(_likely(norm, programs))
+    good = (c for c in every if verdict_of(c, norm, backward).ok)
+    return next(good, every[0])
+
+
+def proposed(norm: Norm, backward: bool, programs: int) -> list[Teams]:
+    """Returns configs worth measuring, most promising first."""
+    first = usual(norm, backward, programs)
+    rows, shared, teams = first.rows, first.warpgroups, first.teams
+    made = [
+        Teams(r, w, t, stages, programs)
+        for r, w, t in (
+            (rows, shared, teams),
+            (rows, shared, teams // 2),
+            (2 * rows, shared, teams // 2),
+            (rows // 2, shared, 2 * teams),
+            (rows, shared, 2 * teams),
+            (rows, 2 * shared, teams // 2),
+            (rows, 2 * shared, teams),
+            *([(rows, shared, teams - 1)] if norm.addend else []),
+        )
+        for stages in dict.fromkeys(
+            (first.stages, first.stages + norm.addend, 2 * first.stages)
+        )
+    ]
+    return [c for c in dict.fromkeys(made) if verdict_of(c, norm, backward).ok]

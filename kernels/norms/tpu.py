@@ -1,0 +1,344 @@
+"""Norms of rows on TPUs: what the kernel supports, its config, and what fits.
+
+Pallas takes half a second to import, so the kernels themselves are imported where
+they are first traced.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.kernels.norms.estimate import estimate
+from rewriter.kernels.norms.forms import CENTRED
+from rewriter.ops import tpu
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from rewriter.ops.kernel import Spec
+
+DTYPES = ("bfloat16", "float32")
+
+CHUNKS = ((8192, 64), (16384, 16))
+"""(columns, rows): up to these columns, so many rows are computed at once; of wider
+rows 8.
+
+Statistics over a whole row are known late, and with more rows the kernel waits for them
+less often: 8192 layer norms of 4096 columns take 228k cycles on v6e with chunks of 16
+rows, 143k with 32 and 114k with 64, by the TPU compiler's simulator (libtpu 0.0.50,
+`rewriter.measure.static_cost`, with these numbers changed).
+"""
+
+SUMS = 8
+"""Rows of sums over rows: those of a 32-bit register."""
+
+MORE = 1 << 19
+"""Bytes of VMEM for everything but blocks."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The config of both passes.
+
+    Attributes:
+        rows: Rows of a block at most.
+        parts: The number of parts of rows that may run at once, one per core.
+    """
+
+    rows: int = 64
+    parts: int = 1
+
+
+def chunk_of(width: int) -> int:
+    """Returns the number of rows that are computed at once, by their columns.
+
+    Example:
+        >>> chunk_of(4096), chunk_of(32768)
+        (64, 8)
+    """
+    return next((rows for most, rows in CHUNKS if width <= most), SUMS)
+
+
+def smallest(width: int) -> Rows:
+    """Returns the config that takes the least VMEM."""
+    return Rows(chunk_of(width))
+
+
+def rows_of(m: int, width: int, config: Rows) -> int:
+    """Returns the rows of a block: whole chunks, or all.
+
+    Example:
+        >>> [rows_of(m, 512, Rows(256)) for m in (100, 7, 8192)]
+        [64, 7, 256]
+    """
+    chunk = chunk_of(width)
+    return m if m < chunk else min(m, config.rows) // chunk * chunk
+
+
+def vmem(width: int, rows: int, items: int) -> int:
+    """Returns the bytes of VMEM that blocks take, and sums over rows.
+
+    Args:
+        width: Columns.
+        rows: Rows of a block.
+        items: Bytes of a number of all arrays of rows together.
+    """
+    lanes = -(-width // tpu.LANES) * tpu.LANES
+    padded = -(-rows // SUMS) * SUMS
+    return 2 * lanes * (padded * items + 2 * SUMS * 4 + 2 * SUMS * 4) + MORE
+
+
+def beside_sum(m: int, width: int, config: Rows, items: int, more: int) -> Rows | None:
+    """Returns a config for rows and a sum that fits into the VMEM of every TPU.
+
+    Args:
+        m: Rows.
+        width: Columns.
+        config: The config without.
+        items: Bytes of a number in all arrays of rows together, without the sum.
+        more: Further bytes because of the sum.
+
+    Returns:
+        The config, or one with fewer rows if it would take more VMEM than without the
+        sum and more than every TPU has. None if even the fewest rows do.
+
+    Example:
+        >>> beside_sum(8192, 4096, Rows(256), 4, 4)
+        Rows(rows=128, parts=1)
+    """
+    chunk, rows = chunk_of(width), config.rows
+    most = max(tpu.UNKNOWN.vmem, vmem(width, rows_of(m, width, config), items))
+    while rows >= chunk:
+        made = replace(config, rows=rows // chunk * chunk)
+        size = vmem(width, rows_of(m, width, made), items + more)
+        if size <= most:
+            return made
+        rows //= 2
+    return None
+
+
+def _items(spec: Spec) -> int:
+    """Bytes of x, the cotangent, and x's cotangent, or the result."""
+    item = lambda dtype: jnp.dtype(dtype).itemsize
+    x = item(spec.dtype("x"))
+    return 2 * x + item(spec.param("out_dtype") or spec.dtype("x"))
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernel supports a use: bfloat16 or float32 rows."""
+    if spec.symbolic:
+        return no("symbolic", "sizes must be known, but some are symbolic")
+    shape, found = spec.shape("x"), [YES]
+    for name in spec.operands:
+        if spec.dtype(name) not in DTYPES:
+            text = f"{name} is {spec.dtype(name)}, not {' or '.join(DTYPES)}"
+            found.append(no("dtype", text))
+        wanted = {"x": shape, "epsilon": ()}.get(name, shape[-1:])
+        if spec.shape(name) != wanted:
+            found.append(no("shape", f"{name} is {spec.shape(name)}, not {wanted}"))
+    if spec.param("out_dtype") not in (*DTYPES, None):
+        text = f"the result is {spec.param('out_dtype')}, not {' or '.join(DTYPES)}"
+        found.append(no("dtype", text))
+    if not shape or 0 in shape:
+        found.append(no("empty", f"x has shape {shape}: no rows, or none of a width"))
+    if not all_of(*found).ok:
+        return all_of(*found)
+    return fits(smallest(shape[-1]), spec, Device("", "tpu"))
+
+
+def fits(config: Rows, spec: Spec, device: Device) -> Verdict:
+    """Returns whether a config can run: whole chunks, VMEM."""
+    chunk = chunk_of(spec.shape("x")[-1])
+    if config.rows <= 0 or config.rows % chunk:
+        return no("rows", f"{config.rows} rows, no multiple of {chunk}")
+    if config.parts <= 0:
+        return no("parts", f"{config.parts} parts, fewer than 1")
+    shape = spec.shape("x")
+    rows = rows_of(math.prod(shape[:-1]), shape[-1], config)
+    size, room = vmem(shape[-1], rows, _items(spec)), tpu.generation(device).vmem
+    if size > room:
+        text = f"rows of {shape[-1]} take {size >> 10} KiB of VMEM of {room >> 10} KiB"
+        return no("vmem", text)
+    return YES
+
+
+MOST = 12 << 20
+"""The most bytes of VMEM for blocks: larger ones hide no more latency."""
+
+
+def default(spec: Spec, device: Device) -> Rows:
+    """Returns blocks of at most `MOST` bytes, and a part for each core."""
+    width, items = spec.shape("x")[-1], _items(spec)
+    parts = tpu.generation(device).cores
+    least = chunk_of(width)
+    sizes = (n for n in (512, 256, 128, 64, 32, 16) if n >= least)
+    fitting = (n for n in sizes if vmem(width, n, items) <= MOST)
+    return Rows(next(fitting, least), parts)
+
+
+def configs(spec: Spec, device: Device) -> list[Rows]:
+    """Returns blocks worth measuring."""
+    usual, least = default(spec, device), chunk_of(spec.shape("x")[-1])
+    sizes = (2 * usual.rows, max(least, usual.rows // 2))
+    return [Rows(n, usual.parts) for n in sizes]
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: XLA fuses a norm with its neighbours."""
+    del spec, platform
+    return no("fused", "XLA fuses a norm with its neighbours, and is as good alone")
+
+
+LEAST = 1 << 20
+"""The fewest bytes of x whose gradient's passes over memory take longer than a
+launch."""
+
+
+def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
+    """Returns yes if x is larger than `LEAST`: the gradient reads it only once.
+
+    XLA's program reads x four times and its cotangent twice, and ours x and the
+    cotangent once. Thousands of cycles by the compiler's simulation (libtpu 0.0.50),
+    which ignores the memory's bandwidth, for [8192, 4096] bfloat16: XLA's forward and
+    gradients; our gradients; and the least for the bytes of our gradients. A forward
+    adds two thirds to the last.
+
+                 v5e                     v6e
+                 XLA   ours   least      XLA   ours   least
+    rms_norm     477    205     369      302    178     214
+    layer_norm   892    270     369      482    244     214
+    """
+    del platform, count
+    size = math.prod(spec.shape("x")) * jnp.dtype(spec.dtype("x")).itemsize
+    if size < LEAST:
+        return no("small", f"{size >> 10} KiB of x are so small that XLA is as fast")
+    return YES
+
+
+# ------------------------------------------------------------------- both passes
+def forward(
+    *,
+    centred: bool,
+    x: jax.Array,
+    eps: float = 0.0,
+    of_squares: bool = False,
+    out_dtype: str | None = None,
+    addend: jax.Array | None = None,
+    residuals: bool = False,
+    config: Rows | None = None,
+    **given: jax.Array,
+) -> Any:
+    """Returns the result, as `reference` does; there are no residuals.
+
+    Operands are those of the op, and parameters are as in `reference`.
+
+    Args:
+        centred: Whether it is a layer norm, and no RMS norm.
+        out_dtype: The result's dtype; x's by default.
+        addend: As x. The result is then ``(x + addend, its norm)``.
+        residuals: Whether to return ``(result, ())``.
+        config: The blocks.
+        **given: scale [d], bias [d] and epsilon [], if present.
+    """
+    from rewriter.kernels.norms.tpu_kernel import normalized
+
+    norm, rows = _rows(centred, x, eps, of_squares)
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    config = config or smallest(norm.d)
+    total, added = None, None
+    if addend is not None:
+        items = x.dtype.itemsize + dtype.itemsize
+        beside = beside_sum(norm.m, norm.d, config, items, 2 * x.dtype.itemsize)
+        if beside is None:  # x alone fits
+            rows = rows + addend.reshape(rows.shape)
+            total = rows
+        else:
+            config, added = beside, addend.reshape(rows.shape)
+    out, *sums = normalized(norm, rows, given, dtype, config, added)
+    out, total = out.reshape(x.shape), sums[0] if sums else total
+    result = out if total is None else (total.reshape(x.shape), out)
+    return (result, ()) if residuals else result
+
+
+def backward(
+    *,
+    centred: bool,
+    x: jax.Array,
+    out: None,
+    residuals: tuple[()],
+    cotangent: jax.Array,
+    eps: float = 0.0,
+    of_squares: bool = False,
+    out_dtype: str | None = None,
+    addend: jax.Array | None = None,
+    config: Rows | None = None,
+    **given: jax.Array,
+) -> dict[str, jax.Array]:
+    """Returns the cotangents of every operand.
+
+    Operands are those of the op, and parameters are as in `reference`.
+
+    Args:
+        centred: Whether it is a layer norm, and no RMS norm.
+        out: Not needed.
+        residuals: Empty.
+        cotangent: As the result.
+        addend: As x, added to its cotangent.
+        config: The blocks.
+        **given: As in `forward`.
+    """
+    from rewriter.kernels.norms.tpu_kernel import cotangents
+
+    del out, residuals, out_dtype
+    norm, rows = _rows(centred, x, eps, of_squares)
+    up = cotangent.reshape(rows.shape)
+    config = config or smallest(norm.d)
+    added, later = None, None
+    if addend is not None:
+        items = 2 * x.dtype.itemsize + up.dtype.itemsize
+        beside = beside_sum(norm.m, norm.d, config, items, x.dtype.itemsize)
+        if beside is None:
+            later = addend
+        else:
+            config, added = beside, addend.reshape(rows.shape)
+    made = cotangents(norm, rows, up, given, config, added)
+    made["x"] = made["x"].reshape(x.shape)
+    made["x"] = made["x"] if later is None else made["x"] + later
+    return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
+
+
+def _rows(
+    centred: bool, x: jax.Array, eps: float, of_squares: bool
+) -> tuple[Any, jax.Array]:
+    """What is computed, and x as rows."""
+    from rewriter.kernels.norms.tpu_kernel import Norm
+
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return Norm(centred, eps, of_squares, *rows.shape), rows
+
+
+def _kernel(op: str) -> Kernel:
+    space = Space(Rows, default, configs, fits)
+    return Kernel(
+        name="mosaic_tpu",
+        op=op,
+        platforms=("tpu",),
+        version=1,
+        forward=functools.partial(forward, centred=CENTRED[op]),
+        backward=functools.partial(backward, centred=CENTRED[op]),
+        limits=Limits(supports),
+        speed=Speed(profitable, profitable_backward, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
+        space=space,
+        backward_space=space,
+    )
+
+
+KERNELS = tuple(map(_kernel, CENTRED))

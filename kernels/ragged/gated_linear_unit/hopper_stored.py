@@ -1,0 +1,175 @@
+"""Units of experts with quantized matrices on Hopper: both branches in one pass.
+
+Pallas takes half a second to import, so the kernel itself is imported where it is
+first traced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from rewriter.kernels.ragged.dot.hopper import profitable as profitable
+from rewriter.kernels.ragged.dot.hopper import stored as of_dot
+from rewriter.kernels.ragged.dot.hopper.config import STEP
+from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
+from rewriter.kernels.ragged.dot.rows import anywhere
+from rewriter.kernels.ragged.gated_linear_unit import hopper as plain
+from rewriter.kernels.ragged.gated_linear_unit.op import OP, STORED
+from rewriter.kernels.ragged.gated_linear_unit.stored_estimate import (
+    estimate,
+    part_of,
+)
+from rewriter.kernels.shared import gated_tiles
+from rewriter.kernels.shared.activations_hopper import ON_HOPPER
+from rewriter.kernels.shared.hopper import runs_on as runs_on
+from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.stored import widened_operands
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
+
+NAME = STORED.name
+"""The name of the kernel in profiles."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Returns whether the kernel supports a use: as a ragged dot, k and f by 64."""
+    found = [
+        of_dot.supports(part_of(spec)),
+        gated_tiles.computes(spec.param("activation")),
+    ]
+    if not found[0].ok:
+        return found[0]
+    dtypes, x = dict(spec.dtypes), spec.dtype("x")
+    if (up := dtypes.get("w_up", spec.dtype("w"))) != spec.dtype("w"):
+        found.append(no("dtype", f"w_up is {up}, and w {spec.dtype('w')}"))
+    if (out := spec.param("out_dtype")) not in (x, None):
+        found.append(no("dtype", f"the result is {out}, and x {x}"))
+    columns = spec.shape("w")[2]
+    if spec.param("halves") and columns % (2 * STEP):
+        text = f"half of {columns} columns is no multiple of {STEP}"
+        found.append(no("halves", text))
+    return all_of(YES, *found)
+
+
+def default(spec: Spec, device: Device) -> Tiles:
+    """Returns the rule of thumb, that of a ragged dot."""
+    return of_dot.default(part_of(spec), device)
+
+
+def configs(spec: Spec, device: Device) -> list[Tiles]:
+    """Returns tiles worth measuring, most promising first."""
+    made = of_dot.configs(part_of(spec), device)
+    return [config for config in made if fits(config, spec, device).ok]
+
+
+def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
+    """Returns whether tiles can run: as for a product, and both branches alike."""
+    found = [of_dot.fits(config, part_of(spec), device)]
+    if config.columns % (2 * STEP):
+        text = f"{config.columns} columns a warpgroup, no multiple of {2 * STEP}"
+        found.append(no("block_n", text))
+    return all_of(YES, *found)
+
+
+def forward(
+    *,
+    x: Array,
+    w: Array,
+    group_sizes: Array,
+    w_up: Array | None = None,
+    w_scale: Array | None = None,
+    w_up_scale: Array | None = None,
+    activation: str = "silu",
+    beta: float = 1.0,
+    halves: str | None = None,
+    precision: str | None = None,
+    out_dtype: str | None = None,
+    residuals: bool = False,
+    config: Tiles | None = None,
+) -> Any:
+    """Returns the result, as `reference` does, for supported uses.
+
+    Operands are those of the op, and parameters are as in `reference`.
+
+    Args:
+        out_dtype: The result's dtype: x's.
+        residuals: Whether to return ``(result, (gate, up))``.
+        config: The tiles; their columns are those of both branches.
+    """
+    from rewriter.kernels.ragged.dot.hopper import narrow
+    from rewriter.kernels.ragged.dot.hopper.branches import Branch
+    from rewriter.kernels.ragged.dot.hopper.by_rows import combined
+
+    del precision, out_dtype
+    f = w.shape[2] // (2 if halves else 1)
+
+    def branch(matrices: Array, scale: Array | None, first: int = 0) -> Branch:
+        if scale is not None:
+            scale = scale[:, first : first + f].astype(jnp.float32)
+        return Branch(matrices, first, scale=scale)
+
+    branches = [branch(w, w_scale)]
+    if halves:
+        order = (0, f) if halves == "gate_up" else (f, 0)
+        branches = [branch(w, w_scale, first) for first in order]
+    else:
+        assert w_up is not None
+        branches.append(branch(w_up, w_up_scale))
+    results = [lambda gate, up: ON_HOPPER[activation](gate, beta) * up]
+    if residuals:
+        results += [lambda gate, up: gate, lambda gate, up: up]
+    out, *kept = combined(
+        NAME, x, branches, f, group_sizes, results, x.dtype, config or Tiles(),
+        matrices=narrow.side,
+    )  # fmt: skip
+    return (out, tuple(kept)) if residuals else out
+
+
+def backward(
+    *,
+    out: None = None,
+    residuals: Any,
+    cotangent: Array,
+    config: Any = None,
+    **given: Any,
+) -> dict[str, Array]:
+    """Returns the cotangent of x, by the dequantized matrices.
+
+    The reference computes those of scales, and of float matrices.
+
+    Args:
+        out: Not needed.
+        residuals: Both branches.
+        cotangent: [m, f].
+        config: Not needed.
+        **given: As for `forward`.
+    """
+    del out, config
+    found = plain.backward(
+        **widened_operands(OP, given), residuals=residuals, cotangent=cotangent
+    )
+    return {"x": found["x"]}
+
+
+KERNEL = anywhere(
+    Kernel(
+        name="hopper",
+        op=NAME,
+        platforms=("cuda",),
+        version=1,
+        forward=forward,
+        backward=backward,
+        limits=Limits(supports, runs_on),
+        speed=Speed(profitable, estimate=estimate),
+        traits=Traits(memory_bounded=True, saves_out=False),
+        space=Space(Tiles, default, configs, fits),
+    ),
+    "x",
+)

@@ -1,0 +1,117 @@
+"""The fastest kernel by models of a known device, where nothing was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rewriter.choose.choice import AS_WRITTEN, Choice
+from rewriter.choose.usable import pays, reasons_of, usable
+from rewriter.config import Config
+from rewriter.measure.key import BOTH, FORWARD
+from rewriter.measure.measurement import time_text
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Kernel, Spec, of_least_sizes
+from rewriter.site.implementation import XLA, default_configs
+
+MARGIN = {"cuda": 0.8}
+"""The share of XLA's estimated time that a kernel may take, by platform."""
+
+FAR = 0.5
+"""The same on platforms whose models were never compared with measurements."""
+
+OWN = 0.8
+"""The same for a TPU-only kernel, whose model simulates both XLA and the kernel."""
+
+
+def fastest_estimated(
+    spec: Spec,
+    config: Config,
+    kernels: Sequence[Kernel],
+    device: Device,
+    differentiated: int,
+    longer: Mapping[str, float],
+) -> Choice | None:
+    """The fastest by the kernels' models of a known device; None without models.
+
+    A kernel without a model that comes before them is chosen by its own rule. Symbolic
+    sizes count as their least: a kernel that is faster there is chosen.
+    """
+    here = [k for k in kernels if device.platform in k.platforms]
+    modelled = any(k.speed.estimate is not None for k in here)
+    if not (device.flops and device.bandwidth and modelled):
+        return None
+    sized = of_least_sizes(spec)
+    refused: list[tuple[str, str]] = []
+    times: dict[str, float] = {}
+    xla = 0.0
+    for kernel in here:
+        verdict = usable(kernel, spec, device, config)
+        if verdict.ok and kernel.speed.estimate is None:
+            verdict = pays(kernel, spec, device.platform, differentiated)
+            if verdict.ok and not times:
+                implementation = default_configs(spec, device, kernel)
+                return Choice(implementation, "heuristic", tuple(refused))
+        if verdict.ok and kernel.speed.estimate is not None:
+            passes = BOTH if differentiated else FORWARD
+            found = kernel.speed.estimate(sized, device, passes)
+            times[kernel.name], xla = (
+                found[name] + 1e-6 * longer.get(name, 0.0)
+                for name in (kernel.name, XLA)
+            )
+        elif not verdict.ok:
+            refused.append((kernel.name, reasons_of(verdict)))
+    limits = {k.name: _margin(k, device.platform) * xla for k in here}
+    better = [name for name, t in times.items() if t < limits[name]]
+    best = min(better or times, key=times.__getitem__, default="")
+    wins = bool(better)
+    if spec.symbolic and not wins:
+        return None  # larger sizes may pay
+    implementation = AS_WRITTEN
+    if wins:
+        implementation = default_configs(
+            spec, device, next(k for k in here if k.name == best)
+        )
+    against = times[best] if wins else xla
+    slower = {**times, XLA: xla} if wins else times
+    refused += [
+        (name, _by_model(name, us, against)) for name, us in slower.items()
+        if name != best or not wins
+    ]  # fmt: skip
+    return Choice(implementation, "estimated", tuple(refused))
+
+
+def far_faster(
+    spec: Spec,
+    kernels: Sequence[Kernel],
+    device: Device,
+    passes: str,
+    best_us: float | None,
+    longer: Mapping[str, float],
+) -> Kernel | None:
+    """An unmeasured kernel that is far faster by its model, or None."""
+    margin = MARGIN.get(device.platform)
+    if margin is None or best_us is None or not (device.flops and device.bandwidth):
+        return None
+    times = {
+        k: 1e6 * model(spec, device, passes)[k.name] + longer.get(k.name, 0.0)
+        for k in kernels
+        if (model := k.speed.estimate) is not None
+    }
+    best = min(times, key=times.__getitem__, default=None)
+    return best if best is not None and times[best] < margin * best_us else None
+
+
+def _margin(kernel: Kernel, platform: str) -> float:
+    """The share of XLA's estimated time that a kernel may take."""
+    return OWN if kernel.platforms == ("tpu",) else MARGIN.get(platform, FAR)
+
+
+def _by_model(name: str, mine: float, best: float) -> str:
+    """Why an implementation loses by its estimate."""
+    if math.isinf(mine) and name == XLA:
+        return "what it keeps for a while does not fit into the device's memory"
+    if math.isinf(mine):
+        return "no estimate: nothing of this size was measured (`rewriter.tune` does)"
+    mine, best = 1e6 * mine, 1e6 * best
+    return f"estimated to take {time_text(mine)}, and the choice {time_text(best)}"

@@ -1,0 +1,224 @@
+"""Matrices that are stored in few bits: numbers, and scales that widen them.
+
+An op that multiplies matrices may have a stored form, which is derived here: a special
+form of the op, whose matrices are numbers of few bits, with scales in another operand::
+
+    numbers  [g, k, n]         scales [g, n]        one for each column
+                                      [g, k/z, n]   one for z numbers that are summed
+
+    matrix[g, k, n] = numbers[g, k, n] · scales[g, n]
+
+An op declares what it takes by `Operand.stored`. Everything else of the form follows
+from the op: its reference, its work, how it is split over devices, its samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.ops.cost import Cost, Dtypes, Shapes
+from rewriter.ops.kernel import Spec
+from rewriter.ops.op import Op, Operand, Sharding, Stored
+
+EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes of 8 bits whose numbers floats of 16 bits hold exactly."""
+
+LEVELS = 40
+"""A deviation of sampled numbers, in integers: a third of the range of int8."""
+
+
+def scale_of(name: str) -> str:
+    """Returns the name of the scales of an operand."""
+    return f"{name}_scale"
+
+
+def stored_in(op: Op) -> dict[str, Stored]:
+    """Returns how each operand of an op may be stored, by name."""
+    return {o.name: o.stored for o in op.operands if o.stored is not None}
+
+
+def stored_form(op: Op, name: str, about: str) -> Op:
+    """Returns the form of an op whose matrices are stored.
+
+    Args:
+        op: The op. Matrices are widened to the dtype of its first operand.
+        name: The form's name, in reports and measurements.
+        about: What it computes, in one line.
+    """
+    return dataclasses.replace(
+        op,
+        name=name,
+        form_of=op.name,
+        about=about,
+        operands=(*map(_of_numbers, op.operands), *_scales(op)),
+        reference=functools.partial(_computed, op, op.reference),
+        general=op.general and functools.partial(_computed, op, op.general),
+        cost=op.cost and functools.partial(_cost, op),
+        sharding=functools.partial(_sharding, op),
+        sample=op.sample and functools.partial(_drawn, op, op.sample),
+        distributions=op.distributions and functools.partial(_distributions, op),
+    )
+
+
+# ---------------------------------------------------------------------- widening
+def widened(numbers: jax.Array, scales: Any, axis: int, dtype: Any) -> jax.Array:
+    """Returns matrices: numbers times scales, in float32, rounded once.
+
+    Args:
+        numbers: The stored array.
+        scales: Without the axis, or with one for each group of numbers along it; None
+            for ones.
+        axis: The axis of the numbers that the op sums over.
+        dtype: The dtype of the matrices.
+
+    Example:
+        >>> numbers = jnp.array([[1, 2], [3, 4]], "int8")
+        >>> widened(numbers, jnp.array([1.0, 0.5]), 0, "float32").tolist()
+        [[1.0, 1.0], [3.0, 2.0]]
+        >>> widened(numbers, jnp.array([[1.0, 0.5]]), 0, "float32").tolist()
+        [[1.0, 1.0], [3.0, 2.0]]
+    """
+    if scales is None:
+        return numbers.astype(dtype)
+    wide = jnp.promote_types(scales.dtype, jnp.float32)
+    scales = scales.astype(wide)
+    if scales.ndim < numbers.ndim:
+        scales = jnp.expand_dims(scales, axis)
+    elif scales.shape[axis] not in (1, numbers.shape[axis]):
+        times = numbers.shape[axis] // scales.shape[axis]
+        scales = jnp.repeat(scales, times, axis)
+    return (numbers.astype(wide) * scales).astype(dtype)
+
+
+def widened_operands(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns operands and parameters of an op, from those of its stored form."""
+    stored, made = stored_in(op), dict(given)
+    for name in stored:
+        scales = made.pop(scale_of(name), None)
+        if made.get(name) is not None:
+            axis = _axes(op, name, given).index(stored[name].summed)
+            made[name] = widened(made[name], scales, axis, given[op.names[0]].dtype)
+    return made
+
+
+def _computed(op: Op, function: Callable[..., Any], **given: Any) -> jax.Array:
+    """A form's result, by a function of the op's own operands and parameters."""
+    return function(**widened_operands(op, given))
+
+
+def widened_spec(op: Op, spec: Spec) -> Spec:
+    """Returns a use of an op, from one of its stored form."""
+    stored = stored_in(op)
+    scales = set(map(scale_of, stored))
+    dtype = spec.dtype(op.names[0])
+    return dataclasses.replace(
+        spec,
+        op=op.name,
+        shapes=tuple((n, s) for n, s in spec.shapes if n not in scales),
+        dtypes=tuple(
+            (n, dtype if n in stored else d) for n, d in spec.dtypes if n not in scales
+        ),
+    )
+
+
+def _axes(op: Op, name: str, params: Mapping[str, Any]) -> list[str]:
+    """The letters of an operand's axes in a use with these parameters."""
+    rule = op.spread({**op.defaults, **params})
+    return ((rule and rule.dims) or op.dims)[name].split()
+
+
+# ------------------------------------------------------------ what a form declares
+def _of_numbers(operand: Operand) -> Operand:
+    if operand.stored is None:
+        return operand
+    *some, last = operand.stored.dtypes
+    doc = f"{operand.doc} Stored as {', '.join(some)} or {last}."
+    return dataclasses.replace(operand, doc=doc)
+
+
+def _scales(op: Op) -> tuple[Operand, ...]:
+    """The operands of scales, one for each column."""
+    return tuple(
+        Operand(
+            scale_of(o.name),
+            " ".join(x for x in o.axes.split() if x != o.stored.summed),
+            doc=f"A factor for each column of {o.name}; 1 if absent.",
+        )
+        for o in op.operands
+        if o.stored is not None
+    )
+
+
+def _sharding(op: Op, params: Mapping[str, Any]) -> Sharding | None:
+    """How a use is split: scales like their columns, the same for parts of a sum."""
+    rule = op.spread(params)
+    if rule is None:
+        return None
+    dims = dict(rule.dims or op.dims)
+    for name, stored in stored_in(op).items():
+        letters = (x for x in _axes(op, name, params) if x != stored.summed)
+        dims[scale_of(name)] = " ".join(letters)
+    return dataclasses.replace(rule, dims=dims)
+
+
+def _cost(
+    op: Op,
+    shapes: Shapes,
+    dtypes: Dtypes,
+    params: Mapping[str, Any],
+    mode: str = "forward",
+) -> Cost:
+    """Operations of the op, and bytes of the stored numbers; scales do not count."""
+    scales = set(map(scale_of, stored_in(op)))
+    assert op.cost is not None
+    own = {n: s for n, s in shapes.items() if n not in scales}
+    return op.cost(own, dtypes, params, mode)
+
+
+# ---------------------------------------------------------------------- samples
+def numbers_of(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns normal numbers as they are stored: a third of the range of int8."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        levels = jnp.round(LEVELS * x.astype(jnp.float32))
+        return jnp.clip(levels, -127, 127).astype(dtype)
+    return x.astype(dtype)
+
+
+def _distributions(op: Op, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """The op's ways to draw operands, by name."""
+    assert op.distributions is not None
+    draws = op.distributions(operands)
+    return {name: functools.partial(_drawn, op, draw) for name, draw in draws.items()}
+
+
+def _drawn(
+    op: Op,
+    draw: Callable[..., Any],
+    key: jax.Array,
+    operands: Mapping[str, Any],
+    params: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Operands as for the op: matrices of its size, once they are widened."""
+    stored = stored_in(op)
+    scales = set(map(scale_of, stored))
+    wide = {
+        n: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if n in stored else x
+        for n, x in operands.items()
+        if n not in scales
+    }
+    made = dict(draw(key, wide, params))
+    for i, name in enumerate(n for n in stored if n in operands):
+        own, size = operands[name].dtype, jnp.std(made[name].astype(jnp.float32))
+        made[name] = numbers_of(made[name] / size, own)
+        if (scale := scale_of(name)) in operands:
+            x, one = operands[scale], jax.random.fold_in(key, i)
+            levels = LEVELS if jnp.issubdtype(own, jnp.integer) else 1
+            each = jax.random.uniform(one, x.shape, minval=0.5, maxval=1.5)
+            made[scale] = (each * size / levels).astype(x.dtype)
+    return made
