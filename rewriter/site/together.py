@@ -19,6 +19,7 @@ from rewriter.ops.kernel import Kernel
 from rewriter.site import implement, site
 from rewriter.site.composed import batch_rule, jvp_rule
 from rewriter.site.kernel_call import accepted, call_together
+from rewriter.site.lowering import register
 from rewriter.site.uses import Use, shaped
 
 together_p = Primitive("rewriter_site_together")
@@ -64,5 +65,5 @@ def _made(
 
 
 together_p.multiple_results = True
-site.register(together_p, _aval, batch_rule(_composed), _made)
+register(together_p, _aval, batch_rule(_composed), _made)
 ad.primitive_jvps[together_p] = jvp_rule(_composed)
