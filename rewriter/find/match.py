@@ -38,6 +38,7 @@ class Pattern(Protocol):
     op: Op
     anchors: frozenset[str]
     needs: frozenset[str]
+    either: frozenset[str]
     steps: tuple[Step, ...]
     above: frozenset[str]
     kernels: tuple[Kernel, ...]
@@ -56,6 +57,8 @@ class ReaderPattern:
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
+        needs: Primitives that every program with a site has.
+        either: If not empty: primitives of which such a program has one.
         above: Primitives above a leaf that may belong to a larger site. A region with
             such a leaf is read anew, although it equals another one.
     """
@@ -65,6 +68,7 @@ class ReaderPattern:
     propose: Callable[[Finder, Node], Iterator[Reading]]
     steps: tuple[Step, ...] = ()
     needs: frozenset[str] = frozenset()
+    either: frozenset[str] = frozenset()
     above: frozenset[str] = frozenset()
 
     @property

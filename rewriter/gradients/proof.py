@@ -16,6 +16,7 @@ from rewriter.algebra.canonicalize import (
     TRANSPARENT,
     Evaluator,
     NeedSplit,
+    is_pick,
     kind_of,
     pieces,
 )
@@ -212,7 +213,8 @@ def _evaluator(
     dots = frozenset(
         v
         for v in parts
-        if (node := graph.node_of(v)) is not None and node.prim in CONTRACTIONS
+        if (node := graph.node_of(v)) is not None
+        and (node.prim in CONTRACTIONS or is_pick(node))
     )
     make = functools.partial(
         Evaluator,

@@ -54,6 +54,12 @@ PASSES = (
         optional=True,
     ),
     Pass(
+        "gradients_with_results",
+        steps.compute_gradients_with_results,
+        lambda p: p.changed,
+        optional=True,
+    ),
+    Pass(
         "memory_order",
         steps.pass_transposed_operands,
         lambda p: p.changed,
