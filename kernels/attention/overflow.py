@@ -50,16 +50,14 @@ def with_overflow(kernel: Kernel) -> Kernel:
 
     A kernel whose residual is not the log-sum-exp refuses such uses.
     """
-    first, second = kernel.forward, kernel.backward
     if not kernel.traits.merges:
         limits = kernel.limits
         return replace(
             kernel,
             supports=_refusing(limits.supports),
             supports_on=limits.supports_on and _refusing(limits.supports_on),
-            forward=_without_parameter(first),
-            backward=second and _without_parameter(second),
         )
+    first, second = kernel.forward, kernel.backward
     assert second is not None
 
     @functools.wraps(first)
@@ -90,17 +88,6 @@ def _marked(
     out = jnp.where(bad.swapaxes(1, 2)[..., None], jnp.nan, out)
     first = jnp.where(bad.reshape(first.shape), jnp.nan, first)
     return out, (first, *rest)
-
-
-def _without_parameter(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without the parameter, which is None where the kernel is used."""
-
-    @functools.wraps(function)
-    def called(**given: Any) -> Any:
-        given.pop(PARAM, None)
-        return function(**given)
-
-    return called
 
 
 def _refusing(supports: Callable[..., Verdict]) -> Callable[..., Verdict]:

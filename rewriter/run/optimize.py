@@ -112,6 +112,9 @@ def explain(
 ) -> Callable[..., Report]:
     """Returns a function that reports what ``optimize`` would do, and why.
 
+    For a ``target`` that is not attached it reports what would be done on that device,
+    also with kernels that JAX traces only there, such as cuDNN.
+
     Args:
         fn: Any callable that ``jax.jit`` takes, or an optimized function.
         patterns: As in ``optimize``.
