@@ -88,14 +88,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     fast as XLA from there on, as fast or slower for 24 MiB and less.
     """
     del platform  # it needs only a GPU
-    if not (verdict := modelled(spec)).ok:
-        return verdict
-    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
-    scores = 4 * b * n * t * s
-    if min(t, s) >= FEW and scores >= SMALL:
-        return YES
-    text = f"{t} queries, {s} keys and scores of {scores >> 20} MiB"
-    return no("small", f"{text} are so little that XLA is as fast")
+    return modelled(spec)
 
 
 def deterministic(config: object) -> Verdict:
@@ -114,12 +107,17 @@ FEW = 128
 
 
 def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verdict:
-    """Returns whether its numbers were compared on a GPU with such operands."""
+    """Returns whether it was measured and compared on a GPU, of such operands."""
     del device, passes
-    more = ", ".join(sorted(set(spec.operands) - TRIED))
-    if not more:
+    if more := ", ".join(sorted(set(spec.operands) - TRIED)):
+        return no("untried", f"not compared with {more} on a GPU: measure it with tune")
+    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
+    scores = 4 * b * n * t * s
+    if min(t, s) >= FEW and scores >= SMALL:
         return YES
-    return no("untried", f"not compared with {more} on a GPU: measure it with tune")
+    text = f"{t} queries, {s} keys and scores of {scores / (1 << 20):.3g} MiB"
+    least = f"below {FEW} of them or {SMALL >> 20} MiB"
+    return no("small", f"{text} are so little that XLA is as fast: {least}")
 
 
 # ------------------------------------------------------------------- its estimate
