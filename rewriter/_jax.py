@@ -999,6 +999,36 @@ def _is_whole(function: Any) -> bool:
     )
 
 
+# --------------------------------------------------------------------- cuDNN
+def refusal_of_cudnn(
+    q: Any, k: Any, v: Any, version: int, *, has_bias: bool = False, training: bool
+) -> str:
+    """Returns what JAX says against attention by cuDNN, or ``""``.
+
+    JAX looks at the compute capability of the GPU that is here. On a machine without
+    one it takes what GPUs before Hopper take.
+
+    Args:
+        q: Queries [b, t, n, h], of which shape and dtype count.
+        k: Keys [b, s, k, h].
+        v: Values [b, s, k, h].
+        version: cuDNN's, such as 91002 for 9.10.2.
+        has_bias: Whether there is a bias or a mask.
+        training: Whether gradients are wanted.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    layout = fused.AttentionLayout.BTNH
+    try:
+        fused.check_layout(q, k, v, *[None] * 7, layout)
+        fused.check_is_flash_attention(
+            q, k, v, layout.value, version, has_bias, training
+        )
+    except (ValueError, NotImplementedError) as refused:
+        return str(refused)
+    return ""
+
+
 # -------------------------------------------------------------------- timing
 class NothingSeen(RuntimeError):
     """A profiler saw nothing of a program."""

@@ -86,6 +86,8 @@ class Config:
         require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
         using: Patterns put in force by ``with using(...)``.
         exporting: Whether the program is traced to be exported.
+        explaining: Whether the program is only described for a device that is not
+            attached. It does not run, so what JAX traces only there may be chosen.
         targets: ``((platform, device kind), ...)`` that it is exported for.
         differing: ``((op, the user's line), ...)`` of sites whose numbers were found to
             differ: they are left as written.
@@ -109,12 +111,15 @@ class Config:
     require: Requirement | None = None
     using: tuple[object, ...] = ()
     exporting: bool = False
+    explaining: bool = False
     targets: tuple[tuple[str, str], ...] = ()
     differing: tuple[tuple[str, str], ...] = ()
     failing: tuple[tuple[str, str, str], ...] = ()
 
 
-NO_OPTIONS = ("using", "exporting", "targets", "differing", "failing")
+NO_OPTIONS = (
+    "using", "exporting", "explaining", "targets", "differing", "failing",
+)  # fmt: skip
 OPTIONS = tuple(f.name for f in fields(Config) if f.name not in NO_OPTIONS)
 
 
@@ -181,6 +186,13 @@ def exporting(targets: Mapping[str, str] | None = None) -> Iterator[None]:
     """
     kinds = tuple(sorted((targets or {}).items()))
     with _during(replace(current(), exporting=True, targets=kinds)):
+        yield
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Lets kernels be chosen inside the block that JAX traces only on the target."""
+    with _during(replace(current(), explaining=True)):
         yield
 
 

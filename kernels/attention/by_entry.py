@@ -62,6 +62,9 @@ def by_entry(kernel: Kernel) -> Kernel:
         assert estimate is not None
         return estimate(one_entry(spec), device, passes)
 
+    def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
+        return kernel.modelled(one_entry(spec), device, passes)
+
     @functools.wraps(first)
     def forward(**given: Any) -> Any:
         if isinstance(given["q"].shape[0], int):
@@ -80,6 +83,7 @@ def by_entry(kernel: Kernel) -> Kernel:
         supports=supports,
         profitable=profitable,
         estimate=estimate and seconds,
+        modelled=modelled,
         forward=forward,
         backward=second and backward,
     )

@@ -6,7 +6,8 @@ in whole rows, with large numbers for infinities. Queries that see no key are co
 afterwards.
 
 JAX does not promise that its call stays the same, so it cannot be part of an exported
-program. It can only be traced where cuDNN is installed.
+program. It can only be traced where cuDNN is installed. Of a GPU that is not here
+`cudnn_limits` says what JAX would take there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.attention.cudnn_limits import traced_on
 from rewriter.kernels.attention.empty import AVERAGED, NAN, PASSES, passed
 from rewriter.kernels.attention.estimate import (
     FULL_WIDTH,
@@ -54,18 +56,29 @@ LARGEST = -(2.0**41)
 
 
 ABSENT = (
-    "JAX traces cuDNN only on a machine that has it, and this one does not: on the GPU"
-    " it may be chosen"
+    "JAX cannot trace it on this machine, which has no cuDNN. `rewriter.explain(target="
+    ")` says what such a GPU would choose"
 )
 
 
 def supports(spec: Spec) -> Verdict:
     """Supports 16-bit q, k, v, tables and lengths, causal or with a left window.
 
-    The last check traces cuDNN itself.
+    The last check traces cuDNN itself, on the device that is here.
     """
-    verdict = all_of(_operands(spec), _types(spec), _masks(spec))
+    verdict = _taken(spec)
     return _asked(spec) if verdict.ok else verdict
+
+
+def supports_on(spec: Spec, device: Device) -> Verdict:
+    """The same of a device that is not here, by what JAX would say there."""
+    if not (device.capability and device.cudnn):
+        return supports(spec)
+    return all_of(_taken(spec), traced_on(spec, device))
+
+
+def _taken(spec: Spec) -> Verdict:
+    return all_of(_operands(spec), _types(spec), _masks(spec))
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -75,15 +88,7 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     fast as XLA from there on, as fast or slower for 24 MiB and less.
     """
     del platform  # it needs only a GPU
-    if untried(spec):
-        more = ", ".join(sorted(set(spec.operands) - TRIED))
-        return no("untried", f"not compared with {more} on a GPU: measure it with tune")
-    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
-    scores = 4 * b * n * t * s
-    if min(t, s) >= FEW and scores >= SMALL:
-        return YES
-    text = f"{t} queries, {s} keys and scores of {scores >> 20} MiB"
-    return no("small", f"{text} are so little that XLA is as fast")
+    return modelled(spec)
 
 
 def deterministic(config: object) -> Verdict:
@@ -101,9 +106,18 @@ FEW = 128
 """The fewest queries and keys."""
 
 
-def untried(spec: Spec) -> bool:
-    """Returns whether its numbers were never compared on a GPU with such operands."""
-    return not set(spec.operands) <= TRIED
+def modelled(spec: Spec, device: Device | None = None, passes: str = "") -> Verdict:
+    """Returns whether it was measured and compared on a GPU, of such operands."""
+    del device, passes
+    if more := ", ".join(sorted(set(spec.operands) - TRIED)):
+        return no("untried", f"not compared with {more} on a GPU: measure it with tune")
+    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
+    scores = 4 * b * n * t * s
+    if min(t, s) >= FEW and scores >= SMALL:
+        return YES
+    text = f"{t} queries, {s} keys and scores of {scores / (1 << 20):.3g} MiB"
+    least = f"below {FEW} of them or {SMALL >> 20} MiB"
+    return no("small", f"{text} are so little that XLA is as fast: {least}")
 
 
 # ------------------------------------------------------------------- its estimate
@@ -126,7 +140,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 def _seconds(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds of cuDNN, copies that make lengths even included."""
-    if untried(spec):
+    if not modelled(spec).ok:
         return math.inf
     both, h = passes != "forward", spec.shape("q")[3]
     flops = widened(spec, passes, STEP)
@@ -153,8 +167,10 @@ def _types(spec: Spec) -> Verdict:
     }  # a wider bias would be rounded
     out = spec.param("out_dtype")
     kinds |= {str(jnp.dtype(out))} if out else set()
-    if spec.shape("q")[3] != spec.shape("v")[3]:
-        return no("width", "cuDNN with values of another width was not tried")
+    wide, values = spec.shape("q")[3], spec.shape("v")[3]
+    if wide != values:
+        text = f"heads of v are {values} wide, and those of q {wide}: JAX's call"
+        return no("width", f"{text} of cuDNN takes equal widths")
     if len(kinds) == 1 and kinds <= set(TYPES):
         return YES
     return no("dtype", f"cuDNN takes one 16-bit float, not {', '.join(sorted(kinds))}")
@@ -163,15 +179,22 @@ def _types(spec: Spec) -> Verdict:
 def _masks(spec: Spec) -> Verdict:
     left, right = spec.param("window", (None, None))
     if left is not None and spec.has("kv_lengths"):
-        return no("window", "lengths and a window leave queries without keys")
+        text = f"lengths of keys and a window of {left} keys before a query"
+        return no("window", f"{text} may leave queries without keys")
     if spec.param("softcap") is not None:
         return no("softcap", "cuDNN has no soft cap")
     if (left, right) == (None, None):
         return YES
     if right != 0 or spec.param("shift", 0) != 0 or (left or 0) < 0:
-        return no("window", "cuDNN's window ends at the query itself")
+        ends = (spec.param("shift") or 0) + (right or 0)
+        where = "nowhere" if right is None else f"{ends} keys after it"
+        if left is not None and left < 0:
+            where = f"{-left} keys before it at the latest"
+        return no("window", f"cuDNN's window ends at the query itself, not {where}")
     if left is not None and spec.shape("q")[1] - left > spec.shape("k")[1]:
-        return no("window", "the window leaves queries without keys")
+        t, s = spec.shape("q")[1], spec.shape("k")[1]
+        text = f"a window of {left} keys before each of {t} queries"
+        return no("window", f"{text} leaves some of them without any of {s} keys")
     return YES
 
 
@@ -363,8 +386,8 @@ KERNEL = Kernel(
     version=1,
     forward=forward,
     backward=backward,
-    limits=Limits(supports, deterministic=deterministic),
-    speed=Speed(profitable, estimate=estimate),
+    limits=Limits(supports, deterministic=deterministic, supports_on=supports_on),
+    speed=Speed(profitable, estimate=estimate, modelled=modelled),
     traits=Traits(
         memory_bounded=True, saves_out=False, exportable=False, needs_devices=True
     ),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
+    from rewriter.ops.device import Device
     from rewriter.ops.kernel import Kernel, Spec
 
 PARAM = "unshifted"
@@ -50,7 +51,12 @@ def with_overflow(kernel: Kernel) -> Kernel:
     A kernel whose residual is not the log-sum-exp refuses such uses.
     """
     if not kernel.traits.merges:
-        return replace(kernel, supports=_refusing(kernel.supports))
+        limits = kernel.limits
+        return replace(
+            kernel,
+            supports=_refusing(limits.supports),
+            supports_on=limits.supports_on and _refusing(limits.supports_on),
+        )
     first, second = kernel.forward, kernel.backward
     assert second is not None
 
@@ -84,14 +90,14 @@ def _marked(
     return out, (first, *rest)
 
 
-def _refusing(supports: Callable[[Spec], Verdict]) -> Callable[[Spec], Verdict]:
+def _refusing(supports: Callable[..., Verdict]) -> Callable[..., Verdict]:
     @functools.wraps(supports)
-    def checked(spec: Spec) -> Verdict:
+    def checked(spec: Spec, *device: Device) -> Verdict:
         if spec.param(PARAM) is not None:
             return no(
                 PARAM,
                 "it cannot tell which rows overflow without the maximum of the scores",
             )
-        return supports(spec)
+        return supports(spec, *device)
 
     return checked

@@ -45,7 +45,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     each = seconds(device, 0.0, work.bytes, memory=reached)
     if device.platform != "tpu":
         own = seconds(device, 0.0, work.bytes, memory=ON_HOPPER[centred])
-        if not hopper_config.measured(spec):
+        if not hopper_config.measured(spec).ok:
             own = math.inf
         return {"xla": each, "memory_bounded": each, "hopper": own}
     share = 1.0 if passes == "forward" else ON_TPU[centred]

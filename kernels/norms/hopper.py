@@ -19,12 +19,13 @@ from rewriter.kernels.norms.hopper_config import (
     LANES,
     Norm,
     Teams,
+    measured,
     norm_of,
     proposed,
     usual,
     verdict_of,
 )
-from rewriter.kernels.shared.hopper import processors, runs_on
+from rewriter.kernels.shared.hopper import BY_ESTIMATE, processors, runs_on
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -58,8 +59,8 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("empty", f"x has shape {shape}: no rows, or none of a width"))
     elif shape[-1] % LANES:
         found.append(no("width", f"rows of {shape[-1]}, no multiple of {LANES}"))
-    if math.prod(shape) >= MOST:
-        found.append(no("size", "2^31 elements and more do not fit its numbers"))
+    if (size := math.prod(shape)) >= MOST:
+        found.append(no("size", f"{size} elements, of at most 2^31 - 1"))
     verdict = all_of(*found)
     if verdict.ok:
         norm = _of_spec(spec)
@@ -67,10 +68,16 @@ def supports(spec: Spec) -> Verdict:
     return _importable() if verdict.ok else verdict
 
 
+def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
+    """Returns whether such sizes were measured."""
+    del device, passes
+    return measured(spec)
+
+
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
-    return no("device", "chosen for a GPU that is known to be a Hopper GPU")
+    return no("device", BY_ESTIMATE)
 
 
 @functools.cache
@@ -230,7 +237,7 @@ def _kernel(op: str) -> Kernel:
         forward=functools.partial(forward, centred=centred),
         backward=functools.partial(backward, centred=centred),
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate),
+        speed=Speed(profitable, by_rule=False, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
         space=_space(False),
         backward_space=_space(True),

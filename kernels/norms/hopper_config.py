@@ -52,11 +52,16 @@ MEASURED_COLUMNS, MEASURED_BYTES = range(1024, 16385), 16 << 20
 (``tests/bench/results/hopper_norms_h200.json``, ``decoder_norms_h200.json``)."""
 
 
-def measured(spec: Spec) -> bool:
+def measured(spec: Spec) -> Verdict:
     """Returns whether a use is among the measured sizes, not only supported."""
     shape = spec.shape("x")
     size = math.prod(shape) * jnp.dtype(spec.dtype("x")).itemsize
-    return shape[-1] in MEASURED_COLUMNS and size >= MEASURED_BYTES
+    if shape[-1] in MEASURED_COLUMNS and size >= MEASURED_BYTES:
+        return YES
+    first, last = MEASURED_COLUMNS[0], MEASURED_COLUMNS[-1]
+    text = f"rows of {shape[-1]} and {size / (1 << 20):.3g} MiB: measured for rows of"
+    least = f"{MEASURED_BYTES >> 20} MiB and more"
+    return no("unmeasured", f"{text} {first} to {last} and {least}")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ SHARED_MEMORY = 227 << 10
 PROCESSORS = 132
 """Streaming multiprocessors of an H100 SXM, H100 NVL, H200 and GH200."""
 
+BY_ESTIMATE = "chosen by its estimate alone, for a known Hopper GPU and known sizes"
+"""Why no rule of thumb chooses a kernel."""
+
 FEWER = {"PCIe": 114, "H20": 78}
 """Multiprocessors of an H100 PCIe and of an H20. More programs than processors would
 take twice the time."""

@@ -11,6 +11,7 @@ from rewriter.config import Config
 from rewriter.measure.key import BOTH, FORWARD
 from rewriter.measure.measurement import time_text
 from rewriter.ops.device import Device
+from rewriter.ops.estimate import ROOM
 from rewriter.ops.kernel import Kernel, Spec, of_least_sizes
 from rewriter.site.implementation import XLA, default_configs
 
@@ -44,6 +45,7 @@ def fastest_estimated(
     sized = of_least_sizes(spec)
     refused: list[tuple[str, str]] = []
     times: dict[str, float] = {}
+    unknown: dict[str, str] = {}
     xla = 0.0
     for kernel in here:
         verdict = usable(kernel, spec, device, config)
@@ -55,6 +57,9 @@ def fastest_estimated(
         if verdict.ok and kernel.speed.estimate is not None:
             passes = BOTH if differentiated else FORWARD
             found = kernel.speed.estimate(sized, device, passes)
+            unknown[kernel.name] = reasons_of(
+                kernel.speed.modelled(sized, device, passes)
+            )
             times[kernel.name], xla = (
                 found[name] + 1e-6 * longer.get(name, 0.0)
                 for name in (kernel.name, XLA)
@@ -75,7 +80,8 @@ def fastest_estimated(
     against = times[best] if wins else xla
     slower = {**times, XLA: xla} if wins else times
     refused += [
-        (name, _by_model(name, us, against)) for name, us in slower.items()
+        (name, unknown.get(name) or _by_model(name, us, against, device))
+        for name, us in slower.items()
         if name != best or not wins
     ]  # fmt: skip
     return Choice(implementation, "estimated", tuple(refused))
@@ -107,11 +113,12 @@ def _margin(kernel: Kernel, platform: str) -> float:
     return OWN if kernel.platforms == ("tpu",) else MARGIN.get(platform, FAR)
 
 
-def _by_model(name: str, mine: float, best: float) -> str:
+def _by_model(name: str, mine: float, best: float, device: Device) -> str:
     """Why an implementation loses by its estimate."""
-    if math.isinf(mine) and name == XLA:
-        return "what it keeps for a while does not fit into the device's memory"
+    if math.isinf(mine) and name != XLA:
+        return "its model has no time for this use: measure it with tune"
     if math.isinf(mine):
-        return "no estimate: nothing of this size was measured (`rewriter.tune` does)"
+        size = f"{100 * ROOM:.0f}% of the {device.memory >> 30} GiB of {device.kind}"
+        return f"its temporary arrays take more than {size}"
     mine, best = 1e6 * mine, 1e6 * best
     return f"estimated to take {time_text(mine)}, and the choice {time_text(best)}"

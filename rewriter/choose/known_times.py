@@ -20,6 +20,7 @@ from rewriter.measure.measurement import (
     Measurement,
     of_spelling,
     spellings,
+    time_text,
     version_of,
 )
 from rewriter.measure.sources import look_up, sources
@@ -74,13 +75,19 @@ def fastest_known(
         faster = far_faster(spec, here, device, passes, decision.best.median_us, longer)
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
-            lost = (decision.best.implementation.name, "its time, measured, is longer")
+            lost = decision.best.implementation.name, _lost_to(decision, faster)
             implementation = default_configs(spec, device, faster)
             return Choice(
                 implementation, "estimated", (lost, *_by_kernel(decision), *rest)
             )
         return Choice(implementation, origin, (*_by_kernel(decision), *refused))
     return None
+
+
+def _lost_to(decision: Decision, faster: Kernel) -> str:
+    """Why the fastest that was measured loses to a kernel that was not."""
+    took = time_text(decision.best.median_us or 0.0)
+    return f"measured to take {took}, and {faster.name} is estimated to take less"
 
 
 def _looking(

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import InconclusiveDimensionOperation
 
 from rewriter.config import Config
-from rewriter.ops.device import Device, deterministic_xla
+from rewriter.ops.device import Device, attached, deterministic_xla
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.support.verdict import Verdict, no
 
@@ -23,7 +23,15 @@ def usable(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdic
     verdict = kernel.limits.runs_on(device)
     if verdict.ok and only_deterministic(config):
         verdict = kernel.limits.deterministic(None)
-    return decided(kernel.limits.supports, spec) if verdict.ok else verdict
+    return _supported(kernel, spec, device, config) if verdict.ok else verdict
+
+
+def _supported(kernel: Kernel, spec: Spec, device: Device, config: Config) -> Verdict:
+    """Whether a kernel takes the use: there if it is only asked, else here."""
+    there = kernel.limits.supports_on
+    if there is not None and config.explaining and device != attached():
+        return decided(there, spec, device)
+    return decided(kernel.limits.supports, spec)
 
 
 def decided(check: Callable[..., Verdict], spec: Spec, *args: Any) -> Verdict:

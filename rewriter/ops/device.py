@@ -25,6 +25,11 @@ class Device:
         shared_memory: Bytes of shared memory (VMEM on a TPU) a kernel may have.
         measured: Whether `flops` and `bandwidth` were measured, not taken from a data
             sheet.
+        capability: Compute capability of an NVIDIA GPU, such as ``(9, 0)``; () if
+            unknown.
+        cudnn: The version of cuDNN that programs are assumed to find there, as cuDNN
+            counts: 91002 is 9.10.2. 0 if unknown. On an attached GPU the installed one
+            counts.
     """
 
     kind: str
@@ -35,23 +40,28 @@ class Device:
     cache: int = 0
     shared_memory: int = 0
     measured: bool = False
+    capability: tuple[int, ...] = ()
+    cudnn: int = 0
 
+
+CUDNN = 91002
+"""The oldest cuDNN that the CUDA wheels of jax 0.11 accept (0.10: 9.8)."""
 
 _MB, _GB = 1 << 20, 1 << 30
 
 KNOWN = {
     # A product of 8192 x 8192 normal matrices and a copy of 8.6 GB, by CUPTI.
     "h200": Device("NVIDIA H200", "cuda", 840e12, 4.3e12, 141 * _GB, 60 * _MB,
-                   227 << 10, measured=True),
+                   227 << 10, measured=True, capability=(9, 0), cudnn=CUDNN),
     # From here on as on the makers' data sheets.
     "h100": Device("NVIDIA H100 80GB HBM3", "cuda", 989e12, 3.35e12, 80 * _GB,
-                   50 * _MB, 227 << 10),
+                   50 * _MB, 227 << 10, capability=(9, 0), cudnn=CUDNN),
     "a100": Device("NVIDIA A100-SXM4-80GB", "cuda", 312e12, 2.04e12, 80 * _GB,
-                   40 * _MB, 163 << 10),
+                   40 * _MB, 163 << 10, capability=(8, 0), cudnn=CUDNN),
     "b200": Device("NVIDIA B200", "cuda", 2250e12, 8e12, 180 * _GB, 126 * _MB,
-                   227 << 10),
+                   227 << 10, capability=(10, 0), cudnn=CUDNN),
     "l40s": Device("NVIDIA L40S", "cuda", 362e12, 0.864e12, 48 * _GB, 96 * _MB,
-                   99 << 10),
+                   99 << 10, capability=(8, 9), cudnn=CUDNN),
     "tpu_v4": Device("TPU v4", "tpu", 275e12, 1.2e12, 32 * _GB, 0, 16 * _MB),
     "tpu_v5e": Device("TPU v5 lite", "tpu", 197e12, 0.819e12, 16 * _GB, 0, 128 * _MB),
     "tpu_v5p": Device("TPU v5", "tpu", 459e12, 2.765e12, 95 * _GB, 0, 64 * _MB),

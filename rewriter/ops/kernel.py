@@ -53,6 +53,12 @@ def always_pays(spec: Spec, platform: str) -> Verdict:
     return YES
 
 
+def always_modelled(spec: Spec, device: Device, passes: str) -> Verdict:
+    """Returns yes: the `modelled` of a kernel whose model holds for every use."""
+    del spec, device, passes
+    return YES
+
+
 def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
     """Returns yes on a CPU for operands of a MiB and more.
 
@@ -79,6 +85,10 @@ class Limits:
             shapes that `jax.vmap` makes.
         runs_on: Says, with reasons, whether it runs on a device of its platforms. In a
             program exported for a platform, the device's kind is unknown.
+        supports_on: ``supports_on(spec, device)`` says the same of a device that is not
+            attached, by what is known of it. It is for kernels that JAX traces only on
+            their device. It is asked in place of `supports` where a program is only
+            described, by `rewriter.explain`, and never runs here.
         deterministic: ``deterministic(config)`` says, with reasons, whether `backward`
             gives the same bits for the same operands in every run. Without a config,
             the default one counts.
@@ -87,6 +97,9 @@ class Limits:
     supports: Callable[[Spec], Verdict] = field(default=takes_all, repr=False)
     runs_on: Callable[[Device], Verdict] = field(default=runs_anywhere, repr=False)
     deterministic: Callable[[Any], Verdict] = field(default=always_the_same, repr=False)
+    supports_on: Callable[[Spec, Device], Verdict] | None = field(
+        default=None, repr=False
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,8 @@ class Speed:
         estimate: ``estimate(spec, device, passes)`` gives modelled seconds by name, for
             it and other implementations, including ``"xla"``. It replaces `profitable`
             where the device's figures are known.
+        modelled: ``modelled(spec, device, passes)`` says, with reasons, whether the
+            model holds for a use. Where not, its own seconds are infinite.
         steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
             its Pallas TPU kernels, how often all of their code runs. That is the number
             of grid steps that run, if values decide it. Code of which each step runs
@@ -118,6 +133,9 @@ class Speed:
     by_rule: bool = True
     estimate: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
         default=None, repr=False
+    )
+    modelled: Callable[[Spec, Device, str], Verdict] = field(
+        default=always_modelled, repr=False
     )
     steps: Callable[[Spec, Any, Any, str], Mapping[str, float]] | None = field(
         default=None, repr=False

@@ -8,6 +8,7 @@ the one that ``jax.jit`` has.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.choose.planner import target_of
-from rewriter.config import OPTIONS, disabled, in_step, resolve
+from rewriter.config import OPTIONS, current, disabled, explaining, in_step, resolve
 from rewriter.errors import RewriterError, RewriterWarning, caller
 from rewriter.frameworks import equinox_modules, nnx_state
 from rewriter.measure.sources import check_tuned
@@ -111,6 +112,9 @@ def explain(
 ) -> Callable[..., Report]:
     """Returns a function that reports what ``optimize`` would do, and why.
 
+    For a ``target`` that is not attached it reports what would be done on that device,
+    also with kernels that JAX traces only there, such as cuDNN.
+
     Args:
         fn: Any callable that ``jax.jit`` takes, or an optimized function.
         patterns: As in ``optimize``.
@@ -129,11 +133,28 @@ def explain(
          no candidates
     """
     if trace.is_optimized(fn) and not options and patterns is None:
-        return fn.report  # type: ignore[no-any-return]
+        return _described(fn.report, fn.options)
     fn, lifted = trace.original_of(fn)
     if patterns is not None:
         lifted["patterns"] = patterns
-    return optimize(fn, **{**lifted, **options}).report
+    options = {**lifted, **options}
+    return _described(optimize(fn, **options).report, options)
+
+
+def _described(
+    report: Callable[..., Report], options: Mapping[str, Any]
+) -> Callable[..., Report]:
+    """The function that reports; it describes a target that is not attached."""
+
+    @functools.wraps(report)
+    def described(*args: Any, **kwargs: Any) -> Report:
+        target = options.get("target") or current().target
+        if target is None or device.named(target) == device.attached():
+            return report(*args, **kwargs)
+        with explaining():
+            return report(*args, **kwargs)
+
+    return described
 
 
 def _optimized(

@@ -40,7 +40,8 @@ from rewriter.kernels.attention.hopper.config import (
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
-from rewriter.kernels.attention.hopper.time_model import estimate
+from rewriter.kernels.attention.hopper.time_model import estimate, modelled
+from rewriter.kernels.shared.hopper import BY_ESTIMATE
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -74,7 +75,7 @@ def supports(spec: Spec) -> Verdict:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
-    return no("device", "chosen for a GPU that is known to be a Hopper GPU")
+    return no("device", BY_ESTIMATE)
 
 
 def deterministic(config: BackwardTiles | None) -> Verdict:
@@ -199,7 +200,7 @@ KERNEL = by_entry(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on, deterministic),
-        speed=Speed(profitable, by_rule=False, estimate=estimate),
+        speed=Speed(profitable, by_rule=False, estimate=estimate, modelled=modelled),
         traits=Traits(
             memory_bounded=True,
             merges=True,

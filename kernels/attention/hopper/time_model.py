@@ -24,6 +24,9 @@ from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE, STEP, filled
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
+from rewriter.support.verdict import YES, Verdict, no
+
+MIB = 1 << 20
 
 OWN, TILE = 0.99, 128
 """The assumed share of cuDNN's rate that our Hopper kernel reaches, and the number of
@@ -39,6 +42,16 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     return {"xla": of_xla(spec, device, passes), "hopper": own}
 
 
+def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
+    """Returns whether scores are as many as were measured, as for cuDNN."""
+    del device, passes
+    (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
+    if (scores := 4 * b * n * t * s) >= SMALL:
+        return YES
+    text = f"scores of {scores / MIB:.3g} MiB: not measured below {SMALL >> 20} MiB"
+    return no("small", text)
+
+
 def _seconds(spec: Spec, device: Device, passes: str) -> float:
     """Returns seconds of our kernels for Hopper GPUs, copies of operands included.
 
@@ -47,8 +60,8 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         device: A Hopper GPU.
         passes: ``forward`` or ``forward_and_vjp``.
     """
-    (b, t, n, h), s = spec.shape("q"), spec.shape("k")[1]
-    if 4 * b * n * t * s < SMALL:  # as measured for cuDNN
+    t, h = spec.shape("q")[1], spec.shape("q")[3]
+    if not modelled(spec, device, passes).ok:
         return math.inf
     both = passes != "forward"
     flops = widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)

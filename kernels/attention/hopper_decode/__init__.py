@@ -17,8 +17,9 @@ from rewriter.kernels.attention.hopper_decode.config import Split as Split
 from rewriter.kernels.attention.hopper_decode.config import configs as configs
 from rewriter.kernels.attention.hopper_decode.config import default as default
 from rewriter.kernels.attention.hopper_decode.config import fits as fits
-from rewriter.kernels.attention.hopper_decode.time_model import estimate
+from rewriter.kernels.attention.hopper_decode.time_model import estimate, modelled
 from rewriter.kernels.attention.op import OP
+from rewriter.kernels.shared.hopper import BY_ESTIMATE
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
@@ -127,7 +128,7 @@ def _importable() -> Verdict:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
-    return no("device", "chosen for a GPU that is known to be a Hopper GPU")
+    return no("device", BY_ESTIMATE)
 
 
 def forward(
@@ -156,7 +157,7 @@ KERNEL = by_entry(
         version=1,
         forward=forward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate),
+        speed=Speed(profitable, by_rule=False, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
         space=Space(Split, default, configs, fits),
     )

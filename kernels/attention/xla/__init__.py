@@ -107,7 +107,8 @@ def _pays_on_gpu(spec: Spec, platform: str, scores: int) -> Verdict:
         return no("mask", "under a table of masks XLA is faster on cuda")
     if jnp.dtype(spec.dtype("q")).itemsize > 2:
         return YES
-    return no("platform", "XLA's dense attention in 16 bits is faster on cuda")
+    text = f"scores of {scores >> 20} MiB: below 32 GiB XLA's dense attention in 16"
+    return no("platform", f"{text} bits is faster on cuda")
 
 
 def _pays_for_any_size(spec: Spec, platform: str) -> Verdict:

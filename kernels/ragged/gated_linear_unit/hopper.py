@@ -15,7 +15,10 @@ from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
 from rewriter.kernels.ragged.gated_linear_unit.by_parts import part_of
-from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import estimate
+from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import (
+    estimate,
+    modelled,
+)
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.gated_tiles import fits as fits
@@ -153,7 +156,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate),
+        speed=Speed(profitable, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=Space(Tiles, default, configs, fits),
         backward_space=PARTS,

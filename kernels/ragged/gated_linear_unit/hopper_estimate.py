@@ -19,6 +19,7 @@ from rewriter.kernels.ragged.gated_linear_unit.by_parts import part_of
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
+from rewriter.support.verdict import YES, Verdict, no
 
 TOUCHED = 3
 """Arrays of a branch's size that joining reads and writes."""
@@ -39,3 +40,11 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         "by_parts_hopper": dots * times["hopper"] + joined,
         "hopper": whole,
     }
+
+
+def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
+    """Returns yes without gradients."""
+    del spec, device
+    if passes == "forward":
+        return YES
+    return no("gradients", "gradients read the branches, which it does not write")

@@ -16,6 +16,7 @@ from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import hopper as plain
+from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import modelled
 from rewriter.kernels.ragged.gated_linear_unit.op import OP, STORED
 from rewriter.kernels.ragged.gated_linear_unit.stored_estimate import (
     estimate,
@@ -167,7 +168,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate),
+        speed=Speed(profitable, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=Space(Tiles, default, configs, fits),
     ),

@@ -410,7 +410,7 @@ def test_it_is_chosen_on_a_tpu() -> None:
     [
         ("tpu_v5e", spec(p=2), "so little that XLA is as fast"),
         ("tpu_v5e", spec(h=64), "XLA would copy the pools"),
-        ("a100", spec(), "where they lie is chosen for TPUs"),
+        ("a100", spec(), "gathers pages as the program does"),
         ("cpu", spec(), "gathers pages as the program does"),
     ],
 )

@@ -119,7 +119,7 @@ def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
     fewer = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), given[1]
     (site,) = rewriter.explain(both, target="h200", tune="off")(*fewer).sites
     assert site.kernel == "xla"
-    assert "no estimate" in dict(site.not_chosen)["hopper"]
+    assert "measured for rows of 1024" in dict(site.not_chosen)["hopper"]
     (site,) = rewriter.explain(both, target="a100", tune="off")(*given).sites
     assert "no Hopper GPU" in dict(site.not_chosen)["hopper"]
     forced = {op: ["hopper", "xla"] for op in OPS}

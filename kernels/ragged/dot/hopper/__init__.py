@@ -18,6 +18,7 @@ from rewriter.kernels.ragged.dot.hopper.config import configs as configs
 from rewriter.kernels.ragged.dot.hopper.config import default as default
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits
 from rewriter.kernels.ragged.dot.rows import anywhere
+from rewriter.kernels.shared.hopper import BY_ESTIMATE
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -51,8 +52,8 @@ def supports(spec: Spec) -> Verdict:
     for name, size in (("k", k), ("n", n)):
         if size % STEP:  # copies are 128 bytes wide
             found.append(no("alignment", f"{name} is {size}, no multiple of {STEP}"))
-    if max(*spec.shape("lhs"), n) >= MOST:
-        found.append(no("size", "sizes of 2^30 and more do not fit its numbers"))
+    if (most := max(*spec.shape("lhs"), n)) >= MOST:
+        found.append(no("size", f"a size of {most}, of at most 2^30 - 1"))
     verdict = all_of(*found)
     return _importable() if verdict.ok else verdict
 
@@ -60,7 +61,7 @@ def supports(spec: Spec) -> Verdict:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: for known Hopper GPUs the estimate decides."""
     del spec, platform
-    return no("device", "chosen for a GPU that is known to be a Hopper GPU")
+    return no("device", BY_ESTIMATE)
 
 
 @functools.cache
