@@ -22,6 +22,7 @@ from rewriter.ops.registry import registry
 from rewriter.patterns.index import PATTERNS
 from rewriter.program import trace
 from rewriter.reports.report import ASCII
+from rewriter.support.requirement import requirements
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -325,16 +326,22 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+REQUIRE = "attention, all, or attention=24,rms_norm.found=2"
+
+
 def _requirement(text: str) -> Any:
-    """``attention``, ``all`` or ``attention=24,rms_norm=2``."""
+    """What must be replaced, or with ``.found`` only recognised."""
     if "=" not in text:
         return text if "," not in text else dict.fromkeys(text.split(","), 1)
+    found: dict[str, dict[str, int]] = {}
     try:
-        return {k: int(v) for k, v in (p.split("=") for p in text.split(","))}
+        for part in text.split(","):
+            name, count = part.split("=")
+            op, _, kind = name.strip().partition(".")
+            found.setdefault(op, {})[kind or "replaced"] = int(count)
+        return requirements(found)
     except ValueError:
-        raise errors.ConfigError(
-            f"--require {text}", wanted="attention, all, or attention=24,rms_norm=2"
-        ) from None
+        raise errors.ConfigError(f"--require {text}", wanted=REQUIRE) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -418,7 +425,7 @@ def _on_function(
     command.add_argument("--assume", help="what need not be proved, such as finite")
     command.add_argument("--target", help="device kind to build for, such as h200")
     command.add_argument("--tuned", help="a file of measurements to choose by")
-    command.add_argument("--require", help="attention, all, or attention=24,...")
+    command.add_argument("--require", help=REQUIRE)
     return command
 
 

@@ -75,7 +75,7 @@ class UnknownOption(ConfigError, TypeError):
 
 
 class RequirementNotMet(RewriterError):
-    """Fewer sites were found than ``require=`` asks for."""
+    """Fewer sites were found, or replaced, than ``require=`` asks for."""
 
 
 class VerificationFailed(RewriterError):

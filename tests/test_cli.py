@@ -47,10 +47,12 @@ def test_libtpu_has_nothing_to_look_for_without_a_tpu(capsys, monkeypatch, attac
 
 
 def test_require(capsys):
-    assert run(capsys, "explain", *BLOCK, "--require", "attention=1")[0] == 0
-    code, _, err = run(capsys, "explain", *BLOCK, "--require", "attention=2,rms_norm=1")
+    assert run(capsys, "explain", *BLOCK, "--require", "attention.found=1")[0] == 0
+    several = "attention.found=2,attention=1,rms_norm.found=1"
+    code, _, err = run(capsys, "explain", *BLOCK, "--require", several)
     assert code == 1
-    assert "RequirementNotMet: block: attention: 1 of 2" in err
+    assert "RequirementNotMet: block: require={'attention': {'found': 2, 're" in err
+    assert "attention: 0 of 1 replaced by a kernel, 1 of 2 found" in err
 
 
 def test_verify_bench_export(capsys, tmp_path):

@@ -70,9 +70,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "swish": lambda y, beta: y * jax.lax.logistic(beta * y),
     "elu": _elu,
     "leaky_relu": lambda y, beta: jnp.where(y > 0, y, beta * y),
-    "celu": lambda y, beta: (
-        _relu(y) + beta * jnp.expm1(_not_above_zero(y) / beta)
-    ),
+    "celu": lambda y, beta: _relu(y) + beta * jnp.expm1(_not_above_zero(y) / beta),
 }
 """Activations by name; only those in `PARAMETRIC` read the number."""
 

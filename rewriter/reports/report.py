@@ -83,7 +83,9 @@ class Report:
     kept: tuple[Kept, ...] = ()
     offered: tuple[Kept, ...] = ()
 
-    def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
+    def counts(
+        self, repeats: bool = True, backward: bool = False, replaced: bool = False
+    ) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
 
         A composite, such as a gated linear unit of ragged dots, counts as its parts.
@@ -91,10 +93,11 @@ class Report:
         Args:
             repeats: Count a scan's body as often as it runs, else once.
             backward: Count only sites whose gradient was found as well.
+            replaced: Count only sites that a kernel replaces.
         """
         found = Counter(dict.fromkeys(COUNTED, 0))
         for site in self.sites:
-            if not backward or site.backward:
+            if site.backward >= backward and site.replaced >= replaced:
                 for op in site.parts or (site.op,):
                     found[op] += site.repeats if repeats else 1
         return dict(found)
