@@ -16,6 +16,7 @@ from rewriter.measure.key import Key
 from rewriter.ops.device import of
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.propagation import Placement
+from rewriter.reports.difference import Difference, difference
 from rewriter.reports.masks import structure, whole_mask
 from rewriter.rewrite.passes.checkpoint_savings import Kept
 from rewriter.rewrite.passes.flops import SITES
@@ -169,6 +170,7 @@ class Report:
             "patterns": self.patterns,
             "numerics": self.numerics,
             "counts": self.counts(),
+            "replaced": self.counts(replaced=True),
             "sites": [{**asdict_site(s)} for s in self.sites],
             "misses": [asdict(m) for m in self.misses],
             "failures": [asdict(r) for r in self.failures],
@@ -177,6 +179,15 @@ class Report:
             "offered": [asdict(k) for k in self.offered],
             "seconds": dict(self.seconds),
         }
+
+    def diff(self, after: Report | Mapping[str, Any]) -> Difference:
+        """Returns what is not the same in a later report: sites, kernels and reasons.
+
+        Args:
+            after: The later report; also as data, read from what `json` wrote.
+        """
+        later = json.loads(after.json()) if isinstance(after, Report) else after
+        return difference(json.loads(self.json()), later)
 
     def svg(self, site: int | None = None) -> str:
         """Returns a picture of the program before and after.
