@@ -23,7 +23,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -593,6 +593,47 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
         return jax.make_jaxpr(fn)(*structs)
 
 
+def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+    """The array in another shape, placed as its axes are on explicit axes of a mesh.
+
+    JAX before 0.11 does not say where axes are that are joined or split.
+    """
+    if explicit_mesh([core.typeof(x)]) is None:
+        return x.reshape(shape)
+    try:
+        return x.reshape(shape)
+    except core.ShardingTypeError:
+        sharding = core.typeof(x).sharding
+        spec = _joined_spec(x.shape, sharding.spec, shape)
+        if spec is None:
+            raise
+        return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=spec))
+
+
+def _joined_spec(
+    shape: Sequence[int], spec: Sequence[Any], wanted: Sequence[int]
+) -> Any:
+    """The placement after a reshape that joins or splits axes; None if it is another.
+
+    Of axes that are joined only the first may be split over devices. The first of the
+    new ones is placed as it was.
+    """
+    old = [(n, s) for n, s in zip(shape, spec, strict=True) if n != 1 or s is not None]
+    found: list[Any] = [None] * len(wanted)
+    new = [k for k, n in enumerate(wanted) if n != 1]
+    while old and new:
+        (have, place), first = old.pop(0), new.pop(0)
+        found[first], size = place, wanted[first]
+        while have != size:
+            if have < size and old and old[0][1] is None:
+                have *= old.pop(0)[0]
+            elif have > size and new:
+                size *= wanted[new.pop(0)]
+            else:
+                return None
+    return None if old or new else jax.P(*found)
+
+
 def placed_as(value: Any, aval: Any) -> Any:
     """The array, placed as an abstract value states, if it states that."""
     if explicit_mesh([aval]) is None or core.typeof(value).sharding == aval.sharding:
@@ -769,6 +810,18 @@ def on_one_device() -> Any:
     them.
     """
     return config._check_vma(False)
+
+
+def traced_apart(key: Hashable) -> Any:
+    """A context in which JAX uses no trace made outside it, or for another key.
+
+    JAX 0.11 keeps the trace of a Pallas kernel's body by its function and its blocks,
+    and not by its grid: `pl.num_programs` would be that of an earlier call. The names
+    in this context are part of the key of every trace. JAX takes them out of the axes
+    of a mesh, and this one is in none.
+    """
+    apart = getattr(core, "add_explicit_mesh_axis_names", None)
+    return contextlib.nullcontext() if apart is None else apart((key,))
 
 
 def is_partitioned(ctx: Any) -> bool:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter import _jax
 from rewriter.algebra.normal_form import TRUE, Algebra, Index, OverBudget, Poly
 
 Groups = Sequence[Sequence[int]]
@@ -18,7 +19,12 @@ Groups = Sequence[Sequence[int]]
 
 def shaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Reshapes an array, unless it has the shape, which JAX takes long to see."""
-    return x if x.shape == tuple(shape) else x.reshape(tuple(shape))
+    return x if x.shape == tuple(shape) else _jax.reshaped(x, tuple(shape))
+
+
+def typed(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts an array, unless it has the dtype already, and not as a weak one."""
+    return x if x.dtype == dtype and not x.weak_type else x.astype(dtype)
 
 
 def ordered(x: jax.Array, axes: Sequence[int]) -> jax.Array:
@@ -88,8 +94,10 @@ class Emitter:
             whole = full or any(n != 1 for n in have)
             target += sizes if whole else [1] * len(group)
             shape.append(math.prod(sizes) if whole else 1)
-        x = shaped(jnp.broadcast_to(x, tuple(target)), shape)
-        return x if dtype is None else x.astype(dtype)
+        if x.shape != tuple(target):
+            x = jnp.broadcast_to(x, tuple(target))
+        x = shaped(x, shape)
+        return x if dtype is None else typed(x, dtype)
 
     def _single(self, p: Poly, order: list[int]) -> jax.Array | None:
         """A polynomial that is one leaf, in the leaf's own dtype."""
@@ -103,8 +111,8 @@ class Emitter:
         return self._leaf(mono[0][0], order)
 
     def _sum(self, p: Poly, order: list[int]) -> jax.Array:
-        total = jnp.zeros((1,) * len(order), self.dtype)
-        for k, ((flag, mono), c) in enumerate(p.items()):
+        total = None
+        for (flag, mono), c in p.items():
             term = jnp.full((1,) * len(order), c, self.dtype)
             for a, e in mono:
                 factor = self._atom(a, order)
@@ -113,8 +121,8 @@ class Emitter:
                 term = term * factor
             if flag != TRUE:
                 term = jnp.where(self._bool(flag, order), term, 0)
-            total = term if k == 0 else total + term
-        return total
+            total = term if total is None else total + term
+        return jnp.zeros((1,) * len(order), self.dtype) if total is None else total
 
     # ------------------------------------------------------------- atoms
     def _atom(self, atom: int, order: list[int]) -> jax.Array:
@@ -122,7 +130,7 @@ class Emitter:
         kind = d[0]
         if kind == "leaf":
             x = self._leaf(atom, order)
-            return x.astype(self.dtype)
+            return typed(x, self.dtype)
         if kind == "iota":
             return self._index(d[1], order).astype(self.dtype)
         if kind == "exp":

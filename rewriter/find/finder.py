@@ -56,6 +56,7 @@ class Finder:
     found: set[tuple[str, int]] = field(default_factory=set)
     cache: dict[Any, Any] = field(default_factory=dict)
     _known_empty: set[Any] = field(default_factory=set)
+    _around: dict[int, int] = field(default_factory=dict)
     _asked: dict[Any, Any] = field(default_factory=dict)
     _names: dict[int, dict[int, int]] = field(default_factory=dict)
 
@@ -325,7 +326,11 @@ class Finder:
 
     def known_empty(self, op: str, anchor: Node) -> bool:
         """Whether equal surroundings held no match before. Ask before evaluating."""
-        key = (op, neighbourhood(self.graph, anchor))
+        around = self._around.get(anchor.outs[0])
+        if around is None:  # several ops ask for one anchor
+            around = neighbourhood(self.graph, anchor)
+            self._around[anchor.outs[0]] = around
+        key = (op, around)
         self._asked[op, anchor.outs[0]] = key
         return key in self._known_empty
 

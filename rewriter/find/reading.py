@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize import values_named
-from rewriter.algebra.emit import Emitter, ordered, shaped
+from rewriter.algebra.emit import Emitter, ordered, shaped, typed
 from rewriter.algebra.normal_form import Algebra, Index, OverBudget, Poly
 from rewriter.find.region import Place
 
@@ -183,7 +183,7 @@ class Reading:
                 factor = emitter.array(poly, [(i,) for i in order], full=False)
                 wide = jnp.promote_types(out.dtype, emitter.dtype)
                 out = join(out.astype(wide), factor.astype(wide))
-        return shaped(out, shape).astype(dtype)
+        return typed(shaped(out, shape), dtype)
 
 
 def flat_indices(a: Index) -> list[int]:

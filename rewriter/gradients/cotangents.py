@@ -23,6 +23,7 @@ SHARED = 40
 """Values with more readers are masks or tables that all layers share."""
 CONE = 400
 """The most values in a gradient's computation."""
+NOTHING: frozenset[int] = frozenset()
 MEETS = frozenset({
     "dot_general", "mul", "div", "select_n", "ragged_dot_general", "ragged_dot",
     "reduce_sum",
@@ -128,36 +129,58 @@ def _is_linear(node: Node, along: Sequence[int]) -> bool:
     return node.prim == "select_n" and 0 not in along
 
 
-def cone(
-    graph: Graph, value: int, stops: frozenset[int], foreign: set[int] | None = None
-) -> set[int] | None:
-    """Values between a value and the stops; None if it depends on anything else.
+class Cones:
+    """Values between a value and some stops, each found once.
 
     Args:
         graph: The program.
-        value: The value.
         stops: Where to stop.
-        foreign: Values known to depend on something else; new ones are added.
     """
-    foreign = set() if foreign is None else foreign
-    seen, stack = set(), [value]
-    constants, producer = graph.constants, graph.producer
-    while stack:
-        current = stack.pop()
-        if current in seen or current in stops or current in constants:
-            continue
-        maker = producer.get(current)
-        if (
-            maker is None
-            or current in foreign
-            or len(seen) > CONE
-            or not (is_local(maker[0]) or maker[0].prim in CONTRACTIONS)
-        ):
-            foreign.add(value)
-            return None
-        seen.add(current)
-        stack += maker[0].ins
-    return seen
+
+    def __init__(self, graph: Graph, stops: frozenset[int]):
+        self.graph = graph
+        self._known: dict[int, frozenset[int] | None] = dict.fromkeys(stops, NOTHING)
+
+    def of(self, value: int) -> frozenset[int] | None:
+        """The values, this one too; None if it depends on anything but the stops."""
+        known, constants = self._known, self.graph.constants
+        stack = [value]
+        while stack:
+            current = stack[-1]
+            if current in known:
+                stack.pop()
+            elif current in constants:
+                known[current] = NOTHING
+            else:
+                self._step(current, stack)
+        return known[value]
+
+    def _step(self, value: int, stack: list[int]) -> None:
+        """Finds the cone of a value, or puts an operand on the stack whose is needed.
+
+        One operand that depends on anything else is enough.
+        """
+        known, maker = self._known, self.graph.producer.get(value)
+        if maker is None or not (is_local(maker[0]) or maker[0].prim in CONTRACTIONS):
+            known[value] = None
+            return
+        inside = [value]
+        for operand in maker[0].ins:
+            if operand not in known:
+                stack.append(operand)
+                return
+            above = known[operand]
+            if above is None:
+                known[value] = None
+                return
+            inside += above
+        found = frozenset(inside)
+        known[value] = found if len(found) <= CONE else None
+
+
+def cone(graph: Graph, value: int, stops: frozenset[int]) -> frozenset[int] | None:
+    """Values between a value and the stops; None if it depends on anything else."""
+    return Cones(graph, stops).of(value)
 
 
 def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:
@@ -173,8 +196,8 @@ def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:
         if not inside.isdisjoint(ins):
             inside.add(value)
             edge.update(ins)
-    edge -= inside
-    return frozenset(v for v in edge if cone(graph, v, leaves) is None)
+    cones = Cones(graph, leaves)
+    return frozenset(v for v in edge - inside if cones.of(v) is None)
 
 
 def _is_wider(dtype: Any, other: Any) -> bool:

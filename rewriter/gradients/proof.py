@@ -26,9 +26,9 @@ from rewriter.gradients.addends import larger_sums, widest
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.cotangents import (
     CONTRACTIONS,
+    Cones,
     below,
     cancelled_reads,
-    cone,
     linear,
 )
 from rewriter.gradients.reference import wanted_at
@@ -86,21 +86,19 @@ def proved_gradients(
 
 def _cones(
     graph: Graph, match: Match, reached: Sequence[int], stops: frozenset[int]
-) -> dict[int, set[int]]:
+) -> dict[int, frozenset[int]]:
     """The cones of values with a leaf's shape that depend only on the stops.
 
     Only of those that are linear in the cotangent: no other is worth a form.
     """
     shapes = {graph.shape(v) for _, v in match.leaves}
-    cones: dict[int, set[int]] = {}
-    foreign: set[int] = set()
-    moving = linear(graph, reached, stops)
-    for value in reached:
-        if value in moving and value not in stops and graph.shape(value) in shapes:
-            inside = cone(graph, value, stops, foreign)
-            if inside is not None:
-                cones[value] = inside
-    return cones
+    moving, cones = linear(graph, reached, stops), Cones(graph, stops)
+    found = {
+        v: cones.of(v)
+        for v in reached
+        if v in moving and v not in stops and graph.shape(v) in shapes
+    }
+    return {v: inside for v, inside in found.items() if inside is not None}
 
 
 class _Forms:
@@ -143,7 +141,7 @@ class _Forms:
 
     def _of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
         if sizes not in self.indices:
-            self.indices[sizes] = tuple(map(self.ev.alg.new_index, sizes))
+            self.indices[sizes] = self.ev.alg.spare_indices(sizes, ())
         return self.indices[sizes]
 
 

@@ -73,17 +73,14 @@ def named(name: str) -> Device:
         >>> named("h200").kind, named("NVIDIA H200").platform
         ('NVIDIA H200', 'cuda')
     """
-    short = name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")
-    if short in KNOWN:
-        return KNOWN[short]
-    found = [d for d in KNOWN.values() if d.kind.lower() == name.lower()]
-    if found:
-        return found[0]
-    raise errors.ConfigError(
-        f"target={name!r}",
-        next_step=errors.known(short, list(KNOWN)),
-        where=errors.caller(),
-    )
+    found = _found(name)
+    if found is None:
+        raise errors.ConfigError(
+            f"target={name!r}",
+            next_step=errors.known(_short(name), list(KNOWN)),
+            where=errors.caller(),
+        )
+    return found
 
 
 def of(kind: str, platform: str) -> Device:
@@ -93,10 +90,18 @@ def of(kind: str, platform: str) -> Device:
         >>> of("h200", "cuda").kind, of("NVIDIA Z80", "cuda").bandwidth
         ('NVIDIA H200', 0.0)
     """
-    try:
-        return named(kind)
-    except errors.ConfigError:
-        return Device(kind, platform)
+    return _found(kind) or Device(kind, platform)
+
+
+def _short(name: str) -> str:
+    return name.lower().replace("-", "_").replace(" ", "_").removeprefix("nvidia_")
+
+
+def _found(name: str) -> Device | None:
+    """The device kind of a short name or of JAX's own name for it, if it is known."""
+    known = KNOWN.get(_short(name))
+    alike = (d for d in KNOWN.values() if d.kind.lower() == name.lower())
+    return known or next(alike, None)
 
 
 def attached() -> Device:

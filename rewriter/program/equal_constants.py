@@ -103,6 +103,22 @@ def _some(value: Any) -> Hashable:
         return np.asarray(value.addressable_data(0)[steps]).tobytes()
 
 
+def _sums(value: Any) -> Hashable:
+    """A sum of each row's bytes, if the host has them.
+
+    They tell most arrays apart in a tenth of the time that a digest takes.
+    """
+    if isinstance(value, jax.Array) and not _is_near(value):
+        return None
+    flat = np.ascontiguousarray(_host(value))
+    if not flat.ndim or not flat.size:
+        return None
+    words = flat.view(np.uint8).reshape(flat.shape[0], -1)
+    if words.shape[1] % 8 == 0:
+        words = words.view(np.uint64)
+    return words.sum(1, dtype=np.uint64).tobytes()
+
+
 def _all(value: Any) -> Hashable:
     """A digest of all of its bytes."""
     if not isinstance(value, jax.Array):
@@ -117,7 +133,7 @@ def _all(value: Any) -> Hashable:
     return digest
 
 
-LOOKS: tuple[Callable[[Any], Hashable], ...] = (_type, _some, _all)
+LOOKS: tuple[Callable[[Any], Hashable], ...] = (_type, _some, _sums, _all)
 """Comparisons, cheapest first; each runs only where the ones before are equal."""
 
 _DIGESTS: dict[int, tuple[weakref.ref[Any], bytes]] = {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from rewriter import _jax
 from rewriter.find.match import Match
@@ -41,9 +43,10 @@ def located(
 
     It is ``None`` for a match that one device computes entirely.
 
-    Where the mesh's axes are explicit, types state the split. Otherwise the program is
-    written with each op's reference in place of the site, and with marked operands.
-    XLA's propagation then finds how those are split.
+    Where the mesh's axes are explicit, types state the split. Otherwise, as inside of
+    `jax.sharding.auto_axes`, the program is written with each op's reference in place
+    of the site, and with marked operands. XLA's propagation then finds how those are
+    split.
 
     Args:
         regions: The walks over the program's graph.
@@ -61,7 +64,7 @@ def located(
             found[index] = placement
         elif manual == PARTLY:
             found[index] = PARTLY
-        elif placement is not None and placement.stated:
+        elif placement is not None and _has_types(regions, m):
             found[index] = _stated(regions, m, placement)
         else:
             rest[index] = m
@@ -95,6 +98,7 @@ def _propagated(
         why = f"its placement is not known: {problem}"
         return dict.fromkeys(shapes, why)
     found: dict[int, Shards | str] = {}
+    placement = dataclasses.replace(placement, mesh=_automatic(placement.mesh))
     for index, seen in shapes.items():
         m = matches[index]
         try:
@@ -102,6 +106,21 @@ def _propagated(
         except NoShards as why:
             found[index] = str(why)
     return found
+
+
+def _automatic(mesh: Any) -> Any:
+    """The mesh as code inside of `jax.sharding.auto_axes` sees it."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
+
+
+def _has_types(regions: Regions, match: Match) -> bool:
+    """Whether types state where a match's result is, on explicit axes."""
+    return _jax.explicit_mesh([regions.graph.avals[match.value]]) is not None
 
 
 def _manual(scope: Scope | None) -> str:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
+from rewriter.algebra.emit import typed
 from rewriter.errors import RewriterError
 from rewriter.find.body_inputs import BodyInput
 from rewriter.find.match import Match, NearMiss
@@ -464,10 +465,11 @@ class _Work:
     # ------------------------------------------------------------- splices
     def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
-        with _placing(splice):
-            fragment, names, tree = self._fragment(splice)
         here = dict(splice.match.leaves)
+        names = leaves_of(splice.match.reading)
         atoms = [self._atom_of(splice, here[v]) for v in names]
+        with _placing(splice):
+            fragment, tree = self._fragment(splice, [a.aval for a in atoms])
         out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
@@ -492,8 +494,8 @@ class _Work:
         def code(*given: jax.Array) -> list[jax.Array]:
             *saved, cotangent = given
             function = _unsaved(tree, saved)
-            grads = function(_jax.placed_as(cotangent, own).astype(dtype))
-            found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
+            grads = function(typed(_jax.placed_as(cotangent, own), dtype))
+            found = list(map(typed, grads, dtypes))
             found += [jnp.zeros(*like) for like in zeros]
             return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
 
@@ -551,11 +553,16 @@ class _Work:
             var = found[1]
         return self.envs[id(home)].get(var, var)
 
-    def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...], Any]:
-        """The traced code of a replacement, and the leaves that it takes.
+    def _fragment(self, splice: Splice, avals: Sequence[Any]) -> tuple[Any, Any]:
+        """The traced code of a replacement, a function of the leaves.
 
-        With gradients, its results are followed by residuals; the last item is the
+        With gradients, its results are followed by residuals; the second item is the
         structure in which `jax.vjp` keeps those.
+
+        Args:
+            splice: The replacement.
+            avals: The types of what it reads, in the body where it stands. A value from
+                outside of a `jax.shard_map` has another type there.
         """
         reading, graph = splice.match.reading, self.graph
         moving = _in_order(splice)
@@ -563,7 +570,6 @@ class _Work:
         order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
         names = leaves_of(reading)
         read = [self._read_for(splice, here[v]) for v in names]
-        avals = [graph.avals[r.value] for r in read]
         result = graph.avals[splice.match.value]
         stated = _jax.stated([*avals, result]), tuple(r.key for r in read)
         key = (id(reading), splice.key, order, result.weak_type, stated)
@@ -593,7 +599,7 @@ class _Work:
         traced = _jax.trace_placed(with_residuals, avals)
         if traced.constvars:
             raise ValueError("the replacement holds constants")
-        self.fragments[key] = (traced, names, trees[-1] if trees else None)
+        self.fragments[key] = (traced, trees[-1] if trees else None)
         return self.fragments[key]
 
 

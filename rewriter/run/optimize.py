@@ -17,11 +17,14 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
+from rewriter.choose.planner import target_of
 from rewriter.config import OPTIONS, disabled, in_step, resolve
 from rewriter.errors import RewriterError, RewriterWarning, caller
 from rewriter.frameworks import equinox_modules, nnx_state
 from rewriter.measure.sources import check_tuned
+from rewriter.ops import device
 from rewriter.program import trace
+from rewriter.reports.lowered import as_lowered
 from rewriter.reports.report import Report
 from rewriter.run.analysis import Analysis, Record, check_patterns
 from rewriter.run.called import Called, called
@@ -249,10 +252,14 @@ class Maker:
 
     @in_step
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Returns the report for this signature; without arguments, the latest."""
+        """Returns the report for this signature; without arguments, the latest.
+
+        It says of each kernel that cannot be lowered for the target that its site is
+        left as written, as far as that can be known here.
+        """
         records = self.analysis.records
         if not args and not kwargs and records:
-            return next(reversed(records.values())).report
+            return self._as_lowered(next(reversed(records.values())))
         if not args and not kwargs and self.frameworks:
             return next(reversed(self.frameworks.values())).fast.report()
         if not args and not kwargs and trace.wants_arguments(self.fn):
@@ -264,7 +271,11 @@ class Maker:
         found = self._of_framework(args, kwargs)
         if found is not None:
             return found[0].report(*found[1], **kwargs)
-        return self._record(args, kwargs).report
+        return self._as_lowered(self._record(args, kwargs))
+
+    def _as_lowered(self, record: Record) -> Report:
+        target = target_of(resolve(self.analysis.options))
+        return as_lowered(record.report, target, device.attached())
 
     @in_step
     def jaxpr(self, *args: Any, **kwargs: Any) -> ClosedJaxpr:

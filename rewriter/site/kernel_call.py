@@ -6,6 +6,7 @@ are those of the reference.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -129,7 +130,7 @@ def _forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result and all residuals, including those without elements."""
     named = {**dict(zip(use.names, operands, strict=True)), **more}
-    with promotion.as_usual():
+    with promotion.as_usual(), _apart(use, kernel, [*operands, *more.values()]):
         if not residuals:
             return kernel.forward(**named, **dict(use.params)), ()
         both = kernel.forward(**named, **dict(use.params), residuals=True)
@@ -141,6 +142,17 @@ def _forward(
         )
     out, saved = both
     return out, tuple(saved)
+
+
+def _apart(use: Use, kernel: Kernel, arrays: Sequence[Any]) -> Any:
+    """A context for the calls of a kernel that is not ours, see `_jax.traced_apart`.
+
+    One body of it may be called on several grids. Each of our kernels makes the body
+    for the call, and shares the traces of functions of JAX.
+    """
+    if getattr(kernel.forward, "__module__", "").startswith("rewriter.kernels."):
+        return contextlib.nullcontext()
+    return _jax.traced_apart((kernel, use, tuple(map(shaped, arrays))))
 
 
 def call_backward(
@@ -170,7 +182,7 @@ def call_backward(
         jnp.zeros(*s) if _is_empty(s) else next(kept)
         for s in _saved(use, kernel, [shaped(a) for a in args[:n]]) or ()
     ]
-    with promotion.as_usual():
+    with promotion.as_usual(), _apart(use, kernel, args):
         cotangents = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
             **dict(use.params), **addend,

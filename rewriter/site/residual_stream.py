@@ -28,6 +28,7 @@ from jax.interpreters import ad
 
 from rewriter.ops.kernel import Kernel
 from rewriter.site import implement, site
+from rewriter.site.lowering import register
 from rewriter.site.uses import Use
 
 Composed = Callable[..., Callable[..., Sequence[Any]]]
@@ -255,7 +256,7 @@ for _primitive, _aval, _composed, _made in (
     (backward_p, _backward_aval, _composed_backward, _backward_made),
 ):
     _primitive.multiple_results = True
-    site.register(_primitive, _aval, _batch_rule(_composed), _made)
+    register(_primitive, _aval, _batch_rule(_composed), _made)
 for _primitive, _composed in (
     (tangent_p, _composed_tangent),
     (backward_p, _composed_backward),

@@ -424,3 +424,33 @@ def test_a_users_check(jit: Any) -> None:
     for checked in (checkify.checkify(jit(f)), jit(checkify.checkify(f))):
         assert "not above" in checked(jnp.float32(-1))[0].get()
         assert checked(jnp.float32(1))[0].get() is None
+
+
+def test_the_differences_that_the_page_lists() -> None:
+    """As docs/frameworks/plain_jax.md says; all others are defects."""
+
+    def f(x: Any) -> Any:
+        return jnp.sin(x)
+
+    class Slots:
+        __slots__ = ()
+
+        def __call__(self, x: Any) -> Any:
+            return x + 1
+
+    def fails(x: Any) -> Any:
+        raise KeyError("mine")
+
+    mine, theirs = rewriter.optimize(f), jax.jit(f)
+    assert repr(mine) == repr(theirs)
+    assert mine is not rewriter.optimize(f)
+    assert theirs is not jax.jit(f)
+    with pytest.raises(TypeError):
+        jax.jit(Slots())(1.0)
+    assert rewriter.optimize(Slots())(1.0) == 2.0
+    with pytest.raises(TypeError) as refused:
+        rewriter.optimize(3)
+    assert isinstance(refused.value, NotTraceable)
+    with pytest.raises(KeyError) as raised:
+        rewriter.optimize(fails)(1.0)
+    assert any("while tracing fails" in note for note in raised.value.__notes__)

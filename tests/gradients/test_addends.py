@@ -202,8 +202,8 @@ def as_exact_in_half_precision(step: Callable, half) -> None:
         mine, theirs = (jax.tree.leaves(f(*half)) for f in (fast, step))
         for a, b, c in zip(mine, theirs, jax.tree.leaves(exact), strict=True):
             c = np.asarray(c)
-            new, old = (np.abs(np.asarray(v, np.float64) - c).max() for v in (a, b))
-            assert new <= 2 * old + 1e-3 * np.abs(c).max()
+            new, old = (np.linalg.norm(np.asarray(v, np.float64) - c) for v in (a, b))
+            assert new <= 2 * old + 1e-3 * np.linalg.norm(c)
 
 
 # ------------------------------------------------------------------ look-alikes

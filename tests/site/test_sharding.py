@@ -61,9 +61,10 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        7,
+        8,
         [
             ("mesh_grid", "11"),
+            pytest.param(("mesh_grid", "1", "auto_axes"), marks=pytest.mark.once),
             ("sharded_calls",),
             pytest.param(("sharded_masks",), marks=pytest.mark.once),
             pytest.param(("sharded_experts",), marks=pytest.mark.once),
@@ -76,6 +77,7 @@ def devices(count: int) -> str:
     ),
     ids=[
         "some of the grid",
+        "auto axes",
         "calls",
         "masks",
         "experts",

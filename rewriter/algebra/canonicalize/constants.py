@@ -151,6 +151,9 @@ def affine_constant(array: np.ndarray) -> tuple[float, tuple[float, ...]] | None
         at = [0] * array.ndim
         at[d] = 1 if n > 1 else 0
         slopes.append(float(array[tuple(at)]) - origin)
+    last = origin + sum(s * (n - 1) for s, n in zip(slopes, array.shape, strict=True))
+    if array.flat[-1] != last:
+        return None
     whole = all(float(s).is_integer() for s in (origin, *slopes))
     if array.dtype.kind == "f" and not whole:
         return None
@@ -173,14 +176,16 @@ def two_numbers(array: np.ndarray) -> tuple[float, float, Any] | None:
     """(lower, higher, `pattern_of` the higher) of an array of two numbers."""
     if array.dtype.kind != "f" or array.size > 1 << 22:
         return None
-    some = np.unique(array.flat[:256])
-    if len(some) > 2:
+    if not array.size or len(np.unique(array.flat[:256])) > 2:
         return None
-    values = np.unique(array)
-    if len(values) != 2 or np.isnan(values).any():
+    low, high = array.min(), array.max()
+    if not low < high:  # one number, or not a number
         return None
-    pattern = pattern_of(array == values[1])
-    return None if pattern is None else (float(values[0]), float(values[1]), pattern)
+    highest = array == high
+    if not (highest | (array == low)).all():
+        return None
+    pattern = pattern_of(highest)
+    return None if pattern is None else (float(low), float(high), pattern)
 
 
 def pattern_of(mask: np.ndarray) -> Any:
@@ -203,15 +208,19 @@ def banded_constant(mask: np.ndarray):
         rows, cols = None, varying[0]
     else:
         rows, cols = varying
-    diff = np.arange(plane.shape[1])[None] - np.arange(plane.shape[0])[:, None]
-    kept = diff[plane]
-    if kept.size == 0:
+    row, width = np.arange(plane.shape[0]), plane.shape[1]
+    first, last = plane.argmax(1), width - 1 - plane[:, ::-1].argmax(1)
+    seen = np.count_nonzero(plane, axis=1)
+    some = seen > 0
+    if not some.any():
         return None
-    lower, upper = int(kept.min()), int(kept.max())
-    if not np.array_equal(plane, (diff >= lower) & (diff <= upper)):
+    lower, upper = int((first - row)[some].min()), int((last - row)[some].max())
+    start, end = np.maximum(row + lower, 0), np.minimum(row + upper, width - 1)
+    alike = (first == start) & (last == end) & (seen == end - start + 1)
+    if not np.where(some, alike, start > end).all():
         return None
     return (
         rows, cols,
-        None if lower <= int(diff.min()) else lower,
-        None if upper >= int(diff.max()) else upper,
+        None if lower <= 1 - len(row) else lower,
+        None if upper >= width - 1 else upper,
     )  # fmt: skip

@@ -13,13 +13,8 @@ from rewriter.program.graph import Node
 
 @rule("reduce_sum")
 def _reduce_sum(ev: Evaluator, node: Node, args, mode: str) -> Poly:
-    source, axes = node.ins[0], {int(a) for a in node.params["axes"]}
-    kept = iter(args)
-    at = tuple(
-        ev.alg.new_index(n) if d in axes else next(kept)
-        for d, n in enumerate(ev.g.shape(source))
-    )
-    bound = [at[d] for d in axes if at[d] is not None]
+    source = node.ins[0]
+    at, bound = ev.before_reduction(node, args)
     return ev.summed(lambda to: ev.poly(source, ev.cut(at, to), mode), bound)
 
 
@@ -51,11 +46,10 @@ def dot_arguments(ev: Evaluator, node: Node, args):
     rest = list(args)
     for x, y in zip(lb, rb, strict=True):
         left[x] = right[y] = rest.pop(0)
-    bound = []
-    for x, y in zip(lc, rc, strict=True):
-        left[x] = right[y] = ev.alg.new_index(ls[x])
-        if left[x] is not None:
-            bound.append(left[x])
+    spare = ev.alg.spare_indices([ls[x] for x in lc], args)
+    for x, y, index in zip(lc, rc, spare, strict=True):
+        left[x] = right[y] = index
+    bound = [i for i in spare if i is not None]
     for x in range(len(ls)):
         if x not in lb and x not in lc:
             left[x] = rest.pop(0)

@@ -181,6 +181,18 @@ class Layout:
             return NeedSplit(digit[1], tuple(inner))
         return OverBudget("pieces of a concatenation are mixed")
 
+    def before_reduction(
+        self, node: Node, args: tuple[Index, ...]
+    ) -> tuple[tuple[Index, ...], list[int]]:
+        """Arguments of a reduction's operand, and the indices that it reduces."""
+        shape, axes = self.g.shape(node.ins[0]), sorted(map(int, node.params["axes"]))
+        spare = self.alg.spare_indices([shape[d] for d in axes], args)
+        reduced, kept = dict(zip(axes, spare, strict=True)), iter(args)
+        at = tuple(
+            reduced[d] if d in reduced else next(kept) for d in range(len(shape))
+        )
+        return at, [i for i in spare if i is not None]
+
     def summed(
         self, make: Callable[[Mapping[int, Index]], Poly], bound: list[int]
     ) -> Poly:

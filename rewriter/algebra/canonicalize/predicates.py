@@ -272,14 +272,8 @@ def _stop_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
 
 @rule("reduce_or", "reduce_and", table=FLAGS)
 def _reduce_flag(ev: Evaluator, node: Node, args, mode: str) -> int:
-    source, axes = node.ins[0], {int(a) for a in node.params["axes"]}
-    kept = iter(args)
-    at = tuple(
-        ev.alg.new_index(n) if d in axes else next(kept)
-        for d, n in enumerate(ev.g.shape(source))
-    )
-    bound = [at[d] for d in axes]
-    flag = ev.flag(source, at, mode)
+    at, bound = ev.before_reduction(node, args)
+    flag = ev.flag(node.ins[0], at, mode)
     if node.prim == "reduce_or":
         some = ev.alg.any_over(flag, bound)
         return TRUE if _holds(ev, some) else some

@@ -35,10 +35,6 @@ def _sum_below(ev: Evaluator, value: int, args: tuple[Index, ...]) -> Poly | Non
         node = ev.g.node_of(value)
     if node is None or node.prim != "reduce_max":
         return None
-    kept, axes = iter(args), {int(a) for a in node.params["axes"]}
-    shape = ev.g.shape(node.ins[0])
-    at = tuple(
-        ev.alg.new_index(n) if d in axes else next(kept) for d, n in enumerate(shape)
-    )
+    at, bound = ev.before_reduction(node, args)
     form = ev.poly(node.ins[0], at)
-    return ev.alg.sum_over(ev.alg.exp(form), [at[d] for d in axes])
+    return ev.alg.sum_over(ev.alg.exp(form), bound)

@@ -70,6 +70,7 @@ class Algebra(
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
         self._next_index = itertools.count(1)
+        self._spare: dict[int, list[int]] = {}
         self._bound: dict[tuple[int, int, int], int] = {}
         self._level_of: dict[int, int] = {}
         self._atoms: dict[Any, int] = {}
@@ -100,7 +101,7 @@ class Algebra(
 
         A number that represents several is in `blurred`: it must not be compared.
         """
-        if c == 0 or not math.isfinite(c):
+        if c in (1.0, -1.0, 0.0) or not math.isfinite(c):
             return c
         nearest = float(round(c))
         if c == nearest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rewriter import _jax
 from rewriter.algebra.normal_form.forms import Index
@@ -18,6 +18,27 @@ class Indices:
         i = next(self._next_index)
         self.sizes[i] = size
         return i
+
+    def spare_indices(
+        self, sizes: Iterable[int], args: Iterable[Index]
+    ) -> tuple[Index, ...]:
+        """Indices that do not occur in some arguments, to be summed over.
+
+        They are the same ones wherever possible, so that a value that is read by
+        several sums is looked at once. None for size one.
+        """
+        taken = {i for a in args for i in self.index_ids(a)}
+        out = []
+        for size in sizes:
+            known = self._spare.setdefault(size, [])
+            i = next((i for i in known if i not in taken), None)
+            if i is None and size != 1:
+                i = self.new_index(size)
+                known.append(i)
+            if i is not None:
+                taken.add(i)
+            out.append(i)
+        return tuple(out)
 
     def size_order(self, i: int) -> tuple[int, str]:
         """A key that sorts indices by size, symbolic sizes after numbers."""
