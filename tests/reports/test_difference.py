@@ -67,7 +67,7 @@ def test_kernel_params_turns_and_reasons_of_one_site():
     )  # fmt: skip
     found = REPORT.diff(changed(sites=(other, *rest)))
     (one,) = found.changed
-    assert dict((n, (a, b)) for n, a, b in one.fields) == {
+    assert {n: (a, b) for n, a, b in one.fields} == {
         "kernel": ("memory_bounded", "xla"), "replaced": (True, False),
         "repeats": (24, 12), "scale": ("0.125", "0.25"),
     }  # fmt: skip
