@@ -16,7 +16,8 @@ from rewriter.choose.choose_ring import by_parts
 from rewriter.config import Config
 from rewriter.find.match import Match
 from rewriter.gradients.backward import Backward
-from rewriter.measure.key import Key
+from rewriter.measure.costs import UNKNOWN, Costs
+from rewriter.measure.key import BOTH, Key
 from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import PLATFORMS, Kernel, Spec
@@ -294,7 +295,15 @@ def _site(p: Placed) -> Site:
         sharding=p.shards.text if isinstance(p.shards, Shards) else "",
         parts=tuple(part.op.form_of or part.op.name for part in match.parts),
         form=match.op.name if match.op.form_of else "",
+        costs=_costs(p),
     )
+
+
+def _costs(p: Placed) -> Costs:
+    """The costs of a place, if they are of the passes that are replaced there."""
+    costs = p.choice.costs
+    with_gradients = costs.passes == BOTH
+    return costs if with_gradients == (p.backward is not None) else UNKNOWN
 
 
 @functools.cache

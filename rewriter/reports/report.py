@@ -16,6 +16,7 @@ from rewriter.measure.key import Key
 from rewriter.ops.device import of
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.propagation import Placement
+from rewriter.reports.costs import Total, costs_text, total
 from rewriter.reports.difference import Difference, difference
 from rewriter.reports.masks import structure, whole_mask
 from rewriter.rewrite.passes.checkpoint_savings import Kept
@@ -103,6 +104,14 @@ class Report:
                     found[op] += site.repeats if repeats else 1
         return dict(found)
 
+    def costs(self) -> Total | None:
+        """Returns the times of all sites together; None where none is known.
+
+        Times are those by which kernels were chosen: measured at these very shapes, or
+        by a model of the device. Nothing is measured here.
+        """
+        return total(self.sites)
+
     def at(self, where: str) -> Report:
         """Returns the part of the report about one source line or file.
 
@@ -171,6 +180,7 @@ class Report:
             "numerics": self.numerics,
             "counts": self.counts(),
             "replaced": self.counts(replaced=True),
+            "costs": asdict(costs) if (costs := self.costs()) else None,
             "sites": [{**asdict_site(s)} for s in self.sites],
             "misses": [asdict(m) for m in self.misses],
             "failures": [asdict(r) for r in self.failures],
@@ -225,6 +235,7 @@ def asdict_site(site: Site) -> dict[str, Any]:
     """Returns a site as a plain dict."""
     kept = {k: getattr(site, k) for k in site.__dataclass_fields__}
     kept["params"] = {k: str(v) for k, v in dict(site.params).items()}
+    kept["costs"] = asdict(site.costs) if site.costs else None
     return kept
 
 
@@ -235,6 +246,8 @@ def _lines(report: Report) -> Iterator[str]:
         f"{report.target}   patterns: {report.patterns}"
     )
     yield f" {_summary(report)}{_seconds(report.seconds)}"
+    if costs := report.costs():
+        yield f" {costs}"
     if report.sites or report.misses or report.failures:
         yield ""
     groups = _grouped(report.sites)
@@ -311,7 +324,7 @@ def _grouped(sites: Sequence[Site]) -> list[list[Site]]:
     groups: dict[Any, list[Site]] = {}
     for s in sites:
         key = (s.op, s.where, s.kernel, s.origin, s.scope, s.shapes, s.not_chosen,
-               s.backward, s.again, s.sharding, s.form)  # fmt: skip
+               s.backward, s.again, s.sharding, s.form, s.costs)  # fmt: skip
         groups.setdefault(key, []).append(s)
     return list(groups.values())
 
@@ -371,8 +384,8 @@ def _details(site: Site, rate: float) -> Iterator[str]:
     facts = ["forward and backward"] * site.backward
     if site.again:
         facts.append(f"the forward runs again in {site.again}")
-    if site.saved_bytes:
-        facts.append(f"−{size(site.saved_bytes)} of intermediate values")
+    if text := costs_text(site.costs, site.replaced, size):
+        yield text
     if site.sharding:
         yield f"on each device: {site.sharding}"
     facts += [*_telling(site.params), *structure(site)]
