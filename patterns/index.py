@@ -54,4 +54,13 @@ PATTERNS = {
         "Gated linear unit of experts with 8-bit matrices.",
         "STORED",
     ),
+    "linear_cross_entropy": Shipped(
+        "cross_entropy.read",
+        "The loss over a vocabulary: log Σ exp y - y[label], y = x w + bias.",
+    ),
+    "cross_entropy": Shipped(
+        "cross_entropy.read",
+        "The same, given logits y: log Σ exp y - y[label].",
+        "GIVEN_LOGITS",
+    ),
 }

@@ -581,6 +581,10 @@ def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     mesh = explicit_mesh(avals)
     if mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
         return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
+    parts = next((a.sharding.mesh for a in avals if a.mat.varying), None)
+    if mesh is None and parts is not None:
+        with _in_parts(parts):
+            return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
     if mesh is None:
         return trace_flat(fn, avals)
     structs = [
@@ -634,18 +638,53 @@ def _joined_spec(
     return None if old or new else jax.P(*found)
 
 
+@contextlib.contextmanager
+def _in_parts(mesh: Any) -> Iterator[None]:
+    """A context as inside of the `jax.shard_map` whose mesh types of values state."""
+    manual = [(a, mesh.shape[a]) for a in mesh.manual_axes]
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        core.extend_axis_env_nd(manual),
+        config._check_vma(True),  # types say what values vary over
+    ):
+        yield
+
+
 def placed_as(value: Any, aval: Any) -> Any:
-    """The array, placed as an abstract value states, if it states that."""
+    """The array, placed and varying as an abstract value states, if it states that."""
+    more = aval.mat.varying - core.typeof(value).mat.varying
+    value = jax.lax.pcast(value, tuple(sorted(more)), to="varying") if more else value
     if explicit_mesh([aval]) is None or core.typeof(value).sharding == aval.sharding:
         return value
     return jax.sharding.reshard(value, aval.sharding)
 
 
+def zeros(avals: Sequence[Any]) -> Any:
+    """The jaxpr of zeros of exactly these types: placed, varying and weak alike."""
+
+    def code() -> list[Any]:
+        return [_zero(a) for a in avals]
+
+    meshes = (a.sharding.mesh for a in avals if hasattr(a, "sharding"))
+    mesh = next((m for m in meshes if not m.empty), None)
+    if mesh is None:
+        return jax.make_jaxpr(code)()
+    with _in_parts(mesh):
+        return jax.make_jaxpr(code)()
+
+
+def _zero(aval: Any) -> Any:
+    value = placed_as(jax.numpy.zeros(aval.shape, aval.dtype), aval)
+    return weakly_typed(value) if aval.weak_type else value
+
+
 def stated(avals: Sequence[Any]) -> tuple[Any, ...]:
-    """A key of how types place values; () if they place none."""
+    """A key of how types place values, and of what they vary over; () if not at all."""
+    varying = tuple(a.mat.varying for a in avals)
+    varying = varying if any(varying) else ()
     if explicit_mesh(avals) is None:
-        return ()
-    return tuple(tuple(a.sharding.spec) for a in avals)
+        return varying
+    return (*varying, *(tuple(a.sharding.spec) for a in avals))
 
 
 # ------------------------------------------------------------------ programs
@@ -675,6 +714,16 @@ def with_equations(
         return jex_core.ClosedJaxpr(inner, jaxpr.consts)
     inputs = {"invars": [*first, *jaxpr.invars, *more]} if more or first else {}
     return jaxpr.replace(eqns=list(eqns), outvars=list(outvars), **inputs)
+
+
+def with_signature(
+    jaxpr: Any, invars: Sequence[Any], eqns: Sequence[Any], outvars: Sequence[Any]
+) -> Any:
+    """A jaxpr with other inputs, equations and results; constants and effects stay."""
+    if _wraps(jaxpr):
+        inner = with_signature(jaxpr.jaxpr, invars, eqns, outvars)
+        return jex_core.ClosedJaxpr(inner, jaxpr.consts)
+    return jaxpr.replace(invars=list(invars), eqns=list(eqns), outvars=list(outvars))
 
 
 def with_one_variable(closed: Any, same: Mapping[Any, Any]) -> Any:

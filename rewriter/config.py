@@ -272,8 +272,8 @@ STAGES = (
 ``passes`` shows the time of every pass."""
 
 PASSES_TO_DISABLE = (
-    "fold", "gradients", "checkpoint_savings", "residual_adds", "memory_order",
-    "recompute",
+    "fold", "gradients", "checkpoint_savings", "residual_adds",
+    "gradients_with_results", "memory_order", "recompute",
 )  # fmt: skip
 """Names of the passes that may be skipped."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rewriter.algebra.canonicalize import TRANSPARENT
 from rewriter.find.finder import Finder
 from rewriter.program.graph import Node
+from rewriter.program.skipped import branch_results
 
 LIMIT = 600
 CANDIDATES = 4
@@ -100,6 +101,11 @@ def _exits(find: Finder) -> dict[int, list[int]]:
         for node in find.loops.values():
             for inner, out in _results(find, node):
                 found.setdefault(inner, []).append(out)
+        for node in find.graph.nodes:
+            if node.prim == "cond" and "scan" in node.scope.path:
+                for out in node.outs:
+                    for inner in branch_results(find.graph, node, out):
+                        found.setdefault(inner, []).append(out)
         find.cache["exits"] = found
     return find.cache["exits"]
 
@@ -167,6 +173,8 @@ def _above(find: Finder, value: int) -> tuple[list[Node], set[int]]:
         if node.prim == "scan":
             scans.update(node.outs)
             above = [i for i, out in _results(find, node) if out == current]
+        elif node.prim == "cond":  # a step that may be skipped
+            above = branch_results(g, node, current)
         elif find.local(node):
             above = list(node.ins)
         elif node.prim == "dot_general":

@@ -338,7 +338,7 @@ class _Row:
         """A loop over blocks of keys, step by step; the row is masked in each."""
         loop = self.ev.loops.entered.get(node.outs[0])
         length = node.params["length"]
-        if loop is None or length > STEPS:
+        if loop is None or loop.runs != TRUE or length > STEPS:
             return UNKNOWN
         last, carried = loop.first, [self(v) for v in loop.first]
         for _ in range(length):

@@ -260,6 +260,7 @@ def read(
         notes=tuple(sorted(ev.notes)),
         times=times,
         plus=plus,
+        may_be_inside=bool(rest),  # one row: its scale's gradient is such a product
     )
 
 
@@ -431,4 +432,7 @@ def _of_integers(graph: Graph, value: int) -> bool:
 
 STEPS = (Step(REDUCE), Step(ANCHORS))
 PATTERN = ReaderPattern("layer_norm", ANCHORS, propose_layer_norm, STEPS)
-RMS_NORM = ReaderPattern("rms_norm", ANCHORS, propose_rms_norm, STEPS)
+RMS_NORM = ReaderPattern(
+    "rms_norm", ANCHORS, propose_rms_norm, STEPS, above=frozenset({"sub"})
+)
+"""The RMS norm of x minus its mean is a layer norm, though all else is the same."""

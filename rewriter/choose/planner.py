@@ -106,7 +106,8 @@ def _at_its_places(facts: Facts, choice: Choice, regions: Regions) -> Iterator[P
         if home is not None and home[0] == (scope, position):
             backward, position = facts.backward, home[1]
         chosen = choice
-        why = obstacle(match, scope, regions) if choice.kernel != XLA else ""
+        spare = backward.unread if backward is not None else frozenset()
+        why = obstacle(match, scope, regions, spare) if choice.kernel != XLA else ""
         if why:
             chosen = Choice(AS_WRITTEN, "heuristic", ((choice.kernel, why),))
         copies = match.copies if scope is match.node.scope else 0

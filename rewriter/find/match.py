@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,9 +13,11 @@ from jax.extend.core import InconclusiveDimensionOperation
 
 from rewriter.algebra.canonicalize import interval, within
 from rewriter.algebra.normal_form import Algebra
-from rewriter.algebra.template import Template, apply, template
+from rewriter.algebra.template import Step as Way
+from rewriter.algebra.template import Template, apply, go, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
+from rewriter.find.nested import Escapes, is_read_beside
 from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.region import Place, Regions
 from rewriter.find.sieve import Step
@@ -36,7 +38,9 @@ class Pattern(Protocol):
     op: Op
     anchors: frozenset[str]
     needs: frozenset[str]
+    either: frozenset[str]
     steps: tuple[Step, ...]
+    above: frozenset[str]
     kernels: tuple[Kernel, ...]
 
     def propose(self, find: Finder, anchor: Node) -> Iterator[Reading]:
@@ -53,6 +57,10 @@ class ReaderPattern:
         anchors: Primitives at which a search begins.
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
+        needs: Primitives that every program with a site has.
+        either: If not empty: primitives of which such a program has one.
+        above: Primitives above a leaf that may belong to a larger site. A region with
+            such a leaf is read anew, although it equals another one.
     """
 
     name: str
@@ -60,6 +68,8 @@ class ReaderPattern:
     propose: Callable[[Finder, Node], Iterator[Reading]]
     steps: tuple[Step, ...] = ()
     needs: frozenset[str] = frozenset()
+    either: frozenset[str] = frozenset()
+    above: frozenset[str] = frozenset()
 
     @property
     def op(self) -> Op:
@@ -170,7 +180,7 @@ def search(
             by_anchor.setdefault(name, []).append(pattern)
     matches: list[Match] = []
     failures: list[Reason] = []
-    memory = _Memory()
+    memory = _Memory(graph)
     for node in graph.nodes:
         patterns_here = by_anchor.get(node.prim)
         if patterns_here is None or not _of_numbers(graph, node):
@@ -227,11 +237,35 @@ def _isolating_failures(
         failures.append(Reason("internal", text, find.where(node)))
 
 
+@dataclass(frozen=True, eq=False)
+class Proved:
+    """What was proved at an anchor.
+
+    Attributes:
+        templates: The matches.
+        inside: The ways to results inside of them, and whether each is read beside.
+    """
+
+    templates: tuple[Template, ...]
+    inside: tuple[tuple[tuple[Way, ...], bool], ...]
+
+    def is_like(
+        self, graph: Graph, anchor: Node, inner: Set[int], out: Escapes
+    ) -> bool:
+        """Whether the same results inside are read beside at another anchor."""
+        for path, beside in self.inside:
+            value = go(graph, anchor.outs, path)
+            if value is None or is_read_beside(graph, value, inner, out) != beside:
+                return False
+        return True
+
+
 class _Memory:
     """What the search met: regions proved, values inside them, anchors of nothing."""
 
-    def __init__(self) -> None:
-        self.proved: dict[str, list[list[Template]]] = {}
+    def __init__(self, graph: Graph) -> None:
+        self.out = Escapes(graph)
+        self.proved: dict[str, list[Proved]] = {}
         self.covered: dict[str, set[int]] = {}
         self.nothing: set[tuple[str, Node]] = set()
 
@@ -239,10 +273,18 @@ class _Memory:
 def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[Match]:
     found: list[Match] = []
     known: list[Template | None] = []
+    inside: list[tuple[Reading, bool]] = []
     for reading in pattern.propose(find, anchor):
-        covered = memory.covered.setdefault(pattern.name, set())
-        if find.done(pattern.name, reading.value) or reading.value in covered:
+        if find.done(pattern.name, reading.value):
             continue
+        covered = memory.covered.setdefault(pattern.name, set())
+        if reading.value in covered:
+            beside = reading.may_be_inside and is_read_beside(
+                find.graph, reading.value, covered, memory.out
+            )
+            inside.append((reading, beside))
+            if not beside:
+                continue
         spec, problem = check(find.graph, pattern.op, reading)
         if problem is not None:
             find.missed(pattern.name, anchor, problem)
@@ -255,17 +297,18 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
         covered |= inner
         pairs = tuple((v, v) for v in leaves)
         read = reading, spec, reading.value, pairs, inner
-        match = _match(find, pattern, anchor, *read)
+        match = _match(find, pattern, anchor, *read, found)
         found.append(match)
         known.append(
             template(find.graph, anchor, reading.value, frozenset(leaves), match)
         )
     if known and None not in known:
-        memory.proved.setdefault(pattern.name, []).insert(0, known)
+        one = Proved(tuple(known), tuple(_ways(find.graph, anchor, inside)))
+        memory.proved.setdefault(pattern.name, []).insert(0, one)
     if not found:
         memory.nothing.add((pattern.name, anchor))
     find.remember_outcome(pattern.name, anchor, bool(found))
-    return found
+    return _inside_first(found)
 
 
 def _of_pieces(
@@ -284,7 +327,24 @@ def _of_pieces(
     return reading, spec
 
 
-def _match(find, pattern, anchor, reading, spec, value, leaves, inner) -> Match:
+def _inside_first(found: list[Match]) -> list[Match]:
+    """Matches in the order of the program, as far as one is inside another."""
+    return sorted(
+        found, key=lambda m: not any(m.value in o.inner - {o.value} for o in found)
+    )
+
+
+def _ways(
+    graph: Graph, anchor: Node, inside: Iterable[tuple[Reading, bool]]
+) -> Iterator[tuple[tuple[Way, ...], bool]]:
+    """The ways to results inside of matches, and whether each is read beside."""
+    for reading, beside in inside:
+        path = way(graph, anchor.outs, reading.value)
+        if reading.may_be_inside and path is not None:
+            yield path, beside
+
+
+def _match(find, pattern, anchor, reading, spec, value, leaves, inner, found) -> Match:
     find.found.add((pattern.name, value))
     node = find.graph.node_of(value)
     where = find.where(anchor) or find.where(node)
@@ -294,6 +354,8 @@ def _match(find, pattern, anchor, reading, spec, value, leaves, inner) -> Match:
         copies = min(
             sum(scope is node.scope for scope, _, _ in n.copies) for n in (anchor, node)
         )
+    holding = (1 + m.copies for m in found if value in m.inner)
+    copies = max(0, copies - sum(holding))
     return Match(
         pattern, reading, spec, anchor, node, where, value, place, leaves, inner, copies
     )
@@ -303,18 +365,31 @@ def _again(
     find: Finder, pattern: Pattern, anchor: Node, memory: _Memory
 ) -> tuple[Template, list[Match]] | None:
     """The matches at an anchor whose regions equal those proved at another one."""
-    for templates in memory.proved.get(pattern.name, [])[:8]:
+    for proved in memory.proved.get(pattern.name, [])[:8]:
         applied = []
-        for known in templates:
+        for known in proved.templates:
             found = apply(find.graph, known, anchor)
-            if found is None:
+            if found is None or _may_be_larger(find, pattern, found[1]):
                 break
             applied.append((known, *found))
         else:
+            inner = frozenset().union(*(values for *_, values in applied))
+            if not proved.is_like(find.graph, anchor, inner, memory.out):
+                continue
             matches = _instances(find, pattern, anchor, applied, memory)
             if matches is not None:
-                return templates[0], matches
+                return proved.templates[0], matches
     return None
+
+
+def _may_be_larger(find: Finder, pattern: Pattern, leaves: Mapping[int, int]) -> bool:
+    """Whether a leaf here is made as a leaf of a larger site's part may be."""
+
+    def made_above(value: int) -> bool:
+        node = find.graph.node_of(find.uncast(value))
+        return node is not None and node.prim in pattern.above
+
+    return any(made_above(b) and not made_above(a) for a, b in leaves.items())
 
 
 def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
@@ -331,8 +406,8 @@ def _instances(find, pattern, anchor, applied, memory) -> list[Match] | None:
             return None
         read = first.reading, first.spec, value, pairs, inner
         memory.covered.setdefault(pattern.name, set()).update(inner)
-        matches.append(_match(find, pattern, anchor, *read))
-    return matches
+        matches.append(_match(find, pattern, anchor, *read, matches))
+    return _inside_first(matches)
 
 
 def _as_bounded(find: Finder, reading: Reading, leaves: Mapping[int, int]) -> bool:

@@ -43,6 +43,7 @@ from rewriter.ops.op import OUT, Op, Operand, Sharding
 from rewriter.ops.registry import registry
 from rewriter.ops.splittable import sharding_of
 from rewriter.program.graph import Node
+from rewriter.support.source_line import source_line
 from rewriter.support.verdict import Verdict
 
 
@@ -65,6 +66,7 @@ class Pattern:
         params: Declared parameters.
         anchors: Primitives at which a search begins.
         needs: Primitives that every program with a place has as well.
+        either: If not empty: primitives of which such a program has one.
     """
 
     op: Op
@@ -74,7 +76,9 @@ class Pattern:
     checks: tuple[Callable[[Candidate], Verdict], ...] = ()
     where: str = ""
     needs: frozenset[str] = frozenset()
+    either: frozenset[str] = frozenset()
     steps: ClassVar[tuple[Step, ...]] = ()
+    above: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def name(self) -> str:
@@ -182,7 +186,7 @@ def pattern(
         return lambda fn: pattern(
             fn, dims=dims, params=params, name=name, sample=sample
         )
-    label, where = name or fn.__name__, kernel.source_line(fn)
+    label, where = name or fn.__name__, source_line(fn)
     operands, letters = parsed(fn, label, dims, where)
     holes = dict(params or {})
     keywords = [

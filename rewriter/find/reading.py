@@ -133,6 +133,8 @@ class Reading:
         in_blocks: Whether the program computes it block by block, in little memory.
         joined: Arrays that are leaves of the operands, made of those of the region;
             later ones may be made of earlier ones.
+        may_be_inside: Whether it is a site inside another one of the same op too, if
+            it is read beside that.
     """
 
     op: str
@@ -153,6 +155,7 @@ class Reading:
     plus: Poly | None = None
     in_blocks: bool = False
     joined: Mapping[Any, Joined] = field(default_factory=dict)
+    may_be_inside: bool = False
 
     def build(
         self,

@@ -45,6 +45,7 @@ def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
         p
         for p in patterns
         if p.needs <= names
+        and not (p.either and p.either.isdisjoint(names))
         and not p.anchors.isdisjoint(names)
         and not any(step.prims.isdisjoint(names) for step in p.steps)
     ]

@@ -19,12 +19,15 @@ class Backward:
         inner: Values between the leaves, the cotangent and the gradients.
         zeros: By leaf, further terms that become zero. They exist where its gradient is
             only a sum of terms; the term in `grads` becomes the whole gradient.
+        unread: Leaves that no gradient depends on, such as a norm's bias. A checkpoint
+            does not save them for its recomputation.
     """
 
     cotangent: int
     grads: Mapping[int, int]
     inner: frozenset[int]
     zeros: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    unread: frozenset[int] = frozenset()
 
     @property
     def others(self) -> tuple[int, ...]:

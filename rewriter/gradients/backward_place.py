@@ -82,12 +82,16 @@ def _made_anew(
 ) -> tuple[tuple[Scope, int], int] | None:
     """The place of the first gradient in a body, if all leaves are available there."""
     graph, instead = regions.graph, read_instead(regions, match, body)
-    leaves = [instead[v].value if v in instead else v for _, v in match.leaves]
+    known = regions.place(body).defined
+    leaves = [
+        instead[v].value if v in instead else v
+        for _, v in match.leaves
+        if v in known or v not in backward.unread
+    ]
     if not lies_at(backward, graph, body):
         return None
     found = [first_defined(graph, v, body) for v in backward.results]
     path, scope, position = min(found, key=lambda f: f[0])  # type: ignore
-    known = regions.place(body).defined
     if position < 0 or any(v not in known or known[v][0] > path for v in leaves):
         return None
     if not all(_free(known[v][1], body) for v in leaves):
@@ -144,8 +148,9 @@ def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
     """The bodies that residuals pass on the way to the gradients, outermost first.
 
     A loop passes them to its backward loop, step by step. A shard_map passes them to
-    that of its gradients, on each device. Any body passes them to a checkpoint's
-    recomputation in it. The last body computes the gradients. Empty without a route.
+    that of its gradients, on each device. A branch passes them to the same branch of a
+    later cond of the same choice. Any body passes them to a checkpoint's recomputation
+    in it. The last body computes the gradients. Empty without a route.
     """
     home, _ = home_of(scope)
     body, _ = home_of(_scope_of_gradients(backward, graph))
@@ -158,7 +163,11 @@ def route(backward: Backward, graph: Graph, scope: Scope) -> tuple[Scope, ...]:
             return ()
         bodies.append(body)
         if body.kind != "remat":
-            if not (_is_backward_loop(body, home) or _is_split_alike(body, home)):
+            if not (
+                _is_backward_loop(body, home)
+                or _is_split_alike(body, home)
+                or _is_chosen_alike(graph, body, home)
+            ):
                 return ()
             around, _ = home_of(home.parent)
             if not _free(home.parent, around):
@@ -195,6 +204,17 @@ def _is_split_alike(body: Scope, home: Scope) -> bool:
         return False
     one, other = (_jax.parts_of(s.parent.jaxpr.eqns[s.call]) for s in (home, body))
     return one[2] == other[2]
+
+
+def _is_chosen_alike(graph: Graph, body: Scope, home: Scope) -> bool:
+    """Whether a branch runs exactly if another one has run."""
+    if not body.kind == home.kind == "cond" or body.branch != home.branch:
+        return False
+    one, other = (
+        graph.one_number(graph.read(s.parent, s.parent.jaxpr.eqns[s.call].invars[0]))
+        for s in (home, body)
+    )
+    return one == other
 
 
 def _before(scope: Scope, position: int, body: Scope) -> bool:

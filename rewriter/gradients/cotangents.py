@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rewriter.algebra.canonicalize import (
     TRANSPARENT,
     is_local,
     is_lossless,
+    is_pick,
 )
 from rewriter.find.match import Match
 from rewriter.program.graph import Graph, Node
@@ -55,6 +57,7 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
     """
     region = match.inner | {v for _, v in match.leaves}
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
+    added = _reduces(graph, match)
     for value in sorted(region, reverse=True):
         users = graph.users(value)
         if not users or len(users) > SHARED or graph.shape(value) == ():
@@ -65,7 +68,7 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
             for i in node.ins:
                 if i in region or i in graph.constants:
                     continue
-                for x in _under_layout(graph, i):
+                for x in _under_layout(graph, i, added):
                     if x in region or graph.shape(x) != shape:
                         continue
                     # Casts of one result add up their cotangents before its dtype.
@@ -73,16 +76,49 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
                         yield x, value
 
 
-def _under_layout(graph: Graph, value: int) -> Iterator[int]:
-    for _ in range(10):
-        yield value
+def _under_layout(graph: Graph, value: int, added: bool) -> Iterator[int]:
+    """A value, and what it is a multiple of, or the sum of with zeros.
+
+    Args:
+        graph: The program.
+        value: The value.
+        added: Whether to look into sums of cotangents too.
+    """
+    summed = False
+    for _ in range(12):
+        if not summed:
+            yield value
         node = graph.node_of(value)
-        if node is None or node.prim not in LINEAR:
+        if node is None:
             return
-        moving = [i for i in node.ins if i not in graph.constants]
-        if not moving:
+        if node.prim == "reduce_sum":
+            summed, value = True, node.ins[0]
+        elif is_pick(node) and node.prim != "gather":
+            summed, value = False, node.ins[2]  # of a row with one other number
+        elif node.prim == "add_any" and added:
+            for i in node.ins:
+                yield from _under_layout(graph, i, False)
             return
-        value = moving[-1] if node.prim == "mul" else moving[0]
+        elif node.prim not in LINEAR:
+            return
+        else:
+            moving = [i for i in node.ins if i not in graph.constants]
+            if not moving:
+                return
+            value = moving[-1] if node.prim == "mul" else moving[0]
+
+
+def _reduces(graph: Graph, match: Match) -> bool:
+    """Whether a result is smaller than every array that it is made of, as a loss is.
+
+    Its cotangent may meet the region in a sum with multiples of itself.
+    """
+    floats = (v for _, v in match.leaves if is_float(graph.dtype(v)))
+    shapes = [graph.shape(v) for v in (match.value, *floats)]
+    if any(not isinstance(n, int) for shape in shapes for n in shape):
+        return False
+    own, *others = map(math.prod, shapes)
+    return bool(others) and own < min(others)
 
 
 def below(graph: Graph, value: int) -> list[int]:
@@ -124,6 +160,8 @@ def _is_linear(node: Node, along: Sequence[int]) -> bool:
     """Whether a result is linear in some of its operands."""
     if node.prim in ADDS:
         return True
+    if is_pick(node):
+        return along == [0] or (along == [2] and node.prim != "gather")
     if node.prim in LINEAR or node.prim in CONTRACTIONS:
         return along == [0] or (len(along) == 1 and node.prim in EITHER)
     return node.prim == "select_n" and 0 not in along
@@ -161,7 +199,7 @@ class Cones:
         One operand that depends on anything else is enough.
         """
         known, maker = self._known, self.graph.producer.get(value)
-        if maker is None or not (is_local(maker[0]) or maker[0].prim in CONTRACTIONS):
+        if maker is None or not may_expand(maker[0]):
             known[value] = None
             return
         inside = [value]
@@ -181,6 +219,11 @@ class Cones:
 def cone(graph: Graph, value: int, stops: frozenset[int]) -> frozenset[int] | None:
     """Values between a value and the stops; None if it depends on anything else."""
     return Cones(graph, stops).of(value)
+
+
+def may_expand(node: Node) -> bool:
+    """Whether a gradient's form may look through an equation."""
+    return is_local(node) or node.prim in CONTRACTIONS or is_pick(node)
 
 
 def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:

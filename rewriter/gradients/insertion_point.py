@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,23 @@ from rewriter.find.region import Regions
 from rewriter.program.graph import Node, Scope
 
 
-def obstacle(match: Match, scope: Scope, regions: Regions) -> str:
-    """Why a replacement cannot stand in a body, or nothing."""
+def obstacle(
+    match: Match, scope: Scope, regions: Regions, spare: Set[int] = frozenset()
+) -> str:
+    """Why a replacement cannot stand in a body, or nothing.
+
+    Args:
+        match: The region.
+        scope: The body.
+        regions: The walks over the program's graph.
+        spare: Leaves that are not needed.
+    """
     place, instead = regions.place(scope), read_instead(regions, match, scope)
     for _, leaf in match.leaves:
         value = instead[leaf].value if leaf in instead else leaf
         if value in scope.first_var:
+            continue
+        if value not in place.defined and leaf in spare:
             continue
         if value not in place.defined:
             return "an operand cannot be had where the result is computed"

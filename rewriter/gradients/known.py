@@ -28,11 +28,13 @@ class Known:
         cotangent: The cotangent there.
         parts: By leaf, the equations of its gradient and the way to them from the
             cotangent; also those of terms that become zero.
+        unread: Leaves that no gradient depends on.
     """
 
     match: Match
     cotangent: int
     parts: Mapping[int, tuple[Template, ...]]
+    unread: frozenset[int] = frozenset()
 
 
 def known(graph: Graph, match: Match, backward: Backward) -> Known:
@@ -50,7 +52,7 @@ def known(graph: Graph, match: Match, backward: Backward) -> Known:
         leaf: tuple(map(part, (value, *backward.zeros.get(leaf, ()))))
         for leaf, value in backward.grads.items()
     }
-    return Known(match, backward.cotangent, parts)
+    return Known(match, backward.cotangent, parts, backward.unread)
 
 
 def found_again(
@@ -108,7 +110,8 @@ def _again(
         if len(values) > 1:
             zeros[to[leaf]] = values[1:]
         inner |= inside
-    return Backward(cotangent, grads, inner - match.inner, zeros)
+    spare = frozenset(to[leaf] for leaf in one.unread)
+    return Backward(cotangent, grads, inner - match.inner, zeros, spare)
 
 
 def _like(

@@ -16,6 +16,7 @@ from rewriter.algebra.canonicalize import (
     TRANSPARENT,
     Evaluator,
     NeedSplit,
+    is_pick,
     kind_of,
     pieces,
 )
@@ -31,7 +32,7 @@ from rewriter.gradients.cotangents import (
     cancelled_reads,
     linear,
 )
-from rewriter.gradients.reference import wanted_at
+from rewriter.gradients.reference import unread, wanted_at
 from rewriter.program.graph import Graph
 
 
@@ -81,7 +82,8 @@ def proved_gradients(
         return None
     found = (*grads.values(), *itertools.chain.from_iterable(zeros.values()))
     inner = frozenset().union(*(cones[v] for v in found))
-    return Backward(cotangent, grads, inner - match.inner, zeros)
+    spare = unread(graph, reference(), match, grads.keys())
+    return Backward(cotangent, grads, inner - match.inner, zeros, spare)
 
 
 def _cones(
@@ -211,7 +213,8 @@ def _evaluator(
     dots = frozenset(
         v
         for v in parts
-        if (node := graph.node_of(v)) is not None and node.prim in CONTRACTIONS
+        if (node := graph.node_of(v)) is not None
+        and (node.prim in CONTRACTIONS or is_pick(node))
     )
     make = functools.partial(
         Evaluator,

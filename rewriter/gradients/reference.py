@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -61,6 +61,31 @@ def wanted_at(
     moving = _moving(graph, names)
     by_leaf = zip((here[names[k]] for k in moving), outs, strict=True)
     return ev, dict(by_leaf)
+
+
+def unread(
+    graph: Graph, traced: Graph, match: Match, moving: Set[int]
+) -> frozenset[int]:
+    """The leaves of a match that some of its expected gradients do not depend on.
+
+    Args:
+        graph: The program.
+        traced: The gradients of the match's reading.
+        match: The match.
+        moving: The leaves whose gradients are meant.
+    """
+    scope, here, names = traced.top, dict(match.leaves), leaves_of(match.reading)
+    outs = zip(_moving(graph, names), scope.jaxpr.outvars, strict=True)
+    stack = [traced.read(scope, v) for k, v in outs if here[names[k]] in moving]
+    reached = set(stack)
+    while stack:
+        node = traced.node_of(stack.pop())
+        new = {*node.ins} - reached if node is not None else ()
+        reached.update(new)
+        stack += new
+    inputs = [scope.env[v] for v in scope.jaxpr.invars]
+    pairs = zip(names, inputs, strict=False)  # the last input is the cotangent
+    return frozenset(here[name] for name, value in pairs if value not in reached)
 
 
 def _moving(graph: Graph, names: Sequence[int]) -> list[int]:

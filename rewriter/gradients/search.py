@@ -99,12 +99,35 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
         if backward is not None:
             results.update(backward.results)
     taken.reverse()
+    taken = _without_mere_scales(taken)
     why = tuple(
         "" if backward else memory.unproved.get(id(match.reading), "")
         for match, backward in taken
     )
     matches = tuple(match for match, _ in taken)
     return Gradients(matches, _each_once(taken), why, tuple(failures))
+
+
+def _without_mere_scales(
+    taken: Sequence[tuple[Match, Backward | None]],
+) -> list[tuple[Match, Backward | None]]:
+    """Leaves out a match if one inside it has gradients of more of its leaves.
+
+    A norm's result that is scaled and also read without the scale has one cotangent,
+    the sum of both. Then the norm is the site, and its product with the scale is none.
+    """
+    inside = [(m, b) for m, b in taken if b is not None and m.reading.may_be_inside]
+
+    def is_mere(match: Match, backward: Backward | None) -> bool:
+        grads = set(backward.grads) if backward is not None else set()
+        return any(
+            m is not match
+            and m.value in match.inner
+            and not (set(b.grads) & {v for _, v in match.leaves}) <= grads
+            for m, b in inside
+        )
+
+    return [(m, b) for m, b in taken if not is_mere(m, b)]
 
 
 def _at_its_cotangent(
@@ -162,7 +185,7 @@ def _over_what_is_kept(
 def _is_had(regions: Regions, match: Match, backward: Backward) -> bool:
     """Whether a checkpoint with the gradients, if any, has all operands."""
     scope = regions.graph.node_of(next(iter(backward.grads.values()))).scope  # type: ignore
-    return not scope.runs_again or not obstacle(match, scope, regions)
+    return not scope.runs_again or not obstacle(match, scope, regions, backward.unread)
 
 
 def _elsewhere(
@@ -174,10 +197,14 @@ def _elsewhere(
     input without a gradient could be confused.
     """
     without = frozenset([found.cotangent])
-    other = find_backward(graph, match, memory, without)
-    if other is None or len(other.grads) < len(found.grads):
-        return found
-    return other if taken.isdisjoint(other.results) else found
+    while len(without) < CANDIDATES:
+        other = find_backward(graph, match, memory, without)
+        if other is None or len(other.grads) < len(found.grads):
+            return found
+        if taken.isdisjoint(other.results):
+            return other
+        without |= {other.cotangent}
+    return found
 
 
 def _each_once(

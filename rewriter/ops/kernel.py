@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from rewriter.ops.space import worth_measuring as worth_measuring
 from rewriter.ops.spec import Spec as Spec
 from rewriter.ops.spec import of_least_sizes as of_least_sizes
 from rewriter.ops.spec import spec_of as spec_of
+from rewriter.support.source_line import source_line
 from rewriter.support.verdict import YES, Verdict, no
 
 if TYPE_CHECKING:
@@ -179,11 +179,16 @@ class Kernel:
             **params)`` gives cotangents by operand name for the float
             operands; one left out, or no backward at all, is taken from
             `jax.vjp` of the op's reference.
+        together: ``together(*, <operands>, cotangent, **params)`` gives ``(result,
+            cotangents)``. It is used where the cotangent is known before the result, as
+            that of a mean is, and may save work. It gives all that `backward` gives,
+            which may not read the result.
         limits: Where it runs.
         speed: What is known of its speed.
         traits: What the engine may do with it.
         space: The configs of `forward`, which then takes ``config=``.
-        backward_space: The configs of `backward`, which then takes ``config=``.
+        backward_space: The configs of `backward`, which then takes ``config=``. So
+            does `together`.
 
     A field of `Limits`, `Speed` or `Traits` may also be given and read by itself.
 
@@ -206,6 +211,7 @@ class Kernel:
     version: int
     forward: Callable[..., Any]
     backward: Callable[..., Mapping[str, jax.Array]] | None = None
+    together: Callable[..., tuple[jax.Array, Mapping[str, jax.Array]]] | None = None
     limits: Limits = Limits()
     speed: Speed = Speed()
     traits: Traits = Traits()
@@ -221,6 +227,8 @@ class Kernel:
         *,
         forward: Callable[..., Any],
         backward: Callable[..., Mapping[str, jax.Array]] | None = None,
+        together: Callable[..., tuple[jax.Array, Mapping[str, jax.Array]]]
+        | None = None,
         limits: Limits = limits,
         speed: Speed = speed,
         traits: Traits = traits,
@@ -230,8 +238,8 @@ class Kernel:
     ) -> None:
         fields = {
             "name": name, "op": op, "platforms": platforms, "version": version,
-            "forward": forward, "backward": backward, "space": space,
-            "backward_space": backward_space,
+            "forward": forward, "backward": backward, "together": together,
+            "space": space, "backward_space": backward_space,
         }  # fmt: skip
         for record, value in (("limits", limits), ("speed", speed), ("traits", traits)):
             inside = [n for n in single if RECORD_OF.get(n) == record]
@@ -265,19 +273,6 @@ RECORD_OF = {
     for f in dataclasses.fields(kind)
 }
 """The record of `Kernel` that holds a field, by the field's name."""
-
-
-def source_line(function: Callable[..., Any]) -> str:
-    """Returns ``"file.py:12"`` for a function defined there, or ``""``."""
-    while True:
-        function = inspect.unwrap(function)
-        if not isinstance(function, functools.partial):
-            break
-        function = function.func
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ""
-    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 def from_function(
@@ -336,6 +331,14 @@ def from_function(
         }
         return function(*positional, **rest, **params)
 
+    def takes(spec: Spec) -> Verdict:
+        """Whether it names every parameter that is no usual one of the op."""
+        more = {n for n, _ in spec.params} - set(op.defaults)
+        unknown = [] if takes_any else sorted(more - named)
+        if unknown:
+            return no("params", f"it does not take {', '.join(unknown)}")
+        return supports(spec)
+
     return Kernel(
         name or getattr(function, "__name__", "kernel"),
         op.name,
@@ -343,7 +346,7 @@ def from_function(
         version,
         forward=forward,
         backward=backward,
-        limits=Limits(supports),
+        limits=Limits(takes),
         speed=Speed(steps=steps),
         traits=Traits(saves_out=saves_out),
         space=space,

@@ -15,9 +15,10 @@ from typing import Any
 
 from rewriter import errors
 from rewriter.kernels.index import OPS
-from rewriter.ops.kernel import Kernel, source_line
+from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
 from rewriter.patterns.index import PATTERNS
+from rewriter.support.source_line import source_line
 
 REFERENCE = "reference"
 """The name of every op's plain `jax.numpy` form."""

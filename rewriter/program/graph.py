@@ -90,6 +90,7 @@ class Scope:
 _SHOWN = {"scan", "while", "cond", "remat", "shard_map", "custom_vjp", "custom_jvp"}
 _NEVER_MERGED = {"optimization_barrier"}
 _ROUNDING = "reduce_precision"
+_LAYOUT = {"squeeze", "reshape", "broadcast_in_dim", "expand_dims"}
 
 
 class Graph:
@@ -111,6 +112,7 @@ class Graph:
         self.slice_of: dict[int, int] = {}
         self.counters: dict[int, tuple[int, int, int]] = {}
         self.per_device: dict[Any, int] = {}
+        self.in_branch: dict[tuple[int, int, int], int] = {}
         self.stacked: dict[int, tuple[int | None, ...]] = {}
         self._numbers: dict[Any, tuple[int, ...]] = {}
         self._known: dict[Any, Any] = {}
@@ -291,8 +293,7 @@ class Graph:
             args = args + self._fresh(body, slice(n_body, None))
             self._child(scope, position, body, args, kind="while", open_out=False)
         elif kind == "cond":
-            for body in eqn.params["branches"]:
-                self._child(scope, position, body, ins[1:], kind="cond", open_out=False)
+            return self._cond(scope, position, eqn, ins)
         elif kind == "shard_map":
             return self._shard_map(scope, position, eqn, ins)
         return self._opaque(scope, position, eqn, ins)
@@ -350,6 +351,18 @@ class Graph:
         for value, var, spec in zip(outs, body.outvars, out_of, strict=True):
             if _jax.is_parts(spec, var.aval, around):
                 self.per_device[value, spec, around] = self.read(child, var)
+        return outs
+
+    def _cond(self, scope: Scope, position: int, eqn: Any, ins: list[int]):
+        """Branches: where the choice is the same, one reads what it returned before."""
+        choice, operands = self.one_number(ins[0]), ins[1:]
+        for k, body in enumerate(eqn.params["branches"]):
+            args = [self.in_branch.get((choice, k, v), v) for v in operands]
+            self._child(scope, position, body, args, kind="cond", open_out=False)
+        outs = self._opaque(scope, position, eqn, ins)
+        for k, child in enumerate(scope.children[position]):
+            for value, var in zip(outs, child.jaxpr.outvars, strict=True):
+                self.in_branch[choice, k, value] = self.read(child, var)
         return outs
 
     def _library_rule(self, eqn: Any) -> bool:
@@ -413,6 +426,19 @@ class Graph:
     def users(self, value: int) -> list[Node]:
         """Equations that read a value."""
         return self.consumers.get(value, [])
+
+    def one_number(self, value: int) -> int:
+        """The value that has the same single number as its only element.
+
+        A shard_map returns numbers as arrays of one element.
+        """
+        node = self.node_of(value)
+        while node is not None and node.prim in _LAYOUT and len(node.ins) == 1:
+            if any(d != 1 for d in self.shape(node.ins[0])):
+                break
+            value = node.ins[0]
+            node = self.node_of(value)
+        return value
 
     def known(self, what: str, value: int, find: Callable[[], Any]) -> Any:
         """What is known of a value; found once, however many forms are made of it.

@@ -25,7 +25,10 @@ from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
 from rewriter.support.verdict import Reason
 
-COUNTED = ("attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot")
+COUNTED = (
+    "attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot",
+    "linear_cross_entropy", "cross_entropy",
+)  # fmt: skip
 
 MEASURED = ("tuned", "cached", "shipped", "nearest")
 """Origins of choices made by measuring."""

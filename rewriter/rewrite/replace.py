@@ -7,23 +7,14 @@ more are dropped. Untouched equations and bodies stay the same objects.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.algebra.emit import typed
-from rewriter.errors import RewriterError
 from rewriter.find.body_inputs import BodyInput
-from rewriter.find.match import Match, NearMiss
-from rewriter.find.reading import leaves_of
-from rewriter.find.reference import gradient_function
 from rewriter.find.region import Regions
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import (
@@ -35,85 +26,14 @@ from rewriter.gradients.backward_place import (
     route,
 )
 from rewriter.gradients.insertion_point import Instead, read_instead
-from rewriter.measure.key import Key
 from rewriter.program.equations import live
 from rewriter.program.graph import Scope
 from rewriter.program.loops import inserted, loop_of, traced
-from rewriter.rewrite.passes.checkpoint_savings import Kept
-from rewriter.rewrite.passes.recompute import Stacks
-from rewriter.rewrite.plan import Site
-from rewriter.rewrite.replacements import Pair
+from rewriter.rewrite.branches import alike
+from rewriter.rewrite.fragments import Fragments, in_order, leaves_here
+from rewriter.rewrite.not_placed import placing
+from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.splice import Splice
-from rewriter.support.verdict import Reason
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A program with its sites replaced.
-
-    Attributes:
-        closed_jaxpr: The new program; same inputs and outputs as before.
-        sites: All recognised ops, replaced or not.
-        misses: Near misses.
-        failures: What went wrong inside the rewriter, if anything.
-        seconds: Stage name to seconds.
-        key: The key under which the whole program is measured; None if nothing was
-            replaced.
-        stacks: Stacked bytes of loops, where `recompute` made them fewer.
-        kept: Values saved for checkpoints, which they do not compute again.
-        offered: Further values that could be saved for them.
-        pairs: Each kind of site as written and replaced, if the two are compared.
-    """
-
-    closed_jaxpr: ClosedJaxpr
-    sites: tuple[Site, ...] = ()
-    misses: tuple[NearMiss, ...] = ()
-    failures: tuple[Reason, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    key: Key | None = None
-    stacks: tuple[Stacks, ...] = ()
-    kept: tuple[Kept, ...] = ()
-    offered: tuple[Kept, ...] = ()
-    pairs: tuple[Pair, ...] = ()
-
-
-class NotPlaced(Exception):
-    """A replacement cannot be traced where it stands; the cause is chained.
-
-    Attributes:
-        match: What was to be replaced.
-    """
-
-    def __init__(self, match: Match, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.match = match
-
-
-@contextlib.contextmanager
-def _placing(splice: Splice) -> Iterator[None]:
-    """Says of an error which replacement it is about."""
-    try:
-        yield
-    except (NotPlaced, RewriterError):
-        raise
-    except Exception as error:
-        raise NotPlaced(splice.match, error) from error
-
-
-@dataclass(frozen=True, eq=False)
-class Origins:
-    """Where the equations of a program with splices come from.
-
-    Attributes:
-        position: By the id of an equation, the position of its original in the program
-            before. For a new equation, the position of the one before it.
-        label: The label of a splice, by the id of its equations.
-        instead: Replacements of variables of the program before.
-    """
-
-    position: Mapping[int, int]
-    label: Mapping[int, str]
-    instead: Mapping[Any, Any]
 
 
 def replace(
@@ -169,7 +89,7 @@ class _Work:
         self.at: dict[int, dict[int, list[Splice]]] = {}
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
-        self.fragments: dict[Any, Any] = {}
+        self.fragments = Fragments(regions.graph)
         self.frames: dict[int, _Frame] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
@@ -237,6 +157,8 @@ class _Work:
         place = self.regions.place(splice.scope)
         for _, leaf in splice.match.leaves:
             value = self._read_for(splice, leaf).value
+            if self._is_spare(splice, value):
+                continue
             if value not in splice.scope.first_var:
                 _, home, _ = place.defined[value]
                 self._inlined_to(place.scope, splice.scope, home)
@@ -333,7 +255,9 @@ class _Work:
             else:
                 eqns.append(_jax.reading(eqn, env))
             for splice in splices.get(position, ()):
-                done[splice.match.value] = self._splice(splice, eqn, frame)
+                result = self._splice(splice, eqn, frame)
+                if not any(self._is_spare(splice, v) for v in leaves_here(splice)):
+                    done[splice.match.value] = result
             if position in gradients:
                 self._backward(gradients[position], eqn, frame)
             if done:  # readers of a replaced value, and of its copies, read the new one
@@ -352,8 +276,10 @@ class _Work:
                 "scan": self._loop,
                 "shard_map": self._on_devices,
             }
-            given = handing[children[0].kind]
-            given(children[0], eqn, frame, env, read)
+            if children[0].kind == "cond":
+                self._branches(children, eqn, frame, env, read)
+            else:
+                handing[children[0].kind](children[0], eqn, frame, env, read)
         else:
             self._plain(children, eqn, frame, env, read, inlined)
 
@@ -416,6 +342,35 @@ class _Work:
         params = {**eqn.params, _jax.call_body_name(eqn): self.body(child)}
         frame.eqns.append(eqn.replace(invars=atoms, outvars=outs, params=params))
 
+    def _branches(self, children, eqn, frame, env, read) -> None:
+        """Appends a cond whose branches return residuals, or read another one's."""
+        which, *operands = map(read, eqn.invars)
+        residuals = [self._with_residuals(c, ()) for c in children]
+        bodies = [self.body(c) for c in children]
+        saved = [s for c in children for s in self.saved_in.get(id(c), ())]
+        made = [self._last_made(c, b) for c, b in zip(children, bodies, strict=True)]
+        avals = [[a.aval for a in atoms] for atoms in residuals]
+        bodies = alike(bodies, avals, made, eqn.source_info)
+        outs = [v if _jax.is_drop(v) else _jax.new_var(v.aval) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outs, strict=True))
+        more = [_jax.new_var(a) for avals in made for a in avals]
+        atoms = [which, *self._given_to(children[0]), *operands]
+        atoms += [a for those in residuals for a in those]
+        params = {**eqn.params, "branches": tuple(bodies)}
+        frame.eqns.append(
+            eqn.replace(invars=atoms, outvars=[*outs, *more], params=params)
+        )
+        for splice in saved:
+            count = len(self.residuals[id(splice)][0])
+            self.stacked[id(splice)], more = more[:count], more[count:]
+
+    def _last_made(self, child: Scope, body: Any) -> list[Any]:
+        """The types of the residuals that a branch returns."""
+        those = self.saved_in.get(id(child), ())
+        count = sum(len(self.residuals[id(s)][0]) for s in those)
+        outs = body.outvars
+        return [a.aval for a in outs[len(outs) - count :]]
+
     def _with_residuals(self, child: Scope, atoms: Iterable[Any]) -> list[Any]:
         """The operands of a body, followed by the residuals passed to it."""
         outer, _ = home_of(child.parent)
@@ -465,11 +420,17 @@ class _Work:
     # ------------------------------------------------------------- splices
     def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
-        here = dict(splice.match.leaves)
-        names = leaves_of(splice.match.reading)
-        atoms = [self._atom_of(splice, here[v]) for v in names]
-        with _placing(splice):
-            fragment, tree = self._fragment(splice, [a.aval for a in atoms])
+        with placing(splice):
+            read = [self._read_for(splice, v) for v in leaves_here(splice)]
+        atoms = [
+            self._zero(r.value, eqn, frame)
+            if self._is_spare(splice, r.value)
+            else self._atom_of(splice, v)
+            for v, r in zip(leaves_here(splice), read, strict=True)
+        ]
+        with placing(splice):
+            avals = [atom.aval for atom in atoms]
+            fragment, tree = self.fragments.forward(splice, read, avals)
         out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
@@ -485,41 +446,15 @@ class _Work:
     def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
         """Appends the gradients' equations; returns their atoms by value."""
         _, avals, tree = self.residuals[id(splice)]
-        backward, graph = splice.backward, self.graph
-        values = _in_order(splice)
-        dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
-        dtype = graph.dtype(splice.match.value)
-        zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
-
-        def code(*given: jax.Array) -> list[jax.Array]:
-            *saved, cotangent = given
-            function = _unsaved(tree, saved)
-            grads = function(typed(_jax.placed_as(cotangent, own), dtype))
-            found = list(map(typed, grads, dtypes))
-            found += [jnp.zeros(*like) for like in zeros]
-            return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
-
-        here = dict(splice.match.leaves)
-        names = leaves_of(splice.match.reading)
-        places = tuple(k for k, v in enumerate(names) if here[v] in values)
-        result = graph.avals[backward.cotangent]
-        own = graph.avals[splice.match.value]
-        results = (*(backward.grads[v] for v in values), *backward.others)
-        wanted = [graph.avals[v] for v in results]
-        weak = tuple(a.weak_type for a in wanted)
-        like = tree, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
-        key = ("backward", id(splice.match.reading), splice.key, *like)
-        if key not in self.fragments:
-            with _placing(splice):
-                self.fragments[key] = _jax.trace_placed(code, [*avals, result])
+        backward = splice.backward
+        with placing(splice):
+            fragment = self.fragments.gradients(splice, avals, tree)
         cotangent = self._cotangent(splice, backward.cotangent)
-        fragment = self.fragments[key]
-        if fragment.constvars:
-            raise ValueError("the gradients hold constants")
         residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
         atoms = self._inserted(fragment, given, eqn, frame, splice.label)
-        return dict(zip(results, atoms, strict=True))
+        grads = (backward.grads[v] for v in in_order(splice))
+        return dict(zip((*grads, *backward.others), atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """The atom of a cotangent where gradients are computed."""
@@ -542,6 +477,18 @@ class _Work:
         """The atom that a splice reads for a leaf."""
         return self.instead[id(splice)].get(leaf, Instead(leaf))
 
+    def _is_spare(self, splice: Splice, value: int) -> bool:
+        """Whether a leaf is not there, and nothing reads what depends on it."""
+        if splice.backward is None or value not in splice.backward.unread:
+            return False
+        defined = self.regions.place(splice.scope).defined
+        return value not in splice.scope.first_var and value not in defined
+
+    def _zero(self, value: int, eqn: Any, frame: _Frame) -> Any:
+        """Appends zeros in place of a value."""
+        fragment = _jax.zeros([self.graph.avals[value]])
+        return self._inserted(fragment, [], eqn, frame)[0]
+
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """The atom of a value at a splice: a variable there or in an inlined call."""
         value = self._read_for(splice, value).value
@@ -552,82 +499,3 @@ class _Work:
         else:
             var = found[1]
         return self.envs[id(home)].get(var, var)
-
-    def _fragment(self, splice: Splice, avals: Sequence[Any]) -> tuple[Any, Any]:
-        """The traced code of a replacement, a function of the leaves.
-
-        With gradients, its results are followed by residuals; the second item is the
-        structure in which `jax.vjp` keeps those.
-
-        Args:
-            splice: The replacement.
-            avals: The types of what it reads, in the body where it stands. A value from
-                outside of a `jax.shard_map` has another type there.
-        """
-        reading, graph = splice.match.reading, self.graph
-        moving = _in_order(splice)
-        here = dict(splice.match.leaves)
-        order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
-        names = leaves_of(reading)
-        read = [self._read_for(splice, here[v]) for v in names]
-        result = graph.avals[splice.match.value]
-        stated = _jax.stated([*avals, result]), tuple(r.key for r in read)
-        key = (id(reading), splice.key, order, result.weak_type, stated)
-        if splice.key is not None and key in self.fragments:
-            return self.fragments[key]
-
-        def code(*arrays: jax.Array) -> jax.Array:
-            out = reading.build(
-                splice.call,
-                dict(zip(names, arrays, strict=True)),
-                graph.shape(reading.value),
-                graph.dtype(reading.value),
-            )
-            return _typed_as(out, result)
-
-        trees: list[Any] = []
-
-        def with_residuals(*given: jax.Array) -> list[jax.Array]:
-            arrays = [r.back(x) for r, x in zip(read, given, strict=True)]
-            if not order:
-                return [code(*arrays)]
-            out, function = gradient_function(code, arrays, list(order))
-            residuals, tree = _saved(function)
-            trees.append(tree)
-            return [out, *residuals]
-
-        traced = _jax.trace_placed(with_residuals, avals)
-        if traced.constvars:
-            raise ValueError("the replacement holds constants")
-        self.fragments[key] = (traced, trees[-1] if trees else None)
-        return self.fragments[key]
-
-
-def _saved(function: Any) -> tuple[list[jax.Array], Any]:
-    """A function's arrays, with at least one axis for stacking, and their structure."""
-    kept, tree = jax.tree.flatten(function)
-    numbers = tuple(jnp.ndim(x) == 0 for x in kept)
-    arrays = [x.reshape(1) if n else x for x, n in zip(kept, numbers, strict=True)]
-    return arrays, (tree, numbers)
-
-
-def _unsaved(saved: Any, arrays: Sequence[jax.Array]) -> Any:
-    """Restores a function from its saved arrays."""
-    tree, numbers = saved
-    kept = [x.reshape(()) if n else x for x, n in zip(arrays, numbers, strict=True)]
-    return jax.tree.unflatten(tree, kept)
-
-
-def _typed_as(x: jax.Array, aval: Any) -> jax.Array:
-    """The array with the sharding and weak type of an aval."""
-    x = _jax.placed_as(x, aval)
-    return _jax.weakly_typed(x) if aval.weak_type else x
-
-
-def _in_order(splice: Splice) -> list[int]:
-    """Leaves whose gradients are replaced, in the order of the reading's leaves."""
-    if splice.backward is None:
-        return []
-    here = dict(splice.match.leaves)
-    names = leaves_of(splice.match.reading)
-    return [here[v] for v in names if here[v] in splice.backward.grads]

@@ -11,7 +11,7 @@ from rewriter import _jax
 from rewriter.program.equations import live
 from rewriter.program.fold import Cut, Folded
 from rewriter.program.repeats import Run, same_params, turns_read
-from rewriter.rewrite.replace import Origins
+from rewriter.rewrite.origins import Origins
 
 Labels = Mapping[tuple[int, int], Sequence[str]]
 """The labels of a turn's sites in order, by cut and turn."""

@@ -21,7 +21,7 @@ from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.propagation import Placement
-from rewriter.rewrite.replace import Rewritten
+from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import Unlike
 from rewriter.run import steps
 from rewriter.run.program import Pass, Program
@@ -50,6 +50,12 @@ PASSES = (
     Pass(
         "residual_adds",
         steps.add_residuals_in_kernels,
+        lambda p: p.changed,
+        optional=True,
+    ),
+    Pass(
+        "gradients_with_results",
+        steps.compute_gradients_with_results,
         lambda p: p.changed,
         optional=True,
     ),

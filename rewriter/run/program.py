@@ -14,9 +14,9 @@ from rewriter.find.match import Found, Match, Reason
 from rewriter.find.region import Regions
 from rewriter.program.fold import Folded
 from rewriter.program.propagation import Placement
+from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.passes.checkpoint_savings import Kept
 from rewriter.rewrite.passes.recompute import Stacks
-from rewriter.rewrite.replace import Origins
 from rewriter.rewrite.replacements import Pair
 from rewriter.site.facts import Facts
 

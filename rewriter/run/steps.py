@@ -18,12 +18,13 @@ from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
 from rewriter.rewrite import replace as splicing
 from rewriter.rewrite.locate import located
+from rewriter.rewrite.not_placed import NotPlaced
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
+from rewriter.rewrite.passes.gradients_with_results import compute_together
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.recompute import recompute_stacked
-from rewriter.rewrite.replace import NotPlaced
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.unfold import Unlike, unfold
 from rewriter.run.program import Program
@@ -174,6 +175,11 @@ def save_in_checkpoints(program: Program) -> Program:
 def add_residuals_in_kernels(program: Program) -> Program:
     """Moves a residual add into the kernel that can compute it."""
     return replace(program, closed_jaxpr=fuse_residual_adds(program.closed_jaxpr))
+
+
+def compute_gradients_with_results(program: Program) -> Program:
+    """Computes a site and its gradients at once, if the cotangent is known first."""
+    return replace(program, closed_jaxpr=compute_together(program.closed_jaxpr))
 
 
 def pass_transposed_operands(program: Program) -> Program:

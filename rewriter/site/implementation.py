@@ -235,12 +235,13 @@ def _built(
     if implementation.backward in ("", implementation.forward):
         assert forward is not None
         assert backward is not None
-        return replace(forward, backward=backward.backward)
+        return replace(forward, backward=backward.backward, together=backward.together)
     if backward is None or backward.backward is None:
         assert forward is not None
         return replace(
-            forward, backward=None, saves_out=False, backward_space=None, adds_to=""
-        )
+            forward, backward=None, together=None, saves_out=False,
+            backward_space=None, adds_to="",
+        )  # fmt: skip
     return _mixed(op, forward, backward, implementation.name)
 
 
@@ -255,7 +256,10 @@ def _with_backward(kernel: Kernel, settings: Settings) -> Kernel:
     config = config_of(kernel.backward_space, settings)
     if config is None or kernel.backward is None:
         return kernel
-    return replace(kernel, backward=functools.partial(kernel.backward, config=config))
+    bound = {"backward": functools.partial(kernel.backward, config=config)}
+    if kernel.together is not None:
+        bound["together"] = functools.partial(kernel.together, config=config)
+    return replace(kernel, **bound)
 
 
 def config_of(space: Space | None, settings: Settings) -> Any:

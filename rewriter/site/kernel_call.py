@@ -205,6 +205,35 @@ def call_backward(
     return [rest[w] if w in absent else cotangents[w] for w in wrt]
 
 
+def call_together(
+    use: Use, kernel: Kernel, wrt: tuple[str, ...], *args: jax.Array
+) -> list[jax.Array]:
+    """A kernel's result and gradients of some operands, from one call.
+
+    Args:
+        use: The use of the op.
+        kernel: A kernel that computes both `together`.
+        wrt: The operands whose gradients are wanted.
+        *args: The operands and the cotangent.
+    """
+    assert kernel.together is not None
+    named = dict(zip(use.names, args[:-1], strict=True))
+    with promotion.as_usual():
+        out, grads = kernel.together(**named, cotangent=args[-1], **dict(use.params))
+    want = result(use, [shaped(x) for x in args[:-1]])
+    if shaped(out) != want:
+        raise _wrong(kernel, "returned, with gradients,", out, want)
+    for name in wrt:
+        if name not in grads or shaped(grads[name]) != shaped(named[name]):
+            raise errors.KernelError(
+                f"kernel {kernel.name!r} of {kernel.op} returned, with its result, no "
+                f"gradient like {name}",
+                wanted="all gradients of its backward",
+                where=kernel.where,
+            )
+    return [out, *(grads[w] for w in wrt)]
+
+
 def pullback(
     use: Use, wrt: tuple[str, ...], function: Callable[..., Any], args: Sequence[Any]
 ) -> list[jax.Array]:

@@ -21,17 +21,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from rewriter.ops.kernel import Kernel
 from rewriter.site import implement, site
+from rewriter.site.composed import batch_rule, jvp_rule
 from rewriter.site.lowering import register
 from rewriter.site.uses import Use
-
-Composed = Callable[..., Callable[..., Sequence[Any]]]
 
 site_p = Primitive(site.site_p.name)
 tangent_p = Primitive(site.tangent_p.name)
@@ -93,34 +91,6 @@ def _composed_backward(
 def _added(use: Use) -> int:
     """The position of the operand that a use `adds_to`."""
     return use.names.index(use.adds_to)
-
-
-def _batch_rule(composed: Composed) -> Callable[..., Any]:
-    def rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        outs = jax.vmap(composed(**params), in_axes=tuple(dims))(*args)
-        return outs, [0] * len(outs)
-
-    return rule
-
-
-def _jvp_rule(composed: Composed) -> Callable[..., Any]:
-    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        moving = [
-            i
-            for i, t in enumerate(tangents)
-            if site.is_float(primals[i]) and not site.is_zero(t)
-        ]
-
-        def of(*chosen: Any) -> Sequence[Any]:
-            full = list(primals)
-            for i, value in zip(moving, chosen, strict=True):
-                full[i] = value
-            return composed(**params)(*full)
-
-        points = tuple(primals[i] for i in moving)
-        return jax.jvp(of, points, tuple(tangents[i] for i in moving))
-
-    return rule
 
 
 # ------------------------------------------------------------ abstract values
@@ -256,12 +226,12 @@ for _primitive, _aval, _composed, _made in (
     (backward_p, _backward_aval, _composed_backward, _backward_made),
 ):
     _primitive.multiple_results = True
-    register(_primitive, _aval, _batch_rule(_composed), _made)
+    register(_primitive, _aval, batch_rule(_composed), _made)
 for _primitive, _composed in (
     (tangent_p, _composed_tangent),
     (backward_p, _composed_backward),
 ):
-    ad.primitive_jvps[_primitive] = _jvp_rule(_composed)
+    ad.primitive_jvps[_primitive] = jvp_rule(_composed)
 ad.primitive_jvps[site_p] = _site_jvp
 ad.primitive_transposes[site_p] = _site_transpose
 ad.primitive_transposes[tangent_p] = _tangent_transpose

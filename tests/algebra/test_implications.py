@@ -34,6 +34,7 @@ class Positions:
     def holds(self, b: int, x: int, i: int, j: int) -> bool:
         """A boolean function where the number and the positions are known."""
         alg, values = self.alg, ((self.x, x), (self.i, i), (self.j, j))
+        alg.work = 0
         support, table = alg.bools[b]
         row = 0
         for k, atom in enumerate(support):
@@ -65,12 +66,12 @@ def test_one_of_two_claims_holds():
     assert p.alg.either(p.claim(1, 0, 0, 0), p.claim(-1, 0, 1, 0)) == TRUE
 
 
+@pytest.mark.parametrize("steps", [(-1, 0, 0, 1), (-6, -3, -1, 0, 1, 3, 6)])
 @pytest.mark.parametrize("seed", range(40))
-def test_functions_are_what_their_claims_say(seed: int):
+def test_functions_are_what_their_claims_say(seed: int, steps: tuple[int, ...]):
     p, draw = Positions(), random.Random(seed)
     claims = [
-        (*(draw.choice((-1, 0, 0, 1)) for _ in range(3)), draw.randint(-8, 8))
-        for _ in range(5)
+        (*(draw.choice(steps) for _ in range(3)), draw.randint(-8, 8)) for _ in range(5)
     ]
     b, wanted = TRUE, lambda at: True
     for claim in claims:
@@ -88,6 +89,18 @@ def test_functions_are_what_their_claims_say(seed: int):
 
     for at in itertools.product(range(-9, 16), range(N), range(N)):
         assert p.holds(b, *at) == wanted(at), at
+
+
+def test_a_key_of_a_later_block_is_a_later_key():
+    """In blocks of N: query N x + i sees key N b + j, and block x sees block b."""
+    p = Positions()
+    block = p.alg.iota(p.alg.new_index(3))
+    key = p.alg.add(p.form(N, 1, -1, 0), block, -N)
+    seen = p.alg.compare("ge", key, True)
+    reached = p.alg.compare("ge", p.alg.add(p.form(1, 0, 0, 0), block, -1.0), True)
+    assert p.alg.both(seen, reached) == seen
+    before = p.alg.compare("ge", p.alg.add(p.form(1, 0, 0, -1), block, -1.0), True)
+    assert p.alg.both(seen, before) == before
 
 
 @pytest.mark.parametrize("x", range(-3, N + 3))

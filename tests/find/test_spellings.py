@@ -103,6 +103,7 @@ SAMPLE = [
         "glu/act_silu",
         "glu/concatenated_split",
         "ragged/gate_up_down",
+        "loss/optax",
     )
 ]
 COMPILED = [BY_NAME[name] for name in ("mask/tril", "rms/flax_linen", "glu/act_silu")]

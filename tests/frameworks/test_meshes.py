@@ -170,19 +170,19 @@ def test_heads_that_are_joined_with_a_repetition(mesh: Any) -> None:
 def test_a_replacement_that_fails_costs_one_site(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replace = importlib.import_module("rewriter.rewrite.replace")
-    real = replace._Work._fragment
+    fragments = importlib.import_module("rewriter.rewrite.fragments")
+    real = fragments.Fragments.forward
 
-    def fails(self: Any, splice: Any, avals: Any) -> Any:
+    def fails(self: Any, splice: Any, *given: Any) -> Any:
         if splice.match.op.name == "attention":
             raise TypeError("no such sharding")
-        return real(self, splice, avals)
+        return real(self, splice, *given)
 
     def f(q: Any, k: Any, v: Any) -> Any:
         return norm(attend(norm(q), k, v))
 
     q = jax.random.normal(jax.random.key(0), (2, 8, 2, 16))
-    monkeypatch.setattr(replace._Work, "_fragment", fails)
+    monkeypatch.setattr(fragments.Fragments, "forward", fails)
     fast = rewriter.optimize(f, implementation=EVERYWHERE)
     with pytest.warns(RewriterWarning, match="attention: TypeError: no such sharding"):
         got = fast(q, q, q)

@@ -62,6 +62,7 @@ def again(f: Callable) -> Callable:
     def twice(x, *weights):
         return jax.lax.scan(lambda x, _: (f(x, *weights), None), x, None, length=2)[0]
 
+    twice.__name__ = f.__name__
     return twice
 
 
@@ -79,6 +80,7 @@ AROUND = {
     "shard_map with types in a checkpoint": lambda f: jax.checkpoint(mapped(True)(f)),
     "shard_map in a checkpoint": lambda f: jax.checkpoint(mapped()(f)),
     "checkpoint in a shard_map": lambda f: mapped()(jax.checkpoint(f)),
+    "loop in a shard_map with types": lambda f: mapped(True)(again(f)),
     "loop": again,
     "loop in a checkpoint": lambda f: jax.checkpoint(again(f)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.spellings import (
     attention,
+    cross_entropy,
     gated_linear_unit,
     normalization,
     ragged_dot,
@@ -15,6 +16,7 @@ SPELLINGS: tuple[Spelling, ...] = (
     *normalization.SPELLINGS,
     *gated_linear_unit.SPELLINGS,
     *ragged_dot.SPELLINGS,
+    *cross_entropy.SPELLINGS,
 )
 BY_NAME = {s.name: s for s in SPELLINGS}
 assert len(BY_NAME) == len(SPELLINGS)

@@ -175,10 +175,33 @@ def ragged_dot(lhs, rhs, group_sizes, *, mode="forward"):
     return out
 
 
+def linear_cross_entropy(
+    x,
+    w,
+    labels,
+    bias=0.0,
+    *,
+    scale=1.0,
+    soft_cap=0.0,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    outside="nan",
+    of_log_probabilities=False,
+):
+    """x [... k], w [k v], labels [...] that are classes, to [...]."""
+    y = scale * (x @ w) + bias
+    y = soft_cap * np.tanh(y / soft_cap) if soft_cap else y
+    lse = np.log(np.exp(y).sum(-1))
+    own = lse - np.take_along_axis(y, labels[..., None], -1)[..., 0]
+    alike = lse - y.mean(-1)
+    return (1 - label_smoothing) * own + label_smoothing * alike + z_loss * lse**2
+
+
 ORACLES = {
     "attention": attention,
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
     "gated_linear_unit": gated_linear_unit,
     "ragged_dot": ragged_dot,
+    "linear_cross_entropy": linear_cross_entropy,
 }

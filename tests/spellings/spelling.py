@@ -22,6 +22,8 @@ SIZES = {
     "layer_norm": dict(b=2, t=5, n=3, d=16, h=4, w=6),
     "gated_linear_unit": dict(b=2, t=5, k=8, f=12, n=3),
     "ragged_dot": dict(m=24, k=8, n=10, g=4, f=12, t=12),
+    "linear_cross_entropy": dict(b=2, t=5, k=8, v=12),
+    "cross_entropy": dict(b=2, t=5, k=8, v=12),
 }
 
 CANONICAL = {
@@ -55,6 +57,13 @@ CANONICAL = {
         "out": "...f",
     },
     "ragged_dot": {"lhs": "mk", "rhs": "gkn", "group_sizes": "g", "out": "mn"},
+    "linear_cross_entropy": {
+        "x": "...k",
+        "w": "kv",
+        "bias": "v",
+        "labels": "...",
+        "out": "...",
+    },
 }
 
 DEFAULTS = {
@@ -71,6 +80,14 @@ DEFAULTS = {
         up_shift=0.0,
     ),
     "ragged_dot": dict(mode="forward"),
+    "linear_cross_entropy": dict(
+        scale=1.0,
+        soft_cap=0.0,
+        label_smoothing=0.0,
+        z_loss=0.0,
+        outside="nan",
+        of_log_probabilities=False,
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from rewriter.algebra.canonicalize import (
     contraction,
     gather,
     one_row,
+    picks,
     predicates,
 )
 from rewriter.algebra.canonicalize.arithmetic import sigmoid, tanh
@@ -22,6 +23,7 @@ from rewriter.algebra.canonicalize.gather import Pages, values_named
 from rewriter.algebra.canonicalize.infinities import log_may_be_infinite
 from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
 from rewriter.algebra.canonicalize.layout import pieces
+from rewriter.algebra.canonicalize.picks import is_pick
 from rewriter.algebra.canonicalize.primitives import (
     FULL,
     LAYOUT,
@@ -34,12 +36,12 @@ from rewriter.algebra.canonicalize.primitives import (
     is_local,
 )
 
-RULES = (arithmetic, contraction, gather, one_row, predicates)
+RULES = (arithmetic, contraction, gather, one_row, picks, predicates)
 """The modules that hold a rule per primitive."""
 
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
     "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "adds_zero", "interval",
-    "is_local", "is_lossless", "kind_of", "log_may_be_infinite", "of_dtype",
+    "is_local", "is_lossless", "is_pick", "kind_of", "log_may_be_infinite", "of_dtype",
     "pieces", "ragged_axes", "sigmoid", "tanh", "values_named", "within",
 ]  # fmt: skip

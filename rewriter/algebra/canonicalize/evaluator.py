@@ -240,7 +240,7 @@ class Evaluator(Layout, LoopForms, Constants):
                     and self._plain(node)
                 )
             )
-        elif prim in STRUCTURAL:
+        elif prim in STRUCTURAL or prim in ("scatter", "scatter-add"):
             ok = self.expand_all or value in self.inside
         elif prim == "scan":
             ok = value in self.inside

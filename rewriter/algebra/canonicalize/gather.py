@@ -13,6 +13,7 @@ from jax.lax import GatherScatterMode
 
 from rewriter.algebra.canonicalize.choice import choose
 from rewriter.algebra.canonicalize.evaluator import Evaluator, rule
+from rewriter.algebra.canonicalize.picks import is_pick, picked
 from rewriter.algebra.canonicalize.primitives import LAYOUT
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget, Poly
 from rewriter.program.graph import Node
@@ -46,8 +47,9 @@ def values_named(leaf: Any) -> tuple[Any, ...]:
 
 @rule("gather")
 def gathered(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Poly:
-    """The leaf of a gather of pages; any other gather stays opaque."""
-    del mode
+    """The leaf of a gather of pages, or the entries of rows; others stay opaque."""
+    if is_pick(node):
+        return picked(ev, node, args, mode)
     found = _pages(ev, node, args)
     return ev.alg.of_atom(ev.leaf(node.outs[0], args) if found is None else found)
 

@@ -10,13 +10,14 @@ where g is a product of carries and of their exponentials, is after the last ste
     c = (c0 g(first) + Σ over steps of r g(after)) / g(last),
 
 by induction over the steps. So an online softmax, whose g is the exponential of
-the largest score so far, is a softmax over the keys of all steps.
+the largest score so far, is a softmax over the keys of all steps. Where steps that a
+condition skips leave all carries, r is zero in them, and the other steps are as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewriter import _jax
@@ -25,6 +26,7 @@ from rewriter.algebra.canonicalize.intervals import of_dtype, within
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
 from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
 from rewriter.program.graph import Node
+from rewriter.program.skipped import Skipped, skipped
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,7 @@ class Loop:
         before: The carries before a step, inside.
         after: The results of a step, inside: carries, then stacked values.
         reverse: Whether the last step along the arrays comes first.
+        runs: Where a step runs that a condition may skip.
     """
 
     node: Node
@@ -46,6 +49,7 @@ class Loop:
     before: tuple[int, ...]
     after: tuple[int, ...]
     reverse: bool
+    runs: int = TRUE
 
 
 @dataclass(eq=False)
@@ -91,9 +95,11 @@ class LoopForms:
             tuple(self.g.read(scope, v) for v in body.outvars),
             bool(node.params["reverse"]),
         )
-        loops.entered[node.outs[0]] = loop
-        for k, value in enumerate(loop.before):
-            loops.carries[value] = loop, k
+        skips = self._skipped(loop)
+        if skips is not None:
+            after = tuple(skips.carries.get(v, v) for v in loop.after[:n_carry])
+            loop = replace(loop, after=(*after, *loop.after[n_carry:]))
+        self._note(loop)
         wholes = node.ins[n_consts + n_carry :]
         for value, whole in zip(inputs[n_carry:], wholes, strict=True):
             loops.steps[value] = whole, loop.index
@@ -102,7 +108,41 @@ class LoopForms:
             inside = value not in loops.carries and self.varies(value)
             if inside and kind_of(self.g.dtype(value)) == "f":
                 self.names.setdefault(value, value)
+        if skips is not None:
+            try:
+                loop = replace(loop, runs=self._runs(loop, skips))
+            except OverBudget:
+                del loops.entered[node.outs[0]]
+                raise
+            self._note(loop)
         return loop
+
+    def _note(self, loop: Loop) -> None:
+        self.loops.entered[loop.node.outs[0]] = loop
+        for k, value in enumerate(loop.before):
+            self.loops.carries[value] = loop, k
+
+    def _skipped(self, loop: Loop) -> Skipped | None:
+        """The steps that leave all float carries."""
+        pairs = zip(loop.before, loop.after, strict=False)
+        floats = [p for p in pairs if kind_of(self.g.dtype(p[0])) == "f"]
+        if not floats:
+            return None
+        return skipped(self.g, *zip(*floats, strict=True))
+
+    def _runs(self, loop: Loop, skips: Skipped) -> int:
+        """Where a step runs, as a function of the step and of values outside.
+
+        Raises:
+            OverBudget: If it depends on what earlier steps computed.
+        """
+        alg = self.alg
+        flag = self.flag(skips.choice, ())
+        flag = flag if skips.taken else alg.negate(flag)
+        leaves = {alg.defs[a][1] for a in alg.poly_leaves(alg.of_bool(flag))}
+        if any(v in self.loops.carries or v in loop.after for v in leaves):
+            raise OverBudget("steps are skipped as earlier ones decide")
+        return flag
 
     def varies(self, value: int) -> tuple[Index, ...]:
         """The steps of entered loops that a value depends on."""
@@ -215,7 +255,7 @@ class LoopForms:
         if len(kept) != 1 or first:
             raise OverBudget("a carry that is not a sum over the steps")
         gauge = self._gauge(kept[0], dict(zip(loop.before, loop.after, strict=False)))
-        terms = alg.mul(rest, {(TRUE, gauge): 1.0})
+        terms = alg.mul(rest, {(loop.runs, gauge): 1.0})
         inside = {*loop.before, *loop.after[:n]}
         if any(alg.defs[a][1] in inside for a in alg.poly_leaves(terms)):
             raise OverBudget("a step adds what depends on other carries")

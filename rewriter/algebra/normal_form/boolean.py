@@ -107,21 +107,35 @@ class BooleanFunctions:
     def _never_together(self, a: int, b: int) -> Iterator[tuple[bool, bool]]:
         """Truth values that two claims about integers never have together.
 
-        Where q - p is never negative, p >= 0 implies q >= 0; where p + q is always
-        negative, they are not both true, and where it is never, not both false.
+        What is no position may be a multiple in the other claim: one may be about the
+        positions in blocks of m, and one about the numbers of the blocks.
         """
         (p, rest), (q, other) = self._by_positions(a), self._by_positions(b)
-        if rest == other:
-            lo, hi = self.bounds(self.add(q, p, -1.0))
+        if not rest and not other:
+            yield from (*self._of_multiple(p, q, 1), *self._of_multiple(p, q, -1))
+        elif m := _multiple(rest, other):
+            yield from self._of_multiple(p, q, m)
+        elif m := _multiple(other, rest):
+            for if_b, if_a in self._of_multiple(q, p, m):
+                yield if_a, if_b
+
+    def _of_multiple(self, p: Poly, q: Poly, m: float) -> Iterator[tuple[bool, bool]]:
+        """What claims about p and q exclude; beside them q has m times what p has.
+
+        Where q - m p is never negative, p >= 0 implies q >= 0. Where it is less than m,
+        q >= 0 implies p >= 0. With a negative m: where q - m p is always negative, they
+        are not both true; and where it is at least m, not both false.
+        """
+        lo, hi = self.bounds(self.add(q, p, -m))
+        if m > 0:
             if lo >= 0:
                 yield True, False
-            if hi <= 0:
+            if hi < m:
                 yield False, True
-        if not self.add(rest, other):
-            lo, hi = self.bounds(self.add(p, q))
+        else:
             if hi < 0:
                 yield True, True
-            if lo >= -1:  # whole numbers: both false is -2 at most
+            if lo >= m:  # whole numbers: both false is m - 1 at most
                 yield False, False
 
     def _by_positions(self, atom: int) -> tuple[Poly, Poly]:
@@ -213,6 +227,15 @@ class BooleanFunctions:
                 rest = tuple(x for x in support if x != a)
                 b = self._bool(rest, low | high)
         return b
+
+
+def _multiple(p: Poly, q: Poly) -> float | None:
+    """The whole number m, not 0, for which q is m times p; None if there is none."""
+    if not p or p.keys() != q.keys():
+        return None
+    ratios = {q[t] / c for t, c in p.items()}
+    m = ratios.pop()
+    return m if not ratios and m == int(m) and m else None
 
 
 @functools.lru_cache(maxsize=256)

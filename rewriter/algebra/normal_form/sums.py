@@ -25,9 +25,29 @@ class Sums:
         if not bound:
             return p
         out: Poly = {}
-        for (flag, mono), c in p.items():
+        for (flag, mono), c in self._beside_one(p).items():
             out = self.add(out, self._sum_term(flag, mono, c, bound))
         return self.partial_fractions(out)
+
+    def _beside_one(self, p: Poly) -> Poly:
+        """A form in which no term has one number at a position, and one elsewhere.
+
+        A smoothed one-hot row ``[v = i] a + [v != i] b`` is ``b + [v = i] (a - b)``.
+        """
+        for (flag, mono), c in p.items():
+            literals, table = self.bools[flag]
+            if len(literals) != 1 or table != 0b10 or self.kind(literals[0]) != "eq":
+                continue
+            elsewhere = p.get((self.negate(flag), mono))
+            if elsewhere is not None:
+                rest = {t: x for t, x in p.items() if t[1] != mono}
+                kept = {t: x for t, x in p.items() if t[1] == mono and t[0] != flag}
+                kept.pop((self.negate(flag), mono))
+                rest |= kept
+                rest[TRUE, mono] = rest.get((TRUE, mono), 0.0) + elsewhere
+                rest[flag, mono] = self.number(c - elsewhere)
+                return self._beside_one(rest)
+        return p
 
     def _sum_term(
         self, flag: int, mono: Monomial, c: float, bound: frozenset[int]

@@ -16,6 +16,7 @@ PARTS = (
     "norms",
     "gated_linear_units",
     "ragged_dots",
+    "losses",
 )
 """Modules in the order of their programs in the lists, which each adds to."""
 

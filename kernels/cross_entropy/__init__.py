@@ -1,0 +1,27 @@
+"""Cross-entropy: log Σ exp y - y[label], of each row of logits y."""
+
+from __future__ import annotations
+
+from rewriter.kernels.cross_entropy import xla
+from rewriter.kernels.cross_entropy.cost import cost
+from rewriter.kernels.cross_entropy.reference import reference, sample
+from rewriter.ops.op import Op, Operand
+
+OP = Op(
+    name="cross_entropy",
+    operands=(
+        Operand("logits", "... v", True, "The rows, over the classes v."),
+        Operand("labels", "...", True, "The class of each row, int."),
+    ),
+    out="...",
+    reference=reference,
+    sample=sample,
+    defaults={
+        "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",
+        "of_log_probabilities": False, "out_dtype": None,
+    },
+    parallel="...",
+    cost=cost,
+)  # fmt: skip
+
+KERNELS = (xla.KERNEL,)

@@ -1,0 +1,86 @@
+"""The loss over a vocabulary, given its logits, in plain `jax.numpy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MODES = {"nan": "fill", "clip": "clip"}
+
+
+def reference(
+    *,
+    logits: jax.Array,
+    labels: jax.Array,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    outside: str = "nan",
+    of_log_probabilities: bool = False,
+    out_dtype: str | None = None,
+) -> jax.Array:
+    """Returns the cross-entropy of each row with its label.
+
+    With l the log-sum-exp of a row and s the smoothing, it is
+    ``(1 - s) · (l - logits[label]) + s · (l - mean logits) + z_loss · l²``.
+
+    Args:
+        label_smoothing: The share of the target that all classes have alike.
+        z_loss: The weight of the squared log-sum-exp.
+        outside: What a label that is no class picks: ``"nan"``, ``"zero"``, or
+            ``"clip"`` for the nearest class.
+        of_log_probabilities: Whether log-probabilities are picked, and not logits. A
+            label that is no class, and picks zero, then has no loss.
+        out_dtype: The result's dtype; that in which it is computed by default.
+
+    Returns:
+        [...]. It is computed in float32, or float64 if logits are.
+    """
+    y = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    top = lax.stop_gradient(y.max(-1, keepdims=True))
+    lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
+    chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
+    lse = lse[..., 0]
+    own = -chosen if of_log_probabilities else lse - chosen
+    out = own
+    if label_smoothing:
+        alike = lse - y.mean(-1)
+        out = (1 - label_smoothing) * own + label_smoothing * alike
+    if z_loss:
+        out = out + z_loss * lse * lse
+    return out.astype(out_dtype or out.dtype)
+
+
+def pick(y: jax.Array, labels: jax.Array, outside: str) -> jax.Array:
+    """Returns ``y[..., label]``, see `reference`."""
+    if outside == "zero":
+        hit = labels[..., None] == jnp.arange(y.shape[-1], dtype=jnp.int32)
+        return jnp.where(hit, y, 0).sum(-1)
+    n = labels.ndim
+    batch = tuple(range(n))
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=(), collapsed_slice_dims=(n,), start_index_map=(n,),
+        operand_batching_dims=batch, start_indices_batching_dims=batch,
+    )  # fmt: skip
+    return lax.gather(
+        y, labels[..., None], dims, (1,) * (n + 1), mode=MODES[outside],
+        fill_value=jnp.nan,
+    )  # fmt: skip
+
+
+def sample(
+    key: jax.Array, operands: Mapping[str, Any], params: Mapping[str, object]
+) -> dict[str, jax.Array]:
+    """Returns logits of a common size, and labels that are classes."""
+    del params
+    one, other = jax.random.split(key)
+    logits, labels = operands["logits"], operands["labels"]
+    drawn = 3 * jax.random.normal(one, logits.shape)
+    classes = jax.random.randint(other, labels.shape, 0, logits.shape[-1])
+    return {
+        "logits": drawn.astype(logits.dtype),
+        "labels": classes.astype(labels.dtype),
+    }

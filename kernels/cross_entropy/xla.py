@@ -1,0 +1,140 @@
+"""Cross-entropy that keeps one number per row for gradients.
+
+Automatic differentiation keeps the exponentials of all logits beside the logits. This
+one keeps the log-sum-exp l of each row, and makes exp(y - l) again where it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss
+from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Spec, Speed, Traits
+from rewriter.support.verdict import YES, Verdict, all_of, no
+
+PAYS_FROM = 1 << 23
+"""The fewest bytes of logits for which the memory matters."""
+
+
+def supports(spec: Spec) -> Verdict:
+    """Takes real floating logits and integer labels of their rows."""
+    return all_of(
+        is_float(spec, "logits"), labels_of(spec, "logits"), known_outside(spec)
+    )
+
+
+def is_float(spec: Spec, name: str) -> Verdict:
+    """Whether an operand has a real floating dtype."""
+    dtype = jnp.dtype(spec.dtype(name))
+    if jnp.issubdtype(dtype, jnp.floating):
+        return YES
+    return no("dtype", f"{name} is {dtype}, expected a real floating dtype")
+
+
+def labels_of(spec: Spec, rows: str) -> Verdict:
+    """Whether there is an integer for each row of an operand."""
+    dtype = jnp.dtype(spec.dtype("labels"))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return no("dtype", f"labels are {dtype}, expected integers")
+    if spec.shape("labels") != spec.shape(rows)[:-1]:
+        wanted = spec.shape(rows)[:-1]
+        return no("shape", f"labels are {spec.shape('labels')}, expected {wanted}")
+    return YES
+
+
+def known_outside(spec: Spec) -> Verdict:
+    """Whether it is known what labels pick that are no class."""
+    outside = spec.param("outside", "nan")
+    if outside in OUTSIDE:
+        return YES
+    return no("outside", f"{outside} is none of {', '.join(OUTSIDE)}")
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns no: without gradients XLA fuses as much."""
+    del spec, platform
+    return no("forward", "without gradients XLA keeps as little")
+
+
+def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
+    """Returns yes for logits of 8 MiB or more."""
+    del platform
+    if spec.symbolic:
+        return YES
+    size = math.prod(spec.shape("logits")) * 4 * count
+    if size >= PAYS_FROM:
+        return YES
+    return no("small", f"exponentials of {size >> 10} KiB take little memory")
+
+
+def forward(
+    *,
+    logits: jax.Array,
+    labels: jax.Array,
+    out_dtype: str | None = None,
+    residuals: bool = False,
+    **how: Any,
+) -> Any:
+    """Returns the losses, and with `residuals` the log-sum-exps."""
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    loss = Loss(logits.shape[-1], **how)
+    y, labels = logits.astype(wide), loss.labels(labels)
+    lse = jax.nn.logsumexp(y, axis=-1)
+    picked = jnp.where(_hits(y, labels), y, 0).sum(-1)
+    out = loss.value(lse, picked, y.sum(-1), labels).astype(out_dtype or wide)
+    return (out, (lse,)) if residuals else out
+
+
+def backward(
+    *,
+    logits: jax.Array,
+    labels: jax.Array,
+    out: None,
+    residuals: tuple[jax.Array],
+    cotangent: jax.Array,
+    out_dtype: str | None = None,
+    **how: Any,
+) -> dict[str, jax.Array]:
+    """Returns the cotangent of the logits."""
+    del out, out_dtype
+    (lse,) = residuals
+    loss = Loss(logits.shape[-1], **how)
+    y, labels = logits.astype(lse.dtype), loss.labels(labels)
+    d = gradient(loss, y, lse, labels, _hits(y, labels), cotangent.astype(lse.dtype))
+    return {"logits": d.astype(logits.dtype)}
+
+
+def gradient(
+    loss: Loss,
+    y: jax.Array,
+    lse: jax.Array,
+    labels: jax.Array,
+    hits: jax.Array,
+    cotangent: jax.Array,
+) -> jax.Array:
+    """Returns the cotangents of logits y, or of some columns of them."""
+    p = jnp.exp(y - lse[..., None]) * (cotangent * loss.by_lse(lse, labels))[..., None]
+    fixed = jnp.where(hits, loss.by_picked + loss.by_each, loss.by_each)
+    return p + cotangent[..., None] * fixed
+
+
+def _hits(y: jax.Array, labels: jax.Array) -> jax.Array:
+    columns = jax.lax.broadcasted_iota(jnp.int32, (y.shape[-1],), 0)
+    return labels[..., None] == columns
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="cross_entropy",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable, profitable_backward),
+    traits=Traits(memory_bounded=True, saves_out=False),
+)

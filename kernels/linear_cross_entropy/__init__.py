@@ -1,0 +1,30 @@
+"""Linear cross-entropy: log Σ exp y - y[label], with y = x·w + bias."""
+
+from __future__ import annotations
+
+from rewriter.kernels.linear_cross_entropy import xla
+from rewriter.kernels.linear_cross_entropy.cost import cost
+from rewriter.kernels.linear_cross_entropy.reference import reference, sample
+from rewriter.ops.op import Op, Operand
+
+OP = Op(
+    name="linear_cross_entropy",
+    operands=(
+        Operand("x", "... k", True, "The rows that logits are made of."),
+        Operand("w", "k v", True, "The weights, with a column for each class."),
+        Operand("labels", "...", True, "The class of each row, int."),
+        Operand("bias", "v", doc="Added to the logits; 0 if absent."),
+    ),
+    out="...",
+    reference=reference,
+    sample=sample,
+    defaults={
+        "scale": 1.0, "soft_cap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0,
+        "outside": "nan", "of_log_probabilities": False, "precision": None,
+        "logits_dtype": None, "out_dtype": None,
+    },
+    parallel="...",
+    cost=cost,
+)  # fmt: skip
+
+KERNELS = (xla.KERNEL,)

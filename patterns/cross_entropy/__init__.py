@@ -1,0 +1,1 @@
+"""The loss over classes, given its logits or the product that makes them."""

@@ -1,0 +1,227 @@
+"""Reads the parameters of a loss off its form, and the logits that it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
+from rewriter.find.reading import Refused, flat_indices
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss over classes.
+
+    Attributes:
+        rows: The indices of its rows.
+        v: The index of the classes.
+        logits: The form of the logits over both, before a soft cap.
+        soft_cap: The bound of the logits; 0 for none.
+        label: The leaf that holds each row's label.
+        factor: The number that the loss is multiplied by.
+        params: Parameters of the op.
+    """
+
+    rows: tuple[int, ...]
+    v: int
+    logits: Poly
+    soft_cap: float
+    label: int
+    factor: float
+    params: Mapping[str, Any]
+
+
+def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
+    """The loss that a form is.
+
+    Raises:
+        Refused: If it is none.
+    """
+    rows = tuple(i for a in args for i in flat_indices(a))
+    total = _total(alg, form)
+    v, logits = _logits(alg, total)
+    bound, inner = _capped(alg, logits)
+    if alg.ids(logits) - {v} - set(rows):
+        raise Refused("axes", "an axis of the logits is not one of the loss", score=0.3)
+    picks = _Picks(alg, form, total)
+    label, outside = picks.label()
+    parts = picks.parts(bound)
+    own, alike = parts["label"], parts["alike"]
+    factor = own + alike if own else alike
+    params: dict[str, Any] = {"outside": outside}
+    if own:
+        params["of_log_probabilities"] = True
+        smoothing = alike / factor
+    else:
+        smoothing = -_of_mean(alg, form, logits, v) / factor
+    if not factor:
+        raise Refused("terms", "no log-sum-exp is left", score=0.3)
+    for name, number in (
+        ("label_smoothing", smoothing),
+        ("z_loss", parts["squared"] / factor),
+    ):
+        if number:
+            params[name] = number
+    return Loss(rows, v, inner, abs(bound), label, factor, params)
+
+
+def _capped(alg: Algebra, logits: Poly) -> tuple[float, Poly]:
+    """(c, y) of logits ``c tanh(y / c)``, without a number added; or (0, them).
+
+    That is ``-2 c / (1 + exp(2 y / c))`` and c.
+    """
+    if len(logits) != 1:
+        return 0.0, logits
+    (((flag, mono), twice),) = logits.items()
+    saturated = len(mono) == 1 and mono[0][1] == -1 and alg.kind(mono[0][0]) == "pow"
+    if flag != TRUE or not saturated:
+        return 0.0, logits
+    one, rest = alg.split_constant(alg.thaw(alg.defs[mono[0][0]][1]))
+    found = alg.exponents(rest) if one == 1 and len(rest) == 1 else None
+    if not found:
+        return 0.0, logits
+    c = -twice / 2
+    return c, alg.scale(found[0], c / 2)
+
+
+def _total(alg: Algebra, form: Poly) -> int:
+    """The logarithm of a sum of exponentials in a form."""
+    found = {a for _, mono in form for a, _ in mono if alg.kind(a) == "log"}
+    if len(found) != 1:
+        text = f"it holds {len(found)} logarithms of sums"
+        raise Refused("terms", text, score=0.3, difference=alg.show(form))
+    (atom,) = found
+    return atom
+
+
+def _logits(alg: Algebra, total: int) -> tuple[int, Poly]:
+    """The index of classes and the logits, of a log-sum-exp."""
+    inner = alg.thaw(alg.defs[total][1])
+    ((flag, mono), c) = next(iter(inner.items()))
+    sums = [a for a, _ in mono if alg.kind(a) == "sum"]
+    if len(inner) != 1 or flag != TRUE or c != 1 or len(mono) != 1 or not sums:
+        raise Refused(
+            "total",
+            "the logarithm is not of one sum of exponentials over all classes",
+            score=0.3,
+            difference=alg.show(inner),
+        )
+    bound, where, product = alg.open_sum(sums[0])
+    found = alg.exponents({(TRUE, product): 1.0})
+    if where != TRUE:
+        raise Refused("masked", "some classes are left out by a mask", score=0.5)
+    if len(bound) != 1 or not found:
+        raise Refused("total", "the sum is not of exponentials", score=0.3)
+    return bound[0], found[0]
+
+
+class _Picks:
+    """The terms of a form, by what they are.
+
+    Args:
+        alg: Where it is.
+        form: The form.
+        total: Its logarithm of a sum.
+    """
+
+    def __init__(self, alg: Algebra, form: Poly, total: int):
+        self.alg, self.form, self.total = alg, form, total
+
+    def label(self) -> tuple[int, str]:
+        """The leaf that holds labels, and what labels pick that are no class."""
+        alg = self.alg
+        found: set[tuple[int, str]] = set()
+        fills = False
+        for _, mono in self.form:
+            for a, _ in mono:
+                fills |= _is_fill(alg, a)
+                if alg.kind(a) == "sum" and alg.defs[a][2] != TRUE and alg.defs[a][3]:
+                    found.add(self._label_of(alg.defs[a][2]))
+        if len(found) != 1:
+            text = "several arrays of labels pick logits"
+            if not found:
+                text = "the targets are no labels that pick one logit of each row"
+            score = 0.5 if found else 0.3
+            raise Refused("labels", text, score=score, difference=alg.show(self.form))
+        ((label, outside),) = found
+        return label, "nan" if fills else outside
+
+    def _label_of(self, flag: int) -> tuple[int, str]:
+        alg = self.alg
+        literals, table = alg.bools[flag]
+        if len(literals) != 1 or table != 0b10 or alg.kind(literals[0]) != "eq":
+            raise Refused("labels", "entries are picked by a mask", score=0.4)
+        outside, rest = "zero", alg.thaw(alg.defs[literals[0]][1])
+        atoms = [a for _, mono in rest for a, _ in mono if alg.kind(a) != "iota"]
+        if len(atoms) == 1 and alg.defs[atoms[0]][0] == "fn":
+            name, inner = alg.defs[atoms[0]][1:3]
+            if str(name).startswith("within "):
+                outside = "clip"
+                atoms = [a for (_, m), _ in inner for a, _ in m]
+        if len(atoms) != 1 or alg.kind(atoms[0]) != "leaf":
+            raise Refused("labels", "labels are not an array of integers", score=0.4)
+        return atoms[0], outside
+
+    def parts(self, shift: float) -> dict[str, float]:
+        """Numbers of the log-sum-exp, of the label's, and of its square.
+
+        Args:
+            shift: What is added to the logarithm in the log-sum-exp.
+
+        Raises:
+            Refused: If a term is something else.
+        """
+        alg, out = self.alg, {"alike": 0.0, "label": 0.0, "squared": 0.0}
+        for (flag, mono), c in self.form.items():
+            powers = dict(mono)
+            power = powers.pop(self.total, 0)
+            others = tuple(powers.items())
+            known = flag == TRUE and len(others) <= 1
+            if known and power == 1 and not others:
+                out["alike"] += c
+            elif known and power == 2 and not others:
+                out["squared"] += c
+            elif known and power == 1 and _counts(alg, others[0]):
+                out["label"] += c
+            elif known and not power and others and _is_plain(alg, others[0]):
+                continue
+            elif shift and known and not power:
+                continue  # the number
+            else:
+                raise Refused(
+                    "terms",
+                    "there is a term beside the log-sum-exp and picked logits",
+                    score=0.3 if not power else 0.4,
+                    difference=alg.show({(flag, mono): c}),
+                )
+        out["alike"] -= 2 * shift * out["squared"]
+        return out
+
+
+def _is_fill(alg: Algebra, atom: int) -> bool:
+    d = alg.defs[atom]
+    return d[0] == "fn" and str(d[1]).startswith("NaN outside ")
+
+
+def _counts(alg: Algebra, factor: tuple[int, Any]) -> bool:
+    """Whether a factor is 1 for a label that is a class, and else 0."""
+    atom, e = factor
+    return e == 1 and alg.kind(atom) == "sum" and not alg.defs[atom][3]
+
+
+def _is_plain(alg: Algebra, factor: tuple[int, Any]) -> bool:
+    """Whether a factor may be a sum of logits, or a fill; the proof says which."""
+    atom, e = factor
+    return e == 1 and (alg.kind(atom) == "sum" or _is_fill(alg, atom))
+
+
+def _of_mean(alg: Algebra, form: Poly, logits: Poly, v: int) -> float:
+    """The number that the mean of the logits is multiplied by in a form."""
+    ((key, c)) = next(iter(logits.items()))
+    summed = alg.sum_over({key: c / alg.sizes[v]}, [v])
+    if len(summed) != 1:
+        return 0.0
+    ((at, unit),) = summed.items()
+    return form.get(at, 0.0) / unit

@@ -1,0 +1,98 @@
+"""The operands of a loss: of the product that makes its logits, or the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rewriter.algebra.normal_form import TRUE, Algebra, Monomial
+from rewriter.find.reading import Operand, Refused, operand
+from rewriter.patterns.cross_entropy.form import Loss
+
+
+def logits_operand(alg: Algebra, loss: Loss) -> dict[str, Operand]:
+    """Logits and labels, of an array of the program.
+
+    Raises:
+        Refused: If the logits are computed from more than one array.
+    """
+    terms = list(loss.logits)
+    whole = (
+        len(terms) == 1
+        and terms[0][0] == TRUE
+        and len(terms[0][1]) == 1
+        and alg.kind(terms[0][1][0][0]) == "leaf"
+        and not loss.soft_cap
+    )
+    if not whole:
+        raise Refused("logits", "the logits are no array of the program", score=0.3)
+    rows = [(i,) for i in loss.rows]
+    return {
+        "logits": operand(loss.logits, *rows, (loss.v,)),
+        "labels": _labels(alg, loss),
+    }
+
+
+def _labels(alg: Algebra, loss: Loss) -> Operand:
+    """Each row's label."""
+    if alg.free(loss.label) - set(loss.rows):
+        raise Refused("labels", "an axis of the labels is not one of the loss")
+    return operand(alg.of_atom(loss.label), *((i,) for i in loss.rows))
+
+
+def linear_operands(
+    alg: Algebra, loss: Loss
+) -> tuple[dict[str, Operand], dict[str, Any]]:
+    """Rows, weights, bias and labels, and the parameters of the logits.
+
+    Raises:
+        Refused: If the logits are not one product of rows with a matrix.
+    """
+    logits, params = loss.logits, {}
+    if loss.soft_cap:
+        params["soft_cap"] = loss.soft_cap
+    products = {t: c for t, c in logits.items() if _contraction(alg, t) is not None}
+    bias = {t: c for t, c in logits.items() if t not in products}
+    if len(products) != 1:
+        text = f"the logits are a sum of {len(products)} products"
+        raise Refused("logits", text, score=0.3, difference=alg.show(logits))
+    (((_, mono), c),) = products.items()
+    k, x, w = _factors(alg, mono, loss)
+    rows = [(i,) for i in loss.rows]
+    if c != 1:
+        params["scale"] = c
+    operands = {
+        "x": operand({(TRUE, x): 1.0}, *rows, k),
+        "w": operand({(TRUE, w): 1.0}, k, (loss.v,)),
+        "labels": _labels(alg, loss),
+    }
+    if bias:
+        if any(alg.term_ids(*t) != {loss.v} for t in bias):
+            text = "another array is added to the logits of each row"
+            raise Refused("bias", text, score=0.4, difference=alg.show(bias))
+        operands["bias"] = operand(bias, (loss.v,))
+    return operands, params
+
+
+def _contraction(alg: Algebra, term: tuple[int, Monomial]) -> int | None:
+    """The sum that a term is a multiple of, or None."""
+    flag, mono = term
+    sums = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
+    return sums[0] if flag == TRUE and len(sums) == 1 else None
+
+
+def _factors(
+    alg: Algebra, mono: Monomial, loss: Loss
+) -> tuple[tuple[int, ...], Monomial, Monomial]:
+    """The contracted indices, the rows and the weights of a product."""
+    atom = _contraction(alg, (TRUE, mono))
+    k, flag, inner = alg.open_sum(atom)
+    leaves = [f for f in inner if alg.kind(f[0]) == "leaf"]
+    if flag != TRUE or len(leaves) != len(inner) or len(mono) != 1:
+        raise Refused("logits", "the product has further factors", score=0.4)
+    w = tuple(f for f in inner if loss.v in alg.free(f[0]))
+    x = tuple(f for f in inner if f not in w)
+    if not w or not x:
+        raise Refused("logits", "the logits are no product with weights", score=0.3)
+    if alg.term_ids(TRUE, w) & set(loss.rows):
+        raise Refused("weights", "the weights differ from row to row", score=0.4)
+    return tuple(k), x, w

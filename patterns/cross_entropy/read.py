@@ -1,0 +1,281 @@
+"""Cross-entropy over classes: log Σ_v exp y[v] - y[label], of rows of logits y.
+
+Formula    loss[...] = (1 - s) (l - y[..., label]) + s (l - mean_v y) + z l²
+           with l = log Σ_v exp y[..., v], and perhaps y = cap tanh(. / cap) of
+           scale Σ_k x[..., k] w[k, v] + bias[v]
+Looks like a logarithm of a sum of exponentials, and one entry of each row, taken by an
+           index or a sum with a one-hot row, beside it.
+Must hold  the entry is one of the same logits, or of their log-probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.algebra.canonicalize import is_pick, values_named
+from rewriter.algebra.canonicalize.constants import affine_constant
+from rewriter.algebra.normal_form import OverBudget
+from rewriter.find.finder import Finder
+from rewriter.find.match import ReaderPattern
+from rewriter.find.reading import Operand, Reading, Refused, split_digits
+from rewriter.find.sieve import Step
+from rewriter.patterns.cross_entropy.form import loss_of
+from rewriter.patterns.cross_entropy.kept_alive import reader_of
+from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
+from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, require_shifted
+from rewriter.program.graph import Node
+
+LINEAR, GIVEN = "linear_cross_entropy", "cross_entropy"
+ANCHORS = frozenset({"log"})
+MOVES = frozenset({
+    "reshape", "broadcast_in_dim", "concatenate", "squeeze", "transpose", "expand_dims",
+})  # fmt: skip
+OF_BOTH = frozenset({"labels", "terms", "total", "masked", "budget", "rows"})
+"""Reasons that have nothing to do with the product: they are told once."""
+
+MOST = 24
+"""Values below the logarithm that are read."""
+
+
+def propose_linear(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings with the product that makes the logits, if nothing else needs these."""
+    products = _products(find, anchor)
+    if not products:
+        return
+    reader = reader_of(find, products)
+    if reader:
+        text = f"the logits stay in memory: {reader}"
+        find.missed(LINEAR, anchor, Refused("alive", text, score=0.6))
+        return
+    yield from _readings(find, anchor, LINEAR, products)
+
+
+def propose_given(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings with logits that are an array of the program."""
+    products = _products(find, anchor)
+    reader = reader_of(find, products) if products else ""
+    notes = (f"the logits stay in memory: {reader}",) if reader else ()
+    yield from _readings(find, anchor, GIVEN, frozenset(), notes)
+
+
+def _products(find: Finder, anchor: Node) -> frozenset[int]:
+    """The contractions that the exponentials below a logarithm are made of."""
+    above = find.regions.above(anchor.ins[0], frozenset({"dot_general"}))
+    return frozenset(n.outs[0] for n in above)
+
+
+def _readings(
+    find: Finder,
+    anchor: Node,
+    op: str,
+    products: frozenset[int],
+    notes: tuple[str, ...] = (),
+) -> Iterator[Reading]:
+    """The reading of the last value below a logarithm that is a loss."""
+    g = find.graph
+    if not jnp.issubdtype(g.dtype(anchor.outs[0]), jnp.floating):
+        return
+    if not _is_total(find, anchor):
+        return
+    miss: Refused | None = None
+    for value in _losses(find, anchor):
+        if find.done(LINEAR, value):
+            return
+        try:
+            reading = _read(find, anchor, value, op, products)
+            yield dataclasses.replace(reading, notes=(*reading.notes, *notes))
+            if find.done(op, value):
+                return
+        except Refused as refusal:
+            if miss is None or refusal.score > miss.score:
+                miss = refusal.with_traceback(None)
+        except OverBudget as error:
+            miss = miss or Refused("budget", str(error), score=0.2)
+    if miss is not None and (op == GIVEN or miss.code not in OF_BOTH):
+        find.missed(op, anchor, miss)
+
+
+def _is_total(find: Finder, anchor: Node) -> bool:
+    """Whether a logarithm is one of a sum of exponentials."""
+    sums = find.regions.above(anchor.ins[0], frozenset({"reduce_sum"}))
+    return any(find.regions.above(n.ins[0], EXPONENTIALS) for n in sums)
+
+
+def _losses(find: Finder, anchor: Node) -> list[int]:
+    """Values below a logarithm with one number for each of its rows, last first."""
+    g = find.graph
+    rows = [n for n in g.shape(anchor.outs[0]) if n != 1]
+    seen, queue, found = {anchor.outs[0]}, [anchor.outs[0]], []
+    while queue and len(found) < MOST and len(seen) < 4 * MOST:
+        for node in g.users(queue.pop(0)):
+            if not (find.local(node) or is_pick(node) or node.prim == "dot_general"):
+                continue
+            for out in node.outs:
+                shape = [n for n in g.shape(out) if n != 1]
+                if out in seen or len(shape) < len(rows):
+                    continue
+                seen.add(out)
+                queue.append(out)
+                if shape == rows:
+                    found.append(out)
+    return sorted(found, reverse=True)
+
+
+def _read(
+    find: Finder, anchor: Node, value: int, op: str, products: frozenset[int]
+) -> Reading:
+    """The reading of one value.
+
+    Raises:
+        Refused: If the form is not that of a loss.
+        OverBudget: If the form grows too large.
+    """
+    above = _above(find, value)
+    ev = find.evaluator(
+        value,
+        names={v: v for v in above.labels},
+        inside=products | above.picks | above.sums,
+        full_sides=frozenset((v, k) for v in above.sums for k in (0, 1)),
+    )
+    args = ev.indices(value)
+    form, args = split_digits(find.algebra, ev.poly(value, args), args)
+    loss = loss_of(find.algebra, form, args)
+    find.require_proved(ev)
+    require_shifted(find, anchor, loss)
+    params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
+    params |= loss.params
+    if any(_of_logs(find, v) for v in above.picks):
+        params["of_log_probabilities"] = True
+    if op == LINEAR:
+        operands, more = linear_operands(find.algebra, loss)
+        params |= more
+        dtype = _dtype_of(find, products)
+        if dtype != _dtype_of(find, _values(find, operands["x"], operands["w"])):
+            params["logits_dtype"] = str(dtype)
+    else:
+        operands = logits_operand(find.algebra, loss)
+    groups = tuple((i,) for i in loss.rows)
+    factor = loss.factor
+    return Reading(
+        op,
+        find.algebra,
+        ev.place,
+        value,
+        args,
+        form,
+        groups,
+        operands,
+        params,
+        notes=tuple(sorted(ev.notes)),
+        times=None if factor == 1 else find.algebra.const(factor),
+    )
+
+
+def _dtype_of(find: Finder, values: Iterable[int]) -> Any:
+    return jnp.result_type(*{find.graph.dtype(v) for v in values})
+
+
+def _values(find: Finder, *operands: Operand) -> set[int]:
+    """The program's values that operands are made of."""
+    leaves = set().union(*(o.leaves(find.algebra) for o in operands))
+    return {v for leaf in leaves for v in values_named(find.algebra.defs[leaf][1])}
+
+
+@dataclass(frozen=True)
+class _Above:
+    """What stands above a loss, besides equations that forms look through.
+
+    Attributes:
+        picks: Entries that are taken of rows.
+        sums: Contractions that sum a product of two arrays over each row.
+        labels: Integers that say which entries are taken, or are hot.
+    """
+
+    picks: frozenset[int]
+    sums: frozenset[int]
+    labels: frozenset[int]
+
+
+def _above(find: Finder, value: int) -> _Above:
+    g = find.graph
+    seen, queue = {value}, [value]
+    picks: set[int] = set()
+    sums: set[int] = set()
+    labels: set[int] = set()
+    while queue and len(seen) < 200:
+        node = g.node_of(queue.pop(0))
+        if node is None:
+            continue
+        ins = node.ins
+        if is_pick(node):
+            picks.update(node.outs)
+            labels |= _index_values(find, node.ins[1])
+            ins = node.ins[:1]
+        elif node.prim == "eq" and jnp.issubdtype(g.dtype(node.ins[0]), jnp.integer):
+            labels |= _index_values(find, node.ins[0])
+            labels |= _index_values(find, node.ins[1])
+            continue
+        elif _weighs(find, node):
+            sums.update(node.outs)
+        elif not find.local(node):
+            continue
+        new = [i for i in ins if i not in seen and i not in g.constants]
+        seen.update(new)
+        queue += new
+    return _Above(*map(frozenset, (picks, sums, labels)))
+
+
+def _of_logs(find: Finder, pick: int) -> bool:
+    """Whether an entry is taken of log-probabilities, and not of logits."""
+    node = find.graph.node_of(pick)
+    return bool(find.regions.above(node.ins[0], ANCHORS))
+
+
+def _weighs(find: Finder, node: Node) -> bool:
+    """Whether a contraction is a sum over each row of a product of two arrays."""
+    if node.prim != "dot_general":
+        return False
+    (left, right), (batch, other) = node.params["dimension_numbers"]
+    shapes = [len(find.graph.shape(i)) for i in node.ins]
+    return [len(left) + len(batch), len(right) + len(other)] == shapes
+
+
+def _index_values(find: Finder, value: int) -> set[int]:
+    """Integers that indices are made of, below layout: not positions."""
+    g, found = find.graph, set()
+    queue = [value]
+    while queue:
+        value = queue.pop()
+        node = g.node_of(value)
+        if node is not None and node.prim in MOVES:
+            queue += node.ins
+        elif not _is_position(find, value):
+            found.add(value)
+    return found
+
+
+def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
+    """Whether a value is made of positions and numbers alone."""
+    if find.number(value) is not None:
+        return True
+    constant = find.graph.constants.get(value)
+    if constant is not None:
+        return affine_constant(np.asarray(constant)) is not None
+    node = find.graph.node_of(value)
+    if node is None or depth == 0:
+        return False
+    return node.prim == "iota" or (
+        find.local(node) and all(_is_position(find, i, depth - 1) for i in node.ins)
+    )
+
+
+STEPS = (Step(EXPONENTIALS), Step(frozenset({"log"})))
+LABELLED = frozenset({"gather", "eq"})
+PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED)
+GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED)

@@ -1,0 +1,152 @@
+"""Traces the code of replacements: a forward, and gradients from its residuals.
+
+Equal sites share one fragment. It is a jaxpr without constants, whose inputs are the
+site's leaves, or the residuals and the cotangent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter import _jax
+from rewriter.algebra.emit import typed
+from rewriter.find.reading import leaves_of
+from rewriter.find.reference import gradient_function
+from rewriter.gradients.insertion_point import Instead
+from rewriter.program.graph import Graph
+from rewriter.rewrite.splice import Splice
+
+
+class Fragments:
+    """Traced code, by what it computes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[Any, Any] = {}
+
+    def forward(
+        self, splice: Splice, read: Sequence[Instead], avals: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """The traced code of a replacement.
+
+        With gradients, its results are followed by residuals.
+
+        Args:
+            splice: The replacement.
+            read: What it reads, by leaf.
+            avals: The types of that in the body where it stands. A value from outside
+                of a `jax.shard_map` has another type there.
+
+        Returns:
+            The jaxpr, and the structure in which `jax.vjp` keeps residuals, or None.
+        """
+        reading, graph = splice.match.reading, self.graph
+        moving, here = in_order(splice), leaves_here(splice)
+        order = tuple(k for k, v in enumerate(here) if v in moving)
+        names = leaves_of(reading)
+        result = graph.avals[splice.match.value]
+        stated = _jax.stated([*avals, result]), tuple(r.key for r in read)
+        key = (id(reading), splice.key, order, result.weak_type, stated)
+        if splice.key is not None and key in self.known:
+            return self.known[key]
+
+        def code(*arrays: jax.Array) -> jax.Array:
+            out = reading.build(
+                splice.call,
+                dict(zip(names, arrays, strict=True)),
+                graph.shape(reading.value),
+                graph.dtype(reading.value),
+            )
+            return _typed_as(out, result)
+
+        trees: list[Any] = []
+
+        def with_residuals(*given: jax.Array) -> list[jax.Array]:
+            arrays = [r.back(x) for r, x in zip(read, given, strict=True)]
+            if not order:
+                return [code(*arrays)]
+            # Each device has its own part of a gradient; the program adds them up.
+            arrays = _jax.vary_alike(arrays)
+            out, function = gradient_function(code, arrays, list(order))
+            residuals, tree = _saved(function)
+            trees.append(tree)
+            return [out, *residuals]
+
+        traced = _jax.trace_placed(with_residuals, avals)
+        if traced.constvars:
+            raise ValueError("the replacement holds constants")
+        self.known[key] = (traced, trees[-1] if trees else None)
+        return self.known[key]
+
+    def gradients(self, splice: Splice, avals: Sequence[Any], tree: Any) -> Any:
+        """The traced gradients: residuals and cotangent to what they replace.
+
+        Args:
+            splice: The replacement, with gradients.
+            avals: The types of the forward's residuals.
+            tree: The structure in which `jax.vjp` keeps them.
+        """
+        backward, graph = splice.backward, self.graph
+        values = in_order(splice)
+        dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
+        own = graph.avals[splice.match.value]
+        zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
+
+        def code(*given: jax.Array) -> list[jax.Array]:
+            *saved, cotangent = given
+            function = _unsaved(tree, saved)
+            grads = function(typed(_jax.placed_as(cotangent, own), own.dtype))
+            found = list(map(typed, grads, dtypes))
+            found += [jnp.zeros(*like) for like in zeros]
+            return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
+
+        places = tuple(k for k, v in enumerate(leaves_here(splice)) if v in values)
+        result = graph.avals[backward.cotangent]
+        results = (*(backward.grads[v] for v in values), *backward.others)
+        wanted = [graph.avals[v] for v in results]
+        weak = tuple(a.weak_type for a in wanted)
+        like = tree, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
+        key = ("backward", id(splice.match.reading), splice.key, *like)
+        if key not in self.known:
+            self.known[key] = _jax.trace_placed(code, [*avals, result])
+        if self.known[key].constvars:
+            raise ValueError("the gradients hold constants")
+        return self.known[key]
+
+
+def leaves_here(splice: Splice) -> list[int]:
+    """What a replacement reads in its place, in the order of the reading's leaves."""
+    here = dict(splice.match.leaves)
+    return [here[v] for v in leaves_of(splice.match.reading)]
+
+
+def in_order(splice: Splice) -> list[int]:
+    """Leaves whose gradients are replaced, in the order of the reading's leaves."""
+    if splice.backward is None:
+        return []
+    return [v for v in leaves_here(splice) if v in splice.backward.grads]
+
+
+def _saved(function: Any) -> tuple[list[jax.Array], Any]:
+    """A function's arrays, with at least one axis for stacking, and their structure."""
+    kept, tree = jax.tree.flatten(function)
+    numbers = tuple(jnp.ndim(x) == 0 for x in kept)
+    arrays = [x.reshape(1) if n else x for x, n in zip(kept, numbers, strict=True)]
+    return arrays, (tree, numbers)
+
+
+def _unsaved(saved: Any, arrays: Sequence[jax.Array]) -> Any:
+    """Restores a function from its saved arrays."""
+    tree, numbers = saved
+    kept = [x.reshape(()) if n else x for x, n in zip(arrays, numbers, strict=True)]
+    return jax.tree.unflatten(tree, kept)
+
+
+def _typed_as(x: jax.Array, aval: Any) -> jax.Array:
+    """The array with the sharding and weak type of an aval."""
+    x = _jax.placed_as(x, aval)
+    return _jax.weakly_typed(x) if aval.weak_type else x

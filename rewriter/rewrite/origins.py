@@ -1,0 +1,23 @@
+"""Where the equations of a rewritten program come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Origins:
+    """Where the equations of a program with splices come from.
+
+    Attributes:
+        position: By the id of an equation, the position of its original in the program
+            before. For a new equation, the position of the one before it.
+        label: The label of a splice, by the id of its equations.
+        instead: Replacements of variables of the program before.
+    """
+
+    position: Mapping[int, int]
+    label: Mapping[int, str]
+    instead: Mapping[Any, Any]

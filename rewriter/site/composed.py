@@ -1,0 +1,48 @@
+"""Rules of a primitive that equals some primitives of sites, one after the other.
+
+Under `jax.vmap` and in derivatives it is what it is composed of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from rewriter.site import site
+
+Composed = Callable[..., Callable[..., Sequence[Any]]]
+"""``composed(**params)`` gives a function of an equation's arguments."""
+
+
+def batch_rule(composed: Composed) -> Callable[..., Any]:
+    """Returns the rule for `jax.vmap`."""
+
+    def rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        outs = jax.vmap(composed(**params), in_axes=tuple(dims))(*args)
+        return outs, [0] * len(outs)
+
+    return rule
+
+
+def jvp_rule(composed: Composed) -> Callable[..., Any]:
+    """Returns the rule for derivatives."""
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        moving = [
+            i
+            for i, t in enumerate(tangents)
+            if site.is_float(primals[i]) and not site.is_zero(t)
+        ]
+
+        def of(*chosen: Any) -> Sequence[Any]:
+            full = list(primals)
+            for i, value in zip(moving, chosen, strict=True):
+                full[i] = value
+            return composed(**params)(*full)
+
+        points = tuple(primals[i] for i in moving)
+        return jax.jvp(of, points, tuple(tangents[i] for i in moving))
+
+    return rule

@@ -1,0 +1,22 @@
+"""The line of a function's definition, for messages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def source_line(function: Callable[..., Any]) -> str:
+    """Returns ``"file.py:12"`` for a function defined there, or ``""``."""
+    while True:
+        function = inspect.unwrap(function)
+        if not isinstance(function, functools.partial):
+            break
+        function = function.func
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"

@@ -1,0 +1,209 @@
+"""The losses over classes, as sites, under every transformation against float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rewriter.kernels.linear_cross_entropy import xla
+from rewriter.ops.registry import registry
+from rewriter.site import site
+from tests import slow
+from tests.support import transforms
+
+KERNELS = (("default", "memory_bounded"),)
+LINEAR = {"x": (6, 4), "w": (4, 11), "labels": (6,)}
+BIASED = {**LINEAR, "bias": (11,)}
+GIVEN = {"logits": (2, 3, 11), "labels": (2, 3)}
+ALL = {"label_smoothing": 0.1, "z_loss": 0.01}
+FEW = ("jit_grad", "jvp", "hessian", "vmap_of_grad", "grad_of_vmap_first")
+NOT_FLOAT = {"vmap_one_operand", "vmap_last_axis"}
+
+
+def _both(
+    name: str,
+    shapes: dict[str, tuple[int, ...]],
+    params: dict[str, Any],
+    dtype: str = "float32",
+) -> tuple[Any, Any, list[jax.Array]]:
+    op = registry().op(name)
+    specs = {
+        n: jax.ShapeDtypeStruct(s, "int32" if n == "labels" else dtype)
+        for n, s in shapes.items()
+    }
+    params = {"out_dtype": None if dtype == "float32" else dtype, **params}
+    operands = op.sample(jax.random.key(2), specs, params)
+
+    def bound(*args: jax.Array) -> jax.Array:
+        return site.bind(op, dict(zip(shapes, args, strict=True)), params, KERNELS)
+
+    def plain(*args: jax.Array) -> jax.Array:
+        wide = any(a.dtype == np.float64 for a in args)
+        own = {**params, "out_dtype": None} if wide else params
+        return op.reference(**dict(zip(shapes, args, strict=True)), **own)
+
+    return bound, plain, [operands[n] for n in shapes]
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of four classes, and blocks of four rows."""
+    monkeypatch.setattr(xla, "LEAST", 4)
+    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget=4 * 4 * 4))
+
+
+@pytest.mark.parametrize("transform", transforms.EACH)
+def test_every_transform_of_a_linear_loss(transform: str, chunks: None) -> None:
+    transforms.check(transform, *_both("linear_cross_entropy", BIASED, ALL))
+
+
+@pytest.mark.parametrize("transform", slow.first(4, FEW))
+def test_transforms_of_a_loss_of_logits(transform: str) -> None:
+    transforms.check(transform, *_both("cross_entropy", GIVEN, ALL))
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "vmap_of_grad"])
+def test_bfloat16_is_as_accurate_as_the_reference(transform: str, chunks: None) -> None:
+    transforms.check(transform, *_both("linear_cross_entropy", LINEAR, {}, "bfloat16"))
+
+
+SETTINGS = [
+    dict(zip(("outside", "of_log_probabilities", *ALL), one, strict=True))
+    for one in itertools.product(
+        ("nan", "zero", "clip"), (False, True), (0.0, 0.2), (0.0, 0.03)
+    )
+]
+RNG = np.random.default_rng(3)
+ROWS, K, V = 7, 5, 11
+W, BIAS = RNG.normal(size=(K, V)), RNG.normal(size=V)
+LABELS = np.array([0, 10, 3, 7, 4, 9, 1])
+ODD = np.array([0, -1, 3, 11, -100, 9, 1000])
+DRAWS = [
+    (
+        RNG.normal(size=(ROWS, K)) * size,
+        labels if odd else RNG.integers(0, V, ROWS),
+        RNG.normal(size=ROWS) if odd else np.full(ROWS, 1 / ROWS),
+    )
+    for size in (0.1, 1.0, 10.0)
+    for odd, labels in ((False, LABELS), (True, ODD), (True, np.roll(ODD, 1)))
+]
+
+
+def _all_settings(of: Any, dtype: Any) -> Any:
+    """A program that gives values and gradients of all settings."""
+
+    def run(x, labels, cotangent):
+        found = []
+        arrays = x, jnp.asarray(W, dtype), jnp.asarray(BIAS, dtype)
+        for k, params in enumerate(SETTINGS):
+            more = {**params, "scale": 0.5, "soft_cap": 2.0 if k % 2 else 0.0}
+            out, back = jax.vjp(
+                lambda x, w, bias, more=more: of(
+                    x=x, w=w, labels=labels, bias=bias, **more
+                ),
+                *arrays,
+            )
+            found.append((out, *back(cotangent)))
+        return found
+
+    return jax.jit(run)
+
+
+def test_every_setting_is_as_near_to_float64(chunks: None) -> None:
+    """Values and gradients; labels that are no class give NaN where they should."""
+    op = registry().op("linear_cross_entropy")
+
+    def bound(**given: Any) -> jax.Array:
+        own = {n: given.pop(n) for n in op.names}
+        return site.bind(op, own, given, KERNELS)
+
+    kernel = _all_settings(bound, jnp.float32)
+    got = [
+        kernel(jnp.asarray(x, "float32"), jnp.asarray(t, "int32"), jnp.asarray(g, "f"))
+        for x, t, g in DRAWS
+    ]
+    with jax.enable_x64(True):
+        exact = _all_settings(op.reference, jnp.float64)
+        true = [exact(*map(jnp.asarray, draw)) for draw in DRAWS]
+    cases = 0
+    for one, other in zip(got, true, strict=True):
+        for params, ours, theirs in zip(SETTINGS, one, other, strict=True):
+            for g, t in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(g, t, rtol=5e-5, atol=5e-5, err_msg=params)
+            cases += 1
+    assert cases >= 200
+
+
+@pytest.mark.parametrize("columns", [[3], list(range(4)), list(range(11))])
+@pytest.mark.parametrize("fill", [-np.inf, np.inf, np.nan])
+def test_what_is_finite_stays_so(fill: float, columns: list[int], chunks: None) -> None:
+    """Biases of -inf hide classes; inf and NaN are seen in the loss."""
+    op = registry().op("linear_cross_entropy")
+    bias = BIAS.copy()
+    bias[columns] = fill
+    given = {"x": DRAWS[3][0], "w": W, "bias": bias}
+    operands = {n: jnp.asarray(a, jnp.float32) for n, a in given.items()}
+    operands["labels"] = jnp.asarray(LABELS, jnp.int32)
+    got = site.bind(op, operands, {}, KERNELS)
+    y = operands["x"] @ operands["w"] + operands["bias"]
+    want = jax.nn.logsumexp(y, -1) - y[np.arange(7), LABELS]
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(1 << 23))
+    op = registry().op("linear_cross_entropy")
+    shapes = {"x": (512, 8), "w": (8, 32768), "labels": (512,)}
+    args = {
+        n: jax.ShapeDtypeStruct(s, "int32" if n == "labels" else "float32")
+        for n, s in shapes.items()
+    }
+
+    def memory(f: Any) -> int:
+        total = lambda x, w, labels: f(x=x, w=w, labels=labels).mean()
+        run = jax.jit(jax.value_and_grad(total, (0, 1))).lower(*args.values())
+        return run.compile().memory_analysis().temp_size_in_bytes
+
+    bound = lambda **given: site.bind(op, given, {}, KERNELS)
+    logits = 512 * 32768 * 4
+    assert memory(op.reference) >= logits
+    assert memory(bound) < 0.6 * logits
+
+
+@pytest.mark.parametrize("budget", [4 * 4 * 11, 1 << 25])
+@pytest.mark.parametrize("rows", [3, 8, 9])
+def test_results_and_gradients_together(
+    rows: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of four rows and a rest, or all at once."""
+    monkeypatch.setattr(xla, "LEAST", 4)
+    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget))
+    op = registry().op("linear_cross_entropy")
+    shapes = {**BIASED, "x": (rows, 4), "labels": (rows,)}
+    _, plain, args = _both(op.name, shapes, {**ALL, "soft_cap": 3.0})
+    x, w, labels, bias = args
+    cotangent = jnp.cos(jnp.arange(rows, dtype=jnp.float32))
+    more = {"label_smoothing": 0.1, "z_loss": 0.01, "soft_cap": 3.0}
+    out, grads = jax.jit(
+        lambda x, w, bias: xla.together(
+            x=x, w=w, labels=labels, bias=bias, cotangent=cotangent, **more
+        )
+    )(x, w, bias)
+    want, back = jax.vjp(lambda x, w, bias: plain(x, w, labels, bias), x, w, bias)
+    np.testing.assert_allclose(out, want, rtol=1e-5)
+    for name, wanted in zip(("x", "w", "bias"), back(cotangent), strict=True):
+        np.testing.assert_allclose(grads[name], wanted, rtol=2e-4, atol=2e-5)
+
+
+def test_no_rows() -> None:
+    shapes = {"x": (0, 4), "w": (4, 11), "labels": (0,)}
+    bound, _, args = _both("linear_cross_entropy", shapes, {})
+    grads = jax.grad(lambda x, w: bound(x, w, args[2]).sum(), (0, 1))(*args[:2])
+    assert bound(*args).shape == (0,)
+    assert [g.shape for g in grads] == [(0, 4), (4, 11)]

@@ -1,0 +1,150 @@
+"""Online softmax by hand whose upper blocks of keys are skipped by a condition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import rewriter
+
+pytestmark = pytest.mark.once
+
+B, N, T, H, BLOCK = 2, 2, 12, 4, 4
+COUNT = T // BLOCK
+RANDOM = np.random.default_rng(0)
+Q, K, V = (RANDOM.normal(size=(B, T, N, H)).astype(np.float32) for _ in range(3))
+FORCED = {"attention": "memory_bounded"}
+
+
+def blocks(x: Any) -> Any:
+    return jnp.moveaxis(x.reshape(B, -1, BLOCK, N, H), 1, 0)
+
+
+def begin(lowest: float = -1e30) -> Any:
+    row = B, N, BLOCK
+    return jnp.zeros((*row, H)), jnp.zeros(row), jnp.full(row, lowest, jnp.float32)
+
+
+def step(q: Any, k: Any, v: Any, carry: Any, i: Any, j: Any) -> Any:
+    """Block i of the queries and block j of the keys."""
+    out, total, largest = carry
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
+    rows, keys = (n * BLOCK + jnp.arange(BLOCK) for n in (i, j))
+    s = jnp.where(rows[:, None] >= keys, s, -1e30)
+    new = jnp.maximum(largest, s.max(-1))
+    p, alpha = jnp.exp(s - new[..., None]), jnp.exp(largest - new)
+    more = jnp.einsum("bnts,bsnh->bnth", p, v)
+    return out * alpha[..., None] + more, total * alpha + p.sum(-1), new
+
+
+def over_queries(keys: Callable) -> Callable:
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        def rows(x: Any) -> Any:
+            out, total, *_ = keys(x[0], k, v, x[1])
+            return jnp.moveaxis(out / total[..., None], 1, 2)
+
+        out = lax.map(rows, (blocks(q), jnp.arange(COUNT)))
+        return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+
+    return attention
+
+
+def skipping(decide: Callable, first: Callable = begin) -> Callable:
+    def keys(q: Any, k: Any, v: Any, i: Any) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            return decide(carry, lambda c: step(q, x[0], x[1], c, i, x[2]), i, x[2])
+
+        xs = blocks(k), blocks(v), jnp.arange(COUNT)
+        return lax.scan(lambda c, x: (body(c, x), None), first(), xs)[0]
+
+    return over_queries(keys)
+
+
+def same(carry: Any) -> Any:
+    return carry
+
+
+def chosen(carry: Any, run: Callable, i: Any, j: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(j <= i, a, b), run(carry), carry)
+
+
+def looped(q: Any, k: Any, v: Any, i: Any) -> Any:
+    def body(j: Any, carry: Any) -> Any:
+        kb, vb = (lax.dynamic_slice_in_dim(x, j * BLOCK, BLOCK, 1) for x in (k, v))
+        return lax.cond(j <= i, lambda c: step(q, kb, vb, c, i, j), same, carry)
+
+    return lax.fori_loop(0, COUNT, body, begin())
+
+
+FOUND = {
+    "cond": skipping(lambda c, run, i, j: lax.cond(j <= i, run, same, c)),
+    "exchanged": skipping(lambda c, run, i, j: lax.cond(i < j, same, run, c)),
+    "negated": skipping(lambda c, run, i, j: lax.cond(~(j > i), run, same, c)),
+    "by keys": skipping(
+        lambda c, run, i, j: lax.cond(j * BLOCK < (i + 1) * BLOCK, run, same, c)
+    ),
+    "by the last query": skipping(
+        lambda c, run, i, j: lax.cond(j * BLOCK <= i * BLOCK + 3, run, same, c)
+    ),
+    "checkpoint": skipping(
+        lambda c, run, i, j: lax.cond(j <= i, jax.checkpoint(run), same, c)
+    ),
+    "operands closed over": skipping(
+        lambda c, run, i, j: lax.cond(j <= i, lambda: run(c), lambda: c)
+    ),
+    "a choice": skipping(chosen),
+    "begun at infinity": skipping(
+        lambda c, run, i, j: lax.cond(j <= i, run, same, c), lambda: begin(-jnp.inf)
+    ),
+    "fori_loop": over_queries(looped),
+}
+OTHERS = {
+    "one block too few": skipping(lambda c, run, i, j: lax.cond(j < i, run, same, c)),
+    "told by earlier sums": skipping(
+        lambda c, run, i, j: lax.cond(c[1].sum() < 20, run, same, c)
+    ),
+    "sums that decay": skipping(
+        lambda c, run, i, j: lax.cond(
+            j <= i, run, lambda c: (c[0] * 0.5, c[1], c[2]), c
+        )
+    ),
+    "sums alone are skipped": skipping(
+        lambda c, run, i, j: (
+            run(c)[0], *lax.cond(j <= i, lambda: run(c)[1:], lambda: c[1:])
+        )
+    ),
+}  # fmt: skip
+
+
+def exact(q: Any, k: Any, v: Any) -> np.ndarray:
+    q, k, v = (x.astype(float) for x in (q, k, v))
+    s = np.einsum("btnh,bsnh->bnts", q, k) / H**0.5
+    s = np.where(np.tril(np.ones((T, T), bool)), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_it_is_causal_attention(name: str) -> None:
+    fast = rewriter.optimize(FOUND[name], implementation=FORCED)
+    (site,) = fast.report(Q, K, V).sites
+    assert site.op == "attention"
+    assert "cond" not in str(fast.report(Q, K, V).after)
+    np.testing.assert_allclose(fast(Q, K, V), exact(Q, K, V), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_stay_as_written(name: str) -> None:
+    report = rewriter.explain(OTHERS[name])(Q, K, V)
+    assert (report.sites, report.failures) == ((), ())
+
+
+def test_a_condition_of_earlier_sums_is_told() -> None:
+    report = rewriter.explain(OTHERS["told by earlier sums"])(Q, K, V)
+    assert "lax.cond" in str([m.reasons for m in report.misses])
