@@ -144,6 +144,16 @@ def raised_at(error: BaseException) -> str:
     return found
 
 
+def is_users_own(filename: str) -> bool:
+    """Returns whether a file is the user's: no installed package, and not ours.
+
+    Example:
+        >>> is_users_own("train.py"), is_users_own(__file__)
+        (True, False)
+    """
+    return _is_users(filename) and not any(p in filename for p in _PACKAGES)
+
+
 def _line_of(tb: TracebackType) -> str:
     name = tb.tb_frame.f_code.co_filename
     return _line(name, tb.tb_lineno) if _is_users(name) else ""

@@ -145,13 +145,14 @@ def _paired(
     groups: dict[Any, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
     for k, rows in enumerate((before, after)):
         for row in rows:
-            groups[row["op"], _function(row["where"]), row.get("scope")][k].append(row)
+            key = (row["op"], *map(_function, _lines_of(row)), row.get("scope"))
+            groups[key][k].append(row)
     pairs: list[tuple[Row, Row]] = []
     lost, gained = [], []
     for mine, theirs in groups.values():
         left = []
         for row in mine:
-            twin = next((t for t in theirs if t["where"] == row["where"]), None)
+            twin = next((t for t in theirs if _lines_of(t) == _lines_of(row)), None)
             if twin is None:
                 left.append(row)
             else:
@@ -161,6 +162,10 @@ def _paired(
         lost += left[len(theirs) :]
         gained += theirs[len(left) :]
     return pairs, lost, gained
+
+
+def _lines_of(row: Row) -> tuple[str, str]:
+    return row["where"], row.get("called_from", "")
 
 
 def _function(where: str) -> tuple[str, str]:

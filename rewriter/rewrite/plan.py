@@ -16,7 +16,7 @@ class Site:
         index: Its number in the report and in the picture.
         op: The op's name, such as ``"attention"``; for a special form, the general
             op's.
-        where: The user's line, such as ``"model.py:88 (Attention.__call__)"``.
+        where: Its line, such as ``"model.py:88 (Attention.__call__)"``.
         repeats: How often it runs: surrounding scan lengths multiplied.
         scope: The bodies around it: ``""``, ``"scan"``, ``"scan/remat"``.
         shapes: Its operands in text: ``"q f32[2,64,4,32] ..."``.
@@ -37,6 +37,8 @@ class Site:
         form: Its special form, such as ``"paged_attention"``; empty for the op itself.
         costs: Time and temporary memory of one run as written and as chosen, where
             known; of one device if it is split.
+        called_from: The user's line that the site comes from, where `where` is a
+            line of an installed library; else empty.
     """
 
     index: int
@@ -58,3 +60,4 @@ class Site:
     parts: tuple[str, ...] = ()
     form: str = ""
     costs: Costs = UNKNOWN
+    called_from: str = ""
