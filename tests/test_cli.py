@@ -79,7 +79,7 @@ def test_verify_bench_export(capsys, tmp_path):
 )
 def test_mistakes(capsys, argv, text):
     code, _, err = run(capsys, *argv)
-    assert code == 1
+    assert code == 2
     assert text in err
 
 
@@ -129,9 +129,9 @@ def test_tune_and_cache(capsys, tmp_path, monkeypatch):
     assert out.startswith("removed ")
     assert dict(cache.info().counts) == {("cpu", "rms_norm"): 2}
     code, _, err = run(capsys, "tune", *BLOCK, "--level", "slow")
-    assert code == 1
+    assert code == 2
     assert "Choose quick, full" in err
     code, _, err = run(capsys, "explain", *BLOCK, "--tuned", str(tmp_path / "none"))
-    assert code == 1
+    assert code == 2
     assert "cannot be read: No such file" in err
     cache._process.cache_clear()
