@@ -94,7 +94,7 @@ def argument(alg: Algebra, p: Poly, contraction: int) -> tuple[Monomial, Poly]:
                 if t != key and t[1] and _is_array(alg, t[1])
             }
             return key[1], rest
-    raise Refused("gate", "the activation is not of a contraction", score=0.2)
+    raise Refused("gate", "the activation is not of a contraction", score=0.3)
 
 
 def _is_array(alg: Algebra, mono: Monomial) -> bool:
