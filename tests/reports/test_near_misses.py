@@ -34,8 +34,8 @@ def entropy(x):
 
 
 def divergence(x):
-    p, q = jax.nn.log_softmax(x), jax.nn.log_softmax(x + 1)
-    return (jnp.exp(p) * (p - q)).sum()
+    logs = jax.nn.log_softmax(x) - jax.nn.log_softmax(x + 1)
+    return (jax.nn.softmax(x) * logs).sum()
 
 
 def l2_norm(x):
