@@ -184,6 +184,16 @@ def public_decoder() -> str:
     return _passes(json.loads(record.named("public_decoder_h200").read_text()))
 
 
+def public_bert() -> str:
+    """One row per pass of a public library's encoder on padded sequences."""
+    return _passes(json.loads(record.named("public_bert_h100").read_text()))
+
+
+def packed_decoder() -> str:
+    """One row per pass of the decoder of a billion parameters on packed documents."""
+    return _passes(json.loads(record.named("packed_decoder_h100").read_text()))
+
+
 def public_experts() -> str:
     """One row per pass of a public library's decoder with experts."""
     return _passes(json.loads(record.named("public_experts_h200").read_text()))
@@ -616,6 +626,8 @@ TABLES = {
     "decoder": decoder,
     "public_decoder": public_decoder,
     "public_decode": public_decode,
+    "public_bert": public_bert,
+    "packed_decoder": packed_decoder,
     "public_experts": public_experts,
     "training": training,
     "hopper": hopper,

@@ -366,7 +366,7 @@ def test_a_left_padded_cache_has_its_own_boolean():
     assert [s.replaced for s in fast.report().sites] == [True]
 
 
-def in_blocks(q: Any, k: Any, v: Any, skip: bool = False) -> Any:
+def in_blocks(q: Any, k: Any, v: Any) -> Any:
     """Causal, by blocks of queries and of keys, as it is written by hand."""
     rows = 4
 
@@ -374,20 +374,15 @@ def in_blocks(q: Any, k: Any, v: Any, skip: bool = False) -> Any:
         q, i = block
 
         def turn(carry: Any, keys: Any) -> Any:
-            def step(carry: Any) -> Any:
-                out, total, most = carry
-                k, v, j = keys
-                scores = jnp.einsum("btnh,bsnh->bnts", q, k)
-                row, column = (a * rows + jnp.arange(rows) for a in (i, j))
-                scores += jnp.where(row[:, None] >= column, 0.0, -1e9)
-                new = jnp.maximum(most, scores.max(-1))
-                weights, old = jnp.exp(scores - new[..., None]), jnp.exp(most - new)
-                out = out * old[..., None] + jnp.einsum("bnts,bsnh->bnth", weights, v)
-                return out, total * old + weights.sum(-1), new
-
-            if skip:
-                return jax.lax.cond(i < keys[2], lambda c: c, step, carry), None
-            return step(carry), None
+            out, total, most = carry
+            k, v, j = keys
+            scores = jnp.einsum("btnh,bsnh->bnts", q, k)
+            row, column = (a * rows + jnp.arange(rows) for a in (i, j))
+            scores += jnp.where(row[:, None] >= column, 0.0, -1e9)
+            new = jnp.maximum(most, scores.max(-1))
+            weights, old = jnp.exp(scores - new[..., None]), jnp.exp(most - new)
+            out = out * old[..., None] + jnp.einsum("bnts,bsnh->bnth", weights, v)
+            return (out, total * old + weights.sum(-1), new), None
 
         zero = jnp.zeros((B, N, rows))
         start = jnp.zeros((B, N, rows, H)), zero, zero - jnp.inf
@@ -438,7 +433,6 @@ MISSES = {
     "inside the soft cap": weighing(
         lambda s: jax.nn.softmax(jnp.tanh((s + jnp.cos(jnp.arange(T) * 1.0)) / 5) * 5)
     ),
-    "under a lax.cond": functools.partial(in_blocks, skip=True),
 }
 
 
