@@ -11,7 +11,7 @@ import rewriter
 
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example")
 GROUPS = {
-    "Optimize and look": ("optimize", "explain", "Optimized", "Report"),
+    "Optimize and look": ("optimize", "explain", "Optimized", "Report", "Difference"),
     "Check and measure": (
         "verify", "Verification", "benchmark", "Benchmark", "tune", "Tuned", "cache",
     ),

@@ -31,6 +31,7 @@ from rewriter.find.pattern import scalar as scalar
 from rewriter.measure import cache as cache
 from rewriter.measure.tuned import Tuned as Tuned
 from rewriter.ops.kernel import Space as Space
+from rewriter.reports.difference import Difference as Difference
 from rewriter.reports.report import Report as Report
 from rewriter.run.export import Artifact as Artifact
 from rewriter.run.export import export as export

@@ -1,14 +1,14 @@
-"""The command line: ``python -m rewriter demo | explain pkg:fn | ...``."""
+"""The command line: ``python -m rewriter demo | explain file.py:fn | ...``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -20,23 +20,41 @@ from rewriter._jax import tpu_is_attached
 from rewriter.config import CHOICES
 from rewriter.ops.registry import registry
 from rewriter.patterns.index import PATTERNS
-from rewriter.program import trace
+from rewriter.reports.difference import difference
 from rewriter.reports.report import ASCII
+from rewriter.support.requirement import requirements
+from rewriter.tools import targets
+
+GOOD, BAD, MISTAKE = 0, 1, 2
+"""Exit statuses. `BAD`: the result is not good, or could not be found. `MISTAKE`: the
+command line names something that does not exist, as for argparse."""
+
+MISTAKES = (
+    errors.ConfigError, errors.UnknownPattern, errors.UnknownKernel,
+    errors.BundleMismatch,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, or 1 for a result that is not good.
+    """Runs one command; returns its exit status.
 
     Args:
         argv: Arguments without the program's name; ``sys.argv`` by default.
+
+    Returns:
+        `GOOD`, `BAD` or `MISTAKE`.
+
+    Raises:
+        SystemExit: With `MISTAKE`, for a command line that cannot be parsed.
     """
     args = _parser().parse_args(argv)
     _keep_libtpu_silent()
     try:
-        return int(args.run(args) or 0)
+        with targets.user_path():
+            return int(args.run(args) or GOOD)
     except errors.RewriterError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return MISTAKE if isinstance(error, MISTAKES) else BAD
 
 
 # ----------------------------------------------------------------- commands
@@ -67,10 +85,54 @@ def _explain(args: argparse.Namespace) -> int:
     fn, values = _target(args)
     report = rewriter.explain(fn, **_options(args))(*values)
     _say(args)(report)
+    data = report.as_dict()
     if args.html:
-        report.html(args.html)
-    _json(args, report.as_dict())
-    return 0
+        path = data["html"] = os.path.abspath(args.html)
+        with _writing("--html", path):
+            report.html(path)
+        _say(args)(f"\nwrote {path}; open it in a browser")
+    _json(args, data)
+    return GOOD
+
+
+def _diff(args: argparse.Namespace) -> int:
+    before, after = (_report_of(path) for path in (args.before, args.after))
+    found = difference(before, after)
+    _say(args)(found)
+    _json(args, found.as_dict())
+    return BAD if found else GOOD
+
+
+REPORT_KEYS = {"function", "sites", "misses", "failures", "counts"}
+
+
+def _report_of(path: str) -> dict[str, Any]:
+    """A report as data, from the file that ``explain --json`` wrote."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        if isinstance(found, dict) and found.keys() >= REPORT_KEYS:
+            return found
+        problem = "it holds something else"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    raise errors.ConfigError(
+        f"{path}: {problem}",
+        wanted="a report",
+        next_step=f"Write one with explain ... --json > {path}",
+    )
+
+
+@contextmanager
+def _writing(option: str, path: str) -> Iterator[None]:
+    """Says which option named a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise errors.ConfigError(
+            f"{option} {path}: {error.strerror}",
+            next_step="Name a file in a folder that exists",
+        ) from error
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -275,44 +337,10 @@ def _loads(result: Any) -> Any:
 
 def _target(args: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     """The function to look at, and its arguments."""
-    fn = _named(args.function)
-    if not args.args:
-        if trace.wants_arguments(fn):
-            raise errors.ConfigError(
-                f"{args.function} takes arguments",
-                next_step="Name them, or a function that makes them: "
-                f"--args {args.function.partition(':')[0]}:make_args",
-            )
-        return fn, ()
-    values = _named(args.args)
-    values = values() if callable(values) else values
-    return fn, tuple(values) if isinstance(values, (tuple, list)) else (values,)
-
-
-def _named(text: str) -> Any:
-    module, _, name = text.partition(":")
-    if not name:
-        raise errors.ConfigError(
-            f"{text!r}", wanted="module:name", next_step=f"Try {text}:main"
-        )
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise errors.ConfigError(
-            f"cannot import {module!r}: {error}",
-            next_step="Run from the folder that holds it, or install it",
-        ) from error
-    finally:
-        sys.path.remove(os.getcwd())
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise errors.ConfigError(
-                f"{module} has no {name!r}",
-                next_step=errors.known(part, [n for n in vars(found) if n[0] != "_"]),
-            )
-        found = getattr(found, part)
-    return found
+    fn, values, found = targets.function_and_arguments(args.function, args.args)
+    if found:
+        _say(args)(f"arguments: {found}\n")
+    return fn, values
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -325,16 +353,22 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+REQUIRE = "attention, all, or attention=24,rms_norm.found=2"
+
+
 def _requirement(text: str) -> Any:
-    """``attention``, ``all`` or ``attention=24,rms_norm=2``."""
+    """What must be replaced, or with ``.found`` only recognised."""
     if "=" not in text:
         return text if "," not in text else dict.fromkeys(text.split(","), 1)
+    found: dict[str, dict[str, int]] = {}
     try:
-        return {k: int(v) for k, v in (p.split("=") for p in text.split(","))}
+        for part in text.split(","):
+            name, count = part.split("=")
+            op, _, kind = name.strip().partition(".")
+            found.setdefault(op, {})[kind or "replaced"] = int(count)
+        return requirements(found)
     except ValueError:
-        raise errors.ConfigError(
-            f"--require {text}", wanted="attention, all, or attention=24,rms_norm=2"
-        ) from None
+        raise errors.ConfigError(f"--require {text}", wanted=REQUIRE) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -346,6 +380,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--pairs", type=int, default=3, help="runs of each program")
     explain = _on_function(commands, "explain", _explain, "what would be rewritten")
     explain.add_argument("--html", help="also write a page with a picture")
+    diff = _command(commands, "diff", _diff, "what is not the same in two reports")
+    diff.add_argument("before", help="what explain --json wrote")
+    diff.add_argument("after", help="the same, later")
     verify = _on_function(commands, "verify", _verify, "compare with what is written")
     verify.add_argument("--grad", action="store_true", help="gradients as well")
     _bench_options(_on_function(commands, "bench", _bench, BENCH, optional=True))
@@ -372,6 +409,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+ARGUMENTS = (
+    "a tuple of arguments, or a function that makes it: module:name, file.py:name, or "
+    "a name in the function's file; by default <function>_args, example_args or args"
+)
 BENCH = "time and temporary memory, of a function or, without one, of ops' kernels"
 
 
@@ -411,14 +452,16 @@ def _on_function(
 ) -> argparse.ArgumentParser:
     command = _command(commands, name, run, text)
     number = "?" if optional else None
-    command.add_argument("function", nargs=number, help="package.module:function")
-    command.add_argument("--args", help="package.module:arguments, or a maker of them")
+    command.add_argument(
+        "function", nargs=number, help="module:function, or file.py:function"
+    )
+    command.add_argument("--args", help=ARGUMENTS)
     command.add_argument("--patterns", help="such as --patterns=-rms_norm")
     command.add_argument("--numerics", choices=CHOICES["numerics"])
     command.add_argument("--assume", help="what need not be proved, such as finite")
     command.add_argument("--target", help="device kind to build for, such as h200")
     command.add_argument("--tuned", help="a file of measurements to choose by")
-    command.add_argument("--require", help="attention, all, or attention=24,...")
+    command.add_argument("--require", help=REQUIRE)
     return command
 
 

@@ -45,6 +45,8 @@ from jax._src.interpreters.partial_eval import DynamicJaxprTrace, DynamicJaxprTr
 from jax.extend.mlir import ir
 from jax.interpreters import partial_eval
 
+from rewriter.errors import is_users_own
+
 # remat_opt is the forward rule of a custom_vjp that may be made again.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_lin", "remat_opt"}
 REMAT = {"remat2", "checkpoint", "remat"}
@@ -257,8 +259,25 @@ def while_parts(eqn: Any) -> tuple[Any, int, int]:
 def source_of(eqn: Any) -> str:
     """The user's line of an equation, such as ``"model.py:88 (Block.__call__)"``."""
     frame = _source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return ""
+    return "" if frame is None else _line(frame)
+
+
+def users_source_of(eqn: Any) -> str:
+    """The innermost line of an equation that is outside of installed packages."""
+    frames = _source_info_util.user_frames(eqn.source_info.traceback)
+    return next((_line(f) for f in frames if _is_users(f.file_name)), "")
+
+
+_DEMO = os.sep + os.path.join("rewriter", "tools", "demo.py")
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is the user's own; the demo's model stands for one."""
+    return is_users_own(file) or file.endswith(_DEMO)
+
+
+def _line(frame: Any) -> str:
+    """A frame in words."""
     file = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
     return f"{file}:{frame.start_line} ({frame.function_name.split('.<locals>')[0]})"
 

@@ -29,8 +29,8 @@ import jax
 
 from rewriter.errors import ConfigError, RewriterWarning, caller, known
 from rewriter.support.assumptions import ASSUMPTIONS
+from rewriter.support.requirement import FORM, Requirements, requirements
 
-Requirement = str | tuple[tuple[str, int], ...]
 Names = tuple[str, ...]
 Forced = tuple[str, Names, Names]
 """An op's name, and the kernels of its forward and backward pass, first wins."""
@@ -83,7 +83,10 @@ class Config:
             probes made from them. Differing sites are left as written, with a warning.
         target: The device kind to build for, such as ``"h200"``; ``None`` is the
             default device.
-        require: An op name, ``((op, count), ...)`` or ``"all"``; else ``None``.
+        require: What must be replaced by a kernel, at least: an op's name, a dict of
+            op name to count, or ``"all"``, for everything recognised or nearly so. A
+            dict in place of a count, such as ``{"found": 2, "replaced": 1}``, tells
+            sites that are recognised from those that are replaced.
         using: Patterns put in force by ``with using(...)``.
         exporting: Whether the program is traced to be exported.
         explaining: Whether the program is only described for a device that is not
@@ -108,7 +111,7 @@ class Config:
     implementation: tuple[Forced, ...] = ()
     verify: str = "off"
     target: str | None = None
-    require: Requirement | None = None
+    require: Requirements | None = None
     using: tuple[object, ...] = ()
     exporting: bool = False
     explaining: bool = False
@@ -338,8 +341,8 @@ def _normal(name: str, value: object) -> object:
         return _implementations(value)
     if name == "tuned":
         return _several_tuned(value)
-    if name == "require" and value is not None and not isinstance(value, str):
-        return _pairs(name, value, int)
+    if name == "require" and value is not None:
+        return _requirements(value)
     if name in ("strict", "deterministic", "end_to_end"):
         return _choice(name, value, (True, False))
     if name == "assume":
@@ -444,15 +447,11 @@ def _several_tuned(value: object) -> tuple[object, ...]:
     return tuple(os.fspath(p) if isinstance(p, os.PathLike) else p for p in parts)
 
 
-def _pairs(name: str, value: object, kind: type) -> tuple[tuple[str, object], ...]:
+def _requirements(value: object) -> Requirements:
     try:
-        pairs = tuple(sorted(dict(value).items()))  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        pairs = ((0, 0),)
-    if all(isinstance(k, str) and isinstance(v, kind) for k, v in pairs):
-        return pairs
-    wanted = "a dict of op name to count"
-    raise ConfigError(f"{name}={value!r}", wanted=wanted, where=caller())
+        return requirements(value)
+    except ValueError:
+        raise ConfigError(f"require={value!r}", wanted=FORM, where=caller()) from None
 
 
 _OURS: ContextVar[Config | None] = ContextVar("rewriter.config", default=None)

@@ -75,7 +75,7 @@ class UnknownOption(ConfigError, TypeError):
 
 
 class RequirementNotMet(RewriterError):
-    """Fewer sites were found than ``require=`` asks for."""
+    """Fewer sites were found, or replaced, than ``require=`` asks for."""
 
 
 class VerificationFailed(RewriterError):
@@ -142,6 +142,16 @@ def raised_at(error: BaseException) -> str:
         found = _line_of(tb) or found
         tb = tb.tb_next
     return found
+
+
+def is_users_own(filename: str) -> bool:
+    """Returns whether a file is the user's: no installed package, and not ours.
+
+    Example:
+        >>> is_users_own("train.py"), is_users_own(__file__)
+        (True, False)
+    """
+    return _is_users(filename) and not any(p in filename for p in _PACKAGES)
 
 
 def _line_of(tb: TracebackType) -> str:

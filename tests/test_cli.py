@@ -47,10 +47,12 @@ def test_libtpu_has_nothing_to_look_for_without_a_tpu(capsys, monkeypatch, attac
 
 
 def test_require(capsys):
-    assert run(capsys, "explain", *BLOCK, "--require", "attention=1")[0] == 0
-    code, _, err = run(capsys, "explain", *BLOCK, "--require", "attention=2,rms_norm=1")
+    assert run(capsys, "explain", *BLOCK, "--require", "attention.found=1")[0] == 0
+    several = "attention.found=2,attention=1,rms_norm.found=1"
+    code, _, err = run(capsys, "explain", *BLOCK, "--require", several)
     assert code == 1
-    assert "RequirementNotMet: block: attention: 1 of 2" in err
+    assert "RequirementNotMet: block: require={'attention': {'found': 2, 're" in err
+    assert "attention: 0 of 1 replaced by a kernel, 1 of 2 found" in err
 
 
 def test_verify_bench_export(capsys, tmp_path):
@@ -77,7 +79,7 @@ def test_verify_bench_export(capsys, tmp_path):
 )
 def test_mistakes(capsys, argv, text):
     code, _, err = run(capsys, *argv)
-    assert code == 1
+    assert code == 2
     assert text in err
 
 
@@ -127,9 +129,9 @@ def test_tune_and_cache(capsys, tmp_path, monkeypatch):
     assert out.startswith("removed ")
     assert dict(cache.info().counts) == {("cpu", "rms_norm"): 2}
     code, _, err = run(capsys, "tune", *BLOCK, "--level", "slow")
-    assert code == 1
+    assert code == 2
     assert "Choose quick, full" in err
     code, _, err = run(capsys, "explain", *BLOCK, "--tuned", str(tmp_path / "none"))
-    assert code == 1
+    assert code == 2
     assert "cannot be read: No such file" in err
     cache._process.cache_clear()

@@ -17,7 +17,7 @@ FOLDERS = [
     "errors", "support", "_jax", "config", "ops", "hardware", "program", "frameworks",
     "algebra",
     "find", "gradients", "site", "measure", "rewrite", "choose", "reports",
-    "verification", "run", "tools", "_moved", "__init__", "__main__",
+    "verification", "run", "testing", "tools", "_moved", "__init__", "__main__",
 ]  # fmt: skip
 """Folders and single files below ``rewriter``, from the first to the last."""
 

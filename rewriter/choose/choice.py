@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rewriter.measure.costs import UNKNOWN, Costs
 from rewriter.site.implementation import RING, Implementation
 
 
@@ -19,12 +20,14 @@ class Choice:
             ``"heuristic"``.
         not_chosen: (name, reason) for everything else.
         ring: Whether it computes on parts of operands that devices pass around.
+        costs: Time and temporary memory as written and as chosen, where known.
     """
 
     implementation: Implementation
     origin: str
     not_chosen: tuple[tuple[str, str], ...] = field(default=())
     ring: bool = False
+    costs: Costs = UNKNOWN
 
     @property
     def kernel(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from rewriter.choose.choice import AS_WRITTEN, Choice
 from rewriter.choose.usable import pays, reasons_of, usable
 from rewriter.config import Config
+from rewriter.measure.costs import UNKNOWN, modelled_costs
 from rewriter.measure.key import BOTH, FORWARD
 from rewriter.measure.measurement import time_text
 from rewriter.ops.device import Device
@@ -84,7 +85,10 @@ def fastest_estimated(
         for name, us in slower.items()
         if name != best or not wins
     ]  # fmt: skip
-    return Choice(implementation, "estimated", tuple(refused))
+    costs = UNKNOWN
+    if times and not spec.symbolic:
+        costs = modelled_costs(xla, against, BOTH if differentiated else FORWARD)
+    return Choice(implementation, "estimated", tuple(refused), costs=costs)
 
 
 def far_faster(

@@ -11,6 +11,7 @@ from rewriter.choose.choice import Choice
 from rewriter.choose.estimated import far_faster
 from rewriter.choose.usable import only_deterministic, reasons_of, usable
 from rewriter.config import Config
+from rewriter.measure.costs import UNKNOWN, measured_costs
 from rewriter.measure.decision import Decision, fastest
 from rewriter.measure.key import BOTH, FORWARD, key_of
 from rewriter.measure.measurement import (
@@ -23,7 +24,7 @@ from rewriter.measure.measurement import (
     time_text,
     version_of,
 )
-from rewriter.measure.sources import look_up, sources
+from rewriter.measure.sources import NEAREST, look_up, sources
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.site.implementation import (
@@ -51,7 +52,8 @@ def fastest_known(
         found, origin = look(passes, ESTIMATES if simulated else ())
         if any(spellings(found)):
             found = of_spelling(found, spelling())
-        decision = fastest([choose_sum.with_reading(m, longer) for m in found])
+        found = tuple(choose_sum.with_reading(m, longer) for m in found)
+        decision = fastest(found)
         alone = all(m.implementation.forward == XLA for m in found)
         if decision is None or (simulated and alone):
             continue
@@ -75,12 +77,15 @@ def fastest_known(
         faster = far_faster(spec, here, device, passes, decision.best.median_us, longer)
         if faster is not None:
             rest = [(n, why) for n, why in refused if n != faster.name]
-            lost = decision.best.implementation.name, _lost_to(decision, faster)
+            slower = decision.best.implementation.name, _lost_to(decision, faster)
             implementation = default_configs(spec, device, faster)
             return Choice(
-                implementation, "estimated", (lost, *_by_kernel(decision), *rest)
+                implementation, "estimated", (slower, *_by_kernel(decision), *rest)
             )
-        return Choice(implementation, origin, (*_by_kernel(decision), *refused))
+        exact = origin != NEAREST  # times of other shapes are not this site's
+        costs = measured_costs(decision, found, passes) if exact else UNKNOWN
+        lost = (*_by_kernel(decision), *refused)
+        return Choice(implementation, origin, lost, costs=costs)
     return None
 
 
@@ -137,7 +142,7 @@ def with_known_config(
     if decision is None:
         return choice
     lost = (*_by_kernel(decision), *choice.not_chosen)
-    return Choice(decision.best.implementation, SIMULATED, lost)
+    return Choice(decision.best.implementation, SIMULATED, lost, costs=choice.costs)
 
 
 def _by_kernel(decision: Decision) -> list[tuple[str, str]]:

@@ -10,18 +10,21 @@ from typing import Any
 
 import jax
 
+from rewriter import _jax
 from rewriter.choose.choice import Choice
 from rewriter.choose.choose import choose
 from rewriter.choose.choose_ring import by_parts
 from rewriter.config import Config
 from rewriter.find.match import Match
 from rewriter.gradients.backward import Backward
-from rewriter.measure.key import Key
+from rewriter.measure.costs import UNKNOWN, Costs
+from rewriter.measure.key import BOTH, Key
 from rewriter.ops import device
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import PLATFORMS, Kernel, Spec
 from rewriter.program.fold import Cut, Folded
 from rewriter.program.graph import Scope
+from rewriter.program.lines import users_line_of
 from rewriter.rewrite.plan import Site
 from rewriter.rewrite.splice import Splice
 from rewriter.site import site
@@ -170,6 +173,10 @@ def _left_out(
             where = folded.where(anchor, turn - cut.like, index, s.where)
             if where != s.where:
                 s = dataclasses.replace(s, where=where)
+            if s.called_from:
+                place = anchor, turn - cut.like, index, s.called_from
+                call = folded.where(*place, _jax.users_source_of)
+                s = dataclasses.replace(s, called_from=call)
             labels.append(_noted(plan, p, s, kept=False))
 
 
@@ -294,7 +301,16 @@ def _site(p: Placed) -> Site:
         sharding=p.shards.text if isinstance(p.shards, Shards) else "",
         parts=tuple(part.op.form_of or part.op.name for part in match.parts),
         form=match.op.name if match.op.form_of else "",
+        costs=_costs(p),
+        called_from=users_line_of(match.anchor),
     )
+
+
+def _costs(p: Placed) -> Costs:
+    """The costs of a place, if they are of the passes that are replaced there."""
+    costs = p.choice.costs
+    with_gradients = costs.passes == BOTH
+    return costs if with_gradients == (p.backward is not None) else UNKNOWN
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from rewriter.find.reading import Refused
 from rewriter.find.region import Place, Regions
 from rewriter.find.stacked import layers
 from rewriter.program.graph import Graph, Node, Scope
+from rewriter.program.lines import line_of
 from rewriter.support.assumptions import ASSUMPTIONS
 
 
@@ -353,12 +354,5 @@ class Finder:
             self.misses[key] = (anchor, refusal)
 
     def where(self, node: Node) -> str:
-        """The user's line of an equation, or of the call around it.
-
-        Equations of a library's own `jax.jit` know only the line of that call.
-        """
-        scope, found = node.scope, _jax.source_of(node.eqn)
-        while not found and scope.parent is not None:
-            found = _jax.source_of(scope.parent.jaxpr.eqns[scope.call])
-            scope = scope.parent
-        return found
+        """The line of an equation, or of the call around it."""
+        return line_of(node)

@@ -9,6 +9,7 @@ from rewriter import _jax
 from rewriter.algebra.custom_rules import UNPROVED
 from rewriter.find.match import Found, Match, NearMiss
 from rewriter.find.region import Regions
+from rewriter.program.lines import users_line_of
 from rewriter.support.verdict import Reason
 
 NEAR = 0.9
@@ -42,6 +43,7 @@ def hidden_by_rules(
             "",
             NEAR,
             "leave the rule to JAX, or write the derivative of the function itself",
+            users_line_of(match.anchor),
         )
     return tuple(misses.values())
 

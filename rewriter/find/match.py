@@ -26,6 +26,7 @@ from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
 from rewriter.program.graph import Graph, Node
+from rewriter.program.lines import users_line_of
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.match")
@@ -134,6 +135,7 @@ class NearMiss:
         difference: The algebraic difference in words, or ``""``.
         score: How near it is, between 0 and 1.
         suggestion: What to do about it, or ``""``.
+        called_from: As in `Site`.
     """
 
     op: str
@@ -142,6 +144,7 @@ class NearMiss:
     difference: str
     score: float
     suggestion: str
+    called_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -439,6 +442,7 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
             refusal.difference,
             refusal.score,
             refusal.suggestion,
+            users_line_of(anchor),
         )
 
 

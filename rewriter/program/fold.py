@@ -10,7 +10,7 @@ equations, down to the inputs, equal those of every missing turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,14 @@ class Folded:
             return 1
         return 1 + len(self.cuts[place[0]].out)
 
-    def where(self, position: int, turns: int, index: int, here: str) -> str:
+    def where(
+        self,
+        position: int,
+        turns: int,
+        index: int,
+        here: str,
+        source: Callable[[Any], str] = _jax.source_of,
+    ) -> str:
         """The user's line of an equation some turns away from one of the short program.
 
         Args:
@@ -91,12 +98,13 @@ class Folded:
             turns: How many turns away.
             index: The cut whose turns they are.
             here: The user's line of the equation itself.
+            source: Returns the line of an equation.
         """
         at = self.kept[position]
         eqn = self.program.eqns[at]
         twin = self.program.eqns[at + turns * self.cuts[index].run.period]
         same = eqn.source_info.traceback == twin.source_info.traceback
-        return here if same or _jax.call_kind(eqn) else _jax.source_of(twin)
+        return here if same or _jax.call_kind(eqn) else source(twin)
 
 
 def fold(closed_jaxpr: Any) -> Folded | None:

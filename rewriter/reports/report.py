@@ -16,7 +16,19 @@ from rewriter.measure.key import Key
 from rewriter.ops.device import of
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.propagation import Placement
-from rewriter.reports.masks import structure, whole_mask
+from rewriter.reports.costs import Total, total
+from rewriter.reports.difference import Difference, difference
+from rewriter.reports.rows import (
+    equal,
+    grouped,
+    head,
+    miss_head,
+    miss_lines,
+    row_text,
+    site_lines,
+    size,
+    widths_of,
+)
 from rewriter.rewrite.passes.checkpoint_savings import Kept
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
@@ -28,8 +40,6 @@ COUNTED = (
     "linear_cross_entropy", "cross_entropy",
 )  # fmt: skip
 
-MEASURED = ("tuned", "cached", "shipped", "nearest")
-"""Origins of choices made by measuring."""
 
 ASCII = str.maketrans({
     "✓": "+", "✗": "!", "×": "x", "→": ">", "−": "-", "·": ";", "≥": ">=",
@@ -86,7 +96,9 @@ class Report:
     kept: tuple[Kept, ...] = ()
     offered: tuple[Kept, ...] = ()
 
-    def counts(self, repeats: bool = True, backward: bool = False) -> dict[str, int]:
+    def counts(
+        self, repeats: bool = True, backward: bool = False, replaced: bool = False
+    ) -> dict[str, int]:
         """Returns how many sites of each op were recognised.
 
         A composite, such as a gated linear unit of ragged dots, counts as its parts.
@@ -94,22 +106,31 @@ class Report:
         Args:
             repeats: Count a scan's body as often as it runs, else once.
             backward: Count only sites whose gradient was found as well.
+            replaced: Count only sites that a kernel replaces.
         """
         found = Counter(dict.fromkeys(COUNTED, 0))
         for site in self.sites:
-            if not backward or site.backward:
+            if site.backward >= backward and site.replaced >= replaced:
                 for op in site.parts or (site.op,):
                     found[op] += site.repeats if repeats else 1
         return dict(found)
+
+    def costs(self) -> Total | None:
+        """Returns the times of all sites together; None where none is known.
+
+        Times are those by which kernels were chosen: measured at these very shapes, or
+        by a model of the device. Nothing is measured here.
+        """
+        return total(self.sites)
 
     def at(self, where: str) -> Report:
         """Returns the part of the report about one source line or file.
 
         Args:
-            where: ``"model.py"`` or ``"model.py:88"``.
+            where: ``"model.py"`` or ``"model.py:88"``; also of the call of a library.
         """
-        sites = tuple(s for s in self.sites if _is_at(s.where, where))
-        misses = tuple(m for m in self.misses if _is_at(m.where, where))
+        sites = tuple(s for s in self.sites if _is_at(s, where))
+        misses = tuple(m for m in self.misses if _is_at(m, where))
         return self._only(sites, misses)
 
     def why_not(self, op: str = "") -> str:
@@ -120,11 +141,11 @@ class Report:
         """
         misses = tuple(m for m in self.misses if op in ("", m.op))
         sites = tuple(s for s in self.sites if op in ("", s.op) and not s.replaced)
-        lines = [line for m in misses for line in _miss_lines(m, full=True)]
+        lines = [line for m in misses for line in miss_lines(m, full=True)]
         lines += [
             line
-            for group in _grouped(sites)
-            for line in _site_lines(group, rate=self._rate)
+            for group in grouped(sites)
+            for line in site_lines(group, rate=self._rate)
         ]
         missing = f"nothing in {self.name} is close to {op or 'any pattern'}"
         return "\n".join(lines) if lines else missing
@@ -169,6 +190,8 @@ class Report:
             "patterns": self.patterns,
             "numerics": self.numerics,
             "counts": self.counts(),
+            "replaced": self.counts(replaced=True),
+            "costs": asdict(costs) if (costs := self.costs()) else None,
             "sites": [{**asdict_site(s)} for s in self.sites],
             "misses": [asdict(m) for m in self.misses],
             "failures": [asdict(r) for r in self.failures],
@@ -177,6 +200,15 @@ class Report:
             "offered": [asdict(k) for k in self.offered],
             "seconds": dict(self.seconds),
         }
+
+    def diff(self, after: Report | Mapping[str, Any]) -> Difference:
+        """Returns what is not the same in a later report: sites, kernels and reasons.
+
+        Args:
+            after: The later report; also as data, read from what `json` wrote.
+        """
+        later = json.loads(after.json()) if isinstance(after, Report) else after
+        return difference(json.loads(self.json()), later)
 
     def svg(self, site: int | None = None) -> str:
         """Returns a picture of the program before and after.
@@ -214,6 +246,7 @@ def asdict_site(site: Site) -> dict[str, Any]:
     """Returns a site as a plain dict."""
     kept = {k: getattr(site, k) for k in site.__dataclass_fields__}
     kept["params"] = {k: str(v) for k, v in dict(site.params).items()}
+    kept["costs"] = asdict(site.costs) if site.costs else None
     return kept
 
 
@@ -224,19 +257,21 @@ def _lines(report: Report) -> Iterator[str]:
         f"{report.target}   patterns: {report.patterns}"
     )
     yield f" {_summary(report)}{_seconds(report.seconds)}"
+    if costs := report.costs():
+        yield f" {costs}"
     if report.sites or report.misses or report.failures:
         yield ""
-    groups = _grouped(report.sites)
-    widths = _widths(
-        [_head(g) for g in groups] + [_miss_head(m) for m in report.misses]
+    groups = grouped(report.sites)
+    widths = widths_of(
+        [head(g) for g in groups] + [miss_head(m) for m in report.misses]
     )
     for group in groups:
-        yield from _site_lines(group, widths, report._rate)
-    for miss, count in _equal(report.misses):
-        yield from _miss_lines(miss, count, widths)
+        yield from site_lines(group, widths, report._rate)
+    for miss, count in equal(report.misses):
+        yield from miss_lines(miss, count, widths)
     for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
         same = [k for k in report.kept if (k.what, k.where) == (what, where)]
-        yield _row("✓", _kept_row(same), widths)
+        yield row_text("✓", _kept_row(same), widths)
     if report.offered:
         yield f" = {_offer(report.offered)}"
     for stacks in report.stacks:
@@ -275,7 +310,7 @@ def _offer(offered: Sequence[Kept]) -> str:
 def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:
     head = "residuals", f"×{stacks.turns} in scan", stacks.where
     now = f"{size(stacks.after)} stacked for gradients, not {size(stacks.before)}"
-    yield _row("✓", (*head, now), widths)
+    yield row_text("✓", (*head, now), widths)
     yield f"     {stacks.again} values of a turn are computed again where they are read"
 
 
@@ -296,150 +331,9 @@ def _seconds(seconds: Mapping[str, float]) -> str:
     return f"    trace {trace:.2f} s, match {rest:.2f} s" if seconds else ""
 
 
-def _grouped(sites: Sequence[Site]) -> list[list[Site]]:
-    groups: dict[Any, list[Site]] = {}
-    for s in sites:
-        key = (s.op, s.where, s.kernel, s.origin, s.scope, s.shapes, s.not_chosen,
-               s.backward, s.again, s.sharding, s.form)  # fmt: skip
-        groups.setdefault(key, []).append(s)
-    return list(groups.values())
-
-
-def _equal(misses: Sequence[NearMiss]) -> list[tuple[NearMiss, int]]:
-    groups: dict[Any, list[NearMiss]] = {}
-    for m in misses:
-        key = (m.op, m.where, m.reasons, m.suggestion)
-        groups.setdefault(key, []).append(m)
-    return [(g[0], len(g)) for g in groups.values()]
-
-
-def _head(group: Sequence[Site]) -> tuple[str, str, str, str]:
-    site, count = group[0], sum(s.repeats for s in group)
-    inside = f" in {site.scope}" if site.scope else ""
-    return site.op, f"×{count}{inside}", site.where, _kernel(site)
-
-
-def _kernel(site: Site) -> str:
-    if site.replaced or site.origin in MEASURED:
-        form = f"{site.form} " if site.form else ""
-        return f"{form}{site.kernel} [{site.origin}]"
-    why = dict(site.not_chosen)
-    reason = next(iter(why.values()), "as fast") if len(set(why.values())) < 2 else ""
-    if reason and len(why) == 1 and site.origin == "estimated":
-        reason = f"{next(iter(why))} is {reason}"  # otherwise the time would seem XLA's
-    return f"xla: {reason}" if reason else "xla: kept"
-
-
-def _miss_head(miss: NearMiss, count: int = 1) -> tuple[str, str, str, str]:
-    return miss.op, f"×{count}", miss.where, _near(miss)
-
-
-def _near(miss: NearMiss) -> str:
-    return f"nearest: {miss.op}" + (f", {miss.score:.0%} alike" if miss.score else "")
-
-
-def _widths(rows: Sequence[tuple[str, ...]]) -> tuple[int, int, int]:
-    widths = [max((len(r[i]) for r in rows), default=0) for i in range(3)]
-    return widths[0], widths[1], min(widths[2], 44)
-
-
-def _row(mark: str, row: tuple[str, ...], widths: tuple[int, ...] = (0, 0, 0)) -> str:
-    cells = [f"{c:<{w}}" for c, w in zip(row, widths, strict=False)]
-    return f" {mark} {'  '.join([*cells, *row[3:]])}".rstrip()
-
-
-def _site_lines(
-    group: Sequence[Site], widths: tuple[int, ...] = (0, 0, 0), rate: float = 0.0
-) -> Iterator[str]:
-    site = group[0]
-    yield _row("✓" if site.replaced else "=", _head(group), widths)
-    yield from (f"     {line}" for line in _details(site, rate))
-
-
-def _details(site: Site, rate: float) -> Iterator[str]:
-    facts = ["forward and backward"] * site.backward
-    if site.again:
-        facts.append(f"the forward runs again in {site.again}")
-    if site.saved_bytes:
-        facts.append(f"−{size(site.saved_bytes)} of intermediate values")
-    if site.sharding:
-        yield f"on each device: {site.sharding}"
-    facts += [*_telling(site.params), *structure(site)]
-    if facts:
-        yield "; ".join(facts)
-    if array := whole_mask(site, size, rate):
-        yield array
-    if site.config and site.origin in MEASURED:
-        yield f"config: {site.config}"
-    if site.numerics:
-        yield "numerics: " + "; ".join(site.numerics)
-    others = [(k, r) for k, r in site.not_chosen if site.replaced or k != "xla"]
-    several = len(set(dict(site.not_chosen).values())) > 1
-    if others and (site.replaced or site.origin in MEASURED or several):
-        yield "not chosen: " + " · ".join(f"{k} ({r})" for k, r in others)
-
-
-QUIET = (
-    "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
-    "of_squares", "unshifted",
-)  # fmt: skip
-"""Parameters that most sites share, or that shapes show."""
-
-
-def _telling(params: Mapping[str, object]) -> Iterator[str]:
-    """The parameters worth showing."""
-    for key, value in dict(params).items():
-        if key in QUIET or value in (None, "", (None, None), False):
-            continue
-        if key == "window":
-            yield _window(value)
-        elif key == "activation":
-            yield str(value)
-        elif not (key == "shift" and value == 0):
-            yield f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-
-
-def _window(value: object) -> str:
-    if value == (None, 0):
-        return "causal"
-    left, right = value if isinstance(value, tuple) else (value, value)
-    sides = [f"{left} back" if left is not None else "all before"]
-    sides += [f"{right} ahead" if right is not None else "all after"]
-    return "window " + ", ".join(s for s in sides if not s.startswith("0 "))
-
-
-def _miss_lines(
-    miss: NearMiss,
-    count: int = 1,
-    widths: tuple[int, ...] = (0, 0, 0),
-    full: bool = False,
-) -> Iterator[str]:
-    yield _row("✗", _miss_head(miss, count), widths)
-    yield from (f"     {reason}" for reason in miss.reasons)
-    if miss.difference and (full or not miss.reasons):
-        yield f"     {miss.difference}"
-    if miss.suggestion:
-        yield f"   next: {miss.suggestion}"
-
-
-def size(count: int) -> str:
-    """Returns bytes in words.
-
-    Example:
-        >>> size(52_428_800)
-        '50 MiB'
-    """
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} GiB"
-
-
-def _is_at(place: str, where: str) -> bool:
-    line = place.split(" ")[0]
-    return line == where or line.rsplit(":", 1)[0] == where
+def _is_at(place: Site | NearMiss, where: str) -> bool:
+    lines = (text.split(" ")[0] for text in (place.where, place.called_from))
+    return any(where in (line, line.rsplit(":", 1)[0]) for line in lines if line)
 
 
 # ------------------------------------------------------------------- HTML

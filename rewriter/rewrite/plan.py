@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rewriter.measure.costs import UNKNOWN, Costs
+
 
 @dataclass(frozen=True)
 class Site:
@@ -14,7 +16,7 @@ class Site:
         index: Its number in the report and in the picture.
         op: The op's name, such as ``"attention"``; for a special form, the general
             op's.
-        where: The user's line, such as ``"model.py:88 (Attention.__call__)"``.
+        where: Its line, such as ``"model.py:88 (Attention.__call__)"``.
         repeats: How often it runs: surrounding scan lengths multiplied.
         scope: The bodies around it: ``""``, ``"scan"``, ``"scan/remat"``.
         shapes: Its operands in text: ``"q f32[2,64,4,32] ..."``.
@@ -25,7 +27,6 @@ class Site:
         replaced: Whether the program changed.
         not_chosen: ``(kernel, reason)`` for every other kernel.
         numerics: Differences in rounding, one sentence each.
-        saved_bytes: Bytes no longer stored, where known.
         backward: Whether its gradient was found in the same program.
         config: The kernels' configs in words, where they were measured.
         again: Where a checkpoint runs its forward again for the gradients, such as
@@ -34,6 +35,10 @@ class Site:
             device, and where it cannot be split.
         parts: The names of its parts' ops, if it is a composite.
         form: Its special form, such as ``"paged_attention"``; empty for the op itself.
+        costs: Time and temporary memory of one run as written and as chosen, where
+            known; of one device if it is split.
+        called_from: The user's line that the site comes from, where `where` is a
+            line of an installed library; else empty.
     """
 
     index: int
@@ -48,10 +53,11 @@ class Site:
     replaced: bool
     not_chosen: tuple[tuple[str, str], ...] = ()
     numerics: tuple[str, ...] = ()
-    saved_bytes: int | None = None
     backward: bool = False
     config: str = ""
     again: str = ""
     sharding: str = ""
     parts: tuple[str, ...] = ()
     form: str = ""
+    costs: Costs = UNKNOWN
+    called_from: str = ""

@@ -24,7 +24,6 @@ from rewriter import _jax
 from rewriter.choose.planner import DIFFERS
 from rewriter.config import Config, resolve
 from rewriter.errors import (
-    RequirementNotMet,
     RewriterError,
     RewriterWarning,
     UnknownPattern,
@@ -40,10 +39,12 @@ from rewriter.program.placement import Later, placed
 from rewriter.program.propagation import Placement
 from rewriter.program.trace import Bound, Traced
 from rewriter.reports.report import Report
+from rewriter.reports.required import check_required
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.run import deferred
 from rewriter.run.deferred import INSIDE, Deferred
 from rewriter.run.pipeline import has_sites, rewrite
+from rewriter.support.requirement import ALL
 from rewriter.support.verdict import Reason
 from rewriter.verification.check_sites import Complaint, Key, complaints
 
@@ -271,7 +272,7 @@ def analyze(
         offered=rewritten.offered,
     )
     _log(report)
-    _require(report, config)
+    check_required(report, config.require)
     return Record(traced, rewritten, Bound.of(rewritten.closed_jaxpr), report)
 
 
@@ -297,14 +298,12 @@ def _check_ops(config: Config, user_patterns: tuple[Any, ...]) -> None:
     """Raises for options about an op that there is not."""
     own = {p.name for p in (*config.using, *user_patterns)}  # type: ignore[attr-defined]
     wanted = config.require
-    required = [] if wanted is None else (
-        [wanted] if isinstance(wanted, str) else [op for op, _ in wanted]
-    )  # fmt: skip
+    required = [] if isinstance(wanted, str) else [r.op for r in wanted or ()]
     forced = [op for op, _, _ in config.implementation]
     names = registry()
     allowed = {*names.patterns(), *names.ops(), *own}
     for option, ops, more in (
-        ("require", required, {"all"}),
+        ("require", required, {ALL}),
         ("implementation", forced, set()),
     ):
         for op in ops:
@@ -456,21 +455,3 @@ def _complain(name: str, sites: tuple[Key, ...], text: str, config: Config) -> N
             f"patterns='-{sites[0][0] if sites else 'default'}' meanwhile",
         )
     warnings.warn(f"{got}. Left as written", RewriterWarning, stacklevel=2)
-
-
-def _require(report: Report, config: Config) -> None:
-    wanted = config.require
-    if wanted is None:
-        return
-    if wanted == "all":
-        short = [f"{len(report.misses)} missed"] if report.misses else []
-    else:
-        pairs = ((wanted, 1),) if isinstance(wanted, str) else wanted
-        found = report.counts()
-        short = [f"{op}: {found.get(op, 0)} of {n}" for op, n in pairs
-                 if found.get(op, 0) < n]  # fmt: skip
-    if short:
-        raise RequirementNotMet(
-            f"{report.name}: {', '.join(short)}\n{report.why_not()}",
-            next_step="See report.why_not(op)",
-        )

@@ -201,7 +201,7 @@ def test_plot_wants_matplotlib(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(rewriter.ConfigError, match=r"jaxpr-rewriter\[plot\]"):
         roofline.plot([], H200, str(tmp_path / "roof.svg"))
-    assert main(["bench", "--op", "rms_norm", "--plot", "x.svg"]) == 1
+    assert main(["bench", "--op", "rms_norm", "--plot", "x.svg"]) == 2
     assert 'pip install "jaxpr-rewriter[plot]"' in capsys.readouterr().err
 
 
@@ -592,5 +592,5 @@ def test_command_for_a_function(capsys, tmp_path):
 )
 def test_mistakes(capsys, argv, text):
     code, _, err = run(capsys, "bench", *argv)
-    assert code == 1
+    assert code == 2
     assert text in err

@@ -269,7 +269,14 @@ def test_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "case",
     slow.first(
-        4, ["passing nan", "passing nan, zero", "passing bias heads", "passing softcap", "passing lengths"]
+        4,
+        [
+            "passing nan",
+            "passing nan, zero",
+            "passing bias heads",
+            "passing softcap",
+            "passing lengths",
+        ],
     ),
 )
 def test_rows_without_keys_pass_gradients(case: str) -> None:

@@ -1,0 +1,137 @@
+"""The function and arguments that a command line names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from rewriter import errors
+from rewriter.program import trace
+
+NAMES = ("{}_args", "example_args", "args")
+"""Names of arguments that are looked for beside a function, in order."""
+
+
+@contextmanager
+def user_path() -> Iterator[None]:
+    """Keeps additions to Python's search path until the end of the block."""
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def function_and_arguments(
+    text: str, args: str | None = None
+) -> tuple[Any, tuple[Any, ...], str]:
+    """Returns a function, its arguments, and the name under which they were found.
+
+    Args:
+        text: ``package.module:function`` or ``folder/file.py:function``.
+        args: The same for arguments; a name alone is looked up in the function's file.
+            By default the file's ``<function>_args``, ``example_args`` or ``args``.
+
+    Returns:
+        The third is empty if the arguments were named, or are none.
+
+    Raises:
+        ConfigError: If there is no such function, or no arguments where it takes some.
+    """
+    module, name = parsed(text)
+    fn = lookup(module, name)
+    if args:
+        place = parsed(args) if ":" in args else (module, args)
+        return fn, _values(lookup(*place)), ""
+    if not trace.wants_arguments(fn):
+        return fn, (), ""
+    names = [n.format(name.rpartition(".")[2]) for n in NAMES]
+    for found in names:
+        if hasattr(load(module), found):
+            return fn, _values(lookup(module, found)), f"{module}:{found}"
+    raise errors.ConfigError(
+        f"{text} takes arguments, and {module} has none of {', '.join(names)}",
+        next_step="Define one of them there: a tuple, or a function that makes it; or "
+        f"name it: --args {module}:make_args",
+    )
+
+
+def parsed(text: str) -> tuple[str, str]:
+    """Returns the module or file, and the name in it.
+
+    Example:
+        >>> parsed("models/block.py:Block.step")
+        ('models/block.py', 'Block.step')
+    """
+    module, _, name = text.rpartition(":")
+    if module and name:
+        return module, name
+    given = text.strip(":")
+    raise errors.ConfigError(
+        f"{text!r}",
+        wanted="module:name or file.py:name",
+        next_step=f"Try {given}:main",
+    )
+
+
+def lookup(module: str, name: str) -> Any:
+    """Returns what a module or file has under a name, which may have dots."""
+    found: Any = load(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise errors.ConfigError(
+                f"{module} has no {name!r}",
+                next_step=errors.known(part, [n for n in vars(found) if n[0] != "_"]),
+            )
+        found = getattr(found, part)
+    return found
+
+
+def load(module: str) -> ModuleType:
+    """Imports a module, or a file as one; a file runs once.
+
+    Raises:
+        ConfigError: If it is not there, or cannot import what it needs.
+    """
+    try:
+        if module.endswith(".py"):
+            return _file(os.path.abspath(module))
+        return importlib.import_module(module)
+    except (ImportError, FileNotFoundError) as error:
+        raise errors.ConfigError(
+            f"cannot import {module!r}: {error}",
+            next_step="Run from the folder that holds it, or install what is missing",
+        ) from error
+
+
+def _file(path: str) -> ModuleType:
+    """The module of a file, whose folder is searched for imports, as Python does."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == path:
+            return module
+    name = os.path.basename(path).removesuffix(".py")
+    name = f"_file_{name}" if name in sys.modules else name
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, os.path.dirname(path))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _values(found: Any) -> tuple[Any, ...]:
+    found = found() if callable(found) else found
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)

@@ -1,0 +1,142 @@
+"""Times and memory of sites: those by which kernels are chosen, and none besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import rewriter
+from rewriter.measure.costs import UNKNOWN, Costs, modelled_costs
+from rewriter.reports.costs import Total, costs_text, total
+from rewriter.reports.report import size
+from tests.reports.test_report import REPORT, site
+from tests.support.programs import FORCED, rms_norm
+
+pytestmark = pytest.mark.once
+
+ROWS = jax.ShapeDtypeStruct((8192, 4096), "bfloat16")
+SCALE = jax.ShapeDtypeStruct((4096,), "bfloat16")
+MODEL = {"target": "h200", "tune": "off"}
+HEADS = jax.ShapeDtypeStruct((4, 4096, 16, 128), "bfloat16")
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 0.1
+    weights = jax.nn.softmax(scores.astype("float32")).astype(q.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def loss(x, w):
+    return rms_norm(x, w).astype("float32").sum()
+
+
+def only(fn, *args, **options):
+    (found,) = rewriter.explain(fn, **options)(*args).sites
+    return found
+
+
+def test_a_model_of_the_device_knows_times_alone():
+    forward = only(rms_norm, ROWS, SCALE, **MODEL)
+    report = rewriter.explain(jax.grad(loss, (0, 1)), **MODEL)(ROWS, SCALE)
+    (both,) = report.sites
+    for found, passes in ((forward, "forward"), (both, "forward_and_vjp")):
+        costs = found.costs
+        assert (costs.source, costs.passes) == ("estimated", passes)
+        assert (costs.before_bytes, costs.after_bytes) == (None, None)
+    assert both.replaced
+    assert both.costs.after_us < both.costs.before_us
+    assert " → " in str(report)
+    assert "(estimated, forward and backward)" in str(report)
+
+
+def test_measurements_know_memory_too():
+    report = rewriter.explain(attention, target="h200")(HEADS, HEADS, HEADS)
+    (found,) = report.sites
+    costs = found.costs
+    assert (found.origin, costs.source) == ("shipped", "measured")
+    assert costs.after_us < costs.before_us
+    assert costs.after_bytes < costs.before_bytes
+    assert f"temporary memory {size(costs.before_bytes)} → " in str(report)
+    assert report.costs().known == 1
+
+
+UNKNOWN_CASES = [
+    ("heuristic", {}),
+    ("forced", {"implementation": FORCED}),
+    ("heuristic", {"numerics": "strict", "target": "h200"}),
+]
+
+
+@pytest.mark.parametrize(("origin", "options"), UNKNOWN_CASES)
+def test_nothing_is_made_up(origin, options):
+    report = rewriter.explain(rms_norm, **options)(ROWS, SCALE)
+    (found,) = report.sites
+    assert found.origin == origin
+    assert found.costs == UNKNOWN
+    assert report.costs() is None
+    assert "sites take" not in str(report)
+    data = json.loads(report.json())
+    assert data["costs"] is None
+    assert data["sites"][0]["costs"] is None
+
+
+def test_times_of_another_chip_or_shape_are_not_shown():
+    found = only(attention, HEADS, HEADS, HEADS, target="h100")
+    assert (found.origin, found.costs) == ("nearest", UNKNOWN)
+
+
+def test_sizes_that_are_symbols_have_no_time():
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16")
+    assert only(rms_norm, x, SCALE, target="h200").costs == UNKNOWN
+
+
+def test_the_sum_counts_turns_and_leaves_out_what_is_not_known():
+    def model(w, x):
+        return jax.lax.scan(lambda c, _: (rms_norm(c, w), None), x, None, length=7)[0]
+
+    report = rewriter.explain(model, **MODEL)(SCALE, ROWS)
+    one, all_of_it = report.sites[0].costs, report.costs()
+    assert all_of_it.before_us == pytest.approx(7 * one.before_us)
+    assert (all_of_it.known, all_of_it.sites) == (7, 7)
+    known = Costs(10.0, 4.0, 100, 40, "measured", "forward")
+    other = Costs(5.0, 5.0, source="estimated", passes="forward")
+    sites = (
+        site(1, repeats=3, costs=known),
+        site(2, costs=other),
+        site(3, costs=Costs(None, 4.0, source="estimated")),
+        site(4),
+    )
+    assert total(sites) == Total(35.0, 17.0, 4, 6, 100, 40, ("measured", "estimated"))
+    report = dataclasses.replace(REPORT, sites=sites)
+    assert report.text().splitlines()[2] == (
+        " sites take 35 µs as written, 17 µs as rewritten "
+        "(measured, estimated, 4 of 6 sites)"
+    )
+    data = json.loads(report.json())
+    assert data["costs"]["before_us"] == 35.0
+    assert data["sites"][0]["costs"]["after_bytes"] == 40
+
+
+def test_what_does_not_fit_has_no_time():
+    assert modelled_costs(float("inf"), 1e-3, "forward").before_us is None
+    assert modelled_costs(0.0, float("inf"), "forward") == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("costs", "replaced", "text"),
+    [
+        (Costs(2500.0, 500.0, 2048, 12, "measured", "forward_and_vjp"), True,
+         "2.5 ms → 500 µs; temporary memory 2 KiB → 12 B (measured, forward and backwa"
+         "rd)"),
+        (Costs(25.0, 25.0, source="estimated"), False, "25 µs as written (estimated)"),
+        (Costs(None, 5.0, source="estimated"), True, "5 µs as rewritten (estimated)"),
+        (UNKNOWN, True, ""),
+    ],
+)  # fmt: skip
+def test_words(costs, replaced, text):
+    assert costs_text(costs, replaced, size) == text
