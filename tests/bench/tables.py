@@ -49,10 +49,9 @@ def explained() -> str:
 
 
 def first_example() -> str:
-    """What the README's first example prints."""
+    """What the README's first example prints; `gains` says by which command."""
     data = json.loads(record.named("first_example").read_text())
-    command = f"`{data['command']}` ({data['about']})"
-    return f"```text\n{data['text']}\n```\n\nReproduce with {command}."
+    return f"```text\n{data['text']}\n```"
 
 
 def gains() -> str:
