@@ -61,18 +61,18 @@ def with_overflow(kernel: Kernel) -> Kernel:
     assert second is not None
 
     @functools.wraps(first)
-    def forward(**given: Any) -> Any:
+    def forward(*operands: Array, **given: Any) -> Any:
         dtype = given.pop(PARAM, None)
         if dtype is None:
-            return first(**given)
+            return first(*operands, **given)
         asked = given.pop("residuals", False)
-        out, saved = _marked(*first(**given, residuals=True), dtype)
+        out, saved = _marked(*first(*operands, **given, residuals=True), dtype)
         return (out, saved) if asked else out
 
     @functools.wraps(second)
-    def backward(**given: Any) -> Mapping[str, Array]:
+    def backward(*operands: Array, **given: Any) -> Mapping[str, Array]:
         given.pop(PARAM, None)  # NaN in residuals reach the gradients
-        return second(**given)
+        return second(*operands, **given)
 
     return replace(kernel, forward=forward, backward=backward)
 

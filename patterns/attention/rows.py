@@ -15,6 +15,7 @@ from rewriter.patterns.attention.operands import Operands
 from rewriter.patterns.attention.softmax import Softmax
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
+_WORDS = {"unknown": "what is not known here"}
 CHANGED = frozenset({"rows without keys give something else than before"})
 
 
@@ -50,7 +51,8 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     if row.breaks_gradients and give != "nan_passing":
         raise Refused(
             "gradient",  # no other reading of its fills changes that
-            f"a row without keys gives {give}, and NaN in gradients of its queries",
+            f"a row without keys gives {_WORDS.get(give, give)}, and NaN in gradients "
+            "of its queries",
             score=0.8,
         )
     if softmax.parts.sink:  # zero, as far as is known
