@@ -1,0 +1,1 @@
+"""Embedding: sums of rows by their ids, which is the gradient of a lookup."""
