@@ -63,4 +63,7 @@ PATTERNS = {
         "The same, given logits y: log Σ exp y - y[label].",
         "GIVEN_LOGITS",
     ),
+    "embedding": Shipped(
+        "embedding.read", "Rows added to a table by ids: the gradient of a lookup."
+    ),
 }

@@ -34,14 +34,34 @@ def by_owner(rows: jax.Array, ids: jax.Array, v: int) -> jax.Array:
     The last row of each id owns it: the others are added to the owner's sum.
     """
     m, d = rows.shape
-    number = lax.iota(jnp.int32, m)
-    owner = jnp.full(v, -1, jnp.int32).at[ids].max(number, mode="drop")
-    inside = (ids >= 0) & (ids < v)
-    slot = jnp.where(inside, owner.at[ids].get(mode="clip"), m)
+    owner, slot = _owners(ids, v)
     sums = _added(jnp.zeros((m, d), _wide(rows)), rows.astype(_wide(rows)), slot)
     sums = sums.astype(rows.dtype)
     taken = sums.at[owner].get(mode="clip")
     return jnp.where((owner >= 0)[:, None], taken, jnp.zeros_like(taken))
+
+
+def into(table: jax.Array, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """Adds rows to those of a table [v, d], and rounds once."""
+    v, d = table.shape
+    m, wide = len(rows), _wide(rows)
+    _, slot = _owners(ids, v)
+    sums = _added(jnp.zeros((m, d), wide), rows.astype(wide), slot)
+    mine = slot == lax.iota(jnp.int32, m)
+    sums = sums + table.at[ids].get(mode="clip").astype(wide)
+    place = jnp.where(mine, ids, v)
+    return table.at[place].set(
+        sums.astype(table.dtype), mode="drop", unique_indices=True
+    )
+
+
+def _owners(ids: jax.Array, v: int) -> tuple[jax.Array, jax.Array]:
+    """The last row of each id, -1 for none; and of each row, that of its id."""
+    m = len(ids)
+    number = lax.iota(jnp.int32, m)
+    owner = jnp.full(v, -1, jnp.int32).at[ids].max(number, mode="drop")
+    within = (ids >= 0) & (ids < v)
+    return owner, jnp.where(within, owner.at[ids].get(mode="clip"), m)
 
 
 def in_parts(rows: jax.Array, ids: jax.Array, v: int, parts: int = 32) -> jax.Array:
@@ -113,7 +133,7 @@ def sorted_in_float32(rows: jax.Array, ids: jax.Array, v: int) -> jax.Array:
 
 
 def by_rank(rows: jax.Array, ids: jax.Array, v: int) -> jax.Array:
-    """Sorts the rows, adds them to float32 sums of the ids present, and places those."""
+    """Sorts the rows, adds them to float32 sums of ids present, and places those."""
     m, d = rows.shape
     ids, order = _sorted(ids)
     starts = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
@@ -193,7 +213,7 @@ def _sorted(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _product(hot: jax.Array, rows: jax.Array) -> jax.Array:
-    """hot [..., v, m] times rows [..., m, d]."""
+    """One-hot rows [..., v, m] times rows [..., m, d]."""
     batch = tuple(range(hot.ndim - 2))
     n = hot.ndim
     dims = (((n - 1,), (n - 2,)), (batch, batch))
