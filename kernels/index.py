@@ -15,7 +15,8 @@ OPS = {
     "quantized_ragged_dot": "ragged.dot",
     "ragged_gated_linear_unit": "ragged.gated_linear_unit",
     "quantized_ragged_gated_linear_unit": "ragged.gated_linear_unit",
-    "embedding": "embedding",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
+    "embedding": "embedding",
+    "embedding_lookup": "embedding",
 }

@@ -66,4 +66,7 @@ PATTERNS = {
     "embedding": Shipped(
         "embedding.read", "Rows added to a table by ids: the gradient of a lookup."
     ),
+    "embedding_lookup": Shipped(
+        "embedding.read", "A lookup, on GPUs, for the sake of its gradient.", "LOOKUPS"
+    ),
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.embedding import forms
+from rewriter.kernels.embedding import forms, lookup
 from rewriter.kernels.embedding.estimate import estimate
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 def supports(spec: Spec) -> Verdict:
     """Returns whether the ids of a use count up."""
-    known = no("ids", "the ids are not proved to count up")
-    return all_of(forms.supports(spec), known if spec.has("ids") else YES)
+    return all_of(forms.supports(spec), forms.counted_only(spec))
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -73,3 +72,5 @@ KERNEL = Kernel(
     speed=Speed(profitable, estimate=estimate),
     traits=Traits(memory_bounded=True, saves_out=False),
 )
+LOOKUP = lookup.with_sums(KERNEL, forms.counted_only)
+KERNELS = (KERNEL, LOOKUP)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.kernels.embedding import forms, sums
+from rewriter.kernels.embedding import forms, lookup, sums
 from rewriter.kernels.embedding.estimate import estimate
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Speed, Traits
 from rewriter.support.verdict import Verdict, all_of, no
@@ -66,3 +66,5 @@ KERNEL = Kernel(
     speed=Speed(profitable, estimate=estimate),
     traits=Traits(memory_bounded=True, saves_out=False),
 )
+LOOKUP = lookup.with_sums(KERNEL, forms.ids_given)
+KERNELS = (KERNEL, LOOKUP)

@@ -8,7 +8,7 @@ from typing import Any
 from rewriter.ops.op import Sharding
 
 
-def sharding(params: Mapping[str, Any]) -> Sharding:
+def of_sums(params: Mapping[str, Any]) -> Sharding:
     """Returns that each device may add up some of the numbers of each row.
 
     Or some of the rows, if they have ids: the result is the sum over the devices.

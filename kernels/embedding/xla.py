@@ -3,7 +3,8 @@
 XLA adds 16-bit numbers with a loop of compare-and-swap, which takes a round for each
 row that collides. It adds numbers of 32 bits with one instruction. If the table has
 more rows than are given, as many rows of float32 are kept as are given: the last row
-of each id owns it, and the others are added to the owner's sum.
+of each id owns it, and the others are added to the owner's sum. If the table has very
+few, rows are added to several tables, so that fewer collide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rewriter.kernels.embedding import forms, sums
+from rewriter.kernels.embedding import forms, lookup, sums
 from rewriter.kernels.embedding.estimate import estimate
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -68,7 +69,7 @@ def forward(
     elif total > math.prod(rows.shape[:-1]):
         out = sums.by_owner(flat, of_row, total)
     else:
-        out = sums.in_float32(flat, of_row, total)
+        out = sums.in_parts(flat, of_row, total)
     out = out.reshape(*lead, size, d)
     return (out, ()) if residuals else out
 
@@ -84,3 +85,5 @@ KERNEL = Kernel(
     speed=Speed(profitable, estimate=estimate),
     traits=Traits(memory_bounded=True, saves_out=False),
 )
+LOOKUP = lookup.with_sums(KERNEL, forms.ids_given)
+KERNELS = (KERNEL, LOOKUP)

@@ -189,8 +189,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small cases")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
-    kind = jax.devices()[0].device_kind.split()[-1].lower()
-    path = record.named(f"embedding_{kind}")
+    words = jax.devices()[0].device_kind.lower().removeprefix("nvidia ").split()
+    path = record.named(f"embedding_{words[0]}")
     rows = []
     for dtype in ("bfloat16", "float32"):
         for case in SMALL if given.small else CASES:

@@ -36,7 +36,7 @@ from rewriter.algebra.canonicalize.primitives import (
     adds_zero,
     is_local,
 )
-from rewriter.algebra.canonicalize.row_sums import row_axes, row_order
+from rewriter.algebra.canonicalize.row_axes import row_axes, row_order
 
 RULES = (arithmetic, contraction, gather, one_row, picks, predicates, row_sums)
 """The modules that hold a rule per primitive."""
