@@ -108,7 +108,7 @@ def read(find: Finder, node: Node, op: str) -> Reading:
     else:
         if axes.outside != USUAL[op]:
             params["outside"] = axes.outside
-        operands["ids"] = _operand(find, ev, node.ins[1], of_ids)
+        operands["ids"] = _operand(find, ev, node.ins[1], of_ids, axes.column)
     if op == LOOKUP or ev.number(node.ins[0]) != 0:
         operands["table"] = _operand(find, ev, node.ins[0], of_table)
     out = of_table if op == SUMS else of_rows
@@ -120,10 +120,19 @@ def read(find: Finder, node: Node, op: str) -> Reading:
 
 
 def _operand(
-    find: Finder, ev: RegionEvaluator, value: int, axes: Iterable[Sequence[int]]
+    find: Finder,
+    ev: RegionEvaluator,
+    value: int,
+    axes: Iterable[Sequence[int]],
+    column: int | None = None,
 ) -> Operand:
-    """An operand of which each axis is made of some of a value's."""
+    """An operand of which each axis is made of some of a value's.
+
+    Of ids it is a column of the last axis.
+    """
     at = ev.indices(value)
+    if column is not None:
+        at = (*at[:-1], find.algebra.affine(None, 1, column))
     form, at = split_digits(find.algebra, ev.poly(value, at, LAYOUT), at)
     groups = [_flat(at, group) for group in axes]
     return operand(form, *groups, dtype=find.graph.dtype(value))

@@ -20,6 +20,8 @@ class RowAxes:
 
     Attributes:
         table: The axis of the table that ids count along.
+        column: Where an id is among the numbers of its place: others are of axes that
+            are taken whole.
         batch: (axis of the table, of the ids, of the rows) for each batch axis.
         rows: (axis of the ids, of the rows) for each axis along which rows follow.
         window: (axis of the table, of the rows) for each axis of a row.
@@ -30,6 +32,7 @@ class RowAxes:
     """
 
     table: int
+    column: int
     batch: tuple[tuple[int, int, int], ...]
     rows: tuple[tuple[int, int], ...]
     window: tuple[tuple[int, int], ...]
@@ -51,21 +54,26 @@ def row_axes(node: Node) -> RowAxes | None:
     mapped, batch, own, window, inserted = (
         tuple(map(int, getattr(numbers, name))) for name in names
     )
-    if outside is None or len(mapped) != 1 or not ids or ids[-1] != 1:
-        return None
     others = [k for k in range(len(rows)) if k not in window]
     kept = [d for d in range(len(table)) if d not in (*inserted, *batch)]
+    if outside is None or not ids or ids[-1] != len(mapped):
+        return None
     if len(others) != len(ids) - 1 or len(kept) != len(window):
         return None
     pairs = tuple(zip(kept, window, strict=True))
-    whole = [rows[k] == (1 if d in mapped else table[d]) for d, k in pairs]
-    if not all(whole) or set(inserted) - set(mapped):
+    taken = {**dict.fromkeys(inserted, 1), **{d: rows[k] for d, k in pairs}}
+    some = [d for d in taken if taken[d] != table[d]] or list(mapped[:1])
+    if len(some) != 1 or some[0] not in mapped or taken[some[0]] != 1:
         return None
+    if len(mapped) > 1 and outside != "clip":
+        return None  # whole axes may begin elsewhere, and be outside
+    (axis,) = some
     return RowAxes(
-        mapped[0],
+        axis,
+        mapped.index(axis),
         tuple((d, k, others[k]) for d, k in zip(batch, own, strict=True)),
         tuple((k, others[k]) for k in range(len(ids) - 1) if k not in own),
-        tuple((d, k) for d, k in pairs if d not in mapped),
+        tuple((d, k) for d, k in pairs if d != axis),
         outside,
     )
 
@@ -124,7 +132,7 @@ def row_order(ev: Evaluator, node: Node, axes: RowAxes) -> RowOrder:
     """The order of a scatter's rows: as they are, but for ids that count up."""
     alg, ids = ev.alg, node.ins[1]
     sizes = ev.g.shape(ids)
-    at = tuple(alg.new_index(n) for n in sizes)
+    at = (*(alg.new_index(n) for n in sizes[:-1]), alg.affine(None, 1, axes.column))
     own = {at[k]: k for k, _ in axes.rows if at[k] is not None}
     form = _counting(ev, ids, at)
     if form is None or not alg.ids(form) <= own.keys():

@@ -114,6 +114,7 @@ class _Bound:
             of_ids[k] = of_rows[u] = digit
         for (d, u), digit in zip(axes.window, column, strict=True):
             of_table[d] = of_rows[u] = digit
+        of_ids[-1] = alg.affine(None, 1, axes.column)
         self.of_ids, self.of_table = tuple(of_ids), tuple(of_table)
         self.of_rows = tuple(of_rows)
 
