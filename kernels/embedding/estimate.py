@@ -41,8 +41,8 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     alike = max(given / total, math.sqrt(given) / 4)
     if not spec.has("ids"):
         alike = m / spec.param("period")
-    into = spec.has("table")
-    written = table * size * (3 if into else 2)
+    into = spec.has("table")  # in place
+    written = 0 if into else 2 * table * size
     swaps = SWAP * rows if size == 2 else 0.0
     plain = rows * (size + ADDED) + written
     wait = ROUND.get(size, 0.0)
@@ -58,13 +58,15 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
         times["counted"] = seconds(device, 0.0, rows * size + written, launches=2.0)
         return times
     if into or total > given:  # as many sums as rows
-        nbytes, kept, parts = rows * (size + 4 + ADDED) + written, rows, 1
+        owners = 8 * total
+        nbytes = rows * (size + 4 + ADDED + 2 * size * into) + written + owners
+        kept, parts = rows, 1
     else:
         parts = parts_of(given, total)
         kept = parts * table
         nbytes = rows * (size + ADDED) + kept * 8 + table * size
     times["in_float32"] = (
-        seconds(device, 0.0, nbytes, launches=4.0, temporary=4.0 * kept)
+        seconds(device, 0.0, nbytes, launches=5.0, temporary=4.0 * kept)
         + ROUND[4] * alike / parts
     )
     times["in_order"] = seconds(

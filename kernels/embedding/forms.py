@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float16", "float32")
 MOST = 1 << 31
-"""Rows of a table are counted in 32 bits."""
+"""Rows are counted in 32 bits."""
 
 
 def supports(spec: Spec) -> Verdict:
@@ -29,9 +29,10 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", text))
     if 0 in shape:
         found.append(no("empty", f"rows have shape {shape}"))
-    total = math.prod(shape[:-2]) * spec.param("size")
-    if total >= MOST:
-        found.append(no("size", f"{total} rows of a table, of at most 2^31 - 1"))
+    tables = math.prod(shape[:-2])
+    most = tables * max(spec.param("size"), shape[-2])
+    if most >= MOST:
+        found.append(no("size", f"{most} rows, of at most 2^31 - 1"))
     return all_of(*found)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rewriter.ops.op import Part
 from rewriter.ops.registry import registry
 from rewriter.site import site
 from tests import slow
@@ -30,21 +31,22 @@ def _both(
     kernel: str,
     shapes: dict[str, tuple[int, ...]],
     params: dict[str, Any],
+    op: Any = OP,
     dtype: str = "float32",
 ) -> tuple[Any, Any, list[jax.Array]]:
-    params = {"size": 5, **params}
+    params = {"size": 5, **params} if op is OP else params
     specs = {
         n: jax.ShapeDtypeStruct(s, "int32" if n == "ids" else dtype)
         for n, s in shapes.items()
     }
-    operands = OP.sample(jax.random.key(2), specs, params)
+    operands = op.sample(jax.random.key(2), specs, params)
 
     def bound(*args: jax.Array) -> jax.Array:
         given = dict(zip(shapes, args, strict=True))
-        return site.bind(OP, given, params, (("default", kernel),))
+        return site.bind(op, given, params, (("default", kernel),))
 
     def plain(*args: jax.Array) -> jax.Array:
-        return OP.reference(**dict(zip(shapes, args, strict=True)), **params)
+        return op.reference(**dict(zip(shapes, args, strict=True)), **params)
 
     return bound, plain, [operands[n] for n in shapes]
 
@@ -66,6 +68,42 @@ def test_transforms_of_sums_of_counted_rows(start: int, transform: str) -> None:
 @pytest.mark.parametrize("kernel", BY_ID)
 def test_transforms_of_sums(kernel: str, transform: str) -> None:
     transforms.check(transform, *_both(kernel, ROWS, {"outside": "clip"}))
+
+
+@pytest.mark.parametrize("transform", slow.first(2, FEW))
+@pytest.mark.parametrize("outside", ["nan", "clip"])
+def test_transforms_of_lookups(outside: str, transform: str) -> None:
+    op, shapes = registry().op("embedding_lookup"), {"table": (2, 5, 4), "ids": (2, 3)}
+    both = _both("in_float32", shapes, {"outside": outside}, op)
+    transforms.check(transform, *both)
+
+
+@pytest.mark.parametrize("transform", slow.first(1, FEW))
+def test_transforms_of_lookups_of_counted_rows(transform: str) -> None:
+    op, params = registry().op("embedding_lookup"), {"period": 3, "start": 1}
+    both = _both("counted", {"table": (5, 4)}, {**params, "count": 6}, op)
+    transforms.check(transform, *both)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("period", [0, 3, 6])
+def test_parts_of_the_rows_add_up(period: int, with_table: bool, count: int) -> None:
+    """Each device has some of the rows; positions may begin anywhere in a part."""
+    given = {"rows": jnp.asarray(NUMBERS)}
+    if with_table:
+        given["table"] = jnp.ones((9, 8))
+    params = {"outside": "clip", "size": 9, "start": 2 * (period > 0), "period": period}
+    if not period:
+        given["ids"] = jnp.asarray(ODD)
+    local, m = OP.spread(params).local, 12 // count
+    total = 0
+    for k in range(count):
+        own = {n: x[k * m : k * m + m] if n != "table" else x for n, x in given.items()}
+        operands, static = local(own, params, {"m": Part(k, count)})
+        total += OP.reference(**operands, **static)
+    want = OP.reference(**given, **params)
+    np.testing.assert_allclose(total, want, rtol=1e-5, atol=1e-6)
 
 
 def _sums(kernel: str, rows: Any, ids: Any, table: Any = None, **params: Any) -> Any:
