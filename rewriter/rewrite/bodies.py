@@ -26,7 +26,7 @@ from rewriter.gradients.insertion_point import Instead, read_instead
 from rewriter.program.graph import Scope
 from rewriter.rewrite.splice import Splice
 
-HANDED = frozenset({"remat", "scan", "shard_map"})
+EXTENDED = frozenset({"remat", "scan", "shard_map"})
 """Bodies whose equations are written anew where they are given more."""
 
 
@@ -35,8 +35,8 @@ class Bodies:
 
     Attributes:
         at: Splices by their positions in a body.
-        touched: Bodies that are written anew.
-        dissolved: Bodies that are inlined.
+        rewritten: Bodies that are written anew.
+        inlined: Bodies that are inlined.
         given: Values of the body around that a body is given.
         saved_in: Splices whose residuals leave a body.
         read_in: Splices whose residuals enter a body.
@@ -51,8 +51,8 @@ class Bodies:
     def __init__(self, regions: Regions, splices: Sequence[Splice]):
         self.regions, self.graph = regions, regions.graph
         self.at: dict[int, dict[int, list[Splice]]] = {}
-        self.touched: set[int] = set()
-        self.dissolved: set[int] = set()
+        self.rewritten: set[int] = set()
+        self.inlined: set[int] = set()
         self.given: dict[int, list[int]] = {}
         self.saved_in: dict[int, list[Splice]] = {}
         self.read_in: dict[int, list[Splice]] = {}
@@ -65,9 +65,9 @@ class Bodies:
             here.setdefault(splice.position, []).append(splice)
             scope: Scope | None = splice.scope
             while scope is not None:
-                self.touched.add(id(scope))
+                self.rewritten.add(id(scope))
                 scope = scope.parent
-            self._dissolve(splice)
+            self._reach_leaves(splice)
             if splice.backward is not None:
                 self._plan_backward(splice, splice.backward)
 
@@ -88,10 +88,10 @@ class Bodies:
         for _, at, _ in (*found.values(), defined):  # type: ignore[misc]
             scopes[id(at)] = at
         if len(scopes) > 1:  # the results cross calls
-            self._inlined_to(home, *scopes.values())
+            self._inline_up_to(home, *scopes.values())
         for inner in scopes.values():
             while inner is not None:
-                self.touched.add(id(inner))
+                self.rewritten.add(id(inner))
                 inner = inner.parent
         here = self.backward_at.setdefault(id(scope), {})
         where = {v: f[1] for v, f in found.items()}  # type: ignore[index]
@@ -104,18 +104,18 @@ class Bodies:
 
         A shard_map stacks them for another one, along the first axis.
         """
-        self._inlined_to(first, splice.scope)
+        self._inline_up_to(first, splice.scope)
         for body in bodies:
             self.read_in.setdefault(id(body), []).append(splice)
-            self._inlined_to(home_of(body.parent)[0], body.parent)
+            self._inline_up_to(home_of(body.parent)[0], body.parent)
         for body in left_by(first, bodies):
             self.saved_in.setdefault(id(body), []).append(splice)
-            self._inlined_to(home_of(body.parent)[0], body.parent)
+            self._inline_up_to(home_of(body.parent)[0], body.parent)
         for k, body in enumerate(bodies):  # the number of bodies that they have left
             left = sum(inner.kind != "remat" for inner in bodies[k + 1 :])
             self.level[id(body), id(splice)] = left
 
-    def _dissolve(self, splice: Splice) -> None:
+    def _reach_leaves(self, splice: Splice) -> None:
         """Marks the calls that must be inlined for a splice to see its leaves."""
         place = self.regions.place(splice.scope)
         for _, leaf in splice.match.leaves:
@@ -124,7 +124,7 @@ class Bodies:
                 continue
             if value not in splice.scope.first_var:
                 _, home, _ = place.defined[value]
-                self._inlined_to(place.scope, splice.scope, home)
+                self._inline_up_to(place.scope, splice.scope, home)
                 if value in place.around:
                     self._give(value, place.scope)
 
@@ -136,33 +136,33 @@ class Bodies:
         given.append(value)
         for branch in body.parent.children[body.call]:
             self.given[id(branch)] = given
-            self.touched.add(id(branch))
+            self.rewritten.add(id(branch))
         place = self.regions.place(body.parent)
         outside = self.regions.place(body).around[value].outside
         _, home, _ = place.defined[outside]
-        self._inlined_to(place.scope, body.parent, home)
+        self._inline_up_to(place.scope, body.parent, home)
         if outside in place.around:
             self._give(outside, place.scope)
 
-    def _inlined_to(self, home: Scope, *scopes: Scope) -> None:
+    def _inline_up_to(self, home: Scope, *scopes: Scope) -> None:
         """Marks the calls between bodies and the one they belong to."""
         for scope in scopes:
             while scope is not home:
-                self.dissolved.add(id(scope))
+                self.inlined.add(id(scope))
                 scope = scope.parent
 
-    def is_any_dissolved(self, scope: Scope) -> bool:
+    def is_any_inlined(self, scope: Scope) -> bool:
         """Whether some call in a body is inlined."""
         return any(
-            id(child) in self.dissolved
+            id(child) in self.inlined
             for children in scope.children.values()
             for child in children
         )
 
-    def is_handed(self, child: Scope) -> bool:
-        """Whether a loop or checkpoint is handed residuals or values, or hands some."""
+    def changes_signature(self, child: Scope) -> bool:
+        """Whether a body gains inputs or results: values, or residuals."""
         residuals = id(child) in self.saved_in or id(child) in self.read_in
-        return residuals or (id(child) in self.given and child.kind in HANDED)
+        return residuals or (id(child) in self.given and child.kind in EXTENDED)
 
     def read_for(self, splice: Splice, leaf: int) -> Instead:
         """The atom that a splice reads for a leaf."""

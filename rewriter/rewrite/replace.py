@@ -86,7 +86,7 @@ class _Work:
     # ------------------------------------------------------------- bodies
     def body(self, scope: Scope) -> Any:
         """The new jaxpr of a body."""
-        if id(scope) not in self.plan.touched and not self.plan.is_any_dissolved(scope):
+        if id(scope) not in self.plan.rewritten and not self.plan.is_any_inlined(scope):
             return scope.jaxpr
         frame = self.frames[id(scope)] = _Frame()
         more: list[Any] = []
@@ -112,7 +112,7 @@ class _Work:
 
         self.envs[id(scope)] = env
         done = self.results.setdefault(id(scope), {})
-        inlined = id(scope) in self.plan.dissolved
+        inlined = id(scope) in self.plan.inlined
         splices = self.plan.at.get(id(scope), {})
         gradients = self.plan.backward_at.get(id(scope), {})
         numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
@@ -137,9 +137,9 @@ class _Work:
         return [read(v) for v in scope.jaxpr.outvars]
 
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
-        if any(id(c) in self.plan.dissolved for c in children):
-            self._dissolved_call(children[0], eqn, frame, env, read)
-        elif any(map(self.plan.is_handed, children)):
+        if any(id(c) in self.plan.inlined for c in children):
+            self._inlined_call(children[0], eqn, frame, env, read)
+        elif any(map(self.plan.changes_signature, children)):
             handing = {
                 "remat": self._checkpoint,
                 "scan": self._loop,
@@ -259,7 +259,7 @@ class _Work:
         given = self.stacked.get(id(splice)) or self.residuals[id(splice)][0]
         return [a.aval for a in given]
 
-    def _dissolved_call(self, child, eqn, frame, env, read) -> None:
+    def _inlined_call(self, child, eqn, frame, env, read) -> None:
         body = child.jaxpr
         inner = _jax.literals_of(body)
         inner.update(zip(body.invars, map(read, eqn.invars), strict=True))
