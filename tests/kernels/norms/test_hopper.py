@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.norms import hopper_config, hopper_kernel
+from rewriter.kernels.norms import hopper_config, hopper_team
 from rewriter.kernels.norms.hopper_config import (
     Norm,
     Teams,
@@ -322,7 +322,7 @@ def wrong(op: str, config: Teams) -> bool:
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_simulator_sees_faults(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    team, config = hopper_kernel._Team, Teams(1, 2, 2, 2, 1)
+    team, config = hopper_team.Team, Teams(1, 2, 2, 2, 1)
     means, refill = team.means, team.refill
     monkeypatch.setattr(simulator, "LATE_S", 0.002)
     assert not wrong(op, config)

@@ -37,6 +37,7 @@ from rewriter.kernels.attention.hopper import (
 )
 from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work_split
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
+from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
     by_rows,
@@ -631,7 +632,7 @@ def simulated_ragged_dot() -> Iterator[None]:
 @contextmanager
 def simulated_norms() -> Iterator[None]:
     """Within, those of norms of rows do."""
-    with _replaced((norms_kernel,), pallas_gpu) as patch:
+    with _replaced((norms_kernel, norms_team), pallas_gpu) as patch:
         every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
         f32 = lambda shape: np.zeros(shape, np.float32)
         patch.setattr(pallas_gpu_rows, "row_sums", _sums)
