@@ -21,6 +21,9 @@ FOLDERS = [
 ]  # fmt: skip
 """Folders and single files below ``rewriter``, from the first to the last."""
 
+LINES = 500
+"""How many lines a file of the package has at most."""
+
 INDEXED = {
     "ops/registry": {"kernels/index", "patterns/index"},
     "run/pipeline": {"patterns/sets"},
@@ -131,6 +134,13 @@ def test_internals_are_called_through_their_folder():
         if not named(path).startswith("_jax/"):
             inside = {i for i in imported(path) if i.startswith("_jax/")}
             assert inside <= {"_jax/__init__"}, path
+
+
+@pytest.mark.parametrize("folder", ["rewriter", "kernels", "patterns"])
+def test_files_are_short(folder):
+    """A file that grows beyond this holds more than one idea: give each its own."""
+    lengths = {p: len(p.read_text().splitlines()) for p in files(folder)}
+    assert {p: n for p, n in lengths.items() if n > LINES} == {}
 
 
 def test_links():
