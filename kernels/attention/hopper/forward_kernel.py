@@ -35,7 +35,7 @@ from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
 from rewriter.kernels.attention.visibility import least
-from rewriter.kernels.shared import work_stealing
+from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -320,18 +320,10 @@ class _Block:
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
 
     def run(self) -> None:
-        most, least = REGISTERS[self.p.config.warpgroups]
-        computes = self.warpgroup < self.p.config.warpgroups
-
-        @pallas.when(computes)
-        def _() -> None:
-            plgpu.set_max_registers(most, action="increase")
-            self.compute()
-
-        @pallas.when(jnp.logical_not(computes))
-        def _() -> None:
-            plgpu.set_max_registers(least, action="decrease")
-            self.copy()
+        """Runs this warpgroup's part."""
+        count = self.p.config.warpgroups
+        computes = self.warpgroup < count
+        warpgroups.divide(computes, self.compute, self.copy, REGISTERS[count])
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""

@@ -45,7 +45,12 @@ from rewriter.kernels.ragged.dot.hopper import (
     schedule,
     store,
 )
-from rewriter.kernels.shared import pallas_gpu, pallas_gpu_rows, work_stealing
+from rewriter.kernels.shared import (
+    pallas_gpu,
+    pallas_gpu_rows,
+    warpgroups,
+    work_stealing,
+)
 
 PATIENCE_S = 20.0
 
@@ -558,11 +563,13 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
     )
     changed = {"plgpu": gpu, "lax": plain, "jnp": _Instead(np, einsum=_einsum)}
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
-        for module in (*kernels, shims):
+        for module in (*kernels, shims, warpgroups):
             for name, new in (*changed.items(), ("pl", of_kernels)):
                 patch.setattr(module, name, new, raising=False)
         patch.setattr(shims, "kernel", _kernel)
-        patch.setattr(shims, "when", lambda yes: lambda body: body() if yes else None)
+        for module in (shims, pallas_gpu):
+            when = lambda yes: lambda body: body() if yes else None
+            patch.setattr(module, "when", when)
         yield patch
 
 
