@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.norms import by_rows
+from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import CENTRED
 from rewriter.ops import tpu
@@ -22,6 +23,9 @@ from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.kernels.norms.tpu_kernel import Norm
     from rewriter.ops.kernel import Spec
 
 DTYPES = ("bfloat16", "float32")
@@ -223,105 +227,56 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
 
 
 # ------------------------------------------------------------------- both passes
-def forward(
-    *,
-    centred: bool,
-    x: jax.Array,
-    eps: float = 0.0,
-    of_squares: bool = False,
-    out_dtype: str | None = None,
-    addend: jax.Array | None = None,
-    residuals: bool = False,
-    config: Rows | None = None,
-    **given: jax.Array,
-) -> Any:
-    """Returns the result, as `reference` does; there are no residuals.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        centred: Whether it is a layer norm, and no RMS norm.
-        out_dtype: The result's dtype; x's by default.
-        addend: As x. The result is then ``(x + addend, its norm)``.
-        residuals: Whether to return ``(result, ())``.
-        config: The blocks.
-        **given: scale [d], bias [d] and epsilon [], if present.
-    """
+def _normalized(call: Call, config: Rows | None) -> tuple[Array, Array | None]:
+    """The norm of rows and, with an addend, the sums that it normalises."""
     from rewriter.kernels.norms.tpu_kernel import normalized
 
-    norm, rows = _rows(centred, x, eps, of_squares)
-    dtype = jnp.dtype(out_dtype or x.dtype)
+    norm, rows = _of_call(call), call.x
+    dtype = jnp.dtype(call.out_dtype)
     config = config or smallest(norm.d)
     total, added = None, None
-    if addend is not None:
-        items = x.dtype.itemsize + dtype.itemsize
-        beside = beside_sum(norm.m, norm.d, config, items, 2 * x.dtype.itemsize)
+    if call.addend is not None:
+        items = rows.dtype.itemsize + dtype.itemsize
+        beside = beside_sum(norm.m, norm.d, config, items, 2 * rows.dtype.itemsize)
         if beside is None:  # x alone fits
-            rows = rows + addend.reshape(rows.shape)
-            total = rows
+            rows = total = call.of_sum().x
         else:
-            config, added = beside, addend.reshape(rows.shape)
-    out, *sums = normalized(norm, rows, given, dtype, config, added)
-    out, total = out.reshape(x.shape), sums[0] if sums else total
-    result = out if total is None else (total.reshape(x.shape), out)
-    return (result, ()) if residuals else result
+            config, added = beside, call.addend
+    out, *sums = normalized(norm, rows, call.given, dtype, config, added)
+    return out, sums[0] if sums else total
 
 
-def backward(
-    *,
-    centred: bool,
-    x: jax.Array,
-    out: None,
-    residuals: tuple[()],
-    cotangent: jax.Array,
-    eps: float = 0.0,
-    of_squares: bool = False,
-    out_dtype: str | None = None,
-    addend: jax.Array | None = None,
-    config: Rows | None = None,
-    **given: jax.Array,
-) -> dict[str, jax.Array]:
-    """Returns the cotangents of every operand.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        centred: Whether it is a layer norm, and no RMS norm.
-        out: Not needed.
-        residuals: Empty.
-        cotangent: As the result.
-        addend: As x, added to its cotangent.
-        config: The blocks.
-        **given: As in `forward`.
-    """
+def _cotangents(call: Call, up: Array, config: Rows | None) -> dict[str, Array]:
+    """The cotangents of operands."""
     from rewriter.kernels.norms.tpu_kernel import cotangents
 
-    del out, residuals, out_dtype
-    norm, rows = _rows(centred, x, eps, of_squares)
-    up = cotangent.reshape(rows.shape)
+    norm = _of_call(call)
     config = config or smallest(norm.d)
     added, later = None, None
-    if addend is not None:
-        items = 2 * x.dtype.itemsize + up.dtype.itemsize
-        beside = beside_sum(norm.m, norm.d, config, items, x.dtype.itemsize)
+    if call.addend is not None:
+        size = call.x.dtype.itemsize
+        items = 2 * size + up.dtype.itemsize
+        beside = beside_sum(norm.m, norm.d, config, items, size)
         if beside is None:
-            later = addend
+            later = call.addend
         else:
-            config, added = beside, addend.reshape(rows.shape)
-    made = cotangents(norm, rows, up, given, config, added)
-    made["x"] = made["x"].reshape(x.shape)
+            config, added = beside, call.addend
+    made = cotangents(norm, call.x, up, call.given, config, added)
     made["x"] = made["x"] if later is None else made["x"] + later
-    return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
+    return made
 
 
-def _rows(
-    centred: bool, x: jax.Array, eps: float, of_squares: bool
-) -> tuple[Any, jax.Array]:
-    """What is computed, and x as rows."""
+def _of_call(call: Call) -> Norm:
     from rewriter.kernels.norms.tpu_kernel import Norm
 
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return Norm(centred, eps, of_squares, *rows.shape), rows
+    return Norm(call.centred, call.eps, call.of_squares, *call.x.shape)
+
+
+forward = functools.partial(by_rows.forward, _normalized)
+"""The result by the kernel of rows."""
+
+backward = functools.partial(by_rows.backward, _cotangents)
+"""The cotangents by the kernel of rows."""
 
 
 def _kernel(op: str) -> Kernel:
