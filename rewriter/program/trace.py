@@ -185,6 +185,22 @@ def original_of(fn: Any) -> tuple[Any, dict[str, Any]]:
     return fn.original, dict(fn.report.__self__.given)
 
 
+def options_in_force(
+    fn: Any, options: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Returns the function, our options and those of ``jax.jit`` for a call of it.
+
+    Args:
+        fn: An optimized function, whose options hold too, or any other.
+        options: What is given beside; it takes precedence.
+    """
+    fn, known = original_of(fn)
+    given = {**known, **options}
+    theirs = {k: v for k, v in given.items() if k in JIT_OPTIONS}
+    ours = {k: v for k, v in given.items() if k not in JIT_OPTIONS}
+    return fn, ours, jit_options(fn, theirs)
+
+
 def is_optimized(fn: Any) -> bool:
     """Whether a function is itself one that ``optimize`` returned.
 

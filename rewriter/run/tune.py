@@ -105,15 +105,11 @@ def tune(
         raise ConfigError(
             f"budget_s={budget_s!r}", wanted="seconds above 0", where=caller()
         )
-    fn, lifted = trace.original_of(fn)
     if patterns is not None:
-        lifted["patterns"] = patterns
-    given = {**lifted, **options}
-    ours = {k: v for k, v in given.items() if k not in trace.JIT_OPTIONS}
-    theirs = {k: v for k, v in given.items() if k in trace.JIT_OPTIONS}
+        options["patterns"] = patterns
+    fn, ours, jit_options = trace.options_in_force(fn, options)
     ours, user_patterns = with_patterns(ours, ours.pop("patterns", "default"))
     config = resolve(ours)
-    jit_options = trace.jit_options(fn, theirs)
     inner = trace.jitted(fn, jit_options)
 
     @in_step

@@ -188,11 +188,7 @@ def benchmark(
     if mode not in MODES:
         choose = f"Choose {', '.join(MODES)}"
         raise ConfigError(f"mode={mode!r}", next_step=choose, where=caller())
-    fn, lifted = trace.original_of(fn)
-    options = {**lifted, **options}
-    theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
-    ours = {k: v for k, v in options.items() if k not in theirs}
-    static = trace.jit_options(fn, theirs)
+    fn, ours, static = trace.options_in_force(fn, options)
 
     @in_step
     def run(*args: Any, **kwargs: Any) -> Benchmark:
