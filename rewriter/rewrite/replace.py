@@ -7,96 +7,24 @@ more are dropped. Untouched equations and bodies stay the same objects.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.errors import RewriterError
 from rewriter.find.body_inputs import BodyInput
-from rewriter.find.match import Match, NearMiss
-from rewriter.find.reading import leaves_of
-from rewriter.find.reference import gradient_function
 from rewriter.find.region import Regions
-from rewriter.gradients.backward import Backward
-from rewriter.gradients.backward_place import (
-    first_defined,
-    first_had,
-    home_of,
-    left_by,
-    lies_at,
-    route,
-)
-from rewriter.gradients.insertion_point import Instead, read_instead
-from rewriter.measure.key import Key
+from rewriter.gradients.backward_place import home_of
+from rewriter.gradients.insertion_point import read_instead
 from rewriter.program.equations import live
 from rewriter.program.graph import Scope
 from rewriter.program.loops import inserted, loop_of, traced
-from rewriter.rewrite.passes.checkpoint_savings import Kept
-from rewriter.rewrite.passes.recompute import Stacks
-from rewriter.rewrite.plan import Site
-from rewriter.rewrite.replacements import Pair
+from rewriter.rewrite.bodies import Bodies
+from rewriter.rewrite.fragments import Fragments
 from rewriter.rewrite.splice import Splice
-from rewriter.support.verdict import Reason
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A program with its sites replaced.
-
-    Attributes:
-        closed_jaxpr: The new program; same inputs and outputs as before.
-        sites: All recognised ops, replaced or not.
-        misses: Near misses.
-        failures: What went wrong inside the rewriter, if anything.
-        seconds: Stage name to seconds.
-        key: The key under which the whole program is measured; None if nothing was
-            replaced.
-        stacks: Stacked bytes of loops, where `recompute` made them fewer.
-        kept: Values saved for checkpoints, which they do not compute again.
-        offered: Further values that could be saved for them.
-        pairs: Each kind of site as written and replaced, if the two are compared.
-    """
-
-    closed_jaxpr: ClosedJaxpr
-    sites: tuple[Site, ...] = ()
-    misses: tuple[NearMiss, ...] = ()
-    failures: tuple[Reason, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    key: Key | None = None
-    stacks: tuple[Stacks, ...] = ()
-    kept: tuple[Kept, ...] = ()
-    offered: tuple[Kept, ...] = ()
-    pairs: tuple[Pair, ...] = ()
-
-
-class NotPlaced(Exception):
-    """A replacement cannot be traced where it stands; the cause is chained.
-
-    Attributes:
-        match: What was to be replaced.
-    """
-
-    def __init__(self, match: Match, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-        self.match = match
-
-
-@contextlib.contextmanager
-def _placing(splice: Splice) -> Iterator[None]:
-    """Says of an error which replacement it is about."""
-    try:
-        yield
-    except (NotPlaced, RewriterError):
-        raise
-    except Exception as error:
-        raise NotPlaced(splice.match, error) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +58,13 @@ def replace(
         return top.jaxpr, None
     work = _Work(regions, splices)
     program = work.body(top)
-    if work.carried or work.given:
+    if work.carried or work.plan.given:
         return _jax.pruned(program), None
     frame, position = work.frames[id(top)], {}
     for at, (lo, hi) in enumerate(itertools.pairwise([0, *frame.ends])):
         for eqn in frame.eqns[lo:hi]:
             position[id(eqn)] = at
     return program, Origins(position, frame.labels, work.envs[id(top)])
-
-
-HANDED = frozenset({"remat", "scan", "shard_map"})
-"""Bodies whose equations are written anew where they are given more."""
 
 
 class _Frame:
@@ -156,107 +80,17 @@ class _Work:
     """Rewrites bodies, outermost first."""
 
     def __init__(self, regions: Regions, splices: Sequence[Splice]):
-        self.graph = regions.graph
-        self.regions = regions
-        self.saved_in: dict[int, list[Splice]] = {}
-        self.read_in: dict[int, list[Splice]] = {}
+        self.graph, self.regions = regions.graph, regions
+        instead = {id(s): read_instead(regions, s.match, s.scope) for s in splices}
+        self.fragments = Fragments(regions.graph, instead)
+        self.plan = Bodies(regions, splices, self.fragments)
         self.carried: dict[tuple[int, int], list[Any]] = {}
         self.stacked: dict[int, list[Any]] = {}
-        self.level: dict[tuple[int, int], int] = {}
         self.handed: dict[int, list[list[Any]]] = {}
-        self.given: dict[int, list[int]] = {}
-        self.at: dict[int, dict[int, list[Splice]]] = {}
-        self.touched: set[int] = set()
-        self.dissolved: set[int] = set()
-        self.fragments: dict[Any, Any] = {}
         self.frames: dict[int, _Frame] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
-        self.backward_at: dict[int, dict[int, list[Any]]] = {}
         self.residuals: dict[int, Any] = {}
-        self.gradients_home: dict[int, Scope] = {}
-        self.instead = {id(s): read_instead(regions, s.match, s.scope) for s in splices}
-        for splice in splices:
-            here = self.at.setdefault(id(splice.scope), {})
-            here.setdefault(splice.position, []).append(splice)
-            scope: Scope | None = splice.scope
-            while scope is not None:
-                self.touched.add(id(scope))
-                scope = scope.parent
-            self._dissolve(splice)
-            if splice.backward is not None:
-                self._plan_backward(splice, splice.backward)
-
-    def _plan_backward(self, splice: Splice, backward: Backward) -> None:
-        """Decides where gradients are computed: at the program's first one."""
-        first, _ = home_of(splice.scope)
-        home = first
-        if not lies_at(backward, self.graph, first):
-            bodies = route(backward, self.graph, splice.scope)
-            self._plan_carried(splice, first, bodies)
-            home = bodies[-1]
-        self.gradients_home[id(splice)] = home
-        found = {v: first_defined(self.graph, v, home) for v in backward.results}
-        _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
-        start = splice.scope if home is first else home
-        scopes = {id(start): start}
-        defined = first_had(self.graph, backward.cotangent, home)
-        for _, at, _ in (*found.values(), defined):  # type: ignore[misc]
-            scopes[id(at)] = at
-        if len(scopes) > 1:  # the results cross calls
-            self._inlined_to(home, *scopes.values())
-        for inner in scopes.values():
-            while inner is not None:
-                self.touched.add(id(inner))
-                inner = inner.parent
-        here = self.backward_at.setdefault(id(scope), {})
-        where = {v: f[1] for v, f in found.items()}  # type: ignore[index]
-        here.setdefault(position, []).append((splice, where))
-
-    def _plan_carried(
-        self, splice: Splice, first: Scope, bodies: tuple[Scope, ...]
-    ) -> None:
-        """Passes residuals from body to body: a loop stacks them for its backward loop.
-
-        A shard_map stacks them for another one, along the first axis.
-        """
-        self._inlined_to(first, splice.scope)
-        for body in bodies:
-            self.read_in.setdefault(id(body), []).append(splice)
-            self._inlined_to(home_of(body.parent)[0], body.parent)
-        for body in left_by(first, bodies):
-            self.saved_in.setdefault(id(body), []).append(splice)
-            self._inlined_to(home_of(body.parent)[0], body.parent)
-        for k, body in enumerate(bodies):  # the number of bodies that they have left
-            left = sum(inner.kind != "remat" for inner in bodies[k + 1 :])
-            self.level[id(body), id(splice)] = left
-
-    def _dissolve(self, splice: Splice) -> None:
-        """Marks the calls that must be inlined for a splice to see its leaves."""
-        place = self.regions.place(splice.scope)
-        for _, leaf in splice.match.leaves:
-            value = self._read_for(splice, leaf).value
-            if value not in splice.scope.first_var:
-                _, home, _ = place.defined[value]
-                self._inlined_to(place.scope, splice.scope, home)
-                if value in place.around:
-                    self._give(value, place.scope)
-
-    def _give(self, value: int, body: Scope) -> None:
-        """Plans that a body is given a value of the body around."""
-        given = self.given.setdefault(id(body), [])
-        if value in given:
-            return
-        given.append(value)
-        for branch in body.parent.children[body.call]:
-            self.given[id(branch)] = given
-            self.touched.add(id(branch))
-        place = self.regions.place(body.parent)
-        outside = self.regions.place(body).around[value].outside
-        _, home, _ = place.defined[outside]
-        self._inlined_to(place.scope, body.parent, home)
-        if outside in place.around:
-            self._give(outside, place.scope)
 
     def _given_to(self, body: Scope) -> list[Any]:
         """What carries, around a body, the values that it is given."""
@@ -266,7 +100,7 @@ class _Work:
 
     def _all_given(self, body: Scope) -> list[BodyInput]:
         """The values that a body is given; a branch those of all branches."""
-        those = self.given.get(id(body), ())
+        those = self.plan.given.get(id(body), ())
         branches = body.parent.children[body.call] if those else ()
         known = [self.regions.place(b).around for b in branches]
         return [next(k[v] for k in known if v in k) for v in those]
@@ -274,43 +108,29 @@ class _Work:
     def _variables_of(self, body: Scope) -> list[Any]:
         """What carries them in it."""
         around, avals = self.regions.place(body).around, self.graph.avals
-        those = self.given.get(id(body), ())
+        those = self.plan.given.get(id(body), ())
         return [around[v].var if v in around else _jax.new_var(avals[v]) for v in those]
-
-    def _inlined_to(self, home: Scope, *scopes: Scope) -> None:
-        """Marks the calls between bodies and the one they belong to."""
-        for scope in scopes:
-            while scope is not home:
-                self.dissolved.add(id(scope))
-                scope = scope.parent
 
     # ------------------------------------------------------------- bodies
     def body(self, scope: Scope) -> Any:
         """The new jaxpr of a body."""
-        if id(scope) not in self.touched and not self._any_dissolved(scope):
+        if id(scope) not in self.plan.touched and not self.plan.is_any_dissolved(scope):
             return scope.jaxpr
         frame = self.frames[id(scope)] = _Frame()
         more: list[Any] = []
-        for splice in self.read_in.get(id(scope), ()):
+        for splice in self.plan.read_in.get(id(scope), ()):
             avals = self._avals_in(scope, splice)
             inputs = [_jax.new_var(a) for a in avals]
             self.carried[id(scope), id(splice)] = inputs
             more += inputs
         outs = self._inline(scope, frame, {})
-        for splice in self.saved_in.get(id(scope), ()):
+        for splice in self.plan.saved_in.get(id(scope), ()):
             atoms = self._residuals_in(scope, splice)
             self.handed.setdefault(id(splice), []).append([a.aval for a in atoms])
             outs = outs + atoms
         eqns, _ = live(frame.eqns, outs)
         first = self._variables_of(scope)
         return _jax.with_equations(scope.jaxpr, eqns, outs, more, first)
-
-    def _any_dissolved(self, scope: Scope) -> bool:
-        return any(
-            id(child) in self.dissolved
-            for children in scope.children.values()
-            for child in children
-        )
 
     def _inline(self, scope: Scope, frame: _Frame, env: dict[Any, Any]) -> list[Any]:
         """Appends a body's new equations; returns the atoms of its results."""
@@ -320,9 +140,9 @@ class _Work:
 
         self.envs[id(scope)] = env
         done = self.results.setdefault(id(scope), {})
-        inlined = id(scope) in self.dissolved
-        splices = self.at.get(id(scope), {})
-        gradients = self.backward_at.get(id(scope), {})
+        inlined = id(scope) in self.plan.dissolved
+        splices = self.plan.at.get(id(scope), {})
+        gradients = self.plan.backward_at.get(id(scope), {})
         numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
         ends = frame.ends if scope is self.graph.top else []
         for position, eqn in enumerate(scope.jaxpr.eqns):
@@ -343,9 +163,9 @@ class _Work:
         return [read(v) for v in scope.jaxpr.outvars]
 
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
-        if any(id(c) in self.dissolved for c in children):
+        if any(id(c) in self.plan.dissolved for c in children):
             self._dissolved_call(children[0], eqn, frame, env, read)
-        elif any(map(self._is_handed, children)):
+        elif any(map(self.plan.is_handed, children)):
             handing = {
                 "remat": self._checkpoint,
                 "scan": self._loop,
@@ -355,11 +175,6 @@ class _Work:
             given(children[0], eqn, frame, env, read)
         else:
             self._plain(children, eqn, frame, env, read, inlined)
-
-    def _is_handed(self, child: Scope) -> bool:
-        """Whether a loop or checkpoint is handed residuals or values, or hands some."""
-        residuals = id(child) in self.saved_in or id(child) in self.read_in
-        return residuals or (id(child) in self.given and child.kind in HANDED)
 
     def _plain(self, children, eqn, frame, env, read, inlined) -> None:
         new = self._with_bodies(eqn, children) if children else eqn
@@ -384,7 +199,7 @@ class _Work:
         frame.eqns += eqns
         env.update(zip(eqn.outvars, outs, strict=False))
         outs = outs[len(eqn.outvars) :]
-        for splice in self.saved_in.get(id(child), ()):
+        for splice in self.plan.saved_in.get(id(child), ()):
             count = len(self.residuals[id(splice)][0])
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
@@ -394,7 +209,7 @@ class _Work:
         body = self.body(child)
         given, made = (
             sum(len(self.residuals[id(s)][0]) for s in those.get(id(child), ()))
-            for those in (self.read_in, self.saved_in)
+            for those in (self.plan.read_in, self.plan.saved_in)
         )
         first = [g.spec for g in self._all_given(child)]
         atoms = [*self._given_to(child), *atoms]
@@ -402,7 +217,7 @@ class _Work:
         frame.eqns.append(new)
         env.update(zip(eqn.outvars, new.outvars, strict=False))
         outs = list(new.outvars[len(eqn.outvars) :])
-        for splice in self.saved_in.get(id(child), ()):
+        for splice in self.plan.saved_in.get(id(child), ()):
             count = len(self.residuals[id(splice)][0])
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
@@ -418,7 +233,7 @@ class _Work:
     def _with_residuals(self, child: Scope, atoms: Iterable[Any]) -> list[Any]:
         """The operands of a body, followed by the residuals passed to it."""
         outer, _ = home_of(child.parent)
-        those = self.read_in.get(id(child), ())
+        those = self.plan.read_in.get(id(child), ())
         return [*atoms, *(a for s in those for a in self._residuals_in(outer, s))]
 
     def _residuals_in(self, body: Scope, splice: Splice) -> list[Any]:
@@ -431,7 +246,7 @@ class _Work:
     def _avals_in(self, body: Scope, splice: Splice) -> list[Any]:
         """The types of the residuals passed to a body."""
         left = self.handed.get(id(splice), [])
-        level = self.level[id(body), id(splice)]
+        level = self.plan.level[id(body), id(splice)]
         return left[level] if level < len(left) else self._types_behind(splice)
 
     def _types_behind(self, splice: Splice) -> list[Any]:
@@ -450,7 +265,7 @@ class _Work:
         new = [self.body(c) for c in children]
         if all(a is c.jaxpr for a, c in zip(new, children, strict=True)):
             return eqn
-        if id(children[0]) in self.given:
+        if id(children[0]) in self.plan.given:
             return _jax.with_constants_first(eqn, new, self._given_to(children[0]))
         kind = _jax.call_kind(eqn)
         if kind == "cond":
@@ -464,8 +279,7 @@ class _Work:
     # ------------------------------------------------------------- splices
     def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
-        with _placing(splice):
-            fragment, names, tree = self._fragment(splice)
+        fragment, names, tree = self.fragments.forward(splice)
         here = dict(splice.match.leaves)
         atoms = [self._atom_of(splice, here[v]) for v in names]
         out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
@@ -482,46 +296,18 @@ class _Work:
 
     def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
         """Appends the gradients' equations; returns their atoms by value."""
+        assert splice.backward is not None
         _, avals, tree = self.residuals[id(splice)]
-        backward, graph = splice.backward, self.graph
-        values = _in_order(splice)
-        dtypes = tuple(graph.dtype(backward.grads[v]) for v in values)
-        dtype = graph.dtype(splice.match.value)
-        zeros = tuple((graph.shape(v), graph.dtype(v)) for v in backward.others)
-
-        def code(*given: jax.Array) -> list[jax.Array]:
-            *saved, cotangent = given
-            function = _unsaved(tree, saved)
-            grads = function(_jax.placed_as(cotangent, own).astype(dtype))
-            found = [g.astype(d) for g, d in zip(grads, dtypes, strict=True)]
-            found += [jnp.zeros(*like) for like in zeros]
-            return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
-
-        here = dict(splice.match.leaves)
-        names = leaves_of(splice.match.reading)
-        places = tuple(k for k, v in enumerate(names) if here[v] in values)
-        result = graph.avals[backward.cotangent]
-        own = graph.avals[splice.match.value]
-        results = (*(backward.grads[v] for v in values), *backward.others)
-        wanted = [graph.avals[v] for v in results]
-        weak = tuple(a.weak_type for a in wanted)
-        like = tree, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
-        key = ("backward", id(splice.match.reading), splice.key, *like)
-        if key not in self.fragments:
-            with _placing(splice):
-                self.fragments[key] = _jax.trace_placed(code, [*avals, result])
-        cotangent = self._cotangent(splice, backward.cotangent)
-        fragment = self.fragments[key]
-        if fragment.constvars:
-            raise ValueError("the gradients hold constants")
-        residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
+        fragment, results = self.fragments.gradients(splice, avals, tree)
+        cotangent = self._cotangent(splice, splice.backward.cotangent)
+        residuals = self._residuals_in(self.plan.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
         atoms = self._inserted(fragment, given, eqn, frame, splice.label)
         return dict(zip(results, atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """The atom of a cotangent where gradients are computed."""
-        home = self.gradients_home[id(splice)]
+        home = self.plan.gradients_home[id(splice)]
         _, scope, var = self.regions.place(home).defined[value]
         return self.envs[id(scope)].get(var, var)
 
@@ -536,13 +322,9 @@ class _Work:
         frame.labels.update((id(e), label) for e in equations)
         return results
 
-    def _read_for(self, splice: Splice, leaf: int) -> Instead:
-        """The atom that a splice reads for a leaf."""
-        return self.instead[id(splice)].get(leaf, Instead(leaf))
-
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """The atom of a value at a splice: a variable there or in an inlined call."""
-        value = self._read_for(splice, value).value
+        value = self.fragments.read_for(splice, value).value
         home = splice.scope
         found = home.first_var.get(value)
         if found is None:
@@ -550,78 +332,3 @@ class _Work:
         else:
             var = found[1]
         return self.envs[id(home)].get(var, var)
-
-    def _fragment(self, splice: Splice) -> tuple[Any, tuple[int, ...], Any]:
-        """The traced code of a replacement, and the leaves that it takes.
-
-        With gradients, its results are followed by residuals; the last item is the
-        structure in which `jax.vjp` keeps those.
-        """
-        reading, graph = splice.match.reading, self.graph
-        moving = _in_order(splice)
-        here = dict(splice.match.leaves)
-        order = tuple(k for k, v in enumerate(leaves_of(reading)) if here[v] in moving)
-        names = leaves_of(reading)
-        read = [self._read_for(splice, here[v]) for v in names]
-        avals = [graph.avals[r.value] for r in read]
-        result = graph.avals[splice.match.value]
-        stated = _jax.stated([*avals, result]), tuple(r.key for r in read)
-        key = (id(reading), splice.key, order, result.weak_type, stated)
-        if splice.key is not None and key in self.fragments:
-            return self.fragments[key]
-
-        def code(*arrays: jax.Array) -> jax.Array:
-            out = reading.build(
-                splice.call,
-                dict(zip(names, arrays, strict=True)),
-                graph.shape(reading.value),
-                graph.dtype(reading.value),
-            )
-            return _typed_as(out, result)
-
-        trees: list[Any] = []
-
-        def with_residuals(*given: jax.Array) -> list[jax.Array]:
-            arrays = [r.back(x) for r, x in zip(read, given, strict=True)]
-            if not order:
-                return [code(*arrays)]
-            out, function = gradient_function(code, arrays, list(order))
-            residuals, tree = _saved(function)
-            trees.append(tree)
-            return [out, *residuals]
-
-        traced = _jax.trace_placed(with_residuals, avals)
-        if traced.constvars:
-            raise ValueError("the replacement holds constants")
-        self.fragments[key] = (traced, names, trees[-1] if trees else None)
-        return self.fragments[key]
-
-
-def _saved(function: Any) -> tuple[list[jax.Array], Any]:
-    """A function's arrays, with at least one axis for stacking, and their structure."""
-    kept, tree = jax.tree.flatten(function)
-    numbers = tuple(jnp.ndim(x) == 0 for x in kept)
-    arrays = [x.reshape(1) if n else x for x, n in zip(kept, numbers, strict=True)]
-    return arrays, (tree, numbers)
-
-
-def _unsaved(saved: Any, arrays: Sequence[jax.Array]) -> Any:
-    """Restores a function from its saved arrays."""
-    tree, numbers = saved
-    kept = [x.reshape(()) if n else x for x, n in zip(arrays, numbers, strict=True)]
-    return jax.tree.unflatten(tree, kept)
-
-
-def _typed_as(x: jax.Array, aval: Any) -> jax.Array:
-    """The array with the sharding and weak type of an aval."""
-    x = _jax.placed_as(x, aval)
-    return _jax.weakly_typed(x) if aval.weak_type else x
-
-
-def _in_order(splice: Splice) -> list[int]:
-    """Leaves whose gradients are replaced, in the order of the reading's leaves."""
-    if splice.backward is None:
-        return []
-    here = dict(splice.match.leaves)
-    names = leaves_of(splice.match.reading)
-    return [here[v] for v in names if here[v] in splice.backward.grads]

@@ -40,7 +40,7 @@ from rewriter.program.placement import Later, placed
 from rewriter.program.propagation import Placement
 from rewriter.program.trace import Bound, Traced
 from rewriter.reports.report import Report
-from rewriter.rewrite.replace import Rewritten
+from rewriter.rewrite.rewritten import Rewritten
 from rewriter.run import deferred
 from rewriter.run.deferred import INSIDE, Deferred
 from rewriter.run.pipeline import has_sites, rewrite

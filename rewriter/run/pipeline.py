@@ -21,7 +21,7 @@ from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.propagation import Placement
-from rewriter.rewrite.replace import Rewritten
+from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import Unlike
 from rewriter.run import steps
 from rewriter.run.program import Pass, Program

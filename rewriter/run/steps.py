@@ -17,13 +17,13 @@ from rewriter.gradients.search import search_gradients
 from rewriter.program.fold import fold
 from rewriter.program.graph import Graph
 from rewriter.rewrite import replace as splicing
+from rewriter.rewrite.fragments import NotPlaced
 from rewriter.rewrite.locate import located
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
 from rewriter.rewrite.passes.memory_order import use_memory_order
 from rewriter.rewrite.passes.recompute import recompute_stacked
-from rewriter.rewrite.replace import NotPlaced
 from rewriter.rewrite.replacements import pairs_of
 from rewriter.rewrite.unfold import Unlike, unfold
 from rewriter.run.program import Program

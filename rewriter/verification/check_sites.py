@@ -12,8 +12,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
 from rewriter.rewrite.differing_inputs import inputs_of_one_side
-from rewriter.rewrite.replace import Rewritten
 from rewriter.rewrite.replacements import Pair
+from rewriter.rewrite.rewritten import Rewritten
 from rewriter.verification.compare import YOURS, Comparison, Difference, compared
 from rewriter.verification.probes import drawn
 

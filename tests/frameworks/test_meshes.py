@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import rewriter
 from rewriter.errors import RewriterError, RewriterWarning
+from rewriter.rewrite.fragments import Fragments
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
@@ -136,8 +136,7 @@ def test_key_heads_under_an_explicit_mesh(mesh: Any, way: str) -> None:
 def test_a_replacement_that_fails_costs_one_site(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    replace = importlib.import_module("rewriter.rewrite.replace")
-    real = replace._Work._fragment
+    real = Fragments._forward
 
     def fails(self: Any, splice: Any) -> Any:
         if splice.match.op.name == "attention":
@@ -148,7 +147,7 @@ def test_a_replacement_that_fails_costs_one_site(
         return norm(attend(norm(q), k, v))
 
     q = jax.random.normal(jax.random.key(0), (2, 8, 2, 16))
-    monkeypatch.setattr(replace._Work, "_fragment", fails)
+    monkeypatch.setattr(Fragments, "_forward", fails)
     fast = rewriter.optimize(f, implementation=EVERYWHERE)
     with pytest.warns(RewriterWarning, match="attention: TypeError: no such sharding"):
         got = fast(q, q, q)

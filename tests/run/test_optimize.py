@@ -17,7 +17,7 @@ from rewriter.errors import (
     RewriterWarning,
     TraceError,
 )
-from rewriter.rewrite.replace import Rewritten
+from rewriter.rewrite.rewritten import Rewritten
 from tests.support.programs import FORCED, attention, block, inputs
 
 engine = importlib.import_module("rewriter.run.analysis")

@@ -13,7 +13,7 @@ import pytest
 import rewriter
 from rewriter.measure import oracle
 from rewriter.program import trace
-from rewriter.rewrite.replace import Rewritten
+from rewriter.rewrite.rewritten import Rewritten
 from tests.support.programs import FORCED, block, inputs
 
 engine = importlib.import_module("rewriter.run.analysis")
