@@ -1,6 +1,7 @@
 """A site: the equation that stands for an op in the rewritten program.
 
-`site` is the JAX primitive with its rules of differentiation and batching. `uses`
+`site` is the JAX primitive with its rules of differentiation, `result_types` has the
+types of its results, and `lowering` its rules of lowering and batching. `uses`
 describes one use of an op, `implementation` names what computes it, and `implement` and
 `kernel_call` run it. `vmap_levels` merges levels of `jax.vmap` into axes of the op.
 `shards` and `ring` run a site on several devices. `fusable_adds` and `residual_stream`

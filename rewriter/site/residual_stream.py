@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from rewriter.ops.kernel import Kernel
-from rewriter.site import implement, site
+from rewriter.site import implement, lowering, result_types, site
 from rewriter.site.uses import Use
 
 Composed = Callable[..., Callable[..., Sequence[Any]]]
@@ -125,17 +125,19 @@ def _jvp_rule(composed: Composed) -> Callable[..., Any]:
 # ------------------------------------------------------------ abstract values
 def _site_aval(*avals: Any, use: Use, residuals: bool) -> list[Any]:
     n = len(use.names)
-    outs = site.site_aval(*avals[:n], use=use, batch=(), residuals=residuals)
+    outs = result_types.site_aval(*avals[:n], use=use, batch=(), residuals=residuals)
     return [*outs, avals[_added(use)]]
 
 
 def _tangent_aval(*avals: Any, use: Use, active: tuple[str, ...]) -> list[Any]:
-    along = site.tangent_aval(*avals, use=use, active=active, batch=())
+    along = result_types.tangent_aval(*avals, use=use, active=active, batch=())
     return [along, avals[active.index(use.adds_to) - len(active)]]
 
 
 def _backward_aval(*avals: Any, use: Use, wrt: tuple[str, ...]) -> list[Any]:
-    return site.backward_aval(*avals[:-1], use=use, wrt=wrt, batch=(), summed=())
+    return result_types.backward_aval(
+        *avals[:-1], use=use, wrt=wrt, batch=(), summed=()
+    )
 
 
 # ------------------------------------------------------------ differentiation
@@ -255,7 +257,7 @@ for _primitive, _aval, _composed, _made in (
     (backward_p, _backward_aval, _composed_backward, _backward_made),
 ):
     _primitive.multiple_results = True
-    site.register(_primitive, _aval, _batch_rule(_composed), _made)
+    lowering.register(_primitive, _aval, _batch_rule(_composed), _made)
 for _primitive, _composed in (
     (tangent_p, _composed_tangent),
     (backward_p, _composed_backward),

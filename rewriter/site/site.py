@@ -21,8 +21,6 @@ policies once they are differentiated.
 from __future__ import annotations
 
 import functools
-import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,30 +28,18 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from rewriter import _jax, errors
 from rewriter.ops.kernel import PLATFORMS, Kernel
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
 from rewriter.site import implement
-from rewriter.site.kernel_call import accepted, residual_slots
-from rewriter.site.uses import (
-    Mask,
-    Shaped,
-    Use,
-    level_sizes,
-    result,
-    shaped,
-    without_levels,
-)
-
-log = logging.getLogger("rewriter.site")
+from rewriter.site.lowering import batch_rule, register
+from rewriter.site.result_types import backward_aval, site_aval, tangent_aval
+from rewriter.site.uses import Mask, Use
 
 Kernels = Sequence[tuple[str, "str | Kernel | None"]]
-
-NOWHERE = "several devices"
-"""Stands for a platform where the reference runs instead of any kernel."""
 
 site_p = Primitive("rewriter_site")
 tangent_p = Primitive("rewriter_site_tangent")
@@ -153,57 +139,6 @@ def _resolved(op: Op, kernels: Kernels) -> tuple[tuple[str, Kernel | None], ...]
             kernel = registry().kernel(op.name, kernel)
         pairs.append((platform, kernel))
     return tuple(pairs)
-
-
-# ------------------------------------------------------------ abstract values
-def _avals(results: Sequence[Shaped], avals: Sequence[Any]) -> list[Any]:
-    return [_jax.shaped_like(shape, dtype, avals) for shape, dtype in results]
-
-
-def site_aval(
-    *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
-) -> list[Any]:
-    """The types of a result and of the residuals."""
-    operands = [shaped(a) for a in avals]
-    inner = without_levels(operands, batch)
-    sizes = tuple(level_sizes(operands, batch))
-    for _, kernel in use.kernels:
-        accepted(use, kernel, inner)  # a wrong kernel fails here
-    results = [result(use, inner)]
-    if residuals:
-        results += [r for slot in residual_slots(use, inner) for r in slot]
-    return _avals([(sizes + s, d) for s, d in results], avals)
-
-
-def tangent_aval(
-    *avals: Any, use: Use, active: tuple[str, ...], batch: tuple[Mask, ...]
-) -> Any:
-    """The type of the derivative of a result."""
-    del active
-    operands = [shaped(a) for a in avals]
-    inner = without_levels(operands, batch)[: len(use.names)]
-    sizes = tuple(level_sizes(operands, batch))
-    shape, dtype = result(use, inner)
-    return _avals([(sizes + shape, dtype)], avals)[0]
-
-
-def backward_aval(
-    *avals: Any,
-    use: Use,
-    wrt: tuple[str, ...],
-    batch: tuple[Mask, ...],
-    summed: tuple[Mask, ...],
-) -> list[Any]:
-    """The types of cotangents."""
-    operands = [shaped(a) for a in avals]
-    inner = dict(zip(use.names, without_levels(operands, batch), strict=False))
-    sizes = level_sizes(operands, batch)
-    results = []
-    for i, name in enumerate(wrt):
-        shape, dtype = inner[name]
-        kept = [n for n, sums in zip(sizes, summed, strict=True) if not sums[i]]
-        results.append(((*kept, *shape), dtype))
-    return _avals(results, avals)
 
 
 # ------------------------------------------------------------ differentiation
@@ -396,24 +331,6 @@ def backward_transpose(
     return results
 
 
-# --------------------------------------------------------------------- batching
-def _batch_rule(primitive: Primitive) -> Callable[..., Any]:
-    def rule(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        moved = [
-            a if d is None else jnp.moveaxis(a, d, 0)
-            for a, d in zip(args, dims, strict=True)
-        ]
-        level = tuple(d is not None for d in dims)
-        params["batch"] = (level, *params["batch"])
-        if "summed" in params:
-            never = (False,) * len(params["wrt"])
-            params["summed"] = (never, *params["summed"])
-        out = primitive.bind(*moved, **params)
-        return (out, [0] * len(out)) if primitive.multiple_results else (out, 0)
-
-    return rule
-
-
 # --------------------------------------------------------------------- lowering
 def _forward_of(use: Use) -> Primitive:
     return site_on_devices_p if use.needs_devices else site_p
@@ -421,127 +338,6 @@ def _forward_of(use: Use) -> Primitive:
 
 def _backward_of(use: Use) -> Primitive:
     return backward_on_devices_p if use.needs_devices else backward_p
-
-
-Made = Callable[..., Callable[..., Any]]
-"""``made(kernel, **params)`` returns the function that an equation computes."""
-
-_MADE: dict[Primitive, Made] = {}
-
-
-@functools.lru_cache(maxsize=1024)
-def _implementation(
-    primitive: Primitive, platform: str, params: tuple[tuple[str, Any], ...]
-) -> Callable[..., Any]:
-    """Returns a jitted function, the same for equal sites: lowered only once."""
-    values = dict(params)
-    use: Use = values["use"]
-    kernel = None if platform == NOWHERE else use.kernel(platform)
-    function = _MADE[primitive](kernel, **values)
-
-    def run(*args: Any) -> Any:
-        return function(*args)
-
-    run.__name__ = f"{primitive.name}_{use.op.name}"
-    return jax.jit(run)
-
-
-def _warn(use: Use, platform: str) -> None:
-    if (kernel := use.kernel(platform)) is not None:
-        warnings.warn(
-            f"{use.op.name}: this program runs on several devices, which its trace did "
-            f"not show; {kernel.name!r} gives way to plain JAX. Optimize the outermost "
-            "function, or give in_shardings",
-            errors.RewriterWarning,
-            stacklevel=2,
-        )
-
-
-FAILED: set[tuple[Use, str]] = set()
-"""Uses whose kernel could not be lowered for a platform: gradients must not read the
-residuals that it would have saved."""
-
-
-def _lower(primitive: Primitive, platform: str, ctx: Any, *args: Any, **params: Any):
-    use: Use = params["use"]
-    if _jax.is_partitioned(ctx):  # XLA would gather a kernel's operands, or refuse it
-        _warn(use, platform)
-        platform = NOWHERE
-    elif (use, platform) in FAILED:
-        platform = NOWHERE
-    if platform == NOWHERE or use.kernel(platform) is None or not use.falls_back:
-        return _lowered(primitive, platform, ctx, args, params)
-    try:
-        with _jax.undone_if_it_fails(ctx):
-            return _lowered(primitive, platform, ctx, args, params)
-    except errors.RewriterError:
-        raise
-    except Exception as error:
-        _warn_of_failure(use, platform, error)
-    FAILED.add((use, platform))
-    return _lowered(primitive, NOWHERE, ctx, args, params)
-
-
-def _lowered(
-    primitive: Primitive,
-    platform: str,
-    ctx: Any,
-    args: Sequence[Any],
-    params: Mapping[str, Any],
-) -> Any:
-    function = _implementation(primitive, platform, tuple(sorted(params.items())))
-    ctx = ctx.replace(avals_in=[_jax.without_varying(a) for a in ctx.avals_in])
-    rule = mlir.lower_fun(function, multiple_results=primitive.multiple_results)
-    with _jax.on_one_device(), _jax.in_mesh_of(ctx.avals_in):
-        return rule(ctx, *args)
-
-
-def _warn_of_failure(use: Use, platform: str, error: Exception) -> None:
-    kernel = use.kernel(platform)
-    assert kernel is not None
-    log.debug("lowering %s failed", kernel.name, exc_info=error)
-    why = (str(error).splitlines() or [""])[0]
-    warnings.warn(
-        f"{use.op.name}: {kernel.name!r} cannot be lowered for {platform}, and gives "
-        f"way to plain JAX: {type(error).__name__}: {why}",
-        errors.RewriterWarning,
-        stacklevel=2,
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _eager(
-    primitive: Primitive, params: tuple[tuple[str, Any], ...]
-) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
-
-def _evaluate(primitive: Primitive, *args: Any, **params: Any) -> Any:
-    key = tuple(sorted(params.items()))
-    if jax.config.jax_disable_jit:  # pyright: ignore
-        backend = jax.default_backend()
-        platform = "cuda" if backend == "gpu" else backend
-        return _implementation(primitive, platform, key)(*args)
-    return _eager(primitive, key)(*args)
-
-
-def register(primitive: Primitive, aval: Any, batched: Any, made: Made) -> None:
-    """Sets the rules of a primitive of sites, except those of differentiation.
-
-    Args:
-        primitive: A primitive with a parameter ``use``.
-        aval: Returns the types of its results.
-        batched: Its rule for `jax.vmap`.
-        made: Builds the function that it computes.
-    """
-    _MADE[primitive] = made
-    primitive.def_impl(functools.partial(_evaluate, primitive))
-    primitive.def_abstract_eval(aval)
-    batching.primitive_batchers[primitive] = batched
-    _jax.check_as_written(primitive, functools.partial(made, None))
-    for platform in (None, *PLATFORMS):
-        rule = functools.partial(_lower, primitive, platform or "default")
-        mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _forward_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
@@ -557,17 +353,17 @@ def _backward_made(kernel: Kernel | None, *, use: Use, **params: Any) -> Any:
     return implement.backward(use, kernel, **params)
 
 
-register(tangent_p, tangent_aval, _batch_rule(tangent_p), _tangent_made)
+register(tangent_p, tangent_aval, batch_rule(tangent_p), _tangent_made)
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[tangent_p] = tangent_transpose
 for _primitive in (site_p, site_on_devices_p):
     _primitive.multiple_results = True
-    register(_primitive, site_aval, _batch_rule(_primitive), _forward_made)
+    register(_primitive, site_aval, batch_rule(_primitive), _forward_made)
     ad.primitive_jvps[_primitive] = _site_jvp
     ad.primitive_transposes[_primitive] = site_transpose
 for _primitive in (backward_p, backward_on_devices_p):
     _primitive.multiple_results = True
-    register(_primitive, backward_aval, _batch_rule(_primitive), _backward_made)
+    register(_primitive, backward_aval, batch_rule(_primitive), _backward_made)
     ad.primitive_jvps[_primitive] = _backward_jvp
     ad.primitive_transposes[_primitive] = backward_transpose
 for _primitive in (site_on_devices_p, backward_on_devices_p):
