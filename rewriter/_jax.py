@@ -1,7 +1,18 @@
 """The only file that touches JAX internals.
 
 One function per need, one comment per difference between the supported
-versions (0.10.2, 0.11.2, 0.12).
+versions (0.10.2, 0.11.2, 0.12). They are in this order:
+
+- values: sizes, literals, tracers, keys;
+- calls: their kinds and bodies, loops, the user's lines;
+- jit: functions under it, and their programs;
+- types: varying axes, weak types, shardings;
+- meshes: tracing where values are placed;
+- programs: equations and variables written anew;
+- names: scopes, rules, functions;
+- lowering: devices, and what fails;
+- shard_map: its axes and parts;
+- timing: CUPTI.
 """
 
 from __future__ import annotations
@@ -56,7 +67,7 @@ for _name in _BETWEEN:
     _source_info_util.register_exclusion(_file)
 
 
-# ------------------------------------------------------------------ jaxprs
+# -------------------------------------------------------------------- values
 def size_range(size: Any) -> tuple[int, int]:
     """The least and the greatest value of an axis' size, which may be symbolic.
 
@@ -144,6 +155,12 @@ def holds_tracers(jaxpr: Any) -> bool:
     return any(map(is_tracer, consts_of(jaxpr)))
 
 
+def is_key(aval: Any) -> bool:
+    """Whether values of a type are random keys, which have no bytes of their own."""
+    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+# --------------------------------------------------------------------- calls
 def call_kind(eqn: Any) -> str:
     """The kind of body that an equation holds; empty for an ordinary equation."""
     name = eqn.primitive.name
@@ -194,11 +211,6 @@ def _body_name(eqn: Any) -> str:
 def counts_inputs(jaxpr: Any) -> bool:
     """Whether effects of a body name its inputs by their positions."""
     return any(hasattr(e, "input_index") for e in jaxpr.effects)
-
-
-def is_key(aval: Any) -> bool:
-    """Whether values of a type are random keys, which have no bytes of their own."""
-    return jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def is_recomputation(eqn: Any) -> bool:
@@ -266,7 +278,7 @@ def is_library_rule(eqn: Any) -> bool:
     return any(f"/jax/_src/{place}" in source for place in ("nn/", "numpy/", "lax/"))
 
 
-# --------------------------------------------------------------------- jit
+# ----------------------------------------------------------------------- jit
 def is_jitted(fn: Any) -> bool:
     """Whether a callable came out of ``jax.jit``."""
     return hasattr(fn, "_jit_info") and hasattr(fn, "trace")
@@ -423,7 +435,7 @@ def without_constants(closed: Any) -> Any:
     return jex_core.ClosedJaxpr(jaxpr.replace(constvars=[], invars=both), [])
 
 
-# ------------------------------------------------------------------- sites
+# --------------------------------------------------------------------- types
 def vary_alike(values: Sequence[Any]) -> list[Any]:
     """Returns the arrays, each varying over the manual mesh axes of all of them.
 
@@ -497,6 +509,7 @@ def same_types(first: Sequence[Any], second: Sequence[Any]) -> bool:
     )
 
 
+# -------------------------------------------------------------------- meshes
 def trace_flat(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The closed jaxpr of a function of arrays, at the given avals.
 
@@ -593,6 +606,7 @@ def stated(avals: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(a.sharding.spec) for a in avals)
 
 
+# ------------------------------------------------------------------ programs
 def new_var(aval: Any) -> Any:
     """A new variable."""
     return core.Var(aval)
@@ -675,6 +689,7 @@ def _wraps(jaxpr: Any) -> bool:
     return getattr(jaxpr, "jaxpr", jaxpr) is not jaxpr
 
 
+# --------------------------------------------------------------------- names
 def scoped(source_info: Any, label: str) -> Any:
     """Source info under one more name, as profiles show it."""
     if not label:
@@ -713,6 +728,7 @@ def integer_division(eqn: Any) -> str:
     return name if whole and "/jax/_src/numpy/" in source.replace("\\", "/") else ""
 
 
+# ------------------------------------------------------------------ lowering
 def lower_with_devices(primitive: Any) -> None:
     """Makes JAX pass the devices to a primitive's lowering, which are optional."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
@@ -769,6 +785,38 @@ def is_partitioned(ctx: Any) -> bool:
     return getattr(context, "num_devices", 1) > 1
 
 
+@contextlib.contextmanager
+def undone_if_it_fails(ctx: Any) -> Iterator[None]:
+    """Removes what a lowering wrote into the module before it failed.
+
+    Functions that were written whole stay: later lowerings may call them.
+    """
+    module, symbols = ctx.module_context.module, ctx.module_context.symbol_table
+    block = ir.InsertionPoint.current.block
+    count = len(block.operations)
+    known = {str(op.attributes["sym_name"]) for op in module.body.operations}
+    try:
+        yield
+    except Exception:
+        for op in reversed(list(block.operations)[count:]):
+            op.operation.erase()
+        for op in list(module.body.operations):
+            new = str(op.attributes["sym_name"]) not in known
+            if new and not _is_whole(op):
+                symbols.erase(op)
+        raise
+
+
+def _is_whole(function: Any) -> bool:
+    """Whether a function of a module ends, so that it was written to its end."""
+    blocks = function.regions[0].blocks
+    found = [list(b.operations) for b in blocks]
+    return bool(found) and all(
+        f and f[-1].operation.name == "func.return" for f in found
+    )
+
+
+# ----------------------------------------------------------------- shard_map
 def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
     """The axes that a shard_map makes manual, and the sizes of all of the mesh."""
     params = eqn.params
@@ -847,38 +895,7 @@ def with_parts(eqn: Any, body: Any, into: Sequence[Any], out_of: Sequence[Any]) 
     return eqn.replace(params={**eqn.params, "jaxpr": body, **specs})
 
 
-@contextlib.contextmanager
-def undone_if_it_fails(ctx: Any) -> Iterator[None]:
-    """Removes what a lowering wrote into the module before it failed.
-
-    Functions that were written whole stay: later lowerings may call them.
-    """
-    module, symbols = ctx.module_context.module, ctx.module_context.symbol_table
-    block = ir.InsertionPoint.current.block
-    count = len(block.operations)
-    known = {str(op.attributes["sym_name"]) for op in module.body.operations}
-    try:
-        yield
-    except Exception:
-        for op in reversed(list(block.operations)[count:]):
-            op.operation.erase()
-        for op in list(module.body.operations):
-            new = str(op.attributes["sym_name"]) not in known
-            if new and not _is_whole(op):
-                symbols.erase(op)
-        raise
-
-
-def _is_whole(function: Any) -> bool:
-    """Whether a function of a module ends, so that it was written to its end."""
-    blocks = function.regions[0].blocks
-    found = [list(b.operations) for b in blocks]
-    return bool(found) and all(
-        f and f[-1].operation.name == "func.return" for f in found
-    )
-
-
-# ------------------------------------------------------------------ timing
+# -------------------------------------------------------------------- timing
 class NothingSeen(RuntimeError):
     """A profiler saw nothing of a program."""
 
