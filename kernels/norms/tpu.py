@@ -99,7 +99,7 @@ def vmem(width: int, rows: int, items: int) -> int:
     return 2 * lanes * (padded * items + 2 * SUMS * 4 + 2 * SUMS * 4) + MORE
 
 
-def beside_sum(m: int, width: int, config: Rows, items: int, more: int) -> Rows | None:
+def with_addend(m: int, width: int, config: Rows, items: int, more: int) -> Rows | None:
     """Returns a config for rows and a sum that fits into the VMEM of every TPU.
 
     Args:
@@ -114,7 +114,7 @@ def beside_sum(m: int, width: int, config: Rows, items: int, more: int) -> Rows 
         sum and more than every TPU has. None if even the fewest rows do.
 
     Example:
-        >>> beside_sum(8192, 4096, Rows(256), 4, 4)
+        >>> with_addend(8192, 4096, Rows(256), 4, 4)
         Rows(rows=128, parts=1)
     """
     chunk, rows = chunk_of(width), config.rows
@@ -237,11 +237,11 @@ def _normalized(call: Call, config: Rows | None) -> tuple[Array, Array | None]:
     total, added = None, None
     if call.addend is not None:
         items = rows.dtype.itemsize + dtype.itemsize
-        beside = beside_sum(norm.m, norm.d, config, items, 2 * rows.dtype.itemsize)
-        if beside is None:  # x alone fits
+        fitting = with_addend(norm.m, norm.d, config, items, 2 * rows.dtype.itemsize)
+        if fitting is None:  # x alone fits
             rows = total = call.of_sum().x
         else:
-            config, added = beside, call.addend
+            config, added = fitting, call.addend
     out, *sums = normalized(norm, rows, call.given, dtype, config, added)
     return out, sums[0] if sums else total
 
@@ -256,11 +256,11 @@ def _cotangents(call: Call, up: Array, config: Rows | None) -> dict[str, Array]:
     if call.addend is not None:
         size = call.x.dtype.itemsize
         items = 2 * size + up.dtype.itemsize
-        beside = beside_sum(norm.m, norm.d, config, items, size)
-        if beside is None:
+        fitting = with_addend(norm.m, norm.d, config, items, size)
+        if fitting is None:
             later = call.addend
         else:
-            config, added = beside, call.addend
+            config, added = fitting, call.addend
     made = cotangents(norm, call.x, up, call.given, config, added)
     made["x"] = made["x"] if later is None else made["x"] + later
     return made

@@ -128,13 +128,13 @@ from rewriter._jax.meshes import (
     reshaped as reshaped,
 )
 from rewriter._jax.meshes import (
+    separate_trace as separate_trace,
+)
+from rewriter._jax.meshes import (
     trace_flat as trace_flat,
 )
 from rewriter._jax.meshes import (
     trace_placed as trace_placed,
-)
-from rewriter._jax.meshes import (
-    traced_apart as traced_apart,
 )
 from rewriter._jax.meshes import (
     without_mesh as without_mesh,

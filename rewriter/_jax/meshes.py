@@ -167,7 +167,7 @@ def _zero(aval: Any) -> Any:
     return weakly_typed(value) if aval.weak_type else value
 
 
-def traced_apart(key: Hashable) -> Any:
+def separate_trace(key: Hashable) -> Any:
     """A context in which JAX uses no trace made outside it, or for another key.
 
     JAX 0.11 keeps the trace of a Pallas kernel's body by its function and its blocks,

@@ -17,7 +17,7 @@ from rewriter.algebra.template import Step as Way
 from rewriter.algebra.template import Template, apply, go, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
-from rewriter.find.nested import Escapes, is_read_beside
+from rewriter.find.nested import Escapes, is_read_elsewhere
 from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.region import Place, Regions
 from rewriter.find.sieve import Step
@@ -258,7 +258,7 @@ class Proved:
         """Whether the same results inside are read beside at another anchor."""
         for path, beside in self.inside:
             value = go(graph, anchor.outs, path)
-            if value is None or is_read_beside(graph, value, inner, out) != beside:
+            if value is None or is_read_elsewhere(graph, value, inner, out) != beside:
                 return False
         return True
 
@@ -282,7 +282,7 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             continue
         covered = memory.covered.setdefault(pattern.name, set())
         if reading.value in covered:
-            beside = reading.may_be_inside and is_read_beside(
+            beside = reading.may_be_inside and is_read_elsewhere(
                 find.graph, reading.value, covered, memory.out
             )
             inside.append((reading, beside))

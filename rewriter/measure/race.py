@@ -43,7 +43,7 @@ from rewriter.measure.programs import (
     own_equations,
     reference,
 )
-from rewriter.measure.times import Times, measurement, time_apart
+from rewriter.measure.times import Times, measurement, time_in_turns
 from rewriter.ops.device import Device
 from rewriter.ops.registry import REFERENCE as PLAIN
 from rewriter.site.implementation import XLA, Implementation
@@ -349,7 +349,7 @@ class Race:
             late = stopping() or time.monotonic() > self.until
             if not alive or (done and late):
                 break
-            found = time_apart(
+            found = time_in_turns(
                 alive, drawn, turns - done, until=self.until, turn_s=TURN_S
             )
             for c in alive:

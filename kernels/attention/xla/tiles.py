@@ -180,9 +180,9 @@ class Step:
     def per_head(self, name: str) -> Array:
         """Returns an operand [n] as [1, k, g, 1, 1]."""
         x = self.p.cut(name, self.here).astype(self.p.wide)
-        return self.heads_apart(x, at=0)[None, :, :, None, None]
+        return self.split_heads(x, at=0)[None, :, :, None, None]
 
-    def heads_apart(self, x: Array, *, at: int) -> Array:
+    def split_heads(self, x: Array, *, at: int) -> Array:
         """Returns x with its head axis, of size n or 1, split into (k, g)."""
         z = self.p.sizes
         apart = (1, 1) if x.shape[at] == 1 else (z.some_heads, z.group)
@@ -213,7 +213,7 @@ class Block:
     def merge(self, x: Array) -> Array:
         """Returns [b, t, n, h] as [c, r, h]."""
         z = self.p.sizes
-        x = self.step.heads_apart(x, at=2).transpose(0, 2, 3, 1, 4)
+        x = self.step.split_heads(x, at=2).transpose(0, 2, 3, 1, 4)
         return x.reshape(z.some_b * z.some_heads, z.group * z.rows, -1)
 
     def per_row(self, x: Array) -> Array:
@@ -341,14 +341,14 @@ class Tile:
 
     def part(self, name: str) -> Array:
         """Returns this tile of an operand [b|1, n|1, t|1, s|1]."""
-        return self.block.step.heads_apart(self.p.cut(name, self.here), at=1)
+        return self.block.step.split_heads(self.p.cut(name, self.here), at=1)
 
     def add(self, name: str, into: Array, x: Array) -> Array:
         """Returns `into`, shaped as the operand, plus x [c, r, s] on its tile."""
-        x = self.apart(x)
+        x = self.by_head(x)
         starts, sizes = self.p.place(AXES[name], into.shape, self.here)
         old = lax.dynamic_slice(into, starts, sizes)
-        apart = self.block.step.heads_apart(old, at=1).shape
+        apart = self.block.step.split_heads(old, at=1).shape
         over = tuple(i for i in range(5) if apart[i] == 1 and x.shape[i] > 1)
         new = x.sum(over, keepdims=True).reshape(sizes)
         return lax.dynamic_update_slice(into, old + new, starts)
@@ -365,7 +365,7 @@ class Tile:
         x = x.astype(into.dtype) + lax.dynamic_slice(into, starts, sizes)
         return lax.dynamic_update_slice(into, x, starts)
 
-    def apart(self, x: Array) -> Array:
+    def by_head(self, x: Array) -> Array:
         """Returns [c, r, s] as [b, k, g, t, s]."""
         z = self.p.sizes
         return x.reshape(z.some_b, z.some_heads, z.group, z.rows, z.keys)
@@ -421,7 +421,7 @@ class Tile:
         if p.softcap is not None:
             bent = jnp.tanh(x / p.softcap)
             x = bent * p.softcap
-        flat, x = x.shape, self.apart(x)
+        flat, x = x.shape, self.by_head(x)
         if "bias" in p.arrays:
             x = x + self.part("bias").astype(p.wide)
         if "alibi" in p.arrays:
@@ -438,7 +438,7 @@ class Tile:
 
     def only_seen(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for hidden keys, even instead of NaN."""
-        apart = self.apart(x)
+        apart = self.by_head(x)
         for seen in self.seen():
             apart = jnp.where(seen, apart, 0)
         return apart.reshape(x.shape)

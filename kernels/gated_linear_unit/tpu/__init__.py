@@ -136,13 +136,13 @@ def backward(
         config: The tiles.
         **given: As in `forward`.
     """
-    from rewriter.kernels.gated_linear_unit.tpu.kernel import taken_apart
+    from rewriter.kernels.gated_linear_unit.tpu.kernel import cotangents_of_branches
 
     del out, residuals, out_dtype
     operands, join = _taken(x, w_gate, w_up, given)
     narrow = jnp.result_type(x, w_gate, w_up)
     sizes = _sizes(operands, cotangent.dtype.itemsize, 2 * narrow.itemsize)
-    d_gate, d_up, *sums = taken_apart(
+    d_gate, d_up, *sums = cotangents_of_branches(
         operands, cotangent.reshape(sizes.m, sizes.n), sizes, narrow, precision,
         config or SMALLEST, join,
     )  # fmt: skip

@@ -129,7 +129,7 @@ def forward(
     from rewriter.kernels.ragged.dot.products import Product
     from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
 
-    kept = by_parts.kept_dtype(x, w, w_up)
+    kept = by_parts.saved_dtype(x, w, w_up)
     dtype = jnp.dtype(out_dtype or x.dtype)
     f = w.shape[2] // (2 if halves else 1)
     wide = max(a.dtype.itemsize for a in (w, w_up) if a is not None)
