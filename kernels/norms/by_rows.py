@@ -15,7 +15,7 @@ class Call:
     """One use of a norm, with its arrays as rows.
 
     Attributes:
-        centred: Whether it is a layer norm, and no RMS norm.
+        centred: Whether it is a layer norm, not an RMS norm.
         x: [m, d].
         given: scale [d], bias [d] and epsilon [], if present.
         addend: [m, d], or None.
@@ -66,7 +66,7 @@ def forward(
 
     Args:
         normalize: The kernel.
-        centred: Whether it is a layer norm, and no RMS norm.
+        centred: Whether it is a layer norm, not an RMS norm.
         out_dtype: The result's dtype; x's by default.
         addend: As x. The result is then ``(x + addend, its norm)``.
         residuals: Whether to return ``(result, ())``.
@@ -102,7 +102,7 @@ def backward(
 
     Args:
         differentiate: The kernel.
-        centred: Whether it is a layer norm, and no RMS norm.
+        centred: Whether it is a layer norm, not an RMS norm.
         out: Not needed.
         residuals: Empty.
         cotangent: As the result.

@@ -60,7 +60,7 @@ def supports(spec: Spec) -> Verdict:
     if not shape or 0 in shape:
         found.append(no("empty", f"x has shape {shape}: no rows, or none of a width"))
     elif shape[-1] % LANES:
-        found.append(no("width", f"rows of {shape[-1]}, no multiple of {LANES}"))
+        found.append(no("width", f"rows of {shape[-1]}, not a multiple of {LANES}"))
     if (size := math.prod(shape)) >= MOST:
         found.append(no("size", f"{size} elements, of at most 2^31 - 1"))
     verdict = all_of(*found)

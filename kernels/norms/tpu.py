@@ -161,7 +161,7 @@ def fits(config: Rows, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: whole chunks, VMEM."""
     chunk = chunk_of(spec.shape("x")[-1])
     if config.rows <= 0 or config.rows % chunk:
-        return no("rows", f"{config.rows} rows, no multiple of {chunk}")
+        return no("rows", f"{config.rows} rows, not a multiple of {chunk}")
     if config.parts <= 0:
         return no("parts", f"{config.parts} parts, fewer than 1")
     shape = spec.shape("x")
@@ -209,10 +209,10 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     """Returns yes if x is larger than `LEAST`: the gradient reads it only once.
 
     XLA's program reads x four times and its cotangent twice, and ours x and the
-    cotangent once. Thousands of cycles by the compiler's simulation (libtpu 0.0.50),
-    which ignores the memory's bandwidth, for [8192, 4096] bfloat16: XLA's forward and
-    gradients; our gradients; and the least for the bytes of our gradients. A forward
-    adds two thirds to the last.
+    cotangent once. The table has thousands of cycles for [8192, 4096] bfloat16: XLA's
+    forward and gradients, our gradients, and the least for the bytes of those. A
+    forward adds two thirds to the last. They are by the compiler's simulation (libtpu
+    0.0.50), which ignores the memory's bandwidth.
 
                  v5e                     v6e
                  XLA   ours   least      XLA   ours   least

@@ -50,10 +50,10 @@ class EmptyRow:
     """What a program's softmax does in a row without keys.
 
     Attributes:
-        gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. Also
-            ``"mean_passing"``: the mean of the values, with a gradient that passes to
-            the scores, since a number of their dtype's size was added to them; and
-            ``"nan_passing"``, a NaN whose gradient passes to them.
+        gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. With
+            ``"mean_passing"`` it is the mean of the values, and a gradient passes to
+            the scores, since a number of their dtype's size was added to them. With
+            ``"nan_passing"`` it is a NaN whose gradient passes to them.
         breaks_gradients: Whether gradients of the scores are NaN, whatever it gives: a
             derivative is infinite or NaN there, and a cotangent of zero does not stop
             it (``0 * nan``).

@@ -17,7 +17,7 @@ def refusal_of_cudnn(
     one it takes what GPUs before Hopper take.
 
     Args:
-        q: Queries [b, t, n, h], of which shape and dtype count.
+        q: Queries [b, t, n, h]; only shape and dtype count.
         k: Keys [b, s, k, h].
         v: Values [b, s, k, h].
         version: cuDNN's, such as 91002 for 9.10.2.

@@ -59,7 +59,7 @@ class ReaderPattern:
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
         needs: Primitives that every program with a site has.
-        either: If not empty: primitives of which such a program has one.
+        either: If not empty, primitives; such a program has at least one of them.
         above: Primitives above a leaf that may belong to a larger site. A region with
             such a leaf is read anew, although it equals another one.
     """
@@ -208,7 +208,7 @@ def search(
 
 
 def _of_numbers(graph: Graph, node: Node) -> bool:
-    """Whether an equation gives numbers at all, and no complex or 8-bit ones."""
+    """Whether an equation gives numbers, neither complex nor of 8 bits."""
     for value in node.outs:
         dtype = graph.dtype(value)
         narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2

@@ -89,9 +89,9 @@ def estimated(
 ) -> list[Measurement]:
     """Returns the estimated times of candidates, or why one has none.
 
-    XLA's candidate is the op as programs usually write it. It takes minutes, is
-    tried as soon as a kernel could be simulated, so that none is chosen unopposed, and
-    is left out where none could, as bundles say nothing against it.
+    XLA's candidate is the op as programs usually write it. It takes minutes. It is
+    tried as soon as one kernel could be simulated, so that none is chosen unopposed.
+    Where none could, it is left out, since bundles say nothing against it.
 
     Args:
         task: The task, without the user's own equations.

@@ -60,12 +60,16 @@ class BackwardTiles:
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     """Returns the default config, by the heads' width and the operands of scores.
 
-    On an H200, in microseconds (``tests/bench/results/attention_backward_h200.json``):
-    dk and dv of heads of 64 take 572 for 620 with blocks of 128 queries, under a causal
-    mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
-    1654 with three blocks of queries in memory, and as long as with two under a mask.
-    With slopes, and with a bias of keys, both passes of heads of 128 take 0.99 and 0.97
-    of the time with blocks of 128 keys for dq, not 64
+    Microseconds of dk and dv on an H200, with it and without it
+    (``tests/bench/results/attention_backward_h200.json``):
+
+    128 queries, heads of 64, causal                    572   620
+    128 queries, heads of 64, in windows                372   320
+    3 blocks of queries, heads of 128, all keys seen   1458  1654
+
+    Under a mask three blocks of queries in memory take as long as two.
+    For dq, heads of 128 have blocks of 128 keys, not 64. With slopes both passes then
+    take 0.99 of the time, and with a bias of keys 0.97
     (``tests/bench/results/hopper_attention_h200.json``).
     """
     h, e = widths(spec)

@@ -1,11 +1,12 @@
 """The gradients of attention on Hopper's tensor cores, in two kernels or more.
 
-With weights P = exp(scores - lse), dP = dO vᵀ and delta = sum(dO · out) over a row,
-dS = P · (dP - delta); then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k. One kernel has tiles
-of keys, loops over blocks of queries and keeps dk and dv in registers. Its scores are
-transposed, so that tensor cores take the weights as operands directly. For wide heads
-its warpgroups share a tile, and each keeps one of the sums. Another kernel has tiles of
-queries, and loops over blocks of keys for dq.
+The weights are P = exp(scores - lse). With dP = dO vᵀ and delta = sum(dO · out) over a
+row, dS = P · (dP - delta). Then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k.
+
+One kernel has tiles of keys, loops over blocks of queries and keeps dk and dv in
+registers. Its scores are transposed, so that tensor cores take the weights as operands
+directly. For wide heads its warpgroups share a tile, and each keeps one of the sums.
+Another kernel has tiles of queries, and loops over blocks of keys for dq.
 
 Other addends of scores have kernels of their own. One has tiles of a table of biases,
 and loops over the batch entries and heads that share it. Two sum up dS, for biases of

@@ -109,10 +109,11 @@ def default(spec: Spec, device: Device) -> Tiles:
 def _of_wide_heads(h: int, e: int, spec: Spec) -> Tiles:
     """Returns the default for heads wider than 128; their values may be narrower.
 
-    For heads of 192 and values of 128 under a causal mask blocks of 96 keys took 0.94
-    of the time of blocks of 64 with 8k keys and 0.95 with 4k; with 1k a third
-    warpgroup 0.97, for which there is room then. For heads of 256 blocks of 80 take
-    1.02 (``tests/bench/results/attention_wide_h200.json``).
+    For heads of 192 and values of 128 under a causal mask, blocks of 96 keys were
+    compared with blocks of 64. They took 0.94 of the time with 8k keys, and 0.95 with
+    4k. With 1k keys there is
+    room for a third warpgroup, which took 0.97. For heads of 256 blocks of 80 take 1.02
+    (``tests/bench/results/attention_wide_h200.json``).
     """
     if h > 192 or e > 128 or extra_in(spec) != NONE or spec.param("softcap"):
         return Tiles(64, 2, 2, turns=False)
@@ -269,9 +270,11 @@ def fits_widths(config: Tiles, h: int, e: int, extra: Extra = NONE) -> Verdict:
     if used > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     if config.block_kv % 16 or not 16 <= config.block_kv <= 256:
-        found.append(no("block_kv", f"{config.block_kv} is no multiple of 16 to 256"))
+        found.append(
+            no("block_kv", f"{config.block_kv} is not a multiple of 16 to 256")
+        )
     if extra.copied and config.block_kv % 32:
-        text = f"{config.block_kv} is no multiple of 32, as tables and segments want"
+        text = f"{config.block_kv} is not a multiple of 32, as tables and segments want"
         found.append(no("block_kv", text))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))

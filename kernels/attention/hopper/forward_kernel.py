@@ -215,7 +215,7 @@ def row_sums(
     Args:
         q: [b, t, n, h].
         k: [b, s, k, h].
-        v: [b, s, k, e], of which 16 columns are read.
+        v: [b, s, k, e]. Only 16 of its columns are read.
         sinks: float [n].
         **given: The other operands and parameters of `forward`; some add to scores.
 

@@ -118,9 +118,9 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
 class Step:
     """Some batch entries and heads, with their keys and values ready for dots.
 
-    Arrays for dots have axes c, the batch entries and key heads in one, and r,
-    the query heads of a key head and the queries of a block in one: XLA:CPU
-    copies the operands of a dot with more axes than [c, r, h] [c, s, h].
+    Arrays for dots have two joined axes. Axis c has the batch entries and key heads.
+    Axis r has the query heads of a key head and the queries of a block. XLA:CPU copies
+    the operands of a dot with more axes than [c, r, h] [c, s, h].
     """
 
     def __init__(self, p: Problem, at: Any):

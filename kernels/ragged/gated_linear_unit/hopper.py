@@ -45,7 +45,7 @@ def supports(spec: Spec) -> Verdict:
         return found[0]
     columns = spec.shape("w")[2]
     if spec.param("halves") and columns % (2 * STEP):
-        text = f"half of {columns} columns is no multiple of {STEP}"
+        text = f"half of {columns} columns is not a multiple of {STEP}"
         found.append(no("halves", text))
     return all_of(*found, gated_tiles.computes(spec.param("activation")))
 

@@ -51,7 +51,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", f"the result is {out}, and x {x}"))
     columns = spec.shape("w")[2]
     if spec.param("halves") and columns % (2 * STEP):
-        text = f"half of {columns} columns is no multiple of {STEP}"
+        text = f"half of {columns} columns is not a multiple of {STEP}"
         found.append(no("halves", text))
     return all_of(YES, *found)
 
@@ -71,7 +71,7 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether tiles can run: as for a product, and both branches alike."""
     found = [of_dot.fits(config, part_of(spec), device)]
     if config.columns % (2 * STEP):
-        text = f"{config.columns} columns a warpgroup, no multiple of {2 * STEP}"
+        text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
         found.append(no("block_n", text))
     return all_of(YES, *found)
 

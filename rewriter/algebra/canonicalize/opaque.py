@@ -24,8 +24,8 @@ WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs", "integer_pow", "square"
 def rounds(ev: Any, node: Node, value: int, args, form: Poly) -> bool:
     """Whether a float side value may not be what its form says.
 
-    So it is if a number of it stands for others that are near, as 3 for 2.999999;
-    or if it is a number only where arrays are, as `x - x`, `0 * x` and `x / x`.
+    So it is if a number of it stands for others that are near, as 3 for 2.999999. So it
+    is too if arrays leave a number alone, as in `x - x`, `0 * x` and `x / x`.
     """
     chooses = node.prim in CHOOSING
     if kind_of(ev.g.dtype(value)) != "f" or not (chooses or node.prim in ARITHMETIC):

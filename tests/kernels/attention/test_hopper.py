@@ -196,7 +196,9 @@ def test_kernels_choose_tiles_that_fit_if_no_one_does() -> None:
 
 
 def test_other_gpus_are_told_why() -> None:
-    with pytest.raises(rewriter.KernelError, match="A100-SXM4-80GB is no Hopper GPU"):
+    with pytest.raises(
+        rewriter.KernelError, match="A100-SXM4-80GB is not a Hopper GPU"
+    ):
         rewriter.explain(attention, target="a100", implementation=FORCED)(X, X, X)
 
 

@@ -94,7 +94,7 @@ def test_tables_take_shared_memory() -> None:
     assert not config.fits_widths(Tiles(128), 128, 128, extra).ok
     assert config.fits_widths(Tiles(64), 128, 128, extra).ok
     verdict = config.fits_widths(Tiles(80), 64, 64, extra)
-    assert "80 is no multiple of 32" in verdict.reasons[0].text
+    assert "80 is not a multiple of 32" in verdict.reasons[0].text
     fits = backward_config.fits_backward_widths
     assert fits(BackwardTiles(64, 64), 128, 128, extra).ok
     assert backward_config.table_stages(BackwardTiles(), 64, 64, extra) == 2

@@ -72,7 +72,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("activation", text))
     columns = spec.shape("w")[2]
     if spec.param("halves") and columns % (2 * tpu.LANES):
-        text = f"half of {columns} columns is no multiple of {tpu.LANES}"
+        text = f"half of {columns} columns is not a multiple of {tpu.LANES}"
         found.append(no("halves", text))
     verdict = all_of(YES, *found)
     return smallest(spec) if verdict.ok else verdict
