@@ -180,8 +180,7 @@ def _begun(
     from rewriter.patterns.sets import in_force
 
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    patterns = for_platform(patterns, config)
-    patterns = tuple(possible(closed_jaxpr, patterns))
+    patterns = tuple(for_platform(possible(closed_jaxpr, patterns), config))
     start = once(closed_jaxpr) if patterns else closed_jaxpr
     return Program(start, closed_jaxpr, config, patterns, placement)
 

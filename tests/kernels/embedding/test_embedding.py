@@ -51,7 +51,9 @@ def _both(
     return bound, plain, [operands[n] for n in shapes]
 
 
-@pytest.mark.parametrize("transform", slow.unless(FEW.__contains__, transforms.TRANSFORMS))
+@pytest.mark.parametrize(
+    "transform", slow.unless(FEW.__contains__, transforms.TRANSFORMS)
+)
 @pytest.mark.parametrize("kernel", BY_ID)
 def test_every_transform_of_sums_into_a_table(kernel: str, transform: str) -> None:
     transforms.check(transform, *_both(kernel, INTO, {}))
