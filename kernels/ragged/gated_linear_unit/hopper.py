@@ -29,6 +29,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -103,6 +104,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -123,7 +125,7 @@ def forward(
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision, out_dtype
+    del slopes, precision, out_dtype  # slopes are of derivatives
     f = w.shape[2] // (2 if halves else 1)
     branches = [Branch(w), Branch(w if w_up is None else w_up)]
     if halves:
