@@ -26,7 +26,7 @@ from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Reading, Refused
 from rewriter.ops.activations import ACTIVATIONS, KINKS, Bounds, Slopes, clipped
 from rewriter.patterns.gated_linear_unit.branches import Branch
-from rewriter.program.extracted import NotTaken, Region, rules_around
+from rewriter.program.extracted import NotTaken, Region, has_one_rule, rules_around
 
 BENT = frozenset({
     "max", "min", "clamp", "abs", "sign", "select_n", "gt", "ge", "lt", "le",
@@ -66,8 +66,9 @@ def with_slopes(
 ) -> Reading:
     """A reading with the parameters of derivatives that differ from the named ones.
 
-    Proofs leave them out: forms do not tell single numbers apart. So do the gradients
-    that the program computes, if these are proved.
+    The proof of the site leaves them out: forms do not tell single numbers apart. If
+    gradients that the program computes are proved too, they have the named function's
+    derivatives at its kinks. NaN and infinities are no numbers of forms.
 
     Args:
         find: The search.
@@ -88,8 +89,12 @@ def with_slopes(
         reading,
         params={**reading.params, **found},
         check_params={**reading.check_params, **dict.fromkeys(found, ())},
-        backward_params=dict.fromkeys(found, ()),
+        backward_params={n: _of_no_number(slopes) for n, slopes in found.items()},
     )
+
+
+def _of_no_number(slopes: Slopes) -> Slopes:
+    return tuple((k, d) for k, d in slopes if not math.isfinite(float(k)))
 
 
 def slopes_of(
@@ -118,9 +123,14 @@ def slopes_of(
     key = side.activation, side.beta, side.branch.clip, str(dtype), scale
     usual = _usual(*key, points.tobytes())
     try:
-        own = derivative_at(_between(find, start, side.value), points, find.number)
+        region = _between(find, start, side.value)
+        own = derivative_at(region, points, find.number)
     except (NotKnown, NotTaken) as why:
         raise Refused("slopes", f"derivatives at its kinks: {why}", score=0.6) from why
+    made = (v for _, _, outs in region.steps for v in outs if v is not None)
+    if not all(has_one_rule(find.graph, v) for v in made):
+        text = "the program has it twice, with and without a rule for derivatives"
+        raise Refused("slopes", text, score=0.6)
     near = max(CLOSE, 4 * float(jnp.finfo(find.graph.dtype(side.value)).eps))
     near = max(near, 4 * float(jnp.finfo(dtype).eps))
     own, usual = (x.astype(np.float64) * scale for x in (own, usual))
@@ -172,8 +182,13 @@ def _is_at(kink: float, scale: float, dtype: Any) -> bool:
     """Whether the program's value at a kink is one of its dtype."""
     if not kink or not math.isfinite(kink):
         return True
-    exact = math.frexp(abs(scale))[0] == 0.5  # a power of two
-    return exact and float(np.asarray(kink * scale).astype(dtype)) == kink * scale
+    here = kink * scale
+    return _is_exact(scale) and float(np.asarray(here).astype(dtype)) == here
+
+
+def _is_exact(scale: float) -> bool:
+    """Whether products with a number are not rounded: it is a power of two."""
+    return math.frexp(abs(scale))[0] == 0.5
 
 
 def _away(kinks: tuple[float, ...]) -> list[float]:
@@ -218,13 +233,19 @@ def _argument(
     if rules_around(find.graph, side.value):
         text = "a rule of its own for derivatives holds more than the activation"
         raise Refused("slopes", text, score=0.6)
+    nearest: tuple[int, float] | None = None
     for value in _dominators(find, roots, side.value):
         form = ev.poly(value, ev.aligned(value, args))
         factor = form.get((TRUE, branch.term))
         if factor is None or rules_around(find.graph, value):
             continue
         if any(not alg.add(form, whole, -factor) for whole in wholes):
-            return value, factor / branch.scale
+            found = value, factor / branch.scale
+            if _is_exact(found[1]):
+                return found
+            nearest = nearest or found
+    if nearest is not None:
+        return nearest
     text = "no value of the program is the argument of the activation alone"
     raise Refused("slopes", text, score=0.6)
 

@@ -5,7 +5,7 @@ Equations are copied unchanged, with calls that have a derivative rule whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import jaxpr_as_fun
@@ -23,16 +23,30 @@ class NotTaken(Exception):
 
 def rules_around(graph: Graph, value: int) -> list[Any]:
     """Calls with a derivative rule in which a value is computed, and not returned."""
-    node, found = graph.node_of(value), []
-    scope = node.scope if node is not None else graph.top
+    node = graph.node_of(value)
+    scope = graph.top if node is None else node.scope
+    return [eqn for eqn, outs in _rules(scope) if value not in outs]
+
+
+def has_one_rule(graph: Graph, value: int) -> bool:
+    """Whether the same derivative rule, or none, is for each copy of an equation.
+
+    The graph merges `jax.nn.relu(x)` and `jnp.maximum(x, 0)`, which JAX does not
+    differentiate alike.
+    """
+    node = graph.node_of(value)
+    if node is None or not node.copies:
+        return True
+    return len({node.scope.rules, *(scope.rules for scope, _, _ in node.copies)}) == 1
+
+
+def _rules(scope: Scope) -> Iterator[tuple[Any, list[int | None]]]:
+    """Calls with a derivative rule around a body, and their results."""
     while scope.kind == "call" and scope.parent is not None:
         eqn, parent = scope.parent.jaxpr.eqns[scope.call], scope.parent
-        if eqn.primitive.name in _jax.CUSTOM and all(
-            parent.env.get(v) != value for v in eqn.outvars
-        ):
-            found.append(eqn)
+        if eqn.primitive.name in _jax.CUSTOM:
+            yield eqn, [parent.env.get(v) for v in eqn.outvars]
         scope = parent
-    return found
 
 
 class Region:
