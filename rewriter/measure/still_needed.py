@@ -155,13 +155,19 @@ def _reaches(
         for node in graph.users(value):
             if live.isdisjoint(node.outs):
                 continue
-            if inside.isdisjoint(node.outs):
+            if inside.isdisjoint(node.outs) or _cuts_more(node, inside, live):
                 return True
             for out in node.outs:
                 if out in parts and out not in seen:
                     seen.add(out)
                     stack.append(out)
     return False
+
+
+def _cuts_more(node: Node, inside: frozenset[int], live: set[int]) -> bool:
+    """Whether a product is cut into pieces, of which others are read elsewhere."""
+    pieces = node.outs if node.prim in ("split", "unstack") else ()
+    return any(v in live and v not in inside for v in pieces)
 
 
 def _heavy(node: Node | None) -> bool:

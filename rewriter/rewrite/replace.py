@@ -28,9 +28,10 @@ from rewriter.gradients.backward_place import (
 from rewriter.gradients.insertion_point import Instead, read_instead
 from rewriter.program.equations import live
 from rewriter.program.graph import Scope
-from rewriter.program.loops import inserted, loop_of, traced
+from rewriter.program.loops import loop_of, traced
 from rewriter.rewrite.branches import alike
 from rewriter.rewrite.fragments import Fragments, in_order, leaves_here
+from rewriter.rewrite.frame import Frame
 from rewriter.rewrite.not_placed import placing
 from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.splice import Splice
@@ -64,15 +65,6 @@ HANDED = frozenset({"remat", "scan", "shard_map"})
 """Bodies whose equations are written anew where they are given more."""
 
 
-class _Frame:
-    """Equations of one new body, and replacements of its variables."""
-
-    def __init__(self) -> None:
-        self.eqns: list[Any] = []
-        self.ends: list[int] = []  # how many follow each result of the body
-        self.labels: dict[int, str] = {}
-
-
 class _Work:
     """Rewrites bodies, outermost first."""
 
@@ -90,12 +82,13 @@ class _Work:
         self.touched: set[int] = set()
         self.dissolved: set[int] = set()
         self.fragments = Fragments(regions.graph)
-        self.frames: dict[int, _Frame] = {}
+        self.frames: dict[int, Frame] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
         self.backward_at: dict[int, dict[int, list[Any]]] = {}
         self.residuals: dict[int, Any] = {}
         self.gradients_home: dict[int, Scope] = {}
+        self.shared: frozenset[int] = frozenset()
         self.instead = {id(s): read_instead(regions, s.match, s.scope) for s in splices}
         for splice in splices:
             here = self.at.setdefault(id(splice.scope), {})
@@ -212,7 +205,7 @@ class _Work:
         """The new jaxpr of a body."""
         if id(scope) not in self.touched and not self._any_dissolved(scope):
             return scope.jaxpr
-        frame = self.frames[id(scope)] = _Frame()
+        frame = self.frames[id(scope)] = Frame()
         more: list[Any] = []
         for splice in self.read_in.get(id(scope), ()):
             avals = self._avals_in(scope, splice)
@@ -235,7 +228,7 @@ class _Work:
             for child in children
         )
 
-    def _inline(self, scope: Scope, frame: _Frame, env: dict[Any, Any]) -> list[Any]:
+    def _inline(self, scope: Scope, frame: Frame, env: dict[Any, Any]) -> list[Any]:
         """Appends a body's new equations; returns the atoms of its results."""
 
         def read(atom: Any) -> Any:
@@ -246,7 +239,7 @@ class _Work:
         inlined = id(scope) in self.dissolved
         splices = self.at.get(id(scope), {})
         gradients = self.backward_at.get(id(scope), {})
-        numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
+        numbers, eqns = scope.env, frame.eqns
         ends = frame.ends if scope is self.graph.top else []
         for position, eqn in enumerate(scope.jaxpr.eqns):
             children = scope.children.get(position)
@@ -260,12 +253,19 @@ class _Work:
                     done[splice.match.value] = result
             if position in gradients:
                 self._backward(gradients[position], eqn, frame)
-            if done:  # readers of a replaced value, and of its copies, read the new one
-                for var in eqn.outvars:
-                    if var.__class__ is variable and numbers[var] in done:
-                        env[var] = done[numbers[var]]
+            if done:
+                self._hand_on(done, numbers, eqn, frame, env)
             ends.append(len(eqns))
         return [read(v) for v in scope.jaxpr.outvars]
+
+    def _hand_on(self, done, numbers, eqn, frame, env) -> None:
+        """Makes readers of a replaced value, and of its copies, read the new one."""
+        for var in eqn.outvars:
+            if var.__class__ is _jax.Var and numbers[var] in done:
+                new = done[numbers[var]]
+                if numbers[var] in self.shared:  # what is left is other ops' share
+                    new = frame.insert_sum(env.get(var, var), new, eqn)
+                env[var] = new
 
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
         if any(id(c) in self.dissolved for c in children):
@@ -418,7 +418,7 @@ class _Work:
         return eqn.replace(params={**eqn.params, **changed})
 
     # ------------------------------------------------------------- splices
-    def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
+    def _splice(self, splice: Splice, eqn: Any, frame: Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
         with placing(splice):
             read = [self._read_for(splice, v) for v in leaves_here(splice)]
@@ -431,19 +431,20 @@ class _Work:
         with placing(splice):
             avals = [atom.aval for atom in atoms]
             fragment, tree = self.fragments.forward(splice, read, avals)
-        out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
+        out, *residuals = frame.insert(fragment, atoms, eqn, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
             self.residuals[id(splice)] = residuals, avals, tree
         return out
 
-    def _backward(self, splices: list[Any], eqn: Any, frame: _Frame) -> None:
+    def _backward(self, splices: list[Any], eqn: Any, frame: Frame) -> None:
         """Appends gradients, and notes their replacements in the bodies around."""
         for splice, where in splices:
             for value, atom in self._gradients(splice, eqn, frame).items():
                 self.results.setdefault(id(where[value]), {})[value] = atom
+            self.shared |= splice.backward.shared
 
-    def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
+    def _gradients(self, splice: Splice, eqn: Any, frame: Frame) -> dict[int, Any]:
         """Appends the gradients' equations; returns their atoms by value."""
         _, avals, tree = self.residuals[id(splice)]
         backward = splice.backward
@@ -452,7 +453,7 @@ class _Work:
         cotangent = self._cotangent(splice, backward.cotangent)
         residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
-        atoms = self._inserted(fragment, given, eqn, frame, splice.label)
+        atoms = frame.insert(fragment, given, eqn, splice.label)
         grads = (backward.grads[v] for v in in_order(splice))
         return dict(zip((*grads, *backward.others), atoms, strict=True))
 
@@ -461,17 +462,6 @@ class _Work:
         home = self.gradients_home[id(splice)]
         _, scope, var = self.regions.place(home).defined[value]
         return self.envs[id(scope)].get(var, var)
-
-    def _inserted(
-        self, fragment: Any, atoms: list[Any], eqn: Any, frame: _Frame, label: str = ""
-    ) -> list[Any]:
-        """Appends a fragment's equations; returns the atoms of its results."""
-        equations, results = inserted(
-            fragment, atoms, _jax.scoped(eqn.source_info, label)
-        )
-        frame.eqns += equations
-        frame.labels.update((id(e), label) for e in equations)
-        return results
 
     def _read_for(self, splice: Splice, leaf: int) -> Instead:
         """The atom that a splice reads for a leaf."""
@@ -484,10 +474,10 @@ class _Work:
         defined = self.regions.place(splice.scope).defined
         return value not in splice.scope.first_var and value not in defined
 
-    def _zero(self, value: int, eqn: Any, frame: _Frame) -> Any:
+    def _zero(self, value: int, eqn: Any, frame: Frame) -> Any:
         """Appends zeros in place of a value."""
         fragment = _jax.zeros([self.graph.avals[value]])
-        return self._inserted(fragment, [], eqn, frame)[0]
+        return frame.insert(fragment, [], eqn)[0]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """The atom of a value at a splice: a variable there or in an inlined call."""
