@@ -256,6 +256,12 @@ def while_parts(eqn: Any) -> tuple[Any, int, int]:
     return params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
 
 
+def while_test(eqn: Any) -> Any:
+    """The jaxpr of a while's condition: its constants and the carries to a boolean."""
+    closed = eqn.params["cond_jaxpr"]
+    return getattr(closed, "jaxpr", closed)
+
+
 def source_of(eqn: Any) -> str:
     """The user's line of an equation, such as ``"model.py:88 (Block.__call__)"``."""
     frame = _source_info_util.user_frame(eqn.source_info.traceback)

@@ -14,6 +14,7 @@ from rewriter import _jax
 from rewriter.algebra.canonicalize import STRUCTURAL
 from rewriter.find.match import Match
 from rewriter.gradients.backward import Backward
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node, Scope
 from rewriter.site.facts import Facts
 
@@ -145,7 +146,7 @@ def _reaches(
     """Whether a contraction of the region is read from outside the regions."""
     parts = region.values - region.results
     stack = [v for v in parts if _heavy(graph.node_of(v))]
-    loops = {n.outs: n for v in parts if (n := graph.node_of(v)) and n.prim == "scan"}
+    loops = {n.outs: n for v in parts if (n := graph.node_of(v)) and n.prim in LOOPS}
     stack += [out for node in loops.values() for out in node.outs]
     seen = set(stack)
     while stack:
