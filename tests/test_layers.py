@@ -21,6 +21,9 @@ FOLDERS = [
 ]  # fmt: skip
 """Folders and single files below ``rewriter``, from the first to the last."""
 
+LINES = 500
+"""How many lines a file of the package has at most."""
+
 INDEXED = {
     "ops/registry": {"kernels/index", "patterns/index"},
     "run/pipeline": {"patterns/sets"},
@@ -55,7 +58,7 @@ def place(dotted: str) -> str:
         inside = "/".join(parts[1:end]) or "__init__"
         if (ROOT / "rewriter" / f"{inside}.py").exists():
             return inside
-        if (ROOT / "rewriter" / inside).is_dir() and end < len(parts):
+        if (ROOT / "rewriter" / inside).is_dir():
             return f"{inside}/__init__"
     return "__init__"
 
@@ -112,17 +115,32 @@ def test_patterns(path):
 
 def test_folders_say_what_they_hold():
     for folder in FOLDERS:
-        if (ROOT / "rewriter" / folder).is_dir():
+        if folder != "_jax" and (ROOT / "rewriter" / folder).is_dir():
             text = (ROOT / "rewriter" / folder / "__init__.py").read_text()
             (only,) = ast.parse(text).body
             assert isinstance(only, ast.Expr), f"{folder}: more than a docstring"
 
 
-def test_only_one_file_touches_internals():
+def test_only_one_folder_touches_internals():
     for folder in ("rewriter", "kernels", "patterns"):
         for path in files(folder):
-            if path.name != "_jax.py":
+            if path.parent != ROOT / "rewriter" / "_jax":
                 assert "jax._src" not in path.read_text(), path
+
+
+def test_internals_are_called_through_their_folder():
+    """Other modules write ``_jax.name``, so that one list names what they need."""
+    for path in ENGINE:
+        if not named(path).startswith("_jax/"):
+            inside = {i for i in imported(path) if i.startswith("_jax/")}
+            assert inside <= {"_jax/__init__"}, path
+
+
+@pytest.mark.parametrize("folder", ["rewriter", "kernels", "patterns"])
+def test_files_are_short(folder):
+    """A file that grows beyond this holds more than one idea: give each its own."""
+    lengths = {p: len(p.read_text().splitlines()) for p in files(folder)}
+    assert {p: n for p, n in lengths.items() if n > LINES} == {}
 
 
 def test_links():

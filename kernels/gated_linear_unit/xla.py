@@ -121,7 +121,7 @@ def _matrix(spec: Spec, name: str) -> Verdict:
 def _known(activation: str) -> Verdict:
     if activation in ACTIVATIONS:
         return YES
-    return no("activation", f"{activation} is none of {', '.join(ACTIVATIONS)}")
+    return no("activation", f"{activation} is not one of {', '.join(ACTIVATIONS)}")
 
 
 def forward(

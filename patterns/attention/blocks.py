@@ -1,7 +1,8 @@
 """Attention over blocks of keys: an online softmax in several products or loop steps.
 
-Looks like products of weights and values that are added, or made by the steps of a
-           loop, and then divided by the sum of all weights, as in an online softmax.
+Looks like products of weights and values, which are added or made by the steps of a
+           loop. They are then divided by the sum of all weights, as in an online
+           softmax.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Formula    out[..., f] = act(Σ_k x[..., k] w_gate[k, f] + b[f] + r[..., f])
                          (Σ_k x[..., k] w_up[k, f] + c[f] + s[..., f])
-Looks like a product of two values computed from contractions of one x, one of
-           them through an activation.
+Looks like a product of two values that are computed from contractions of one x. One
+           of them goes through an activation.
 Must hold  the form is the activation's applied to one contraction, times the other.
 """
 
@@ -297,7 +297,7 @@ class _Assembly:
         if _per_expert(self.find, gate.w, gate.k):
             raise Refused(
                 "batch",
-                "one matrix per expert, of which a router takes some",
+                "one matrix per expert, and a router that takes some of them",
                 score=0.45,
             )
         if not f or rows - set(self.out):

@@ -230,7 +230,9 @@ def _halves(
         return "gate_up"
     if columns % 2 == 0 and halves == [branches.up, branches.gate]:
         return "up_gate"
-    raise Refused("halves", "gate and up are no halves of one ragged dot", score=0.3)
+    raise Refused(
+        "halves", "gate and up are not the halves of one ragged dot", score=0.3
+    )
 
 
 def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:

@@ -12,9 +12,9 @@ class Backward:
     """Gradients found for a match.
 
     Attributes:
-        cotangent: The value that is the cotangent of the match's result; its dtype
-            may be a wider one, where the program casts the result and adds up the
-            cotangents of the casts.
+        cotangent: The value that is the cotangent of the match's result. Its dtype may
+            be a wider one: a program may cast the result, and add up the cotangents of
+            the casts.
         grads: Leaf (a value of the program) to the value that is its gradient.
         inner: Values between the leaves, the cotangent and the gradients.
         zeros: By leaf, further terms that become zero. They exist where its gradient is

@@ -1,9 +1,9 @@
 """A jaxpr as one graph of values: every equation at any depth.
 
-Calls are inlined, loop-invariant operands of scan, while and cond bodies stand
-for the values outside, and equal equations and constants are merged, so that one value
-has one number however often the program computes it. The original equations stay where
-they are: a `Scope` remembers which variable carries which value in it.
+One value has one number, however often the program computes it: calls are inlined, and
+equal equations and constants are merged. Operands of scan, while and cond bodies that
+do not change in the loop are the values outside. The original equations stay where they
+are: a `Scope` remembers which variable carries which value in it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from rewriter.kernels.attention.hopper.config import (
 )
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
-from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
+from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
 from rewriter.kernels.shared.hopper import BY_ESTIMATE
 from rewriter.kernels.shared.hopper import runs_on as runs_on
@@ -130,7 +130,7 @@ def _numbers(spec: Spec) -> Verdict:
 def _room(spec: Spec) -> Verdict:
     """Whether the smallest tiles fit; wide heads leave little memory."""
     smallest = Tiles(32, 2, 2)
-    return fits_widths(smallest, *widths(spec), beside_in(spec))
+    return fits_widths(smallest, *widths(spec), extra_in(spec))
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def forward(**given: Any) -> Any:
     e = given["v"].shape[3]
     given |= {name: _filled(given[name]) for name in "qkv"}
     sizes = given["q"].shape[3], given["v"].shape[3]
-    config = given.pop("config", None) or first_fitting(*sizes, beside_of(given))
+    config = given.pop("config", None) or first_fitting(*sizes, extra_of(given))
     made = forward_kernel.forward(**given, config=config)
     if not given.get("residuals"):
         return made[..., :e]
@@ -170,9 +170,9 @@ def backward(**given: Any) -> dict[str, Array]:
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
     sizes = whole["q"].shape[3], whole["v"].shape[3]
-    beside = beside_of(given)
-    config = given.pop("config", None) or first_fitting_backward(*sizes, beside)
-    if config is None or not fits_backward_widths(config, *sizes, beside).ok:
+    extra = extra_of(given)
+    config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
+    if config is None or not fits_backward_widths(config, *sizes, extra).ok:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 

@@ -46,7 +46,7 @@ def forward(
         config: The product's.
         product: The kernel.
     """
-    given = {"precision": precision, "out_dtype": str(kept_dtype(x, w, w_up))}
+    given = {"precision": precision, "out_dtype": str(saved_dtype(x, w, w_up))}
     gate, up = branches(
         x, w, group_sizes, w_up, halves, product, config=config, **given
     )
@@ -109,7 +109,7 @@ def backward(
     return {"x": rows.astype(x.dtype), "w": first["rhs"], "w_up": second["rhs"]}
 
 
-def kept_dtype(x: Array, w: Array, w_up: Array | None) -> Any:
+def saved_dtype(x: Array, w: Array, w_up: Array | None) -> Any:
     """Returns the dtype of the saved branches: that of a product of the operands."""
     return jnp.result_type(*(a for a in (x, w, w_up) if a is not None))
 

@@ -150,7 +150,7 @@ def test_supports() -> None:
         (of((0, 8), 8), "size 0"),
         (of((8, 8), 8, out_dtype="float16"), "the result is float16"),
         (of((8, 8), 8, precision="tf32"), "no choice of the compiler"),
-        (of((8, 8), 8, activation="sine"), "sine is none of"),
+        (of((8, 8), 8, activation="sine"), "sine is not one of"),
         (of((8, 8), 8, activation="selu"), "selu needs expm1"),
     ):
         assert not verdict.ok
