@@ -78,7 +78,7 @@ def _accepted(
         if not kernel.limits.supports(spec).ok:
             return None
         stated = None if symbolic else kernel.traits.saves
-        if stated is not None:  # to trace it takes long, and is done where it is lowered
+        if stated is not None:  # tracing takes long, and is done in lowering
             made = stated(spec) if kernel.backward is not None else ()
             return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in made)
         call = functools.partial(_forward, use, kernel, kernel.backward is not None)
@@ -122,7 +122,8 @@ def call_forward(
         got = [out, *saved]
         if len(got) != len(wanted):
             raise errors.KernelError(
-                f"kernel {kernel.name!r} of {kernel.op} returned {len(saved)} residuals",
+                f"kernel {kernel.name!r} of {kernel.op} returned {len(saved)} "
+                "residuals",
                 wanted=f"{len(wanted) - 1}, as it says in `saves`",
                 where=kernel.where,
             )
