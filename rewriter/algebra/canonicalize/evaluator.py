@@ -48,6 +48,7 @@ from rewriter.algebra.normal_form import (
     Poly,
     TooMuchWork,
 )
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node
 
 
@@ -240,7 +241,7 @@ class Evaluator(Layout, LoopForms, Constants):
             )
         elif prim in STRUCTURAL or prim in ("scatter", "scatter-add"):
             ok = self.expand_all or value in self.inside
-        elif prim == "scan":
+        elif prim in LOOPS:
             ok = value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
@@ -315,7 +316,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if moved is not None:
             source, at = moved
             return {} if source is None else self.poly(source, at, mode)
-        if prim == "scan":
+        if prim in LOOPS:
             return self.scanned(node, value, args, mode)
         rule = RULES.get(prim)
         if prim in ("convert_element_type", "stop_gradient"):
