@@ -5,9 +5,9 @@ Formula    out[..., m, d] = table[..., ids[m], d], a lookup; and its gradient,
 Looks like a gather, or a scatter-add, of whole rows, by one id each. Rows are mostly
            added to a table of zeros.
 Must hold  rows that are added may collide: the program does not say that ids differ.
-           Ids that count up, as positions do, are proved to do so. A lookup is looked
-           for only where the program holds no gradient of one, for the sake of the
-           gradient that JAX may make of it; rows of 32 bits need no other one.
+           Ids that count up, as positions do, are proved to do so. A lookup is read
+           for the sake of the gradient that JAX may make of it: where rows have 16
+           bits, and the program holds no gradient of a lookup.
 """
 
 from __future__ import annotations
