@@ -116,7 +116,8 @@ def backward(
         shift: As in the forward.
         softcap: As in the forward.
         empty_rows: As in the forward.
-        out_dtype: q's.
+        out_dtype: q's, or float32; cotangents are rounded to q's all the same, as the
+            gradients of q, k and v are.
         config: The tiles.
     """
     del out_dtype
