@@ -1,7 +1,7 @@
 """What is chosen for programs on this GPU, against each kernel that could be forced.
 
   python3 -m tests.bench.choices [--sets attention,decode,dtypes,norms,products]
-      [--seconds N] [--json PATH]
+      [--seconds N] [--spills] [--json PATH]
 
 A row is a program as users write it, forward or with all gradients; its arms are what
 `rewriter.optimize` chooses, and each kernel of the op forced. Microseconds are the
