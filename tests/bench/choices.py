@@ -17,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,7 @@ class Row:
         fn: The function of arrays.
         shapes: (shape, dtype) of its arguments; integers are drawn up to `most`.
         forced: Kernels to force beside the choice.
-        both: Whether it is measured with gradients too.
+        passes: ``forward``, and ``both`` with gradients.
         scores: Bytes of what XLA writes in between.
         most: The largest integer.
     """
@@ -64,7 +65,7 @@ class Row:
     fn: Callable[..., Any]
     shapes: tuple[tuple[tuple[int, ...], Any], ...]
     forced: tuple[str, ...]
-    both: bool = True
+    passes: tuple[str, ...] = ("forward", "both")
     scores: float = 0.0
     most: int = field(default=1)
 
@@ -115,7 +116,7 @@ def attending(
     *,
     window: tuple[int | None, int | None] = (None, None),
     forced: tuple[str, ...] = ("cudnn", "hopper"),
-    both: bool = True,
+    passes: tuple[str, ...] = ("forward", "both"),
     dtype: Any = BF16,
     spelling: str = "cast",
     more: tuple[Any, ...] = (),
@@ -125,7 +126,7 @@ def attending(
     given = (*((x, dtype) for x in sizes), *more)
     fn = attention(window, spelling)
     scores = 4.0 * b * n * t * s
-    return Row(name, "attention", fn, given, forced, both, scores, most=s)
+    return Row(name, "attention", fn, given, forced, passes, scores, most=s)
 
 
 CAUSAL = (None, 0)
@@ -139,20 +140,20 @@ def of_attention() -> Iterator[Row]:
     yield attending("causal d64 2k", 8, 2048, 2048, 32, 32, 64, window=CAUSAL)
     yield attending("causal d128 4k", 4, 4096, 4096, 16, 16, 128, window=CAUSAL)
     yield attending("full d128 4k", 4, 4096, 4096, 16, 16, 128)
-    yield attending("causal d256 4k", 2, 4096, 4096, 16, 16, 256, window=CAUSAL)
-    yield attending("GQA 32/8 4k", 4, 4096, 4096, 32, 8, 128, window=CAUSAL)
-    yield attending("causal 16k, 8 heads", 1, 16384, 16384, 8, 8, 128, window=CAUSAL)
-    yield attending("window d64 16k", 1, 16384, 16384, 16, 16, 64, window=(1023, 0))
-    yield attending("window d128 16k", 1, 16384, 16384, 16, 16, 128, window=(1023, 0))
     yield attending("flux 1x1536x24x72", 1, 1536, 1536, 24, 24, 72)
     yield attending("cross attention to 77", 8, 4096, 77, 8, 8, 40)
+    yield attending("window d64 16k", 1, 16384, 16384, 16, 16, 64, window=(1023, 0))
+    yield attending("window d128 16k", 1, 16384, 16384, 16, 16, 128, window=(1023, 0))
     yield attending("d112 causal 2x2048x32", 2, 2048, 2048, 32, 32, 112, window=CAUSAL)
-    bias = (((1, 6, 49, 49), BF16),)
-    yield attending("swin 4096x49x6x32", 4096, 49, 49, 6, 6, 32, more=bias)
     yield attending(
         "float32 causal 2x2048x16x64", 2, 2048, 2048, 16, 16, 64, window=CAUSAL,
         dtype=F32, forced=("memory_bounded",),
     )  # fmt: skip
+    yield attending("causal d256 4k", 2, 4096, 4096, 16, 16, 256, window=CAUSAL)
+    yield attending("GQA 32/8 4k", 4, 4096, 4096, 32, 8, 128, window=CAUSAL)
+    yield attending("causal 16k, 8 heads", 1, 16384, 16384, 8, 8, 128, window=CAUSAL)
+    bias = (((1, 6, 49, 49), BF16),)
+    yield attending("swin 4096x49x6x32", 4096, 49, 49, 6, 6, 32, more=bias)
 
 
 def of_decode() -> Iterator[Row]:
@@ -166,12 +167,12 @@ def of_decode() -> Iterator[Row]:
         ("b4 s16k 64/8", 4, 16384, 64, 8, 128),
     ):
         yield attending(
-            f"decode {name}", b, 1, s, n, k, h, forced=DECODE, both=False
+            f"decode {name}", b, 1, s, n, k, h, forced=DECODE, passes=("forward",)
         )  # fmt: skip
     lengths = (((128,), jnp.int32),)
     yield attending(
         "decode 128x1024 16 heads of 64, lengths", 128, 1, 1024, 16, 16, 64,
-        forced=DECODE, both=False, more=lengths,
+        forced=DECODE, passes=("forward",), more=lengths,
     )  # fmt: skip
 
 
@@ -179,18 +180,22 @@ def of_dtypes() -> Iterator[Row]:
     """Spellings with other dtypes of weights and of the result."""
     for h in (64, 128):
         sizes = (4, 2048, 2048, 16, 16, h)
-        for spelling in ("cast", "weights, cast", "float32 result", "float32 weights"):
+        for spelling in ("cast", "float32 result", "float32 weights"):
             yield attending(
-                f"{spelling}, causal, d{h}", *sizes, window=CAUSAL, spelling=spelling
-            )
-        yield attending(f"float32 weights, full, d{h}", *sizes,
-                        spelling="float32 weights")  # fmt: skip
-    yield attending("float32 weights, d256", 2, 2048, 2048, 16, 16, 256,
-                    window=CAUSAL, spelling="float32 weights")  # fmt: skip
-    yield attending("all cast, 8x1023x16x64", 8, 1023, 1023, 16, 16, 64,
-                    spelling="all cast")  # fmt: skip
-    yield attending("float32 weights, decode b16 s8k", 16, 1, 8192, 32, 8, 128,
-                    forced=DECODE, both=False, spelling="float32 weights")  # fmt: skip
+                f"{spelling}, causal, d{h}", *sizes, window=CAUSAL, spelling=spelling,
+                forced=("hopper",),
+            )  # fmt: skip
+    kept = "float32 weights"
+    for name, sizes, spelling in (
+        (f"{kept}, full, d128", (4, 2048, 2048, 16, 16, 128), kept),
+        (f"{kept}, full, d256", (2, 2048, 2048, 16, 16, 256), kept),
+        ("all cast, 8x1023x16x64", (8, 1023, 1023, 16, 16, 64), "all cast"),
+        (f"{kept}, decode b16 s8k", (16, 1, 8192, 32, 8, 128), kept),
+    ):
+        forced = DECODE[1:] if sizes[1] == 1 else ("hopper",)
+        yield attending(
+            name, *sizes, spelling=spelling, forced=forced, passes=("forward",)
+        )
 
 
 def of_spills() -> Iterator[Row]:
@@ -229,24 +234,18 @@ def norming(kind: str, rows: int, columns: int, dtype: Any) -> Row:
 
 def of_norms() -> Iterator[Row]:
     """Narrow and wide rows, few and many, of each dtype."""
-    yield norming("rms", 262144, 128, BF16)
-    yield norming("layer", 18464, 768, BF16)
-    yield norming("rms", 8192, 2880, BF16)
-    yield norming("layer", 9850, 1024, BF16)
-    yield norming("layer", 200704, 96, BF16)
-    yield norming("rms", 16384, 4096, BF16)
-    for columns in (128, 256, 512, 768):
-        yield norming("rms", (32 << 20) // columns, columns, BF16)
+    for columns in (768, 128, 512):
         yield norming("layer", (32 << 20) // columns, columns, BF16)
+        yield norming("rms", (32 << 20) // columns, columns, BF16)
+    yield norming("layer", 18464, 768, BF16)
+    yield norming("layer", 18464, 768, F32)
+    yield norming("layer", 9850, 1024, BF16)
     for rows in (512, 1024, 2048):
-        yield norming("rms", rows, 4096, BF16)
         yield norming("layer", rows, 4096, BF16)
+        yield norming("rms", rows, 4096, BF16)
     for dtype in (F16, F32):
-        for kind, rows, columns in (
-            ("rms", 8192, 4096), ("layer", 18464, 768), ("rms", 131072, 128),
-            ("rms", 512, 4096),
-        ):  # fmt: skip
-            yield norming(kind, rows, columns, dtype)
+        yield norming("rms", 8192, 4096, dtype)
+        yield norming("rms", 131072, 128, dtype)
 
 
 # ----------------------------------------------------------------- products
@@ -276,7 +275,7 @@ def of_products() -> Iterator[Row]:
         given = (((m, k), BF16), ((g, k, n), BF16), ((g,), jnp.int32))
         yield Row(
             f"ragged {m}x{k}x{n} g{g}", "ragged_dot", ragged, given, ("hopper",),
-            both=m < 16384,
+            passes=("forward", "both") if m < 16384 else ("forward",),
         )  # fmt: skip
 
 
@@ -339,26 +338,32 @@ def compiled(
     return fast.lower(*shapes).compile(), kernels
 
 
-def arms_of(row: Row) -> list[str]:
-    """Returns the names of a row's arms."""
-    forced = [x for x in row.forced if x != "xla"]
-    written = ["written"] if row.scores <= XLA_BYTES else []
-    return ["chosen", *forced, *written]
+def arms_of(row: Row, passes: str, shapes: Any) -> list[str]:
+    """Returns the names of a row's arms: the choice, and what else could be forced."""
+    sites = rewriter.explain(of_pass(row, passes))(*shapes).sites
+    taken = {site.kernel for site in sites if site.op == row.op}
+    forced = [x for x in row.forced if x != "xla" and x not in taken]
+    written = row.scores <= XLA_BYTES and taken != {"xla"}
+    return ["chosen", *forced, *(["written"] if written else [])]
 
 
-def measured(row: Row, passes: str) -> dict[str, Any]:
+Arms = dict[str, Future[Any]]
+
+
+def compiling(row: Row, passes: str, pool: ThreadPoolExecutor) -> Arms:
+    """Returns the arms of a row, each a compiled program soon."""
+    shapes = tuple(jax.ShapeDtypeStruct(*x) for x in row.shapes)
+    names = arms_of(row, passes, shapes)
+    return {by: pool.submit(compiled, row, passes, by, shapes) for by in names}
+
+
+def measured(row: Row, passes: str, arms: Arms) -> dict[str, Any]:
     """Returns a row's figures: microseconds by arm, errors, and what was chosen."""
     sets = [drawn(row, seed) for seed in range(SETS)]
-    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in sets[0])
     made: dict[str, Any] = {"row": row.name, "pass": passes, "us": {}, "failed": {}}
     programs: dict[str, Any] = {}
     results: dict[str, Any] = {}
-    names = arms_of(row)
-    with ThreadPoolExecutor(len(names)) as pool:
-        futures = {
-            by: pool.submit(compiled, row, passes, by, shapes) for by in names
-        }  # fmt: skip
-    for by, future in futures.items():
+    for by, future in arms.items():
         try:
             program, kernels = future.result()
             if by == "chosen":
@@ -367,9 +372,8 @@ def measured(row: Row, passes: str) -> dict[str, Any]:
                 made["failed"][by] = f"not taken: {kernels}"
                 continue
             out = jax.block_until_ready(program(*sets[0]))
-            if "written" in names:
-                first = jax.tree.leaves(out)[0].reshape(-1)[:SOME]
-                results[by] = np.asarray(first, np.float32)
+            first = jax.tree.leaves(out)[0].reshape(-1)[:SOME]
+            results[by] = np.asarray(first, np.float32)
             programs[by] = program
         except Exception as problem:
             text = str(problem).strip() or repr(problem)
@@ -378,17 +382,22 @@ def measured(row: Row, passes: str) -> dict[str, Any]:
     for by, samples in zip(programs, times, strict=True):
         made["us"][by] = round(1e6 * samples.median, 1)
     made["kernels"] = [len(samples.kernels) for samples in times]
-    if "written" in results:
-        exact = results["written"]
+    first_of = next((x for x in ("written", "chosen") if x in results), None)
+    if first_of:
+        exact = results[first_of]
         size = np.linalg.norm(exact)
-        made["apart"] = {
+        made[f"apart from {first_of}"] = {
             by: float(f"{np.linalg.norm(x - exact) / size:.1e}")
-            for by, x in results.items() if by != "written"
+            for by, x in results.items() if by != first_of
         }  # fmt: skip
     best = min(made["us"].values(), default=math.nan)
     if "chosen" in made["us"]:
         made["slower_percent"] = round(100 * (made["us"]["chosen"] / best - 1), 1)
     return made
+
+
+CHUNK = 10
+"""Rows that are compiled together, before the first of them is timed."""
 
 
 def main() -> None:
@@ -404,32 +413,41 @@ def main() -> None:
             shapes = [jax.ShapeDtypeStruct(*x) for x in row.shapes]
             print(row.name, compiled(row, "forward", "hopper", shapes)[1], flush=True)
         return
-    end, rows = time.monotonic() + given.seconds, []
+    begun, rows = time.monotonic(), []
     todo = [
         (row, passes)
         for name in given.sets.split(",")
         for row in EVERY[name]()
-        for passes in ("forward", "both")
-        if passes == "forward" or row.both
+        for passes in row.passes
     ]
-    for row, passes in todo:
-        if time.monotonic() > end:
-            print(f"no time for {row.name}, {passes}", flush=True)
-            continue
-        start = time.monotonic()
-        try:
-            made = measured(row, passes)
-        except Exception as problem:
-            made = {"row": row.name, "pass": passes, "failed": repr(problem)[:200]}
-        rows.append(made)
-        wrong = "WRONG " if made.get("slower_percent", 0) > ALLOWED else ""
-        seconds = f"{time.monotonic() - start:.1f} s"
-        print(wrong + json.dumps(made, default=str), seconds, flush=True)
-        if given.json:
-            record.write(
-                given.json, f"python3 -m tests.bench.choices --sets {given.sets}",
-                rows=rows,
-            )  # fmt: skip
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for i in range(0, len(todo), CHUNK):
+            if time.monotonic() - begun > given.seconds:
+                print(f"no time for {len(todo) - i} rows", flush=True)
+                break
+            some: list[tuple[Row, str, Arms]] = []
+            for row, passes in todo[i : i + CHUNK]:
+                try:
+                    some.append((row, passes, compiling(row, passes, pool)))
+                except Exception as problem:
+                    print(row.name, passes, repr(problem)[:200], flush=True)
+            wait([x for *_, arms in some for x in arms.values()])
+            for row, passes, arms in some:
+                rows.append(_printed(row, passes, arms, begun))
+            if given.json:
+                command = f"python3 -m tests.bench.choices --sets {given.sets}"
+                record.write(given.json, command, rows=rows)
+
+
+def _printed(row: Row, passes: str, arms: Arms, begun: float) -> dict[str, Any]:
+    try:
+        made = measured(row, passes, arms)
+    except Exception as problem:
+        made = {"row": row.name, "pass": passes, "failed": repr(problem)[:200]}
+    wrong = "WRONG " if made.get("slower_percent", 0) > ALLOWED else ""
+    seconds = f"{time.monotonic() - begun:.0f} s"
+    print(wrong + json.dumps(made, default=str), seconds, flush=True)
+    return made
 
 
 if __name__ == "__main__":

@@ -256,11 +256,11 @@ def test_programs_are_as_exact_as_written(name: str) -> None:
         return out, *back(up.astype(out.dtype))
 
     fast = rewriter.optimize(both, implementation={"attention": "hopper"})
-    kinds = {s.kernel for s in fast.report(q, k, v).sites}
     if SPELLINGS[name][1:] in (("float32", "highest"), ("float16", None)):
-        assert kinds == {"xla"} or not kinds
+        with pytest.raises(rewriter.KernelError, match=r"digits|cotangents"):
+            fast.report(q, k, v)
         return
-    assert kinds == {"hopper"}
+    assert {s.kernel for s in fast.report(q, k, v).sites} == {"hopper"}
     window = {"window": CAUSAL} if name == "causal" else {}
     want = exact_gradients(q, k, v, up, scale=0.125, **window)
     written, got = jax.jit(both)(q, k, v), fast(q, k, v)
