@@ -1,0 +1,96 @@
+"""What a rewritten program moves in memory beside the kernels for Hopper GPUs.
+
+XLA compiles the program around the kernels for the CPU, each kernel being an opaque
+call of arrays in their usual order, as it is on a GPU. So no GPU and no compiler for
+one is needed. XLA removes what cancels; what is left over is what a GPU would do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+import rewriter
+from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.shared import pallas_gpu
+from rewriter.site import lowering
+
+LARGE = 1 << 20
+"""Bytes from which on a move counts."""
+
+MOVES = ("copy", "pad", "slice", "transpose", "concatenate", "dynamic-slice", "gather")
+MOVE = re.compile(rf"= (\w+)\[([\d,]*)\]\S* ({'|'.join(MOVES)})\(")
+SIZES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "s8": 1, "pred": 1, "f64": 8}
+
+
+@contextmanager
+def opaque_kernels() -> Iterator[None]:
+    """Within, each Pallas kernel is traced as a call of unknown code."""
+
+    def kernel(body: Any, name: str, out: Any, *rest: Any) -> Callable[..., Any]:
+        del body, rest
+        made = lambda *_: tuple(np.zeros(x.shape, x.dtype) for x in out)
+        return lambda *arrays: jax.pure_callback(made, tuple(out), *arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (pallas, pallas_gpu):
+            patch.setattr(module, "kernel", kernel)
+        yield
+
+
+def around_kernels(
+    fn: Callable[..., Any], forced: Mapping[str, str], *specs: Any
+) -> Callable[..., Any]:
+    """Returns the rewritten program, with its sites computed as on an NVIDIA GPU.
+
+    Args:
+        fn: The program.
+        forced: A kernel for Hopper GPUs for each op.
+        *specs: Its arguments' shapes.
+    """
+    closed = rewriter.optimize(fn, implementation=forced).trace(*specs).jaxpr
+
+    def run(*args: Any) -> Any:
+        values = dict(zip(closed.jaxpr.invars, args, strict=True))
+        values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        read = lambda x: x.val if hasattr(x, "val") else values[x]
+        for eqn in closed.jaxpr.eqns:
+            given = [read(x) for x in eqn.invars]
+            outvars = [x for x in eqn.outvars if type(x).__name__ != "DropVar"]
+            if eqn.primitive.name.startswith("rewriter_site"):
+                params = tuple(sorted(eqn.params.items()))
+                outs = lowering._implementation(eqn.primitive, "cuda", params)(*given)
+                outs = outs if eqn.primitive.multiple_results else [outs]
+                outs = [
+                    y for x, y in zip(eqn.outvars, outs, strict=True) if x in outvars
+                ]
+            else:
+                names = [x for x in eqn.invars if not hasattr(x, "val")]
+                one = closed.jaxpr.replace(
+                    constvars=[], invars=names, outvars=outvars, eqns=[eqn]
+                )
+                given = [values[x] for x in names]
+                outs = jaxpr_as_fun(ClosedJaxpr(one, []))(*given)
+            values |= dict(zip(outvars, outs, strict=True))
+        return [read(x) for x in closed.jaxpr.outvars]
+
+    return run
+
+
+def moves(fn: Callable[..., Any], *specs: Any) -> list[str]:
+    """Returns what a compiled program moves of `LARGE` arrays, in XLA's words."""
+    text = jax.jit(fn).lower(*specs).compile().as_text()
+    found = []
+    for kind, sizes, what in MOVE.findall(text):
+        shape = [int(x) for x in sizes.split(",") if x]
+        if math.prod(shape) * SIZES.get(kind, 4) >= LARGE:
+            found.append(f"{what} {kind}[{sizes}]")
+    return sorted(found)
