@@ -308,27 +308,27 @@ QUICK = {
     "ragged, odd",
 }
 
-PADDED = "bf16[4,1024,16,128]"
+PADDED = "[4,1024,16,128]"
 KNOWN: dict[tuple[str, str], dict[str, int]] = {
     # Copies of tiles end at multiples of 8 rows, and heads at multiples of 16 columns.
     # The estimate counts both.
     ("odd, heads of 128", "forward"): {
         f"pad {PADDED}": 3,
-        "slice bf16[4,1023,16,128]": 1,
+        "slice [4,1023,16,128]": 1,
     },
     ("heads of 72", "forward"): {
-        "pad bf16[8,736,16,80]": 3,
-        "slice bf16[8,736,16,72]": 1,
+        "pad [8,736,16,80]": 3,
+        "slice [8,736,16,72]": 1,
     },
     # Results and gradients are written with positions before heads.
     ("heads first", "forward"): {
-        "copy bf16[4,16,2048,64]": 1,
-        "transpose bf16[4,16,2048,64]": 1,
+        "copy [4,16,2048,64]": 1,
+        "transpose [4,16,2048,64]": 1,
     },
     # As the program has it.
-    ("packed", "forward"): {"slice bf16[4,2048,16,64]": 3},
+    ("packed", "forward"): {"slice [4,2048,16,64]": 3},
     # Matrices are two arrays: it is taken only where it is asked for, or was measured.
-    ("unit of halves", "forward"): {"slice bf16[2048,4096]": 2},
+    ("unit of halves", "forward"): {"slice [2048,4096]": 2},
 }
 """Moves that are left."""
 

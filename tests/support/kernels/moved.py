@@ -27,7 +27,7 @@ LARGE = 1 << 20
 """Bytes from which on an argument is large."""
 
 MOVES = ("copy", "pad", "slice", "transpose", "concatenate", "dynamic-slice", "gather")
-MOVE = re.compile(rf"= (\w+)\[([\d,]*)\]\S* ({'|'.join(MOVES)})\(")
+MOVE = re.compile(rf"= \w+\[([\d,]*)\]\S* ({'|'.join(MOVES)})\(")
 
 
 @contextmanager
@@ -93,8 +93,8 @@ def around_kernels(
 def moves(fn: Callable[..., Any], *specs: Any) -> dict[str, int]:
     """Returns what a compiled program moves, in XLA's words, and how often.
 
-    Arrays count that are as large as the smallest argument of `LARGE` bytes. So numbers
-    of rows beside them do not.
+    Arrays count that have a fourth of the numbers of the smallest argument of `LARGE`
+    bytes, or more: parts of it do, and numbers of its rows do not.
     """
     text = jax.jit(fn).lower(*specs).compile().as_text()
     least = min(
@@ -103,8 +103,8 @@ def moves(fn: Callable[..., Any], *specs: Any) -> dict[str, int]:
         if math.prod(x.shape) * x.dtype.itemsize >= LARGE
     )
     found: dict[str, int] = {}
-    for kind, sizes, what in MOVE.findall(text):
-        if math.prod(int(x) for x in sizes.split(",") if x) >= least:
-            name = f"{what} {kind}[{sizes}]"
+    for sizes, what in MOVE.findall(text):
+        if math.prod(int(x) for x in sizes.split(",") if x) >= least / 4:
+            name = f"{what} [{sizes}]"
             found[name] = found.get(name, 0) + 1
     return found
