@@ -1,6 +1,6 @@
 """What is chosen for programs on this GPU, against each kernel that could be forced.
 
-  python3 -m tests.bench.choices [--sets attention,decode,dtypes,norms,products]
+  python3 -m tests.bench.choices [--sets attention,decode,dtypes,narrow,norms,products]
       [--seconds N] [--spills] [--json PATH]
 
 A row is a program as users write it, forward or with all gradients; its arms are what
@@ -22,7 +22,7 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -232,6 +232,12 @@ def norming(kind: str, rows: int, columns: int, dtype: Any) -> Row:
     return Row(name, f"{kind}_norm", fn, given, ("hopper", "xla"))
 
 
+def of_narrow() -> Iterator[Row]:
+    """Layer norms that XLA computes in several passes, with gradients alone."""
+    for rows, columns in ((18464, 768), (65536, 512), (131072, 256), (1024, 4096)):
+        yield replace(norming("layer", rows, columns, BF16), passes=("both",))
+
+
 def of_norms() -> Iterator[Row]:
     """Narrow and wide rows, few and many, of each dtype."""
     for columns in (768, 128, 512):
@@ -281,7 +287,7 @@ def of_products() -> Iterator[Row]:
 
 EVERY: dict[str, Callable[[], Iterator[Row]]] = {
     "attention": of_attention, "decode": of_decode, "dtypes": of_dtypes,
-    "norms": of_norms, "products": of_products,
+    "narrow": of_narrow, "norms": of_norms, "products": of_products,
 }  # fmt: skip
 
 
