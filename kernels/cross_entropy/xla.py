@@ -51,7 +51,7 @@ def known_outside(spec: Spec) -> Verdict:
     outside = spec.param("outside", "nan")
     if outside in OUTSIDE:
         return YES
-    return no("outside", f"{outside} is none of {', '.join(OUTSIDE)}")
+    return no("outside", f"{outside} is not one of {', '.join(OUTSIDE)}")
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:
@@ -128,6 +128,12 @@ def _hits(y: jax.Array, labels: jax.Array) -> jax.Array:
     return labels[..., None] == columns
 
 
+def _saves(spec: Spec) -> list[Any]:
+    """The log-sum-exp of each row."""
+    wide = jnp.promote_types(spec.dtype("logits"), jnp.float32)
+    return [(spec.shape("logits")[:-1], wide)]
+
+
 KERNEL = Kernel(
     name="memory_bounded",
     op="cross_entropy",
@@ -137,5 +143,5 @@ KERNEL = Kernel(
     backward=backward,
     limits=Limits(supports),
     speed=Speed(profitable, profitable_backward),
-    traits=Traits(memory_bounded=True, saves_out=False),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
 )

@@ -73,10 +73,14 @@ def _accepted(
     use: Use, kernel: Kernel, operands: tuple[Shaped, ...], x64: bool
 ) -> tuple[Shaped, ...] | None:
     del x64
-    symbolic = is_symbolic(operands)
+    symbolic, spec = is_symbolic(operands), use.spec(operands)
     try:
-        if not kernel.limits.supports(use.spec(operands)).ok:
+        if not kernel.limits.supports(spec).ok:
             return None
+        stated = None if symbolic else kernel.traits.saves
+        if stated is not None:  # tracing takes long, and is done in lowering
+            made = stated(spec) if kernel.backward is not None else ()
+            return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in made)
         call = functools.partial(_forward, use, kernel, kernel.backward is not None)
         with _jax.on_one_device():
             out, residuals = jax.eval_shape(call, *structs(operands))
@@ -110,6 +114,22 @@ def call_forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """A kernel's result, and its residuals for the backward."""
     out, saved = _forward(use, kernel, residuals, *operands)
+    if kernel.traits.saves is not None:  # nothing was traced before
+        shapes = [shaped(x) for x in operands]
+        wanted = [result(use, shapes)]
+        if residuals:
+            wanted += _saved(use, kernel, shapes) or ()
+        got = [out, *saved]
+        if len(got) != len(wanted):
+            raise errors.KernelError(
+                f"kernel {kernel.name!r} of {kernel.op} returned {len(saved)} "
+                "residuals",
+                wanted=f"{len(wanted) - 1}, as it says in `saves`",
+                where=kernel.where,
+            )
+        for have, want in zip(got, wanted, strict=True):
+            if shaped(have) != want:
+                raise _wrong(kernel, "returned", have, want)
     return out, tuple(r for r in saved if not _is_empty(shaped(r)))
 
 
@@ -130,7 +150,10 @@ def _forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result and all residuals, including those without elements."""
     named = {**dict(zip(use.names, operands, strict=True)), **more}
-    with promotion.as_usual(), _apart(use, kernel, [*operands, *more.values()]):
+    with (
+        promotion.as_usual(),
+        _separate_trace(use, kernel, [*operands, *more.values()]),
+    ):
         if not residuals:
             return kernel.forward(**named, **dict(use.params)), ()
         both = kernel.forward(**named, **dict(use.params), residuals=True)
@@ -144,15 +167,15 @@ def _forward(
     return out, tuple(saved)
 
 
-def _apart(use: Use, kernel: Kernel, arrays: Sequence[Any]) -> Any:
-    """A context for the calls of a kernel that is not ours, see `_jax.traced_apart`.
+def _separate_trace(use: Use, kernel: Kernel, arrays: Sequence[Any]) -> Any:
+    """A context for the calls of a kernel that is not ours, see `_jax.separate_trace`.
 
     One body of it may be called on several grids. Each of our kernels makes the body
     for the call, and shares the traces of functions of JAX.
     """
     if getattr(kernel.forward, "__module__", "").startswith("rewriter.kernels."):
         return contextlib.nullcontext()
-    return _jax.traced_apart((kernel, use, tuple(map(shaped, arrays))))
+    return _jax.separate_trace((kernel, use, tuple(map(shaped, arrays))))
 
 
 def call_backward(
@@ -182,7 +205,7 @@ def call_backward(
         jnp.zeros(*s) if _is_empty(s) else next(kept)
         for s in _saved(use, kernel, [shaped(a) for a in args[:n]]) or ()
     ]
-    with promotion.as_usual(), _apart(use, kernel, args):
+    with promotion.as_usual(), _separate_trace(use, kernel, args):
         cotangents = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
             **dict(use.params), **addend,

@@ -40,7 +40,7 @@ from rewriter.kernels.attention.hopper.config import (
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
 from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
-from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
+from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
 from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import BY_ESTIMATE
@@ -121,7 +121,7 @@ def _numbers(spec: Spec) -> Verdict:
 def _room(spec: Spec) -> Verdict:
     """Whether the smallest tiles fit; wide heads leave little memory."""
     smallest, count = Tiles(32, 2, 2), parts(spec.param(PARAM))
-    return fits_widths(smallest, *widths(spec), beside_in(spec), count)
+    return fits_widths(smallest, *widths(spec), extra_in(spec), count)
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def forward(**given: Any) -> Any:
     given |= {name: _filled(given[name]) for name in "qkv"}
     sizes = given["q"].shape[3], given["v"].shape[3]
     count = parts(given.get(PARAM))
-    config = given.pop("config", None) or first_fitting(*sizes, beside_of(given), count)
+    config = given.pop("config", None) or first_fitting(*sizes, extra_of(given), count)
     made = forward_kernel.forward(**given, config=config)
     if not given.get("residuals"):
         return made[..., :e]
@@ -163,9 +163,9 @@ def backward(**given: Any) -> dict[str, Array]:
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
     sizes = whole["q"].shape[3], whole["v"].shape[3]
-    beside = beside_of(given)
-    config = given.pop("config", None) or first_fitting_backward(*sizes, beside)
-    if config is None or not fits_backward_widths(config, *sizes, beside).ok:
+    extra = extra_of(given)
+    config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
+    if config is None or not fits_backward_widths(config, *sizes, extra).ok:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 

@@ -29,14 +29,19 @@ from rewriter.kernels.attention.hopper.blocks import (
     blocks_ahead,
     blocks_of,
 )
-from rewriter.kernels.attention.hopper.config import EDGE, REGISTERS, Tiles, apart
+from rewriter.kernels.attention.hopper.config import (
+    EDGE,
+    REGISTERS,
+    Tiles,
+    result_has_memory,
+)
 from rewriter.kernels.attention.hopper.dtypes import parts
-from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
+from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
 from rewriter.kernels.attention.visibility import least
-from rewriter.kernels.shared import work_stealing
+from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -57,7 +62,7 @@ class _Problem:
     config: Tiles
     saves: bool
     terms: Terms
-    beside: Beside
+    extra: Extra
     splits: bool
     swapped: tuple[str, ...]
     out: jnp.dtype
@@ -75,8 +80,8 @@ class _Problem:
         return self.n // self.heads
 
     @property
-    def apart(self) -> bool:
-        return apart(self.config, self.h, self.e, self.beside)
+    def result_has_memory(self) -> bool:
+        return result_has_memory(self.config, self.h, self.e, self.extra)
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -132,7 +137,7 @@ def forward(
     out_dtype: str | None = None,
     weights: str | None = None,
     residuals: bool = False,
-    apart: bool = False,
+    split_lse: bool = False,
     config: Tiles | None = None,
     swapped: tuple[str, ...] = (),
 ) -> Any:
@@ -162,7 +167,7 @@ def forward(
             None; see `rewriter.kernels.attention.weights`.
         residuals: Whether to return ``(result, (lse,))``, lse float32 [b, n, t], -inf
             for rows without keys.
-        apart: Whether lse is instead a row's maximum and the logarithm of its sum.
+        split_lse: Whether lse is instead a row's maximum and the logarithm of its sum.
         config: The tiles.
         swapped: Names among q, k and v whose heads lie before positions in memory; they
             are read in place, without a copy.
@@ -183,7 +188,7 @@ def forward(
     config = config or Tiles()
     p = _Problem(
         b, n, heads, h, e, seen, scale, softcap, config, residuals, terms,
-        beside_of(given), apart, swapped, jnp.dtype(out_dtype or q.dtype),
+        extra_of(given), split_lse, swapped, jnp.dtype(out_dtype or q.dtype),
         parts(weights),
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v}
@@ -216,7 +221,7 @@ def row_sums(
     Args:
         q: [b, t, n, h].
         k: [b, s, k, h].
-        v: [b, s, k, e], of which 16 columns are read.
+        v: [b, s, k, e]. Only 16 of its columns are read.
         sinks: float [n].
         **given: The other operands and parameters of `forward`; some add to scores.
 
@@ -225,7 +230,7 @@ def row_sums(
     """
     smallest = Tiles(32, 2, 2, turns=False)
     return forward(
-        q, k, v[..., :16], sinks=sinks, **given, residuals=True, apart=True,
+        q, k, v[..., :16], sinks=sinks, **given, residuals=True, split_lse=True,
         config=smallest,
     )[1]  # fmt: skip
 
@@ -286,7 +291,7 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
         **terms.scratch(stages, wgs, config.block_kv),
         **(work_stealing.scratch(wgs) if p.order.claimed else {}),
     }  # fmt: skip
-    if p.apart:
+    if p.result_has_memory:
         scratch |= {"q_tiles": q_tiles, "o_tiles": o_tiles}
     elif p.by_rows:
         scratch |= {"shared": plgpu.RefUnion(*q_tiles.refs, *o_tiles.refs)}
@@ -327,18 +332,10 @@ class _Block:
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
 
     def run(self) -> None:
-        most, least = REGISTERS[self.p.config.warpgroups]
-        computes = self.warpgroup < self.p.config.warpgroups
-
-        @pallas.when(computes)
-        def _() -> None:
-            plgpu.set_max_registers(most, action="increase")
-            self.compute()
-
-        @pallas.when(jnp.logical_not(computes))
-        def _() -> None:
-            plgpu.set_max_registers(least, action="decrease")
-            self.copy()
+        """Runs this warpgroup's part."""
+        count = self.p.config.warpgroups
+        computes = self.warpgroup < count
+        warpgroups.divide(computes, self.compute, self.copy, REGISTERS[count])
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""

@@ -111,13 +111,13 @@ class Tile:
             start = jnp.maximum(start, begin + 1)
             body = lambda i, c, cut=cut: self.step(i, step, c, cut)
             carry = lax.fori_loop(start, jnp.maximum(stop, start), body, carry)
-        if self.p.apart:
+        if self.p.result_has_memory:
             plgpu.barrier_arrive(x["q_free"].at[mine])
         out = self.finish(end - 1, step, carry)
         if own is not r:
             self.skip(end, r.count, step)
         self.store(*out)
-        if not self.p.apart:
+        if not self.p.result_has_memory:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(x["q_free"].at[mine])
 

@@ -46,7 +46,7 @@ def swizzle(*sizes: int) -> int:
     """Returns the widest swizzle, in bytes, whose 16-bit elements divide the sizes.
 
     Raises:
-        ValueError: If a size is no multiple of 16.
+        ValueError: If a size is not a multiple of 16.
 
     Example:
         >>> swizzle(128), swizzle(96), swizzle(128, 80)

@@ -147,7 +147,7 @@ def fits_sizes(
     found = []
     block = config.block_kv
     if block % 16 or not 16 <= block <= 256:
-        found.append(no("block_kv", f"{block} is no multiple of 16 to 256"))
+        found.append(no("block_kv", f"{block} is not a multiple of 16 to 256"))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
     if (count := config.stages * config.readers) > MOST_STAGES:

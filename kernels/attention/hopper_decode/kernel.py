@@ -35,6 +35,7 @@ from rewriter.kernels.attention.hopper_decode.config import (
 )
 from rewriter.kernels.attention.hopper_decode.problem import Problem
 from rewriter.kernels.attention.visibility import Range
+from rewriter.kernels.shared import warpgroups
 
 if TYPE_CHECKING:
     from jax import Array
@@ -145,21 +146,10 @@ class _Reader:
         self.line = p.line(given["ends"])
 
     def run(self) -> None:
+        """Runs this warpgroup's part."""
         readers = self.p.config.readers
-        most, least = REGISTERS.get(readers, (0, 0))
-        computes = self.warpgroup < readers
-
-        @pallas.when(computes)
-        def _() -> None:
-            if most:
-                plgpu.set_max_registers(most, action="increase")
-            self.compute()
-
-        @pallas.when(jnp.logical_not(computes))
-        def _() -> None:
-            if least:
-                plgpu.set_max_registers(least, action="decrease")
-            self.copy()
+        registers = REGISTERS.get(readers, (0, 0))
+        warpgroups.divide(self.warpgroup < readers, self.compute, self.copy, registers)
 
     def over_pieces(self, body: Any) -> None:
         """Runs ``body(piece, step)`` for this reader's pieces.
