@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rewriter.kernels.attention.hopper.dtypes import parts
 from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
+from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -99,10 +101,13 @@ def default(spec: Spec, device: Device) -> Tiles:
         held = hides and not extra.copied
         best = Tiles(128, 2, 2, turns=hides and not held, held=held)
     # Other widths of values and tables take more memory: 32 keys are few enough.
-    tried = (best, *(_SMALLER if extra.copied or extra.slopes else ()))
+    two = spec.param(PARAM) is not None  # which take more registers
+    fewer = replace(best, block_kv=min(best.block_kv, 128), warpgroups=2)
+    tried = (best, *((fewer,) if two else ()))
+    tried = (*tried, *(_SMALLER if extra.copied or extra.slopes or two else ()))
     smallest = Tiles(32, 2, 2, turns=False)
     tried = [_claiming(x, spec) for x in tried]
-    made = next((x for x in tried if fits_widths(x, h, e, extra).ok), smallest)
+    made = next((x for x in tried if _fits(x, spec).ok), smallest)
     return replace(made, programs=processors(device))
 
 
@@ -137,10 +142,9 @@ def _claiming(config: Tiles, spec: Spec) -> Tiles:
     On an H200 they took 0.94 to 1.00 of the time of assigned tiles, 0.81 with segments,
     whose work is uneven, and 1.02 with tables of biases.
     """
-    (h, e), extra = widths(spec), extra_in(spec)
-    claimed = config.programs > 0 and not extra.tables
+    claimed = config.programs > 0 and not extra_in(spec).tables
     made = replace(config, claimed=claimed)
-    return made if fits_widths(made, h, e, extra).ok else replace(made, claimed=False)
+    return made if _fits(made, spec).ok else replace(made, claimed=False)
 
 
 _SMALLER = (
@@ -227,35 +231,47 @@ def result_has_memory(config: Tiles, h: int, e: int, extra: Extra = NONE) -> boo
     return h != e or (config.programs > 0 and room)
 
 
-def registers(config: Tiles, e: int) -> int:
+def registers(config: Tiles, e: int, count: int = 1) -> int:
     """Returns registers per lane for scores, weights and result.
 
-    An accumulator of 64 rows has ``columns / 2`` registers of float32 per lane, weights
-    in 16 bits half of that.
+    An accumulator of 64 rows has ``columns / 2`` registers of float32 per lane, each
+    part of weights in 16 bits half of that.
     """
-    return config.block_kv // 2 + config.block_kv // 4 + e // 2
+    return config.block_kv // 2 + count * config.block_kv // 4 + e // 2
 
 
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: shared memory, registers, block sizes."""
     del device
-    h, e = widths(spec)
-    return fits_widths(config, h, e, extra_in(spec))
+    return _fits(config, spec)
 
 
-def first_fitting(h: int, e: int, extra: Extra = NONE) -> Tiles:
+def _fits(config: Tiles, spec: Spec) -> Verdict:
+    return fits_widths(config, *widths(spec), extra_in(spec), parts(spec.param(PARAM)))
+
+
+def first_fitting(h: int, e: int, extra: Extra = NONE, count: int = 1) -> Tiles:
     """Returns the default tiles for heads of width h and values of width e.
+
+    Args:
+        h: The width of q and k.
+        e: The width of v.
+        extra: The operands of scores beside q and k.
+        count: The parts of a weight.
 
     Example:
         >>> first_fitting(64, 64).block_kv, first_fitting(256, 256).block_kv
         (128, 64)
     """
     smallest = Tiles(32, 2, 2, turns=False)
-    fitting = (x for x in (Tiles(), *_SMALLER) if fits_widths(x, h, e, extra).ok)
+    tried = Tiles(), *_SMALLER
+    fitting = (x for x in tried if fits_widths(x, h, e, extra, count).ok)
     return next(fitting, smallest)
 
 
-def fits_widths(config: Tiles, h: int, e: int, extra: Extra = NONE) -> Verdict:
+def fits_widths(
+    config: Tiles, h: int, e: int, extra: Extra = NONE, count: int = 1
+) -> Verdict:
     """Returns the same for heads of width h and values of width e."""
     found = [YES]
     if config.warpgroups not in REGISTERS:
@@ -266,7 +282,7 @@ def fits_widths(config: Tiles, h: int, e: int, extra: Extra = NONE) -> Verdict:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
     most = REGISTERS[config.warpgroups][0] - OTHERS
-    used = registers(config, e) + extra.registers(config.block_kv)
+    used = registers(config, e, count) + extra.registers(config.block_kv)
     if used > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     if config.block_kv % 16 or not 16 <= config.block_kv <= 256:

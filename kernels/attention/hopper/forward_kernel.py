@@ -35,6 +35,7 @@ from rewriter.kernels.attention.hopper.config import (
     Tiles,
     result_has_memory,
 )
+from rewriter.kernels.attention.hopper.dtypes import parts
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
@@ -64,6 +65,8 @@ class _Problem:
     extra: Extra
     splits: bool
     swapped: tuple[str, ...]
+    out: jnp.dtype
+    parts: int
 
     @property
     def by_rows(self) -> bool:
@@ -132,6 +135,7 @@ def forward(
     softcap: float | None = None,
     empty_rows: str = "nan",
     out_dtype: str | None = None,
+    weights: str | None = None,
     residuals: bool = False,
     split_lse: bool = False,
     config: Tiles | None = None,
@@ -158,7 +162,9 @@ def forward(
         shift: As in `reference`.
         softcap: As in `reference`.
         empty_rows: As in `reference`.
-        out_dtype: q's.
+        out_dtype: q's, or float32.
+        weights: Whether v is multiplied with twice the digits of q's dtype, where not
+            None; see `rewriter.kernels.attention.weights`.
         residuals: Whether to return ``(result, (lse,))``, lse float32 [b, n, t], -inf
             for rows without keys.
         split_lse: Whether lse is instead a row's maximum and the logarithm of its sum.
@@ -166,7 +172,6 @@ def forward(
         swapped: Names among q, k and v whose heads lie before positions in memory; they
             are read in place, without a copy.
     """
-    del out_dtype
     b, t, n, h = q.shape
     s, heads, e = k.shape[1], k.shape[2], v.shape[3]
     left, right = window
@@ -183,7 +188,8 @@ def forward(
     config = config or Tiles()
     p = _Problem(
         b, n, heads, h, e, seen, scale, softcap, config, residuals, terms,
-        extra_of(given), split_lse, swapped,
+        extra_of(given), split_lse, swapped, jnp.dtype(out_dtype or q.dtype),
+        parts(weights),
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v}
     if not p.by_rows:
@@ -266,9 +272,10 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     flat, q, terms = pallas.swizzle(p.e), named["q"], p.terms
     rows = p.mask.t if p.by_rows else -(-p.mask.t // EDGE) * EDGE
     tiles = pallas.tiles_and_rows if p.by_rows else pallas.tiles
-    out = [jax.ShapeDtypeStruct((p.b, rows, p.n, p.e), q.dtype)]
+    out = [jax.ShapeDtypeStruct((p.b, rows, p.n, p.e), p.out)]
     q_tiles = tiles((wgs, 64, p.h), q.dtype, width)
-    o_tiles = tiles((wgs, 64, p.e), q.dtype, flat)
+    # As many bytes in any dtype: those of q, where they share memory.
+    o_tiles = tiles((wgs, 64, 2 * p.e // p.out.itemsize), p.out, flat)
     scratch = {
         "k_tiles": tiles((stages, config.block_kv, p.h), q.dtype, width),
         "v_tiles": tiles((stages, config.block_kv, p.e), q.dtype, deep),

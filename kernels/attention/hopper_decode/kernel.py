@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper_decode.config import (
     QUERIES,
     REGISTERS,
@@ -325,13 +326,14 @@ class _Reader:
             scores = lax.optimization_barrier(scores)
             plgpu.barrier_arrive(x["k_free"].at[place])  # of the mask too, read by now
         weights, top, total, fade = self.weigh(scores, top, total)
-        weights = weights.astype(self.given["q"].dtype)
+        weights = in_parts(weights, self.given["q"].dtype, p.parts)
         out = out * pallas.along(fade, out.shape)
         plgpu.barrier_wait(x["v_ready"].at[place])
 
         def summed(result: Any) -> Any:
             result[...] = out
-            plgpu.wgmma(result, weights, x["v_tiles"].at[self.own, slot])
+            for part in weights:
+                plgpu.wgmma(result, part, x["v_tiles"].at[self.own, slot])
             return result[...]
 
         out = pl.run_scoped(summed, plgpu.ACC(out.shape, jnp.float32))

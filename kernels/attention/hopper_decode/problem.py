@@ -48,6 +48,7 @@ class Problem:
     softcap: float | None
     pages: Pages
     config: Split
+    parts: int = 1
 
     @property
     def group(self) -> int:
