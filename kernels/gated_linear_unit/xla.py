@@ -20,7 +20,16 @@ from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import branch, combine
 from rewriter.ops.activations import ACTIVATIONS, Bounds, Slopes
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Spec, Speed, Traits
+from rewriter.ops.kernel import (
+    PLATFORMS,
+    Kernel,
+    Limits,
+    Space,
+    Spec,
+    Speed,
+    Traits,
+    saves_nothing,
+)
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 
@@ -271,7 +280,7 @@ KERNEL = Kernel(
     backward=backward,
     limits=Limits(supports),
     speed=Speed(profitable, profitable_backward, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
     space=Space(Block, default, configs),
     backward_space=Space(Block, default, configs),
 )

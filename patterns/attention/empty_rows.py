@@ -33,6 +33,7 @@ from rewriter.patterns.attention.row_values import (
     is_large_number,
     mixed,
 )
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Node
 
 COMBINATIONS = 128  # the most conditions of a mask; every case without a key is tried
@@ -175,7 +176,7 @@ class _Row:
             return whole in self.live
         if not jnp.issubdtype(self.g.dtype(value), jnp.floating):
             return False
-        if node.prim == "stop_gradient" or node.prim == "scan":
+        if node.prim == "stop_gradient" or node.prim in LOOPS:
             return False  # a loop has said so of its results
         ins = node.ins
         if node.prim in TRANSPARENT:
@@ -208,7 +209,7 @@ class _Row:
         if node is None:
             whole, _ = self.ev.loops.steps.get(value, (None, None))
             return UNKNOWN if whole is None else self(whole)
-        if node.prim == "scan":
+        if node.prim in LOOPS:
             return self._scan(node, value)
         if value in self.products:
             return self._product(node, self.products[value])
@@ -287,8 +288,10 @@ class _Row:
     def _scan(self, node: Node, value: int) -> Abstract:
         """A loop over blocks of keys, step by step; the row is masked in each."""
         loop = self.ev.loops.entered.get(node.outs[0])
-        length = node.params["length"]
-        if loop is None or loop.runs != TRUE or length > STEPS:
+        if loop is None or loop.runs != TRUE:
+            return UNKNOWN
+        length = 1 if loop.index is None else self.ev.alg.sizes[loop.index]
+        if length > STEPS:
             return UNKNOWN
         last, carried = loop.first, [self(v) for v in loop.first]
         for _ in range(length):

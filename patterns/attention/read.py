@@ -155,8 +155,21 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             score=0.5,
             suggestion="mask the blocks; kernels skip those that a mask leaves out",
         )
+    elif miss is not None and miss.code == "denominator" and _is_in_a_while(anchor):
+        miss = Refused(
+            "while",
+            "the weights of a block of keys are in a while loop, of which it is not "
+            "known how many steps it has",
+            score=0.5,
+            suggestion="count all blocks; kernels skip those that a mask leaves out",
+        )
     if miss is not None and miss.score > 0.2:
         find.missed(NAME, anchor, miss)
+
+
+def _is_in_a_while(anchor: Node) -> bool:
+    """Whether steps of a while loop compute weights."""
+    return "while" in anchor.scope.path
 
 
 def _is_skipped(anchor: Node) -> bool:

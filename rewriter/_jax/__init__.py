@@ -71,6 +71,9 @@ from rewriter._jax.calls import (
     while_parts as while_parts,
 )
 from rewriter._jax.calls import (
+    while_test as while_test,
+)
+from rewriter._jax.calls import (
     with_constants_first as with_constants_first,
 )
 from rewriter._jax.jit import (

@@ -111,6 +111,12 @@ def while_parts(eqn: Any) -> tuple[Any, int, int]:
     return params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
 
 
+def while_test(eqn: Any) -> Any:
+    """The jaxpr of a while's condition: its constants and the carries to a boolean."""
+    closed = eqn.params["cond_jaxpr"]
+    return getattr(closed, "jaxpr", closed)
+
+
 def is_library_rule(eqn: Any) -> bool:
     """Whether a custom_jvp call is one of JAX's own with the derivative of its body.
 

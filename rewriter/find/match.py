@@ -25,6 +25,7 @@ from rewriter.find.stacked import pieces
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.lines import users_line_of
 from rewriter.support.verdict import Reason
@@ -429,7 +430,7 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
     for match in matches:
         used |= match.inner
     for node in map(find.graph.node_of, tuple(used)):
-        if node is not None and node.prim == "scan":  # a loop that is replaced
+        if node is not None and node.prim in LOOPS:  # a loop that is replaced
             used |= _body_values(node)
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:

@@ -21,6 +21,10 @@ class Backward:
             only a sum of terms; the term in `grads` becomes the whole gradient.
         unread: Leaves that no gradient depends on, such as a norm's bias. A checkpoint
             does not save them for its recomputation.
+        pieces: Values that become zero where the program joins them to those of other
+            ops. Then a gradient in `shared` is left with the share of the others.
+        shared: Values in `grads` to which the gradient is added, where the program
+            computes the sum of the gradient and of a share of other ops.
     """
 
     cotangent: int
@@ -28,11 +32,13 @@ class Backward:
     inner: frozenset[int]
     zeros: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     unread: frozenset[int] = frozenset()
+    pieces: tuple[int, ...] = ()
+    shared: frozenset[int] = frozenset()
 
     @property
     def others(self) -> tuple[int, ...]:
-        """All terms that become zero."""
-        return tuple(itertools.chain.from_iterable(self.zeros.values()))
+        """All values that become zero."""
+        return (*itertools.chain.from_iterable(self.zeros.values()), *self.pieces)
 
     @property
     def results(self) -> tuple[int, ...]:

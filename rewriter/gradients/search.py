@@ -255,7 +255,8 @@ def find_backward(
     if more is None:
         memory.failed[key] += 1
         return best
-    proved.append(known(graph, match, more))
+    if len(more.shared) < len(more.grads):
+        proved.append(known(graph, match, more))
     proved.sort(key=lambda one: -sum(map(len, one.parts.values())))
     return more
 

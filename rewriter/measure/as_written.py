@@ -126,7 +126,7 @@ def _gradients(
     moving = [v for v in values if jnp.issubdtype(graph.dtype(v), jnp.inexact)]
     if backward is None or set(moving) != set(backward.grads):
         return None
-    if backward.zeros:  # no value of the program is the whole gradient
+    if backward.others:  # no value of the program is the whole gradient
         return None
     if graph.dtype(backward.cotangent) != graph.dtype(match.value):
         return None

@@ -424,6 +424,11 @@ class Graph:
             scope.children.clear()
 
     # ------------------------------------------------------------- queries
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The values that the program returns, numbers of its own among them."""
+        return tuple(self.read(self.top, atom) for atom in self.top.jaxpr.outvars)
+
     def node_of(self, value: int) -> Node | None:
         """The equation that makes a value; None for inputs and constants."""
         found = self.producer.get(value)

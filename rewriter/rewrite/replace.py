@@ -20,10 +20,11 @@ from rewriter.gradients.backward_place import (
 )
 from rewriter.program.equations import live
 from rewriter.program.graph import Scope
-from rewriter.program.loops import inserted, loop_of, traced
+from rewriter.program.loops import loop_of, traced
 from rewriter.rewrite.bodies import Bodies
 from rewriter.rewrite.branches import alike
 from rewriter.rewrite.fragments import Fragments, in_order, leaves_here
+from rewriter.rewrite.frame import Frame
 from rewriter.rewrite.not_placed import placing
 from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.splice import Splice
@@ -53,15 +54,6 @@ def replace(
     return program, Origins(position, frame.labels, work.envs[id(top)])
 
 
-class _Frame:
-    """Equations of one new body, and replacements of its variables."""
-
-    def __init__(self) -> None:
-        self.eqns: list[Any] = []
-        self.ends: list[int] = []  # how many follow each result of the body
-        self.labels: dict[int, str] = {}
-
-
 class _Work:
     """Rewrites bodies, outermost first."""
 
@@ -72,10 +64,11 @@ class _Work:
         self.stacked: dict[int, list[Any]] = {}
         self.handed: dict[int, list[list[Any]]] = {}
         self.fragments = Fragments(regions.graph)
-        self.frames: dict[int, _Frame] = {}
+        self.frames: dict[int, Frame] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
         self.residuals: dict[int, Any] = {}
+        self.shared: frozenset[int] = frozenset()
 
     def _given_to(self, body: Scope) -> list[Any]:
         """What carries, around a body, the values that it is given."""
@@ -88,7 +81,7 @@ class _Work:
         """The new jaxpr of a body."""
         if id(scope) not in self.plan.rewritten and not self.plan.is_any_inlined(scope):
             return scope.jaxpr
-        frame = self.frames[id(scope)] = _Frame()
+        frame = self.frames[id(scope)] = Frame()
         more: list[Any] = []
         for splice in self.plan.read_in.get(id(scope), ()):
             avals = self._avals_in(scope, splice)
@@ -104,7 +97,7 @@ class _Work:
         first = self.plan.variables_of(scope)
         return _jax.with_equations(scope.jaxpr, eqns, outs, more, first)
 
-    def _inline(self, scope: Scope, frame: _Frame, env: dict[Any, Any]) -> list[Any]:
+    def _inline(self, scope: Scope, frame: Frame, env: dict[Any, Any]) -> list[Any]:
         """Appends a body's new equations; returns the atoms of its results."""
 
         def read(atom: Any) -> Any:
@@ -115,7 +108,7 @@ class _Work:
         inlined = id(scope) in self.plan.inlined
         splices = self.plan.at.get(id(scope), {})
         gradients = self.plan.backward_at.get(id(scope), {})
-        numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
+        numbers, eqns = scope.env, frame.eqns
         ends = frame.ends if scope is self.graph.top else []
         for position, eqn in enumerate(scope.jaxpr.eqns):
             children = scope.children.get(position)
@@ -129,12 +122,19 @@ class _Work:
                     done[splice.match.value] = result
             if position in gradients:
                 self._backward(gradients[position], eqn, frame)
-            if done:  # readers of a replaced value, and of its copies, read the new one
-                for var in eqn.outvars:
-                    if var.__class__ is variable and numbers[var] in done:
-                        env[var] = done[numbers[var]]
+            if done:
+                self._hand_on(done, numbers, eqn, frame, env)
             ends.append(len(eqns))
         return [read(v) for v in scope.jaxpr.outvars]
+
+    def _hand_on(self, done, numbers, eqn, frame, env) -> None:
+        """Makes readers of a replaced value, and of its copies, read the new one."""
+        for var in eqn.outvars:
+            if var.__class__ is _jax.Var and numbers[var] in done:
+                new = done[numbers[var]]
+                if numbers[var] in self.shared:  # what is left is other ops' share
+                    new = frame.insert_sum(env.get(var, var), new, eqn)
+                env[var] = new
 
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
         if any(id(c) in self.plan.inlined for c in children):
@@ -282,7 +282,7 @@ class _Work:
         return eqn.replace(params={**eqn.params, **changed})
 
     # ------------------------------------------------------------- splices
-    def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
+    def _splice(self, splice: Splice, eqn: Any, frame: Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
         with placing(splice):
             read = [self.plan.read_for(splice, v) for v in leaves_here(splice)]
@@ -295,19 +295,20 @@ class _Work:
         with placing(splice):
             avals = [atom.aval for atom in atoms]
             fragment, tree = self.fragments.forward(splice, read, avals)
-        out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
+        out, *residuals = frame.insert(fragment, atoms, eqn, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
             self.residuals[id(splice)] = residuals, avals, tree
         return out
 
-    def _backward(self, splices: list[Any], eqn: Any, frame: _Frame) -> None:
+    def _backward(self, splices: list[Any], eqn: Any, frame: Frame) -> None:
         """Appends gradients, and notes their replacements in the bodies around."""
         for splice, where in splices:
             for value, atom in self._gradients(splice, eqn, frame).items():
                 self.results.setdefault(id(where[value]), {})[value] = atom
+            self.shared |= splice.backward.shared
 
-    def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
+    def _gradients(self, splice: Splice, eqn: Any, frame: Frame) -> dict[int, Any]:
         """Appends the gradients' equations; returns their atoms by value."""
         _, avals, tree = self.residuals[id(splice)]
         backward = splice.backward
@@ -316,7 +317,7 @@ class _Work:
         cotangent = self._cotangent(splice, backward.cotangent)
         residuals = self._residuals_in(self.plan.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
-        atoms = self._inserted(fragment, given, eqn, frame, splice.label)
+        atoms = frame.insert(fragment, given, eqn, splice.label)
         grads = (backward.grads[v] for v in in_order(splice))
         return dict(zip((*grads, *backward.others), atoms, strict=True))
 
@@ -326,21 +327,10 @@ class _Work:
         _, scope, var = self.regions.place(home).defined[value]
         return self.envs[id(scope)].get(var, var)
 
-    def _inserted(
-        self, fragment: Any, atoms: list[Any], eqn: Any, frame: _Frame, label: str = ""
-    ) -> list[Any]:
-        """Appends a fragment's equations; returns the atoms of its results."""
-        equations, results = inserted(
-            fragment, atoms, _jax.scoped(eqn.source_info, label)
-        )
-        frame.eqns += equations
-        frame.labels.update((id(e), label) for e in equations)
-        return results
-
-    def _zero(self, value: int, eqn: Any, frame: _Frame) -> Any:
+    def _zero(self, value: int, eqn: Any, frame: Frame) -> Any:
         """Appends zeros in place of a value."""
         fragment = _jax.zeros([self.graph.avals[value]])
-        return self._inserted(fragment, [], eqn, frame)[0]
+        return frame.insert(fragment, [], eqn)[0]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """The atom of a value at a splice: a variable there or in an inlined call."""
