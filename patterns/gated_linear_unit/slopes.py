@@ -116,30 +116,19 @@ def slopes_of(
     if not kinks:
         return ()
     start, scale = _argument(find, ev, args, roots, side)
-    dtype = find.graph.dtype(start)
-    at = [k for k in (*kinks, math.inf, -math.inf, math.nan) if _is_at(k, scale, dtype)]
-    away = _away(kinks)
-    points = np.array([*(y * scale for y in (*at, *away))]).astype(dtype)
-    key = side.activation, side.beta, side.branch.clip, str(dtype), scale
-    usual = _usual(*key, points.tobytes())
-    try:
-        region = _between(find, start, side.value)
-        own = derivative_at(region, points, find.number)
-    except (NotKnown, NotTaken) as why:
-        raise Refused("slopes", f"derivatives at its kinks: {why}", score=0.6) from why
-    made = (v for _, _, outs in region.steps for v in outs if v is not None)
-    if not all(has_one_rule(find.graph, v) for v in made):
-        text = "the program has it twice, with and without a rule for derivatives"
-        raise Refused("slopes", text, score=0.6)
-    near = max(CLOSE, 4 * float(jnp.finfo(find.graph.dtype(side.value)).eps))
-    near = max(near, 4 * float(jnp.finfo(dtype).eps))
-    own, usual = (x.astype(np.float64) * scale for x in (own, usual))
-    factor = _factor(own[len(at) :], usual[len(at) :], near)
-    if factor is None:
-        text = "derivatives beside its kinks are not those of the activation"
-        raise Refused("slopes", text, score=0.6)
-    own, usual = (own / factor)[: len(at)], usual[: len(at)]
-    pairs = zip(at, own, np.isclose(own, usual, near, near, True), strict=True)
+    dtype, result = (find.graph.dtype(v) for v in (start, side.value))
+    with np.errstate(all="ignore"):
+        every = (*kinks, math.inf, -math.inf, math.nan)
+        at = [k for k in every if _is_at(k, scale, dtype)]
+        points = np.array([y * scale for y in (*at, *_away(kinks))]).astype(dtype)
+        own = _own(find, start, side.value, points).astype(np.float64)
+        branch = side.branch.clip, str(dtype), scale, points.tobytes()
+        usual = _usual(side.activation, side.beta, *branch).astype(np.float64)
+        near = max(CLOSE, *(4 * float(jnp.finfo(d).eps) for d in (dtype, result)))
+        factor = _factor(own[len(at) :], usual[len(at) :], near)
+        own, usual = (x[: len(at)] * scale for x in (own / factor, usual))
+        close = np.isclose(own, usual, near, near, equal_nan=True)
+    pairs = zip(at, own, close, strict=True)
     return tuple((_named(k), _named(float(d))) for k, d, same in pairs if not same)
 
 
@@ -208,14 +197,37 @@ def _usual(
     return derivative_of(named, np.frombuffer(points, jnp.dtype(dtype)))
 
 
-def _factor(own: np.ndarray, usual: np.ndarray, near: float) -> float | None:
-    """The number that makes all derivatives of one function those of another."""
+def _own(find: Finder, start: int, value: int, points: np.ndarray) -> np.ndarray:
+    """The derivative of a value of the program by another one, at some numbers.
+
+    Raises:
+        Refused: If it is not known.
+    """
+    try:
+        region = _between(find, start, value)
+        own = derivative_at(region, points, find.number)
+    except (NotKnown, NotTaken) as why:
+        raise Refused("slopes", f"derivatives at its kinks: {why}", score=0.6) from why
+    made = (v for _, _, outs in region.steps for v in outs if v is not None)
+    if not all(has_one_rule(find.graph, v) for v in made):
+        text = "the program has it twice, with and without a rule for derivatives"
+        raise Refused("slopes", text, score=0.6)
+    return own
+
+
+def _factor(own: np.ndarray, usual: np.ndarray, near: float) -> float:
+    """The number that makes all derivatives of one function those of another.
+
+    Raises:
+        Refused: If there is none.
+    """
     k = int(np.argmax(np.abs(usual)))
-    factor = own[k] / usual[k]
-    if not factor or not math.isfinite(factor):
-        return None
+    factor = float(own[k] / usual[k])
     most = near * abs(own[k])
-    return float(factor) if np.allclose(own, factor * usual, near, most) else None
+    if factor and np.allclose(own, factor * usual, near, most):
+        return factor
+    text = "derivatives beside its kinks are not those of the activation"
+    raise Refused("slopes", text, score=0.6)
 
 
 # ---------------------------------------------------------------------- the argument
