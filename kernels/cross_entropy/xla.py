@@ -128,6 +128,12 @@ def _hits(y: jax.Array, labels: jax.Array) -> jax.Array:
     return labels[..., None] == columns
 
 
+def _saves(spec: Spec) -> list[Any]:
+    """The log-sum-exp of each row."""
+    wide = jnp.promote_types(spec.dtype("logits"), jnp.float32)
+    return [(spec.shape("logits")[:-1], wide)]
+
+
 KERNEL = Kernel(
     name="memory_bounded",
     op="cross_entropy",
@@ -137,5 +143,5 @@ KERNEL = Kernel(
     backward=backward,
     limits=Limits(supports),
     speed=Speed(profitable, profitable_backward),
-    traits=Traits(memory_bounded=True, saves_out=False),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
 )

@@ -429,6 +429,13 @@ def _over_blocks(
     return sums, jax.tree.map(lambda *ys: jnp.concatenate(ys), *made)
 
 
+def _saves(spec: Spec) -> list[Any]:
+    """The log-sum-exp of each row."""
+    narrow = jnp.result_type(spec.dtype("x"), spec.dtype("w"))
+    wide = jnp.promote_types(narrow, jnp.float32)
+    return [(spec.shape("labels"), wide)]
+
+
 KERNEL = Kernel(
     name="memory_bounded",
     op="linear_cross_entropy",
@@ -439,7 +446,7 @@ KERNEL = Kernel(
     together=together,
     limits=Limits(supports),
     speed=Speed(profitable, profitable_backward),
-    traits=Traits(memory_bounded=True, saves_out=False),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
     space=Space(Chunk, default, configs),
     backward_space=Space(Chunk, default, configs),
 )

@@ -125,6 +125,11 @@ def backward(
     return grads
 
 
+def _saves(spec: Spec, *, centred: bool) -> list[Any]:
+    wide = jnp.promote_types(spec.dtype("x"), jnp.float32)
+    return [(spec.shape("x")[:-1], wide)] * (2 if centred else 1)
+
+
 def _kernel(op: str) -> Kernel:
     return Kernel(
         name="memory_bounded",
@@ -135,7 +140,11 @@ def _kernel(op: str) -> Kernel:
         backward=functools.partial(backward, centred=CENTRED[op]),
         limits=Limits(supports),
         speed=Speed(pays_on_cpu, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False),
+        traits=Traits(
+            memory_bounded=True,
+            saves_out=False,
+            saves=functools.partial(_saves, centred=CENTRED[op]),
+        ),
     )
 
 

@@ -21,7 +21,7 @@ SAME = (
 def reader_of(find: Finder, products: Iterable[int]) -> str:
     """What reads the logits that some products are, in words; or ``""``."""
     g = find.graph
-    outputs = {g.top.env[v] for v in g.top.jaxpr.outvars if v in g.top.env}
+    outputs = g.results
     seen, queue = set(products), list(products)
     while queue and len(seen) < 60:
         value = queue.pop(0)

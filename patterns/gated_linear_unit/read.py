@@ -43,6 +43,7 @@ from rewriter.patterns.gated_linear_unit.forms import (
     contractions,
 )
 from rewriter.patterns.gated_linear_unit.products import products
+from rewriter.patterns.gated_linear_unit.slopes import Side, with_slopes
 from rewriter.program.graph import Node
 
 NAME = "gated_linear_unit"
@@ -192,7 +193,12 @@ def read(
     found, more = _activated(find, act_form, gate_sums[0])
     number = alg.const(found.factor * up_branch.factor)
     outer = [p for p in (times, more, number) if p not in (None, alg.const(1.0))]
-    return _Assembly(find, ev, value, args, form, found, up_branch).reading(outer)
+    made = _Assembly(find, ev, value, args, form, found, up_branch).reading(outer)
+    sides = {
+        "slopes": Side(act, found.gate, found.name, found.beta),
+        "slopes_up": Side(up, up_branch),
+    }
+    return with_slopes(find, ev, inside, sides, made)
 
 
 def _inside(

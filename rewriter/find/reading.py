@@ -125,6 +125,8 @@ class Reading:
         params: The op's parameters.
         check_params: Parameters for the check, where they differ.
         check_options: Options of the evaluator that checks.
+        backward_params: Parameters, where they differ, if gradients that the program
+            computes are replaced with the value: what they were proved with.
         leaves: Leaf name to value.
         notes: What floats will see.
         evaluator: For a form in pieces (None), what evaluates the region.
@@ -149,6 +151,7 @@ class Reading:
     leaves: tuple[int, ...] = ()
     check_params: Mapping[str, Any] = field(default_factory=dict)
     check_options: Mapping[str, Any] = field(default_factory=dict)
+    backward_params: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     evaluator: Any = None
     times: Poly | None = None

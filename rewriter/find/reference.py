@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from rewriter import _jax
+from rewriter import _jax, errors
 from rewriter.ops.op import Op
 
 Operands = Mapping[str, jax.Array]
@@ -27,6 +27,18 @@ def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Arr
     except (TypeError, _HoldsArrays):
         return op.reference(**operands, **params)
     return jaxpr_as_fun(program)(*operands.values())[0]
+
+
+def result_of(
+    op: Op, operands: Mapping[str, jax.ShapeDtypeStruct], params: Mapping[str, Any]
+) -> Any:
+    """The shape and dtype of a reference's result."""
+    try:
+        (result,) = _reference_of(*_key(op, operands, params)).out_avals
+    except (TypeError, _HoldsArrays):
+        code = lambda **given: _array(op, op.reference(**given, **params))
+        return jax.eval_shape(code, **operands)
+    return result
 
 
 def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
@@ -74,7 +86,8 @@ class _HoldsArrays(Exception):
 def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ...]:
     """The cache key of a trace; the last part selects the default number types."""
     shapes = tuple((k, v.shape, v.dtype) for k, v in operands.items())
-    return op, shapes, tuple(sorted(params.items())), jax.config.jax_enable_x64
+    every = tuple(sorted({**op.defaults, **params}.items()))
+    return op, shapes, every, jax.config.jax_enable_x64
 
 
 @functools.lru_cache(maxsize=256)
@@ -108,9 +121,18 @@ def _closed(code: Callable[..., Any], structs: list[Any]) -> ClosedJaxpr:
 def _code(op: Op, shapes: Any, params: Any) -> Callable[..., jax.Array]:
     def code(*arrays: jax.Array) -> jax.Array:
         names = (name for name, _, _ in shapes)
-        return op.reference(**dict(zip(names, arrays, strict=True)), **dict(params))
+        given = dict(zip(names, arrays, strict=True))
+        return _array(op, op.reference(**given, **dict(params)))
 
     return code
+
+
+def _array(op: Op, out: Any) -> jax.Array:
+    if hasattr(out, "shape"):
+        return out
+    raise errors.PatternError(
+        f"the reference of {op.name} returned {type(out).__name__}", wanted="one array"
+    )
 
 
 def _structs(shapes: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,12 @@ def pays_on_cpu(spec: Spec, platform: str) -> Verdict:
             "small", f"operands of {size >> 10} KiB are so small that XLA is as fast"
         )
     return no("platform", f"not measured to be faster than XLA on {platform}")
+
+
+def saves_nothing(spec: Spec) -> tuple[()]:
+    """Returns no residuals: the `saves` of a kernel that keeps none."""
+    del spec
+    return ()
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,9 @@ class Traits:
         memory_bounded: Whether it needs far less memory than the reference.
         saves_out: Whether `backward` reads ``out``; otherwise it gets None
             and the result is not kept for it.
+        saves: The shapes and dtypes of `forward`'s residuals for a `Spec` with static
+            sizes. They are then known without tracing it, and compared when it is
+            traced. If None, it is traced to find them.
         merges: Whether its only residual is the log-sum-exp of each row of scores (-inf
             without scores), and `backward` reads only that and the result. Results of
             parts can then be merged by it, and `backward` gets the merged ones.
@@ -172,6 +181,9 @@ class Traits:
 
     memory_bounded: bool = False
     saves_out: bool = True
+    saves: Callable[[Spec], Sequence[tuple[tuple[int, ...], Any]]] | None = field(
+        default=None, repr=False
+    )
     merges: bool = False
     adds_to: str = ""
     swaps: tuple[tuple[str, int, int], ...] = ()

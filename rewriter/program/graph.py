@@ -52,6 +52,7 @@ class Scope:
         length: How often the body runs for one run of the parent (scan length;
             1 for a while loop, whose count is unknown).
         open_out: Whether a region may cross from the results to equations outside.
+        rules: The calls with derivative rules that it is inlined from, by name.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Scope:
     jaxpr: Any
     length: int = 1
     open_out: bool = True
+    rules: tuple[str, ...] = ()
     env: dict[Any, int] = field(default_factory=dict)
     first_var: dict[int, tuple[int, Any]] = field(default_factory=dict)
     children: dict[int, list[Scope]] = field(default_factory=dict)
@@ -269,7 +271,10 @@ class Graph:
             if whole:
                 signature = self._number_of(whole)
                 return self._merged(scope, position, eqn, ins, signature, whole)
-            return self._child(scope, position, _jax.call_body(eqn), ins, kind="call")
+            return self._child(
+                scope, position, _jax.call_body(eqn), ins, kind="call",
+                rules=scope.rules,
+            )  # fmt: skip
         if kind == "remat":
             return self._child(scope, position, _jax.call_body(eqn), ins, kind="remat")
         if kind == "custom":
@@ -279,8 +284,9 @@ class Graph:
                     signature = self._number_of(whole)
                     return self._merged(scope, position, eqn, ins, signature, whole)
                 return self._child(
-                    scope, position, _jax.call_body(eqn), ins, kind="call"
-                )
+                    scope, position, _jax.call_body(eqn), ins, kind="call",
+                    rules=(*scope.rules, _jax.function_name(eqn)),
+                )  # fmt: skip
             what = "custom_jvp" if "jvp" in name else "custom_vjp"
             self._child(
                 scope, position, _jax.call_body(eqn), ins, kind=what, open_out=False
@@ -418,6 +424,11 @@ class Graph:
             scope.children.clear()
 
     # ------------------------------------------------------------- queries
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The values that the program returns, numbers of its own among them."""
+        return tuple(self.read(self.top, atom) for atom in self.top.jaxpr.outvars)
+
     def node_of(self, value: int) -> Node | None:
         """The equation that makes a value; None for inputs and constants."""
         found = self.producer.get(value)

@@ -73,10 +73,14 @@ def _accepted(
     use: Use, kernel: Kernel, operands: tuple[Shaped, ...], x64: bool
 ) -> tuple[Shaped, ...] | None:
     del x64
-    symbolic = is_symbolic(operands)
+    symbolic, spec = is_symbolic(operands), use.spec(operands)
     try:
-        if not kernel.limits.supports(use.spec(operands)).ok:
+        if not kernel.limits.supports(spec).ok:
             return None
+        stated = None if symbolic else kernel.traits.saves
+        if stated is not None:  # tracing takes long, and is done in lowering
+            made = stated(spec) if kernel.backward is not None else ()
+            return tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in made)
         call = functools.partial(_forward, use, kernel, kernel.backward is not None)
         with _jax.on_one_device():
             out, residuals = jax.eval_shape(call, *structs(operands))
@@ -110,6 +114,22 @@ def call_forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """A kernel's result, and its residuals for the backward."""
     out, saved = _forward(use, kernel, residuals, *operands)
+    if kernel.traits.saves is not None:  # nothing was traced before
+        shapes = [shaped(x) for x in operands]
+        wanted = [result(use, shapes)]
+        if residuals:
+            wanted += _saved(use, kernel, shapes) or ()
+        got = [out, *saved]
+        if len(got) != len(wanted):
+            raise errors.KernelError(
+                f"kernel {kernel.name!r} of {kernel.op} returned {len(saved)} "
+                "residuals",
+                wanted=f"{len(wanted) - 1}, as it says in `saves`",
+                where=kernel.where,
+            )
+        for have, want in zip(got, wanted, strict=True):
+            if shaped(have) != want:
+                raise _wrong(kernel, "returned", have, want)
     return out, tuple(r for r in saved if not _is_empty(shaped(r)))
 
 

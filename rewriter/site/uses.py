@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter import _jax, errors
+from rewriter import _jax
+from rewriter.find.reference import result_of
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op
 from rewriter.support import promotion
@@ -144,11 +145,9 @@ def structs(operands: Sequence[Shaped]) -> list[jax.ShapeDtypeStruct]:
 @functools.lru_cache(maxsize=4096)
 def _result(use: Use, operands: tuple[Shaped, ...], x64: bool) -> Shaped:
     del x64
-    with _jax.on_one_device():
-        out = jax.eval_shape(use.reference, *structs(operands))
-    if not hasattr(out, "shape"):
-        raise errors.PatternError(
-            f"the reference of {use.op.name} returned {type(out).__name__}",
-            wanted="one array",
-        )
-    return shaped(out)
+    if is_symbolic(operands):
+        with _jax.on_one_device():
+            return shaped(jax.eval_shape(use.reference, *structs(operands)))
+    given = dict(zip(use.names, structs(operands), strict=True))
+    with _jax.on_one_device(), promotion.as_usual():
+        return shaped(result_of(use.op, given, dict(use.params)))

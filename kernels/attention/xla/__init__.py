@@ -10,7 +10,7 @@ backward pass from the row's log-sum-exp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -128,6 +128,13 @@ def _pays_for_any_size(spec: Spec, platform: str) -> Verdict:
     return no("platform", "XLA's dense attention in 16 bits is faster on cuda")
 
 
+def _saves(spec: Spec) -> list[Any]:
+    """The log-sum-exp of each row, [b, n, t]."""
+    b, t, n, _ = spec.shape("q")
+    types = (spec.dtype(name) for name in "qkv")
+    return [((b, n, t), jnp.promote_types(jnp.result_type(*types), jnp.float32))]
+
+
 KERNEL = Kernel(
     name="memory_bounded",
     op="attention",
@@ -137,7 +144,7 @@ KERNEL = Kernel(
     backward=backward,
     limits=Limits(supports),
     speed=Speed(profitable, estimate=estimate),
-    traits=Traits(memory_bounded=True, merges=True),
+    traits=Traits(memory_bounded=True, merges=True, saves=_saves),
     space=Space(Blocks, default, configs),
     backward_space=Space(Blocks, default, configs),
 )

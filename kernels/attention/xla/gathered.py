@@ -8,7 +8,15 @@ from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.op import PAGED
 from rewriter.kernels.attention.paged_form import attended
 from rewriter.kernels.attention.pages import as_attention
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Spec, Speed, Traits
+from rewriter.ops.kernel import (
+    PLATFORMS,
+    Kernel,
+    Limits,
+    Spec,
+    Speed,
+    Traits,
+    saves_nothing,
+)
 from rewriter.support.verdict import Verdict, no
 
 if TYPE_CHECKING:
@@ -39,5 +47,5 @@ KERNEL = Kernel(
     forward=forward,
     limits=Limits(supports),
     speed=Speed(profitable),
-    traits=Traits(memory_bounded=True),
+    traits=Traits(memory_bounded=True, saves=saves_nothing),
 )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
-from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
+from rewriter.kernels.gated_linear_unit.reference import combine
 from rewriter.kernels.gated_linear_unit.tpu.config import (
     SMALLEST,
     Sizes,
@@ -29,6 +29,7 @@ from rewriter.kernels.gated_linear_unit.tpu.config import (
 from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
+from rewriter.ops.activations import Bounds, Slopes
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -101,6 +102,7 @@ def forward(
     """
     from rewriter.kernels.gated_linear_unit.tpu.kernel import combined
 
+    given |= {"slopes": (), "slopes_up": ()}  # of derivatives
     operands, join = _taken(x, w_gate, w_up, given)
     dtype = jnp.dtype(out_dtype or x.dtype)
     sizes = _sizes(operands, 0, dtype.itemsize)
@@ -186,10 +188,13 @@ def _params(
     clip_gate: Bounds = (None, None),
     clip_up: Bounds = (None, None),
     up_shift: float = 0.0,
+    slopes: Slopes = (),
+    slopes_up: Slopes = (),
 ) -> dict[str, Any]:
     del b_gate, b_up
     return {"activation": activation, "beta": beta, "clip_gate": clip_gate,
-            "clip_up": clip_up, "up_shift": up_shift}  # fmt: skip
+            "clip_up": clip_up, "up_shift": up_shift, "slopes": slopes,
+            "slopes_up": slopes_up}  # fmt: skip
 
 
 def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:

@@ -17,7 +17,15 @@ from jax import lax
 from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.kernel import (
+    PLATFORMS,
+    Kernel,
+    Limits,
+    Space,
+    Speed,
+    Traits,
+    saves_nothing,
+)
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -332,7 +340,7 @@ KERNEL = Kernel(
     backward=backward,
     limits=Limits(supports),
     speed=Speed(profitable, estimate=estimate.estimate),
-    traits=Traits(memory_bounded=True, saves_out=False),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
     space=Space(Tile, default, configs),
     backward_space=Space(Tile, default, configs),
 )

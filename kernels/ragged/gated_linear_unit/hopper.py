@@ -31,6 +31,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -105,6 +106,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -122,7 +124,7 @@ def forward(
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.
     """
-    del precision, out_dtype
+    del slopes, precision, out_dtype  # slopes are of derivatives
     how = activation, beta, halves, residuals, config or Tiles()
     return unit(NAME, x, (w, w_up), group_sizes, *how)
 

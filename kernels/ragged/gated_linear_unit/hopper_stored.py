@@ -29,6 +29,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -87,6 +88,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -103,7 +105,7 @@ def forward(
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
 
-    del precision, out_dtype
+    del slopes, precision, out_dtype  # slopes are of derivatives
     how = activation, beta, halves, residuals, config or Tiles()
     scales = w_scale, w_up_scale
     return plain.unit(

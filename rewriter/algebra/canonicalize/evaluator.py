@@ -77,6 +77,8 @@ class Evaluator(Layout, LoopForms, Constants):
         at_hand: Whether a value can be a leaf, since it is defined where the
             replacement will stand; None: always.
         assumed: Facts that need no proof, see `assumptions`.
+        by_rows: Whether a gather of whole rows is a function of its operands, and no
+            leaf of its own.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Evaluator(Layout, LoopForms, Constants):
         core: Callable[[int], bool] | None = None,
         at_hand: Callable[[int], bool] | None = None,
         assumed: frozenset[str] = frozenset(),
+        by_rows: bool = False,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
@@ -105,6 +108,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
         self.filled_rows, self.holding = filled_rows, holding
         self.core, self.at_hand, self.assumed = core, at_hand, assumed
+        self.by_rows = by_rows
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}
         self.fills: set[float] = set()

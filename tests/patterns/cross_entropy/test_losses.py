@@ -296,3 +296,12 @@ def test_labels_that_are_no_class() -> None:
         pairs = zip(*map(jax.tree.leaves, (got[name], want[name])), strict=True)
         for g, t in pairs:
             np.testing.assert_allclose(g, t, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_program_may_return_numbers_of_its_own_beside_its_loss() -> None:
+    def steps(x, w):
+        return integer_loss(x @ w, LABELS).mean(), 0.5, True
+
+    report = rewriter.explain(steps, implementation=FORCED)(X, W)
+    assert [s.op for s in report.sites] == ["linear_cross_entropy"]
+    assert not report.failures

@@ -56,6 +56,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Slopes
     from rewriter.ops.kernel import Spec
 
 
@@ -112,6 +113,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -129,6 +131,7 @@ def forward(
     from rewriter.kernels.ragged.dot.products import Product
     from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
 
+    del slopes  # of derivatives
     kept = by_parts.saved_dtype(x, w, w_up)
     dtype = jnp.dtype(out_dtype or x.dtype)
     f = w.shape[2] // (2 if halves else 1)
