@@ -6,8 +6,8 @@ Looks like a gather, or a scatter-add, of whole rows, by one id each. Rows are m
            added to a table of zeros.
 Must hold  rows that are added may collide: the program does not say that ids differ.
            Ids that count up, as positions do, are proved to do so. A lookup is looked
-           for only where the program holds no gradient of one, for the sake of the
-           gradient that JAX may make of it; rows of 32 bits need no other one.
+           for only in a program without a gradient of one, since JAX may make that of
+           it. Rows of 32 bits need no other gradient.
 """
 
 from __future__ import annotations
