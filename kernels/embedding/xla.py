@@ -2,9 +2,9 @@
 
 XLA adds 16-bit numbers with a loop of compare-and-swap, which takes a round for each
 row that collides. It adds numbers of 32 bits with one instruction. If the table has
-more rows than are given, as many rows of float32 are kept as are given. The last row of
-each id owns it, and the others are added to the owner's sum. If the table has very few
-rows, they are added to several tables, so that fewer collide.
+more rows than are given, there is one row of float32 sums for each given row. The last
+row of each id owns its sum, and the others are added to the owner's. If the table has
+very few rows, there are several tables of sums, so that fewer collide.
 """
 
 from __future__ import annotations

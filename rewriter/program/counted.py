@@ -1,7 +1,8 @@
 """Loops that count their steps: scans, and while loops with a counter.
 
-A while loop counts if it goes on as long as an integer that it carries is below a bound.
-The bound does not change. So does `jax.lax.fori_loop` with bounds that are not numbers.
+A while loop counts if it carries an integer, and goes on as long as that is below a
+bound that the loop does not change. `jax.lax.fori_loop` makes such loops of bounds that
+are not numbers.
 """
 
 from __future__ import annotations
