@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import rewriter
+from rewriter.kernels.ragged.gated_linear_unit import by_parts
+from rewriter.ops.registry import registry
 
 FORCED = {
     "gated_linear_unit": "memory_bounded",
@@ -217,3 +219,29 @@ def test_experts() -> None:
     compare({n: of(KINKED[n]) for n in names}, (X, w, up))
     (site,) = params(of(KINKED["maximum"]), [X, w, up])
     assert site["slopes"] == ((0.0, 0.5),)
+
+
+@pytest.mark.once
+def test_experts_by_parts() -> None:
+    op = registry().op("ragged_gated_linear_unit")
+    dot = registry().kernel("ragged_dot", "memory_bounded")
+    how = {
+        "group_sizes": jnp.array([3, 0, 5]), "activation": "relu",
+        "slopes": ((0.0, 0.5),),
+    }  # fmt: skip
+    w, up = (np.stack([a, 2 * a, -a]) for a in (GATE, UP))
+    arrays = {"x": X, "w": w, "w_up": up}
+
+    def of_product(**given: Any) -> Any:
+        return dot.backward(**given, out=None, residuals=())
+
+    out, back = jax.vjp(lambda given: op.reference(**given, **how), arrays)
+    made, kept = by_parts.forward(**arrays, **how, residuals=True, product=dot.forward)
+    np.testing.assert_allclose(made, out, 1e-4, 1e-4)
+    grads = by_parts.backward(
+        **arrays, **how, residuals=kept, cotangent=jnp.ones_like(out),
+        product_backward=of_product,
+    )  # fmt: skip
+    for name, want in back(jnp.ones_like(out))[0].items():
+        np.testing.assert_allclose(grads[name], want, 1e-4, 1e-4)
+    assert grads["w"][:, :, 0].any()
