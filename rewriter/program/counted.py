@@ -1,7 +1,7 @@
 """Loops that count their steps: scans, and while loops with a counter.
 
-A while loop counts if it goes on as long as an integer that it carries is below a bound.
-The bound does not change. So does `jax.lax.fori_loop` with bounds that are not numbers.
+A while loop counts if it runs as long as an integer that it carries is below a bound,
+which does not change. So does `jax.lax.fori_loop` with bounds that are not numbers.
 """
 
 from __future__ import annotations
