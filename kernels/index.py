@@ -17,4 +17,6 @@ OPS = {
     "quantized_ragged_gated_linear_unit": "ragged.gated_linear_unit",
     "cross_entropy": "cross_entropy",
     "linear_cross_entropy": "linear_cross_entropy",
+    "embedding": "embedding",
+    "embedding_lookup": "embedding",
 }

@@ -63,4 +63,10 @@ PATTERNS = {
         "The same, given logits y: log Σ exp y - y[label].",
         "GIVEN_LOGITS",
     ),
+    "embedding": Shipped(
+        "embedding.read", "Rows added to a table by ids: the gradient of a lookup."
+    ),
+    "embedding_lookup": Shipped(
+        "embedding.read", "A lookup, on GPUs, for the sake of its gradient.", "LOOKUPS"
+    ),
 }

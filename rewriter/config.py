@@ -78,9 +78,10 @@ class Config:
             tuples of names; the first available one is taken, and having none is an
             error. A leading ``"ring"`` passes operands from device to device, and
             computes parts by the first available of the other kernels.
-        verify: ``once`` compares, at the first call for given shapes, each site and the
-            whole program with what was written, on the arguments of the call and on
-            probes made from them. Differing sites are left as written, with a warning.
+        verify: ``once`` compares each site and the whole program with what was written.
+            It does so at the first call for given shapes, on the arguments of the call
+            and on probes made from them. Differing sites are left as written, with a
+            warning.
         target: The device kind to build for, such as ``"h200"``; ``None`` is the
             default device.
         require: What must be replaced by a kernel, at least: an op's name, a dict of

@@ -27,6 +27,8 @@ PAGES = hooks.pages()
 WITH_CODE = [p for p in PAGES if "```python" in (ROOT / p).read_text()]
 WORDS = 30
 """How many words a sentence has at most."""
+HEADS = r" *(- |\*{0,2}\w[\w, .*]*: |Returns|Formula|Looks|Must hold)"
+"""What begins an item of a docstring: a bullet, an argument, a part of a pattern."""
 FROM_DOCSTRINGS = ("api", "options", "assumptions", "passes", "supported", "operands")
 """Tables that follow from the sources alone."""
 
@@ -146,6 +148,38 @@ def sentences(page: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_sentences_are_short(page):
     long = [s for s in sentences(page) if len(s.split()) > WORDS]
+    assert not long, f"more than {WORDS} words: {long}"
+
+
+def paragraphs(docstring: str) -> list[str]:
+    """The prose of a docstring: no examples, and no lines of tables and diagrams."""
+    found: list[list[str]] = []
+    text = re.sub(r"^ *>>>.*?(?=\n\s*\n|\Z)", "", docstring, flags=re.S | re.M)
+    for block in re.split(r"\n\s*\n", text):
+        found.append([])
+        for line in block.splitlines():
+            if re.search(r"\S {3,}\S", line):
+                found.append([])
+                continue
+            if re.match(HEADS, line):
+                found.append([])
+            found[-1].append(line.strip())
+    return [" ".join(lines) for lines in found]
+
+
+@pytest.mark.parametrize("folder", ["rewriter", "kernels", "patterns"])
+def test_sentences_of_docstrings_are_short(folder):
+    """A sentence ends in a stop, also where a list follows, and counts names as one."""
+    long = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                continue
+            for part in paragraphs(ast.get_docstring(node) or ""):
+                part = re.sub(r"``[^`]*``|`[^`]*`", "code", part)
+                for s in re.split(r"(?<=[.?!])\s+(?=[A-Z*`\[(\"'0-9]|code)", part):
+                    if len(s.split()) > WORDS:
+                        long.append(f"{path.relative_to(ROOT)}: {s}")
     assert not long, f"more than {WORDS} words: {long}"
 
 

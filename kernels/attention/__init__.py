@@ -14,13 +14,17 @@ from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
 from rewriter.kernels.attention.overflow import with_overflow
+from rewriter.kernels.attention.weights import in_float32
 from rewriter.kernels.attention.xla import gathered
 
 OPS = (OP, PAGED)
 
 _OF_ARRAYS = (
-    cudnn.KERNEL, hopper.KERNEL, hopper_decode.KERNEL, tpu.KERNEL, xla.KERNEL,
+    cudnn.KERNEL, hopper.KERNEL, hopper_decode.KERNEL, in_float32(tpu.KERNEL),
+    in_float32(xla.KERNEL),
 )  # fmt: skip
-_OF_PAGES = (paged.KERNEL, tpu_pages.KERNEL, gathered.KERNEL)
+_OF_PAGES = (
+    paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),
+)  # fmt: skip
 
 KERNELS = (*map(with_overflow, _OF_ARRAYS), *_OF_PAGES)

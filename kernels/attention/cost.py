@@ -14,11 +14,12 @@ def cost(
 ) -> Cost:
     """Returns operations and bytes of attention.
 
-    With p pairs of a query and a key that it sees, n query heads of width h and
-    values of width e, a forward is two products of ``2·b·n·p·h`` and ``2·b·n·p·e``
-    operations: ``4·b·n·t·s·h`` if all keys are seen and e is h, half of that if
-    causal. A backward is five such products (scores again, the gradients of
-    weights, v, q and k): 2.5 times a forward if e is h. The softmax is not counted.
+    There are p pairs of a query and a key that it sees, n query heads of width h, and
+    values of width e. A forward is two products of ``2·b·n·p·h`` and ``2·b·n·p·e``
+    operations. If all keys are seen and e is h, these are ``4·b·n·t·s·h``, and half of
+    that if causal. A backward is five such products: scores again, and the gradients of
+    weights, v, q and k. It is 2.5 times a forward if e is h. The softmax is not
+    counted.
 
     Masks, segments and lengths in arrays are unknown: all keys within the window are
     counted. A prefix is unknown too, and assumed to hold half of the keys.

@@ -56,7 +56,7 @@ def passed(
     """Returns the share of rows without keys in the cotangents of scores' operands.
 
     Args:
-        operands: Those of the op; without dropout, of which ds would depend.
+        operands: Those of the op, without dropout: ds would depend on it.
         params: Its parameters; without a soft cap, for the same reason, unless what
             passes is NaN.
         empty: bool [b, n, t], the rows without keys.

@@ -2,9 +2,9 @@
 
 XLA writes and reads all scores several times, whatever the mask. The loop over blocks
 does so in float32 within a few blocks, and skips most hidden ones. cuDNN and our kernel
-for Hopper GPUs multiply only what is seen. Both are equally fast within a tenth for
-heads of 64, 128 and 256 (``tests/bench/results/hopper_attention_h200.json``); cuDNN is
-compiled sooner, and so goes first. cuDNN pads heads of other widths more than our
+for Hopper GPUs multiply only what is seen. For heads of 64, 128 and 256 both are
+equally fast within a tenth (``tests/bench/results/hopper_attention_h200.json``). cuDNN
+is compiled sooner, and so goes first. It pads heads of other widths more than our
 kernel does. The constants are those of an H200. XLA's estimates on TPUs agree with
 published rates of v5p, v6e and TPU7x within a factor of two.
 

@@ -91,6 +91,7 @@ def reference(
     empty_rows: str = "nan",
     unshifted: str | None = None,
     out_dtype: str | None = None,
+    weights: str | None = None,
     wide: Any = None,
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys each query sees.
@@ -114,6 +115,8 @@ def reference(
             without their maximum. Rows whose exponentials all vanish, or whose sum
             overflows, are then NaN, and so are their gradients.
         out_dtype: The result's dtype, q's by default.
+        weights: The precision of a product of float32 weights and v, whose digits the
+            result keeps; see `rewriter.kernels.attention.weights`.
         wide: The dtype of scores and softmax; by default float32, or float64 for
             float64 inputs.
 
@@ -145,17 +148,17 @@ def reference(
     if keep is not None:
         scores = jnp.where(keep, scores, -jnp.inf)
     extra = None if sinks is None else sinks.astype(wide)[:, None, None]
-    weights = _softmax(scores, extra, empty_rows)
+    shares = _softmax(scores, extra, empty_rows)
     if unshifted is not None:
         total = jax.nn.logsumexp(scores, -1, keepdims=True)
         total = total if extra is None else jnp.logaddexp(total, extra)
-        weights = weights * jnp.where(overflows(total, unshifted), jnp.nan, 1)
+        shares = shares * jnp.where(overflows(total, unshifted), jnp.nan, 1)
     if empty_rows in PASSES and extra is None:
-        weights = _passing(weights, plain, scores, empty_rows != PASSING)
+        shares = _passing(shares, plain, scores, empty_rows != PASSING)
     if dropout is not None:
-        weights = weights * dropout.astype(wide)
-    weights = weights.reshape(b, heads, group, t, s)
-    out = jnp.einsum("bkgts,bske->btkge", weights, v.astype(wide))
+        shares = shares * dropout.astype(wide)
+    shares = shares.reshape(b, heads, group, t, s)
+    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=weights)
     return out.reshape(b, t, n, v.shape[-1]).astype(out_dtype or q.dtype)
 
 

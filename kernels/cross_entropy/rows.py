@@ -14,7 +14,7 @@ a one-hot row does; or the nearest class."""
 
 @dataclass(frozen=True)
 class Loss:
-    """How the loss of a row is made of its logits y, of which it has `classes`.
+    """How the loss of a row is made of its logits y, one for each of its `classes`.
 
     With l the log-sum-exp of y, p = y[label] and s the `label_smoothing`, it is
     ``(1 - s) · (l - p) + s · (l - mean y) + z_loss · l²``.

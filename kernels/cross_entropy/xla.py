@@ -51,7 +51,7 @@ def known_outside(spec: Spec) -> Verdict:
     outside = spec.param("outside", "nan")
     if outside in OUTSIDE:
         return YES
-    return no("outside", f"{outside} is none of {', '.join(OUTSIDE)}")
+    return no("outside", f"{outside} is not one of {', '.join(OUTSIDE)}")
 
 
 def profitable(spec: Spec, platform: str) -> Verdict:

@@ -25,8 +25,8 @@ OP = Op(
     usual=usual,
     defaults={
         "activation": "silu", "beta": 1.0, "clip_gate": (None, None),
-        "clip_up": (None, None), "up_shift": 0.0, "precision": None,
-        "out_dtype": None,
+        "clip_up": (None, None), "up_shift": 0.0, "slopes": (), "slopes_up": (),
+        "precision": None, "out_dtype": None,
     },
     parallel="...",
     cost=cost,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
-from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
+from rewriter.kernels.gated_linear_unit.reference import combine
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import Tiles
 from rewriter.kernels.shared import gated_tiles
@@ -26,6 +26,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Bounds, Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -99,6 +100,8 @@ def forward(
     clip_gate: Bounds = (None, None),
     clip_up: Bounds = (None, None),
     up_shift: float = 0.0,
+    slopes: Slopes = (),
+    slopes_up: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -119,7 +122,7 @@ def forward(
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision
+    del precision, slopes, slopes_up  # the last two are of derivatives
     rows, k = math.prod(x.shape[:-1]), x.shape[-1]
     branches = [
         Branch(w[None], bias=None if b is None else b.astype(jnp.float32))

@@ -11,9 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rewriter.ops.activations import ACTIVATIONS, Activation
-
-Bounds = tuple[float | None, float | None]
+from rewriter.ops.activations import (
+    ACTIVATIONS,
+    Activation,
+    Bounds,
+    Slopes,
+    clipped,
+    with_slopes,
+)
 
 
 def reference(
@@ -30,6 +35,8 @@ def reference(
     clip_gate: Bounds = (None, None),
     clip_up: Bounds = (None, None),
     up_shift: float = 0.0,
+    slopes: Slopes = (),
+    slopes_up: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
 ) -> jax.Array:
@@ -44,6 +51,9 @@ def reference(
         clip_gate: Lower and upper bound of the gate branch, None for none.
         clip_up: The same for the other branch.
         up_shift: Added to the other branch after clipping.
+        slopes: Derivatives of ``act(clip(y))`` at some numbers y, where the program's
+            differ, such as 1/2 at 0 for ``max(y, 0)``.
+        slopes_up: The same for the clip of the other branch.
         precision: As `jax.lax.Precision`, by name.
         out_dtype: The result's dtype; x's by default.
 
@@ -55,7 +65,8 @@ def reference(
     """
     gate = branch(x, w_gate, (b_gate, rows_gate), precision)
     up = branch(x, w_up, (b_up, rows_up), precision)
-    y = combine(gate, up, activation, beta, clip_gate, clip_up, up_shift)
+    bounds = clip_gate, clip_up, up_shift
+    y = combine(gate, up, activation, beta, *bounds, slopes, slopes_up)
     return y.astype(out_dtype or x.dtype)
 
 
@@ -107,17 +118,15 @@ def combine(
     clip_gate: Bounds,
     clip_up: Bounds,
     up_shift: float,
+    slopes: Slopes = (),
+    slopes_up: Slopes = (),
     activations: Mapping[str, Activation] = ACTIVATIONS,
 ) -> jax.Array:
     """Returns the product of the two branches after clipping and activation."""
     chosen = activations[activation]
-    gate = chosen(_clipped(gate, clip_gate), beta)
-    up = _clipped(up, clip_up)
+    gate = with_slopes(lambda y: chosen(clipped(y, clip_gate), beta), slopes)(gate)
+    up = with_slopes(lambda y: clipped(y, clip_up), slopes_up)(up)
     return gate * (up + up_shift if up_shift else up)
-
-
-def _clipped(y: jax.Array, bounds: Bounds) -> jax.Array:
-    return y if bounds == (None, None) else jnp.clip(y, *bounds)
 
 
 SPREAD = {"x": 1.0, "b_gate": 0.1, "b_up": 0.1, "rows_gate": 0.1, "rows_up": 0.1}

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit.estimate import estimate
-from rewriter.kernels.gated_linear_unit.reference import Bounds, branch, combine
-from rewriter.ops.activations import ACTIVATIONS
+from rewriter.kernels.gated_linear_unit.reference import branch, combine
+from rewriter.ops.activations import ACTIVATIONS, Bounds, Slopes
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import (
     PLATFORMS,
@@ -130,7 +130,7 @@ def _matrix(spec: Spec, name: str) -> Verdict:
 def _known(activation: str) -> Verdict:
     if activation in ACTIVATIONS:
         return YES
-    return no("activation", f"{activation} is none of {', '.join(ACTIVATIONS)}")
+    return no("activation", f"{activation} is not one of {', '.join(ACTIVATIONS)}")
 
 
 def forward(
@@ -147,12 +147,15 @@ def forward(
     clip_gate: Bounds = (None, None),
     clip_up: Bounds = (None, None),
     up_shift: float = 0.0,
+    slopes: Slopes = (),
+    slopes_up: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
     config: Block | None = None,
 ) -> Any:
     """Returns the result; there are no residuals."""
+    del slopes, slopes_up  # of derivatives
 
     def block(rows: Rows) -> tuple[jax.Array, tuple[()]]:
         gate = branch(rows["x"], w_gate, (b_gate, rows.get("rows_gate")), precision)
@@ -183,6 +186,8 @@ def backward(
     clip_gate: Bounds = (None, None),
     clip_up: Bounds = (None, None),
     up_shift: float = 0.0,
+    slopes: Slopes = (),
+    slopes_up: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     config: Block | None = None,
@@ -206,7 +211,7 @@ def backward(
         gate = branch(part, w_gate, (b_gate, rows.get("rows_gate")), precision)
         up = branch(part, w_up, (b_up, rows.get("rows_up")), precision)
         join = lambda g, u: combine(
-            g, u, activation, beta, clip_gate, clip_up, up_shift
+            g, u, activation, beta, clip_gate, clip_up, up_shift, slopes, slopes_up
         )
         _, back = jax.vjp(join, gate, up)
         d_gate, d_up = back(rows["cotangent"].astype(wide))

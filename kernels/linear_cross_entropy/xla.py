@@ -168,18 +168,18 @@ def forward(
     w: jax.Array,
     labels: jax.Array,
     bias: jax.Array | None = None,
-    scale: float = 1.0,
-    soft_cap: float = 0.0,
-    precision: str | None = None,
-    logits_dtype: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
     config: Chunk | None = None,
     **how: Any,
 ) -> Any:
-    """Returns the losses, and with `residuals` the log-sum-exps."""
-    loss = Loss(w.shape[1], **how)
-    head = _head(x, w, bias, scale, soft_cap, precision, logits_dtype)
+    """Returns the losses, and with `residuals` the log-sum-exps.
+
+    Args:
+        config: The chunk.
+        **how: Parameters of the op, as in `reference`.
+    """
+    head, loss = _head_and_loss(x, w, bias, **how)
     rows, columns = _sizes(x, w, config or DEFAULT)
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
@@ -193,9 +193,21 @@ def forward(
     return (out, (made["lse"].reshape(labels.shape),)) if residuals else out
 
 
-def _head(x, w, bias, scale, soft_cap, precision, logits_dtype) -> Head:
+def _head_and_loss(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    *,
+    scale: float = 1.0,
+    soft_cap: float = 0.0,
+    precision: str | None = None,
+    logits_dtype: str | None = None,
+    **loss: Any,
+) -> tuple[Head, Loss]:
+    """What makes logits, and what a loss is of them, by the op's parameters."""
     narrow = jnp.dtype(logits_dtype) if logits_dtype else jnp.result_type(x, w)
-    return Head(w, bias, scale, soft_cap, precision, narrow)
+    head = Head(w, bias, scale, soft_cap, precision, narrow)
+    return head, Loss(w.shape[1], **loss)
 
 
 def _reduced(
@@ -230,10 +242,6 @@ def backward(
     residuals: tuple[jax.Array],
     cotangent: jax.Array,
     bias: jax.Array | None = None,
-    scale: float = 1.0,
-    soft_cap: float = 0.0,
-    precision: str | None = None,
-    logits_dtype: str | None = None,
     out_dtype: str | None = None,
     config: Chunk | None = None,
     **how: Any,
@@ -241,8 +249,7 @@ def backward(
     """Returns the cotangents of every float operand."""
     del out, out_dtype
     (lse,) = residuals
-    loss = Loss(w.shape[1], **how)
-    head = _head(x, w, bias, scale, soft_cap, precision, logits_dtype)
+    head, loss = _head_and_loss(x, w, bias, **how)
     rows, columns = _sizes(x, w, config or DEFAULT)
     wide = lse.dtype
 
@@ -312,10 +319,6 @@ def together(
     labels: jax.Array,
     cotangent: jax.Array,
     bias: jax.Array | None = None,
-    scale: float = 1.0,
-    soft_cap: float = 0.0,
-    precision: str | None = None,
-    logits_dtype: str | None = None,
     out_dtype: str | None = None,
     config: Chunk | None = None,
     **how: Any,
@@ -325,18 +328,14 @@ def together(
     It holds all logits of a block of rows. Where the budget is too small for `LEAST`
     rows it is `forward` and `backward`.
     """
-    operands = {"x": x, "w": w, "labels": labels}
-    operands |= {} if bias is None else {"bias": bias}
-    own = {"scale": scale, "soft_cap": soft_cap, "precision": precision,
-           "logits_dtype": logits_dtype, "out_dtype": out_dtype, **how}  # fmt: skip
     most = (config or DEFAULT).budget // 4 // w.shape[1]
     if most < LEAST:
-        own["config"] = config
-        out, saved = forward(**operands, **own, residuals=True)
+        own = {"x": x, "w": w, "labels": labels, "bias": bias, "config": config,
+               "out_dtype": out_dtype, **how}  # fmt: skip
+        out, saved = forward(**own, residuals=True)
         given = {"out": None, "residuals": saved, "cotangent": cotangent}
-        return out, backward(**operands, **own, **given)
-    loss = Loss(w.shape[1], **how)
-    head = _head(x, w, bias, scale, soft_cap, precision, logits_dtype)
+        return out, backward(**own, **given)
+    head, loss = _head_and_loss(x, w, bias, **how)
     count = math.prod(x.shape[:-1])
     rows = _equal(count, most)
     columns = _equal(w.shape[1], max(w.shape[1] // 8, LEAST))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import jax
-
-from rewriter.kernels.norms import xla
+from rewriter.kernels.norms import by_rows, xla
+from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import CENTRED, is_centred
 from rewriter.kernels.norms.hopper_config import (
@@ -31,6 +31,8 @@ from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from rewriter.ops.kernel import Spec
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -58,7 +60,7 @@ def supports(spec: Spec) -> Verdict:
     if not shape or 0 in shape:
         found.append(no("empty", f"x has shape {shape}: no rows, or none of a width"))
     elif shape[-1] % LANES:
-        found.append(no("width", f"rows of {shape[-1]}, no multiple of {LANES}"))
+        found.append(no("width", f"rows of {shape[-1]}, not a multiple of {LANES}"))
     if (size := math.prod(shape)) >= MOST:
         found.append(no("size", f"{size} elements, of at most 2^31 - 1"))
     verdict = all_of(*found)
@@ -115,102 +117,51 @@ def fits(config: Teams, spec: Spec, device: Device, backward: bool) -> Verdict:
 
 
 # ------------------------------------------------------------------- both passes
-def forward(
-    *,
-    centred: bool,
-    x: jax.Array,
-    eps: float = 0.0,
-    of_squares: bool = False,
-    out_dtype: str | None = None,
-    addend: jax.Array | None = None,
-    residuals: bool = False,
-    config: Teams | None = None,
-    **given: jax.Array,
-) -> Any:
-    """Returns the result, as `reference` does; there are no residuals.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        centred: Whether it is a layer norm, and no RMS norm.
-        out_dtype: The result's dtype; x's by default.
-        addend: As x. The result is then ``(x + addend, its norm)``.
-        residuals: Whether to return ``(result, ())``.
-        config: The teams.
-        **given: scale [d], bias [d] and epsilon [], if present.
-    """
+def _normalized(call: Call, config: Teams | None) -> tuple[Array, Array | None]:
+    """The norm of rows and, with an addend, the sums that it normalises."""
     from rewriter.kernels.norms.hopper_kernel import normalized
 
-    norm = norm_of(centred, x, out_dtype, eps, given, addend is not None, of_squares)
-    config = _fitting(config, norm, False)
-    if config is None:  # x alone fits
-        assert addend is not None
-        total = x + addend
-        out = forward(
-            centred=centred, x=total, eps=eps, of_squares=of_squares,
-            out_dtype=out_dtype, **given,
-        )  # fmt: skip
-        return ((total, out), ()) if residuals else (total, out)
-    rows = None if addend is None else addend.reshape(norm.m, norm.d)
-    made = normalized(norm, x.reshape(norm.m, norm.d), given, config, rows)
-    out, *total = (y.reshape(x.shape) for y in made)
-    result = (total[0], out) if total else out
-    return (result, ()) if residuals else result
+    norm = _of_call(call)
+    teams = _fitting(config, norm, False)
+    if teams is None:  # x alone fits
+        alone = call.of_sum()
+        return _normalized(alone, None)[0], alone.x
+    out, *total = normalized(norm, call.x, call.given, teams, call.addend)
+    return out, total[0] if total else None
 
 
-def backward(
-    *,
-    centred: bool,
-    x: jax.Array,
-    out: None,
-    residuals: tuple[()],
-    cotangent: jax.Array,
-    eps: float = 0.0,
-    of_squares: bool = False,
-    out_dtype: str | None = None,
-    addend: jax.Array | None = None,
-    config: Teams | None = None,
-    **given: jax.Array,
-) -> dict[str, jax.Array]:
-    """Returns the cotangents of every operand.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        centred: Whether it is a layer norm, and no RMS norm.
-        out: Not needed.
-        residuals: Empty.
-        cotangent: As the result.
-        addend: As x, added to its cotangent.
-        config: The teams.
-        **given: As in `forward`.
-    """
+def _cotangents(call: Call, up: Array, config: Teams | None) -> dict[str, Array]:
+    """The cotangents; where rows do not fit, those of the plain kernel."""
     from rewriter.kernels.norms.hopper_kernel import cotangents
 
-    del out, residuals, out_dtype
-    norm = norm_of(
-        centred, x, str(cotangent.dtype), eps, given, addend is not None, of_squares
-    )
-    fitting = _fitting(config, norm, True)
-    if fitting is None and addend is not None:  # the other two arrays may fit
-        made = backward(
-            centred=centred, x=x, out=None, residuals=(),
-            cotangent=cotangent, eps=eps, of_squares=of_squares, config=config,
-            **given,
-        )  # fmt: skip
-        return {**made, "x": made["x"] + addend}
-    if fitting is None:
-        own = {**given, "of_squares": of_squares, "centred": centred}
-        _, kept = xla.forward(x=x, eps=eps, residuals=True, **own)
-        return xla.backward(
-            x=x, out=None, residuals=kept, cotangent=cotangent, eps=eps, **own
-        )
-    rows = (norm.m, norm.d)
-    added = None if addend is None else addend.reshape(rows)
-    up = cotangent.reshape(rows)
-    made = cotangents(norm, x.reshape(rows), up, given, fitting, added)
-    made["x"] = made["x"].reshape(x.shape)
-    return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
+    norm = _of_call(call)
+    teams = _fitting(config, norm, True)
+    if teams is not None:
+        return cotangents(norm, call.x, up, call.given, teams, call.addend)
+    if call.addend is not None:  # the other two arrays may fit
+        made = _cotangents(replace(call, addend=None), up, config)
+        return {**made, "x": made["x"] + call.addend}
+    own = {
+        "x": call.x, **call.given, "centred": call.centred, "eps": call.eps,
+        "of_squares": call.of_squares,
+    }  # fmt: skip
+    _, kept = xla.forward(**own, residuals=True)
+    return xla.backward(**own, out=None, residuals=kept, cotangent=up)
+
+
+def _of_call(call: Call) -> Norm:
+    has_addend = call.addend is not None
+    return norm_of(
+        call.centred, call.x, call.out_dtype, call.eps, call.given, has_addend,
+        call.of_squares,
+    )  # fmt: skip
+
+
+forward = functools.partial(by_rows.forward, _normalized)
+"""The result by the kernel of rows."""
+
+backward = functools.partial(by_rows.backward, _cotangents)
+"""The cotangents by the kernel of rows."""
 
 
 def _fitting(config: Teams | None, norm: Norm, backward: bool) -> Teams | None:

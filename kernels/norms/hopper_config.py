@@ -221,7 +221,7 @@ def verdict_of(config: Teams, norm: Norm, backward: bool) -> Verdict:
         text = f"{together} warpgroups, and a block has {TOGETHER} at most"
         found.append(no("warpgroups", text))
     if norm.d % (lanes := config.warpgroups * LANES):
-        found.append(no("lanes", f"rows of {norm.d}, no multiple of {lanes} lanes"))
+        found.append(no("lanes", f"rows of {norm.d}, not a multiple of {lanes} lanes"))
     if (count := config.teams * config.stages) > BARRIERS:
         found.append(no("stages", f"{count} of all teams, of at most {BARRIERS}"))
     if (values := rows_of(norm.m, config) * (1 + backward)) > SUMS:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.norms import by_rows
+from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
 from rewriter.kernels.norms.forms import CENTRED
 from rewriter.ops import tpu
@@ -22,6 +23,9 @@ from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.kernels.norms.tpu_kernel import Norm
     from rewriter.ops.kernel import Spec
 
 DTYPES = ("bfloat16", "float32")
@@ -95,7 +99,7 @@ def vmem(width: int, rows: int, items: int) -> int:
     return 2 * lanes * (padded * items + 2 * SUMS * 4 + 2 * SUMS * 4) + MORE
 
 
-def beside_sum(m: int, width: int, config: Rows, items: int, more: int) -> Rows | None:
+def with_addend(m: int, width: int, config: Rows, items: int, more: int) -> Rows | None:
     """Returns a config for rows and a sum that fits into the VMEM of every TPU.
 
     Args:
@@ -110,7 +114,7 @@ def beside_sum(m: int, width: int, config: Rows, items: int, more: int) -> Rows 
         sum and more than every TPU has. None if even the fewest rows do.
 
     Example:
-        >>> beside_sum(8192, 4096, Rows(256), 4, 4)
+        >>> with_addend(8192, 4096, Rows(256), 4, 4)
         Rows(rows=128, parts=1)
     """
     chunk, rows = chunk_of(width), config.rows
@@ -157,7 +161,7 @@ def fits(config: Rows, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: whole chunks, VMEM."""
     chunk = chunk_of(spec.shape("x")[-1])
     if config.rows <= 0 or config.rows % chunk:
-        return no("rows", f"{config.rows} rows, no multiple of {chunk}")
+        return no("rows", f"{config.rows} rows, not a multiple of {chunk}")
     if config.parts <= 0:
         return no("parts", f"{config.parts} parts, fewer than 1")
     shape = spec.shape("x")
@@ -205,10 +209,10 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     """Returns yes if x is larger than `LEAST`: the gradient reads it only once.
 
     XLA's program reads x four times and its cotangent twice, and ours x and the
-    cotangent once. Thousands of cycles by the compiler's simulation (libtpu 0.0.50),
-    which ignores the memory's bandwidth, for [8192, 4096] bfloat16: XLA's forward and
-    gradients; our gradients; and the least for the bytes of our gradients. A forward
-    adds two thirds to the last.
+    cotangent once. The table has thousands of cycles for [8192, 4096] bfloat16: XLA's
+    forward and gradients, our gradients, and the least for the bytes of those. A
+    forward adds two thirds to the last. They are by the compiler's simulation (libtpu
+    0.0.50), which ignores the memory's bandwidth.
 
                  v5e                     v6e
                  XLA   ours   least      XLA   ours   least
@@ -223,105 +227,56 @@ def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
 
 
 # ------------------------------------------------------------------- both passes
-def forward(
-    *,
-    centred: bool,
-    x: jax.Array,
-    eps: float = 0.0,
-    of_squares: bool = False,
-    out_dtype: str | None = None,
-    addend: jax.Array | None = None,
-    residuals: bool = False,
-    config: Rows | None = None,
-    **given: jax.Array,
-) -> Any:
-    """Returns the result, as `reference` does; there are no residuals.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        centred: Whether it is a layer norm, and no RMS norm.
-        out_dtype: The result's dtype; x's by default.
-        addend: As x. The result is then ``(x + addend, its norm)``.
-        residuals: Whether to return ``(result, ())``.
-        config: The blocks.
-        **given: scale [d], bias [d] and epsilon [], if present.
-    """
+def _normalized(call: Call, config: Rows | None) -> tuple[Array, Array | None]:
+    """The norm of rows and, with an addend, the sums that it normalises."""
     from rewriter.kernels.norms.tpu_kernel import normalized
 
-    norm, rows = _rows(centred, x, eps, of_squares)
-    dtype = jnp.dtype(out_dtype or x.dtype)
+    norm, rows = _of_call(call), call.x
+    dtype = jnp.dtype(call.out_dtype)
     config = config or smallest(norm.d)
     total, added = None, None
-    if addend is not None:
-        items = x.dtype.itemsize + dtype.itemsize
-        beside = beside_sum(norm.m, norm.d, config, items, 2 * x.dtype.itemsize)
-        if beside is None:  # x alone fits
-            rows = rows + addend.reshape(rows.shape)
-            total = rows
+    if call.addend is not None:
+        items = rows.dtype.itemsize + dtype.itemsize
+        fitting = with_addend(norm.m, norm.d, config, items, 2 * rows.dtype.itemsize)
+        if fitting is None:  # x alone fits
+            rows = total = call.of_sum().x
         else:
-            config, added = beside, addend.reshape(rows.shape)
-    out, *sums = normalized(norm, rows, given, dtype, config, added)
-    out, total = out.reshape(x.shape), sums[0] if sums else total
-    result = out if total is None else (total.reshape(x.shape), out)
-    return (result, ()) if residuals else result
+            config, added = fitting, call.addend
+    out, *sums = normalized(norm, rows, call.given, dtype, config, added)
+    return out, sums[0] if sums else total
 
 
-def backward(
-    *,
-    centred: bool,
-    x: jax.Array,
-    out: None,
-    residuals: tuple[()],
-    cotangent: jax.Array,
-    eps: float = 0.0,
-    of_squares: bool = False,
-    out_dtype: str | None = None,
-    addend: jax.Array | None = None,
-    config: Rows | None = None,
-    **given: jax.Array,
-) -> dict[str, jax.Array]:
-    """Returns the cotangents of every operand.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        centred: Whether it is a layer norm, and no RMS norm.
-        out: Not needed.
-        residuals: Empty.
-        cotangent: As the result.
-        addend: As x, added to its cotangent.
-        config: The blocks.
-        **given: As in `forward`.
-    """
+def _cotangents(call: Call, up: Array, config: Rows | None) -> dict[str, Array]:
+    """The cotangents of operands."""
     from rewriter.kernels.norms.tpu_kernel import cotangents
 
-    del out, residuals, out_dtype
-    norm, rows = _rows(centred, x, eps, of_squares)
-    up = cotangent.reshape(rows.shape)
+    norm = _of_call(call)
     config = config or smallest(norm.d)
     added, later = None, None
-    if addend is not None:
-        items = 2 * x.dtype.itemsize + up.dtype.itemsize
-        beside = beside_sum(norm.m, norm.d, config, items, x.dtype.itemsize)
-        if beside is None:
-            later = addend
+    if call.addend is not None:
+        size = call.x.dtype.itemsize
+        items = 2 * size + up.dtype.itemsize
+        fitting = with_addend(norm.m, norm.d, config, items, size)
+        if fitting is None:
+            later = call.addend
         else:
-            config, added = beside, addend.reshape(rows.shape)
-    made = cotangents(norm, rows, up, given, config, added)
-    made["x"] = made["x"].reshape(x.shape)
+            config, added = fitting, call.addend
+    made = cotangents(norm, call.x, up, call.given, config, added)
     made["x"] = made["x"] if later is None else made["x"] + later
-    return {n: y.astype({"x": x, **given}[n].dtype) for n, y in made.items()}
+    return made
 
 
-def _rows(
-    centred: bool, x: jax.Array, eps: float, of_squares: bool
-) -> tuple[Any, jax.Array]:
-    """What is computed, and x as rows."""
+def _of_call(call: Call) -> Norm:
     from rewriter.kernels.norms.tpu_kernel import Norm
 
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return Norm(centred, eps, of_squares, *rows.shape), rows
+    return Norm(call.centred, call.eps, call.of_squares, *call.x.shape)
+
+
+forward = functools.partial(by_rows.forward, _normalized)
+"""The result by the kernel of rows."""
+
+backward = functools.partial(by_rows.backward, _cotangents)
+"""The cotangents by the kernel of rows."""
 
 
 def _kernel(op: str) -> Kernel:

@@ -32,9 +32,9 @@ def computes(activation: str) -> Verdict:
 def default(rows: int) -> Tiles:
     """Returns the default config, by rows of a group.
 
-    On an H200 it was the fastest for 512 and 1024 rows a group, and took 1.02 of the
-    fastest one's time, 256 x 128, without groups (``tests/bench/results/
-    hopper_glu_h200.json``); fewer rows were not measured.
+    On an H200 it was the fastest for 512 and 1024 rows a group. Without groups it took
+    1.02 of the time of 256 x 128, the fastest one. Fewer rows were not measured
+    (``tests/bench/results/hopper_glu_h200.json``).
     """
     return Tiles(64, 256) if rows <= 32 else Tiles()
 
@@ -52,6 +52,6 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether tiles can run: as for a product, and both branches alike."""
     found = [fits_product(config, spec, device)]
     if config.columns % (2 * STEP):
-        text = f"{config.columns} columns a warpgroup, no multiple of {2 * STEP}"
+        text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
         found.append(no("block_n", text))
     return all_of(YES, *found)

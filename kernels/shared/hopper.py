@@ -30,7 +30,7 @@ def runs_on(device: Device) -> Verdict:
     """Returns whether a device is a Hopper GPU, or still unknown."""
     if device.kind in ("", device.platform) or any(n in device.kind for n in NAMES):
         return YES
-    return no("device", f"{device.kind} is no Hopper GPU (compute capability 9.0)")
+    return no("device", f"{device.kind} is not a Hopper GPU (compute capability 9.0)")
 
 
 def processors(device: Device) -> int:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 AVAILABLE = jax.__version_info__ >= (0, 11)
 """Whether kernels may modify their inputs; otherwise tiles are assigned beforehand."""
 
+TAKEN = "taken"
+"""The name of the numbers of taken tiles in a block's shared memory."""
+
 PLACES = 2
 """The number of slots for claimed tiles: one is read while the next is written."""
 
@@ -48,7 +51,7 @@ def scratch(listeners: int, numbers: int = 0) -> dict[str, Any]:
         numbers: The numbers to broadcast for a tile, beside its index.
     """
     return {
-        "told": plgpu.SMEM((PLACES, 1 + numbers), jnp.int32),
+        TAKEN: plgpu.SMEM((PLACES, 1 + numbers), jnp.int32),
         "listed": pallas_gpu.barriers(PLACES),
         "heard": pallas_gpu.barriers(PLACES, listeners),
     }
@@ -100,11 +103,11 @@ class Claims:
         """Claims a tile, and broadcasts it to the other warpgroups."""
         x = self.shared
         plgpu.barrier_wait(x["heard"].at[place])
-        pallas_gpu.claim(self.counter, x["told"].at[place])
-        index: Array = x["told"][place, 0] + self.programs
+        pallas_gpu.claim(self.counter, x[TAKEN].at[place])
+        index: Array = x[TAKEN][place, 0] + self.programs
         numbers = self.read(index)
         for i, number in enumerate(numbers):
-            x["told"][place, 1 + i] = number
+            x[TAKEN][place, 1 + i] = number
         plgpu.barrier_arrive(x["listed"].at[place])
         return index, numbers
 
@@ -112,6 +115,6 @@ class Claims:
         """Returns the tile that was claimed."""
         x = self.shared
         plgpu.barrier_wait(x["listed"].at[place])
-        index, *numbers = (x["told"][place, i] for i in range(x["told"].shape[1]))
+        index, *numbers = (x[TAKEN][place, i] for i in range(x[TAKEN].shape[1]))
         plgpu.barrier_arrive(x["heard"].at[place])
         return index + self.programs, tuple(numbers)

@@ -8,6 +8,7 @@ from rewriter.find.reading import Operand, Reading, Refused
 from rewriter.patterns.attention.axes import name_axes
 from rewriter.patterns.attention.masks import read_masks
 from rewriter.patterns.attention.operands import read_operands
+from rewriter.patterns.attention.precision import read_weights
 from rewriter.patterns.attention.rows import read_rows
 from rewriter.patterns.attention.softmax import Softmax
 from rewriter.patterns.attention.unshifted import read_unshifted
@@ -30,6 +31,8 @@ def assembled(softmax: Softmax) -> Reading:
     _require_other_than_scores(softmax, operands)
     empty = {} if rows.give is None else {"empty_rows": rows.give}
     floats = {} if unshifted is None else {"unshifted": unshifted}
+    weights = read_weights(softmax)
+    digits = {} if weights is None else {"weights": weights}
     kept = {"rows whose exponentials overflow are NaN, as written"} if floats else set()
     check = {**({"empty_rows": "nan"} if empty else {}), **dict.fromkeys(floats)}
     dtype = str(softmax.find.graph.dtype(softmax.value))
@@ -46,7 +49,14 @@ def assembled(softmax: Softmax) -> Reading:
         form,
         (axes.b, axes.t, axes.n, axes.e),
         operands,
-        {**masks.params, **inputs.params, **empty, **floats, "out_dtype": dtype},
+        {
+            **masks.params,
+            **inputs.params,
+            **empty,
+            **floats,
+            **digits,
+            "out_dtype": dtype,
+        },
         check_params=check,
         check_options={"soft_fills": softmax.ev.soft_fills},
         notes=tuple(sorted({*softmax.ev.notes, *inputs.notes, *rows.notes, *kept})),

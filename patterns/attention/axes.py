@@ -6,7 +6,7 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
-from rewriter.algebra.normal_form import TRUE
+from rewriter.algebra.normal_form import TRUE, Algebra, Monomial
 from rewriter.find.reading import Group, Refused, flat_indices
 from rewriter.patterns.attention.softmax import Softmax
 
@@ -58,12 +58,12 @@ def name_axes(softmax: Softmax) -> Axes:
     rows = q - k - v
     shared = [i for i in out if i not in e and i not in rows]
     if set(shared) - (q | k | v):
-        raise Refused("axes", "the result has an axis of no operand", score=0.5)
+        raise Refused("axes", "no operand has this axis of the result", score=0.5)
     masked = _masked(softmax, rows)
     in_order = [i for i in out if i in rows]
     t = _queries(softmax, in_order, masked)
     lead = [i for i in shared if i in masked.lengths]
-    if not lead and not (len(shared) == 1 and _is_inner(softmax, shared[0], t)):
+    if not lead and not (len(shared) == 1 and _are_heads(softmax, *shared, t, masked)):
         lead = shared[:1]
     heads = tuple(i for i in shared if i not in lead)
     alone = [i for i in shared if (i in k) != (i in v) and i in q]
@@ -157,14 +157,28 @@ def _is_group(softmax: Softmax, row: int) -> bool:
     return any(row in ids and len(ids) > 1 for ids in args)
 
 
-def _is_inner(softmax: Softmax, i: int, t: Group) -> bool:
-    """Whether an axis comes after the queries' in their array, as heads do."""
-    alg = softmax.alg
-    for atom, _ in softmax.qk[0].q:
+def _are_heads(softmax: Softmax, i: int, t: Group, masked: _Masked) -> bool:
+    """Whether the only axis that all operands share is that of heads.
+
+    It comes after the positions in memory, as heads do: so arrays are read as they lie.
+    Where queries are few, and heads that share keys look like queries, the keys tell.
+    A mask that depends on the axis speaks for the batch.
+    """
+    lead, alg = softmax.qk[0], softmax.alg
+    if _comes_after(alg, lead.q, i, set(t)):
+        return True
+    if i in masked.any:
+        return False
+    return _comes_after(alg, lead.k, i, set(softmax.parts.s))
+
+
+def _comes_after(alg: Algebra, factors: Monomial, i: int, others: Set[int]) -> bool:
+    """Whether an axis comes after others in the first array among factors."""
+    for atom, _ in factors:
         if alg.kind(atom) == "leaf":
             ids = [alg.index_ids(a) for a in alg.defs[atom][2]]
             at = [k for k, x in enumerate(ids) if i in x]
-            rows = [k for k, x in enumerate(ids) if x & set(t)]
+            rows = [k for k, x in enumerate(ids) if x & others]
             return bool(at and rows) and rows[0] < at[0]
     return False
 

@@ -1,7 +1,8 @@
 """Attention over blocks of keys: an online softmax in several products or loop steps.
 
-Looks like products of weights and values that are added, or made by the steps of a
-           loop, and then divided by the sum of all weights, as in an online softmax.
+Looks like products of weights and values, which are added or made by the steps of a
+           loop. They are then divided by the sum of all weights, as in an online
+           softmax.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from rewriter.algebra.canonicalize import TRANSPARENT
 from rewriter.find.finder import Finder
+from rewriter.program.counted import LOOPS, counted
 from rewriter.program.graph import Node
 from rewriter.program.skipped import branch_results
 
@@ -102,7 +104,7 @@ def _exits(find: Finder) -> dict[int, list[int]]:
             for inner, out in _results(find, node):
                 found.setdefault(inner, []).append(out)
         for node in find.graph.nodes:
-            if node.prim == "cond" and "scan" in node.scope.path:
+            if node.prim == "cond" and not LOOPS.isdisjoint(node.scope.path):
                 for out in node.outs:
                     for inner in branch_results(find.graph, node, out):
                         found.setdefault(inner, []).append(out)
@@ -170,7 +172,9 @@ def _above(find: Finder, value: int) -> tuple[list[Node], set[int]]:
         if node is None:
             continue
         above: list[int] = []
-        if node.prim == "scan":
+        if node.prim in LOOPS:
+            if counted(node) is None:
+                continue
             scans.update(node.outs)
             above = [i for i, out in _results(find, node) if out == current]
         elif node.prim == "cond":  # a step that may be skipped

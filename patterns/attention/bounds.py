@@ -1,6 +1,6 @@
 """Reads a comparison of positions as a bound of the key's position.
 
-Looks like  s <= t + c, s >= t - c and s < c + length, also where the bound differs by
+Looks like  s <= t + c, s >= t - c and s < c + length. The bound may differ by
             conditions, such as a start that is moved inside an array.
 """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,25 +17,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, Evaluator
-from rewriter.algebra.normal_form import FALSE, TRUE, Algebra, Poly
+from rewriter.algebra.normal_form import FALSE, TRUE, Poly
+from rewriter.patterns.attention.condition_names import literal_name
 from rewriter.patterns.attention.row_numbers import NUMERIC, slopes_are_finite
+from rewriter.patterns.attention.row_values import (
+    LOST,
+    ROW,
+    SCORES,
+    SWALLOWS,
+    UNKNOWN,
+    WEIGHTS,
+    Abstract,
+    absorbing,
+    is_large,
+    is_large_number,
+    mixed,
+)
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Node
 
-SCORES, ROW, WEIGHTS, UNKNOWN = "scores", "row", "weights", "unknown"
-LOST = "lost"  # of any size: an equation without a rule, a fill under an unknown mask
 COMBINATIONS = 128  # the most conditions of a mask; every case without a key is tried
 STEPS = 256  # the most steps of an evaluated loop
 GOLDEN = 0.618033988749895  # makes values of blocks differ in every partial sum
-LARGE = 32.0  # scores are assumed to be below it
-DIGITS = re.compile(r"\(([ts])(?://|%)\d+\)|\(([ts])\*\d+\+\2\)")
 UNITS = (29, 1009)  # what a symbolic size counts as: the verdicts must agree
-SWALLOWS = 1e30  # an addend that absorbs all scores
 
 _TESTS = frozenset({"eq", "ne", "gt", "ge", "lt", "le", "is_finite"})
 
 _SAME_SIZE = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
-
-Abstract = Any  # ("c", number or bool) or one of the names above
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,10 @@ class EmptyRow:
     """What a program's softmax does in a row without keys.
 
     Attributes:
-        gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. Also
-            ``"mean_passing"``: the mean of the values, with a gradient that passes to
-            the scores, since a number of their dtype's size was added to them; and
-            ``"nan_passing"``, a NaN whose gradient passes to them.
+        gives: ``"nan"``, ``"mean"``, ``"zero"`` or ``"unknown"``. With
+            ``"mean_passing"`` it is the mean of the values, and a gradient passes to
+            the scores, since a number of their dtype's size was added to them. With
+            ``"nan_passing"`` it is a NaN whose gradient passes to them.
         breaks_gradients: Whether gradients of the scores are NaN, whatever it gives: a
             derivative is infinite or NaN there, and a cotangent of zero does not stop
             it (``0 * nan``).
@@ -107,62 +114,6 @@ def empty_row(
     if len(seen) != 1:
         return EmptyRow(UNKNOWN, breaks)
     return EmptyRow(next(iter(seen))[0], breaks)
-
-
-def literal_name(alg: Algebra, atom: int, outer: frozenset[int]) -> tuple[str, bool]:
-    """(text with roles for indices, polarity); complements share the text.
-
-    Indices of the result and bound ones are distinguished; their names are dropped.
-    """
-    d = alg.defs[atom]
-    if d[0] not in ("ge", "eq"):
-        return _text(alg, atom, outer), True
-    p = alg.thaw(d[1])
-    mine = _poly_text(alg, p, outer)
-    if d[0] == "ge" and d[2]:
-        complement = alg.add(alg.scale(p, -1.0), alg.const(-1))
-        other = _poly_text(alg, complement, outer)
-        return min(mine, other), mine <= other
-    return f"{d[0]} {mine}", True
-
-
-def _poly_text(alg: Algebra, p: dict, outer: frozenset[int]) -> str:
-    digits: list[tuple[float, int]] = []  # of the key's position: factor and size
-    terms = []
-    for (_, mono), c in p.items():
-        digit = _key_digit(alg, mono, outer)
-        if digit:
-            digits.append((c, digit))
-            continue
-        text = "".join(sorted(f"{_text(alg, a, outer)}^{e}" for a, e in mono))
-        terms.append(f"{c:.6g}{text}")
-    digits.sort(key=lambda d: abs(d[0]))
-    while len(digits) > 1 and digits[1][0] == digits[0][0] * digits[0][1]:
-        digits[:2] = [(digits[0][0], digits[0][1] * digits[1][1])]
-    terms += [f"{c:.6g}s^1" for c, _ in digits]
-    return " + ".join(sorted(terms))
-
-
-def _key_digit(alg: Algebra, mono: Any, outer: frozenset[int]) -> int:
-    """The size of a key index if a monomial is nothing else, else 0."""
-    if len(mono) != 1 or mono[0][1] != 1 or alg.kind(mono[0][0]) != "iota":
-        return 0
-    index = alg.defs[mono[0][0]][1]
-    if not isinstance(index, int) or index in outer:
-        return 0
-    size = alg.sizes[index]
-    return size if isinstance(size, int) else 0
-
-
-def _text(alg: Algebra, atom: int, outer: frozenset[int]) -> str:
-    def role(found: re.Match[str]) -> str:
-        name = found.group()
-        return "t" if name[0] == "i" and int(name[1:]) in outer else "s"
-
-    text, parts = re.sub(r"\b[ij]\d+", role, alg.show_atom(atom)), 1
-    while parts:  # a position and its digits count as one
-        text, parts = re.subn(DIGITS, r"\1\2", text)
-    return text
 
 
 class _Row:
@@ -225,7 +176,7 @@ class _Row:
             return whole in self.live
         if not jnp.issubdtype(self.g.dtype(value), jnp.floating):
             return False
-        if node.prim == "stop_gradient" or node.prim == "scan":
+        if node.prim == "stop_gradient" or node.prim in LOOPS:
             return False  # a loop has said so of its results
         ins = node.ins
         if node.prim in TRANSPARENT:
@@ -258,7 +209,7 @@ class _Row:
         if node is None:
             whole, _ = self.ev.loops.steps.get(value, (None, None))
             return UNKNOWN if whole is None else self(whole)
-        if node.prim == "scan":
+        if node.prim in LOOPS:
             return self._scan(node, value)
         if value in self.products:
             return self._product(node, self.products[value])
@@ -337,8 +288,10 @@ class _Row:
     def _scan(self, node: Node, value: int) -> Abstract:
         """A loop over blocks of keys, step by step; the row is masked in each."""
         loop = self.ev.loops.entered.get(node.outs[0])
-        length = node.params["length"]
-        if loop is None or loop.runs != TRUE or length > STEPS:
+        if loop is None or loop.runs != TRUE:
+            return UNKNOWN
+        length = 1 if loop.index is None else self.ev.alg.sizes[loop.index]
+        if length > STEPS:
             return UNKNOWN
         last, carried = loop.first, [self(v) for v in loop.first]
         for _ in range(length):
@@ -377,7 +330,7 @@ class _Row:
                 return a
             if self.peaks and ("c", 0) in (a, b):  # dropout multiplies the weights
                 return b if a == ("c", 0) else a
-            return LOST if LOST in (a, b) or _large(a) or _large(b) else UNKNOWN
+            return LOST if LOST in (a, b) or is_large(a) or is_large(b) else UNKNOWN
         args = [self(i) for i in node.ins]
         peak = prim == "reduce_max" or (prim in ("exp", "exp2") and not self.peaks)
         if peak and isinstance(args[0], tuple):
@@ -401,14 +354,14 @@ class _Row:
             (other,) = [x for x in args if x != UNKNOWN] or (UNKNOWN,)
             if isinstance(other, tuple) and (self.peaks or not other[1]):
                 return other  # dropout multiplies the weights
-            return LOST if _large(other) else UNKNOWN
+            return LOST if is_large(other) else UNKNOWN
         if prim == "mul" and SCORES in args and ("c", 0) in args:
             return ("c", 0.0)  # hidden by a product: nothing passes to the scores
-        absorbs = _absorbing(self.g.dtype(value))
+        absorbs = absorbing(self.g.dtype(value))
         if prim in ("add", "sub") and (SCORES in args or UNKNOWN in args):
             known = [abs(float(x[1])) for x in args if isinstance(x, tuple)]
             self.added += [c for c in known if c >= absorbs and math.isfinite(c)]
-        return _mixed(prim, args, absorbs)
+        return mixed(prim, args, absorbs)
 
     def follow_branches(self, inside: bool = False) -> None:
         """Follows what choices left out, whose derivatives are multiplied by zero.
@@ -440,7 +393,7 @@ class _Row:
         dtype = self.g.dtype(value)
         if isinstance(number, bool) or not jnp.issubdtype(dtype, jnp.floating):
             return number
-        if not _large_number(number):
+        if not is_large_number(number):
             return number
         with np.errstate(all="ignore"):
             return float(np.asarray(number).astype(dtype))
@@ -472,70 +425,3 @@ class _Row:
         if isinstance(x, tuple):
             return x
         return ROW if x in (SCORES, ROW) and node.prim == "reduce_max" else UNKNOWN
-
-
-def _absorbing(dtype: Any) -> float:
-    """The size of a number that absorbs scores in a dtype."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return SWALLOWS
-    return 2 * LARGE / float(jnp.finfo(dtype).eps)
-
-
-def _large_number(c: float) -> bool:
-    """Whether a number is the size of a mask's fill."""
-    return math.isfinite(c) and abs(c) > LARGE
-
-
-def _large(x: Abstract) -> bool:
-    """Whether a number is a fill that an unknown mask may add."""
-    return isinstance(x, tuple) and not abs(float(x[1])) <= LARGE
-
-
-def _mixed(prim: str, args: list[Abstract], absorbs: float) -> Abstract:
-    """One equation with at least one operand that is not a constant.
-
-    Args:
-        prim: Its primitive.
-        args: Its operands.
-        absorbs: The size of a number beside which its dtype rounds scores away.
-    """
-    known = [float(x[1]) for x in args if isinstance(x, tuple)]
-    others = {x for x in args if not isinstance(x, tuple)}
-    if LOST in others:
-        return LOST
-    if UNKNOWN in others:
-        if (
-            prim in ("add", "sub")
-            and known
-            and (math.isinf(known[0]) or abs(known[0]) >= absorbs)
-        ):
-            sign = -1 if prim == "sub" and not isinstance(args[0], tuple) else 1
-            return ("c", sign * known[0])
-        return UNKNOWN
-    if prim in ("add", "sub") and known:
-        c = known[0]
-        if math.isnan(c):
-            return ("c", c)
-        if math.isinf(c) or abs(c) >= absorbs:
-            return ("c", -c if prim == "sub" and isinstance(args[1], tuple) else c)
-        return SCORES if SCORES in others else ROW
-    if prim in ("mul", "div") and known and known[0] not in (0.0,):
-        return next(iter(others))
-    if prim == "logaddexp" and known and known[0] < 0:
-        return next(iter(others))  # the smaller one adds nothing
-    if prim in ("max", "min") and known and abs(known[0]) >= absorbs:
-        wins = (known[0] > 0) == (prim == "max")
-        return ("c", known[0]) if wins else next(iter(others))
-    if prim in (
-        "max",
-        "min",
-        "logaddexp",
-        "tanh",
-        "neg",
-        "integer_pow",
-        "square",
-        "sub",
-        "add",
-    ):
-        return SCORES if SCORES in others else ROW
-    return UNKNOWN if prim in ("exp", "exp2", "mul", "div") else LOST

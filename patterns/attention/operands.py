@@ -50,7 +50,7 @@ def read_operands(softmax: Softmax, axes: Axes) -> Operands:
         Refused: If a factor or an addend has an axis that the op lacks.
     """
     parts, lead = softmax.parts, softmax.qk[0]
-    beside = _beside_scores(softmax, axes)
+    beside = _scale_of_scores(softmax, axes)
     inner = {*axes.b, *axes.k, *axes.s}
     scales = tuple(
         f for f in parts.rest if set(axes.s) <= softmax.alg.free(f[0]) <= inner
@@ -76,7 +76,7 @@ def read_operands(softmax: Softmax, axes: Axes) -> Operands:
 
 
 # ------------------------------------------------------ queries, keys, values
-def _beside_scores(softmax: Softmax, axes: Axes) -> _Factors:
+def _scale_of_scores(softmax: Softmax, axes: Axes) -> _Factors:
     """What the contraction of queries and keys is multiplied by.
 
     Raises:

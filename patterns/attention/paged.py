@@ -3,8 +3,8 @@
 Formula    k[b, p z + o, k, h] = k_pages[table[b, p], o, k, h], and v alike; then
            attention over them
 Looks like attention, with a gather of pages above both of its contractions.
-Must hold  keys and values are whole pages of two pools with the same axes, named by
-           the same table, in the table's order, and nothing else is done to them.
+Must hold  keys and values are whole pages of two pools with the same axes. One table
+           names both, in its order, and nothing else is done to them.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from rewriter.patterns.attention.blocks import (
     weighs_once,
 )
 from rewriter.patterns.attention.joined import over_all_keys
+from rewriter.patterns.attention.precision import rounded
 from rewriter.patterns.attention.softmax import Softmax, exponents, softmax_parts
 from rewriter.program.graph import Node
 
@@ -128,7 +129,8 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             for v in find.regions.chain(value, lambda n: _goes_on(find, n), 10)
             if find.graph.node_of(v).prim in ("div", "mul", "select_n")
         ]
-        for k, candidate in enumerate([value, *later]):
+        for k, plain in enumerate([value, *later]):
+            candidate = rounded(find, plain)
             for how in ("full", "soft", "whole"):
                 try:
                     parts = Blocks(tuple(chosen), ((pv, side),))
@@ -155,8 +157,21 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             score=0.5,
             suggestion="mask the blocks; kernels skip those that a mask leaves out",
         )
+    elif miss is not None and miss.code == "denominator" and _is_in_a_while(anchor):
+        miss = Refused(
+            "while",
+            "the weights of a block of keys are in a while loop, of which it is not "
+            "known how many steps it has",
+            score=0.5,
+            suggestion="count all blocks; kernels skip those that a mask leaves out",
+        )
     if miss is not None and miss.score > 0.2:
         find.missed(NAME, anchor, miss)
+
+
+def _is_in_a_while(anchor: Node) -> bool:
+    """Whether steps of a while loop compute weights."""
+    return "while" in anchor.scope.path
 
 
 def _is_skipped(anchor: Node) -> bool:

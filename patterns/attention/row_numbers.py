@@ -8,32 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from rewriter.program.numeric import NUMERIC as ON_NUMBERS
+
 NUMERIC: dict[str, Any] = {
-    "add": lambda a, b, p: a + b,
-    "sub": lambda a, b, p: a - b,
-    "mul": lambda a, b, p: a * b,
-    "div": lambda a, b, p: float(np.float64(a) / np.float64(b)),
-    "neg": lambda a, p: -a,
-    "max": lambda a, b, p: max(a, b) if a == a and b == b else math.nan,
-    "min": lambda a, b, p: min(a, b) if a == a and b == b else math.nan,
-    "exp": lambda a, p: float(np.exp(np.float64(a))),
-    "exp2": lambda a, p: float(np.exp2(np.float64(a))),
-    "log": lambda a, p: float(np.log(np.float64(a))),
-    "tanh": lambda a, p: math.tanh(a),
-    "integer_pow": lambda a, p: float(np.float64(a) ** p["y"]),
-    "logaddexp": lambda a, b, p: float(np.logaddexp(a, b)),
-    "is_finite": lambda a, p: math.isfinite(a),
-    "eq": lambda a, b, p: a == b,
-    "ne": lambda a, b, p: a != b,
-    "gt": lambda a, b, p: a > b,
-    "lt": lambda a, b, p: a < b,
-    "ge": lambda a, b, p: a >= b,
-    "le": lambda a, b, p: a <= b,
-    "and": lambda a, b, p: bool(a) and bool(b),
-    "or": lambda a, b, p: bool(a) or bool(b),
-    "not": lambda a, p: not a,
-}
-"""What a primitive gives for numbers and its parameters."""
+    name: ON_NUMBERS[name]
+    for name in (
+        "add", "sub", "mul", "div", "neg", "max", "min", "exp", "exp2", "log", "tanh",
+        "integer_pow", "logaddexp", "is_finite", "eq", "ne", "gt", "lt", "ge", "le",
+        "and", "or", "not",
+    )
+}  # fmt: skip
+"""What a primitive gives for numbers and its parameters, if its derivative is known."""
 
 _SLOPES: dict[str, Any] = {
     "mul": lambda a, b, out, p: (b, a),

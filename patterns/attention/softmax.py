@@ -109,7 +109,7 @@ class Softmax:
 
     @property
     def kept(self) -> int:
-        """Which keys of which rows are kept."""
+        """Which keys each row sees."""
         return self.alg.both(self.parts.keep, self.parts.row_mask)
 
     def values_of(self, leaves: Iterable[int]) -> set[int]:

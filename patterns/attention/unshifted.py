@@ -14,6 +14,7 @@ from rewriter.algebra.normal_form import FALSE, TRUE, Monomial, Poly
 from rewriter.find.reading import Refused
 from rewriter.patterns.attention.rows import MODERATE
 from rewriter.patterns.attention.softmax import Softmax
+from rewriter.program.counted import LOOPS
 from rewriter.support.assumptions import FINITE
 
 EXPONENTIALS = frozenset({"exp", "exp2"})
@@ -92,7 +93,7 @@ def _is_maximum(softmax: Softmax, value: int) -> bool:
     while queue and len(seen) < WALK:
         current = queue.pop(0)
         node = graph.node_of(current)
-        if node is None or node.prim in MAXIMA or node.prim == "scan":
+        if node is None or node.prim in MAXIMA | LOOPS:
             return True
         if current not in softmax.scores:
             new = [v for v in node.ins if v not in seen and not softmax.ev.is_side(v)]

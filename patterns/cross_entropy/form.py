@@ -100,9 +100,12 @@ def _total(alg: Algebra, form: Poly) -> int:
 def _logits(alg: Algebra, total: int) -> tuple[int, Poly]:
     """The index of classes and the logits, of a log-sum-exp."""
     inner = alg.thaw(alg.defs[total][1])
-    ((flag, mono), c) = next(iter(inner.items()))
-    sums = [a for a, _ in mono if alg.kind(a) == "sum"]
-    if len(inner) != 1 or flag != TRUE or c != 1 or len(mono) != 1 or not sums:
+    sums: list[int] = []
+    if len(inner) == 1:
+        (((flag, mono), c),) = inner.items()
+        if flag == TRUE and c == 1 and len(mono) == 1:
+            sums = [a for a, _ in mono if alg.kind(a) == "sum"]
+    if not sums:
         raise Refused(
             "total",
             "the logarithm is not of one sum of exponentials over all classes",
@@ -220,7 +223,9 @@ def _is_plain(alg: Algebra, factor: tuple[int, Any]) -> bool:
 
 def _of_mean(alg: Algebra, form: Poly, logits: Poly, v: int) -> float:
     """The number that the mean of the logits is multiplied by in a form."""
-    ((key, c)) = next(iter(logits.items()))
+    if not logits:
+        return 0.0  # all logits are 0
+    key, c = next(iter(logits.items()))
     summed = alg.sum_over({key: c / alg.sizes[v]}, [v])
     if len(summed) != 1:
         return 0.0

@@ -54,7 +54,7 @@ def activated(alg: Algebra, act: Poly, gates: list[Branch]) -> Activated:
                 return Activated(gate, name, beta, factor)
     raise Refused(
         "activation",
-        "the activation is none of those known",
+        "the activation is not a known one",
         score=0.5,
         difference=alg.show(act),
     )
@@ -85,7 +85,7 @@ def _betas(alg: Algebra, act: Poly) -> list[float]:
 
 
 def _ratio(alg: Algebra, p: Poly, known: Poly) -> float | None:
-    """C such that p is c times a known form, if there is one."""
+    """The number c by which p is a multiple of a known form, if it is one."""
     if len(p) != len(known) or not known:
         return None
     term = next(iter(known))

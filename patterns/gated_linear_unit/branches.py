@@ -7,13 +7,13 @@ from typing import Any
 
 from rewriter.algebra.normal_form import TRUE, Algebra, Monomial, Poly
 from rewriter.find.reading import Refused, flat_indices
+from rewriter.ops.activations import Bounds
 from rewriter.patterns.gated_linear_unit.forms import (
     contractions,
     every,
     linear_parts,
 )
 
-Bounds = tuple[float | None, float | None]
 OPEN: Bounds = (None, None)
 
 

@@ -2,8 +2,8 @@
 
 Formula    out[..., f] = act(Σ_k x[..., k] w_gate[k, f] + b[f] + r[..., f])
                          (Σ_k x[..., k] w_up[k, f] + c[f] + s[..., f])
-Looks like a product of two values computed from contractions of one x, one of
-           them through an activation.
+Looks like a product of two values that are computed from contractions of one x. One
+           of them goes through an activation.
 Must hold  the form is the activation's applied to one contraction, times the other.
 """
 
@@ -43,6 +43,7 @@ from rewriter.patterns.gated_linear_unit.forms import (
     contractions,
 )
 from rewriter.patterns.gated_linear_unit.products import products
+from rewriter.patterns.gated_linear_unit.slopes import Side, with_slopes
 from rewriter.program.graph import Node
 
 NAME = "gated_linear_unit"
@@ -192,7 +193,12 @@ def read(
     found, more = _activated(find, act_form, gate_sums[0])
     number = alg.const(found.factor * up_branch.factor)
     outer = [p for p in (times, more, number) if p not in (None, alg.const(1.0))]
-    return _Assembly(find, ev, value, args, form, found, up_branch).reading(outer)
+    made = _Assembly(find, ev, value, args, form, found, up_branch).reading(outer)
+    sides = {
+        "slopes": Side(act, found.gate, found.name, found.beta),
+        "slopes_up": Side(up, up_branch),
+    }
+    return with_slopes(find, ev, inside, sides, made)
 
 
 def _inside(
@@ -297,7 +303,7 @@ class _Assembly:
         if _per_expert(self.find, gate.w, gate.k):
             raise Refused(
                 "batch",
-                "one matrix per expert, of which a router takes some",
+                "one matrix per expert, and a router that takes some of them",
                 score=0.45,
             )
         if not f or rows - set(self.out):

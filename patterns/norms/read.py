@@ -4,9 +4,9 @@ Formula    layer: (x - mean x) / sqrt(var x + eps) * scale + bias
            rms:   x / sqrt(mean x² + eps) * scale
 Looks like a root of a sum of squares, and products with x below it. Any way of
            writing the variance has the form Σx² - (Σx)² / N.
-Must hold  one axis is normalised (or several, with a scale over all of them or none),
-           scale and bias vary along the normalised axes only, and there is an
-           epsilon inside the root: without one it is an L2 norm.
+Must hold  one axis is normalised (or several, with a scale over all of them or none).
+           Scale and bias vary along the normalised axes only. There is an epsilon
+           inside the root: without one it is an L2 norm.
 """
 
 from __future__ import annotations
@@ -350,7 +350,11 @@ def _affine(find, form, base, x, at, d, n, alpha, outside):
     chosen = any(flag != TRUE for flag, _ in scale)
     own = {alg.defs[a][1] for p in (scale, bias) for a in alg.poly_leaves(p)}
     if outside and (chosen or x in own):  # what is not finite stays so, times 0
-        raise Refused("scale", "the result is chosen, and not scaled", score=0.4)
+        raise Refused(
+            "scale",
+            "a condition selects the result, and no scale multiplies it",
+            score=0.4,
+        )
     return scale, bias
 
 

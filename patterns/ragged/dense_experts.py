@@ -1,8 +1,8 @@
 """Experts without ragged dots: near misses, with what would make them match.
 
-Looks like a choice among E experts (top_k, argmax) that is combined with matrices
-           of shape [E, ...]: every expert computed for every token and masked,
-           tokens dispatched by one-hot contractions, or weights gathered per token.
+Looks like a choice among E experts (top_k, argmax), and matrices [E, ...]. Every
+           expert is computed for every token and masked, or one-hot contractions
+           dispatch tokens, or weights are gathered for each token.
 Never      a match: less work would need the tokens in another order, which the
            program does not ask for.
 """

@@ -25,6 +25,7 @@ from rewriter.patterns.gated_linear_unit.activation import activated
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.patterns.gated_linear_unit.forms import every
 from rewriter.patterns.gated_linear_unit.products import products
+from rewriter.patterns.gated_linear_unit.slopes import Side, with_slopes
 from rewriter.patterns.ragged.dense_experts import RAGGED
 from rewriter.patterns.ragged.dot import (
     ROWS_BY_MATRICES,
@@ -140,7 +141,7 @@ def read(find: Finder, unit: Unit) -> Reading:
         del operands["w_up"]
         params["halves"] = _halves(find, ev, gate_dot, args, branches)
     factor = found.factor * branches.factor
-    return Reading(
+    made = Reading(
         NAME,
         alg,
         ev.place,
@@ -153,6 +154,9 @@ def read(find: Finder, unit: Unit) -> Reading:
         notes=tuple(sorted(ev.notes)),
         times=None if factor == 1.0 else alg.const(factor),
     )
+    roots = frozenset({gate_dot.outs[0], up_dot.outs[0]})
+    gate = Side(unit.act, found.gate, found.name, found.beta)
+    return with_slopes(find, ev, roots, {"slopes": gate}, made)
 
 
 def _operands(find: Finder, dot: Node) -> tuple[int, int, int]:
@@ -230,7 +234,9 @@ def _halves(
         return "gate_up"
     if columns % 2 == 0 and halves == [branches.up, branches.gate]:
         return "up_gate"
-    raise Refused("halves", "gate and up are no halves of one ragged dot", score=0.3)
+    raise Refused(
+        "halves", "gate and up are not the halves of one ragged dot", score=0.3
+    )
 
 
 def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:

@@ -140,8 +140,8 @@ def same_cone(
         (m, i), (n, j) = first, second
         if i != j or m.prim != n.prim or len(m.ins) != len(n.ins):
             return None
-        if m.signature != n.signature:
-            return None
+        if m.signature != n.signature or m.scope.rules != n.scope.rules:
+            return None  # `jax.nn.relu` and `jnp.maximum` differ in derivatives
         for p, q in zip(m.ins, n.ins, strict=True):
             old = matched.get(p)
             if old is None:

@@ -68,10 +68,10 @@ def choose(
         estimated = fastest_estimated(*arguments, differentiated, longer)
         choice = estimated or by_rule(*arguments, differentiated)
         measured = with_known_config(choice, *arguments, differentiated > 0)
-    return _with_reading_said(measured, longer)
+    return _with_reading_mentioned(measured, longer)
 
 
-def _with_reading_said(choice: Choice, longer: Mapping[str, float]) -> Choice:
+def _with_reading_mentioned(choice: Choice, longer: Mapping[str, float]) -> Choice:
     if not longer or choice.implementation.forward in longer:
         return choice
     return replace(

@@ -260,6 +260,7 @@ def _call(
 ) -> Callable[..., jax.Array]:
     op, shards = p.match.op, p.shards
     names = set(op.names)
+    proved = p.match.reading.backward_params if p.backward is not None else {}
 
     def bind(operands: Mapping[str, Any], params: Mapping[str, Any]) -> jax.Array:
         if isinstance(shards, Shards) and shards.passed:
@@ -268,7 +269,7 @@ def _call(
 
     def call(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in names}
-        params = {k: v for k, v in given.items() if k not in names}
+        params = {k: v for k, v in given.items() if k not in names} | {**proved}
         if isinstance(shards, Shards):
             return spread(op, shards, operands, {**op.defaults, **params}, bind)
         return bind(operands, params)

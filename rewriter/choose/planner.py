@@ -292,6 +292,16 @@ def target_of(config: Config) -> Device:
     return device.of(kind, here.platform) if kind else here
 
 
+def for_platform(patterns: Sequence[Any], config: Config) -> list[Any]:
+    """Returns the patterns whose ops are looked for on the platform to choose for."""
+    forced, where = {name for name, *_ in config.implementation}, target_of(config)
+    return [
+        p
+        for p in patterns
+        if not p.op.found_on or where.platform in p.op.found_on or p.op.name in forced
+    ]
+
+
 def tasks_of(
     graph: Graph, facts: Sequence[Facts], gradients: bool = False
 ) -> list[Task]:

@@ -17,7 +17,7 @@ from rewriter.find.reading import Operand, Reading, Refused
 ALLOWED = {
     "leaf": "the program's value, at other positions; or 1 over it; or sums and "
     "products of some, which the program makes one after the other: rounding",
-    "iota": "a position, of which there are fewer than 2^31",
+    "iota": "a position; there are fewer than 2^31 of them",
     "relu": "the larger of two integers that are positions or the program's: exact",
     "ind": "1 where one of the program's booleans holds, else 0: exact",
     "ge": "a comparison of integers: both sides hold in 32 bits, see `emit`",

@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rewriter import _jax
 from rewriter.algebra.canonicalize import (
     LAYOUT,
     TRANSPARENT,
@@ -25,6 +24,7 @@ from rewriter.algebra.template import neighbourhood
 from rewriter.find.reading import Refused
 from rewriter.find.region import Place, Regions
 from rewriter.find.stacked import layers
+from rewriter.program.counted import LOOPS, counted
 from rewriter.program.graph import Graph, Node, Scope
 from rewriter.program.lines import line_of
 from rewriter.support.assumptions import ASSUMPTIONS
@@ -123,9 +123,10 @@ class Finder:
         """Non-integer carries of the scans that make the results."""
         found: set[int] = set()
         for node in map(self.graph.node_of, results):
-            body, constants, carries, _ = _jax.scan_parts(node.eqn)
+            parts = counted(node)
             (scope,) = node.scope.children[node.position]
-            carried = body.invars[constants : constants + carries]
+            last = parts.n_consts + parts.n_carry
+            carried = parts.body.invars[parts.n_consts : last]
             found |= {scope.env[v] for v in carried}
         floating = (
             v for v in found if jnp.issubdtype(self.graph.dtype(v), np.floating)
@@ -178,7 +179,7 @@ class Finder:
         ev = Evaluator(self.graph, self.algebra)
         try:
             while scope is not None and scope.parent is not None:
-                if scope.kind == "scan":
+                if scope in self.loops:
                     ev.enter(self.loops[scope])
                 scope = scope.parent
             return self.algebra.bounds(ev.poly(value, ()))[0]
@@ -187,17 +188,18 @@ class Finder:
 
     @functools.cached_property
     def loops(self) -> dict[Scope, Node]:
-        """The bodies of scans, and the scans."""
-        scans = [n for n in self.graph.nodes if n.prim == "scan"]
-        return {n.scope.children[n.position][0]: n for n in scans}
+        """The bodies of loops that count their steps, and the loops."""
+        loops = [n for n in self.graph.nodes if n.prim in LOOPS and counted(n)]
+        return {n.scope.children[n.position][0]: n for n in loops}
 
     @functools.cached_property
     def steps(self) -> frozenset[int]:
         """Values that scans slice from arrays, one at each step."""
         found: set[int] = set()
         for scope, node in self.loops.items():
-            body, constants, carries, _ = _jax.scan_parts(node.eqn)
-            found |= {scope.env[v] for v in body.invars[constants + carries :]}
+            parts = counted(node)
+            given = parts.body.invars[parts.n_consts + parts.n_carry :]
+            found |= {scope.env[v] for v in given}
         return frozenset(found)
 
     def require_proved(self, ev: Evaluator) -> None:

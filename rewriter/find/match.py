@@ -17,7 +17,7 @@ from rewriter.algebra.template import Step as Way
 from rewriter.algebra.template import Template, apply, go, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
-from rewriter.find.nested import Escapes, is_read_beside
+from rewriter.find.nested import Escapes, is_read_elsewhere
 from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.region import Place, Regions
 from rewriter.find.sieve import Step
@@ -25,6 +25,7 @@ from rewriter.find.stacked import pieces
 from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node
 from rewriter.program.lines import users_line_of
 from rewriter.support.verdict import Reason
@@ -59,7 +60,7 @@ class ReaderPattern:
         propose: Yields readings of the regions around an anchor.
         steps: The steps of a path through every site, in order; see `sieve`.
         needs: Primitives that every program with a site has.
-        either: If not empty: primitives of which such a program has one.
+        either: If not empty, primitives; such a program has at least one of them.
         above: Primitives above a leaf that may belong to a larger site. A region with
             such a leaf is read anew, although it equals another one.
     """
@@ -208,7 +209,7 @@ def search(
 
 
 def _of_numbers(graph: Graph, node: Node) -> bool:
-    """Whether an equation gives numbers at all, and no complex or 8-bit ones."""
+    """Whether an equation gives numbers, neither complex nor of 8 bits."""
     for value in node.outs:
         dtype = graph.dtype(value)
         narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
@@ -258,7 +259,7 @@ class Proved:
         """Whether the same results inside are read beside at another anchor."""
         for path, beside in self.inside:
             value = go(graph, anchor.outs, path)
-            if value is None or is_read_beside(graph, value, inner, out) != beside:
+            if value is None or is_read_elsewhere(graph, value, inner, out) != beside:
                 return False
         return True
 
@@ -282,7 +283,7 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             continue
         covered = memory.covered.setdefault(pattern.name, set())
         if reading.value in covered:
-            beside = reading.may_be_inside and is_read_beside(
+            beside = reading.may_be_inside and is_read_elsewhere(
                 find.graph, reading.value, covered, memory.out
             )
             inside.append((reading, beside))
@@ -429,7 +430,7 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
     for match in matches:
         used |= match.inner
     for node in map(find.graph.node_of, tuple(used)):
-        if node is not None and node.prim == "scan":  # a loop that is replaced
+        if node is not None and node.prim in LOOPS:  # a loop that is replaced
             used |= _body_values(node)
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:

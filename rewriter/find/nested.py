@@ -54,7 +54,7 @@ class Escapes:
         return False
 
 
-def is_read_beside(graph: Graph, value: int, inner: Set[int], out: Escapes) -> bool:
+def is_read_elsewhere(graph: Graph, value: int, inner: Set[int], out: Escapes) -> bool:
     """Whether a value in regions is also read outside, and not only to be summed up.
 
     Args:

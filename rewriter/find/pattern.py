@@ -66,7 +66,7 @@ class Pattern:
         params: Declared parameters.
         anchors: Primitives at which a search begins.
         needs: Primitives that every program with a place has as well.
-        either: If not empty: primitives of which such a program has one.
+        either: If not empty, primitives; such a program has at least one of them.
     """
 
     op: Op

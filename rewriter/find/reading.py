@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,6 +126,8 @@ class Reading:
         params: The op's parameters.
         check_params: Parameters for the check, where they differ.
         check_options: Options of the evaluator that checks.
+        backward_params: Parameters, where they differ, if gradients that the program
+            computes are replaced with the value: what they were proved with.
         leaves: Leaf name to value.
         notes: What floats will see.
         evaluator: For a form in pieces (None), what evaluates the region.
@@ -149,6 +152,7 @@ class Reading:
     leaves: tuple[int, ...] = ()
     check_params: Mapping[str, Any] = field(default_factory=dict)
     check_options: Mapping[str, Any] = field(default_factory=dict)
+    backward_params: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     evaluator: Any = None
     times: Poly | None = None
@@ -174,19 +178,32 @@ class Reading:
             emitter.arrays[name] = joined.array(emitter)
         operands = {name: o.array(emitter) for name, o in self.operands.items()}
         out = call(**operands, **(self.params if params is None else params))
-        ids = [i for group in self.out_groups for i in group]
-        out = shaped(out, [self.algebra.sizes[i] for i in ids])
         order = [i for a in self.args for i in flat_indices(a)]
-        missing = [i for i in order if i not in ids]
-        if missing:
+        if not set(order) <= {i for group in self.out_groups for i in group}:
             raise OverBudget("the result is broadcast along an axis")
-        out = ordered(out, [ids.index(i) for i in order])
+        runs = _runs(self.out_groups, order)  # XLA cancels transposes of whole axes
+        first = sorted(runs, key=[i for g in self.out_groups for i in g].index)
+        out = shaped(out, [size(self.algebra, runs[i]) for i in first])
+        out = ordered(out, [first.index(i) for i in runs])
         for poly, join in ((self.times, jnp.multiply), (self.plus, jnp.add)):
             if poly is not None:
+                out = shaped(out, [self.algebra.sizes[i] for i in order])
                 factor = emitter.array(poly, [(i,) for i in order], full=False)
                 wide = jnp.promote_types(out.dtype, emitter.dtype)
                 out = join(out.astype(wide), factor.astype(wide))
         return typed(shaped(out, shape), dtype)
+
+
+def _runs(groups: Sequence[Group], order: Sequence[int]) -> dict[int, Group]:
+    """Indices that follow each other in a group and in an order, by the first one."""
+    after = {i: j for group in groups for i, j in itertools.pairwise(group)}
+    runs: dict[int, Group] = {}
+    first: int | None = None
+    for before, i in zip((None, *order), order, strict=False):
+        if first is None or before is None or after.get(before) != i:
+            first = i
+        runs[first] = (*runs.get(first, ()), i)
+    return runs
 
 
 def flat_indices(a: Index) -> list[int]:

@@ -100,6 +100,18 @@ class Regions:
             return False
         return all(self._can_be_had(place, i) for i in node.ins)
 
+    @functools.cached_property
+    def returned(self) -> frozenset[int]:
+        """Values that the program returns, or a body that is not merely a call."""
+        found: set[int] = set()
+        queue = [self.graph.top]
+        while queue:
+            scope = queue.pop()
+            if scope.kind != "call":
+                found.update(self.graph.read(scope, v) for v in scope.jaxpr.outvars)
+            queue += [c for children in scope.children.values() for c in children]
+        return frozenset(found)
+
     # ------------------------------------------------------------- walks
     def above(self, value: int, stop: frozenset[str]) -> list[Node]:
         """The nearest equations of the given primitives above a value."""

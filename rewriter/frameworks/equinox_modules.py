@@ -74,7 +74,7 @@ class Static:
         return sys.modules[EQUINOX].combine(arrays, rest)
 
 
-def parted(tree: Any) -> tuple[Any, Static]:
+def without_static(tree: Any) -> tuple[Any, Static]:
     """Returns a tree without what in its modules is no array, and that."""
     eqx = sys.modules[EQUINOX]
 
@@ -100,9 +100,9 @@ class Filtering:
         self.jitted, function = jitted, trace.unjitted(fn)
 
         def pure(static: Static, *args: Any, **kwargs: Any) -> Any:
-            moving, still = trace.apart(jitted, args, kwargs)
-            given, named = trace.together(static.joined(moving), still)
-            return parted(function(*given, **named))
+            moving, still = trace.split_static(jitted, args, kwargs)
+            given, named = trace.join_static(static.joined(moving), still)
+            return without_static(function(*given, **named))
 
         pure.__name__ = trace.name_of(fn)
         pure.__qualname__ = getattr(fn, "__qualname__", pure.__name__)
@@ -126,9 +126,9 @@ class Filtering:
         return self._ask(self.fast.jaxpr, args, kwargs)
 
     def _ask(self, ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        moving, still = trace.apart(self.jitted, args, kwargs)
-        arrays, static = parted(moving)
-        given, named = trace.together(arrays, still)
+        moving, still = trace.split_static(self.jitted, args, kwargs)
+        arrays, static = without_static(moving)
+        given, named = trace.join_static(arrays, still)
         return ask(static, *given, **named)
 
 

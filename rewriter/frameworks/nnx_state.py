@@ -145,7 +145,7 @@ def updating(
 
 
 def unbound(fn: Any) -> Any:
-    """Returns the function of which `own_module` is the first argument."""
+    """Returns the function that takes `own_module` as its first argument."""
     return fn.__func__ if isinstance(fn, types.MethodType) else type(fn).__call__
 
 

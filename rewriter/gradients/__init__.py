@@ -5,9 +5,9 @@ turn a cotangent of its result into cotangents of its operands. Those are found
 from the equations that read the region's values, and each one is verified: its
 normal form must be that of `jax.vjp` of the op's reference.
 
-Data flows from `cotangents`, which says what may be the cotangent and what is
-computed from it, by way of `reference` and `proof` to `search`, which asks
-`known` first whether the same equations were proved before. A match whose result
+`cotangents` says what may be the cotangent, and what is computed from it. `reference`
+and `proof` then verify it. `search` calls them, and asks `known` first whether the
+same equations were proved before. A match whose result
 has no cotangent in the program may be one of a value further down: see `relaid`.
 One that reads an array whose gradient is not its own may read pieces: see `cut`.
 """

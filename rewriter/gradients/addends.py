@@ -110,7 +110,7 @@ def read_as_a_sum(
         if value in parts:
             ends = frozenset(parts) - {value}
             readers = [
-                n for n in readers if not _leads_to(graph, n, ends, inside, returned)
+                n for n in readers if not leads_to(graph, n, ends, inside, returned)
             ]
         if len(readers) != 1 or value in returned or node is None or node.copies:
             return False
@@ -127,7 +127,7 @@ def read_as_a_sum(
     return True
 
 
-def _leads_to(
+def leads_to(
     graph: Graph, node: Node, ends: Set[int], inside: Set[int], returned: Set[int]
 ) -> bool:
     """Whether all readers of an equation's results lead to some values only."""

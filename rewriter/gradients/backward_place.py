@@ -42,7 +42,7 @@ def residuals_place(
     """
     graph, leaves = regions.graph, [v for _, v in match.leaves]
     free = [(s, p) for s, p in places(match) if not obstacle(match, s, regions)]
-    found = _beside(backward, graph, free, leaves)
+    found = _before_gradients(backward, graph, free, leaves)
     if found is not None:
         return found
     body, _ = home_of(_scope_of_gradients(backward, graph))
@@ -55,7 +55,7 @@ def residuals_place(
     return None
 
 
-def _beside(
+def _before_gradients(
     backward: Backward,
     graph: Graph,
     places: Sequence[tuple[Scope, int]],

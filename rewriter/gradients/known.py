@@ -51,6 +51,7 @@ def known(graph: Graph, match: Match, backward: Backward) -> Known:
     parts = {
         leaf: tuple(map(part, (value, *backward.zeros.get(leaf, ()))))
         for leaf, value in backward.grads.items()
+        if value not in backward.shared
     }
     return Known(match, backward.cotangent, parts, backward.unread)
 

@@ -21,7 +21,7 @@ from rewriter.algebra.canonicalize import (
     pieces,
 )
 from rewriter.algebra.canonicalize.layout import smaller
-from rewriter.algebra.normal_form import Algebra, OverBudget
+from rewriter.algebra.normal_form import Algebra, OverBudget, Poly
 from rewriter.find.match import Match
 from rewriter.gradients.addends import larger_sums, widest
 from rewriter.gradients.backward import Backward
@@ -33,6 +33,7 @@ from rewriter.gradients.cotangents import (
     linear,
 )
 from rewriter.gradients.reference import unread, wanted_at
+from rewriter.gradients.shared import Shares, may_be_zero, shares
 from rewriter.program.graph import Graph
 
 
@@ -56,10 +57,15 @@ def proved_gradients(
     leaves = (v for _, v in match.leaves)
     stops = frozenset([*leaves, *cancelled_reads(graph, match), cotangent])
     reached = below(graph, cotangent)
-    cones = _cones(graph, match, reached, stops)
-    if not cones:
+    moving = linear(graph, reached, stops)
+    cones = _cones(graph, match, reached, stops, moving)
+    joined = shares(graph, reached, moving, stops)
+    if not cones and joined is None:
         return None
     parts = frozenset().union(*cones.values(), match.inner)
+    if joined is not None:
+        parts = parts.union(*joined.cones.values(), *joined.own.values())
+        stops |= joined.foreign
     ev = _evaluator(graph, match, stops, parts)
     wanted, outs = wanted_at(graph, reference(), match, cotangent, ev)
     forms = _Forms(ev, wanted, outs)
@@ -78,23 +84,56 @@ def proved_gradients(
             grads[leaf] = widest(graph, terms)
             zeros[leaf] = tuple(v for v in terms if v != grads[leaf])
             taken.update(terms)
+    inner = frozenset().union(
+        *(cones[v] for v in (*grads.values(), *itertools.chain(*zeros.values())))
+    )
+    shared, pieces = {}, frozenset[int]()
+    if joined is not None and len(grads) < len(outs):
+        shared = _shared(forms, joined, cotangent, grads)
+        ends = {*grads.values(), *shared.values()}
+        if may_be_zero(graph, joined, set(shared.values()), ends, returned):
+            pieces = frozenset().union(*(joined.pieces[v] for v in shared.values()))
+            inner = inner.union(*(joined.own[p] for p in pieces))
+            grads |= shared
     if not grads:
         return None
-    found = (*grads.values(), *itertools.chain.from_iterable(zeros.values()))
-    inner = frozenset().union(*(cones[v] for v in found))
     spare = unread(graph, reference(), match, grads.keys())
-    return Backward(cotangent, grads, inner - match.inner, zeros, spare)
+    return Backward(
+        cotangent,
+        grads,
+        inner - match.inner,
+        zeros,
+        spare,
+        tuple(sorted(pieces)),
+        frozenset(shared.values()) if pieces else frozenset(),
+    )
+
+
+def _shared(
+    forms: _Forms, joined: Shares, cotangent: int, grads: Mapping[int, int]
+) -> dict[int, int]:
+    """Leaves to values that are their gradients plus a share of other ops."""
+    found: dict[int, int] = {}
+    for value in joined.pieces:
+        leaf = forms.leaf_beside(value, joined.foreign, cotangent, {**grads, **found})
+        if leaf is not None:
+            found[leaf] = value
+    return found
 
 
 def _cones(
-    graph: Graph, match: Match, reached: Sequence[int], stops: frozenset[int]
+    graph: Graph,
+    match: Match,
+    reached: Sequence[int],
+    stops: frozenset[int],
+    moving: Set[int],
 ) -> dict[int, frozenset[int]]:
     """The cones of values with a leaf's shape that depend only on the stops.
 
     Only of those that are linear in the cotangent: no other is worth a form.
     """
     shapes = {graph.shape(v) for _, v in match.leaves}
-    moving, cones = linear(graph, reached, stops), Cones(graph, stops)
+    cones = Cones(graph, stops)
     found = {
         v: cones.of(v)
         for v in reached
@@ -116,8 +155,19 @@ class _Forms:
         self.ev, self.wanted, self.outs = ev, wanted, outs
         self.indices: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
-    def leaf_of(self, values: tuple[int, ...], known: Mapping[int, int]) -> int | None:
-        """The leaf, not yet known, whose gradient is the sum of some values."""
+    def leaf_of(
+        self,
+        values: tuple[int, ...],
+        known: Mapping[int, int],
+        own: Callable[[Poly], Poly] = lambda form: form,
+    ) -> int | None:
+        """The leaf, not yet known, whose gradient is the sum of some values.
+
+        Args:
+            values: The values.
+            known: Leaves that have gradients.
+            own: Returns the terms of the sum that count.
+        """
         graph = self.ev.g
         shape = graph.shape(values[0])
         at = self._arguments(shape, _digits(graph, values[0]))
@@ -126,9 +176,31 @@ class _Forms:
             for leaf, out in self.outs.items():
                 if leaf in known or graph.shape(leaf) != shape:
                     continue
-                if _equal(self.ev, values, self.wanted, out, at):
+                if _equal(self.ev, values, self.wanted, out, at, own) == SAME:
                     return leaf
         return None
+
+    def leaf_beside(
+        self, value: int, foreign: Set[int], cotangent: int, known: Mapping[int, int]
+    ) -> int | None:
+        """The leaf, not yet known, whose gradient is a value without foreign terms.
+
+        No term may hold the cotangent and a foreign value: each of them adds its share.
+        """
+        alg = self.ev.alg
+
+        def own(form: Poly) -> Poly:
+            kept: Poly = {}
+            for (flag, mono), c in form.items():
+                leaves = {x for a, _ in mono for x in alg.leaves(a)}
+                names = {alg.defs[x][1] for x in leaves}
+                if names.isdisjoint(foreign):
+                    kept[flag, mono] = c
+                elif cotangent in names:
+                    raise OverBudget("a share of other ops that is no addend")
+            return kept
+
+        return self.leaf_of((value,), known, own)
 
     def _arguments(
         self, shape: tuple[int, ...], digits: tuple[int, ...]
@@ -178,32 +250,36 @@ def _joined(
     return tuple(out)
 
 
+SAME, ZERO, OTHER = "same", "zero", "other"
+
+
 def _equal(
     ev: Evaluator,
     values: tuple[int, ...],
     wanted: Evaluator,
     out: int,
     at: tuple[Any, ...],
-) -> bool:
+    own: Callable[[Poly], Poly],
+) -> str:
     """Whether a sum has a gradient's form; compared by pieces where values are joined.
 
-    Forms that are zero prove nothing.
+    Forms that are zero prove nothing; they are the same only beside others.
     """
     alg = ev.alg
     try:
-        form = functools.reduce(alg.add, (ev.poly(v, at) for v in values))
-        return bool(form) and not alg.add(form, wanted.poly(out, at), -1.0)
+        form = own(functools.reduce(alg.add, (ev.poly(v, at) for v in values)))
+        other = wanted.poly(out, at)
     except NeedSplit as need:
-        return all(
-            _equal(
-                ev,
-                values,
-                wanted,
-                out,
-                tuple(alg.subst_index(a, {need.index: part}) for a in at),
-            )
-            for _, part in pieces(alg, need)
-        )
+        found = set()
+        for _, part in pieces(alg, need):
+            where = tuple(alg.subst_index(a, {need.index: part}) for a in at)
+            found.add(_equal(ev, values, wanted, out, where, own))
+            if OTHER in found:
+                return OTHER
+        return SAME if SAME in found else ZERO
+    if not form and not other:
+        return ZERO
+    return OTHER if not form or alg.add(form, other, -1.0) else SAME
 
 
 def _evaluator(

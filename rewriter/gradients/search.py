@@ -140,7 +140,7 @@ def _at_its_cotangent(
     backward = find_backward(graph, match, memory)
     key = id(match.reading)
     if backward is not None:
-        return _over_what_is_kept(match, backward, memory, cut)
+        return _over_saved_pieces(match, backward, memory, cut)
     if memory.alone[key] >= ATTEMPTS:
         return match, backward
     for lower in relaid.below(match):
@@ -169,7 +169,7 @@ def _over_what_is_named(match: Match, cut: Cut) -> Match:
     return pieces if pieces and read_instead(regions, pieces, scope) else match
 
 
-def _over_what_is_kept(
+def _over_saved_pieces(
     match: Match, backward: Backward, memory: Memory, cut: Cut
 ) -> tuple[Match, Backward]:
     """The match over pieces of its operands, if a checkpoint saved only these."""
@@ -247,7 +247,7 @@ def find_backward(
     key = id(match.reading)
     proved = memory.proved.setdefault(key, [])
     best = found_again(graph, proved, match, candidates, memory.returned)
-    if best is not None and not _read_beside(graph, match, best):
+    if best is not None and not _is_read_elsewhere(graph, match, best):
         return best
     if memory.failed[key] >= ATTEMPTS:
         return best
@@ -255,7 +255,8 @@ def find_backward(
     if more is None:
         memory.failed[key] += 1
         return best
-    proved.append(known(graph, match, more))
+    if len(more.shared) < len(more.grads):
+        proved.append(known(graph, match, more))
     proved.sort(key=lambda one: -sum(map(len, one.parts.values())))
     return more
 
@@ -301,7 +302,7 @@ def _has_all(graph: Graph, match: Match, backward: Backward) -> bool:
     return len(backward.grads) == sum(is_float(graph.dtype(v)) for _, v in match.leaves)
 
 
-def _read_beside(graph: Graph, match: Match, backward: Backward) -> bool:
+def _is_read_elsewhere(graph: Graph, match: Match, backward: Backward) -> bool:
     """Whether other equations read what gradients read: perhaps another gradient."""
     if _has_all(graph, match, backward):
         return False

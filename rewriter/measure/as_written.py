@@ -17,26 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
-from rewriter import _jax
 from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
 from rewriter.gradients.backward import Backward
-from rewriter.program.graph import Graph, Scope
-
-LARGEST = 2000
-"""The most equations of an extracted region."""
+from rewriter.program.extracted import NotTaken, Region
+from rewriter.program.graph import Graph
 
 WORDS = frozenset({
     "axes", "axis", "dimension", "dimensions", "dimension_numbers", "permutation",
     "broadcast_dimensions", "reverse", "index_dtype", "is_stable", "num_keys",
 })  # fmt: skip
 """Parameters of equations whose numbers distinguish spellings; others are sizes."""
-
-
-class NotTaken(Exception):
-    """Says why a region's equations cannot run on their own."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ def as_written(graph: Graph, match: Match, backward: Backward | None) -> Written
     labels = [str(k) for k in range(len(values))]
     structs = [_struct(graph, v) for v in values]
     result = _struct(graph, match.value)
-    region = _Region(graph, values, [match.value])
+    region = Region(graph, values, [match.value])
     own = _gradients(graph, match, backward, values)
     try:
         forward, both = region.function(), own and own.function()
@@ -107,7 +99,7 @@ def as_written(graph: Graph, match: Match, backward: Backward | None) -> Written
         return out, dict(zip((labels[k] for k in moving), cotangents, strict=True))
 
     return Written(
-        (own or region).digest(),
+        _digest(own or region),
         tuple(zip(labels, structs, strict=True)),
         lambda leaves: forward(*(leaves[n] for n in labels))[0],
         with_gradients if both else None,
@@ -122,123 +114,45 @@ def spelling_of(graph: Graph, match: Match, backward: Backward | None) -> str:
     values = [here[v] for v in leaves_of(match.reading)]
     try:
         own = _gradients(graph, match, backward, values)
-        return (own or _Region(graph, values, [match.value])).digest()
+        return _digest(own or Region(graph, values, [match.value]))
     except NotTaken:
         return ""
 
 
 def _gradients(
     graph: Graph, match: Match, backward: Backward | None, values: Sequence[int]
-) -> _Region | None:
+) -> Region | None:
     """The program's own equations for the gradients of all floating leaves."""
     moving = [v for v in values if jnp.issubdtype(graph.dtype(v), jnp.inexact)]
     if backward is None or set(moving) != set(backward.grads):
         return None
-    if backward.zeros:  # no value of the program is the whole gradient
+    if backward.others:  # no value of the program is the whole gradient
         return None
     if graph.dtype(backward.cotangent) != graph.dtype(match.value):
         return None
     grads = [backward.grads[v] for v in moving]
     if any(_struct(graph, g) != _struct(graph, v) for v, g in backward.grads.items()):
         return None
-    return _Region(graph, [*values, backward.cotangent], [match.value, *grads])
+    return Region(graph, [*values, backward.cotangent], [match.value, *grads])
 
 
 def _struct(graph: Graph, value: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(graph.shape(value), graph.dtype(value))
 
 
-# ------------------------------------------------------------------ equations
-class _Region:
-    """The equations between some values and others, in order."""
-
-    def __init__(self, graph: Graph, inputs: Sequence[int], outputs: Sequence[int]):
-        self.graph = graph
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.steps: list[tuple[Any, tuple[Any, ...], tuple[int | None, ...]]] = []
-        self.consts: dict[int, Any] = {}
-        self._known = set(inputs)
-        for value in outputs:
-            self._need(value)
-
-    def _need(self, value: int) -> None:
-        """Adds the equations that compute a value, unless they are there already."""
-        if value in self._known:
-            return
-        self._known.add(value)
-        if value in self.graph.constants:
-            self.consts[value] = self.graph.constants[value]
-            return
-        node = self.graph.node_of(value)
-        if node is None:
-            raise NotTaken("read a value that is not an operand")
-        eqn, ins, outs = self._rule(node.scope, value) or (
-            node.eqn, node.ins, node.outs,
-        )  # fmt: skip
-        if eqn.effects:
-            raise NotTaken(f"have effects: {eqn.primitive.name}")
-        for i in ins:
-            self._need(i)
-        self._known.update(o for o in outs if o is not None)
-        self.steps.append((eqn, tuple(ins), tuple(outs)))
-        if len(self.steps) > LARGEST:
-            raise NotTaken(f"are more than {LARGEST}")
-
-    def _rule(
-        self, scope: Scope, value: int
-    ) -> tuple[Any, list[int], list[int | None]] | None:
-        """The outermost call with a derivative rule that returns a value, whole."""
-        found = None
-        while scope.kind == "call" and scope.parent is not None:
-            parent = scope.parent
-            eqn = parent.jaxpr.eqns[scope.call]
-            outs = [parent.env.get(v) for v in eqn.outvars]
-            if eqn.primitive.name in _jax.CUSTOM and value in outs:
-                ins = [self.graph.read(parent, a) for a in eqn.invars]
-                if not self._holds_inputs(scope):
-                    found = eqn, ins, outs
-            scope = parent
-        return found
-
-    def _holds_inputs(self, body: Scope) -> bool:
-        """Whether one of the region's inputs is computed inside of a body."""
-        for value in self.inputs:
-            node = self.graph.node_of(value)
-            scope = node.scope if node else None
-            while scope is not None:
-                if scope is body:
-                    return True
-                scope = scope.parent
-        return False
-
-    def function(self) -> Callable[..., list[Any]]:
-        """Returns a function of the inputs to the outputs."""
-        avals = [self.graph.avals[v] for v in (*self.consts, *self.inputs)]
-        base = _jax.trace_flat(lambda *x: x, avals)
-        atoms = dict(zip((*self.consts, *self.inputs), base.jaxpr.invars, strict=True))
-        eqns = []
-        for eqn, ins, outs in self.steps:
-            new = [_jax.new_var(v.aval) for v in eqn.outvars]
-            for value, var in zip(outs, new, strict=True):
-                if value is not None:
-                    atoms.setdefault(value, var)
-            eqns.append(eqn.replace(invars=[atoms[i] for i in ins], outvars=new))
-        program = _jax.with_equations(base, eqns, [atoms[o] for o in self.outputs])
-        run, consts = jaxpr_as_fun(program), list(self.consts.values())
-        return lambda *given: run(*consts, *given)
-
-    def digest(self) -> str:
-        """Returns a digest of the spelling: equations, not sizes or numbers."""
-        numbers: dict[int, int] = {v: -1 - k for k, v in enumerate(self.inputs)}
-        words = []
-        for eqn, ins, outs in self.steps:
-            read = [numbers.get(i, "c") for i in ins]
-            for o in outs:
-                if o is not None:
-                    numbers.setdefault(o, len(numbers))
-            words.append((_equation(eqn), read))
-        text = repr((words, [numbers.get(o, "c") for o in self.outputs]))
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+# ------------------------------------------------------------------- spellings
+def _digest(region: Region) -> str:
+    """A digest of the spelling: equations, not sizes or numbers."""
+    numbers: dict[int, int] = {v: -1 - k for k, v in enumerate(region.inputs)}
+    words = []
+    for eqn, ins, outs in region.steps:
+        read = [numbers.get(i, "c") for i in ins]
+        for o in outs:
+            if o is not None:
+                numbers.setdefault(o, len(numbers))
+        words.append((_equation(eqn), read))
+    text = repr((words, [numbers.get(o, "c") for o in region.outputs]))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _equation(eqn: Any) -> tuple[Any, ...]:

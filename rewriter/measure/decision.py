@@ -42,10 +42,11 @@ class Decision:
 def fastest(measurements: Sequence[Measurement]) -> Decision | None:
     """Returns the fastest implementation; XLA unless one is clearly better.
 
-    To win over the program as written, an implementation must be faster by more than 2
-    % and three standard errors (20 % if times are simulated), or save half the
-    temporary memory, and 64 MiB, at the same speed. Among equals the one with the least
-    memory wins, then the fastest. Measurements take precedence over estimates.
+    An implementation wins over the program as written in one of two ways. It is faster
+    by more than 2 % and three standard errors (20 % if times are simulated). Or it
+    saves half the temporary memory, and 64 MiB, at the same speed. Among equals the one
+    with the least memory wins, then the fastest. Measurements take precedence over
+    estimates.
 
     Returns:
         None if nothing has a time, or if only incomparable estimates exist: instruction

@@ -14,7 +14,7 @@ from rewriter.measure.candidate import Compiled
 from rewriter.measure.inputs import Inputs
 from rewriter.measure.key import PROGRAM
 from rewriter.measure.measurement import Measurement
-from rewriter.measure.times import measurement, time_apart
+from rewriter.measure.times import measurement, time_in_turns
 from rewriter.site.implementation import Implementation
 from rewriter.support.threads import first_line, side_by_side
 
@@ -39,7 +39,7 @@ def race_programs(
         for n, p in zip(programs, made, strict=True)
     ]
     sets = [Inputs("", (tuple(leaves),))]
-    times = time_apart([c for c in compiled if not c.reason], sets, WHOLE_TURNS)
+    times = time_in_turns([c for c in compiled if not c.reason], sets, WHOLE_TURNS)
     at = conditions.now()
     found = []
     for c in compiled:

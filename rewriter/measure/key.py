@@ -19,8 +19,8 @@ FORWARD, BOTH = "forward", "forward_and_vjp"
 PROGRAM, WHOLE = "program", "whole"
 """The op and pass under which whole programs are measured."""
 
-UNTIMED = ("of_squares", "unshifted")
-"""Parameters that change a few operations of a row, and no time."""
+UNTIMED = ("of_squares", "unshifted", "slopes", "slopes_up")
+"""Parameters that change a few operations of a row, but not the time."""
 
 FAR = 2.0
 """The largest distance of near shapes: the sum over axes of |log2 of the ratio|."""

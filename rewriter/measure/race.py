@@ -6,9 +6,11 @@ few turns are dropped. A candidate that fails, hangs in compilation or gives oth
 numbers becomes a measurement with a problem instead of a time; the others go on.
 
 On a GPU, an op that has a general form is compared with it, since XLA compiles that
-form soon. Three kinds of candidates are left out: XLA's own, if its operations alone
-take longer than the best of the others; backward kernels behind such a forward; and
-kernels whose own estimates are several times the best one's.
+form soon. Three kinds of candidates are left out:
+
+- XLA's own, if its operations alone take longer than the best of the others;
+- backward kernels behind such a forward;
+- kernels whose own estimates are several times the best one's.
 
 XLA's candidate is the user's own equations where a task has them, on leaves whose
 operands are like those of the others. Otherwise, with a note, it is the op as usually
@@ -43,7 +45,7 @@ from rewriter.measure.programs import (
     own_equations,
     reference,
 )
-from rewriter.measure.times import Times, measurement, time_apart
+from rewriter.measure.times import Times, measurement, time_in_turns
 from rewriter.ops.device import Device
 from rewriter.ops.registry import REFERENCE as PLAIN
 from rewriter.site.implementation import XLA, Implementation
@@ -349,7 +351,7 @@ class Race:
             late = stopping() or time.monotonic() > self.until
             if not alive or (done and late):
                 break
-            found = time_apart(
+            found = time_in_turns(
                 alive, drawn, turns - done, until=self.until, turn_s=TURN_S
             )
             for c in alive:

@@ -119,7 +119,7 @@ def _unlike(arrays: Arrays, samples: Arrays) -> dict[str, str]:
     if any(arrays[n].shape != samples[n].shape for n in arrays):
         return dict.fromkeys(arrays, "another shape")
     facts = jax.device_get(_facts(dict(arrays), dict(samples)))
-    return {n: _said(_is_float(samples[n]), *facts[n]) for n in arrays}
+    return {n: _in_words(_is_float(samples[n]), *facts[n]) for n in arrays}
 
 
 @jax.jit
@@ -132,7 +132,7 @@ def _facts(operands: dict[str, Any], samples: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(floats: bool, same: bool, size: float, usual: float) -> str:
+def _in_words(floats: bool, same: bool, size: float, usual: float) -> str:
     if not floats:
         return "" if same else "other values"
     if not size or not np.isfinite(size):

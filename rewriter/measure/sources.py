@@ -32,13 +32,13 @@ def sources(config: Config, device: Device, op: str) -> list[Source]:
     """Where measurements of a device may be found, the strongest first."""
     found: list[Source] = [("tuned", _given(t).entries) for t in config.tuned[::-1]]
     if config.tune != "off":
-        found += _kept(device, op)
+        found += _cached_and_shipped(device, op)
     own = [(name, [e for e in es if e[0].device == device.kind]) for name, es in found]
     own += [(NEAREST, list(carried_over(es, device.kind))) for _, es in found]
     return [(name, entries) for name, entries in own if entries]
 
 
-def _kept(device: Device, op: str) -> list[Source]:
+def _cached_and_shipped(device: Device, op: str) -> list[Source]:
     """What this machine measured, and what comes with the package."""
     found: list[Source] = []
     if jax.process_count() == 1:  # all hosts must compile one program

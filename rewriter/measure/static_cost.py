@@ -89,9 +89,9 @@ def estimated(
 ) -> list[Measurement]:
     """Returns the estimated times of candidates, or why one has none.
 
-    XLA's candidate is the op as programs usually write it. It takes minutes, is
-    tried as soon as a kernel could be simulated, so that none is chosen unopposed, and
-    is left out where none could, as bundles say nothing against it.
+    XLA's candidate is the op as programs usually write it. It takes minutes. It is
+    tried as soon as one kernel could be simulated, so that none is chosen unopposed.
+    Where none could, it is left out, since bundles say nothing against it.
 
     Args:
         task: The task, without the user's own equations.
@@ -134,11 +134,11 @@ def _without(task: Task, implementation: Implementation, why: str) -> Measuremen
 
 
 def _estimated(task: Task, on: Device, implementation: Implementation) -> Measurement:
-    said = _child("bundles", task, on, implementation)
-    if isinstance(said, str):
-        return _without(task, implementation, said)
-    calls = [Called(**c) for c in said["calls"]]
-    if not calls and said["loops"]:
+    answer = _child("bundles", task, on, implementation)
+    if isinstance(answer, str):
+        return _without(task, implementation, answer)
+    calls = [Called(**c) for c in answer["calls"]]
+    if not calls and answer["loops"]:
         return _without(task, implementation, LOOPS)
     chip = generation(on)
     simulated: dict[str, Any] | str = f"no estimate: no simulator for {on.kind}"
@@ -148,7 +148,7 @@ def _estimated(task: Task, on: Device, implementation: Implementation) -> Measur
     if not isinstance(simulated, str):
         method, cycles = SIMULATED, simulated["cycles"]
     elif calls:
-        counted = _cycles_of_steps(task, implementation, calls, said["bundles"])
+        counted = _cycles_of_steps(task, implementation, calls, answer["bundles"])
         if isinstance(counted, str):
             return _without(task, implementation, counted)
         method, cycles = BUNDLES, counted
@@ -156,7 +156,7 @@ def _estimated(task: Task, on: Device, implementation: Implementation) -> Measur
         why = simulated.replace("does not compile", "no estimate: not simulated")
         return _without(task, implementation, why)
     clock = chip.clock or 1e9
-    seconds = max(cycles / clock, said["moved"] / (on.bandwidth or math.inf))
+    seconds = max(cycles / clock, answer["moved"] / (on.bandwidth or math.inf))
     return Measurement(
         implementation,
         task.version_of(implementation),
@@ -164,7 +164,7 @@ def _estimated(task: Task, on: Device, implementation: Implementation) -> Measur
         round(1e6 * seconds, 3),
         runs=1,
         method=method,
-        temp_bytes=said["temp"],
+        temp_bytes=answer["temp"],
         driver=compiler(),
     )
 
@@ -259,17 +259,17 @@ def _ran(
             process.kill()
 
 
-def _cause(said: str, code: int) -> str:
+def _cause(answer: str, code: int) -> str:
     """Why a child ended, from what it wrote."""
-    coded = re.search(r"E\d{4}: \w+", said)
+    coded = re.search(r"E\d{4}: \w+", answer)
     if coded:
-        more = re.search(r"^.*(?:exceeded|Ran out of memory).*$", said, re.MULTILINE)
+        more = re.search(r"^.*(?:exceeded|Ran out of memory).*$", answer, re.MULTILINE)
         text = f": {more[0].strip()[:120]}" if more else ""
         return f"does not compile: {coded[0]}{text}"
-    fatal = re.search(r"^F\d{4} .*?\d\] (.*)$", said, re.MULTILINE)
+    fatal = re.search(r"^F\d{4} .*?\d\] (.*)$", answer, re.MULTILINE)
     if fatal or code < 0:
         return f"no estimate: the simulator ended: {fatal[1][:120] if fatal else code}"
-    last = (said.strip().splitlines() or [""])[-1]
+    last = (answer.strip().splitlines() or [""])[-1]
     return f"does not compile: {last[:200]}"
 
 
@@ -292,11 +292,11 @@ def child() -> None:
     on = Device(kind, "tpu")
     calls = [asdict(c) for c in _called(_inside(task, implementation, *specs))]
     program = ahead_of_time.compiled(on, run, *specs)
-    said = {"calls": calls, **_said(mode, program, pathlib.Path(folder))}
-    print(json.dumps(said), file=answers, flush=True)
+    answer = {"calls": calls, **_counts(mode, program, pathlib.Path(folder))}
+    print(json.dumps(answer), file=answers, flush=True)
 
 
-def _said(mode: str, program: Any, folder: pathlib.Path) -> dict[str, Any]:
+def _counts(mode: str, program: Any, folder: pathlib.Path) -> dict[str, Any]:
     text = program.as_text()
     if mode == "cycles":
         form = r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"'

@@ -14,6 +14,7 @@ from rewriter import _jax
 from rewriter.algebra.canonicalize import STRUCTURAL
 from rewriter.find.match import Match
 from rewriter.gradients.backward import Backward
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node, Scope
 from rewriter.site.facts import Facts
 
@@ -145,7 +146,7 @@ def _reaches(
     """Whether a contraction of the region is read from outside the regions."""
     parts = region.values - region.results
     stack = [v for v in parts if _heavy(graph.node_of(v))]
-    loops = {n.outs: n for v in parts if (n := graph.node_of(v)) and n.prim == "scan"}
+    loops = {n.outs: n for v in parts if (n := graph.node_of(v)) and n.prim in LOOPS}
     stack += [out for node in loops.values() for out in node.outs]
     seen = set(stack)
     while stack:
@@ -155,13 +156,19 @@ def _reaches(
         for node in graph.users(value):
             if live.isdisjoint(node.outs):
                 continue
-            if inside.isdisjoint(node.outs):
+            if inside.isdisjoint(node.outs) or _cuts_more(node, inside, live):
                 return True
             for out in node.outs:
                 if out in parts and out not in seen:
                     seen.add(out)
                     stack.append(out)
     return False
+
+
+def _cuts_more(node: Node, inside: frozenset[int], live: set[int]) -> bool:
+    """Whether a product is cut into pieces, of which others are read elsewhere."""
+    pieces = node.outs if node.prim in ("split", "unstack") else ()
+    return any(v in live and v not in inside for v in pieces)
 
 
 def _heavy(node: Node | None) -> bool:

@@ -78,7 +78,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def time_apart(
+def time_in_turns(
     compiled: Sequence[Compiled], drawn: Sequence[Inputs], turns: int, **options: Any
 ) -> dict[str, Times | str]:
     """Returns the times of programs that take turns, by name.
@@ -99,7 +99,7 @@ def time_apart(
     except Exception as problem:
         if len(compiled) == 1:
             return {compiled[0].name: f"does not run: {first_line(problem)}"}
-        alone = [time_apart([c], drawn, turns, **options) for c in compiled]
+        alone = [time_in_turns([c], drawn, turns, **options) for c in compiled]
         return {name: times for one in alone for name, times in one.items()}
     names = [d.drawn for d in drawn]
     return {

@@ -179,6 +179,8 @@ class Op:
         form_of: The general op of a special form: every use of this op is also a use of
             that one. This op is used where one of its kernels is chosen, and counts as
             the general one.
+        found_on: The platforms for which it is looked for; on others, only where one of
+            its kernels is forced. All if empty.
     """
 
     name: str
@@ -200,6 +202,7 @@ class Op:
     about: str = field(default="", repr=False)
     parts: str = ""
     form_of: str = ""
+    found_on: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

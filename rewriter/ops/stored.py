@@ -1,7 +1,7 @@
 """Matrices that are stored in few bits: numbers, and scales that widen them.
 
-An op that multiplies matrices may have a stored form, which is derived here: a special
-form of the op, whose matrices are numbers of few bits, with scales in another operand::
+An op that multiplies matrices may have a stored form, which is derived here. It is a
+special form of the op: matrices are numbers of few bits, and scales another operand::
 
     numbers  [g, k, n]         scales [g, n]        one for each column
                                       [g, k/z, n]   one for z numbers that are summed

@@ -25,7 +25,7 @@ class Equations:
         self.outs: list[Any] = list(getattr(jaxpr, "jaxpr", jaxpr).outvars)
         self._made: dict[Any, int] = {}
         self._read: dict[Any, list[int]] = {}
-        self._handed: dict[int, tuple[Any, Any]] = {}
+        self._replaced: dict[int, tuple[Any, Any]] = {}
         for i, eqn in enumerate(self.eqns):
             self._made.update(dict.fromkeys(eqn.outvars, i))
             self._reads(i, eqn.invars)
@@ -62,7 +62,7 @@ class Equations:
 
     def redirect_readers(self, position: int, old: Any, new: Any) -> None:
         """Makes equations after a position read a new value instead of an old one."""
-        self._handed[position] = old, new
+        self._replaced[position] = old, new
 
     def finished(self) -> tuple[list[Any], list[Any]]:
         """Returns the new equations, and the body's results."""
@@ -71,8 +71,8 @@ class Equations:
         for i, eqn in enumerate(self.eqns):
             if eqn is not None:
                 equations.append(_jax.reading(eqn, env) if env else eqn)
-            if i in self._handed:
-                old, new = self._handed[i]
+            if i in self._replaced:
+                old, new = self._replaced[i]
                 env[old] = new
         if not env:
             return equations, self.outs

@@ -1,9 +1,9 @@
 """A jaxpr as one graph of values: every equation at any depth.
 
-Calls are inlined, loop-invariant operands of scan, while and cond bodies stand
-for the values outside, and equal equations and constants are merged, so that one value
-has one number however often the program computes it. The original equations stay where
-they are: a `Scope` remembers which variable carries which value in it.
+One value has one number, however often the program computes it: calls are inlined, and
+equal equations and constants are merged. Operands of scan, while and cond bodies that
+do not change in the loop are the values outside. The original equations stay where they
+are: a `Scope` remembers which variable carries which value in it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Scope:
         length: How often the body runs for one run of the parent (scan length;
             1 for a while loop, whose count is unknown).
         open_out: Whether a region may cross from the results to equations outside.
+        rules: The calls with derivative rules that it is inlined from, by name.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Scope:
     jaxpr: Any
     length: int = 1
     open_out: bool = True
+    rules: tuple[str, ...] = ()
     env: dict[Any, int] = field(default_factory=dict)
     first_var: dict[int, tuple[int, Any]] = field(default_factory=dict)
     children: dict[int, list[Scope]] = field(default_factory=dict)
@@ -269,7 +271,10 @@ class Graph:
             if whole:
                 signature = self._number_of(whole)
                 return self._merged(scope, position, eqn, ins, signature, whole)
-            return self._child(scope, position, _jax.call_body(eqn), ins, kind="call")
+            return self._child(
+                scope, position, _jax.call_body(eqn), ins, kind="call",
+                rules=scope.rules,
+            )  # fmt: skip
         if kind == "remat":
             return self._child(scope, position, _jax.call_body(eqn), ins, kind="remat")
         if kind == "custom":
@@ -279,8 +284,9 @@ class Graph:
                     signature = self._number_of(whole)
                     return self._merged(scope, position, eqn, ins, signature, whole)
                 return self._child(
-                    scope, position, _jax.call_body(eqn), ins, kind="call"
-                )
+                    scope, position, _jax.call_body(eqn), ins, kind="call",
+                    rules=(*scope.rules, _jax.function_name(eqn)),
+                )  # fmt: skip
             what = "custom_jvp" if "jvp" in name else "custom_vjp"
             self._child(
                 scope, position, _jax.call_body(eqn), ins, kind=what, open_out=False

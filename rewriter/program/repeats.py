@@ -164,7 +164,7 @@ def _brought_into_step(
         ways += [(lead, late) for late in lates[alike].tolist()]
     ones = {k: _rotated(program, first, k) for k in {lead for lead, _ in ways}}
     twos = {k: _rotated(program, second, k) for k in {late for _, late in ways}}
-    handed = [{k: _handed(run) for k, run in runs.items()} for runs in (ones, twos)]
+    handed = [{k: _carried(run) for k, run in runs.items()} for runs in (ones, twos)]
     for lead, late in sorted(ways, key=lambda w: handed[0][w[0]] + handed[1][w[1]]):
         wired = _wired(program, ones[lead], before)
         after = wired and _wired(program, twos[late], [*before, wired])
@@ -173,7 +173,7 @@ def _brought_into_step(
     return None
 
 
-def _handed(run: Run) -> int:
+def _carried(run: Run) -> int:
     """The number of values that a turn reads from the one before."""
     row = run.reads[2]
     return len(set(row[(row - run.first) // run.outs == 1].tolist()))

@@ -185,6 +185,22 @@ def original_of(fn: Any) -> tuple[Any, dict[str, Any]]:
     return fn.original, dict(fn.report.__self__.given)
 
 
+def options_in_force(
+    fn: Any, options: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Returns the function, our options and those of ``jax.jit`` for a call of it.
+
+    Args:
+        fn: An optimized function, whose options hold too, or any other.
+        options: What is given beside; it takes precedence.
+    """
+    fn, known = original_of(fn)
+    given = {**known, **options}
+    theirs = {k: v for k, v in given.items() if k in JIT_OPTIONS}
+    ours = {k: v for k, v in given.items() if k not in JIT_OPTIONS}
+    return fn, ours, jit_options(fn, theirs)
+
+
 def is_optimized(fn: Any) -> bool:
     """Whether a function is itself one that ``optimize`` returned.
 
@@ -215,11 +231,11 @@ def split(
         called: What is called in place of ``fn``.
     """
     called = called or fn
-    changing, still = apart(fn, args, kwargs)
+    changing, still = split_static(fn, args, kwargs)
     leaves, tree = jax.tree.flatten(changing)
 
     def call(*leaves: Any) -> Any:
-        values, named = together(jax.tree.unflatten(tree, leaves), still)
+        values, named = join_static(jax.tree.unflatten(tree, leaves), still)
         return called(*values, **named)
 
     return leaves, renamed(call, fn)
@@ -229,7 +245,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named ones."""
 
 
-def apart(fn: Any, args: Any, kwargs: Any) -> tuple[Arguments, Arguments]:
+def split_static(fn: Any, args: Any, kwargs: Any) -> tuple[Arguments, Arguments]:
     """Returns the arguments of a jitted function, and the static ones of them.
 
     In both there is None in the places of the others.
@@ -244,8 +260,8 @@ def apart(fn: Any, args: Any, kwargs: Any) -> tuple[Arguments, Arguments]:
     )
 
 
-def together(changing: Arguments, still: Arguments) -> Arguments:
-    """Returns the arguments that were taken apart."""
+def join_static(changing: Arguments, still: Arguments) -> Arguments:
+    """Returns the arguments that `split_static` divided."""
     pairs = zip(changing[0], still[0], strict=True)
     values = tuple(b if a is None else a for a, b in pairs)
     return values, {**changing[1], **still[1]}
@@ -306,7 +322,7 @@ def trace(fn: Any, args: Any = (), kwargs: Any = {}) -> Traced:  # noqa: B006
         sin
     """
     start = time.perf_counter()
-    _, (still, named) = apart(fn, args, kwargs)
+    _, (still, named) = split_static(fn, args, kwargs)
     if all(map(_equals_itself, (*still, *named.values()))):
         traced = fn.trace(*args, **kwargs)
     else:  # JAX may compare them, and would only when called with others

@@ -232,11 +232,11 @@ def _lines(d: Difference) -> Iterator[str]:
         yield f" ~ site: {s.op}  {s.where}"
         for name, old, new in s.fields:
             yield f"     {name}: {old} → {new}"
-        for mark, texts, others in _reasons_apart(s):
+        for mark, texts, others in _changed_reasons(s):
             yield from (f"     {mark} {t}" for t in texts if t not in others)
 
 
-def _reasons_apart(
+def _changed_reasons(
     s: Changed,
 ) -> Iterator[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     if s.reasons is not None:

@@ -41,7 +41,8 @@ def as_lowered(report: Report, target: Device, here: Device) -> Report:
     if not failed:
         return report
     return replace(
-        report, sites=tuple(_said(s, target.platform, failed) for s in report.sites)
+        report,
+        sites=tuple(_as_lowered(s, target.platform, failed) for s in report.sites),
     )
 
 
@@ -55,13 +56,13 @@ def _sites(program: Any) -> Iterator[tuple[int, Any]]:
             yield from _sites(body)
 
 
-def _said(said: Site, platform: str, failed: Mapping[int, Failure]) -> Site:
+def _as_lowered(site: Site, platform: str, failed: Mapping[int, Failure]) -> Site:
     """A site as it is lowered; one whose gradient alone failed keeps its kernel."""
-    found = failed.get(said.index)
-    if found is None or not said.replaced:
-        return said
+    found = failed.get(site.index)
+    if found is None or not site.replaced:
+        return site
     forward = found.primitive in FORWARD
-    name = said.kernel if forward else f"{said.kernel}, gradient"
+    name = site.kernel if forward else f"{site.kernel}, gradient"
     why = (name, f"it cannot be lowered for {platform}: {found.why}")
-    changed = replace(said, not_chosen=(why, *said.not_chosen))
+    changed = replace(site, not_chosen=(why, *site.not_chosen))
     return replace(changed, kernel="xla", replaced=False) if forward else changed

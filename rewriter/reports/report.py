@@ -37,7 +37,7 @@ from rewriter.support.verdict import Reason
 
 COUNTED = (
     "attention", "layer_norm", "rms_norm", "gated_linear_unit", "ragged_dot",
-    "linear_cross_entropy", "cross_entropy",
+    "linear_cross_entropy", "cross_entropy", "embedding",
 )  # fmt: skip
 
 

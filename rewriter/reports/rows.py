@@ -19,7 +19,8 @@ CALLERS = 4
 
 QUIET = (
     "out_dtype", "precision", "empty_rows", "heads_axis", "wraps", "fills",
-    "of_squares", "unshifted", "outside", "of_log_probabilities",
+    "of_squares", "unshifted", "weights", "outside", "of_log_probabilities", "slopes",
+    "slopes_up",
 )  # fmt: skip
 """Parameters that most sites share, or that shapes show."""
 

@@ -14,23 +14,17 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.find.body_inputs import BodyInput
 from rewriter.find.region import Regions
-from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import (
-    first_defined,
-    first_had,
     home_of,
-    left_by,
-    lies_at,
-    route,
 )
-from rewriter.gradients.insertion_point import Instead, read_instead
 from rewriter.program.equations import live
 from rewriter.program.graph import Scope
-from rewriter.program.loops import inserted, loop_of, traced
+from rewriter.program.loops import loop_of, traced
+from rewriter.rewrite.bodies import Bodies
 from rewriter.rewrite.branches import alike
 from rewriter.rewrite.fragments import Fragments, in_order, leaves_here
+from rewriter.rewrite.frame import Frame
 from rewriter.rewrite.not_placed import placing
 from rewriter.rewrite.origins import Origins
 from rewriter.rewrite.splice import Splice
@@ -51,7 +45,7 @@ def replace(
         return top.jaxpr, None
     work = _Work(regions, splices)
     program = work.body(top)
-    if work.carried or work.given:
+    if work.carried or work.plan.given:
         return _jax.pruned(program), None
     frame, position = work.frames[id(top)], {}
     for at, (lo, hi) in enumerate(itertools.pairwise([0, *frame.ends])):
@@ -60,182 +54,50 @@ def replace(
     return program, Origins(position, frame.labels, work.envs[id(top)])
 
 
-HANDED = frozenset({"remat", "scan", "shard_map"})
-"""Bodies whose equations are written anew where they are given more."""
-
-
-class _Frame:
-    """Equations of one new body, and replacements of its variables."""
-
-    def __init__(self) -> None:
-        self.eqns: list[Any] = []
-        self.ends: list[int] = []  # how many follow each result of the body
-        self.labels: dict[int, str] = {}
-
-
 class _Work:
     """Rewrites bodies, outermost first."""
 
     def __init__(self, regions: Regions, splices: Sequence[Splice]):
-        self.graph = regions.graph
-        self.regions = regions
-        self.saved_in: dict[int, list[Splice]] = {}
-        self.read_in: dict[int, list[Splice]] = {}
+        self.graph, self.regions = regions.graph, regions
+        self.plan = Bodies(regions, splices)
         self.carried: dict[tuple[int, int], list[Any]] = {}
         self.stacked: dict[int, list[Any]] = {}
-        self.level: dict[tuple[int, int], int] = {}
         self.handed: dict[int, list[list[Any]]] = {}
-        self.given: dict[int, list[int]] = {}
-        self.at: dict[int, dict[int, list[Splice]]] = {}
-        self.touched: set[int] = set()
-        self.dissolved: set[int] = set()
         self.fragments = Fragments(regions.graph)
-        self.frames: dict[int, _Frame] = {}
+        self.frames: dict[int, Frame] = {}
         self.envs: dict[int, dict[Any, Any]] = {}
         self.results: dict[int, dict[int, Any]] = {}
-        self.backward_at: dict[int, dict[int, list[Any]]] = {}
         self.residuals: dict[int, Any] = {}
-        self.gradients_home: dict[int, Scope] = {}
-        self.instead = {id(s): read_instead(regions, s.match, s.scope) for s in splices}
-        for splice in splices:
-            here = self.at.setdefault(id(splice.scope), {})
-            here.setdefault(splice.position, []).append(splice)
-            scope: Scope | None = splice.scope
-            while scope is not None:
-                self.touched.add(id(scope))
-                scope = scope.parent
-            self._dissolve(splice)
-            if splice.backward is not None:
-                self._plan_backward(splice, splice.backward)
-
-    def _plan_backward(self, splice: Splice, backward: Backward) -> None:
-        """Decides where gradients are computed: at the program's first one."""
-        first, _ = home_of(splice.scope)
-        home = first
-        if not lies_at(backward, self.graph, first):
-            bodies = route(backward, self.graph, splice.scope)
-            self._plan_carried(splice, first, bodies)
-            home = bodies[-1]
-        self.gradients_home[id(splice)] = home
-        found = {v: first_defined(self.graph, v, home) for v in backward.results}
-        _, scope, position = min(found.values(), key=lambda f: f[0])  # type: ignore
-        start = splice.scope if home is first else home
-        scopes = {id(start): start}
-        defined = first_had(self.graph, backward.cotangent, home)
-        for _, at, _ in (*found.values(), defined):  # type: ignore[misc]
-            scopes[id(at)] = at
-        if len(scopes) > 1:  # the results cross calls
-            self._inlined_to(home, *scopes.values())
-        for inner in scopes.values():
-            while inner is not None:
-                self.touched.add(id(inner))
-                inner = inner.parent
-        here = self.backward_at.setdefault(id(scope), {})
-        where = {v: f[1] for v, f in found.items()}  # type: ignore[index]
-        here.setdefault(position, []).append((splice, where))
-
-    def _plan_carried(
-        self, splice: Splice, first: Scope, bodies: tuple[Scope, ...]
-    ) -> None:
-        """Passes residuals from body to body: a loop stacks them for its backward loop.
-
-        A shard_map stacks them for another one, along the first axis.
-        """
-        self._inlined_to(first, splice.scope)
-        for body in bodies:
-            self.read_in.setdefault(id(body), []).append(splice)
-            self._inlined_to(home_of(body.parent)[0], body.parent)
-        for body in left_by(first, bodies):
-            self.saved_in.setdefault(id(body), []).append(splice)
-            self._inlined_to(home_of(body.parent)[0], body.parent)
-        for k, body in enumerate(bodies):  # the number of bodies that they have left
-            left = sum(inner.kind != "remat" for inner in bodies[k + 1 :])
-            self.level[id(body), id(splice)] = left
-
-    def _dissolve(self, splice: Splice) -> None:
-        """Marks the calls that must be inlined for a splice to see its leaves."""
-        place = self.regions.place(splice.scope)
-        for _, leaf in splice.match.leaves:
-            value = self._read_for(splice, leaf).value
-            if self._is_spare(splice, value):
-                continue
-            if value not in splice.scope.first_var:
-                _, home, _ = place.defined[value]
-                self._inlined_to(place.scope, splice.scope, home)
-                if value in place.around:
-                    self._give(value, place.scope)
-
-    def _give(self, value: int, body: Scope) -> None:
-        """Plans that a body is given a value of the body around."""
-        given = self.given.setdefault(id(body), [])
-        if value in given:
-            return
-        given.append(value)
-        for branch in body.parent.children[body.call]:
-            self.given[id(branch)] = given
-            self.touched.add(id(branch))
-        place = self.regions.place(body.parent)
-        outside = self.regions.place(body).around[value].outside
-        _, home, _ = place.defined[outside]
-        self._inlined_to(place.scope, body.parent, home)
-        if outside in place.around:
-            self._give(outside, place.scope)
+        self.shared: frozenset[int] = frozenset()
 
     def _given_to(self, body: Scope) -> list[Any]:
         """What carries, around a body, the values that it is given."""
         defined = self.regions.place(body.parent).defined
-        found = [defined[g.outside][1:] for g in self._all_given(body)]
+        found = [defined[g.outside][1:] for g in self.plan.all_given(body)]
         return [self.envs[id(home)].get(var, var) for home, var in found]
-
-    def _all_given(self, body: Scope) -> list[BodyInput]:
-        """The values that a body is given; a branch those of all branches."""
-        those = self.given.get(id(body), ())
-        branches = body.parent.children[body.call] if those else ()
-        known = [self.regions.place(b).around for b in branches]
-        return [next(k[v] for k in known if v in k) for v in those]
-
-    def _variables_of(self, body: Scope) -> list[Any]:
-        """What carries them in it."""
-        around, avals = self.regions.place(body).around, self.graph.avals
-        those = self.given.get(id(body), ())
-        return [around[v].var if v in around else _jax.new_var(avals[v]) for v in those]
-
-    def _inlined_to(self, home: Scope, *scopes: Scope) -> None:
-        """Marks the calls between bodies and the one they belong to."""
-        for scope in scopes:
-            while scope is not home:
-                self.dissolved.add(id(scope))
-                scope = scope.parent
 
     # ------------------------------------------------------------- bodies
     def body(self, scope: Scope) -> Any:
         """The new jaxpr of a body."""
-        if id(scope) not in self.touched and not self._any_dissolved(scope):
+        if id(scope) not in self.plan.rewritten and not self.plan.is_any_inlined(scope):
             return scope.jaxpr
-        frame = self.frames[id(scope)] = _Frame()
+        frame = self.frames[id(scope)] = Frame()
         more: list[Any] = []
-        for splice in self.read_in.get(id(scope), ()):
+        for splice in self.plan.read_in.get(id(scope), ()):
             avals = self._avals_in(scope, splice)
             inputs = [_jax.new_var(a) for a in avals]
             self.carried[id(scope), id(splice)] = inputs
             more += inputs
         outs = self._inline(scope, frame, {})
-        for splice in self.saved_in.get(id(scope), ()):
+        for splice in self.plan.saved_in.get(id(scope), ()):
             atoms = self._residuals_in(scope, splice)
             self.handed.setdefault(id(splice), []).append([a.aval for a in atoms])
             outs = outs + atoms
         eqns, _ = live(frame.eqns, outs)
-        first = self._variables_of(scope)
+        first = self.plan.variables_of(scope)
         return _jax.with_equations(scope.jaxpr, eqns, outs, more, first)
 
-    def _any_dissolved(self, scope: Scope) -> bool:
-        return any(
-            id(child) in self.dissolved
-            for children in scope.children.values()
-            for child in children
-        )
-
-    def _inline(self, scope: Scope, frame: _Frame, env: dict[Any, Any]) -> list[Any]:
+    def _inline(self, scope: Scope, frame: Frame, env: dict[Any, Any]) -> list[Any]:
         """Appends a body's new equations; returns the atoms of its results."""
 
         def read(atom: Any) -> Any:
@@ -243,10 +105,10 @@ class _Work:
 
         self.envs[id(scope)] = env
         done = self.results.setdefault(id(scope), {})
-        inlined = id(scope) in self.dissolved
-        splices = self.at.get(id(scope), {})
-        gradients = self.backward_at.get(id(scope), {})
-        numbers, eqns, variable = scope.env, frame.eqns, _jax.Var
+        inlined = id(scope) in self.plan.inlined
+        splices = self.plan.at.get(id(scope), {})
+        gradients = self.plan.backward_at.get(id(scope), {})
+        numbers, eqns = scope.env, frame.eqns
         ends = frame.ends if scope is self.graph.top else []
         for position, eqn in enumerate(scope.jaxpr.eqns):
             children = scope.children.get(position)
@@ -256,21 +118,28 @@ class _Work:
                 eqns.append(_jax.reading(eqn, env))
             for splice in splices.get(position, ()):
                 result = self._splice(splice, eqn, frame)
-                if not any(self._is_spare(splice, v) for v in leaves_here(splice)):
+                if not any(self.plan.is_spare(splice, v) for v in leaves_here(splice)):
                     done[splice.match.value] = result
             if position in gradients:
                 self._backward(gradients[position], eqn, frame)
-            if done:  # readers of a replaced value, and of its copies, read the new one
-                for var in eqn.outvars:
-                    if var.__class__ is variable and numbers[var] in done:
-                        env[var] = done[numbers[var]]
+            if done:
+                self._hand_on(done, numbers, eqn, frame, env)
             ends.append(len(eqns))
         return [read(v) for v in scope.jaxpr.outvars]
 
+    def _hand_on(self, done, numbers, eqn, frame, env) -> None:
+        """Makes readers of a replaced value, and of its copies, read the new one."""
+        for var in eqn.outvars:
+            if var.__class__ is _jax.Var and numbers[var] in done:
+                new = done[numbers[var]]
+                if numbers[var] in self.shared:  # what is left is other ops' share
+                    new = frame.insert_sum(env.get(var, var), new, eqn)
+                env[var] = new
+
     def _with_children(self, children, eqn, frame, env, read, inlined) -> None:
-        if any(id(c) in self.dissolved for c in children):
-            self._dissolved_call(children[0], eqn, frame, env, read)
-        elif any(map(self._is_handed, children)):
+        if any(id(c) in self.plan.inlined for c in children):
+            self._inlined_call(children[0], eqn, frame, env, read)
+        elif any(map(self.plan.changes_signature, children)):
             handing = {
                 "remat": self._checkpoint,
                 "scan": self._loop,
@@ -282,11 +151,6 @@ class _Work:
                 handing[children[0].kind](children[0], eqn, frame, env, read)
         else:
             self._plain(children, eqn, frame, env, read, inlined)
-
-    def _is_handed(self, child: Scope) -> bool:
-        """Whether a loop or checkpoint is handed residuals or values, or hands some."""
-        residuals = id(child) in self.saved_in or id(child) in self.read_in
-        return residuals or (id(child) in self.given and child.kind in HANDED)
 
     def _plain(self, children, eqn, frame, env, read, inlined) -> None:
         new = self._with_bodies(eqn, children) if children else eqn
@@ -311,7 +175,7 @@ class _Work:
         frame.eqns += eqns
         env.update(zip(eqn.outvars, outs, strict=False))
         outs = outs[len(eqn.outvars) :]
-        for splice in self.saved_in.get(id(child), ()):
+        for splice in self.plan.saved_in.get(id(child), ()):
             count = len(self.residuals[id(splice)][0])
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
@@ -321,15 +185,15 @@ class _Work:
         body = self.body(child)
         given, made = (
             sum(len(self.residuals[id(s)][0]) for s in those.get(id(child), ()))
-            for those in (self.read_in, self.saved_in)
+            for those in (self.plan.read_in, self.plan.saved_in)
         )
-        first = [g.spec for g in self._all_given(child)]
+        first = [g.spec for g in self.plan.all_given(child)]
         atoms = [*self._given_to(child), *atoms]
         new = _jax.handing_parts(eqn, body, atoms, given, made, first)
         frame.eqns.append(new)
         env.update(zip(eqn.outvars, new.outvars, strict=False))
         outs = list(new.outvars[len(eqn.outvars) :])
-        for splice in self.saved_in.get(id(child), ()):
+        for splice in self.plan.saved_in.get(id(child), ()):
             count = len(self.residuals[id(splice)][0])
             self.stacked[id(splice)], outs = outs[:count], outs[count:]
 
@@ -347,7 +211,7 @@ class _Work:
         which, *operands = map(read, eqn.invars)
         residuals = [self._with_residuals(c, ()) for c in children]
         bodies = [self.body(c) for c in children]
-        saved = [s for c in children for s in self.saved_in.get(id(c), ())]
+        saved = [s for c in children for s in self.plan.saved_in.get(id(c), ())]
         made = [self._last_made(c, b) for c, b in zip(children, bodies, strict=True)]
         avals = [[a.aval for a in atoms] for atoms in residuals]
         bodies = alike(bodies, avals, made, eqn.source_info)
@@ -366,7 +230,7 @@ class _Work:
 
     def _last_made(self, child: Scope, body: Any) -> list[Any]:
         """The types of the residuals that a branch returns."""
-        those = self.saved_in.get(id(child), ())
+        those = self.plan.saved_in.get(id(child), ())
         count = sum(len(self.residuals[id(s)][0]) for s in those)
         outs = body.outvars
         return [a.aval for a in outs[len(outs) - count :]]
@@ -374,7 +238,7 @@ class _Work:
     def _with_residuals(self, child: Scope, atoms: Iterable[Any]) -> list[Any]:
         """The operands of a body, followed by the residuals passed to it."""
         outer, _ = home_of(child.parent)
-        those = self.read_in.get(id(child), ())
+        those = self.plan.read_in.get(id(child), ())
         return [*atoms, *(a for s in those for a in self._residuals_in(outer, s))]
 
     def _residuals_in(self, body: Scope, splice: Splice) -> list[Any]:
@@ -387,7 +251,7 @@ class _Work:
     def _avals_in(self, body: Scope, splice: Splice) -> list[Any]:
         """The types of the residuals passed to a body."""
         left = self.handed.get(id(splice), [])
-        level = self.level[id(body), id(splice)]
+        level = self.plan.level[id(body), id(splice)]
         return left[level] if level < len(left) else self._types_behind(splice)
 
     def _types_behind(self, splice: Splice) -> list[Any]:
@@ -395,7 +259,7 @@ class _Work:
         given = self.stacked.get(id(splice)) or self.residuals[id(splice)][0]
         return [a.aval for a in given]
 
-    def _dissolved_call(self, child, eqn, frame, env, read) -> None:
+    def _inlined_call(self, child, eqn, frame, env, read) -> None:
         body = child.jaxpr
         inner = _jax.literals_of(body)
         inner.update(zip(body.invars, map(read, eqn.invars), strict=True))
@@ -406,7 +270,7 @@ class _Work:
         new = [self.body(c) for c in children]
         if all(a is c.jaxpr for a, c in zip(new, children, strict=True)):
             return eqn
-        if id(children[0]) in self.given:
+        if id(children[0]) in self.plan.given:
             return _jax.with_constants_first(eqn, new, self._given_to(children[0]))
         kind = _jax.call_kind(eqn)
         if kind == "cond":
@@ -418,80 +282,59 @@ class _Work:
         return eqn.replace(params={**eqn.params, **changed})
 
     # ------------------------------------------------------------- splices
-    def _splice(self, splice: Splice, eqn: Any, frame: _Frame) -> Any:
+    def _splice(self, splice: Splice, eqn: Any, frame: Frame) -> Any:
         """Appends a replacement's equations; returns the atom of its result."""
         with placing(splice):
-            read = [self._read_for(splice, v) for v in leaves_here(splice)]
+            read = [self.plan.read_for(splice, v) for v in leaves_here(splice)]
         atoms = [
             self._zero(r.value, eqn, frame)
-            if self._is_spare(splice, r.value)
+            if self.plan.is_spare(splice, r.value)
             else self._atom_of(splice, v)
             for v, r in zip(leaves_here(splice), read, strict=True)
         ]
         with placing(splice):
             avals = [atom.aval for atom in atoms]
             fragment, tree = self.fragments.forward(splice, read, avals)
-        out, *residuals = self._inserted(fragment, atoms, eqn, frame, splice.label)
+        out, *residuals = frame.insert(fragment, atoms, eqn, splice.label)
         if tree is not None:
             avals = [v.aval for v in fragment.outvars[1:]]
             self.residuals[id(splice)] = residuals, avals, tree
         return out
 
-    def _backward(self, splices: list[Any], eqn: Any, frame: _Frame) -> None:
+    def _backward(self, splices: list[Any], eqn: Any, frame: Frame) -> None:
         """Appends gradients, and notes their replacements in the bodies around."""
         for splice, where in splices:
             for value, atom in self._gradients(splice, eqn, frame).items():
                 self.results.setdefault(id(where[value]), {})[value] = atom
+            self.shared |= splice.backward.shared
 
-    def _gradients(self, splice: Splice, eqn: Any, frame: _Frame) -> dict[int, Any]:
+    def _gradients(self, splice: Splice, eqn: Any, frame: Frame) -> dict[int, Any]:
         """Appends the gradients' equations; returns their atoms by value."""
         _, avals, tree = self.residuals[id(splice)]
         backward = splice.backward
         with placing(splice):
             fragment = self.fragments.gradients(splice, avals, tree)
         cotangent = self._cotangent(splice, backward.cotangent)
-        residuals = self._residuals_in(self.gradients_home[id(splice)], splice)
+        residuals = self._residuals_in(self.plan.gradients_home[id(splice)], splice)
         given = [*residuals, cotangent]
-        atoms = self._inserted(fragment, given, eqn, frame, splice.label)
+        atoms = frame.insert(fragment, given, eqn, splice.label)
         grads = (backward.grads[v] for v in in_order(splice))
         return dict(zip((*grads, *backward.others), atoms, strict=True))
 
     def _cotangent(self, splice: Splice, value: int) -> Any:
         """The atom of a cotangent where gradients are computed."""
-        home = self.gradients_home[id(splice)]
+        home = self.plan.gradients_home[id(splice)]
         _, scope, var = self.regions.place(home).defined[value]
         return self.envs[id(scope)].get(var, var)
 
-    def _inserted(
-        self, fragment: Any, atoms: list[Any], eqn: Any, frame: _Frame, label: str = ""
-    ) -> list[Any]:
-        """Appends a fragment's equations; returns the atoms of its results."""
-        equations, results = inserted(
-            fragment, atoms, _jax.scoped(eqn.source_info, label)
-        )
-        frame.eqns += equations
-        frame.labels.update((id(e), label) for e in equations)
-        return results
-
-    def _read_for(self, splice: Splice, leaf: int) -> Instead:
-        """The atom that a splice reads for a leaf."""
-        return self.instead[id(splice)].get(leaf, Instead(leaf))
-
-    def _is_spare(self, splice: Splice, value: int) -> bool:
-        """Whether a leaf is not there, and nothing reads what depends on it."""
-        if splice.backward is None or value not in splice.backward.unread:
-            return False
-        defined = self.regions.place(splice.scope).defined
-        return value not in splice.scope.first_var and value not in defined
-
-    def _zero(self, value: int, eqn: Any, frame: _Frame) -> Any:
+    def _zero(self, value: int, eqn: Any, frame: Frame) -> Any:
         """Appends zeros in place of a value."""
         fragment = _jax.zeros([self.graph.avals[value]])
-        return self._inserted(fragment, [], eqn, frame)[0]
+        return frame.insert(fragment, [], eqn)[0]
 
     def _atom_of(self, splice: Splice, value: int) -> Any:
         """The atom of a value at a splice: a variable there or in an inlined call."""
-        value = self._read_for(splice, value).value
+        value = self.plan.read_for(splice, value).value
         home = splice.scope
         found = home.first_var.get(value)
         if found is None:

@@ -109,7 +109,7 @@ class Analysis:
         inner = self.inner
         if nnx_state.is_flaxs(_jax.jitted_function(inner)):
             return inner
-        if not nnx_state.variables(trace.apart(inner, args, kwargs)[0]):
+        if not nnx_state.variables(trace.split_static(inner, args, kwargs)[0]):
             return inner
         static = _jax.jit_options(inner)
         names = ("static_argnums", "static_argnames")

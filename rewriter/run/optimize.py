@@ -164,7 +164,7 @@ def _optimized(
     check_patterns(config.patterns)
     check_tuned(config)
     trace.check_callable(fn)
-    again = lambda pure: optimize(pure, **_said(ours, patterns), **theirs)
+    again = lambda pure: optimize(pure, **_as_given(ours, patterns), **theirs)
     if nnx_state.is_jitted(fn):
         return nnx_state.Updating(fn, again).public(fn)
     if equinox_modules.is_jitted(fn):
@@ -184,7 +184,7 @@ def _optimized(
     return made
 
 
-def _said(ours: Mapping[str, Any], patterns: tuple[Any, ...]) -> dict[str, Any]:
+def _as_given(ours: Mapping[str, Any], patterns: tuple[Any, ...]) -> dict[str, Any]:
     """The rewriter's options as they were given."""
     if not patterns:
         return dict(ours)
@@ -221,7 +221,7 @@ class Maker:
     def options(self) -> dict[str, Any]:
         """The rewriter's options that were given."""
         ours, _, patterns = self.called.made_of
-        return _said(ours, patterns)
+        return _as_given(ours, patterns)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Maker:
             make = lambda: nnx_state.updating(method, options, self._again)
             return self._once("bound", make), (module, *args)
         jitted = self.called.jitted()
-        changing, _ = trace.apart(jitted, args, kwargs)
+        changing, _ = trace.split_static(jitted, args, kwargs)
         if nnx_state.holds_nodes(changing):
             make = lambda: nnx_state.updating(self.fn, theirs, self._again)
             return self._once("flax", make), args

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
 from rewriter.choose.composite import composites, elementary
-from rewriter.choose.planner import tasks_of
+from rewriter.choose.planner import for_platform, tasks_of
 from rewriter.config import Config
 from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
@@ -180,7 +180,7 @@ def _begun(
     from rewriter.patterns.sets import in_force
 
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
-    patterns = tuple(possible(closed_jaxpr, patterns))
+    patterns = tuple(for_platform(possible(closed_jaxpr, patterns), config))
     start = once(closed_jaxpr) if patterns else closed_jaxpr
     return Program(start, closed_jaxpr, config, patterns, placement)
 

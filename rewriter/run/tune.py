@@ -67,10 +67,10 @@ def tune(
         end_to_end: Then time the whole program on these arguments: as written, with
             every choice, and without each op's. If it is faster without an op, that
             op's sites are left as written from then on. The arguments must be arrays.
-        sample: By op, a way to draw its operands instead: a function ``sample(key,
-            operands, params)`` that gives arrays by name for shapes by name, or several
-            such functions by the name they get in the table. Such measurements take the
-            place of the usual ones in the cache.
+        sample: By op, another way to draw its operands. It is a function ``sample(key,
+            operands, params)`` that gives arrays by name for shapes by name. Several
+            such functions may be given, by the names that they get in the table. Such
+            measurements take the place of the usual ones in the cache.
         isolate: Compile and run each kernel once in a child process before it is run
             in this one, so that one that crashes or hangs costs only itself. Patterns
             of your own must be at the top level of a module, and a GPU's memory must
@@ -105,15 +105,11 @@ def tune(
         raise ConfigError(
             f"budget_s={budget_s!r}", wanted="seconds above 0", where=caller()
         )
-    fn, lifted = trace.original_of(fn)
     if patterns is not None:
-        lifted["patterns"] = patterns
-    given = {**lifted, **options}
-    ours = {k: v for k, v in given.items() if k not in trace.JIT_OPTIONS}
-    theirs = {k: v for k, v in given.items() if k in trace.JIT_OPTIONS}
+        options["patterns"] = patterns
+    fn, ours, jit_options = trace.options_in_force(fn, options)
     ours, user_patterns = with_patterns(ours, ours.pop("patterns", "default"))
     config = resolve(ours)
-    jit_options = trace.jit_options(fn, theirs)
     inner = trace.jitted(fn, jit_options)
 
     @in_step

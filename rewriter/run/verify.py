@@ -144,11 +144,7 @@ def verify(
         >>> rewriter.verify(lambda x: x + 1, grad=True)(jnp.ones(3)).ok
         True
     """
-    fn, lifted = trace.original_of(fn)
-    options = {**lifted, **options}
-    theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
-    ours = {k: v for k, v in options.items() if k not in theirs}
-    static = trace.jit_options(fn, theirs)
+    fn, ours, static = trace.options_in_force(fn, options)
 
     @in_step
     def run(*args: Any, **kwargs: Any) -> Verification:

@@ -2,7 +2,8 @@
 
 `site` is the JAX primitive with its rules of differentiation and batching. `uses`
 describes one use of an op, `implementation` names what computes it, and `implement` and
-`kernel_call` run it. `vmap_levels` merges levels of `jax.vmap` into axes of the op.
-`shards` and `ring` run a site on several devices. `fusable_adds` and `residual_stream`
-are for sites that add a residual themselves.
+`kernel_call` run it. `lowering` gives each platform its kernel, and `result_types` are
+the types of what sites return. `vmap_levels` merges levels of `jax.vmap` into axes of
+the op. `shards` and `ring` run a site on several devices. `fusable_adds` and
+`residual_stream` are for sites that add a residual themselves.
 """

@@ -150,7 +150,10 @@ def _forward(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result and all residuals, including those without elements."""
     named = {**dict(zip(use.names, operands, strict=True)), **more}
-    with promotion.as_usual(), _apart(use, kernel, [*operands, *more.values()]):
+    with (
+        promotion.as_usual(),
+        _separate_trace(use, kernel, [*operands, *more.values()]),
+    ):
         if not residuals:
             return kernel.forward(**named, **dict(use.params)), ()
         both = kernel.forward(**named, **dict(use.params), residuals=True)
@@ -164,15 +167,15 @@ def _forward(
     return out, tuple(saved)
 
 
-def _apart(use: Use, kernel: Kernel, arrays: Sequence[Any]) -> Any:
-    """A context for the calls of a kernel that is not ours, see `_jax.traced_apart`.
+def _separate_trace(use: Use, kernel: Kernel, arrays: Sequence[Any]) -> Any:
+    """A context for the calls of a kernel that is not ours, see `_jax.separate_trace`.
 
     One body of it may be called on several grids. Each of our kernels makes the body
     for the call, and shares the traces of functions of JAX.
     """
     if getattr(kernel.forward, "__module__", "").startswith("rewriter.kernels."):
         return contextlib.nullcontext()
-    return _jax.traced_apart((kernel, use, tuple(map(shaped, arrays))))
+    return _jax.separate_trace((kernel, use, tuple(map(shaped, arrays))))
 
 
 def call_backward(
@@ -202,7 +205,7 @@ def call_backward(
         jnp.zeros(*s) if _is_empty(s) else next(kept)
         for s in _saved(use, kernel, [shaped(a) for a in args[:n]]) or ()
     ]
-    with promotion.as_usual(), _apart(use, kernel, args):
+    with promotion.as_usual(), _separate_trace(use, kernel, args):
         cotangents = kernel.backward(
             **named, out=out, residuals=tuple(saved), cotangent=args[-1],
             **dict(use.params), **addend,

@@ -29,6 +29,7 @@ from rewriter.ops.kernel import Kernel
 from rewriter.site import implement, site
 from rewriter.site.composed import batch_rule, jvp_rule
 from rewriter.site.lowering import register
+from rewriter.site.result_types import backward_aval, site_aval, tangent_aval
 from rewriter.site.uses import Use
 
 site_p = Primitive(site.site_p.name)
@@ -96,17 +97,17 @@ def _added(use: Use) -> int:
 # ------------------------------------------------------------ abstract values
 def _site_aval(*avals: Any, use: Use, residuals: bool) -> list[Any]:
     n = len(use.names)
-    outs = site.site_aval(*avals[:n], use=use, batch=(), residuals=residuals)
+    outs = site_aval(*avals[:n], use=use, batch=(), residuals=residuals)
     return [*outs, avals[_added(use)]]
 
 
 def _tangent_aval(*avals: Any, use: Use, active: tuple[str, ...]) -> list[Any]:
-    along = site.tangent_aval(*avals, use=use, active=active, batch=())
+    along = tangent_aval(*avals, use=use, active=active, batch=())
     return [along, avals[active.index(use.adds_to) - len(active)]]
 
 
 def _backward_aval(*avals: Any, use: Use, wrt: tuple[str, ...]) -> list[Any]:
-    return site.backward_aval(*avals[:-1], use=use, wrt=wrt, batch=(), summed=())
+    return backward_aval(*avals[:-1], use=use, wrt=wrt, batch=(), summed=())
 
 
 # ------------------------------------------------------------ differentiation

@@ -35,16 +35,11 @@ from rewriter.ops.kernel import PLATFORMS, Kernel
 from rewriter.ops.op import Op
 from rewriter.ops.registry import registry
 from rewriter.site import implement
-from rewriter.site.kernel_call import accepted, residual_slots
 from rewriter.site.lowering import register
+from rewriter.site.result_types import backward_aval, site_aval, tangent_aval
 from rewriter.site.uses import (
     Mask,
-    Shaped,
     Use,
-    level_sizes,
-    result,
-    shaped,
-    without_levels,
 )
 
 Kernels = Sequence[tuple[str, "str | Kernel | None"]]
@@ -147,57 +142,6 @@ def _resolved(op: Op, kernels: Kernels) -> tuple[tuple[str, Kernel | None], ...]
             kernel = registry().kernel(op.name, kernel)
         pairs.append((platform, kernel))
     return tuple(pairs)
-
-
-# ------------------------------------------------------------ abstract values
-def _avals(results: Sequence[Shaped], avals: Sequence[Any]) -> list[Any]:
-    return [_jax.shaped_like(shape, dtype, avals) for shape, dtype in results]
-
-
-def site_aval(
-    *avals: Any, use: Use, batch: tuple[Mask, ...], residuals: bool
-) -> list[Any]:
-    """The types of a result and of the residuals."""
-    operands = [shaped(a) for a in avals]
-    inner = without_levels(operands, batch)
-    sizes = tuple(level_sizes(operands, batch))
-    for _, kernel in use.kernels:
-        accepted(use, kernel, inner)  # a wrong kernel fails here
-    results = [result(use, inner)]
-    if residuals:
-        results += [r for slot in residual_slots(use, inner) for r in slot]
-    return _avals([(sizes + s, d) for s, d in results], avals)
-
-
-def tangent_aval(
-    *avals: Any, use: Use, active: tuple[str, ...], batch: tuple[Mask, ...]
-) -> Any:
-    """The type of the derivative of a result."""
-    del active
-    operands = [shaped(a) for a in avals]
-    inner = without_levels(operands, batch)[: len(use.names)]
-    sizes = tuple(level_sizes(operands, batch))
-    shape, dtype = result(use, inner)
-    return _avals([(sizes + shape, dtype)], avals)[0]
-
-
-def backward_aval(
-    *avals: Any,
-    use: Use,
-    wrt: tuple[str, ...],
-    batch: tuple[Mask, ...],
-    summed: tuple[Mask, ...],
-) -> list[Any]:
-    """The types of cotangents."""
-    operands = [shaped(a) for a in avals]
-    inner = dict(zip(use.names, without_levels(operands, batch), strict=False))
-    sizes = level_sizes(operands, batch)
-    results = []
-    for i, name in enumerate(wrt):
-        shape, dtype = inner[name]
-        kept = [n for n, sums in zip(sizes, summed, strict=True) if not sums[i]]
-        results.append(((*kept, *shape), dtype))
-    return _avals(results, avals)
 
 
 # ------------------------------------------------------------ differentiation

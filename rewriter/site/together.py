@@ -20,6 +20,7 @@ from rewriter.site import implement, site
 from rewriter.site.composed import batch_rule, jvp_rule
 from rewriter.site.kernel_call import accepted, call_together
 from rewriter.site.lowering import register
+from rewriter.site.result_types import backward_aval, site_aval
 from rewriter.site.uses import Use, shaped
 
 together_p = Primitive("rewriter_site_together")
@@ -43,8 +44,8 @@ def _composed(*, use: Use, wrt: tuple[str, ...]) -> Callable[..., Sequence[Any]]
 
 def _aval(*avals: Any, use: Use, wrt: tuple[str, ...]) -> list[Any]:
     operands = avals[:-1]
-    out = site.site_aval(*operands, use=use, batch=(), residuals=False)
-    return [*out, *site.backward_aval(*avals, use=use, wrt=wrt, batch=(), summed=())]
+    out = site_aval(*operands, use=use, batch=(), residuals=False)
+    return [*out, *backward_aval(*avals, use=use, wrt=wrt, batch=(), summed=())]
 
 
 def _made(

@@ -63,7 +63,7 @@ def requirements(value: object) -> Requirements:
             op names to counts; or records.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is something else.
 
     Example:
         >>> requirements({"attention": 2, "rms_norm": {"found": 1}})[0]

@@ -165,11 +165,11 @@ def benchmark(
 
     Args:
         fn: Any callable that ``optimize`` takes.
-        mode: ``forward``; ``vjp``, which returns only the gradients, so that the
-            compiler may drop unneeded parts of the forward; ``forward_and_vjp``, which
-            returns result and gradients, as training with a value does; or ``both``,
-            the first and the last. Gradients are those of all float arguments, for
-            random cotangents of the result (1 if it is a scalar).
+        mode: ``forward``, ``vjp``, ``forward_and_vjp``, or ``both``: the first and the
+            last. ``vjp`` returns only the gradients, so that the compiler may drop
+            unneeded parts of the forward. ``forward_and_vjp`` returns result and
+            gradients, as training with a value does. Gradients are those of all float
+            arguments, for random cotangents of the result (1 if it is a scalar).
         pairs: The number of turns of each program.
         **options: As in ``optimize``.
 
@@ -188,11 +188,7 @@ def benchmark(
     if mode not in MODES:
         choose = f"Choose {', '.join(MODES)}"
         raise ConfigError(f"mode={mode!r}", next_step=choose, where=caller())
-    fn, lifted = trace.original_of(fn)
-    options = {**lifted, **options}
-    theirs = {k: v for k, v in options.items() if k in trace.JIT_OPTIONS}
-    ours = {k: v for k, v in options.items() if k not in theirs}
-    static = trace.jit_options(fn, theirs)
+    fn, ours, static = trace.options_in_force(fn, options)
 
     @in_step
     def run(*args: Any, **kwargs: Any) -> Benchmark:

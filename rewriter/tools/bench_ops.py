@@ -25,7 +25,7 @@ from rewriter.measure.candidate import (
 )
 from rewriter.measure.inputs import Args, Inputs, inputs
 from rewriter.measure.programs import Task, function, in_passes, reference
-from rewriter.measure.times import time_apart
+from rewriter.measure.times import time_in_turns
 from rewriter.ops import device
 from rewriter.ops.cost import Cost
 from rewriter.ops.kernel import Kernel, Spec, spec_of
@@ -195,7 +195,7 @@ def _timed(
     cost: Cost | None,
     on: device.Device,
 ) -> list[Row]:
-    found = time_apart([c for c in compiled if not c.reason], drawn, turns)
+    found = time_in_turns([c for c in compiled if not c.reason], drawn, turns)
     rows = []
     for c in compiled:
         row = Row(c.name, error=c.error, reason=c.reason, note=c.note)

@@ -1,9 +1,9 @@
 """A transformer from flax's own layers, and what the rewriter makes of it.
 
-Nothing in the model knows about this package: attention is
-`nnx.MultiHeadAttention` under a causal mask, norms are `nnx.RMSNorm`, the
-feed-forward is a SwiGLU of `nnx.Linear`, and every second block sends each
-token to two of its experts through `jax.lax.ragged_dot`.
+Nothing in the model knows about this package. Attention is `nnx.MultiHeadAttention`
+under a causal mask, and norms are `nnx.RMSNorm`. The feed-forward is a SwiGLU of
+`nnx.Linear`. In every second block each token goes to two of its experts, through
+`jax.lax.ragged_dot`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from rewriter.measure.inputs import inputs
 from rewriter.measure.key import BOTH, FORWARD, Key
 from rewriter.measure.measurement import Measurement
 from rewriter.measure.programs import Task, function
-from rewriter.measure.times import time_apart
+from rewriter.measure.times import time_in_turns
 from rewriter.measure.tuned import Tuned
 from rewriter.ops import device
 from rewriter.ops.kernel import Kernel
@@ -146,7 +146,7 @@ def again(
     compiled = compile_all(jobs, forever, forever)
     for c in compiled:
         jax.block_until_ready(c.program(*first))
-    found = time_apart(compiled, drawn, 30)
+    found = time_in_turns(compiled, drawn, 30)
     samples = [found[c.name].as_one for c in compiled]
     times = [1e6 * s.median for s in samples]
     mine = times[near.index(chosen)]

@@ -63,7 +63,7 @@ TOLD = [
     ("h100", attention(256, 256), 0, "hopper", "2 MiB: not measured below 48 MiB"),
     ("h100", attention(1, 256), 0, "hopper_decode", "not measured below 16 MiB"),
     ("h100", attention(1, 1 << 16), 1, "hopper_decode", "no gradients of its own"),
-    ("a100", attention(256, 256), 0, "hopper", "A100-SXM4-80GB is no Hopper GPU"),
+    ("a100", attention(256, 256), 0, "hopper", "A100-SXM4-80GB is not a Hopper GPU"),
     ("h100", attention(1 << 18, 1 << 18), 0, "xla", "80% of the 80 GiB of NVIDIA H100"),
     ("h100", paged(32), 0, "hopper_decode", "MiB to read: not measured below 16 MiB"),
     ("h100", paged(32), 0, "gathered", "as the program does, which is no faster"),

@@ -140,7 +140,7 @@ def test_nothing_begins_behind_an_interrupt() -> None:
 def test_a_race_is_kept_from_three_turns_on(monkeypatch, stages: int, kept) -> None:
     """One turn has no spread: its time would be believed and never taken again."""
     stop, left = threading.Event(), [stages]
-    real = race.time_apart
+    real = race.time_in_turns
 
     def timed(*args, **options):
         found = real(*args, **options)
@@ -149,7 +149,7 @@ def test_a_race_is_kept_from_three_turns_on(monkeypatch, stages: int, kept) -> N
             stop.set()
         return found
 
-    monkeypatch.setattr(race, "time_apart", timed)
+    monkeypatch.setattr(race, "time_in_turns", timed)
     if not stages:
         stop.set()
     pattern = stalling.gated

@@ -76,7 +76,8 @@ def with_scaled_loss(loss: Callable) -> Callable:
 
 
 def with_optimizer(loss: Callable) -> Callable:
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    # with the default eps, gradients near zero give updates that rounding decides
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, eps=1e-3))
 
     def step(params, x):
         grads = jax.grad(loss)(params, x)

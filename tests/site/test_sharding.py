@@ -61,12 +61,13 @@ def devices(count: int) -> str:
 @pytest.mark.parametrize(
     "command",
     slow.first(
-        8,
+        9,
         [
             ("mesh_grid", "11"),
             pytest.param(("mesh_grid", "1", "auto_axes"), marks=pytest.mark.once),
             ("sharded_calls",),
             pytest.param(("sharded_masks",), marks=pytest.mark.once),
+            pytest.param(("sharded_rows",), marks=pytest.mark.once),
             pytest.param(("sharded_experts",), marks=pytest.mark.once),
             pytest.param(("sharded_ring",), marks=pytest.mark.once),
             pytest.param(("sharded_streams",), marks=pytest.mark.once),
@@ -80,6 +81,7 @@ def devices(count: int) -> str:
         "auto axes",
         "calls",
         "masks",
+        "rows",
         "experts",
         "ring",
         "streams",

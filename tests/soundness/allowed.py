@@ -21,6 +21,12 @@ STABLE = {
         r"(jnp.exp(-m) + jnp.exp(s - m).sum(-1, keepdims=True)))"
         r"(\1, jnp.maximum(\1.max(-1, keepdims=True), 0.0))"
     ),
+    rf"\(lambda e: e / \(jnp\.exp\(-(\w+)\.max\(-1, keepdims=True\)\) \+ {TOTAL}\)\)"
+    r"\(jnp\.exp\(\1 - \1\.max\(-1, keepdims=True\)\)\)": (
+        r"(lambda s, m: jnp.exp(s - m) / "
+        r"(jnp.exp(-m) + jnp.exp(s - m).sum(-1, keepdims=True)))"
+        r"(\1, jnp.maximum(\1.max(-1, keepdims=True), 0.0))"
+    ),
     r"jnp\.exp\((\w+)\) / \(1\.0 \+ jnp\.exp\(\1\)\)": r"jax.nn.sigmoid(\1)",
     r"\(jnp\.exp\((\w+)\) - jnp\.exp\(-\1\)\) / "
     r"\(jnp\.exp\(\1\) \+ jnp\.exp\(-\1\)\)": r"jnp.tanh(\1)",
@@ -39,7 +45,16 @@ FILL = (
 HIDDEN = r"\(1\.0 - \((\w+)\)\.astype\(jnp\.float32\)\) \* "
 DEEP = {FILL: "-1e38", rf"({HIDDEN})1e[49](?![\w.])": r"\g<1>1e38"}
 """Fills beside which no score is anything."""
+SHIFTED = {
+    rf"(\(lambda e: e / (?:\(1\.0 \+ )?{TOTAL}\)?\)\(jnp\.exp\()(\w+)\)": r"\1\2 - 4.0)"
+}
+"""Exponentials without their maximum, by the logarithm of the number of keys smaller.
+What rows that overflow give may differ as much, see `docs/numerics.md`."""
 BOTTOMLESS = {
+    r"jax\.nn\.dot_product_attention\((\w+), (\w+), (\w+), mask=(.*)\)$": (
+        r"jnp.einsum('bnts,bsnh->btnh', jax.nn.softmax(jnp.where(\4, "
+        r"jnp.einsum('btnh,bsnh->bnts', \1, \2) / \1.shape[-1] ** 0.5, -jnp.inf)), \3)"
+    ),
     rf"\+ {HIDDEN}{FILL}": r"+ jnp.where(\1, 0.0, -jnp.inf)",
     rf"- {HIDDEN}1e9(?![\w.])": r"- jnp.where(\1, 0.0, jnp.inf)",
     FILL: "-jnp.inf",
@@ -55,6 +70,16 @@ def stable(program: Program) -> Program:
 def deep(program: Program) -> Program:
     """Returns a stable program whose fills hide all scores."""
     return _written(stable(program), DEEP)
+
+
+def hiding(program: Program) -> Program:
+    """Returns the program with fills that hide all scores."""
+    return _written(program, DEEP)
+
+
+def shifted(program: Program) -> Program:
+    """Returns the program with exponentials that overflow later."""
+    return _written(program, SHIFTED)
 
 
 def bottomless(program: Program) -> Program:

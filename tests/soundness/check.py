@@ -143,11 +143,11 @@ def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
     """Findings of one program, which is compared by what rounding changes in it."""
     of = lambda p: lambda v: way.original([p])([v])[0]
     run = of(program)
-    before = passes.compiled(run)(own)
+    before = passes.compiled(run, as_usual=True)(own)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RewriterWarning)
-            after = passes.compiled(way.rewritten([program]))([own])[0]
+            after = passes.compiled(way.rewritten([program]), as_usual=True)([own])[0]
     except Exception as error:
         text = str(error).strip().split("\n")[0]
         yield Finding(program, way.name, f"{type(error).__name__}: {text[:300]}")
@@ -159,6 +159,9 @@ def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
     others = tolerance.variants(of, program, own)
     ignored = _behind_masks(program, own, run, before, after)
     found = _differences(program, own, way, before, after, others, ignored)
+    if any(found):
+        others = tolerance.with_rounding(others, of, program, own)
+        found = _differences(program, own, way, before, after, others, ignored)
     names = [program.arguments[i].name for i in program.operands]
     for name, one in zip(names, found, strict=False):
         if one is not None:
@@ -200,7 +203,8 @@ def _differences(
             allowed = tolerance.sensitive(a, program.eps, entries, floor, others, i)
             skipped = compare.borderline(a, others, i) | ignored[i]
             strict = way is FORWARD and program.kind in ("mask", "operand")
-            skipped = skipped | compare.in_range(a, b, others, i, program.eps, strict)
+            skipped |= tolerance.undetermined(a, others, i)
+            skipped |= compare.in_range(a, b, others, i, program.eps, strict, floor)
         found.append(compare.difference(a, b, allowed, skipped))
     return found
 
@@ -260,4 +264,4 @@ def _filled(program: Program, own: Sequence[Any], seed: int) -> list[Any]:
         return v if finite.all() else np.where(finite, v, numbers(v))
 
     numbers = lambda v: draw.normal(size=v.shape).astype(v.dtype)
-    return [fill(v) for v in own]
+    return [fill(v) if i in program.operands else v for i, v in enumerate(own)]

@@ -13,6 +13,10 @@ NEAR = 1e-3
 """How far from float64 an entry may be that is right, beside one that is not."""
 
 
+HUGE = 1e37
+"""A sum of weights times values that are as large may overflow before its division."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """What differs between two arrays.
@@ -71,9 +75,14 @@ def difference(
 
 def borderline(original: Any, others: Variants, which: int) -> np.ndarray:
     """Entries of which rounding decides whether they are finite."""
-    finite = np.isfinite(numbers(original))
-    runs = (others.eager, *others.nudged, *others.shaken)
-    return np.logical_or.reduce([np.isfinite(r[which]) != finite for r in runs])
+    mine = numbers(original)
+    finite = np.isfinite(mine)
+    runs = (others.eager, *others.nudged, *others.shaken, *others.rounded)
+    changes = [np.isfinite(r[which]) != finite for r in runs]
+    later = others.shifted[which]
+    changes.append((np.isfinite(later) != finite) | ((mine == 0) & (later != 0)))
+    changes.append(finite & (abs(mine) > HUGE))
+    return np.logical_or.reduce(changes)
 
 
 def in_range(
@@ -83,6 +92,7 @@ def in_range(
     which: int,
     eps: float,
     strict: bool,
+    floor: float = 0.0,
 ) -> np.ndarray:
     """Entries that the original has wrong for want of range, and that are right now.
 
@@ -96,7 +106,8 @@ def in_range(
         others: The original, computed in other ways.
         which: The number of the array.
         eps: The least step from 1 of the program's dtype.
-        strict: Whether what is not finite must stay so.
+        strict: Whether what is not finite must stay so, if no fill is to hide it.
+        floor: The magnitude of what cancels.
     """
     a, b = numbers(original), numbers(rewritten)
     near = max(NEAR, 4 * eps)
@@ -106,11 +117,15 @@ def in_range(
             abs(exact), axis=-1, keepdims=True, initial=0, where=~np.isnan(exact)
         )
         with np.errstate(invalid="ignore"):
-            loose = abs(b - exact) <= 1e-2 * abs(exact) + TINY
+            loose = abs(b - exact) <= 1e-2 * abs(exact) + 8 * eps * size + TINY
             close = abs(b - exact) <= near * abs(exact) + max(1e-5, eps) * size
+            close |= abs(b - exact) <= eps * floor
         loose &= not strict
         found |= np.isfinite(exact) & np.where(np.isfinite(a), close, loose)
-    return found
+    beside = others.beside[which]
+    with np.errstate(invalid="ignore"):
+        hides = abs(b - beside) <= near * abs(beside) + max(1e-5, eps)
+    return found | (~np.isfinite(a) & np.isfinite(beside) & hides)
 
 
 def _described(

@@ -40,9 +40,13 @@ def rewritten(run: Joined) -> Any:
     return rewriter.optimize(run, implementation=KERNELS)
 
 
-def compiled(run: Any) -> Any:
-    """A function that is compiled in as little time as can be."""
-    return jax.jit(run, compiler_options=_options())
+def compiled(run: Any, *, as_usual: bool = False) -> Any:
+    """A function that is compiled in as little time as can be, or as users do.
+
+    Without optimizations, XLA may compute one value twice, rounded in two ways.
+    """
+    usual = {"xla_backend_optimization_level": 3}
+    return jax.jit(run, compiler_options=usual if as_usual else _options())
 
 
 @functools.cache

@@ -42,21 +42,23 @@ def program(seed: int) -> Program:
     total = w.mostly(rows, (16, rows), 0.5)
     n = w.argument("n", (groups,), f"group sizes of about {total}", "int32")
     n = w.let(w.one(SIZES).format(n=n), "n")
-    matrices = lambda: w.argument("w", (groups, width, out), _matrix(w), operand=True)
+    shape = groups, width, out
     if w.chance(0.3):
-        a, u = (_dot(w, x, matrices(), n, rows, groups) for _ in range(2))
+        a, u = (_dot(w, x, shape, n, rows) for _ in range(2))
         return w.program(units.gated(w, a, u))
-    return w.program(_dot(w, x, matrices(), n, rows, groups))
+    return w.program(_dot(w, x, shape, n, rows))
 
 
-def _matrix(w: Writer) -> str:
-    return w.mostly("normal", ("some nan", "times 1e30", "some zeros"), 0.85)
-
-
-def _dot(w: Writer, x: str, matrices: str, n: str, rows: int, groups: int) -> str:
+def _dot(w: Writer, x: str, shape: tuple[int, int, int], n: str, rows: int) -> str:
     """Rows by their groups' matrices."""
+    values = w.mostly("normal", ("some nan", "times 1e30", "some zeros"), 0.85)
+    matrices = w.argument("w", shape, values, operand=True)
+    groups = shape[0]
     if w.chance(0.8):
-        return w.let(w.one(DOTS).format(x=x, m=matrices, n=n), "a")
+        text = w.one(DOTS)
+        if "nan_to_num" in text and values == "some nan":
+            text = DOTS[0]  # 0 * NaN of other groups would be a number
+        return w.let(text.format(x=x, m=matrices, n=n), "a")
     group = w.one(GROUP_OF_ROW).format(n=n, r=rows, g=groups)
     index = w.let(group, "i")
     text = w.one(DENSE).format(x=x, m=matrices, i=index, g=groups)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import rewriter
 
@@ -36,6 +37,15 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 REPLACE_NAN = {n for n in ACTIVATIONS if n.startswith(("f", "less", "chosen"))}
 """They give a number for NaN, which kernels do not: they stay as written."""
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Skip XLA's optimizations: compiling takes far longer than running here."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def of_units(wrap: Callable[[Any], Any]) -> dict[str, Any]:

@@ -1,22 +1,22 @@
 """How far two results of a program may differ, by rounding alone.
 
 What a program computes is rounded where XLA or a kernel rounds it. How much that
-matters is told by the original itself: computed op by op, in float64, and of operands
-that differ in their last bit. Operands of masks stay as they are, since what a mask
-lets through is exact.
+matters is told by the original itself: computed op by op, in float64, of operands that
+differ in their last bit, and with every result off by its last bits. Operands of masks
+stay as they are, since what a mask lets through is exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.soundness import allowed, passes
+from tests.soundness import allowed, passes, rounding
 from tests.soundness.program import Program
 
 TINY = 1e-36
@@ -26,9 +26,17 @@ ROUNDINGS = 64
 FACTOR = 16
 """How much larger than what the original differs by a difference may be."""
 
+DRAWS = 12
+"""How many runs tell what rounding decides."""
+OFF = 4
+"""How much larger than what differs between them a difference may be."""
+
 NEAR = 1e-2
 """How far from float64 the original is by rounding. If it is further off, float64 does
 something else: it does not absorb a score in a fill of -1e9."""
+
+LOST = 0.25
+"""The part of a row that rounding changes in one of which it leaves nothing."""
 
 Run = Callable[[Sequence[Any]], list[Any]]
 RunOf = Callable[[Program], Run]
@@ -45,6 +53,10 @@ class Variants:
         unseen: Entries of rows of which every key that is kept has a score of -inf.
         nudged: With operands that differ in their last bit, by several draws.
         shaken: With those that differ in their last three bits.
+        rounded: With every result off by its last bits, by several draws; none at
+            first.
+        beside: With fills that hide all scores, in the program's own precision.
+        shifted: With exponentials without their maximum made smaller.
     """
 
     eager: list[np.ndarray]
@@ -53,6 +65,9 @@ class Variants:
     unseen: list[np.ndarray]
     nudged: list[list[np.ndarray]]
     shaken: list[list[np.ndarray]]
+    rounded: list[list[np.ndarray]]
+    beside: list[np.ndarray]
+    shifted: list[np.ndarray]
 
 
 def numbers(array: Any) -> np.ndarray:
@@ -88,7 +103,20 @@ def variants(of: RunOf, program: Program, values: Sequence[Any]) -> Variants:
         ]
         for draws, bits in ((3, 1), (6, 8))
     )
-    return Variants(eager, exact, right, unseen, nudged, shaken)
+    beside, shifted = (
+        [numbers(x) for x in passes.compiled(of(p))(values)]
+        for p in (allowed.hiding(program), allowed.shifted(program))
+    )
+    return Variants(eager, exact, right, unseen, nudged, shaken, [], beside, shifted)
+
+
+def with_rounding(
+    others: Variants, of: RunOf, program: Program, values: Sequence[Any]
+) -> Variants:
+    """Returns the variants with those in which each result is off; these take long."""
+    run, which = of(program), program.operands
+    off = [rounding.rounded(run, values, which, seed) for seed in range(DRAWS)]
+    return replace(others, rounded=off)
 
 
 def _exact(run: Run, program: Program, values: Sequence[Any]) -> list[np.ndarray]:
@@ -144,7 +172,17 @@ def sensitive(
     inexact = apart(others.exact)
     changes = FACTOR * (apart(others.eager) + np.minimum(inexact, by_last_bit))
     near = np.where(inexact <= NEAR * _scale(mine, entries), 4 * inexact, 0.0)
-    return basic(original, eps, entries, floor) + changes + near
+    off = OFF * np.max([np.zeros_like(mine), *map(apart, others.rounded)], axis=0)
+    return basic(original, eps, entries, floor) + changes + near + off
+
+
+def undetermined(original: Any, others: Variants, which: int) -> np.ndarray:
+    """Entries of rows that rounding changes by as much as they are."""
+    mine = numbers(original)
+    if not others.rounded:
+        return np.zeros(mine.shape, bool)
+    off = np.maximum.reduce([_apart(mine, r[which], False) for r in others.rounded])
+    return off >= LOST * _scale(mine, False)
 
 
 def _scale(x: np.ndarray, entries: bool) -> np.ndarray:

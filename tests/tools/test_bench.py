@@ -475,7 +475,7 @@ def test_one_that_fails_when_timed_does_not_take_the_others_along(monkeypatch):
     monkeypatch.setattr(timing, "measure", fragile)
     good, bad = (candidate.Compiled(str(bad), Program(bad)) for bad in (False, True))
     drawn = [inputs.Inputs("", ((jnp.ones(2),),))]
-    found = times.time_apart([good, bad], drawn, 1)
+    found = times.time_in_turns([good, bad], drawn, 1)
     assert found["True"] == "does not run: RuntimeError: out of memory"
     assert found["False"].runs == 1
 

@@ -39,8 +39,10 @@ from rewriter.kernels.attention.hopper.config import (
 )
 from rewriter.kernels.attention.hopper.config import fits as fits
 from rewriter.kernels.attention.hopper.config import widths as widths
-from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
+from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
+from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
+from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import BY_ESTIMATE
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
@@ -57,16 +59,15 @@ OPERANDS = frozenset(
         "offset", "prefix", "alibi", "sinks",
     }
 )  # fmt: skip
-TYPES = ("bfloat16", "float16")
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether it supports a use: 16 bits, widths up to 256."""
+    """Returns whether it supports a use: operands of 16 bits, widths up to 256."""
     if spec.symbolic:
         return no("symbolic", "the Hopper kernel needs known sizes")
-    verdict = all_of(_operands(spec), _types(spec), _sizes(spec), _numbers(spec))
+    verdict = all_of(_operands(spec), takes_dtypes(spec), _sizes(spec), _numbers(spec))
     if not verdict.ok:
         return verdict
     return all_of(_room(spec), _importable())
@@ -90,16 +91,6 @@ def _operands(spec: Spec) -> Verdict:
     if more:
         return no("operands", f"the Hopper kernel does not take {', '.join(more)}")
     return YES
-
-
-def _types(spec: Spec) -> Verdict:
-    kinds = {str(jnp.dtype(spec.dtype(name))) for name in "qkv"}
-    out = spec.param("out_dtype")
-    kinds |= {str(jnp.dtype(out))} if out else set()
-    if len(kinds) == 1 and kinds <= set(TYPES):
-        return YES
-    text = f"the Hopper kernel takes one 16-bit float, not {', '.join(sorted(kinds))}"
-    return no("dtype", text)
 
 
 def _sizes(spec: Spec) -> Verdict:
@@ -129,8 +120,8 @@ def _numbers(spec: Spec) -> Verdict:
 
 def _room(spec: Spec) -> Verdict:
     """Whether the smallest tiles fit; wide heads leave little memory."""
-    smallest = Tiles(32, 2, 2)
-    return fits_widths(smallest, *widths(spec), beside_in(spec))
+    smallest, count = Tiles(32, 2, 2), parts(spec.param(PARAM))
+    return fits_widths(smallest, *widths(spec), extra_in(spec), count)
 
 
 @functools.cache
@@ -153,7 +144,8 @@ def forward(**given: Any) -> Any:
     e = given["v"].shape[3]
     given |= {name: _filled(given[name]) for name in "qkv"}
     sizes = given["q"].shape[3], given["v"].shape[3]
-    config = given.pop("config", None) or first_fitting(*sizes, beside_of(given))
+    count = parts(given.get(PARAM))
+    config = given.pop("config", None) or first_fitting(*sizes, extra_of(given), count)
     made = forward_kernel.forward(**given, config=config)
     if not given.get("residuals"):
         return made[..., :e]
@@ -167,12 +159,13 @@ def backward(**given: Any) -> dict[str, Array]:
     Uses that fit no tiles are left to `rewriter.kernels.attention.xla`, and so is the
     cotangent of a bias without `BackwardTiles.tables`. Compilers drop unused gradients.
     """
+    given.pop(PARAM, None)  # gradients are rounded to 16 bits
     names = ("q", "k", "v", "out", "cotangent")
     whole = given | {name: _filled(given[name]) for name in names}
     sizes = whole["q"].shape[3], whole["v"].shape[3]
-    beside = beside_of(given)
-    config = given.pop("config", None) or first_fitting_backward(*sizes, beside)
-    if config is None or not fits_backward_widths(config, *sizes, beside).ok:
+    extra = extra_of(given)
+    config = given.pop("config", None) or first_fitting_backward(*sizes, extra)
+    if config is None or not fits_backward_widths(config, *sizes, extra).ok:
         return xla.backward(**given)
     from rewriter.kernels.attention.hopper import backward_kernel
 

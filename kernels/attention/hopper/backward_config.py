@@ -14,7 +14,7 @@ from rewriter.kernels.attention.hopper.config import (
     sees_unevenly,
     widths,
 )
-from rewriter.kernels.attention.hopper.extra_operands import NONE, Beside, beside_in
+from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -60,19 +60,23 @@ class BackwardTiles:
 def backward_default(spec: Spec, device: Device) -> BackwardTiles:
     """Returns the default config, by the heads' width and the operands of scores.
 
-    On an H200, in microseconds (``tests/bench/results/attention_backward_h200.json``):
-    dk and dv of heads of 64 take 572 for 620 with blocks of 128 queries, under a causal
-    mask, but 372 for 320 in windows; those of heads of 128 that see all keys 1458 for
-    1654 with three blocks of queries in memory, and as long as with two under a mask.
-    With slopes, and with a bias of keys, both passes of heads of 128 take 0.99 and 0.97
-    of the time with blocks of 128 keys for dq, not 64
+    Microseconds of dk and dv on an H200, with it and without it
+    (``tests/bench/results/attention_backward_h200.json``):
+
+    128 queries, heads of 64, causal                    572   620
+    128 queries, heads of 64, in windows                372   320
+    3 blocks of queries, heads of 128, all keys seen   1458  1654
+
+    Under a mask three blocks of queries in memory take as long as two.
+    For dq, heads of 128 have blocks of 128 keys, not 64. With slopes both passes then
+    take 0.99 of the time, and with a bias of keys 0.97
     (``tests/bench/results/hopper_attention_h200.json``).
     """
     h, e = widths(spec)
-    width, beside = max(h, e), beside_in(spec)
+    width, extra = max(h, e), extra_in(spec)
     window = spec.param("window", (None, None))
-    if beside.copied or beside.slopes:
-        untried = width > 64 and (beside.tables or beside.rows)
+    if extra.copied or extra.slopes:
+        untried = width > 64 and (extra.tables or extra.rows)
         best = BackwardTiles(64, 64 if untried else 128)
     elif width <= 64 and window[0] is None and _plain(spec):
         best = BackwardTiles(128, 128)
@@ -84,7 +88,7 @@ def backward_default(spec: Spec, device: Device) -> BackwardTiles:
         )
     tried = (best, replace(best, keys=64), *WIDE)
     tried = [_claiming_backward(x, spec) for x in tried]
-    fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra).ok)
     return replace(next(fitting, best), programs=processors(device))
 
 
@@ -99,10 +103,10 @@ def _claiming_backward(config: BackwardTiles, spec: Spec) -> BackwardTiles:
     On an H200 that took 0.97 to 1.00 of the time of tiles that are dealt out, 0.82 with
     segments, and 1.01 where all tiles are alike.
     """
-    (h, e), beside = widths(spec), beside_in(spec)
-    differ = sees_unevenly(spec) or beside.rows or beside.columns or spec.has("mask")
+    (h, e), extra = widths(spec), extra_in(spec)
+    differ = sees_unevenly(spec) or extra.rows or extra.columns or spec.has("mask")
     made = replace(config, claimed=config.programs > 0 and bool(differ))
-    fits = fits_backward_widths(made, h, e, beside).ok
+    fits = fits_backward_widths(made, h, e, extra).ok
     return made if fits else replace(made, claimed=False)
 
 
@@ -113,8 +117,8 @@ def backward_configs(spec: Spec, device: Device) -> list[BackwardTiles]:
     0.91 to 1.02 of the best other one's time. No rule of thumb takes it.
     """
     found = _backward_configs(spec)
-    beside = beside_in(spec)
-    if not (beside.copied or beside.slopes):
+    extra = extra_in(spec)
+    if not (extra.copied or extra.slopes):
         found.insert(1, BackwardTiles(fused=True))
     found = [_claiming_backward(x, spec) for x in found]
     return [replace(x, programs=processors(device)) for x in found]
@@ -146,12 +150,10 @@ heads of 192 and values of 128 take the first, heads of 256 the third, tables of
 beside those the others. ptxas spills nothing in any of them (13.0)."""
 
 
-def first_fitting_backward(
-    h: int, e: int, beside: Beside = NONE
-) -> BackwardTiles | None:
+def first_fitting_backward(h: int, e: int, extra: Extra = NONE) -> BackwardTiles | None:
     """Returns the same for the backward; None if nothing fits."""
     tried = (BackwardTiles(), *WIDE)
-    fitting = (x for x in tried if fits_backward_widths(x, h, e, beside).ok)
+    fitting = (x for x in tried if fits_backward_widths(x, h, e, extra).ok)
     return next(fitting, None)
 
 
@@ -159,11 +161,11 @@ def fits_backward(config: BackwardTiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config of the backward can run."""
     del device
     h, e = widths(spec)
-    return fits_backward_widths(config, h, e, beside_in(spec))
+    return fits_backward_widths(config, h, e, extra_in(spec))
 
 
 def fits_backward_widths(
-    config: BackwardTiles, h: int, e: int, beside: Beside = NONE
+    config: BackwardTiles, h: int, e: int, extra: Extra = NONE
 ) -> Verdict:
     """Returns the same for heads of width h and values of width e."""
     found = [YES]
@@ -179,10 +181,10 @@ def fits_backward_widths(
         size = 2 * (h + e) * rows + 2 * config.stages * block * h
         size += 2 * (values or config.stages) * block * e
         size += 2 * 64 * block * WEIGHTS * divided
-        its = beside.transposed if name == "queries" else beside
+        its = extra.transposed if name == "queries" else extra
         size += its.nbytes(config.stages, rows, block) + BARRIERS
         # Numbers of queries, and of others, each in memory that begins at a KiB.
-        size += KIB * ((3 if beside.copied else 2) + its.rows + its.columns)
+        size += KIB * ((3 if extra.copied else 2) + its.rows + its.columns)
         size += KIB if config.claimed else 0
         if config.fused:  # changes of scores in 16 bits, and dq
             size += config.warpgroups * (CHANGES * 2 * 64 * block + 4 * block * h)
@@ -225,39 +227,39 @@ TABLE_BLOCK = 64
 """Keys of a block of a table's cotangent."""
 
 
-def table_stages(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
+def table_stages(config: BackwardTiles, h: int, e: int, extra: Extra) -> int:
     """Returns the members that shared memory holds for a table's cotangent; 0 for none.
 
     Example:
-        >>> [table_stages(BackwardTiles(), x, x, Beside((2,))) for x in (32, 128, 256)]
+        >>> [table_stages(BackwardTiles(), x, x, Extra((2,))) for x in (32, 128, 256)]
         [4, 1, 0]
     """
     rows = 64 * config.warpgroups
-    size = 2 * (h + e) * (rows + TABLE_BLOCK) + beside.nbytes(1, rows, TABLE_BLOCK)
-    size += KIB * (3 + beside.rows + beside.columns)
+    size = 2 * (h + e) * (rows + TABLE_BLOCK) + extra.nbytes(1, rows, TABLE_BLOCK)
+    size += KIB * (3 + extra.rows + extra.columns)
     room = SHARED_MEMORY - BARRIERS - 4 * rows * TABLE_BLOCK
     return min(4, room // size)
 
 
-def sums_block(config: BackwardTiles, h: int, e: int, beside: Beside) -> int:
+def sums_block(config: BackwardTiles, h: int, e: int, extra: Extra) -> int:
     """Returns the columns that sums of changes take at a time; 0 if nothing fits.
 
     Args:
         config: The config of the backward, whose warpgroups these kernels have.
         h: Width of q and k.
         e: Width of v.
-        beside: Operands of scores beside q and k, transposed where rows are keys.
+        extra: Operands of scores beside q and k, transposed where rows are keys.
 
     Example:
-        >>> [sums_block(BackwardTiles(), x, x, Beside(rows=1)) for x in (64, 256)]
+        >>> [sums_block(BackwardTiles(), x, x, Extra(rows=1)) for x in (64, 256)]
         [64, 32]
     """
     rows = 64 * config.warpgroups
     for block in (64, 32):
         size = 2 * (h + e) * (rows + SUMS_STAGES * block) + BARRIERS
-        size += beside.nbytes(SUMS_STAGES, rows, block)
+        size += extra.nbytes(SUMS_STAGES, rows, block)
         # Numbers of queries, sums and claims, each in memory that begins at a KiB.
-        size += KIB * (5 + beside.rows + beside.columns)
+        size += KIB * (5 + extra.rows + extra.columns)
         if size <= SHARED_MEMORY:
             return block
     return 0

@@ -1,11 +1,12 @@
 """The gradients of attention on Hopper's tensor cores, in two kernels or more.
 
-With weights P = exp(scores - lse), dP = dO vᵀ and delta = sum(dO · out) over a row,
-dS = P · (dP - delta); then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k. One kernel has tiles
-of keys, loops over blocks of queries and keeps dk and dv in registers. Its scores are
-transposed, so that tensor cores take the weights as operands directly. For wide heads
-its warpgroups share a tile, and each keeps one of the sums. Another kernel has tiles of
-queries, and loops over blocks of keys for dq.
+The weights are P = exp(scores - lse). With dP = dO vᵀ and delta = sum(dO · out) over a
+row, dS = P · (dP - delta). Then dv = Pᵀ dO, dk = dSᵀ q and dq = dS k.
+
+One kernel has tiles of keys, loops over blocks of queries and keeps dk and dv in
+registers. Its scores are transposed, so that tensor cores take the weights as operands
+directly. For wide heads its warpgroups share a tile, and each keeps one of the sums.
+Another kernel has tiles of queries, and loops over blocks of keys for dq.
 
 Other addends of scores have kernels of their own. One has tiles of a table of biases,
 and loops over the batch entries and heads that share it. Two sum up dS, for biases of
@@ -53,7 +54,7 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
 from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.config import EDGE
-from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
+from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_kernel import (
     copied_by_rows,
     even,
@@ -116,7 +117,8 @@ def backward(
         shift: As in the forward.
         softcap: As in the forward.
         empty_rows: As in the forward.
-        out_dtype: q's.
+        out_dtype: q's, or float32; cotangents are rounded to q's all the same, as the
+            gradients of q, k and v are.
         config: The tiles.
     """
     del out_dtype
@@ -130,9 +132,8 @@ def backward(
     )
     (lse,) = residuals
     up = cotangent.astype(q.dtype)
-    delta = jnp.einsum(
-        "btne,btne->bnt", up, out, preferred_element_type=jnp.float32
-    )  # fmt: skip
+    wide = up.astype(jnp.float32) * out.astype(jnp.float32)
+    delta = wide.sum(-1).swapaxes(1, 2)  # one fused reduction, where no dot is one
     given = {
         "bias": bias, "mask": mask, "q_segments": q_segments,
         "kv_segments": kv_segments, "alibi": alibi, "sinks": sinks,
@@ -149,7 +150,7 @@ def backward(
             row_sums, q, k, v, **given, kv_lengths=kv_lengths, offset=offset,
             prefix=prefix, scale=scale, window=window, shift=shift, softcap=softcap,
         )  # fmt: skip
-        lse, rest = _apart(lse, again)
+        lse, rest = _split(lse, again)
     rows = {
         "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, jnp.inf),
         "delta": _padded(jnp.where(empty, 0.0, delta), config, 0.0),
@@ -226,13 +227,13 @@ def backward(
         grads["bias"] = _shared(share[..., None], bias)
     elif bias is not None and bias.shape[2] == 1:
         made = _sums(
-            OfColumns, of_keys, config, beside_of(given).transposed, by_key,
+            OfColumns, of_keys, config, extra_of(given).transposed, by_key,
             turned_mask, turned_pair,
         )  # fmt: skip
         grads |= {} if made is None else {"bias": _shared(made[:, :, None], bias)}
     if alibi is not None:
         made = _sums(
-            OfSlopes, of_queries, config, beside_of(given), by_query, mask, pair,
+            OfSlopes, of_queries, config, extra_of(given), by_query, mask, pair,
         )  # fmt: skip
         grads |= {} if made is None else {"alibi": made.sum((0, 2)).astype(alibi.dtype)}
     if empty_rows in PASSES and sinks is None and of_queries.mask.may_be_empty:
@@ -254,8 +255,8 @@ def _other_blocks(
     """Returns the rows of blocks in kernels for cotangents of biases and slopes."""
     if not given.keys() & {"bias", "alibi"}:
         return []
-    both = beside_of(given).transposed, beside_of(given)
-    sums = [sums_block(config, h, e, beside) for beside in both]
+    both = extra_of(given).transposed, extra_of(given)
+    sums = [sums_block(config, h, e, extra) for extra in both]
     return [x for x in (*sums, TABLE_BLOCK) if x]
 
 
@@ -269,7 +270,7 @@ def _sums(
     kind: type[OfColumns | OfSlopes],
     p: Problem,
     config: BackwardTiles,
-    beside: Beside,
+    extra: Extra,
     named: dict[str, Any],
     mask: Array | None,
     segments: tuple[Array, Array] | None,
@@ -280,12 +281,12 @@ def _sums(
         kind: The kind of sum.
         p: The problem of dk and dv, or of dq.
         config: Its config.
-        beside: The operands of its scores.
+        extra: The operands of its scores.
         named: The kernel's arrays by name.
         mask: As its scores lie.
         segments: Those of rows and of columns.
     """
-    block = sums_block(config, p.h, p.e, beside)
+    block = sums_block(config, p.h, p.e, extra)
     if not block:
         return None
     n = p.heads * p.group
@@ -307,7 +308,7 @@ def _of_tables(
     p: Problem, config: BackwardTiles, given: dict[str, Array], named: dict[str, Any]
 ) -> Array | None:
     """Returns the cotangent of a table of biases; None if it does not fit."""
-    stages = table_stages(config, p.h, p.e, beside_of(given))
+    stages = table_stages(config, p.h, p.e, extra_of(given))
     if stages < 1:
         return None
     table = named["bias"]
@@ -330,7 +331,7 @@ LARGE = 1000.0
 -1e9 is -1e9 itself in float32."""
 
 
-def _apart(lse: Array, again: Callable[[], tuple[Array, Array]]) -> tuple[Array, Array]:
+def _split(lse: Array, again: Callable[[], tuple[Array, Array]]) -> tuple[Array, Array]:
     """Returns log-sum-exps as two terms; the second one is small.
 
     A bias of -1e9 for a whole row absorbs the digits of the sum. The maxima and sums

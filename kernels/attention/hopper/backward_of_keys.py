@@ -210,7 +210,7 @@ class Divided(OfKeys):
         """Does what `Kernel.compute` does."""
         super().compute()
 
-    def put_apart(self, x: Array, name: str, tile: Tile) -> None:
+    def put_later(self, x: Array, name: str, tile: Tile) -> None:
         """Writes a sum of a tile in place of `name`, once that is not read any more."""
         both = self.memory["both"].at[0]
         plgpu.barrier_arrive(both)
@@ -269,7 +269,7 @@ class _Weights(Divided):
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
-        self.put_apart(carry, "v", tile)
+        self.put_later(carry, "v", tile)
 
 
 class _Changes(Divided):
@@ -317,7 +317,7 @@ class _Changes(Divided):
 
     def store(self, tile: Tile, carry: Any) -> None:
         """Writes the sum of a tile."""
-        self.put_apart(self.shown(tile, carry * self.p.scale), "k", tile)
+        self.put_later(self.shown(tile, carry * self.p.scale), "k", tile)
 
 
 class Fused(OfKeys):

@@ -20,7 +20,7 @@ from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.hopper.terms import Place, Terms
 from rewriter.kernels.attention.visibility import FAR, Range
-from rewriter.kernels.shared import work_stealing
+from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -173,18 +173,9 @@ class Kernel(abc.ABC):
 
     def run(self) -> None:
         """Runs this warpgroup's part."""
-        most, least = REGISTERS[self.p.warpgroups]
-        computes = self.warpgroup < self.p.warpgroups
-
-        @pallas.when(computes)
-        def _() -> None:
-            plgpu.set_max_registers(most, action="increase")
-            self.compute()
-
-        @pallas.when(jnp.logical_not(computes))
-        def _() -> None:
-            plgpu.set_max_registers(least, action="decrease")
-            self.copy()
+        count = self.p.warpgroups
+        computes = self.warpgroup < count
+        warpgroups.divide(computes, self.compute, self.copy, REGISTERS[count])
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles."""

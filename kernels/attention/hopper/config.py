@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from rewriter.kernels.attention.hopper.extra_operands import NONE, Beside, beside_in
+from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.hopper.extra_operands import NONE, Extra, extra_in
+from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -85,7 +87,7 @@ def default(spec: Spec, device: Device) -> Tiles:
     """
     h, e = widths(spec)
     left, _ = spec.param("window", (None, None))
-    beside, hides = beside_in(spec), sees_unevenly(spec)
+    extra, hides = extra_in(spec), sees_unevenly(spec)
     long = spec.shape("k")[1] >= (LONG_CAUSAL if hides else LONG)
     if max(h, e) <= 64:
         best = Tiles(128, 4, 3, turns=False, held=left is not None or not hides)
@@ -93,28 +95,32 @@ def default(spec: Spec, device: Device) -> Tiles:
         best = _of_wide_heads(h, e, spec)
     elif long and left is None:
         best = Tiles(160, 2, 2, turns=False)
-    elif left is not None and beside == NONE and not spec.param("softcap"):
+    elif left is not None and extra == NONE and not spec.param("softcap"):
         best = Tiles(64, 3, 3, turns=False)
     else:
-        held = hides and not beside.copied
+        held = hides and not extra.copied
         best = Tiles(128, 2, 2, turns=hides and not held, held=held)
     # Other widths of values and tables take more memory: 32 keys are few enough.
-    tried = (best, *(_SMALLER if beside.copied or beside.slopes else ()))
+    two = spec.param(PARAM) is not None  # which take more registers
+    fewer = replace(best, block_kv=min(best.block_kv, 128), warpgroups=2)
+    tried = (best, *((fewer,) if two else ()))
+    tried = (*tried, *(_SMALLER if extra.copied or extra.slopes or two else ()))
     smallest = Tiles(32, 2, 2, turns=False)
     tried = [_claiming(x, spec) for x in tried]
-    made = next((x for x in tried if fits_widths(x, h, e, beside).ok), smallest)
+    made = next((x for x in tried if _fits(x, spec).ok), smallest)
     return replace(made, programs=processors(device))
 
 
 def _of_wide_heads(h: int, e: int, spec: Spec) -> Tiles:
     """Returns the default for heads wider than 128; their values may be narrower.
 
-    For heads of 192 and values of 128 under a causal mask blocks of 96 keys took 0.94
-    of the time of blocks of 64 with 8k keys and 0.95 with 4k; with 1k a third
-    warpgroup 0.97, for which there is room then. For heads of 256 blocks of 80 take
-    1.02 (``tests/bench/results/attention_wide_h200.json``).
+    For heads of 192 and values of 128 under a causal mask, blocks of 96 keys were
+    compared with blocks of 64. They took 0.94 of the time with 8k keys, and 0.95 with
+    4k. With 1k keys there is
+    room for a third warpgroup, which took 0.97. For heads of 256 blocks of 80 take 1.02
+    (``tests/bench/results/attention_wide_h200.json``).
     """
-    if h > 192 or e > 128 or beside_in(spec) != NONE or spec.param("softcap"):
+    if h > 192 or e > 128 or extra_in(spec) != NONE or spec.param("softcap"):
         return Tiles(64, 2, 2, turns=False)
     if spec.shape("k")[1] <= SHORT:
         return Tiles(64, 2, 3, turns=False)
@@ -136,10 +142,9 @@ def _claiming(config: Tiles, spec: Spec) -> Tiles:
     On an H200 they took 0.94 to 1.00 of the time of assigned tiles, 0.81 with segments,
     whose work is uneven, and 1.02 with tables of biases.
     """
-    (h, e), beside = widths(spec), beside_in(spec)
-    claimed = config.programs > 0 and not beside.tables
+    claimed = config.programs > 0 and not extra_in(spec).tables
     made = replace(config, claimed=claimed)
-    return made if fits_widths(made, h, e, beside).ok else replace(made, claimed=False)
+    return made if _fits(made, spec).ok else replace(made, claimed=False)
 
 
 _SMALLER = (
@@ -165,7 +170,7 @@ def configs(spec: Spec, device: Device) -> list[Tiles]:
 
 def _configs(spec: Spec) -> list[Tiles]:
     width = max(widths(spec))
-    if beside_in(spec).copied:
+    if extra_in(spec).copied:
         return [
             *_SMALLER, Tiles(96, 2, 3), Tiles(64, 2, 3), Tiles(64, 3, 2),
             Tiles(128, 2, 2, turns=False), Tiles(128, 2, 2, programs=0),
@@ -192,22 +197,20 @@ def _configs(spec: Spec) -> list[Tiles]:
     ]  # fmt: skip
 
 
-def shared_memory(
-    config: Tiles, h: int, e: int, apart: bool, beside: Beside = NONE
-) -> int:
+def shared_memory(config: Tiles, h: int, e: int, own: bool, extra: Extra = NONE) -> int:
     """Returns bytes of shared memory for heads of width h and values of width e.
 
     Args:
         config: The config.
         h: Width of q and k.
         e: Width of v.
-        apart: Whether the result has memory of its own instead of q's.
-        beside: The operands of scores beside q and k.
+        own: Whether the result has memory of its own instead of q's.
+        extra: The operands of scores beside q and k.
     """
     q, out = config.rows * h, config.rows * e
     blocks = config.stages * config.block_kv * (h + e)
-    tiles = 2 * (blocks + (q + out if apart else max(q, out)))
-    others = beside.nbytes(config.stages, config.rows, config.block_kv)
+    tiles = 2 * (blocks + (q + out if own else max(q, out)))
+    others = extra.nbytes(config.stages, config.rows, config.block_kv)
     others += KIB if config.claimed else 0
     return tiles + others + 4 * config.rows + BARRIERS
 
@@ -218,62 +221,76 @@ BARRIERS = KIB
 """Bytes for barriers and alignment, at most."""
 
 
-def apart(config: Tiles, h: int, e: int, beside: Beside = NONE) -> bool:
+def result_has_memory(config: Tiles, h: int, e: int, extra: Extra = NONE) -> bool:
     """Returns whether shared memory holds the result beside the next tile's q.
 
     It must if they differ in width, since one warpgroup's rows would otherwise overlap
     another's.
     """
-    room = shared_memory(config, h, e, True, beside) <= SHARED_MEMORY
+    room = shared_memory(config, h, e, True, extra) <= SHARED_MEMORY
     return h != e or (config.programs > 0 and room)
 
 
-def registers(config: Tiles, e: int) -> int:
+def registers(config: Tiles, e: int, count: int = 1) -> int:
     """Returns registers per lane for scores, weights and result.
 
-    An accumulator of 64 rows has ``columns / 2`` registers of float32 per lane, weights
-    in 16 bits half of that.
+    An accumulator of 64 rows has ``columns / 2`` registers of float32 per lane, each
+    part of weights in 16 bits half of that.
     """
-    return config.block_kv // 2 + config.block_kv // 4 + e // 2
+    return config.block_kv // 2 + count * config.block_kv // 4 + e // 2
 
 
 def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: shared memory, registers, block sizes."""
     del device
-    h, e = widths(spec)
-    return fits_widths(config, h, e, beside_in(spec))
+    return _fits(config, spec)
 
 
-def first_fitting(h: int, e: int, beside: Beside = NONE) -> Tiles:
+def _fits(config: Tiles, spec: Spec) -> Verdict:
+    return fits_widths(config, *widths(spec), extra_in(spec), parts(spec.param(PARAM)))
+
+
+def first_fitting(h: int, e: int, extra: Extra = NONE, count: int = 1) -> Tiles:
     """Returns the default tiles for heads of width h and values of width e.
+
+    Args:
+        h: The width of q and k.
+        e: The width of v.
+        extra: The operands of scores beside q and k.
+        count: The parts of a weight.
 
     Example:
         >>> first_fitting(64, 64).block_kv, first_fitting(256, 256).block_kv
         (128, 64)
     """
     smallest = Tiles(32, 2, 2, turns=False)
-    fitting = (x for x in (Tiles(), *_SMALLER) if fits_widths(x, h, e, beside).ok)
+    tried = Tiles(), *_SMALLER
+    fitting = (x for x in tried if fits_widths(x, h, e, extra, count).ok)
     return next(fitting, smallest)
 
 
-def fits_widths(config: Tiles, h: int, e: int, beside: Beside = NONE) -> Verdict:
+def fits_widths(
+    config: Tiles, h: int, e: int, extra: Extra = NONE, count: int = 1
+) -> Verdict:
     """Returns the same for heads of width h and values of width e."""
     found = [YES]
     if config.warpgroups not in REGISTERS:
         found.append(no("warpgroups", f"{config.warpgroups} warpgroups, not 2 or 3"))
         return all_of(*found)
-    size = shared_memory(config, h, e, h != e, beside)
+    size = shared_memory(config, h, e, h != e, extra)
     if size > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
     most = REGISTERS[config.warpgroups][0] - OTHERS
-    used = registers(config, e) + beside.registers(config.block_kv)
+    used = registers(config, e, count) + extra.registers(config.block_kv)
     if used > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     if config.block_kv % 16 or not 16 <= config.block_kv <= 256:
-        found.append(no("block_kv", f"{config.block_kv} is no multiple of 16 to 256"))
-    if beside.copied and config.block_kv % 32:
-        text = f"{config.block_kv} is no multiple of 32, as tables and segments want"
+        found.append(
+            no("block_kv", f"{config.block_kv} is not a multiple of 16 to 256")
+        )
+    if extra.copied and config.block_kv % 32:
+        text = f"{config.block_kv} is not a multiple of 32, as tables and segments want"
         found.append(no("block_kv", text))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))

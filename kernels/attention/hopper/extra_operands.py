@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Extra:
     """The operands of scores beside q, k and v.
 
     Attributes:
@@ -38,14 +38,14 @@ class Beside:
         """Returns bytes of shared memory for so many blocks of rows and columns.
 
         Example:
-            >>> Beside(tables=(2,), columns=1).nbytes(2, 128, 64)
+            >>> Extra(tables=(2,), columns=1).nbytes(2, 128, 64)
             33280
         """
         each = sum(self.tables) * rows * columns
         return stages * (each + 4 * (self.rows * rows + self.columns * columns))
 
     @property
-    def transposed(self) -> Beside:
+    def transposed(self) -> Extra:
         """The same where rows are columns."""
         return replace(self, rows=self.columns, columns=self.rows)
 
@@ -59,10 +59,10 @@ class Beside:
         return len(self.tables) * columns // 8 + 64 * wide
 
 
-NONE = Beside()
+NONE = Extra()
 
 
-def beside_of(operands: Mapping[str, Any]) -> Beside:
+def extra_of(operands: Mapping[str, Any]) -> Extra:
     """Returns the operands of scores beside q, k and v.
 
     Args:
@@ -70,8 +70,8 @@ def beside_of(operands: Mapping[str, Any]) -> Beside:
 
     Example:
         >>> mask = jax.ShapeDtypeStruct((2, 1, 1, 300), jnp.bool_)
-        >>> beside_of({"mask": mask})
-        Beside(tables=(), rows=0, columns=1, slopes=False)
+        >>> extra_of({"mask": mask})
+        Extra(tables=(), rows=0, columns=1, slopes=False)
     """
     tables, lines = [], set()
     for name in ("bias", "mask"):
@@ -82,15 +82,15 @@ def beside_of(operands: Mapping[str, Any]) -> Beside:
             else:
                 lines.add("columns" if t == 1 else "rows")
     segments = int("q_segments" in operands and "kv_segments" in operands)
-    return Beside(
+    return Extra(
         tuple(tables), ("rows" in lines) + segments, ("columns" in lines) + segments,
         "alibi" in operands,
     )  # fmt: skip
 
 
-def beside_in(spec: Spec) -> Beside:
+def extra_in(spec: Spec) -> Extra:
     """Returns the same for a use of attention."""
-    return beside_of(
+    return extra_of(
         {
             name: jax.ShapeDtypeStruct(shape, spec.dtype(name))
             for name, shape in spec.shapes

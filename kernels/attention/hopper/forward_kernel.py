@@ -29,13 +29,19 @@ from rewriter.kernels.attention.hopper.blocks import (
     blocks_ahead,
     blocks_of,
 )
-from rewriter.kernels.attention.hopper.config import EDGE, REGISTERS, Tiles, apart
-from rewriter.kernels.attention.hopper.extra_operands import Beside, beside_of
+from rewriter.kernels.attention.hopper.config import (
+    EDGE,
+    REGISTERS,
+    Tiles,
+    result_has_memory,
+)
+from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
 from rewriter.kernels.attention.visibility import least
-from rewriter.kernels.shared import work_stealing
+from rewriter.kernels.shared import warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -56,9 +62,11 @@ class _Problem:
     config: Tiles
     saves: bool
     terms: Terms
-    beside: Beside
+    extra: Extra
     splits: bool
     swapped: tuple[str, ...]
+    out: jnp.dtype
+    parts: int
 
     @property
     def by_rows(self) -> bool:
@@ -72,8 +80,8 @@ class _Problem:
         return self.n // self.heads
 
     @property
-    def apart(self) -> bool:
-        return apart(self.config, self.h, self.e, self.beside)
+    def result_has_memory(self) -> bool:
+        return result_has_memory(self.config, self.h, self.e, self.extra)
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -127,8 +135,9 @@ def forward(
     softcap: float | None = None,
     empty_rows: str = "nan",
     out_dtype: str | None = None,
+    weights: str | None = None,
     residuals: bool = False,
-    apart: bool = False,
+    split_lse: bool = False,
     config: Tiles | None = None,
     swapped: tuple[str, ...] = (),
 ) -> Any:
@@ -153,15 +162,16 @@ def forward(
         shift: As in `reference`.
         softcap: As in `reference`.
         empty_rows: As in `reference`.
-        out_dtype: q's.
+        out_dtype: q's, or float32.
+        weights: Whether v is multiplied with twice the digits of q's dtype, where not
+            None; see `rewriter.kernels.attention.weights`.
         residuals: Whether to return ``(result, (lse,))``, lse float32 [b, n, t], -inf
             for rows without keys.
-        apart: Whether lse is instead a row's maximum and the logarithm of its sum.
+        split_lse: Whether lse is instead a row's maximum and the logarithm of its sum.
         config: The tiles.
         swapped: Names among q, k and v whose heads lie before positions in memory; they
             are read in place, without a copy.
     """
-    del out_dtype
     b, t, n, h = q.shape
     s, heads, e = k.shape[1], k.shape[2], v.shape[3]
     left, right = window
@@ -178,7 +188,8 @@ def forward(
     config = config or Tiles()
     p = _Problem(
         b, n, heads, h, e, seen, scale, softcap, config, residuals, terms,
-        beside_of(given), apart, swapped,
+        extra_of(given), split_lse, swapped, jnp.dtype(out_dtype or q.dtype),
+        parts(weights),
     )  # fmt: skip
     named = {"q": q, "k": k, "v": v}
     if not p.by_rows:
@@ -210,7 +221,7 @@ def row_sums(
     Args:
         q: [b, t, n, h].
         k: [b, s, k, h].
-        v: [b, s, k, e], of which 16 columns are read.
+        v: [b, s, k, e]. Only 16 of its columns are read.
         sinks: float [n].
         **given: The other operands and parameters of `forward`; some add to scores.
 
@@ -219,7 +230,7 @@ def row_sums(
     """
     smallest = Tiles(32, 2, 2, turns=False)
     return forward(
-        q, k, v[..., :16], sinks=sinks, **given, residuals=True, apart=True,
+        q, k, v[..., :16], sinks=sinks, **given, residuals=True, split_lse=True,
         config=smallest,
     )[1]  # fmt: skip
 
@@ -261,9 +272,10 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
     flat, q, terms = pallas.swizzle(p.e), named["q"], p.terms
     rows = p.mask.t if p.by_rows else -(-p.mask.t // EDGE) * EDGE
     tiles = pallas.tiles_and_rows if p.by_rows else pallas.tiles
-    out = [jax.ShapeDtypeStruct((p.b, rows, p.n, p.e), q.dtype)]
+    out = [jax.ShapeDtypeStruct((p.b, rows, p.n, p.e), p.out)]
     q_tiles = tiles((wgs, 64, p.h), q.dtype, width)
-    o_tiles = tiles((wgs, 64, p.e), q.dtype, flat)
+    # As many bytes in any dtype: those of q, where they share memory.
+    o_tiles = tiles((wgs, 64, 2 * p.e // p.out.itemsize), p.out, flat)
     scratch = {
         "k_tiles": tiles((stages, config.block_kv, p.h), q.dtype, width),
         "v_tiles": tiles((stages, config.block_kv, p.e), q.dtype, deep),
@@ -279,7 +291,7 @@ def _call(p: _Problem, zero: bool, named: dict[str, Array]) -> Any:
         **terms.scratch(stages, wgs, config.block_kv),
         **(work_stealing.scratch(wgs) if p.order.claimed else {}),
     }  # fmt: skip
-    if p.apart:
+    if p.result_has_memory:
         scratch |= {"q_tiles": q_tiles, "o_tiles": o_tiles}
     elif p.by_rows:
         scratch |= {"shared": plgpu.RefUnion(*q_tiles.refs, *o_tiles.refs)}
@@ -320,18 +332,10 @@ class _Block:
         self.warpgroup = lax.axis_index(pallas.WARPGROUP)
 
     def run(self) -> None:
-        most, least = REGISTERS[self.p.config.warpgroups]
-        computes = self.warpgroup < self.p.config.warpgroups
-
-        @pallas.when(computes)
-        def _() -> None:
-            plgpu.set_max_registers(most, action="increase")
-            self.compute()
-
-        @pallas.when(jnp.logical_not(computes))
-        def _() -> None:
-            plgpu.set_max_registers(least, action="decrease")
-            self.copy()
+        """Runs this warpgroup's part."""
+        count = self.p.config.warpgroups
+        computes = self.warpgroup < count
+        warpgroups.divide(computes, self.compute, self.copy, REGISTERS[count])
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``steps = body(tile, steps)`` for this block's tiles of rows."""

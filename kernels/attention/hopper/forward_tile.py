@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import block_masks, pallas
 from rewriter.kernels.attention.hopper.blocks import blocks_of, inside
+from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper.pallas import LOG2E
 from rewriter.kernels.attention.visibility import Range
 
@@ -110,13 +111,13 @@ class Tile:
             start = jnp.maximum(start, begin + 1)
             body = lambda i, c, cut=cut: self.step(i, step, c, cut)
             carry = lax.fori_loop(start, jnp.maximum(stop, start), body, carry)
-        if self.p.apart:
+        if self.p.result_has_memory:
             plgpu.barrier_arrive(x["q_free"].at[mine])
         out = self.finish(end - 1, step, carry)
         if own is not r:
             self.skip(end, r.count, step)
         self.store(*out)
-        if not self.p.apart:
+        if not self.p.result_has_memory:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(x["q_free"].at[mine])
 
@@ -186,6 +187,15 @@ class Tile:
         q = self.x["q_tiles"].at[self.block.warpgroup]
         plgpu.wgmma(scores, q, self.x["k_tiles"].at[slot].transpose((1, 0)))
 
+    def multiply_values(self, result: Any, weights: Any, slot: Any) -> None:
+        """Starts the product of weights, in their parts, with a block's values."""
+        for part in weights:
+            plgpu.wgmma(result, part, self.x["v_tiles"].at[slot])
+
+    def rounded(self, weights: Array) -> tuple[Array, ...]:
+        """Returns weights as tensor cores take them."""
+        return in_parts(weights, self.block.given["q"].dtype, self.p.parts)
+
     def begin(self, i: Any, step: Any) -> Any:
         """Returns (result, maxima, sums, weights) after the scores of one block."""
         slot = self.slot(i, step)
@@ -200,7 +210,7 @@ class Tile:
         top, total = self.first_sums()
         weights, top, total, _ = self.weigh(found, top, total)
         out = pallas.zeros((64, self.p.e))
-        return out, top, total, weights.astype(self.block.given["q"].dtype)
+        return out, top, total, self.rounded(weights)
 
     def step(self, i: Any, step: Any, carry: Any, cut: tuple[str, ...]) -> Any:
         """Computes the i-th block's scores while earlier weights multiply v."""
@@ -218,10 +228,10 @@ class Tile:
             result[...] = out
             self.multiply_keys(scores, slot)
             plgpu.barrier_wait(x["v_ready"].at[before])
-            plgpu.wgmma(result, weights, x["v_tiles"].at[before])
+            self.multiply_values(result, weights, before)
             if config.turns:
                 pallas.pass_turn(config.warpgroups)
-            found = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+            found = plgpu.wgmma_accumulator_load(scores, wait_n=len(weights))
             found = lax.optimization_barrier(found)
             found = self.seen_and_freed(found, i, slot, cut)
             found = self.weigh(found, top, total)
@@ -231,7 +241,7 @@ class Tile:
             made = lax.optimization_barrier(result[...])
             plgpu.barrier_arrive(x["v_free"].at[before])
             made = made * pallas.along(fade, made.shape)
-            return made, higher, sums, new.astype(self.block.given["q"].dtype)
+            return made, higher, sums, self.rounded(new)
 
         return pl.run_scoped(
             products,
@@ -247,7 +257,7 @@ class Tile:
 
         def product(result: Any) -> Any:
             result[...] = out
-            plgpu.wgmma(result, weights, self.x["v_tiles"].at[slot])
+            self.multiply_values(result, weights, slot)
             return result[...]
 
         out = pl.run_scoped(product, plgpu.ACC(out.shape, jnp.float32))
@@ -384,16 +394,18 @@ class Tile:
             mean = self.block.given["means"].at[self.b, self.head]
             mean = pallas.across(pallas.read(mean, pallas.COLUMNS), out.shape)
             out = jnp.where(pallas.along(total, out.shape) == 0.0, mean, out)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        given = self.block.given
-        x["o_tiles"].at[mine][...] = out.astype(given["out"].dtype)
-        if p.saves:
-            self.put_sums(top, total)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            x["o_rows"].at[mine],
-            given["out"].at[self.b, pl.ds(self.mine, 64), self.n],
-        )
+        given, columns = self.block.given, x["o_tiles"].shape[-1]
+        for first in range(0, p.e, columns):  # memory holds half of a wide result
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            piece = out if columns == p.e else out[:, first : first + columns]
+            x["o_tiles"].at[mine][...] = piece.astype(given["out"].dtype)
+            if p.saves and first == 0:
+                self.put_sums(top, total)
+            plgpu.commit_smem()
+            place: tuple[Any, ...] = (self.b, pl.ds(self.mine, 64), self.n)
+            if columns != p.e:
+                place = (*place, pl.ds(first, columns))
+            plgpu.copy_smem_to_gmem(x["o_rows"].at[mine], given["out"].at[place])
         for name in p.saved:
             plgpu.copy_smem_to_gmem(
                 x[f"{name}_rows"].at[mine],

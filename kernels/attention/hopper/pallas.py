@@ -46,7 +46,7 @@ def swizzle(*sizes: int) -> int:
     """Returns the widest swizzle, in bytes, whose 16-bit elements divide the sizes.
 
     Raises:
-        ValueError: If a size is no multiple of 16.
+        ValueError: If a size is not a multiple of 16.
 
     Example:
         >>> swizzle(128), swizzle(96), swizzle(128, 80)
@@ -63,12 +63,10 @@ def tiles(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
 
     Args:
         shape: [..., rows, columns].
-        dtype: A 16-bit float.
+        dtype: A 16-bit float, or float32 for what tensor cores do not read.
         width: 128, 64 or 32.
     """
-    tiling = plgpu.TilingTransform((8, width // 2))
-    transforms = (tiling, plgpu.SwizzleTransform(width))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, 8, width))
 
 
 def tiles_and_rows(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
@@ -79,7 +77,7 @@ def tiles_and_rows(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
 
     Args:
         shape: [..., rows, columns], as many columns as `width` bytes hold.
-        dtype: A 16-bit float.
+        dtype: A 16-bit float, or float32.
         width: 128, 64 or 32.
     """
     by_row = plgpu.SMEM(shape, dtype, transforms=transforms(dtype, 1, width))

@@ -21,6 +21,8 @@ from rewriter.kernels.attention.hopper.backward_config import (
     fits_backward,
 )
 from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE, STEP, filled
+from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.weights import PARAM
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
@@ -65,6 +67,8 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
         return math.inf
     both = passes != "forward"
     flops = widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
+    if parts(spec.param(PARAM)) > 1:  # v is multiplied twice in the forward
+        flops += widened(spec, "forward", STEP) / 2
     reached = OWN * share(passes, filled(h))
     made = seconds(device, flops, 0.0, compute=reached, launches=8 if both else 3)
     made = max(made, least(spec, device, passes))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from rewriter.kernels.attention.by_entry import by_entry
+from rewriter.kernels.attention.hopper.dtypes import takes_dtypes
 from rewriter.kernels.attention.hopper_decode.config import ROWS
 from rewriter.kernels.attention.hopper_decode.config import Split as Split
 from rewriter.kernels.attention.hopper_decode.config import configs as configs
@@ -34,7 +33,6 @@ IN_PAGES = frozenset({"q", "k", "v", "kv_lengths", "offset"})
 """Supported operands, also with keys in pages."""
 
 OPERANDS = IN_PAGES | {"mask"}
-TYPES = ("bfloat16", "float16")
 WIDEST = 256
 """Columns of a tensor core's product, and so the widest head."""
 
@@ -57,7 +55,7 @@ def supports(spec: Spec, operands: frozenset[str] = OPERANDS) -> Verdict:
     if spec.symbolic:
         return no("symbolic", "the Hopper decode kernel needs known sizes")
     verdict = all_of(
-        *_operands(spec, operands), *_types(spec), *_numbers(spec), *_empty(spec)
+        *_operands(spec, operands), takes_dtypes(spec), *_numbers(spec), *_empty(spec)
     )
     if verdict.ok:
         verdict = all_of(*_sizes(spec))
@@ -68,17 +66,6 @@ def _operands(spec: Spec, operands: frozenset[str]) -> list[Verdict]:
     more = ", ".join(sorted(set(spec.operands) - operands))
     text = f"the Hopper decode kernel does not take {more}"
     return [no("operands", text)] if more else []
-
-
-def _types(spec: Spec) -> list[Verdict]:
-    kinds = {str(jnp.dtype(spec.dtype(name))) for name in "qkv"}
-    out = spec.param("out_dtype")
-    kinds |= {str(jnp.dtype(out))} if out else set()
-    if len(kinds) == 1 and kinds <= set(TYPES):
-        return []
-    every = ", ".join(sorted(kinds))
-    text = f"the Hopper decode kernel takes one 16-bit float, not {every}"
-    return [no("dtype", text)]
 
 
 def _numbers(spec: Spec) -> list[Verdict]:

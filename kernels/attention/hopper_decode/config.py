@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rewriter.kernels.attention.hopper.dtypes import parts
+from rewriter.kernels.attention.weights import PARAM
 from rewriter.kernels.shared.hopper import PROCESSORS, SHARED_MEMORY, processors
 from rewriter.support.verdict import Verdict, all_of, no
 
@@ -125,17 +127,27 @@ def fits(config: Split, spec: Spec, device: Device) -> Verdict:
     b, t, n, h = spec.shape("q")
     del b
     heads, e = spec.shape("k")[2], spec.shape("v")[3]
-    return fits_sizes(config, rows_of(t, n // heads), h, e, spec.has("mask"))
+    rows, count = rows_of(t, n // heads), parts(spec.param(PARAM))
+    return fits_sizes(config, rows, h, e, spec.has("mask"), count)
 
 
 def fits_sizes(
-    config: Split, rows: int, h: int, e: int, masked: bool = False
+    config: Split, rows: int, h: int, e: int, masked: bool = False, weights: int = 1
 ) -> Verdict:
-    """Returns the same for so many rows, heads of width h and values of width e."""
+    """Returns the same for so many rows, heads of width h and values of width e.
+
+    Args:
+        config: The config.
+        rows: As `rows_of` gives them.
+        h: Width of q and k.
+        e: Width of v.
+        masked: Whether there is a mask of keys.
+        weights: The parts of a weight.
+    """
     found = []
     block = config.block_kv
     if block % 16 or not 16 <= block <= 256:
-        found.append(no("block_kv", f"{block} is no multiple of 16 to 256"))
+        found.append(no("block_kv", f"{block} is not a multiple of 16 to 256"))
     if config.stages < 2:
         found.append(no("stages", f"{config.stages} stages, fewer than 2"))
     if (count := config.stages * config.readers) > MOST_STAGES:
@@ -148,9 +160,9 @@ def fits_sizes(
         found.append(no("shared_memory", text))
     # An accumulator of 64 rows has half a register of float32 per column and lane.
     most = REGISTERS.get(config.readers, (240,))[0] - OTHERS
-    # Weights of 16 bits have a quarter, and so have a mask's numbers, which are read
-    # before. With these too, ptxas 13.0 spilled nothing at the edges of this rule.
-    if (used := block // 2 + block // 4 + e // 2) > most:
+    # Parts of weights of 16 bits have a quarter. So have a mask's numbers, read before.
+    # With these too, ptxas 13.0 spilled nothing at the edges of this rule.
+    if (used := block // 2 + weights * block // 4 + e // 2) > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     start = AT_START[config.readers] - BESIDES
     if (used := max(block, e) // 2) > start:

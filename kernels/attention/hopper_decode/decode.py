@@ -9,6 +9,7 @@ import numpy as np
 
 from rewriter.kernels.attention.empty import AVERAGED, ZERO
 from rewriter.kernels.attention.hopper.blocks import Mask
+from rewriter.kernels.attention.hopper.dtypes import parts as parts_of
 from rewriter.kernels.attention.hopper_decode.config import ROWS, Split, mask_columns
 from rewriter.kernels.attention.hopper_decode.kernel import pieces
 from rewriter.kernels.attention.hopper_decode.merge import merged
@@ -76,6 +77,7 @@ def attend(
     softcap: float | None = None,
     empty_rows: str = "nan",
     out_dtype: str | None = None,
+    weights: str | None = None,
 ) -> Array:
     """Returns attention [b, t, n, e] over keys laid out by `pages`.
 
@@ -96,9 +98,10 @@ def attend(
         shift: As in `reference`.
         softcap: As in `reference`.
         empty_rows: As in `reference`.
-        out_dtype: q's.
+        out_dtype: The result's dtype, q's by default.
+        weights: Whether v is multiplied with twice the digits of q's dtype, where not
+            None; see `rewriter.kernels.attention.weights`.
     """
-    del out_dtype
     b, t, n, h = q.shape
     left, right = window
     seen = Mask(
@@ -106,7 +109,8 @@ def attend(
         empty_rows in AVERAGED, mask is not None,
     )  # fmt: skip
     e = v.shape[3]
-    p = Problem(b, n, heads, h, e, seen, scale, softcap, pages, config)
+    count = parts_of(weights)
+    p = Problem(b, n, heads, h, e, seen, scale, softcap, pages, config, count)
     numbers = {
         name: jnp.broadcast_to(x.astype(jnp.int32), (b,))
         for name, x in (("lengths", kv_lengths), ("offsets", offset))
@@ -119,7 +123,7 @@ def attend(
         numbers["table"] = table
     parts, lse = pieces(p, _by_pair(p, q), ends, k, v, numbers)
     zero = empty_rows in ZERO and seen.may_be_empty
-    return merged(p, ends, parts, lse, zero, q.dtype)
+    return merged(p, ends, parts, lse, zero, jnp.dtype(out_dtype or q.dtype))
 
 
 def _by_pair(p: Problem, q: Array) -> Array:

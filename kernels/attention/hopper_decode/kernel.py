@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import pallas
+from rewriter.kernels.attention.hopper.dtypes import in_parts
 from rewriter.kernels.attention.hopper_decode.config import (
     QUERIES,
     REGISTERS,
@@ -34,6 +35,7 @@ from rewriter.kernels.attention.hopper_decode.config import (
 )
 from rewriter.kernels.attention.hopper_decode.problem import Problem
 from rewriter.kernels.attention.visibility import Range
+from rewriter.kernels.shared import warpgroups
 
 if TYPE_CHECKING:
     from jax import Array
@@ -144,21 +146,10 @@ class _Reader:
         self.line = p.line(given["ends"])
 
     def run(self) -> None:
+        """Runs this warpgroup's part."""
         readers = self.p.config.readers
-        most, least = REGISTERS.get(readers, (0, 0))
-        computes = self.warpgroup < readers
-
-        @pallas.when(computes)
-        def _() -> None:
-            if most:
-                plgpu.set_max_registers(most, action="increase")
-            self.compute()
-
-        @pallas.when(jnp.logical_not(computes))
-        def _() -> None:
-            if least:
-                plgpu.set_max_registers(least, action="decrease")
-            self.copy()
+        registers = REGISTERS.get(readers, (0, 0))
+        warpgroups.divide(self.warpgroup < readers, self.compute, self.copy, registers)
 
     def over_pieces(self, body: Any) -> None:
         """Runs ``body(piece, step)`` for this reader's pieces.
@@ -335,13 +326,14 @@ class _Reader:
             scores = lax.optimization_barrier(scores)
             plgpu.barrier_arrive(x["k_free"].at[place])  # of the mask too, read by now
         weights, top, total, fade = self.weigh(scores, top, total)
-        weights = weights.astype(self.given["q"].dtype)
+        weights = in_parts(weights, self.given["q"].dtype, p.parts)
         out = out * pallas.along(fade, out.shape)
         plgpu.barrier_wait(x["v_ready"].at[place])
 
         def summed(result: Any) -> Any:
             result[...] = out
-            plgpu.wgmma(result, weights, x["v_tiles"].at[self.own, slot])
+            for part in weights:
+                plgpu.wgmma(result, part, x["v_tiles"].at[self.own, slot])
             return result[...]
 
         out = pl.run_scoped(summed, plgpu.ACC(out.shape, jnp.float32))

@@ -23,8 +23,8 @@ class Pages:
     Attributes:
         size: Keys of a page; of a sequence if there is no table.
         count: Pages of a sequence.
-        axes: The letters of the arrays' axes: k for heads, p for pages, or sequences if
-            there is no table, z for positions and h for the width, which is last.
+        axes: The letters of the arrays' axes: k for heads, p for pages, z for positions
+            and h for the width, which is last. Without a table p is for sequences.
         listed: Whether a table names each sequence's pages.
     """
 
@@ -48,6 +48,7 @@ class Problem:
     softcap: float | None
     pages: Pages
     config: Split
+    parts: int = 1
 
     @property
     def group(self) -> int:

@@ -41,10 +41,10 @@ def backward(
     Args:
         p: The use.
         config: Sizes of blocks; those of `p` are not read.
-        arrays: As the forward's, and ``up`` [b, n, t, e], the result's cotangent, and
-            ``kept`` float32 [b, n, 2 or 3, t]: what to subtract from scores, infinite
-            for rows without keys, and the sum of the result times its cotangent.
-            Its last axis is padded to whole blocks.
+        arrays: As the forward's, and two more. ``up`` [b, n, t, e] is the result's
+            cotangent. ``kept`` float32 [b, n, 2 or 3, t] is what to subtract from
+            scores, infinite for rows without keys, and the sum of the result times its
+            cotangent. Its last axis is padded to whole blocks.
         dtype: The results' dtype.
     """
     p = p.blocks(config.rows, config.keys, edges=True)

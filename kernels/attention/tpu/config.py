@@ -132,9 +132,11 @@ def fits(config: Blocks, spec: Spec, device: Device) -> Verdict:
     """Returns whether a config can run: multiples of registers, VMEM, SMEM."""
     found = [YES]
     if config.rows % 16 or (config.rows > LANES and config.rows % LANES):
-        found.append(no("rows", f"blocks of {config.rows} queries, no multiple of 128"))
+        found.append(
+            no("rows", f"blocks of {config.rows} queries, not a multiple of 128")
+        )
     if config.keys % LANES:
-        found.append(no("keys", f"blocks of {config.keys} keys, no multiple of 128"))
+        found.append(no("keys", f"blocks of {config.keys} keys, not a multiple of 128"))
     for name, inner, outer in (
         ("inner_rows", config.inner_rows, config.rows),
         ("inner_keys", config.inner_keys, config.keys),

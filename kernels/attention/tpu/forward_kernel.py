@@ -228,7 +228,7 @@ def is_broken(x: Array) -> Any:
 def each_head(
     weights: Array, values: Array, keys: Array, rows: Array, heads: int, precision: Any
 ) -> Array:
-    """Returns weights times values, of which no head sees those of another.
+    """Returns weights times values, each head's own.
 
     Together their weights are 0, and what is not finite is still not, times 0.
 

@@ -56,14 +56,14 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns whether `forward` is likely to beat the program as written.
 
     On an H200 (``tests/bench/results/tuning_h200.json``) it takes 0.8 of XLA's time in
-    float32, and a third of its memory under a causal mask. In 16 bits XLA is faster
-    where a program keeps its scores in 16 bits, so that there it is chosen only where
-    the scores would take 32 GiB. cuDNN, where it may be used, takes a tenth.
+    float32, and a third of its memory under a causal mask. XLA is faster where a
+    program keeps its scores in 16 bits. There this kernel is chosen only if the scores
+    would take 32 GiB. Where cuDNN may be used, it takes a tenth.
 
     The measure is what the program holds in f32: its scores, and its turned
-    copies of k and v. Measured on 2 cores of an AMD EPYC (Zen 4), f32, jax
-    0.10.2 and 0.12.0, original time over ours, forward | with gradient, under
-    changing load; scores MiB + k and v MiB in brackets:
+    copies of k and v. The table has the original's time over ours, forward | with
+    gradient, and in brackets MiB of scores + those of k and v. It was measured on 2
+    cores of an AMD EPYC (Zen 4), f32, jax 0.10.2 and 0.12.0, under changing load:
 
     causal b1 t128 n8 h64 [0.5 + 0.5]      1.0 | 1.0
     causal b1 t256 n8 h64 [2 + 1]          1.0 | 1.2

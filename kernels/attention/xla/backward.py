@@ -174,7 +174,7 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
         if "bias" in p.arrays:
             grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
         if "alibi" in p.arrays:
-            slope = (tile.apart(d) * tile.relative().astype(wide)).sum((0, 3, 4))
+            slope = (tile.by_head(d) * tile.relative().astype(wide)).sum((0, 3, 4))
             grads = {**grads, "alibi": _add_heads(step, grads["alibi"], slope)}
         if bent is not None:
             d = d * (1 - bent * bent)

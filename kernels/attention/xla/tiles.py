@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import min_dim
 
 from rewriter.kernels.attention.visibility import Visibility
-from rewriter.kernels.attention.xla.config import DEFAULT, Blocks
+from rewriter.kernels.attention.xla.config import DEFAULT
+from rewriter.kernels.attention.xla.sizes import Sizes, number, sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,93 +24,6 @@ AXES = {
     "scale_factor": "", "out": "btne", "cotangent": "btne", "lse": "bnt",
 }  # fmt: skip
 """Every array's axes. All but t and s of k, v, out and lse may have size 1."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Block sizes, and batch entries and heads per step.
-
-    The sizes b, t, s, heads, rows and keys may be symbolic.
-    """
-
-    b: int
-    t: int
-    s: int
-    heads: int
-    group: int
-    rows: int
-    keys: int
-    some_b: int
-    some_heads: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of rows."""
-        return -(-self.t // self.rows)
-
-    @property
-    def steps(self) -> int:
-        """Steps over batch entries and heads."""
-        return (self.b // self.some_b) * (self.heads // self.some_heads)
-
-    @property
-    def rows_overlap(self) -> bool:
-        """Whether the last block of rows may repeat rows of the one before."""
-        return _may_be_ragged(self.t, self.rows)
-
-    @property
-    def keys_overlap(self) -> bool:
-        """Whether the last block of keys may repeat keys of the one before."""
-        return _may_be_ragged(self.s, self.keys)
-
-
-def _may_be_ragged(n: int, size: int) -> bool:
-    known = isinstance(n, int) and isinstance(size, int)
-    return n % size != 0 if known else True
-
-
-def number(x: Any) -> Any:
-    """Returns a symbolic size as an array; other numbers unchanged."""
-    known = isinstance(x, (int, jax.Array))
-    return x if known else jnp.asarray(x, jnp.int32)
-
-
-def _divisor(n: int, most: int) -> int:
-    if not isinstance(n, int):
-        return 1  # of a symbolic size
-    return next(d for d in range(max(1, min(n, most)), 0, -1) if n % d == 0)
-
-
-def _even(n: int, most: int) -> int:
-    """Returns a block size up to `most` that divides n into nearly equal blocks.
-
-    That of a symbolic size is symbolic too: at most `most`, and no larger than n.
-    """
-    if not isinstance(n, int):
-        return min_dim(n, most)
-    blocks = -(-n // most)
-    size = -(-n // blocks)
-    return min(n, (size + 7) // 8 * 8)
-
-
-def _sizes(q: Array, k: Array, blocks: Blocks) -> Sizes:
-    b, t, n, _ = q.shape
-    s, heads = k.shape[1:3]
-    group = n // heads
-    most, lines = blocks.rows, blocks.lines
-    rows = _even(t, max(most // 8, min(most, 2 * most // group)))
-    keys = _even(s, blocks.keys)
-    few = isinstance(t, int) and t * group < most // 2
-    if few and isinstance(heads, int):
-        # Few rows, as in decoding: longer blocks, up to a number of keys of all heads.
-        width = heads * k.shape[3]
-        longest = min(lines // width, most * blocks.keys // (t * group))
-        keys = _even(s, max(blocks.keys, longest))
-    tall, wide = (n if isinstance(n, int) else blocks.rows for n in (rows, keys))
-    pairs = max(1, min(blocks.tile // (tall * group), lines // k.shape[3]) // wide)
-    some_heads = _divisor(heads, pairs)
-    some_b = _divisor(b, pairs // heads) if some_heads == heads else 1
-    return Sizes(b, t, s, heads, group, rows, keys, some_b, some_heads)
 
 
 @dataclass(frozen=True)
@@ -186,7 +98,7 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
         "empty_rows": "nan", "out_dtype": None,
     }  # fmt: skip
     arrays = {"q": q, "k": k, "v": v}
-    sizes = _sizes(q, k, given.pop("config", None) or DEFAULT)
+    sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)
     for name, value in given.items():
         if name in params:
             params[name] = value
@@ -206,9 +118,9 @@ def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
 class Step:
     """Some batch entries and heads, with their keys and values ready for dots.
 
-    Arrays for dots have axes c, the batch entries and key heads in one, and r,
-    the query heads of a key head and the queries of a block in one: XLA:CPU
-    copies the operands of a dot with more axes than [c, r, h] [c, s, h].
+    Arrays for dots have two joined axes. Axis c has the batch entries and key heads.
+    Axis r has the query heads of a key head and the queries of a block. XLA:CPU copies
+    the operands of a dot with more axes than [c, r, h] [c, s, h].
     """
 
     def __init__(self, p: Problem, at: Any):
@@ -268,9 +180,9 @@ class Step:
     def per_head(self, name: str) -> Array:
         """Returns an operand [n] as [1, k, g, 1, 1]."""
         x = self.p.cut(name, self.here).astype(self.p.wide)
-        return self.heads_apart(x, at=0)[None, :, :, None, None]
+        return self.split_heads(x, at=0)[None, :, :, None, None]
 
-    def heads_apart(self, x: Array, *, at: int) -> Array:
+    def split_heads(self, x: Array, *, at: int) -> Array:
         """Returns x with its head axis, of size n or 1, split into (k, g)."""
         z = self.p.sizes
         apart = (1, 1) if x.shape[at] == 1 else (z.some_heads, z.group)
@@ -301,7 +213,7 @@ class Block:
     def merge(self, x: Array) -> Array:
         """Returns [b, t, n, h] as [c, r, h]."""
         z = self.p.sizes
-        x = self.step.heads_apart(x, at=2).transpose(0, 2, 3, 1, 4)
+        x = self.step.split_heads(x, at=2).transpose(0, 2, 3, 1, 4)
         return x.reshape(z.some_b * z.some_heads, z.group * z.rows, -1)
 
     def per_row(self, x: Array) -> Array:
@@ -429,14 +341,14 @@ class Tile:
 
     def part(self, name: str) -> Array:
         """Returns this tile of an operand [b|1, n|1, t|1, s|1]."""
-        return self.block.step.heads_apart(self.p.cut(name, self.here), at=1)
+        return self.block.step.split_heads(self.p.cut(name, self.here), at=1)
 
     def add(self, name: str, into: Array, x: Array) -> Array:
         """Returns `into`, shaped as the operand, plus x [c, r, s] on its tile."""
-        x = self.apart(x)
+        x = self.by_head(x)
         starts, sizes = self.p.place(AXES[name], into.shape, self.here)
         old = lax.dynamic_slice(into, starts, sizes)
-        apart = self.block.step.heads_apart(old, at=1).shape
+        apart = self.block.step.split_heads(old, at=1).shape
         over = tuple(i for i in range(5) if apart[i] == 1 and x.shape[i] > 1)
         new = x.sum(over, keepdims=True).reshape(sizes)
         return lax.dynamic_update_slice(into, old + new, starts)
@@ -453,7 +365,7 @@ class Tile:
         x = x.astype(into.dtype) + lax.dynamic_slice(into, starts, sizes)
         return lax.dynamic_update_slice(into, x, starts)
 
-    def apart(self, x: Array) -> Array:
+    def by_head(self, x: Array) -> Array:
         """Returns [c, r, s] as [b, k, g, t, s]."""
         z = self.p.sizes
         return x.reshape(z.some_b, z.some_heads, z.group, z.rows, z.keys)
@@ -509,7 +421,7 @@ class Tile:
         if p.softcap is not None:
             bent = jnp.tanh(x / p.softcap)
             x = bent * p.softcap
-        flat, x = x.shape, self.apart(x)
+        flat, x = x.shape, self.by_head(x)
         if "bias" in p.arrays:
             x = x + self.part("bias").astype(p.wide)
         if "alibi" in p.arrays:
@@ -526,7 +438,7 @@ class Tile:
 
     def only_seen(self, x: Array) -> Array:
         """Returns x [c, r, s] with 0 for hidden keys, even instead of NaN."""
-        apart = self.apart(x)
+        apart = self.by_head(x)
         for seen in self.seen():
             apart = jnp.where(seen, apart, 0)
         return apart.reshape(x.shape)

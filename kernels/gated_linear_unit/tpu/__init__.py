@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit import xla
-from rewriter.kernels.gated_linear_unit.reference import Bounds, combine
+from rewriter.kernels.gated_linear_unit.reference import combine
 from rewriter.kernels.gated_linear_unit.tpu.config import (
     SMALLEST,
     Sizes,
@@ -29,6 +29,7 @@ from rewriter.kernels.gated_linear_unit.tpu.config import (
 from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
+from rewriter.ops.activations import Bounds, Slopes
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -69,8 +70,8 @@ def supports(spec: Spec) -> Verdict:
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns no: XLA fuses the combination of branches into the second product.
 
-    Rows, k and f of 2048, 2048 and 4096 in bfloat16 take 537k cycles on v5e by XLA and
-    613k by the kernel, which writes no branch to memory; the peak is 523k
+    On v5e, rows, k and f of 2048, 2048 and 4096 in bfloat16 take 537k cycles by XLA. By
+    the kernel, which writes no branch to memory, they take 613k. The peak is 523k
     (``tests/bench/results/tuned_tpu_v5e.json``, libtpu 0.0.50, in time at 1.5 GHz).
     Users may ask for the kernel by name.
     """
@@ -101,6 +102,7 @@ def forward(
     """
     from rewriter.kernels.gated_linear_unit.tpu.kernel import combined
 
+    given |= {"slopes": (), "slopes_up": ()}  # of derivatives
     operands, join = _taken(x, w_gate, w_up, given)
     dtype = jnp.dtype(out_dtype or x.dtype)
     sizes = _sizes(operands, 0, dtype.itemsize)
@@ -136,13 +138,13 @@ def backward(
         config: The tiles.
         **given: As in `forward`.
     """
-    from rewriter.kernels.gated_linear_unit.tpu.kernel import taken_apart
+    from rewriter.kernels.gated_linear_unit.tpu.kernel import cotangents_of_branches
 
     del out, residuals, out_dtype
     operands, join = _taken(x, w_gate, w_up, given)
     narrow = jnp.result_type(x, w_gate, w_up)
     sizes = _sizes(operands, cotangent.dtype.itemsize, 2 * narrow.itemsize)
-    d_gate, d_up, *sums = taken_apart(
+    d_gate, d_up, *sums = cotangents_of_branches(
         operands, cotangent.reshape(sizes.m, sizes.n), sizes, narrow, precision,
         config or SMALLEST, join,
     )  # fmt: skip
@@ -186,10 +188,13 @@ def _params(
     clip_gate: Bounds = (None, None),
     clip_up: Bounds = (None, None),
     up_shift: float = 0.0,
+    slopes: Slopes = (),
+    slopes_up: Slopes = (),
 ) -> dict[str, Any]:
     del b_gate, b_up
     return {"activation": activation, "beta": beta, "clip_gate": clip_gate,
-            "clip_up": clip_up, "up_shift": up_shift}  # fmt: skip
+            "clip_up": clip_up, "up_shift": up_shift, "slopes": slopes,
+            "slopes_up": slopes_up}  # fmt: skip
 
 
 def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:

@@ -123,7 +123,7 @@ def _fits(config: Tiles, sizes: Sizes, device: Device) -> Verdict:
     for name, unit in (("block_m", 16), ("block_k", tpu.LANES),
                        ("block_n", tpu.LANES), ("step_k", tpu.LANES)):  # fmt: skip
         if (size := getattr(config, name)) % unit or size <= 0:
-            found.append(no(name, f"{size} is no multiple of {unit}"))
+            found.append(no(name, f"{size} is not a multiple of {unit}"))
     if not all_of(*found).ok:
         return all_of(*found)
     room, size = tpu.generation(device).vmem, vmem(sizes, config)

@@ -67,7 +67,7 @@ def combined(
     return out
 
 
-def taken_apart(
+def cotangents_of_branches(
     operands: dict[str, Array],
     cotangent: Array,
     sizes: Sizes,

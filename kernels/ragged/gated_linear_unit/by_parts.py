@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.gated_linear_unit.reference import branches
-from rewriter.ops.activations import ACTIVATIONS
+from rewriter.ops.activations import ACTIVATIONS, Slopes, with_slopes
 from rewriter.ops.kernel import Spec
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -46,7 +47,8 @@ def forward(
         config: The product's.
         product: The kernel.
     """
-    given = {"precision": precision, "out_dtype": str(kept_dtype(x, w, w_up))}
+    del slopes  # of derivatives
+    given = {"precision": precision, "out_dtype": str(saved_dtype(x, w, w_up))}
     gate, up = branches(
         x, w, group_sizes, w_up, halves, product, config=config, **given
     )
@@ -68,6 +70,7 @@ def backward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     config: Any = None,
@@ -88,8 +91,10 @@ def backward(
     gate, up = residuals
     wide = jnp.promote_types(gate.dtype, jnp.float32)
 
+    act = with_slopes(lambda y: ACTIVATIONS[activation](y, beta), slopes)
+
     def joined(gate: Array, up: Array) -> Array:
-        return ACTIVATIONS[activation](gate, beta) * up
+        return act(gate) * up
 
     _, back = jax.vjp(joined, gate.astype(wide), up.astype(wide))
     of_branches = [d.astype(gate.dtype) for d in back(cotangent.astype(wide))]
@@ -109,7 +114,7 @@ def backward(
     return {"x": rows.astype(x.dtype), "w": first["rhs"], "w_up": second["rhs"]}
 
 
-def kept_dtype(x: Array, w: Array, w_up: Array | None) -> Any:
+def saved_dtype(x: Array, w: Array, w_up: Array | None) -> Any:
     """Returns the dtype of the saved branches: that of a product of the operands."""
     return jnp.result_type(*(a for a in (x, w, w_up) if a is not None))
 

@@ -14,10 +14,10 @@ def cost(
     """Returns operations and bytes of a gated linear unit of experts.
 
     With m rows, k columns and f hidden ones a forward is two products of ``2·m·k·f``
-    operations, whatever the groups; gradients of x and the matrices are as many each,
-    and both branches again where only gradients are computed. Every row is counted. The
-    number of matrices read is the expected number of groups with rows, as for a ragged
-    dot.
+    operations, whatever the groups. Gradients of x and of the matrices are as many
+    each. Where only gradients are computed, both branches are computed again. Every row
+    is counted. The number of matrices read is the expected number of groups with rows,
+    as for a ragged dot.
 
     Args:
         shapes: Shapes by operand name.

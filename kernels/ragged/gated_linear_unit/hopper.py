@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
@@ -29,6 +31,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -43,7 +46,7 @@ def supports(spec: Spec) -> Verdict:
         return found[0]
     columns = spec.shape("w")[2]
     if spec.param("halves") and columns % (2 * STEP):
-        text = f"half of {columns} columns is no multiple of {STEP}"
+        text = f"half of {columns} columns is not a multiple of {STEP}"
         found.append(no("halves", text))
     return all_of(*found, gated_tiles.computes(spec.param("activation")))
 
@@ -103,6 +106,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -120,20 +124,60 @@ def forward(
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.
     """
+    del slopes, precision, out_dtype  # slopes are of derivatives
+    how = activation, beta, halves, residuals, config or Tiles()
+    return unit(NAME, x, (w, w_up), group_sizes, *how)
+
+
+def unit(
+    name: str,
+    x: Array,
+    w: tuple[Array, Array | None],
+    group_sizes: Array,
+    activation: str,
+    beta: float,
+    halves: str | None,
+    residuals: bool,
+    config: Any,
+    scales: tuple[Array | None, Array | None] = (None, None),
+    **side: Any,
+) -> Any:
+    """Returns the result and, with `residuals`, both branches, by one kernel.
+
+    Args:
+        name: The name of the kernel in profiles.
+        x: [m, k].
+        w: The matrices of both branches; one array if they are its halves.
+        group_sizes: int [g].
+        activation: As in `reference`.
+        beta: As in `reference`.
+        halves: As in `reference`.
+        residuals: Whether to return ``(result, (gate, up))``.
+        config: The tiles.
+        scales: [g, columns] for each array of matrices that is stored.
+        **side: How matrices come into shared memory; see `combined`.
+    """
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision, out_dtype
-    f = w.shape[2] // (2 if halves else 1)
-    branches = [Branch(w), Branch(w if w_up is None else w_up)]
+    f = w[0].shape[2] // (2 if halves else 1)
+
+    def branch(index: int, first: int = 0) -> Branch:
+        scale = scales[index]
+        if scale is not None:
+            scale = scale[:, first : first + f].astype(jnp.float32)
+        return Branch(w[index], first, scale=scale)
+
     if halves:
-        first = (0, f) if halves == "gate_up" else (f, 0)
-        branches = [Branch(w, column) for column in first]
+        order = (0, f) if halves == "gate_up" else (f, 0)
+        branches = [branch(0, first) for first in order]
+    else:
+        branches = [branch(0), branch(1)]
     results = [lambda gate, up: ON_HOPPER[activation](gate, beta) * up]
     if residuals:
         results += [lambda gate, up: gate, lambda gate, up: up]
     out, *kept = combined(
-        NAME, x, branches, f, group_sizes, results, x.dtype, config or Tiles()
+        name, x, branches, f, group_sizes, results, x.dtype, config, **side
     )
     return (out, tuple(kept)) if residuals else out
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper import stored as of_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
@@ -23,7 +21,6 @@ from rewriter.kernels.ragged.gated_linear_unit.stored_estimate import (
     part_of,
 )
 from rewriter.kernels.shared import gated_tiles
-from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.ops.stored import widened_operands
@@ -32,6 +29,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -54,7 +52,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("dtype", f"the result is {out}, and x {x}"))
     columns = spec.shape("w")[2]
     if spec.param("halves") and columns % (2 * STEP):
-        text = f"half of {columns} columns is no multiple of {STEP}"
+        text = f"half of {columns} columns is not a multiple of {STEP}"
         found.append(no("halves", text))
     return all_of(YES, *found)
 
@@ -74,7 +72,7 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
     """Returns whether tiles can run: as for a product, and both branches alike."""
     found = [of_dot.fits(config, part_of(spec), device)]
     if config.columns % (2 * STEP):
-        text = f"{config.columns} columns a warpgroup, no multiple of {2 * STEP}"
+        text = f"{config.columns} columns a warpgroup, not a multiple of {2 * STEP}"
         found.append(no("block_n", text))
     return all_of(YES, *found)
 
@@ -90,6 +88,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -105,32 +104,13 @@ def forward(
         config: The tiles; their columns are those of both branches.
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
-    from rewriter.kernels.ragged.dot.hopper.branches import Branch
-    from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision, out_dtype
-    f = w.shape[2] // (2 if halves else 1)
-
-    def branch(matrices: Array, scale: Array | None, first: int = 0) -> Branch:
-        if scale is not None:
-            scale = scale[:, first : first + f].astype(jnp.float32)
-        return Branch(matrices, first, scale=scale)
-
-    branches = [branch(w, w_scale)]
-    if halves:
-        order = (0, f) if halves == "gate_up" else (f, 0)
-        branches = [branch(w, w_scale, first) for first in order]
-    else:
-        assert w_up is not None
-        branches.append(branch(w_up, w_up_scale))
-    results = [lambda gate, up: ON_HOPPER[activation](gate, beta) * up]
-    if residuals:
-        results += [lambda gate, up: gate, lambda gate, up: up]
-    out, *kept = combined(
-        NAME, x, branches, f, group_sizes, results, x.dtype, config or Tiles(),
-        matrices=narrow.side,
-    )  # fmt: skip
-    return (out, tuple(kept)) if residuals else out
+    del slopes, precision, out_dtype  # slopes are of derivatives
+    how = activation, beta, halves, residuals, config or Tiles()
+    scales = w_scale, w_up_scale
+    return plain.unit(
+        NAME, x, (w, w_up), group_sizes, *how, scales, matrices=narrow.side
+    )
 
 
 def backward(

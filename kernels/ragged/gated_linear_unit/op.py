@@ -33,8 +33,8 @@ OP = Op(
     reference=from_any_row(reference, "x"),
     sample=sample,
     defaults={
-        "activation": "silu", "beta": 1.0, "halves": None, "precision": None,
-        "out_dtype": None,
+        "activation": "silu", "beta": 1.0, "halves": None, "slopes": (),
+        "precision": None, "out_dtype": None,
     },
     general=from_any_row(general, "x"),
     cost=cost,

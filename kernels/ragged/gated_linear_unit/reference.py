@@ -17,7 +17,7 @@ from rewriter.kernels.ragged.dot.reference import one_hot as one_hot_of_dot
 from rewriter.kernels.ragged.dot.reference import reference as ragged_dot
 from rewriter.kernels.ragged.dot.reference import sample as sample_of_dot
 from rewriter.kernels.ragged.dot.reference import skewed as skewed_of_dot
-from rewriter.ops.activations import ACTIVATIONS
+from rewriter.ops.activations import ACTIVATIONS, Slopes, with_slopes
 
 if TYPE_CHECKING:
     from jax import Array
@@ -32,6 +32,7 @@ def reference(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     product: Callable[..., Array] = ragged_dot,
@@ -48,6 +49,8 @@ def reference(
         beta: The number of a parametric activation.
         halves: The order of branches in w: "gate_up" or "up_gate"; None if w holds only
             the branch that goes through the activation.
+        slopes: Derivatives of the activation at some numbers, where the program's
+            differ, such as 1/2 at 0 for ``max(y, 0)``.
         precision: As in `jax.lax.dot`.
         out_dtype: The result's dtype; x's by default.
         product: A ragged dot, as `rewriter.kernels.ragged.dot.reference.reference`.
@@ -60,7 +63,8 @@ def reference(
     gate, up = branches(
         x, w, group_sizes, w_up, halves, product, precision=precision, out_dtype=wide
     )
-    return (ACTIVATIONS[activation](gate, beta) * up).astype(out_dtype or x.dtype)
+    act = with_slopes(lambda y: ACTIVATIONS[activation](y, beta), slopes)
+    return (act(gate) * up).astype(out_dtype or x.dtype)
 
 
 def general(**given: Any) -> Array:

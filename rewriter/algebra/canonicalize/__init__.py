@@ -14,6 +14,7 @@ from rewriter.algebra.canonicalize import (
     one_row,
     picks,
     predicates,
+    row_sums,
 )
 from rewriter.algebra.canonicalize.arithmetic import sigmoid, tanh
 from rewriter.algebra.canonicalize.contraction import ragged_axes
@@ -35,13 +36,15 @@ from rewriter.algebra.canonicalize.primitives import (
     adds_zero,
     is_local,
 )
+from rewriter.algebra.canonicalize.row_axes import row_axes, row_order
 
-RULES = (arithmetic, contraction, gather, one_row, picks, predicates)
+RULES = (arithmetic, contraction, gather, one_row, picks, predicates, row_sums)
 """The modules that hold a rule per primitive."""
 
 __all__ = [
     "FULL", "LAYOUT", "LAYOUT_PRIMITIVES", "LOCAL", "RULES", "STRUCTURAL",
     "TRANSPARENT", "Evaluator", "NeedSplit", "Pages", "adds_zero", "interval",
     "is_local", "is_lossless", "is_pick", "kind_of", "log_may_be_infinite", "of_dtype",
-    "pieces", "ragged_axes", "sigmoid", "tanh", "values_named", "within",
+    "pieces", "ragged_axes", "row_axes", "row_order", "sigmoid", "tanh",
+    "values_named", "within",
 ]  # fmt: skip

@@ -24,10 +24,8 @@ from rewriter.algebra.canonicalize.numbers import (
     from_the_end,
     in_each_case,
 )
+from rewriter.algebra.canonicalize.opaque import may_differ, rounds
 from rewriter.algebra.canonicalize.own_values import (
-    is_counted,
-    is_exact,
-    is_position,
     with_wraps,
 )
 from rewriter.algebra.canonicalize.primitives import (
@@ -50,11 +48,8 @@ from rewriter.algebra.normal_form import (
     Poly,
     TooMuchWork,
 )
+from rewriter.program.counted import LOOPS
 from rewriter.program.graph import Graph, Node
-
-ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
-CHOOSING = frozenset({"max", "min", "clamp", "select_n"})
-"""What computes with numbers, and may take arrays out of a form."""
 
 
 class Evaluator(Layout, LoopForms, Constants):
@@ -82,6 +77,8 @@ class Evaluator(Layout, LoopForms, Constants):
         at_hand: Whether a value can be a leaf, since it is defined where the
             replacement will stand; None: always.
         assumed: Facts that need no proof, see `assumptions`.
+        by_rows: Whether a gather of whole rows is a function of its operands, and no
+            leaf of its own.
     """
 
     def __init__(
@@ -102,6 +99,7 @@ class Evaluator(Layout, LoopForms, Constants):
         core: Callable[[int], bool] | None = None,
         at_hand: Callable[[int], bool] | None = None,
         assumed: frozenset[str] = frozenset(),
+        by_rows: bool = False,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
@@ -110,6 +108,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
         self.filled_rows, self.holding = filled_rows, holding
         self.core, self.at_hand, self.assumed = core, at_hand, assumed
+        self.by_rows = by_rows
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}
         self.fills: set[float] = set()
@@ -242,7 +241,7 @@ class Evaluator(Layout, LoopForms, Constants):
             )
         elif prim in STRUCTURAL or prim in ("scatter", "scatter-add"):
             ok = self.expand_all or value in self.inside
-        elif prim == "scan":
+        elif prim in LOOPS:
             ok = value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)
@@ -317,7 +316,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if moved is not None:
             source, at = moved
             return {} if source is None else self.poly(source, at, mode)
-        if prim == "scan":
+        if prim in LOOPS:
             return self.scanned(node, value, args, mode)
         rule = RULES.get(prim)
         if prim in ("convert_element_type", "stop_gradient"):
@@ -334,37 +333,11 @@ class Evaluator(Layout, LoopForms, Constants):
             wrapped = with_wraps(self.alg, form, self.g.dtype(value))
             if wrapped is not None:
                 return wrapped
-        if self._is_opaque(node, value, form, mode) or (
-            mode == FULL and self._rounds(node, value, args, form)
+        if may_differ(self, node, value, form, mode) or (
+            mode == FULL and rounds(self, node, value, args, form)
         ):
             return self.alg.of_atom(self.leaf(value, args))
         return form
-
-    def _rounds(self, node: Node, value: int, args, form: Poly) -> bool:
-        """Whether a float side value may not be what its form says.
-
-        So it is if a number of it stands for others that are near, as 3 for 2.999999;
-        or if it is a number only where arrays are, as `x - x`, `0 * x` and `x / x`.
-        """
-        chooses = node.prim in CHOOSING
-        if kind_of(self.g.dtype(value)) != "f" or not (
-            chooses or node.prim in ARITHMETIC
-        ):
-            return False
-        if self.ideal or not self.is_side(value):
-            return False
-        forms = [
-            self.poly(i, self.aligned(i, args), FULL)
-            for i in node.ins
-            if kind_of(self.g.dtype(i)) == "f"
-        ]
-        numbers = {abs(c) for p in (form, *forms) for c in p.values()}
-        if not numbers.isdisjoint(map(abs, self.alg.blurred)):
-            return True
-        if chooses or any(mono for _, mono in form):
-            return False
-        forms = [p for p in forms if any(m for _, m in p)]
-        return not all(is_position(self.alg, p) for p in forms)
 
     def _computed(self, node: Node, value: int, args, mode: str) -> Poly | None:
         """A side value that is one of a few numbers, each computed in its dtype.
@@ -387,35 +360,6 @@ class Evaluator(Layout, LoopForms, Constants):
             return None
         forms = self.operands(node, args, mode)
         return in_each_case(self.alg, self.g, node, forms)
-
-    def _is_opaque(self, node: Node, value: int, form: Poly, mode: str) -> bool:
-        """Whether a value stays opaque, since its form may differ from its value."""
-        if self.ideal:
-            return False
-        if mode != FULL or not self.is_side(value):
-            casts = node.prim in ("convert_element_type", "stop_gradient")
-            return not casts and self._may_wrap(node, value, form)
-        if is_exact(self.alg, self.g, node, form):
-            return False
-        dtype = self.g.dtype(value)
-        if self.at_hand is None or self.at_hand(value):
-            return True
-        return kind_of(dtype) != "f" and not is_counted(self.alg, form, dtype)
-
-    def _may_wrap(self, node: Node, value: int, form: Poly) -> bool:
-        """Whether an integer may wrap around, and so differ from its form.
-
-        Without known bounds, only sums and products of 8 and 16 bits are assumed to
-        wrap.
-        """
-        dtype = self.g.dtype(value)
-        if self.private or kind_of(dtype) != "i":
-            return False
-        lo, hi = self.alg.bounds(form)
-        if math.isinf(lo) or math.isinf(hi):
-            return np.dtype(dtype).itemsize < 4 and node.prim in WRAPPING
-        info = np.iinfo(dtype)
-        return lo < info.min or hi > info.max
 
     def operands(self, node: Node, args: tuple[Index, ...], mode: str) -> list[Poly]:
         """Forms of the operands of an elementwise equation."""
@@ -505,9 +449,6 @@ MODERATE = 2.0**-20, 2.0**20
 
 OWN_NAMES = 4
 """The most values of the program remembered for one boolean function."""
-
-WRAPPING = frozenset({"add", "sub", "mul", "neg", "abs", "integer_pow", "square"})
-"""Primitives whose integer results may exceed the dtype."""
 
 RULES: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], Poly]] = {}
 FLAGS: dict[str, Callable[[Evaluator, Node, tuple[Index, ...], str], int]] = {}

@@ -15,6 +15,7 @@ from rewriter.algebra.canonicalize.choice import choose
 from rewriter.algebra.canonicalize.evaluator import Evaluator, rule
 from rewriter.algebra.canonicalize.picks import is_pick, picked
 from rewriter.algebra.canonicalize.primitives import LAYOUT
+from rewriter.algebra.canonicalize.row_sums import rows_taken
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget, Poly
 from rewriter.program.graph import Node
 
@@ -47,7 +48,12 @@ def values_named(leaf: Any) -> tuple[Any, ...]:
 
 @rule("gather")
 def gathered(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Poly:
-    """The leaf of a gather of pages, or the entries of rows; others stay opaque."""
+    """The leaf of a gather of pages, or the entries of rows; others stay opaque.
+
+    With `Evaluator.by_rows`, a gather of whole rows is a function of its operands.
+    """
+    if ev.by_rows and not is_pick(node):
+        return rows_taken(ev, node, args, mode)
     if is_pick(node):
         return picked(ev, node, args, mode)
     found = _pages(ev, node, args)

@@ -1,4 +1,4 @@
-"""Results of a scan as forms: what its steps stack, and what they add up.
+"""Results of a loop as forms: what its steps stack, and what they add up.
 
 A stacked result at a step is the body's result there. A carry that each step
 multiplies by g(before) / g(after) and adds a term to,
@@ -12,6 +12,7 @@ where g is a product of carries and of their exponentials, is after the last ste
 by induction over the steps. So an online softmax, whose g is the exponential of
 the largest score so far, is a softmax over the keys of all steps. Where steps that a
 condition skips leave all carries, r is zero in them, and the other steps are as before.
+A while loop has as many steps as its bound may allow, and skips the last ones.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rewriter import _jax
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.intervals import of_dtype, within
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
 from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
+from rewriter.program.counted import Condition, counted
 from rewriter.program.graph import Node
 from rewriter.program.skipped import Skipped, skipped
+
+MOST_STEPS = 2**24
+"""The most steps of a while loop that is read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A scan and the values of its body.
+    """A scan or a while loop and the values of its body.
 
     Attributes:
-        node: The scan.
+        node: The loop.
         index: The step, counted along stacked arrays; None if there is only one.
         first: The carries before the first step, outside.
         before: The carries before a step, inside.
@@ -57,7 +61,7 @@ class Loops:
     """The loops that an evaluator has entered.
 
     Attributes:
-        entered: A scan's first result to its loop.
+        entered: A loop's first result to it.
         steps: A value that a body reads step by step, to (the whole, the step).
         carries: A carry before a step, to (its loop, its index).
         varying: A value to the steps that it depends on.
@@ -70,10 +74,10 @@ class Loops:
 
 
 class LoopForms:
-    """Forms of values in the bodies of scans, and of their results."""
+    """Forms of values in the bodies of loops, and of their results."""
 
     def enter(self, node: Node) -> Loop:
-        """The loop of a scan; from now on its body's values have forms.
+        """The loop of an equation; from now on its body's values have forms.
 
         Raises:
             OverBudget: If another loop's body shares values with it.
@@ -82,25 +86,30 @@ class LoopForms:
         known = loops.entered.get(node.outs[0])
         if known is not None:
             return known
-        body, n_consts, n_carry, length = _jax.scan_parts(node.eqn)
+        parts = counted(node)
+        if parts is None:
+            raise OverBudget("a loop that does not count its steps")
+        body, n_consts, n_carry = parts.body, parts.n_consts, parts.n_carry
         (scope,) = node.scope.children[node.position]
         inputs = [scope.env[v] for v in body.invars[n_consts:]]
         if any(v in loops.steps or self.g.node_of(v) is not None for v in inputs):
             raise OverBudget("a loop reads what another one wrote, step by step")
         loop = Loop(
             node,
-            self.alg.new_index(length),
-            node.ins[n_consts : n_consts + n_carry],
+            self.alg.new_index(2 if parts.length is None else parts.length),
+            parts.ins[n_consts : n_consts + n_carry],
             tuple(inputs[:n_carry]),
             tuple(self.g.read(scope, v) for v in body.outvars),
-            bool(node.params["reverse"]),
+            parts.reverse,
         )
+        if parts.condition is not None:
+            loop = self._with_steps(loop, parts.condition)
         skips = self._skipped(loop)
         if skips is not None:
             after = tuple(skips.carries.get(v, v) for v in loop.after[:n_carry])
             loop = replace(loop, after=(*after, *loop.after[n_carry:]))
         self._note(loop)
-        wholes = node.ins[n_consts + n_carry :]
+        wholes = parts.ins[n_consts + n_carry :]
         for value, whole in zip(inputs[n_carry:], wholes, strict=True):
             loops.steps[value] = whole, loop.index
         loops.varying.clear()
@@ -110,12 +119,46 @@ class LoopForms:
                 self.names.setdefault(value, value)
         if skips is not None:
             try:
-                loop = replace(loop, runs=self._runs(loop, skips))
+                runs = self.alg.both(loop.runs, self._runs(loop, skips))
+                loop = replace(loop, runs=runs)
             except OverBudget:
                 del loops.entered[node.outs[0]]
                 raise
             self._note(loop)
         return loop
+
+    def _with_steps(self, loop: Loop, test: Condition) -> Loop:
+        """A while loop with its steps, and where they run.
+
+        Raises:
+            OverBudget: If it is not known how many steps there may be.
+        """
+        alg, k, at = self.alg, test.counter, test.carried
+        first = loop.first[k]
+        kept = at is None or loop.after[at] == loop.before[at]
+        if not kept or kind_of(self.g.dtype(first)) != "i" or self.g.shape(first):
+            raise OverBudget("a loop whose bound changes")
+        self._note(loop)
+        try:
+            if self._increment(loop, k) != 1:
+                raise OverBudget("a loop that does not count in ones")
+        finally:
+            self._forget(loop)
+        bound = {} if test.bound is None else self.poly(test.bound, ())
+        count = alg.add(bound, self.poly(first, ()), -1.0)
+        count = alg.add(count, alg.const(float(test.more)))
+        most = alg.bounds(count)[1]
+        if not 0 < most < MOST_STEPS:
+            raise OverBudget("a loop of a number of steps that is not known")
+        index = alg.new_index(int(most))
+        left = alg.add(count, alg.add(alg.iota(index), alg.const(1.0)), -1.0)
+        return replace(loop, index=index, runs=alg.compare("ge", left, True))
+
+    def _forget(self, loop: Loop) -> None:
+        del self.loops.entered[loop.node.outs[0]]
+        for value in loop.before:
+            del self.loops.carries[value]
+        self.loops.varying.clear()
 
     def _note(self, loop: Loop) -> None:
         self.loops.entered[loop.node.outs[0]] = loop
@@ -165,7 +208,7 @@ class LoopForms:
         return known
 
     def scanned(self, node: Node, value: int, args: Any, mode: str) -> Poly:
-        """The form of one result of a scan."""
+        """The form of one result of a loop."""
         loop, k = self.enter(node), node.outs.index(value)
         try:
             if k < len(loop.first):
@@ -193,22 +236,26 @@ class LoopForms:
         """A carry to which each step adds the same number."""
         if loop.reverse:
             return None
+        alg, step = self.alg, self._increment(loop, k)
+        if step is None:
+            return None
+        first = self.poly(loop.first[k], ())
+        count = alg.add(first, alg.scale(alg.iota(loop.index), step))
+        dtype = self.g.dtype(loop.before[k])
+        return count if within(alg.bounds(count), of_dtype(dtype)) else None
+
+    def _increment(self, loop: Loop, k: int) -> float | None:
+        """The number that each step adds to an integer, if it is one; else None."""
         alg, before = self.alg, loop.before[k]
         own = alg.of_atom(self.leaf(before, ()))
         held, self.memo = self.memo, {}
         self.ideal = True  # if the last step does not wrap around, none does
         del self.loops.carries[before]
         try:
-            step = alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
+            return alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
         finally:
             self.memo, self.ideal = held, False
             self.loops.carries[before] = loop, k
-        if step is None:
-            return None
-        first = self.poly(loop.first[k], ())
-        count = alg.add(first, alg.scale(alg.iota(loop.index), step))
-        dtype = self.g.dtype(before)
-        return count if within(alg.bounds(count), of_dtype(dtype)) else None
 
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
         """A carry after the last step; see the module's docstring."""

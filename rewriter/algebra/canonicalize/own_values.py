@@ -71,8 +71,8 @@ def _is_representable(c: float, dtype: Any) -> bool:
 def is_counted(alg: Algebra, p: Poly, dtype: Any) -> bool:
     """Whether a form is whole numbers of known bounds that a dtype holds.
 
-    So is the product of a loop's step with the rows of a block: a body that is inside
-    the loop makes it, and around that body it can be made anew.
+    So is the product of a loop's step with the rows of a block. A body inside the loop
+    makes it, and around that body it can be made anew.
     """
     integers = kind_of(dtype) == "i" and _is_whole_form(alg, p)
     return integers and within(alg.bounds(p), of_dtype(dtype))

@@ -136,9 +136,13 @@ def _axis(node: Node) -> int:
     return numbers.scatter_dims_to_operand_dims[-1]
 
 
-@rule("scatter-add", "scatter")
-def _set(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Poly:
-    """The form of numbers added to, or set in, rows of zeros, one of each row."""
+@rule("scatter")
+def set_entries(ev: Evaluator, node: Node, args: tuple[Index, ...], mode: str) -> Poly:
+    """The form of numbers added to, or set in, rows of zeros, one of each row.
+
+    Raises:
+        OverBudget: If several numbers are added to a row, or it is not of zeros.
+    """
     numbers, alg = node.params["dimension_numbers"], ev.alg
     array, indices, updates = node.ins
     if not is_pick(node) or ev.number(array) != 0:

@@ -29,7 +29,7 @@ def real(c: Any) -> float:
     """A number as a coefficient.
 
     Raises:
-        OverBudget: If it is a symbolic size, of which no coefficient is made.
+        OverBudget: If it is a symbolic size, which cannot be a coefficient.
     """
     try:
         return float(c)

@@ -25,11 +25,11 @@ class Sums:
         if not bound:
             return p
         out: Poly = {}
-        for (flag, mono), c in self._beside_one(p).items():
+        for (flag, mono), c in self._without_complements(p).items():
             out = self.add(out, self._sum_term(flag, mono, c, bound))
         return self.partial_fractions(out)
 
-    def _beside_one(self, p: Poly) -> Poly:
+    def _without_complements(self, p: Poly) -> Poly:
         """A form in which no term has one number at a position, and one elsewhere.
 
         A smoothed one-hot row ``[v = i] a + [v != i] b`` is ``b + [v = i] (a - b)``.
@@ -46,7 +46,7 @@ class Sums:
                 rest |= kept
                 rest[TRUE, mono] = rest.get((TRUE, mono), 0.0) + elsewhere
                 rest[flag, mono] = self.number(c - elsewhere)
-                return self._beside_one(rest)
+                return self._without_complements(rest)
         return p
 
     def _sum_term(

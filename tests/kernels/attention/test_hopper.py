@@ -18,7 +18,7 @@ from rewriter.kernels.attention.hopper import (
 )
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.config import Tiles
-from rewriter.kernels.attention.hopper.extra_operands import Beside
+from rewriter.kernels.attention.hopper.extra_operands import Extra
 from rewriter.kernels.attention.reference import reference
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of, worth_measuring
@@ -48,7 +48,6 @@ def spec(
     ("given", "why"),
     [
         (spec(jnp.float32), "16-bit float, not float32"),
-        (spec(out_dtype="float32"), "bfloat16, float32"),
         (spec(more=("dropout",)), "does not take dropout"),
         (spec(more=("dropout", "scale_factor")), "does not take dropout, scale_factor"),
         (spec(more=("prefix",), window=(9, 0)), "where windows have no left end"),
@@ -70,6 +69,7 @@ def test_what_it_refuses(given: Spec, why: str) -> None:
     [
         spec(),
         spec(jnp.float16),
+        spec(out_dtype="float32"),
         spec(more=("kv_lengths", "offset", "prefix")),
         spec(more=("prefix",), window=CAUSAL),
         spec(shape=(1, 1, 3, 80)),
@@ -112,7 +112,7 @@ def test_it_runs_on_hopper_gpus_alone() -> None:
     assert hopper.runs_on(device.Device("cuda", "cuda")).ok  # not known yet
     for name in ("a100", "b200", "l40s"):
         verdict = hopper.runs_on(device.named(name))
-        assert "no Hopper GPU" in verdict.reasons[0].text
+        assert "not a Hopper GPU" in verdict.reasons[0].text
 
 
 def test_configs_that_cannot_run_are_pruned() -> None:
@@ -190,13 +190,15 @@ def test_kernels_choose_tiles_that_fit_if_no_one_does() -> None:
         assert backward is not None
         assert backward_config.fits_backward_widths(backward, h, e).ok
     assert (
-        backward_config.first_fitting_backward(256, 256, Beside((4, 4), slopes=True))
+        backward_config.first_fitting_backward(256, 256, Extra((4, 4), slopes=True))
         is None
     )
 
 
 def test_other_gpus_are_told_why() -> None:
-    with pytest.raises(rewriter.KernelError, match="A100-SXM4-80GB is no Hopper GPU"):
+    with pytest.raises(
+        rewriter.KernelError, match="A100-SXM4-80GB is not a Hopper GPU"
+    ):
         rewriter.explain(attention, target="a100", implementation=FORCED)(X, X, X)
 
 

@@ -90,7 +90,6 @@ def spec(
     ("given", "why"),
     [
         (spec(dtype=jnp.float32), "16-bit float, not float32"),
-        (spec(out_dtype="float32"), "bfloat16, float32"),
         (spec(more=("alibi", "sinks")), "does not take alibi, sinks"),
         (spec(h=72), "heads of q are 72 wide"),
         (spec(e=264), "heads of v are 264 wide"),

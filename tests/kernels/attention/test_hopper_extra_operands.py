@@ -19,7 +19,7 @@ from rewriter.kernels.attention.hopper import (
 from rewriter.kernels.attention.hopper.backward_config import BackwardTiles
 from rewriter.kernels.attention.hopper.blocks import Mask, blocks_of
 from rewriter.kernels.attention.hopper.config import Tiles
-from rewriter.kernels.attention.hopper.extra_operands import beside_in, beside_of
+from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.reference import visible
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of, worth_measuring
@@ -89,18 +89,18 @@ def test_what_leaves_no_memory_is_refused() -> None:
 
 
 def test_tables_take_shared_memory() -> None:
-    beside = beside_in(spec(128, bias=TABLE))
+    extra = extra_in(spec(128, bias=TABLE))
     assert config.fits_widths(Tiles(128), 128, 128).ok
-    assert not config.fits_widths(Tiles(128), 128, 128, beside).ok
-    assert config.fits_widths(Tiles(64), 128, 128, beside).ok
-    verdict = config.fits_widths(Tiles(80), 64, 64, beside)
-    assert "80 is no multiple of 32" in verdict.reasons[0].text
+    assert not config.fits_widths(Tiles(128), 128, 128, extra).ok
+    assert config.fits_widths(Tiles(64), 128, 128, extra).ok
+    verdict = config.fits_widths(Tiles(80), 64, 64, extra)
+    assert "80 is not a multiple of 32" in verdict.reasons[0].text
     fits = backward_config.fits_backward_widths
-    assert fits(BackwardTiles(64, 64), 128, 128, beside).ok
-    assert backward_config.table_stages(BackwardTiles(), 64, 64, beside) == 2
+    assert fits(BackwardTiles(64, 64), 128, 128, extra).ok
+    assert backward_config.table_stages(BackwardTiles(), 64, 64, extra) == 2
     wide = BackwardTiles(64, 128, 3)
     assert fits(wide, 64, 64).ok
-    assert not fits(wide, 64, 64, beside).ok
+    assert not fits(wide, 64, 64, extra).ok
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -123,12 +123,12 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_memory_is_counted_as_it_is_taken(name: str, turned: bool) -> None:
     given = {n: jnp.zeros(*x) for n, x in FORMS[name].items()}
     found, arrays = terms.terms_of(130, 200, **given)
-    beside = beside_of(given)
+    extra = extra_of(given)
     if turned:
-        (found, arrays), beside = terms.transposed(found, arrays), beside.transposed
+        (found, arrays), extra = terms.transposed(found, arrays), extra.transposed
     scratch = found.scratch(2, 3, 64)
     taken = sum(np.prod(x.shape) * x.dtype.itemsize for x in scratch.values())
-    assert taken == beside.nbytes(2, 192, 64)
+    assert taken == extra.nbytes(2, 192, 64)
     assert set(scratch) == set(arrays) - {"slopes"}
 
 

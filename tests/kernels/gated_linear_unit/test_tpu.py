@@ -108,6 +108,16 @@ def test_activations(activation: str) -> None:
     check(given, up, made, **params)
 
 
+def test_slopes() -> None:
+    given, up = make(structs((24, 64), 64, (), "float32"))
+    given["x"][3], given["w_gate"][:, 5] = 0, 0
+    params = {"activation": "relu", "slopes": ((0.0, 0.5),), "precision": "highest"}
+    with on_tpu.interpreted():
+        made = both(given, up, **params)
+    assert made["w_gate"][:, 5].any()
+    check(given, up, made, **params)
+
+
 @pytest.mark.parametrize("activation", slow.first(1, ["relu", "gelu_erf"]))
 def test_what_is_no_number_stays_none(activation: str) -> None:
     """In blocks of which some reach over the last row, or the last column."""
@@ -150,7 +160,7 @@ def test_supports() -> None:
         (of((0, 8), 8), "size 0"),
         (of((8, 8), 8, out_dtype="float16"), "the result is float16"),
         (of((8, 8), 8, precision="tf32"), "no choice of the compiler"),
-        (of((8, 8), 8, activation="sine"), "sine is none of"),
+        (of((8, 8), 8, activation="sine"), "sine is not one of"),
         (of((8, 8), 8, activation="selu"), "selu needs expm1"),
     ):
         assert not verdict.ok

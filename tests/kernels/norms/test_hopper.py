@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rewriter
-from rewriter.kernels.norms import hopper_config, hopper_kernel
+from rewriter.kernels.norms import hopper_config, hopper_team
 from rewriter.kernels.norms.hopper_config import (
     Norm,
     Teams,
@@ -60,7 +60,7 @@ def test_supports(op: str) -> None:
         (spec(op, (8, 128), dtype="int32"), "x is int32"),
         (spec(op, (8, 128), out_dtype="float64"), "the result is float64"),
         (spec(op, (0, 128)), "no rows"),
-        (spec(op, (8, 1000)), "rows of 1000, no multiple of 128"),
+        (spec(op, (8, 1000)), "rows of 1000, not a multiple of 128"),
         (spec(op, (8, 1 << 17)), "KiB of shared memory"),
         (spec(op, (1 << 20, 1 << 11)), "2^31"),
     ):
@@ -322,7 +322,7 @@ def wrong(op: str, config: Teams) -> bool:
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_simulator_sees_faults(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    team, config = hopper_kernel._Team, Teams(1, 2, 2, 2, 1)
+    team, config = hopper_team.Team, Teams(1, 2, 2, 2, 1)
     means, refill = team.means, team.refill
     monkeypatch.setattr(simulator, "LATE_S", 0.002)
     assert not wrong(op, config)

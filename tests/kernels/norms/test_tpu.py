@@ -13,7 +13,7 @@ import pytest
 
 import rewriter
 from rewriter.hardware import ahead_of_time
-from rewriter.kernels.norms.tpu import Rows, beside_sum, chunk_of, rows_of, vmem
+from rewriter.kernels.norms.tpu import Rows, chunk_of, rows_of, vmem, with_addend
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.ops import device, tpu
 from rewriter.ops.kernel import spec_of, worth_measuring
@@ -193,13 +193,13 @@ def test_addends_that_do_not_fit_are_added_outside(
 
 def test_blocks_with_addends_take_no_more_memory() -> None:
     for width, rows in ((4096, 512), (4096, 64), (512, 1024), (30000, 64)):
-        found = beside_sum(8192, width, Rows(rows, 2), 4, 4)
+        found = with_addend(8192, width, Rows(rows, 2), 4, 4)
         without = vmem(width, rows_of(8192, width, Rows(rows)), 4)
         assert found is not None
         assert found.parts == 2
         size = vmem(width, rows_of(8192, width, found), 8)
         assert size <= max(without, tpu.UNKNOWN.vmem)
-    assert beside_sum(8192, 120000, Rows(8), 4, 4) is None
+    assert with_addend(8192, 120000, Rows(8), 4, 4) is None
 
 
 @pytest.mark.parametrize("op", OPS)

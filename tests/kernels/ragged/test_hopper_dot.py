@@ -191,7 +191,7 @@ def test_other_gpus_are_refused() -> None:
     call = lambda *x: jax.lax.ragged_dot(*x)
     report = rewriter.explain(call, target="a100", implementation=only)
     (site,) = report(*given.values()).sites
-    assert "A100-SXM4-80GB is no Hopper GPU" in dict(site.not_chosen)["hopper"]
+    assert "A100-SXM4-80GB is not a Hopper GPU" in dict(site.not_chosen)["hopper"]
 
 
 def test_configs_are_pruned() -> None:

@@ -66,7 +66,7 @@ def test_supports(mode: str, stored: str) -> None:
         assert why in "; ".join(r.text for r in verdict.reasons)
         assert not verdict.ok
     verdict = hopper.supports(spec("forward", n=192))
-    assert [r.text for r in verdict.reasons] == ["n is 192, no multiple of 128"]
+    assert [r.text for r in verdict.reasons] == ["n is 192, not a multiple of 128"]
 
 
 @pytest.mark.parametrize("mode", MODES)

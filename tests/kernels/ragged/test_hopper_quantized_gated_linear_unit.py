@@ -18,6 +18,7 @@ from rewriter.kernels.ragged.gated_linear_unit import STORED as OP
 from rewriter.kernels.ragged.gated_linear_unit import hopper_stored as hopper
 from rewriter.kernels.ragged.gated_linear_unit.hopper_stored import KERNEL
 from rewriter.kernels.ragged.gated_linear_unit.reference import branches
+from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from rewriter.ops.stored import EIGHT_BITS as DTYPES
@@ -111,7 +112,7 @@ def test_simulated(tiles: Tiles, halves: str | None) -> None:
     want = wanted(given, halves)
     few = dataclasses.replace(tiles, programs=2)
     with simulator.simulated_ragged_dot(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hopper.ON_HOPPER, "silu", lambda y, beta: y / (1 + np.exp(-y)))
+        patch.setitem(ON_HOPPER, "silu", lambda y, beta: y / (1 + np.exp(-y)))
         got = KERNEL.forward(**given, halves=halves, config=few)
     close(got, want, "bfloat16")
 

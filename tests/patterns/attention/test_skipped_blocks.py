@@ -82,7 +82,50 @@ def looped(q: Any, k: Any, v: Any, i: Any) -> Any:
     return lax.fori_loop(0, COUNT, body, begin())
 
 
+def block(k: Any, v: Any, j: Any) -> Any:
+    return (lax.dynamic_slice_in_dim(x, j * BLOCK, BLOCK, 1) for x in (k, v))
+
+
+def bounded(bound: Callable, first: int = 0) -> Callable:
+    """As many blocks as a bound says that depends on the block of queries."""
+
+    def keys(q: Any, k: Any, v: Any, i: Any) -> Any:
+        run = lambda j, c: step(q, *block(k, v, j), c, i, j)
+        return lax.fori_loop(first, bound(i), run, begin())
+
+    return over_queries(keys)
+
+
+def going_on(test: Callable, by: int = 1) -> Callable:
+    """A loop by hand, as long as a test of both blocks holds."""
+
+    def keys(q: Any, k: Any, v: Any, i: Any) -> Any:
+        def run(c: Any) -> Any:
+            j, *carry = c
+            return (j + by, *step(q, *block(k, v, j), tuple(carry), i, j))
+
+        return lax.while_loop(lambda c: test(c[0], i), run, (0, *begin()))[1:]
+
+    return over_queries(keys)
+
+
+def with_bound_carried(q: Any, k: Any, v: Any, i: Any) -> Any:
+    def run(c: Any) -> Any:
+        *carry, j, last = c
+        return (*step(q, *block(k, v, j), tuple(carry), i, j), j + 1, last)
+
+    return lax.while_loop(lambda c: c[4] > c[3], run, (*begin(), 0, i + 1))
+
+
 FOUND = {
+    "dynamic bound": bounded(lambda i: i + 1),
+    "dynamic bound, checkpoint": bounded(jax.checkpoint(lambda i: 1 + i)),
+    "bound of all": bounded(lambda i: jnp.int32(COUNT)),
+    "while at most": going_on(lambda j, i: j <= i),
+    "while below": going_on(lambda j, i: j < i + 1),
+    "while above": going_on(lambda j, i: i > j - 1),
+    "while below a number": going_on(lambda j, i: j < COUNT),
+    "while the bound is carried": over_queries(with_bound_carried),
     "cond": skipping(lambda c, run, i, j: lax.cond(j <= i, run, same, c)),
     "exchanged": skipping(lambda c, run, i, j: lax.cond(i < j, same, run, c)),
     "negated": skipping(lambda c, run, i, j: lax.cond(~(j > i), run, same, c)),
@@ -105,6 +148,12 @@ FOUND = {
     "fori_loop": over_queries(looped),
 }
 OTHERS = {
+    "dynamic bound too low": bounded(lambda i: i),
+    "dynamic bound too high": bounded(lambda i: 2 * i + 1),
+    "one block left out at first": bounded(lambda i: i + 1, 1),
+    "every other block": going_on(lambda j, i: j < COUNT, 2),
+    "while unlike": going_on(lambda j, i: j != i + 1),
+    "while both": going_on(lambda j, i: (j <= i) & (j < COUNT)),
     "one block too few": skipping(lambda c, run, i, j: lax.cond(j < i, run, same, c)),
     "told by earlier sums": skipping(
         lambda c, run, i, j: lax.cond(c[1].sum() < 20, run, same, c)
@@ -148,3 +197,24 @@ def test_others_stay_as_written(name: str) -> None:
 def test_a_condition_of_earlier_sums_is_told() -> None:
     report = rewriter.explain(OTHERS["told by earlier sums"])(Q, K, V)
     assert "lax.cond" in str([m.reasons for m in report.misses])
+
+
+def test_a_while_that_does_not_count_is_told() -> None:
+    report = rewriter.explain(OTHERS["while unlike"])(Q, K, V)
+    assert "while loop" in str([m.reasons for m in report.misses])
+
+
+def dense(q: Any, k: Any, v: Any) -> Any:
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
+    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e30)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+
+def test_a_gradient_that_jax_cannot_take_of_a_while() -> None:
+    fast = rewriter.optimize(FOUND["dynamic bound"], implementation=FORCED)
+
+    def gradients(f: Callable) -> Any:
+        return jax.jit(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)))(Q, K, V)
+
+    for a, b in zip(gradients(fast), gradients(dense), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -37,6 +37,7 @@ from rewriter.kernels.attention.hopper import (
 )
 from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work_split
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
+from rewriter.kernels.norms import hopper_team as norms_team
 from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
     by_rows,
@@ -44,7 +45,12 @@ from rewriter.kernels.ragged.dot.hopper import (
     schedule,
     store,
 )
-from rewriter.kernels.shared import pallas_gpu, pallas_gpu_rows, work_stealing
+from rewriter.kernels.shared import (
+    pallas_gpu,
+    pallas_gpu_rows,
+    warpgroups,
+    work_stealing,
+)
 
 PATIENCE_S = 20.0
 
@@ -557,11 +563,13 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
     )
     changed = {"plgpu": gpu, "lax": plain, "jnp": _Instead(np, einsum=_einsum)}
     with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
-        for module in (*kernels, shims):
+        for module in (*kernels, shims, warpgroups):
             for name, new in (*changed.items(), ("pl", of_kernels)):
                 patch.setattr(module, name, new, raising=False)
         patch.setattr(shims, "kernel", _kernel)
-        patch.setattr(shims, "when", lambda yes: lambda body: body() if yes else None)
+        for module in (shims, pallas_gpu):
+            when = lambda yes: lambda body: body() if yes else None
+            patch.setattr(module, "when", when)
         yield patch
 
 
@@ -631,7 +639,7 @@ def simulated_ragged_dot() -> Iterator[None]:
 @contextmanager
 def simulated_norms() -> Iterator[None]:
     """Within, those of norms of rows do."""
-    with _replaced((norms_kernel,), pallas_gpu) as patch:
+    with _replaced((norms_kernel, norms_team), pallas_gpu) as patch:
         every = lambda: HERE.block.meet(range(len(HERE.block.turns)))
         f32 = lambda shape: np.zeros(shape, np.float32)
         patch.setattr(pallas_gpu_rows, "row_sums", _sums)

@@ -51,7 +51,7 @@ def supports(spec: Spec) -> Verdict:
     n = spec.shape("rhs")[1 if spec.param("mode") == "transposed" else -1]
     for name, size in (("k", k), ("n", n)):
         if size % STEP:  # copies are 128 bytes wide
-            found.append(no("alignment", f"{name} is {size}, no multiple of {STEP}"))
+            found.append(no("alignment", f"{name} is {size}, not a multiple of {STEP}"))
     if (most := max(*spec.shape("lhs"), n)) >= MOST:
         found.append(no("size", f"a size of {most}, of at most 2^30 - 1"))
     verdict = all_of(*found)

@@ -23,7 +23,7 @@ from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, STEP, WARPGROUP
 from rewriter.kernels.ragged.dot.hopper.store import ROWS, store
 from rewriter.kernels.ragged.dot.hopper.store import scratch as stored
 from rewriter.kernels.ragged.dot.ranges import bounds
-from rewriter.kernels.shared import pallas_gpu, work_stealing
+from rewriter.kernels.shared import pallas_gpu, warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -120,28 +120,16 @@ class _Block:
     shared: dict[str, Any]
 
     def run(self) -> None:
+        """Runs this warpgroup's part."""
         warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
-
-        @pallas_gpu.when(warpgroup < WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
-            self.compute(warpgroup)
-
-        @pallas_gpu.when(warpgroup == WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            self.copy()
+        compute = lambda: self.compute(warpgroup)
+        warpgroups.divide(warpgroup < WARPGROUPS, compute, self.copy, REGISTERS)
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``body(tile, step)`` for this block's tiles, as in `by_rows`."""
         groups, k, n = self.out.shape
         rows, columns = -(-k // self.config.block_m), -(-n // self.config.block_n)
         each = rows * columns
-        program, programs = (
-            lax.axis_index(pallas_gpu.PROGRAM),
-            lax.axis_size(pallas_gpu.PROGRAM),
-        )
-
         total = groups * each
 
         def read(index: Any) -> tuple[Any, ...]:
@@ -163,18 +151,7 @@ class _Block:
             body(tile, step)
             return step + steps
 
-        def one(i: Any, carry: Any) -> Any:
-            step, numbers = carry
-            after = read((i + 1) * programs + program)
-            return run(i, step, numbers), after
-
-        if "told" in self.shared:
-            line = work_stealing.Claims(self.shared, self.table, programs, total, read)
-            of = lambda i, step, _, numbers: run(i, step, numbers)
-            line.over(of, jnp.int32(0), copies)
-            return
-        turns = lax.div(total - program + programs - 1, jnp.int32(programs))
-        lax.fori_loop(0, turns, one, (jnp.int32(0), read(program)))
+        schedule.over_tiles(total, read, run, self.shared, self.table, copies)
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))

@@ -32,7 +32,7 @@ from rewriter.kernels.ragged.dot.hopper.branches import (
 from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, STEP, WARPGROUPS, Tiles
 from rewriter.kernels.ragged.dot.hopper.store import scratch as stored
 from rewriter.kernels.ragged.dot.hopper.store import store
-from rewriter.kernels.shared import pallas_gpu, work_stealing
+from rewriter.kernels.shared import pallas_gpu, warpgroups, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -173,17 +173,10 @@ class _Block:
     shared: dict[str, Any]
 
     def run(self) -> None:
+        """Runs this warpgroup's part."""
         warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
-
-        @pallas_gpu.when(warpgroup < WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
-            self.compute(warpgroup)
-
-        @pallas_gpu.when(warpgroup == WARPGROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            self.copy()
+        compute = lambda: self.compute(warpgroup)
+        warpgroups.divide(warpgroup < WARPGROUPS, compute, self.copy, REGISTERS)
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``body(tile, step)`` for this block's tiles.
@@ -195,10 +188,6 @@ class _Block:
         wide = self.config.block_n // len(self.branches)
         columns = -(-self.outs[0].shape[1] // wide)
         rows = self.tiles.count
-        program, programs = (
-            lax.axis_index(pallas_gpu.PROGRAM),
-            lax.axis_size(pallas_gpu.PROGRAM),
-        )
         total = rows * columns
 
         def read(index: Any) -> tuple[Any, ...]:
@@ -213,20 +202,8 @@ class _Block:
             body(_Tile(owner, group, row, count, column * wide, steps), step)
             return step + steps
 
-        def one(i: Any, carry: Any) -> Any:
-            step, numbers = carry
-            after = read((i + 1) * programs + program)  # while this one is computed
-            return run(i, step, numbers), after
-
-        if "told" in self.shared:
-            assert isinstance(self.tiles, schedule.Listed)
-            table = self.tiles.table
-            line = work_stealing.Claims(self.shared, table, programs, total, read)
-            of = lambda i, step, _, numbers: run(i, step, numbers)
-            line.over(of, jnp.int32(0), copies)
-            return
-        turns = lax.div(total - program + programs - 1, jnp.int32(programs))
-        lax.fori_loop(0, turns, one, (jnp.int32(0), read(program)))
+        table = getattr(self.tiles, "table", None)
+        schedule.over_tiles(total, read, run, self.shared, table, copies)
 
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.config.stages))

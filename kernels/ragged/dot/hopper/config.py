@@ -133,10 +133,11 @@ def default(spec: Spec, device: Device) -> Tiles:
     """Returns the default config, by rows of a group.
 
     On an H200, 256 2048 1536 128 (m, k, n, g): 64 x 256 152 us, 128 x 256 164 us. From
-    256 rows a group on, 128 x 256 was the fastest or within 2 % of it. Claiming tiles
-    of 128 rows took 0.95 to 0.97 of the time of taking turns, 0.77 for 131072 7168 1024
-    256, and 0.86 for 131072 4096 1536 128; tiles of 64 rows, which are alike, 1.06 for
-    256 rows a group and 0.96 for two.
+    256 rows a group on, 128 x 256 was the fastest or within 2 % of it.
+
+    Claiming tiles of 128 rows took 0.95 to 0.97 of the time of taking turns. It took
+    0.77 for 131072 7168 1024 256, and 0.86 for 131072 4096 1536 128. Tiles of 64 rows
+    are alike: claiming them took 1.06 for 256 rows a group and 0.96 for two.
     """
     del device
     if _mean(spec) <= 32 and spec.param("mode") != "contracting":

@@ -6,6 +6,7 @@ spare. Rows of no group form a group of their own, whose tiles are not multiplie
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.ragged.dot.ranges import upto
+from rewriter.kernels.shared import pallas_gpu, work_stealing
 
 if TYPE_CHECKING:
     from jax import Array
@@ -159,3 +161,39 @@ def part_of_tile(valid: Any, piece: int, rows: int) -> tuple[Any, Any, Any]:
     spare = rows - 1 - valid
     above = ~(2 * piece - 1)
     return (valid & piece) != 0, valid & above, rows - piece - (spare & above)
+
+
+def over_tiles(
+    total: int,
+    read: Callable[[Any], tuple[Any, ...]],
+    run: Callable[[Any, Any, tuple[Any, ...]], Any],
+    shared: Mapping[str, Any],
+    counter: Any,
+    copies: bool,
+) -> None:
+    """Runs ``steps = run(i, steps, numbers)`` for the tiles that a block takes.
+
+    Args:
+        total: The number of tiles.
+        read: Returns the numbers of a tile by its index, which may be past the end.
+        run: Copies or computes a tile, the block's i-th. `steps` counts the steps of
+            all tiles before.
+        shared: Holds `work_stealing.scratch` if tiles are claimed.
+        counter: Counts the tiles that are claimed.
+        copies: Whether this is the warpgroup that claims tiles for all.
+    """
+    program = lax.axis_index(pallas_gpu.PROGRAM)
+    programs = lax.axis_size(pallas_gpu.PROGRAM)
+    if work_stealing.TAKEN in shared:
+        queue = work_stealing.Claims(shared, counter, programs, total, read)
+        of = lambda i, steps, _, numbers: run(i, steps, numbers)
+        queue.over(of, jnp.int32(0), copies)
+        return
+
+    def one(i: Any, carry: Any) -> Any:
+        steps, numbers = carry
+        after = read((i + 1) * programs + program)  # while this one is computed
+        return run(i, steps, numbers), after
+
+    turns = lax.div(total - program + programs - 1, jnp.int32(programs))
+    lax.fori_loop(0, turns, one, (jnp.int32(0), read(program)))

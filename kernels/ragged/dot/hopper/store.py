@@ -1,4 +1,4 @@
-"""Stores blocks from registers to rows in global memory, and no row more."""
+"""Stores blocks from registers to rows in global memory, without rows past the end."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("mode", f"no kernel for the mode {mode}"))
     n = spec.shape("rhs")[-1]
     if mode == "forward" and n % WIDE:
-        found.append(no("alignment", f"n is {n}, no multiple of {WIDE}"))
+        found.append(no("alignment", f"n is {n}, not a multiple of {WIDE}"))
     return all_of(YES, *found)
 
 

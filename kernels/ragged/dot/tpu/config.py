@@ -126,7 +126,7 @@ def aligned(config: Tiles) -> Verdict:
     for name, unit in (("block_m", 16), ("chunk", 16), ("block_k", tpu.LANES),
                        ("block_n", tpu.LANES), ("step_k", tpu.LANES)):  # fmt: skip
         if (size := getattr(config, name)) % unit or size <= 0:
-            found.append(no(name, f"{size} is no multiple of {unit}"))
+            found.append(no(name, f"{size} is not a multiple of {unit}"))
     return all_of(*found)
 
 
@@ -162,9 +162,10 @@ SMALLEST = Tiles(256, 256, 256, 256, 128)
 def _ladder(spec: Spec, device: Device) -> list[Tiles]:
     """Returns tiles worth having, from the largest to the smallest.
 
-    Cycles by the compiler's own simulation, libtpu 0.0.50, bfloat16 (those by steps are
-    recorded in ``tests/bench/results/tpu_experts_cycles.json``); groups of 1024 rows,
-    m k n 4096 4096 2048; the peak is 523k on v5e, 262k on v5p, 131k on v6e:
+    Cycles by the compiler's own simulation (libtpu 0.0.50), in bfloat16, for groups of
+    1024 rows and m k n 4096 4096 2048. Those by steps are recorded in
+    ``tests/bench/results/tpu_experts_cycles.json``. The peak is 523k on v5e, 262k on
+    v5p and 131k on v6e:
 
     tiles                  v5e    v5p    v6e
     128 4096 256           728k                  XLA's own tiles
@@ -185,8 +186,8 @@ def _ladder(spec: Spec, device: Device) -> list[Tiles]:
     Of groups, blocks of 2048 x 1024 sums take 0.96 (v5e) and 0.92 (v6e) of the
     instructions of 1024 x 1024.
 
-    Each step of columns reads and writes the sums; with steps of 4096 a program takes
-    3.5 s to compile, with steps of 1024, those of the lines with chunks, 1.2 s.
+    Each step of columns reads and writes the sums. A program takes 3.5 s to compile
+    with steps of 4096, and 1.2 s with steps of 1024, those of the lines with chunks.
     """
     dtypes = spec.dtype("lhs"), spec.dtype("rhs")
     mean = spec.shape("lhs")[0] // spec.shape("group_sizes")[0]

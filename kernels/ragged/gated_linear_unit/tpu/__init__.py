@@ -56,6 +56,7 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
+    from rewriter.ops.activations import Slopes
     from rewriter.ops.kernel import Spec
 
 
@@ -72,7 +73,7 @@ def supports(spec: Spec) -> Verdict:
         found.append(no("activation", text))
     columns = spec.shape("w")[2]
     if spec.param("halves") and columns % (2 * tpu.LANES):
-        text = f"half of {columns} columns is no multiple of {tpu.LANES}"
+        text = f"half of {columns} columns is not a multiple of {tpu.LANES}"
         found.append(no("halves", text))
     verdict = all_of(YES, *found)
     return smallest(spec) if verdict.ok else verdict
@@ -112,6 +113,7 @@ def forward(
     activation: str = "silu",
     beta: float = 1.0,
     halves: str | None = None,
+    slopes: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
@@ -129,7 +131,8 @@ def forward(
     from rewriter.kernels.ragged.dot.products import Product
     from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
 
-    kept = by_parts.kept_dtype(x, w, w_up)
+    del slopes  # of derivatives
+    kept = by_parts.saved_dtype(x, w, w_up)
     dtype = jnp.dtype(out_dtype or x.dtype)
     f = w.shape[2] // (2 if halves else 1)
     wide = max(a.dtype.itemsize for a in (w, w_up) if a is not None)

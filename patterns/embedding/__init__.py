@@ -1,0 +1,1 @@
+"""Lookups of rows in a table, and their gradients."""

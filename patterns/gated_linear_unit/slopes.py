@@ -1,0 +1,287 @@
+"""Finds the derivatives of a branch where its activation or its bounds have a kink.
+
+There a derivative is a convention, in which spellings of one function differ. At 0 that
+of `jax.nn.relu` is 0, that of ``max(y, 0)`` is 1/2, and that of ``where(y < 0, 0, y)``
+is 1. Rows of zeros are exactly there. So the program's own derivative is computed, and
+compared with that of the named function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rewriter.algebra.normal_form import TRUE, Poly
+from rewriter.find.derivative import NotKnown, derivative_at, derivative_of
+from rewriter.find.finder import Finder, RegionEvaluator
+from rewriter.find.reading import Reading, Refused
+from rewriter.ops.activations import ACTIVATIONS, KINKS, Bounds, Slopes, clipped
+from rewriter.patterns.gated_linear_unit.branches import Branch
+from rewriter.program.extracted import NotTaken, Region, has_one_rule, rules_around
+
+BENT = frozenset({
+    "max", "min", "clamp", "abs", "sign", "select_n", "gt", "ge", "lt", "le",
+})  # fmt: skip
+"""Primitives with which a smooth function is written in parts that meet at 0."""
+
+AWAY = 1.25
+"""How far from the kinks derivatives are compared that must agree."""
+
+CLOSE = 1e-3
+"""The relative difference of derivatives that counts as rounding."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One branch, and its value in the program.
+
+    Attributes:
+        value: What the branch gives, with its activation, times any factor.
+        branch: The branch.
+        activation: The activation's name; ``"identity"`` for none.
+        beta: Its number.
+    """
+
+    value: int
+    branch: Branch
+    activation: str = "identity"
+    beta: float = 1.0
+
+
+def with_slopes(
+    find: Finder,
+    ev: RegionEvaluator,
+    roots: frozenset[int],
+    sides: Mapping[str, Side],
+    reading: Reading,
+) -> Reading:
+    """A reading with the parameters of derivatives that differ from the named ones.
+
+    The proof of the site leaves them out: forms do not tell single numbers apart. If
+    gradients that the program computes are proved too, they have the named function's
+    derivatives at its kinks. NaN and infinities are no numbers of forms.
+
+    Args:
+        find: The search.
+        ev: The evaluator of its form.
+        roots: Results of the contractions.
+        sides: Its branches, by the parameter of their derivatives.
+        reading: The reading.
+
+    Raises:
+        Refused: If the program's derivatives cannot be computed.
+    """
+    args = reading.args
+    every = {n: slopes_of(find, ev, args, roots, s) for n, s in sides.items()}
+    found = {n: slopes for n, slopes in every.items() if slopes}
+    if not found:
+        return reading
+    return dataclasses.replace(
+        reading,
+        params={**reading.params, **found},
+        check_params={**reading.check_params, **dict.fromkeys(found, ())},
+        backward_params={n: _of_no_number(slopes) for n, slopes in found.items()},
+    )
+
+
+def _of_no_number(slopes: Slopes) -> Slopes:
+    return tuple((k, d) for k, d in slopes if not math.isfinite(float(k)))
+
+
+def slopes_of(
+    find: Finder, ev: RegionEvaluator, args: Any, roots: frozenset[int], side: Side
+) -> Slopes:
+    """Derivatives of a branch where they differ from those of the named function.
+
+    Args:
+        find: The search.
+        ev: The evaluator of the site's form.
+        args: The index arguments of the site's value.
+        roots: Results of the contractions.
+        side: The branch.
+
+    Raises:
+        Refused: If the program's derivatives cannot be computed.
+    """
+    kinks = _kinks(find, roots, side)
+    if not kinks:
+        return ()
+    start, scale = _argument(find, ev, args, roots, side)
+    dtype, result = (find.graph.dtype(v) for v in (start, side.value))
+    with np.errstate(all="ignore"):
+        every = (*kinks, math.inf, -math.inf, math.nan)
+        at = [k for k in every if _is_at(k, scale, dtype)]
+        points = np.array([y * scale for y in (*at, *_away(kinks))]).astype(dtype)
+        own = _own(find, start, side.value, points).astype(np.float64)
+        branch = side.branch.clip, str(dtype), scale, points.tobytes()
+        usual = _usual(side.activation, side.beta, *branch).astype(np.float64)
+        near = max(CLOSE, *(4 * float(jnp.finfo(d).eps) for d in (dtype, result)))
+        factor = _factor(own[len(at) :], usual[len(at) :], near)
+        own, usual = (x[: len(at)] * scale for x in (own / factor, usual))
+        close = np.isclose(own, usual, near, near, equal_nan=True)
+    pairs = zip(at, own, close, strict=True)
+    return tuple((_named(k), _named(float(d))) for k, d, same in pairs if not same)
+
+
+def _named(x: float) -> float | str:
+    """A number that equals itself, and without a sign of zero."""
+    return "nan" if math.isnan(x) else x + 0.0
+
+
+def _kinks(find: Finder, roots: frozenset[int], side: Side) -> tuple[float, ...]:
+    """Where the named function, or the program's way to write it, may have a kink."""
+    low, high = (
+        default if bound is None else bound
+        for bound, default in zip(side.branch.clip, (-math.inf, math.inf), strict=True)
+    )
+    own = KINKS.get(side.activation, ())
+    if not own and side.activation != "identity" and _is_bent(find, roots, side.value):
+        own = (0.0,)
+    points = [k for k in own if low < k < high]
+    points += [k for k in (low, high) if math.isfinite(k)]
+    return tuple(sorted(set(points)))
+
+
+def _is_bent(find: Finder, roots: frozenset[int], value: int) -> bool:
+    """Whether an equation between contractions and a value has a kink."""
+    inside, seen, queue = find.below(roots, value), {value}, [value]
+    while queue:
+        current = queue.pop()
+        node = find.graph.node_of(current)
+        if node is None or current in roots:
+            continue
+        if node.prim in BENT:
+            return True
+        new = [i for i in node.ins if i in inside and i not in seen]
+        seen.update(new)
+        queue += new
+    return False
+
+
+def _is_at(kink: float, scale: float, dtype: Any) -> bool:
+    """Whether the program's value at a kink is one of its dtype."""
+    if not kink or not math.isfinite(kink):
+        return True
+    here = kink * scale
+    return _is_exact(scale) and float(np.asarray(here).astype(dtype)) == here
+
+
+def _is_exact(scale: float) -> bool:
+    """Whether products with a number are not rounded: it is a power of two."""
+    return math.frexp(abs(scale))[0] == 0.5
+
+
+def _away(kinks: tuple[float, ...]) -> list[float]:
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(kinks)]
+    return [kinks[0] - AWAY, *middles, kinks[-1] + AWAY]
+
+
+@functools.lru_cache(maxsize=256)
+def _usual(
+    activation: str, beta: float, clip: Bounds, dtype: str, scale: float, points: bytes
+) -> np.ndarray:
+    """The derivative of the named function of a branch by `scale` times the branch."""
+
+    def named(x: Any) -> Any:
+        return ACTIVATIONS[activation](clipped(x / scale, clip), beta)
+
+    return derivative_of(named, np.frombuffer(points, jnp.dtype(dtype)))
+
+
+def _own(find: Finder, start: int, value: int, points: np.ndarray) -> np.ndarray:
+    """The derivative of a value of the program by another one, at some numbers.
+
+    Raises:
+        Refused: If it is not known.
+    """
+    try:
+        region = _between(find, start, value)
+        own = derivative_at(region, points, find.number)
+    except (NotKnown, NotTaken) as why:
+        raise Refused("slopes", f"derivatives at its kinks: {why}", score=0.6) from why
+    made = (v for _, _, outs in region.steps for v in outs if v is not None)
+    if not all(has_one_rule(find.graph, v) for v in made):
+        text = "the program has it twice, with and without a rule for derivatives"
+        raise Refused("slopes", text, score=0.6)
+    return own
+
+
+def _factor(own: np.ndarray, usual: np.ndarray, near: float) -> float:
+    """The number that makes all derivatives of one function those of another.
+
+    Raises:
+        Refused: If there is none.
+    """
+    k = int(np.argmax(np.abs(usual)))
+    factor = float(own[k] / usual[k])
+    most = near * abs(own[k])
+    if factor and np.allclose(own, factor * usual, near, most):
+        return factor
+    text = "derivatives beside its kinks are not those of the activation"
+    raise Refused("slopes", text, score=0.6)
+
+
+# ---------------------------------------------------------------------- the argument
+def _argument(
+    find: Finder, ev: RegionEvaluator, args: Any, roots: frozenset[int], side: Side
+) -> tuple[int, float]:
+    """The program's argument of an activation, and its factor beside the branch.
+
+    Raises:
+        Refused: If no value of the program is it.
+    """
+    alg, branch = find.algebra, side.branch
+    term: Poly = {(TRUE, branch.term): 1.0}
+    wholes = [alg.add(term, branch.bias), *([term] if branch.bias else [])]
+    if rules_around(find.graph, side.value):
+        text = "a rule of its own for derivatives holds more than the activation"
+        raise Refused("slopes", text, score=0.6)
+    nearest: tuple[int, float] | None = None
+    for value in _dominators(find, roots, side.value):
+        form = ev.poly(value, ev.aligned(value, args))
+        factor = form.get((TRUE, branch.term))
+        if factor is None or rules_around(find.graph, value):
+            continue
+        if any(not alg.add(form, whole, -factor) for whole in wholes):
+            found = value, factor / branch.scale
+            if _is_exact(found[1]):
+                return found
+            nearest = nearest or found
+    if nearest is not None:
+        return nearest
+    text = "no value of the program is the argument of the activation alone"
+    raise Refused("slopes", text, score=0.6)
+
+
+def _dominators(find: Finder, roots: frozenset[int], value: int) -> Iterator[int]:
+    """Values through which alone a value depends on contractions, nearest first."""
+    inside, seen, heap = find.below(roots, value), {value}, [-value]
+    while heap:
+        latest = -heapq.heappop(heap)
+        if not heap:
+            yield latest
+        node = find.graph.node_of(latest)
+        if node is None or latest in roots:
+            return
+        for i in node.ins:
+            if i in inside and i not in seen:
+                seen.add(i)
+                heapq.heappush(heap, -i)
+
+
+def _between(find: Finder, start: int, value: int) -> Region:
+    """The equations from one value to another; others that they read are inputs."""
+    inside = find.below(frozenset({start}), value)
+    return Region(
+        find.graph, [start], [value],
+        lambda v: v not in inside and find.graph.scalar(v) is None,
+    )  # fmt: skip

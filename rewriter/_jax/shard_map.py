@@ -1,0 +1,91 @@
+"""The parts into which ``jax.shard_map`` splits arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import core
+
+from rewriter._jax.programs import new_var
+from rewriter._jax.values import is_drop
+
+
+def manual_axes(eqn: Any) -> tuple[frozenset[str], dict[str, int]]:
+    """The axes that a shard_map makes manual, and the sizes of all of the mesh."""
+    params = eqn.params
+    axes = params.get("manual_axes", params.get("newly_manual_axes"))  # new in 0.12
+    return frozenset(axes), dict(params["mesh"].shape)
+
+
+def parts_of(eqn: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    """(specs of operands, of results, other parameters of the split) of a shard_map."""
+    params = eqn.params
+    around = params["mesh"], manual_axes(eqn)[0], params["check_vma"]
+    return tuple(params["in_specs"]), tuple(params["out_specs"]), around
+
+
+def _axes_of(aval: Any, around: Any) -> tuple[str, ...]:
+    """The manual axes over which a value may vary, in the mesh's order.
+
+    These are all manual axes if types do not state them.
+    """
+    mesh, manual, typed = around
+    varying = aval.mat.varying if typed else manual
+    return tuple(a for a in mesh.axis_names if a in varying)
+
+
+def is_parts(spec: Any, aval: Any, around: Any) -> bool:
+    """Whether a shard_map returns each device's own value, and chooses none."""
+    mesh, _, typed = around
+    named = {a for p in spec for a in (p if isinstance(p, tuple) else (p,))} - {None}
+    axes = _axes_of(aval, around)
+    if typed:  # what it is split into would be of another type
+        return named == set(axes)
+    return all(a in named or mesh.shape[a] == 1 for a in axes)
+
+
+def handing_parts(
+    eqn: Any,
+    body: Any,
+    invars: Sequence[Any],
+    given: int,
+    made: int,
+    first: Sequence[Any] = (),
+) -> Any:
+    """A shard_map with another body that reads and returns further per-device parts.
+
+    Args:
+        eqn: The shard_map.
+        body: Its new body.
+        invars: What it reads.
+        given: The number of last operands that are parts.
+        made: The number of last results that are parts.
+        first: How its first operands, which are new, are split.
+    """
+    into, out_of, around = parts_of(eqn)
+    outs = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
+    for atom in body.outvars[len(outs) :]:
+        count = math.prod(around[0].shape[a] for a in _axes_of(atom.aval, around))
+        rows, *rest = atom.aval.shape
+        outs.append(new_var(core.ShapedArray((count * rows, *rest), atom.aval.dtype)))
+
+    def specs(atoms: Sequence[Any], last: int) -> list[Any]:
+        avals = [a.aval for a in atoms[len(atoms) - last :]]
+        return [jax.P(_axes_of(a, around) or None) for a in avals]
+
+    params = {
+        **eqn.params,
+        "jaxpr": body,
+        "in_specs": (*first, *into, *specs(body.invars, given)),
+        "out_specs": (*out_of, *specs(body.outvars, made)),
+    }
+    return eqn.replace(invars=list(invars), outvars=outs, params=params)
+
+
+def with_parts(eqn: Any, body: Any, into: Sequence[Any], out_of: Sequence[Any]) -> Any:
+    """A shard_map with another body, and specs for its operands and results."""
+    specs = {"in_specs": tuple(into), "out_specs": tuple(out_of)}
+    return eqn.replace(params={**eqn.params, "jaxpr": body, **specs})

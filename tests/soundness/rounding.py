@@ -1,0 +1,106 @@
+"""Runs a program whose every result is off by its last bits, as rounding may be.
+
+The method is Monte Carlo arithmetic (Parker, 1997): what differs between such runs is
+what rounding alone decides, whatever the order of sums. Only what depends on operands
+is changed, since what a mask lets through is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+BITS = 2
+"""How many units in the last place a result is off by, at most."""
+
+EXACT = frozenset({
+    "abs", "argsort", "broadcast_in_dim", "ceil", "clamp", "concatenate",
+    "convert_element_type", "copy", "dynamic_slice", "expand_dims", "floor", "gather",
+    "max", "min", "neg", "pad", "reduce_max", "reduce_min", "reshape", "rev", "round",
+    "select_n", "sign", "slice", "sort", "split", "squeeze", "stop_gradient", "top_k",
+    "transpose", "dynamic_update_slice", "scatter",
+})  # fmt: skip
+"""Primitives that round nothing."""
+
+BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+"""Parameters that hold what a call runs."""
+
+CALLS = frozenset({
+    "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call",
+    "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint",
+})  # fmt: skip
+
+
+def rounded(
+    run: Callable[[Sequence[Any]], Sequence[Any]],
+    values: Sequence[Any],
+    operands: Sequence[int],
+    seed: int,
+) -> list[np.ndarray]:
+    """Results of a run in which every rounding is another.
+
+    Args:
+        run: A function of arguments to arrays.
+        values: The arguments.
+        operands: Which of them count.
+        seed: What the roundings are drawn from.
+    """
+    traced = jax.make_jaxpr(lambda *given: run(list(given)))(*values)
+    draw = np.random.default_rng(seed)
+    depends = [i in operands for i in range(len(values))]
+    given = [jnp.asarray(v) for v in values]
+    out, _ = _run(traced.jaxpr, traced.consts, given, depends, draw)
+    return [np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in out]
+
+
+def _run(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    given: Sequence[Any],
+    depends: Sequence[bool],
+    draw: np.random.Generator,
+) -> tuple[list[Any], list[bool]]:
+    """Results of a program, and which of them depend on operands."""
+    known: dict[Any, tuple[Any, bool]] = {}
+    for var, value in zip(jaxpr.constvars, consts, strict=True):
+        known[var] = value, False
+    for var, value, counts in zip(jaxpr.invars, given, depends, strict=True):
+        known[var] = value, counts
+
+    def read(atom: Any) -> tuple[Any, bool]:
+        return (atom.val, False) if isinstance(atom, Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        pairs = [read(a) for a in eqn.invars]
+        args, counts = [p[0] for p in pairs], [p[1] for p in pairs]
+        name = eqn.primitive.name
+        if name in CALLS:
+            body = next(eqn.params[k] for k in BODIES if k in eqn.params)
+            inner, own = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+            outs, which = _run(inner, own, args, counts, draw)
+        else:
+            outs = eqn.primitive.bind(*args, **eqn.params)
+            outs = list(outs) if eqn.primitive.multiple_results else [outs]
+            which = [any(counts)] * len(outs)
+            if any(counts) and name not in EXACT:
+                outs = [_off(x, draw) for x in outs]
+        known.update(zip(eqn.outvars, zip(outs, which, strict=True), strict=True))
+    found = [read(a) for a in jaxpr.outvars]
+    return [x for x, _ in found], [c for _, c in found]
+
+
+def _off(x: Any, draw: np.random.Generator) -> Any:
+    """An array whose numbers are off by their last bits."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    step = BITS * float(jnp.finfo(x.dtype).eps)
+    wide = np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+    with np.errstate(all="ignore"):
+        moved = wide * (1 + step * draw.uniform(-1, 1, size=wide.shape))
+    kept = np.where(np.abs(moved) > float(jnp.finfo(x.dtype).max), wide, moved)
+    return jnp.asarray(kept, jnp.float32).astype(x.dtype)
