@@ -165,27 +165,28 @@ def masked(length: int, layers: int) -> dict[str, object]:
     return result
 
 
-def cost(name: str, fn, args_of, repeats: int = 5) -> dict[str, object]:
+def cost(name: str, fn, args_of, start: int, repeats: int = 4) -> dict[str, object]:
     """Rewriting seconds against trace and lower seconds.
 
     Args:
         name: The program's name.
         fn: The program.
         args_of: Its arguments, given how much longer sequences are.
+        start: How much longer they are at first.
         repeats: The number of runs.
     """
     own, ours, again = [], [], []
     for run in range(repeats):
-        args = args_of(8 * run)
+        args = args_of(start + 8 * run)
         jax.clear_caches()
-        start = time.process_time()
+        began = time.process_time()
         jax.jit(lambda *a: fn(*a)).lower(*args)
-        own.append(time.process_time() - start)
+        own.append(time.process_time() - began)
         closed = jax.make_jaxpr(fn)(*args)
         for seconds in (ours, again):
-            start = time.process_time()
+            began = time.process_time()
             out = rewrite(closed, CONFIG)
-            seconds.append(time.process_time() - start)
+            seconds.append(time.process_time() - began)
     result = {
         "program": name,
         "equations": equations(closed.jaxpr),
@@ -243,8 +244,8 @@ def dispatch(repeats: int = 2000) -> dict[str, object]:
     return result
 
 
-def decoders(layers: int) -> list[dict[str, object]]:
-    """The costs of decoders of some layers."""
+def decoders(layers: int, start: int) -> list[dict[str, object]]:
+    """The costs of decoders of some layers; sequences are longer by `start`."""
     params = weights(layers)
     model = Decoder(layers)
     size = f"{layers} layers"
@@ -259,14 +260,16 @@ def decoders(layers: int) -> list[dict[str, object]]:
             f"flax linen decoder, {size}",
             model.apply,
             lambda more: (variables, rows(more)),
+            start,
         ),
-        cost(f"hand-written decoder, {size}", decoder, by_hand),
+        cost(f"hand-written decoder, {size}", decoder, by_hand, start + 40),
         cost(
             f"gradient of the hand-written decoder, {size}",
             jax.value_and_grad(lambda p, x: jnp.mean(decoder(p, x) ** 2)),
             by_hand,
+            start + 80,
         ),
-        cost(f"no sites, {size}", plain, by_hand),
+        cost(f"no sites, {size}", plain, by_hand, start),
     ]
 
 
@@ -279,7 +282,7 @@ def without_sites(layers: int) -> dict[str, object]:
         w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
         return [w] * layers, x, x
 
-    return cost(name, jax.value_and_grad(no_gates), args_of)
+    return cost(name, jax.value_and_grad(no_gates), args_of, 0)
 
 
 def main() -> None:
@@ -288,9 +291,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    results = [
-        result for layers in (2, 4, options.layers) for result in decoders(layers)
-    ]
+    results = []
+    for turn, layers in enumerate(sorted({2, 4, options.layers})):
+        results += decoders(layers, 120 * turn)
     results += [without_sites(MANY), masked(2048, 1), masked(2048, 5)]
     results.append(dispatch())
     if options.json:
