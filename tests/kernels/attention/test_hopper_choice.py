@@ -57,7 +57,7 @@ def test_it_is_chosen_for_hopper_gpus_where_cudnn_is_not() -> None:
         assert site.kernel == "xla"  # so small that it is as fast
     (site,) = rewriter.explain(attention, target="a100", tune="off")(x, x, x).sites
     assert site.kernel != "hopper"
-    assert "no Hopper GPU" in dict(site.not_chosen)["hopper"]
+    assert "not a Hopper GPU" in dict(site.not_chosen)["hopper"]
     # Of "cuda" alone it is not known which GPU it is.
     exported = rewriter.export(attention, platforms=("cuda",))(X, X, X)
     assert exported.manifest["custom_calls"] == []

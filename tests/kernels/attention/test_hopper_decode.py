@@ -396,7 +396,7 @@ def test_it_is_chosen_on_hopper_gpus() -> None:
     site = chosen("h200", args)
     assert (site.kernel, site.origin) == ("hopper_decode", "estimated")
     assert chosen("h200", ARGS).kernel == "xla"  # so few keys that it is as fast
-    assert "no Hopper GPU" in dict(chosen("a100", args).not_chosen)["hopper_decode"]
+    assert "not a Hopper GPU" in dict(chosen("a100", args).not_chosen)["hopper_decode"]
 
 
 @pytest.mark.parametrize("fill", FILLS)
