@@ -30,6 +30,10 @@ ON_HOPPER = {True: 0.85, False: 0.89}
 """The share that our kernel for Hopper GPUs reached there, by whether rows are centred
 (``tests/bench/results/hopper_norms_h200.json``)."""
 
+NARROW = {"xla": 0.46, "hopper": 0.65}
+"""The shares of both, of layer norms of 256 to 768 columns with gradients
+(``tests/bench/results/choices_h100.json``)."""
+
 ON_TPU = {True: 5 / 9, False: 5 / 7}
 """The TPU kernel's time with gradients, as a share of XLA's, by whether rows are
 centred: it reads and writes arrays of rows five times, XLA's programs for TPUs nine or
@@ -44,8 +48,12 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     reached = FORWARD if passes == "forward" else WITH_GRADIENTS[centred]
     each = seconds(device, 0.0, work.bytes, memory=reached)
     if device.platform != "tpu":
-        own = seconds(device, 0.0, work.bytes, memory=ON_HOPPER[centred])
-        if not hopper_config.measured(spec).ok:
+        share = ON_HOPPER[centred]
+        if hopper_config.is_narrow(spec, passes):
+            share = NARROW["hopper"]
+            each = seconds(device, 0.0, work.bytes, memory=NARROW["xla"])
+        own = seconds(device, 0.0, work.bytes, memory=share)
+        if not hopper_config.measured(spec, passes).ok:
             own = math.inf
         return {"xla": each, "memory_bounded": each, "hopper": own}
     share = 1.0 if passes == "forward" else ON_TPU[centred]

@@ -33,6 +33,12 @@ BENT = frozenset({
 })  # fmt: skip
 """Primitives with which a smooth function is written in parts that meet at 0."""
 
+TWICE = (
+    "the program has its activation twice, with and without a rule for derivatives, "
+    "and does not compute the gradients itself"
+)
+"""Why a unit is left alone: JAX may differentiate it by either."""
+
 AWAY = 1.25
 """How far from the kinks derivatives are compared that must agree."""
 
@@ -82,11 +88,13 @@ def with_slopes(
     """
     args = reading.args
     every = {n: slopes_of(find, ev, args, roots, s) for n, s in sides.items()}
-    found = {n: slopes for n, slopes in every.items() if slopes}
-    if not found:
+    found = {n: slopes for n, (slopes, _) in every.items() if slopes}
+    one_rule = all(same for _, same in every.values())
+    if one_rule and not found:
         return reading
     return dataclasses.replace(
         reading,
+        needs_backward="" if one_rule else TWICE,
         params={**reading.params, **found},
         check_params={**reading.check_params, **dict.fromkeys(found, ())},
         backward_params={n: _of_no_number(slopes) for n, slopes in found.items()},
@@ -99,8 +107,11 @@ def _of_no_number(slopes: Slopes) -> Slopes:
 
 def slopes_of(
     find: Finder, ev: RegionEvaluator, args: Any, roots: frozenset[int], side: Side
-) -> Slopes:
+) -> tuple[Slopes, bool]:
     """Derivatives of a branch where they differ from those of the named function.
+
+    Also says whether the program has one rule for them. A program that JAX has
+    differentiated may compute a value again without the rule that it had.
 
     Args:
         find: The search.
@@ -114,14 +125,15 @@ def slopes_of(
     """
     kinks = _kinks(find, roots, side)
     if not kinks:
-        return ()
+        return (), True
     start, scale = _argument(find, ev, args, roots, side)
     dtype, result = (find.graph.dtype(v) for v in (start, side.value))
     with np.errstate(all="ignore"):
         every = (*kinks, math.inf, -math.inf, math.nan)
         at = [k for k in every if _is_at(k, scale, dtype)]
         points = np.array([y * scale for y in (*at, *_away(kinks))]).astype(dtype)
-        own = _own(find, start, side.value, points).astype(np.float64)
+        own, one_rule = _own(find, start, side.value, points)
+        own = own.astype(np.float64)
         branch = side.branch.clip, str(dtype), scale, points.tobytes()
         usual = _usual(side.activation, side.beta, *branch).astype(np.float64)
         near = max(CLOSE, *(4 * float(jnp.finfo(d).eps) for d in (dtype, result)))
@@ -129,7 +141,8 @@ def slopes_of(
         own, usual = (x[: len(at)] * scale for x in (own / factor, usual))
         close = np.isclose(own, usual, near, near, equal_nan=True)
     pairs = zip(at, own, close, strict=True)
-    return tuple((_named(k), _named(float(d))) for k, d, same in pairs if not same)
+    found = tuple((_named(k), _named(float(d))) for k, d, same in pairs if not same)
+    return found, one_rule
 
 
 def _named(x: float) -> float | str:
@@ -197,8 +210,12 @@ def _usual(
     return derivative_of(named, np.frombuffer(points, jnp.dtype(dtype)))
 
 
-def _own(find: Finder, start: int, value: int, points: np.ndarray) -> np.ndarray:
+def _own(
+    find: Finder, start: int, value: int, points: np.ndarray
+) -> tuple[np.ndarray, bool]:
     """The derivative of a value of the program by another one, at some numbers.
+
+    Also says whether one rule gives it.
 
     Raises:
         Refused: If it is not known.
@@ -209,10 +226,7 @@ def _own(find: Finder, start: int, value: int, points: np.ndarray) -> np.ndarray
     except (NotKnown, NotTaken) as why:
         raise Refused("slopes", f"derivatives at its kinks: {why}", score=0.6) from why
     made = (v for _, _, outs in region.steps for v in outs if v is not None)
-    if not all(has_one_rule(find.graph, v) for v in made):
-        text = "the program has it twice, with and without a rule for derivatives"
-        raise Refused("slopes", text, score=0.6)
-    return own
+    return own, all(has_one_rule(find.graph, v) for v in made)
 
 
 def _factor(own: np.ndarray, usual: np.ndarray, near: float) -> float:

@@ -190,8 +190,17 @@ def _choices(
 
 
 def _unless_read(facts: Facts, choice: Choice, needed: bool) -> Choice:
-    """The choice; XLA where the match's matrix products stay computed anyway."""
-    if choice.kernel == XLA or choice.origin == "forced":
+    """The choice; XLA where the match's matrix products stay computed anyway.
+
+    So it is where JAX may differentiate a match of which it does not know how.
+    """
+    if choice.kernel == XLA:
+        return choice
+    alone = facts.match.reading.needs_backward
+    if alone and facts.backward is None:
+        refused = (choice.kernel, alone), *choice.not_chosen
+        return Choice(AS_WRITTEN, choice.origin, refused)
+    if choice.origin == "forced":
         return choice
     why = facts.read_on
     if needed and not why:

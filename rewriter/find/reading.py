@@ -128,6 +128,8 @@ class Reading:
         check_options: Options of the evaluator that checks.
         backward_params: Parameters, where they differ, if gradients that the program
             computes are replaced with the value: what they were proved with.
+        needs_backward: Why the value is replaced only together with gradients that the
+            program computes; ``""`` if it needs none.
         leaves: Leaf name to value.
         notes: What floats will see.
         evaluator: For a form in pieces (None), what evaluates the region.
@@ -153,6 +155,7 @@ class Reading:
     check_params: Mapping[str, Any] = field(default_factory=dict)
     check_options: Mapping[str, Any] = field(default_factory=dict)
     backward_params: Mapping[str, Any] = field(default_factory=dict)
+    needs_backward: str = ""
     notes: tuple[str, ...] = ()
     evaluator: Any = None
     times: Poly | None = None
