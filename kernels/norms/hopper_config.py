@@ -62,7 +62,7 @@ def measured(spec: Spec, passes: str) -> Verdict:
     """Returns whether a use is among the measured sizes, not only supported."""
     shape = spec.shape("x")
     size = math.prod(shape) * jnp.dtype(spec.dtype("x")).itemsize
-    columns = range(NARROW[0] if is_narrow(spec, passes) else MEASURED_COLUMNS[0], 16385)
+    columns = NARROW if is_narrow(spec, passes) else MEASURED_COLUMNS
     if shape[-1] in columns and size >= MEASURED_BYTES:
         return YES
     text = f"rows of {shape[-1]} and {size / (1 << 20):.3g} MiB: measured for rows of"

@@ -120,7 +120,10 @@ def test_it_is_chosen_for_gradients_on_hopper_gpus(norm: Any) -> None:
     (site,) = rewriter.explain(both, target="h200", tune="off")(*fewer).sites
     assert site.kernel == "xla"
     assert "measured for rows of 1024" in dict(site.not_chosen)["hopper"]
-    narrow = jax.ShapeDtypeStruct((18464, 768), jnp.bfloat16), jax.ShapeDtypeStruct((768,), jnp.float32)
+    narrow = (
+        jax.ShapeDtypeStruct((18464, 768), jnp.bfloat16),
+        jax.ShapeDtypeStruct((768,), jnp.float32),
+    )
     (site,) = rewriter.explain(both, target="h100", tune="off")(*narrow).sites
     assert site.kernel == ("hopper" if norm is layer else "xla")
     (site,) = rewriter.explain(norm, target="h100", tune="off")(*narrow).sites
