@@ -155,7 +155,30 @@ def _step(eqn: Any, ins: list[Number]) -> list[Number]:
         return [UNKNOWN] * len(eqn.outvars)
     if name == "select_n":
         return [_chosen(*ins)]
+    if name not in NUMERIC and _is_elementwise(eqn):
+        return [_bound(eqn, ins)]
     return [_applied(name, eqn.params, ins)]
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)}
+    return len(shapes) == len(eqn.outvars) == 1 and not _jax.call_kind(eqn)
+
+
+def _bound(eqn: Any, ins: Sequence[Number]) -> Number:
+    """One equation without a rule here, which JAX runs on the numbers."""
+    if any(isinstance(x, _Unknown) for x in ins):
+        raise NotKnown(f"{eqn.primitive.name} of arrays that are not known")
+    types = [v.aval.dtype for v in eqn.invars]
+    arrays = [
+        jnp.asarray(x, dtype)
+        for x, dtype in zip(np.broadcast_arrays(*ins), types, strict=True)
+    ]
+    try:
+        with jax.ensure_compile_time_eval():
+            return np.asarray(eqn.primitive.bind(*arrays, **eqn.params))
+    except Exception as problem:  # one whose parameters hold shapes
+        raise NotKnown(f"{eqn.primitive.name} of numbers: {problem}") from problem
 
 
 def _applied(name: str, params: Any, ins: Sequence[Number]) -> Number:

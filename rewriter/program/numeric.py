@@ -45,6 +45,7 @@ NUMERIC: Mapping[str, Callable[..., Any]] = {
     "log1p": lambda a, p: np.log1p(a),
     "logaddexp": lambda a, b, p: np.logaddexp(a, b),
     "exp_neg_sq": lambda a, p: np.exp(-a * a),
+    "one_minus_square": lambda a, p: (1 - a) * (1 + a),
     "logistic": lambda a, p: _logistic(a),
     "tanh": lambda a, p: np.tanh(a),
     "erf": lambda a, p: _each(math.erf)(a),
