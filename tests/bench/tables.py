@@ -94,9 +94,49 @@ def gains() -> str:
             _or_failed(new), f"{row['faster']:.1f}×", size(old["bytes"]),
             size(new["bytes"]),
         ))  # fmt: skip
+    data = json.loads(record.named("models_h100").read_text())
+    on = f"{data['device']}, jax {data['jax']}"
+    notes.setdefault(on, []).append(f"`{data['command']}`")
+    row = next(r for r in data["results"] if r["pass"] == "step")
+    what = f"flax {row['model']}, training step"
+    rows.append(("H100", what, *_model_figures(row)))
     head = ("on", "program", "original", "rewritten", "gain", "memory", "after")
     told_by = " and ".join(f"{', '.join(c)} ({on})" for on, c in notes.items())
     return f"{_table(head, rows)}\n\nReproduce with {told_by}."
+
+
+def _model_figures(row: dict) -> tuple[str, ...]:
+    """Times, gain and memory of a pass of a public model."""
+    old, new = row["written"], row["rewritten"]
+    memory = [size(x["temporary_bytes"]) for x in (old, new)]
+    return *(f"{x['ms']:.3g} ms" for x in (old, new)), f"{row['faster']:.1f}×", *memory
+
+
+def models() -> str:
+    """One row per public model and pass, and what takes the rewritten step's time."""
+    data = json.loads(record.named("models_h100").read_text())
+    rows, profiles = [], []
+    for row in data["results"]:
+        old, new = row["written"], row["rewritten"]
+        seconds = [f"{x['lower_s'] + x['compile_s']:.0f} s" for x in (old, new)]
+        share = f"{row['share_of_peak']:.0%}"
+        figures = *_model_figures(row), share, *seconds
+        rows.append((row["model"], row["pass"], *figures))
+        if "profile" in row:
+            parts = dict(row["profile"])
+            total = parts.pop("all")
+            most = ", ".join(f"`{n}` {ms:.1f}" for n, ms in list(parts.items())[:4])
+            profiles.append(f"{row['model']}: {total:.1f} ms, of them {most}")
+    head = (
+        "model", "pass", "original", "rewritten", "gain", "memory before", "after",
+        "share of the peak", "until compiled, before", "after",
+    )  # fmt: skip
+    versions = f"jax {data['jax']}, transformers {data['transformers']}"
+    note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
+    return (
+        f"{_table(head, rows)}\n\nThe device's time of a rewritten step: "
+        f"{'; '.join(profiles)}. Reproduce with {note}."
+    )
 
 
 def options() -> str:
@@ -625,6 +665,7 @@ TABLES = {
     "decoder": decoder,
     "public_decoder": public_decoder,
     "public_decode": public_decode,
+    "models": models,
     "public_bert": public_bert,
     "packed_decoder": packed_decoder,
     "public_experts": public_experts,
