@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from rewriter.kernels.attention.cost import cost
 from rewriter.kernels.attention.estimate import (
     BOTH,
+    FEW,
+    LEAST,
     SMALL,
+    STREAMED,
     copies,
     least,
     looped,
@@ -23,6 +27,7 @@ from rewriter.kernels.attention.hopper.backward_config import (
 from rewriter.kernels.attention.hopper.config import BY_ROWS, EDGE, STEP, filled
 from rewriter.kernels.attention.hopper.dtypes import parts
 from rewriter.kernels.attention.weights import PARAM
+from rewriter.kernels.shared.hopper import processors
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
@@ -33,6 +38,15 @@ MIB = 1 << 20
 OWN, TILE = 0.99, 128
 """The assumed share of cuDNN's rate that our Hopper kernel reaches, and the number of
 queries of a head that it multiplies at once."""
+
+STREAMING = frozenset({"q", "k", "v", "kv_lengths", "offset"})
+"""Operands of decoding for which this kernel was measured."""
+
+GROUP, FULL, WAVES = 4, 0.9, 4
+"""The most query heads of a key head in decoding, and the fewest blocks of threads as a
+share of the device's processors. With lengths, which leave blocks with unequal work,
+that many times as many. Then the kernel took 0.87 to 0.98 of the time of the one that
+splits keys, on an H100 (``tests/bench/results/choices_h100.json``)."""
 
 CAPPED, TABLED = 1.3, 2.2
 """The factors of its time with a soft cap, and with the cotangent of a bias."""
@@ -45,13 +59,32 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
 
 
 def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
-    """Returns whether scores are as many as were measured, as for cuDNN."""
-    del device, passes
+    """Returns whether scores are as many as were measured, as for cuDNN.
+
+    Decoding was measured for fewer, see `_streams`.
+    """
     (b, t, n, _), s = spec.shape("q"), spec.shape("k")[1]
     if (scores := 4 * b * n * t * s) >= SMALL:
         return YES
+    if _streams(spec, device, passes):
+        return YES
     text = f"scores of {scores / MIB:.3g} MiB: not measured below {SMALL >> 20} MiB"
     return no("small", text)
+
+
+def _streams(spec: Spec, device: Device, passes: str) -> bool:
+    """Whether few queries read keys by as many blocks as the device has processors."""
+    (b, t, n, _), heads = spec.shape("q"), spec.shape("k")[2]
+    few = t * n <= FEW * heads and n <= GROUP * heads
+    known = device.platform == "cuda" and set(spec.operands) <= STREAMING
+    if passes != "forward" or not few or not known or _moved(spec) < LEAST:
+        return False
+    waves = 1 if set(spec.operands) == {"q", "k", "v"} else WAVES
+    return b * heads >= FULL * waves * processors(device)
+
+
+def _moved(spec: Spec) -> float:
+    return cost(*map(dict, (spec.shapes, spec.dtypes, spec.params))).bytes
 
 
 def _seconds(spec: Spec, device: Device, passes: str) -> float:
@@ -65,6 +98,8 @@ def _seconds(spec: Spec, device: Device, passes: str) -> float:
     t, h = spec.shape("q")[1], spec.shape("q")[3]
     if not modelled(spec, device, passes).ok:
         return math.inf
+    if _streams(spec, device, passes):
+        return seconds(device, 0.0, _moved(spec), memory=STREAMED)
     both = passes != "forward"
     flops = widened(spec, passes, STEP) * -(-t // TILE) * TILE / max(t, 1)
     if parts(spec.param(PARAM)) > 1:  # v is multiplied twice in the forward

@@ -189,3 +189,28 @@ def test_gradients_of_capped_scores_and_wide_heads_are_ours(
     for passes in ("forward", "forward_and_vjp"):
         times = estimate(its, H200, passes)
         assert times["hopper"] < 0.8 * times["xla"]
+
+
+DECODED = (
+    ((32, 4096, 32, 8, 128), False, "hopper"),
+    ((16, 8192, 32, 8, 128), False, "hopper"),
+    ((1, 32768, 32, 8, 128), False, "hopper_decode"),  # few blocks: keys are split
+    ((4, 16384, 64, 8, 128), False, "hopper_decode"),
+    ((128, 1024, 16, 16, 64), True, "hopper"),
+    ((16, 8192, 32, 8, 128), True, "hopper_decode"),  # lengths: unequal work
+)
+"""Batch, keys, heads, key heads, width; whether there are lengths; what was fastest."""
+
+
+@pytest.mark.parametrize(("sizes", "lengths", "kernel"), DECODED)
+def test_decoding_splits_keys_where_blocks_are_few(
+    sizes: tuple[int, ...], lengths: bool, kernel: str
+) -> None:
+    b, s, n, heads, h = sizes
+    arrays = {"q": (b, 1, n, h), "k": (b, s, heads, h), "v": (b, s, heads, h)}
+    given = {x: jax.ShapeDtypeStruct(a, jnp.bfloat16) for x, a in arrays.items()}
+    if lengths:
+        given["kv_lengths"] = jax.ShapeDtypeStruct((b,), jnp.int32)
+    its = spec_of(registry().op("attention"), given, {})
+    found = estimate(its, device.named("h100"), "forward")
+    assert min(found, key=lambda name: found[name]) == kernel
