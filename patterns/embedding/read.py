@@ -45,8 +45,12 @@ def propose_sums(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 
 def propose_lookup(find: Finder, anchor: Node) -> Iterator[Reading]:
-    """The reading of a gather of whole rows, in a program without gradients of it."""
-    if not _is_of_rows(find, anchor):
+    """The reading of a gather of whole rows, in a program without gradients of it.
+
+    Rows have one axis, or one of heads besides. What is gathered of more, such as
+    pages of keys or the caches of beams, is no embedding.
+    """
+    if not _is_of_rows(find, anchor) or len(row_axes(anchor).window) > 2:
         return
     narrow = find.graph.dtype(anchor.outs[0]).itemsize == 2
     if narrow and not _is_differentiated(find, anchor):
