@@ -86,6 +86,7 @@ def test_rows_that_overflow(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("name", ["memory_bounded", "hopper"])
 def test_rows_that_overflow_on_a_gpu(name: str) -> None:
     check(BY_NAME[name], "bfloat16")

@@ -199,6 +199,7 @@ def test_sums_in_order_repeat() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("kernel", BY_ID)
 @pytest.mark.parametrize("size", [2, 512, 30522])
 def test_on_a_gpu(size: int, kernel: str) -> None:
