@@ -1,5 +1,9 @@
 """Rows that see no key: what they give, and what they pass back to scores.
 
+The parameter ``empty_rows`` names it. "nan", "zero" and "mean" (of v over all keys) are
+what such a row gives. No gradient reaches its scores, as where masks choose between
+scores and a number. The names in `PASSES` give the same, and a gradient reaches them.
+
 Some programs hide keys by a large negative number added to their scores, not by a
 choice. Such a program gives the mean of all values in a row without keys, as that
 number absorbs all digits of the scores (in float32 any beyond -1e9 does). Its gradient
