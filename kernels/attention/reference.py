@@ -87,6 +87,7 @@ def reference(
     unshifted: str | None = None,
     out_dtype: str | None = None,
     weights: str | None = None,
+    precision: str | None = None,
     wide: Any = None,
     **hiding: Array | None,
 ) -> Array:
@@ -108,13 +109,14 @@ def reference(
         out_dtype: The result's dtype, q's by default.
         weights: The precision of a product of float32 weights and v, whose digits the
             result keeps; see `rewriter.kernels.attention.weights`.
+        precision: Of all products of float32, as `jax.lax.Precision` by name.
         wide: The dtype of scores and softmax; by default float32, or float64 for
             float64 inputs.
         **hiding: The operands that hide keys, as in `visible`.
     """
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     (b, t, n, _), (s, heads, e) = q.shape, v.shape[1:]
-    scores = _scores(q, k, scale, scale_factor, softcap, wide)
+    scores = _scores(q, k, scale, scale_factor, softcap, precision, wide)
     if bias is not None:
         scores = scores + bias.astype(wide)
     if alibi is not None:
@@ -125,7 +127,8 @@ def reference(
     if dropout is not None:
         shares = shares * dropout.astype(wide)
     shares = shares.reshape(b, heads, n // heads, t, s)
-    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=weights)
+    last = precision or weights
+    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
     return out.reshape(b, t, n, e).astype(out_dtype or q.dtype)
 
 
@@ -135,12 +138,16 @@ def _scores(
     scale: float,
     scale_factor: Array | None,
     softcap: float | None,
+    precision: str | None,
     wide: Any,
 ) -> Array:
     """Products of queries with keys, scaled and capped, [b, n, t, s]."""
     (b, t, n, h), (s, heads) = q.shape, k.shape[1:3]
     queries = q.reshape(b, t, heads, n // heads, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", queries, k, preferred_element_type=wide)
+    scores = jnp.einsum(
+        "btkgh,bskh->bkgts", queries, k, precision=precision,
+        preferred_element_type=wide,
+    )  # fmt: skip
     scores = scores.reshape(b, n, t, s) * scale
     if scale_factor is not None:
         scores = scores * scale_factor.astype(wide)
