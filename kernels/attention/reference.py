@@ -107,11 +107,9 @@ def reference(
             without their maximum. Rows whose exponentials all vanish, or whose sum
             overflows, are then NaN, and so are their gradients.
         out_dtype: The result's dtype, q's by default.
-        weights: The precision of a product of float32 weights and v, whose digits the
-            result keeps; see `rewriter.kernels.attention.weights`.
+        weights: Of the last product alone; see `rewriter.kernels.attention.weights`.
         precision: Of all products of float32, as `jax.lax.Precision` by name.
-        wide: The dtype of scores and softmax; by default float32, or float64 for
-            float64 inputs.
+        wide: The dtype of scores and softmax: float32, or float64 as the inputs.
         **hiding: The operands that hide keys, as in `visible`.
     """
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)

@@ -15,9 +15,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from rewriter.kernels.attention.tpu import operands, schedule
-from rewriter.kernels.attention.tpu.backward_kernel import only_seen, per_row, read
+from rewriter.kernels.attention.tpu.backward_kernel import (
+    of_results,
+    only_seen,
+    per_row,
+    read,
+)
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
-from rewriter.kernels.attention.tpu.operands import Input, Place
+from rewriter.kernels.attention.tpu.operands import Place
 from rewriter.kernels.attention.tpu.scores import Problem, Tile
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.kernels.shared.pallas_tpu import LANES
@@ -46,13 +51,7 @@ def gradient(p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array]) ->
     def at(*ids: Any) -> Place:
         return Place(*(ids[order.index(i)] for i in range(4)))
 
-    given = operands.inputs(p, arrays, at)
-    of_rows = lambda i: (i.b, i.n, i.row, 0)
-    block = operands.block((1, 1, config.rows, p.e), at, of_rows)
-    given["up"] = Input(arrays["up"], block)
-    shape = (1, 1, arrays["kept"].shape[2], config.rows)
-    block = operands.block(shape, at, lambda i: (i.b, i.n, 0, i.row))
-    given["kept"] = Input(arrays["kept"], block)
+    given = operands.inputs(p, arrays, at) | of_results(p, config, arrays, at)
     thin = config.rows if kept[2] else 1, config.keys if kept[3] else 1
 
     def place(i: Place) -> tuple[Any, ...]:
