@@ -8,6 +8,7 @@ contractions for 2·rows·f fewer numbers in memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -199,12 +200,7 @@ def backward(
     wholes = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up}
     apart = {"x": x, "rows_gate": rows_gate, "rows_up": rows_up}
 
-    def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-        dims = (((contract[0],), (contract[1],)), ((), ()))
-        a, b = a.astype(narrow), b.astype(narrow)
-        return jax.lax.dot_general(
-            a, b, dims, precision=precision, preferred_element_type=wide
-        )
+    dot = functools.partial(_dot, precision=precision, narrow=narrow, wide=wide)
 
     def block(rows: Rows) -> tuple[Rows, Rows]:
         part = rows["x"]
@@ -232,6 +228,23 @@ def backward(
         **{n: y.reshape(apart[n].shape) for n, y in by_row.items()},
         **{n: y.astype(wholes[n].dtype) for n, y in sums.items()},
     }
+
+
+def _dot(
+    a: jax.Array,
+    b: jax.Array,
+    summed: tuple[int, int],
+    *,
+    precision: str | None,
+    narrow: Any,
+    wide: Any,
+) -> jax.Array:
+    """The product of two matrices over an axis of each, read `narrow`, added `wide`."""
+    dims = (((summed[0],), (summed[1],)), ((), ()))
+    return jax.lax.dot_general(
+        a.astype(narrow), b.astype(narrow), dims, precision=precision,
+        preferred_element_type=wide,
+    )  # fmt: skip
 
 
 Rows = dict[str, jax.Array]

@@ -206,29 +206,7 @@ def read(
         Refused: If the form is not that of attention.
         OverBudget: If the form grows too large.
     """
-    scores = frozenset(n.outs[0] for n in parts.scores)
-    products = frozenset(n.outs[0] for n, _ in parts.products)
-
-    def from_scores(v: int) -> bool:
-        return bool(parts.scans) or any(
-            find.regions.depends(v, score, 120) for score in scores
-        )
-
-    ev = find.evaluator(
-        value,
-        inside=scores | products | parts.scans | sums,
-        roots=scores | parts.scans | find.float_carries(parts.scans),
-        full_sides=frozenset(
-            [
-                *((n.outs[0], k) for n, k in parts.products),
-                *((n, k) for n in sums for k in (0, 1)),
-            ]
-        ),
-        soft_fills=how == "soft",
-        in_pieces=from_scores,
-        whole_sides=from_scores if how == "whole" else None,
-        filled_rows=True,
-    )
+    ev = _evaluator(find, value, parts, how, sums)
     alg = find.algebra
     args = ev.indices(value)
     form = ev.poly(value, args)
@@ -243,9 +221,8 @@ def read(
     values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
     over = over_all_keys(alg, form, values)
     found = softmax_parts(alg, over.form, values | over.values)
-    left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
-    right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
-    qk, bias = exponents(alg, found, left | right | over.joined.keys())
+    sides = find.layout_leaves(ev, *(x for n in parts.scores for x in n.ins[:2]))
+    qk, bias = exponents(alg, found, sides | over.joined.keys())
     reading = assembled(
         Softmax(
             find=find,
@@ -256,7 +233,7 @@ def read(
             parts=found,
             qk=qk,
             bias=bias,
-            scores=scores,
+            scores=frozenset(n.outs[0] for n in parts.scores),
             products=parts.products,
             joined=over.joined,
             some=over.some,
@@ -268,6 +245,31 @@ def read(
     find.require_proved(ev)
     _require_addends(find, ev, reading)
     return reading
+
+
+def _evaluator(
+    find: Finder, value: int, parts: Blocks, how: str, sums: Set[int]
+) -> RegionEvaluator:
+    """What puts the candidate into its normal form; arguments are as in `read`."""
+    scores = frozenset(n.outs[0] for n in parts.scores)
+    products = frozenset(n.outs[0] for n, _ in parts.products)
+    factors = ((n.outs[0], k) for n, k in parts.products)
+
+    def from_scores(v: int) -> bool:
+        return bool(parts.scans) or any(
+            find.regions.depends(v, score, 120) for score in scores
+        )
+
+    return find.evaluator(
+        value,
+        inside=scores | products | parts.scans | sums,
+        roots=scores | parts.scans | find.float_carries(parts.scans),
+        full_sides=frozenset([*factors, *((n, k) for n in sums for k in (0, 1))]),
+        soft_fills=how == "soft",
+        in_pieces=from_scores,
+        whole_sides=from_scores if how == "whole" else None,
+        filled_rows=True,
+    )
 
 
 def _require_addends(find: Finder, ev: RegionEvaluator, reading: Reading) -> None:

@@ -79,7 +79,7 @@ def combined(
 ) -> Sequence[Array]:
     """Returns functions of each row's products with its group's matrices.
 
-    Products of rows of no group are zeros.
+    Each result is [m, n]. Products of rows of no group are zeros.
 
     Args:
         name: The name of the kernel in profiles.
@@ -93,9 +93,6 @@ def combined(
         config: The tiles.
         transposed: Whether the last axis of the only branch's matrices is summed.
         matrices: How they come into shared memory in the layout of tensor cores.
-
-    Returns:
-        [m, n] for each result.
     """
     m, count = lhs.shape[0], len(branches)
     tiles, table = schedule.OneGroup(m, config.block_m), None
@@ -107,20 +104,7 @@ def combined(
         most = schedule.most_tiles(m, len(group_sizes), config.block_m)
     stored_as = branches[0].matrices.dtype
     right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
-    scratch = {
-        "left": pallas_gpu.tiles_and_rows(
-            (config.stages, config.block_m // config.rows, config.rows, STEP),
-            (config.stages, config.block_m, STEP),
-            lhs.dtype,
-        ),
-        "right": right_side.scratch,
-        "stored": stored(dtype),
-        "ready": pallas_gpu.barriers(
-            config.owners * config.stages, 1 + len(pieces(config, count))
-        ),
-        "free": pallas_gpu.barriers(config.stages, config.sharing),
-        **(work_stealing.scratch(WARPGROUPS, 1 + schedule.FIELDS) if claimed else {}),
-    }
+    scratch = _scratch(config, count, lhs.dtype, right_side, dtype, claimed)
     of_branches = [(b.matrices, b.bias, b.scale) for b in branches]
     given, tree = jax.tree.flatten((of_branches, table))
 
@@ -141,6 +125,35 @@ def combined(
         body, name, [jax.ShapeDtypeStruct((m, n), dtype)] * len(results), scratch,
         min(config.programs, most * -(-n // wide)), WARPGROUPS + 1,
     )(lhs, *given)  # fmt: skip
+
+
+def _scratch(
+    config: Tiles, count: int, given: Any, right: Side, dtype: Any, claimed: bool
+) -> dict[str, Any]:
+    """Shared memory by name.
+
+    Args:
+        config: The tiles.
+        count: The number of branches.
+        given: The dtype of the rows.
+        right: How matrices come into shared memory.
+        dtype: The results' dtype.
+        claimed: Whether tiles are claimed.
+    """
+    pieces_ready = 1 + len(pieces(config, count))
+    claims = work_stealing.scratch(WARPGROUPS, 1 + schedule.FIELDS) if claimed else {}
+    return {
+        "left": pallas_gpu.tiles_and_rows(
+            (config.stages, config.block_m // config.rows, config.rows, STEP),
+            (config.stages, config.block_m, STEP),
+            given,
+        ),
+        "right": right.scratch,
+        "stored": stored(dtype),
+        "ready": pallas_gpu.barriers(config.owners * config.stages, pieces_ready),
+        "free": pallas_gpu.barriers(config.stages, config.sharing),
+        **claims,
+    }
 
 
 @dataclass(frozen=True)
