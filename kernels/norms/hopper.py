@@ -25,7 +25,7 @@ from rewriter.kernels.norms.hopper_config import (
     usual,
     verdict_of,
 )
-from rewriter.kernels.shared.hopper import BY_ESTIMATE, processors, runs_on
+from rewriter.kernels.shared.hopper import by_estimate, importable, processors, runs_on
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -67,29 +67,13 @@ def supports(spec: Spec) -> Verdict:
     if verdict.ok:
         norm = _of_spec(spec)
         verdict = verdict_of(usual(norm, False), norm, False)
-    return _importable() if verdict.ok else verdict
+    return importable("rewriter.kernels.norms.hopper_kernel") if verdict.ok else verdict
 
 
 def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
     """Returns whether such sizes were measured."""
     del device
     return measured(spec, passes)
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for known Hopper GPUs the estimate decides."""
-    del spec, platform
-    return no("device", BY_ESTIMATE)
-
-
-@functools.cache
-def _importable() -> Verdict:
-    try:
-        from rewriter.kernels.norms import hopper_kernel
-    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
-        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
-    del hopper_kernel
-    return YES
 
 
 # ------------------------------------------------------------------- its configs
@@ -188,7 +172,7 @@ def _kernel(op: str) -> Kernel:
         forward=functools.partial(forward, centred=centred),
         backward=functools.partial(backward, centred=centred),
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate, modelled=modelled),
+        speed=Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
         space=_space(False),
         backward_space=_space(True),

@@ -24,6 +24,7 @@ from rewriter.reports.report import Report
 from rewriter.rewrite.replacements import Pair
 from rewriter.run.analysis import rewritten_of
 from rewriter.run.optimize import optimize, with_patterns
+from rewriter.support.dtypes import is_float
 from rewriter.verification import check_sites
 from rewriter.verification.compare import Comparison, compared
 
@@ -186,7 +187,7 @@ def with_gradient(
         leaves: Example leaves; the floating-point ones are differentiated.
         names: Names of the gradients; numbers by default.
     """
-    moving = [i for i, x in enumerate(leaves) if _is_float(x)]
+    moving = [i for i, x in enumerate(leaves) if is_float(x)]
 
     def both(*leaves: Any) -> dict[str, Any]:
         def loss(chosen: list[Any]) -> Any:
@@ -206,7 +207,7 @@ def with_gradient(
 
 def _scalar(out: Any) -> Any:
     """The result if it is a scalar, else a fixed random weighting of it."""
-    floats = [x for x in jax.tree.leaves(out) if _is_float(x)]
+    floats = [x for x in jax.tree.leaves(out) if is_float(x)]
     if len(floats) == 1 and jnp.shape(floats[0]) == ():
         return floats[0].astype(jnp.promote_types(floats[0].dtype, jnp.float32))
     random = np.random.default_rng(0)
@@ -215,10 +216,6 @@ def _scalar(out: Any) -> Any:
         weight = random.standard_normal(jnp.shape(x)).astype(np.float32)
         total += jnp.sum(x * weight, dtype=jnp.float32) / max(1, np.size(weight)) ** 0.5
     return total
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def _compare(

@@ -24,6 +24,7 @@ from rewriter.ops.cost import Cost
 from rewriter.program import trace
 from rewriter.reports.report import Report, size
 from rewriter.run.optimize import optimize
+from rewriter.support.dtypes import is_float
 from rewriter.tools import roofline
 
 MODES = {**{m: (m,) for m in PASSES}, "both": ("forward", "forward_and_vjp")}
@@ -251,7 +252,7 @@ def with_vjp(
         mode: ``vjp`` for the gradients alone; ``forward_and_vjp`` for a pair of the
             result and them.
     """
-    moving = [i for i, x in enumerate(leaves) if _is_float(x)]
+    moving = [i for i, x in enumerate(leaves) if is_float(x)]
 
     def run(cotangents: Sequence[Any], *leaves: Any) -> Any:
         def floats(chosen: list[Any]) -> Any:
@@ -259,7 +260,7 @@ def with_vjp(
             for i, x in zip(moving, chosen, strict=True):
                 full[i] = x
             out = fn(*full)
-            return [x for x in jax.tree.leaves(out) if _is_float(x)], out
+            return [x for x in jax.tree.leaves(out) if is_float(x)], out
 
         some, back, out = jax.vjp(floats, [leaves[i] for i in moving], has_aux=True)
         given = [
@@ -275,16 +276,12 @@ def with_vjp(
 def cotangents_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
     """Returns normal cotangents of the float results; None stands for a scalar's 1."""
     outs = jax.tree.leaves(jax.eval_shape(fn, *leaves))
-    outs = [x for x in outs if _is_float(x)]
+    outs = [x for x in outs if is_float(x)]
     keys = jax.random.split(jax.random.key(0), max(1, len(outs)))
     return [
         jax.random.normal(key, x.shape).astype(x.dtype) if x.shape else None
         for key, x in zip(keys, outs, strict=False)
     ]
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def _compare(mode: str, pair: list[Any], leaves: list[Any], pairs: int) -> Comparison:

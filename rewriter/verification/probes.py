@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter.support.dtypes import is_float
+
 MOST = 24
 """Probes of one program."""
 
@@ -64,7 +66,7 @@ def probes(
     """
     called = [names[k] if k < len(names) else str(k) for k in range(len(leaves))]
     hosts = {k: _host(x) for k, x in enumerate(leaves) if _can_change(x)}
-    floats = [k for k, x in hosts.items() if _is_float(x) and not deciding[k]]
+    floats = [k for k, x in hosts.items() if is_float(x) and not deciding[k]]
     turns = [
         [
             Probe(f"{called[k]}: {name}", {k: change(hosts[k])}, name in SCALED)
@@ -91,13 +93,13 @@ def _in_turns(queues: Sequence[Sequence[Probe]]) -> Iterator[Probe]:
 
 def _rank(x: np.ndarray, decides: bool) -> tuple[bool, bool, int]:
     """The sort key: masks and positions first, then the largest arrays."""
-    return _is_float(x) and not decides, _is_float(x), -x.size
+    return is_float(x) and not decides, is_float(x), -x.size
 
 
 def _changes(x: np.ndarray, decides: bool) -> list[tuple[str, Change]]:
     if x.dtype == bool:
         return list(BOOLS.items())
-    if not _is_float(x):
+    if not is_float(x):
         return list(INTEGERS.items())
     return [(name, FLOATS[name]) for name in (DECIDING if decides else OTHERS)]
 
@@ -249,7 +251,7 @@ def shaken(x: Any, decides: bool, coarse: str, seed: int) -> Any:
         seed: The seed of the random signs.
     """
     host = _host(x) if _can_change(x) else None
-    if host is None or not _is_float(host) or not host.size:
+    if host is None or not is_float(host) or not host.size:
         return x
     wide = host.astype(np.float64)
     fine = np.isfinite(wide)
@@ -276,10 +278,6 @@ def _can_change(x: Any) -> bool:
 
 def _host(x: Any) -> np.ndarray:
     return np.asarray(x).astype(jnp.result_type(x), copy=False)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _like(array: np.ndarray, x: Any) -> Any:

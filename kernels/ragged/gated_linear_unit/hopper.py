@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
-from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
@@ -24,6 +23,7 @@ from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import (
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.gated_tiles import fits as fits
+from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -200,7 +200,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate, modelled=modelled),
+        speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=Space(Tiles, default, configs, fits),
         backward_space=PARTS,

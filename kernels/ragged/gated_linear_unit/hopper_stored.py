@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper import stored as of_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
@@ -21,6 +20,7 @@ from rewriter.kernels.ragged.gated_linear_unit.stored_estimate import (
     part_of,
 )
 from rewriter.kernels.shared import gated_tiles
+from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.ops.stored import widened_operands
@@ -148,7 +148,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate, modelled=modelled),
+        speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=Space(Tiles, default, configs, fits),
     ),

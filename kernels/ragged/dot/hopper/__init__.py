@@ -6,7 +6,6 @@ they are first traced.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from rewriter.kernels.ragged.dot.hopper.config import configs as configs
 from rewriter.kernels.ragged.dot.hopper.config import default as default
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits
 from rewriter.kernels.ragged.dot.rows import anywhere
-from rewriter.kernels.shared.hopper import BY_ESTIMATE
+from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -55,23 +54,11 @@ def supports(spec: Spec) -> Verdict:
     if (most := max(*spec.shape("lhs"), n)) >= MOST:
         found.append(no("size", f"a size of {most}, of at most 2^30 - 1"))
     verdict = all_of(*found)
-    return _importable() if verdict.ok else verdict
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for known Hopper GPUs the estimate decides."""
-    del spec, platform
-    return no("device", BY_ESTIMATE)
-
-
-@functools.cache
-def _importable() -> Verdict:
-    try:
-        from rewriter.kernels.ragged.dot.hopper import by_rows
-    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
-        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
-    del by_rows
-    return YES
+    return (
+        importable("rewriter.kernels.ragged.dot.hopper.by_rows")
+        if verdict.ok
+        else verdict
+    )
 
 
 def forward(
@@ -141,7 +128,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate),
+        speed=Speed(by_estimate, by_rule=False, estimate=estimate),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=SPACE,
         backward_space=SPACE,
