@@ -11,7 +11,7 @@ Must hold  the form is the activation's applied to one ragged dot, times the oth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,21 @@ def units(find: Finder, anchor: Node, name: str) -> Iterator[Unit]:
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the products below a ragged dot."""
-    for unit in units(find, anchor, NAME):
+    yield from _proposed(find, anchor, NAME, read)
+
+
+def _proposed(
+    find: Finder, anchor: Node, name: str, read: Callable[[Finder, Unit], Reading]
+) -> Iterator[Reading]:
+    """The first reading of a unit that is not refused; near misses of those before."""
+    for unit in units(find, anchor, name):
         try:
             yield read(find, unit)
             return
         except Refused as refusal:
-            find.missed(NAME, anchor, refusal)
+            find.missed(name, anchor, refusal)
         except OverBudget as error:
-            find.missed(NAME, anchor, Refused("budget", str(error), score=0.2))
+            find.missed(name, anchor, Refused("budget", str(error), score=0.2))
 
 
 def _rounded(find: Finder, value: int) -> int:
@@ -243,17 +250,8 @@ def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
 # ----------------------------------------------------------------- stored matrices
 def propose_stored(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the products below a ragged dot of 8-bit matrices."""
-    if stored_above(find, anchor.ins[1]) is None:
-        return
-    for unit in units(find, anchor, OF_STORED):
-        try:
-            yield read_stored(find, unit)
-            return
-        except Refused as refusal:
-            find.missed(OF_STORED, anchor, refusal)
-        except OverBudget as error:
-            refusal = Refused("budget", str(error), score=0.2)
-            find.missed(OF_STORED, anchor, refusal)
+    if stored_above(find, anchor.ins[1]) is not None:
+        yield from _proposed(find, anchor, OF_STORED, read_stored)
 
 
 def read_stored(find: Finder, unit: Unit) -> Reading:

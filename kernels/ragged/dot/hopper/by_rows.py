@@ -30,6 +30,7 @@ from rewriter.kernels.ragged.dot.hopper.branches import (
     side,
 )
 from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, STEP, WARPGROUPS, Tiles
+from rewriter.kernels.ragged.dot.hopper.owners import by_owner, free_all
 from rewriter.kernels.ragged.dot.hopper.store import scratch as stored
 from rewriter.kernels.ragged.dot.hopper.store import store
 from rewriter.kernels.shared import pallas_gpu, warpgroups, work_stealing
@@ -259,7 +260,7 @@ class _Block:
     def compute(self, warpgroup: Any) -> None:
         """Computes this warpgroup's part of every tile, or all of every other tile."""
         config = self.config
-        self.free_all(warpgroup)
+        free_all(config, warpgroup, self.shared["free"])
         part = 0 if config.apart else warpgroup
         above, before = (0, part) if config.by_columns else (part, 0)
 
@@ -290,22 +291,8 @@ class _Block:
                 pallas_gpu.when((rows > height - 64) & last)(lambda h=height: some(h))
             pallas_gpu.when(rows <= 0)(lambda: self.pass_by(tile, step))
 
-        def one(tile: _Tile, step: Any) -> None:
-            if config.apart:
-                pallas_gpu.when(tile.owner == warpgroup)(lambda: mine(tile, step))
-            else:
-                mine(tile, step)
-
-        self.over_tiles(one)
+        self.over_tiles(by_owner(config, warpgroup, mine))
         plgpu.wait_smem_to_gmem(0)
-
-    def free_all(self, warpgroup: Any) -> None:
-        """Marks all shared memory as free; each warpgroup of a tile does so once."""
-
-        @pallas_gpu.when(warpgroup < self.config.sharing)
-        def _() -> None:
-            for slot in range(self.config.stages):
-                plgpu.barrier_arrive(self.shared["free"].at[slot])
 
     def pass_by(self, tile: _Tile, step: Any) -> None:
         """Skips the parts of a tile."""

@@ -193,12 +193,7 @@ class _Tile:
             for total, part in zip(self.sums, parts, strict=True):
                 total[rows, :] += part
 
-        def turn(i: Any, _: Any) -> None:
-            add(pl.ds(pl.multiple_of(i * step, step), step))
-
-        lax.fori_loop(0, size // step, turn, None)
-        if size % step:
-            add(pl.ds(size - size % step, size % step))
+        pallas_tpu.in_steps(size, step, add)
 
         @pl.when(self.part == self.parts - 1)
         def _() -> None:
