@@ -100,8 +100,17 @@ convention: of `max(y, 0)` it is 1/2, of `where(y < 0, 0, y)` it is 1."""
 
 
 def clipped(y: jax.Array, bounds: Bounds) -> jax.Array:
-    """Returns a branch within bounds."""
-    return y if bounds == (None, None) else jnp.clip(y, *bounds)
+    """Returns a branch within bounds.
+
+    Derivatives are those of `jnp.clip`: 1/2 at a bound. Beyond one the derivative is
+    chosen, not multiplied. So an infinite cotangent gives 0 there, and not NaN.
+    """
+    low, high = bounds
+    if low is not None:
+        y = jnp.maximum(jnp.where(y < low, jnp.full_like(y, low), y), low)
+    if high is not None:
+        y = jnp.minimum(jnp.where(y > high, jnp.full_like(y, high), y), high)
+    return y
 
 
 def with_slopes(
