@@ -66,6 +66,9 @@ if TYPE_CHECKING:
 
 
 def backward(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     out: Array,
     residuals: tuple[Array, ...],
@@ -78,13 +81,17 @@ def backward(
     All are rounded to q's dtype, as the gradients of q, k and v are.
 
     Args:
+        q: [b, t, n, h].
+        k: [b, s, k, h].
+        v: [b, s, k, e].
         out: [b, t, n, e], from the forward.
         residuals: ``(lse,)``, float32 [b, n, t].
         cotangent: [b, t, n, e].
         config: The tiles.
-        **given: The fields of `Use`.
+        **given: The other fields of `Use`.
     """
-    use, config, (lse,) = Use(**given), config or BackwardTiles(), residuals
+    use, (lse,) = Use(q, k, v, **given), residuals
+    config = config or BackwardTiles()
     x = inputs_of(use, out, lse, cotangent, config)
     grads = _of_qkv(use, x, cotangent, config)
     if config.tables and use.bias is not None and 1 not in use.bias.shape[2:]:

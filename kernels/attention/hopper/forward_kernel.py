@@ -117,6 +117,9 @@ class _Problem:
 
 
 def forward(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     residuals: bool = False,
     config: Tiles | None = None,
@@ -126,14 +129,17 @@ def forward(
     """Returns attention, as `reference` does, for supported uses.
 
     Args:
+        q: [b, t, n, h].
+        k: [b, s, k, h].
+        v: [b, s, k, e].
         residuals: Whether to return ``(result, (lse,))``, lse float32 [b, n, t], -inf
             for rows without keys.
         config: The tiles.
         swapped: Names among q, k and v whose heads lie before positions in memory; they
             are read in place, without a copy.
-        **given: The fields of `Use`.
+        **given: The other fields of `Use`.
     """
-    use = Use(**given)
+    use = Use(q, k, v, **given)
     out, kept = _run(use, config or Tiles(), "lse" if residuals else "", swapped)
     return (out, kept) if residuals else out
 
