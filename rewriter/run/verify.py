@@ -122,11 +122,11 @@ def verify(
     """Returns a function that compares ``fn`` rewritten with ``fn`` as written.
 
     Both run on the given arguments and on probes made from them: zeros, equal values,
-    huge, tiny and infinite ones, masks of one value, ends of integer types. Every row
-    of every result, and of every kind of site with all the equations that lead to it,
-    is held against the reference: a float64 run of the original, where that is near
-    what it gives in its own types, else the original. The rewritten program may be as
-    wrong as the original, or as the rounding of the types it computes in explains.
+    huge, tiny and infinite ones, masks of one value, ends of integer types. The
+    reference is a float64 run of the original. Where that is far from what the original
+    gives in its own types, it is the original. Each row of each result is compared with
+    it, and so is each kind of site, with all equations that lead to it. The rewritten
+    program may be as wrong as the original, or as the rounding of its types explains.
 
     Args:
         fn: Any callable that ``optimize`` takes.

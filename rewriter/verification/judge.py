@@ -1,11 +1,11 @@
 """Judges whether rewritten results differ from the original by more than rounding.
 
 Each row along the last axis is judged by itself. The allowed difference is the largest
-of three: the dtype's rounding of the row's own size; the change of the original row if
-its arguments change by a rounding; its distance from a run in float64. That run counts
-only where it is near. Where a fill of -1e9 absorbs a score in float32 and not in
-float64, the program in its own types is what the user wrote. Entries must be NaN and
-infinite where they were.
+of three numbers. One is the dtype's rounding of the row's own size. One is the change
+of the original row if its arguments change by a rounding. The last is its distance from
+a run in float64, which counts only where it is near. Where a fill of -1e9 absorbs a
+score in float32 and not in float64, the program in its own types is what the user
+wrote. Entries must be NaN and infinite where they were.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def gains() -> str:
     what = f"flax {row['model']}, training step"
     rows.append(("H100", what, *_model_figures(row)))
     head = ("on", "program", "original", "rewritten", "gain", "memory", "after")
-    told_by = " and ".join(f"{', '.join(c)} ({on})" for on, c in notes.items())
-    return f"{_table(head, rows)}\n\nReproduce with {told_by}."
+    told_by = " ".join(f"On {on}: {', '.join(c)}." for on, c in notes.items())
+    return f"{_table(head, rows)}\n\nThese commands measure them. {told_by}"
 
 
 def _model_figures(row: dict) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def models() -> str:
             parts = dict(row["profile"])
             total = parts.pop("all")
             most = ", ".join(f"`{n}` {ms:.1f}" for n, ms in list(parts.items())[:4])
-            profiles.append(f"{row['model']}: {total:.1f} ms, of them {most}")
+            profiles.append(f"{row['model']} takes {total:.1f} ms. Of them: {most}.")
     head = (
         "model", "pass", "original", "rewritten", "gain", "memory before", "after",
         "share of the peak", "until compiled, before", "after",
@@ -134,8 +134,8 @@ def models() -> str:
     versions = f"jax {data['jax']}, transformers {data['transformers']}"
     note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
     return (
-        f"{_table(head, rows)}\n\nThe device's time of a rewritten step: "
-        f"{'; '.join(profiles)}. Reproduce with {note}."
+        f"{_table(head, rows)}\n\nThese are the device's times of a rewritten step. "
+        f"{' '.join(profiles)} Reproduce with {note}."
     )
 
 
@@ -200,6 +200,8 @@ def measured() -> str:
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or not {"about", "rows"} <= {*data}:
             continue
+        if "what" not in data["rows"][0]:  # a bench with a page of its own
+            continue
         notes.append(f"`{data['command']}` ({data['about']})")
         for row in data["rows"]:
             before, after = row["original"], row["rewritten"]
@@ -210,7 +212,7 @@ def measured() -> str:
     head = (
         "program", "pass", "original", "rewritten", "gain", "memory before", "after",
     )  # fmt: skip
-    return f"{_table(head, rows)}\n\nReproduce with {' and '.join(notes)}."
+    return f"{_table(head, rows)}\n\nReproduce with {', and with '.join(notes)}."
 
 
 def decoder() -> str:
