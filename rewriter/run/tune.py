@@ -13,7 +13,7 @@ import jax
 
 from rewriter.config import as_list, in_step, resolve
 from rewriter.errors import ConfigError, caller, known
-from rewriter.measure import autotune, cache
+from rewriter.measure import cache
 from rewriter.measure.decision import fastest
 from rewriter.measure.end_to_end_race import race_programs
 from rewriter.measure.measurement import of_spelling, spellings
@@ -127,6 +127,8 @@ class _Program:
 
 def _measuring(program: _Program, how: _How) -> Callable[..., Tuned]:
     """The function that `tune` returns."""
+    from rewriter.measure import autotune
+
     config = resolve(program.options)
     inner = trace.jitted(program.fn, program.jit_options)
 
@@ -164,6 +166,8 @@ def _options_again(program: _Program) -> dict[str, Any]:
 
 
 def _require_possible(level: str, budget_s: float) -> None:
+    from rewriter.measure import autotune  # what times kernels is seldom needed
+
     if level not in autotune.LEVELS:
         choose = ", ".join(autotune.LEVELS)
         raise ConfigError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,9 @@ from rewriter.rewrite.replacements import Pair
 from rewriter.run.analysis import rewritten_of
 from rewriter.run.optimize import optimize, with_patterns
 from rewriter.support.dtypes import is_float
-from rewriter.verification import check_sites
-from rewriter.verification.compare import Comparison, compared
+
+if TYPE_CHECKING:
+    from rewriter.verification.compare import Comparison
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,9 @@ def _pairs(call: Any, options: dict[str, Any], leaves: list[Any]) -> list[Pair]:
     if placement is not None or any(map(_jax.is_tracer, values)):
         return []
     rewritten = rewritten_of(traced, config, patterns, None)
-    return list(check_sites.sites_of(rewritten.pairs))
+    from rewriter.verification.check_sites import sites_of
+
+    return list(sites_of(rewritten.pairs))
 
 
 def with_gradient(
@@ -240,6 +243,8 @@ def _compare(
 
         return run
 
+    from rewriter.verification.compare import compared
+
     found = compared(
         both(plain, "written"),
         both(fast, "replaced"),
@@ -263,8 +268,10 @@ def _path(path: Any) -> str:
 
 
 def _row(k: int, name: str, found: Comparison) -> Row:
+    from rewriter.verification.check_sites import in_words
+
     verdict, off = found.verdicts[k], found.of(k)
-    said = check_sites.in_words(off) if off else ""
+    said = in_words(off) if off else ""
     numbers = verdict.original, verdict.error, verdict.allowed
     return Row(name, found.dtypes[k], *numbers, off is None, said)
 
