@@ -67,6 +67,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "tanh": lambda y, beta: jnp.tanh(y),
     "relu": lambda y, beta: _relu(y),
     "relu2": lambda y, beta: jnp.square(_relu(y)),
+    "relu_by_product": lambda y, beta: y * (y > 0).astype(y.dtype),
+    "relu2_by_product": lambda y, beta: jnp.square(y * (y > 0).astype(y.dtype)),
     "relu6": lambda y, beta: _bounded_above(_relu(y), 6),
     "hard_sigmoid": lambda y, beta: _gate_of_six(y),
     "hard_silu": lambda y, beta: y * _gate_of_six(y),
@@ -84,9 +86,17 @@ ACTIVATIONS: Mapping[str, Activation] = {
 PARAMETRIC = ("swish", "elu", "leaky_relu", "celu")
 """Activations with a number: a factor inside, what is left below zero, or a slope."""
 
+BY_PRODUCT: Mapping[str, str] = {
+    "relu": "relu_by_product",
+    "relu2": "relu2_by_product",
+}
+"""Activations of the same real numbers that are NaN for -inf: 0 is a factor there."""
+
 KINKS: Mapping[str, tuple[float, ...]] = {
     "relu": (0.0,),
     "relu2": (0.0,),
+    "relu_by_product": (0.0,),
+    "relu2_by_product": (0.0,),
     "relu6": (0.0, 6.0),
     "hard_sigmoid": (-3.0, 3.0),
     "hard_silu": (-3.0, 3.0),
