@@ -9,8 +9,8 @@ choice. Such a program gives the mean of all values in a row without keys, as th
 number absorbs all digits of the scores (in float32 any beyond -1e9 does). Its gradient
 still passes: with all weights 1 / s, ds = (dp - delta) / s for every key. Since dp is a
 product of v with the result's cotangent u, ds = u (v - mean)ᵀ / s. The products with
-ds need no scores at all. dq is u times a matrix [e, h] of v and k. dk is v - mean times
-one of u and q.
+ds need no scores at all: dq is u times a matrix [e, h] of v and k. Likewise, dk is
+v - mean times one of u and q.
 
 Where -inf is added, such a row is NaN, and so are the gradients that it passes back.
 They are NaN even if the program then chooses zero for the row: `0 * nan` is NaN.
