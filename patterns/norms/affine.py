@@ -31,7 +31,7 @@ def affine(find: Finder, form: Form, outside: bool) -> tuple[Poly, Poly]:
     for name, p in (("scale", scale), ("bias", bias)):
         _require_one_array(alg, name, p)
         if not outside:
-            _along(find, name, p, d)
+            _require_normalised_axes(find, name, p, d)
     if outside and (len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & d):
         raise Refused("scale", "the scale varies along other axes too", score=0.4)
     chosen = any(flag != TRUE for flag, _ in scale)
@@ -61,7 +61,7 @@ def _require_one_array(alg: Algebra, name: str, p: Poly) -> None:
             )
 
 
-def _along(find: Finder, name: str, p: Poly, d: set[int]) -> None:
+def _require_normalised_axes(find: Finder, name: str, p: Poly, d: set[int]) -> None:
     """Checks that scale or bias varies along the normalised axes only."""
     alg = find.algebra
     ids = alg.ids(p)

@@ -150,7 +150,7 @@ def read(find: Finder, unit: Unit) -> Reading:
         args,
         form,
         tuple(() if i is None else (i,) for i in args),
-        {name: _whole(ev, alg, leaf) for name, leaf in operands.items()},
+        {name: _program_array(ev, alg, leaf) for name, leaf in operands.items()},
         params,
         notes=tuple(sorted(ev.notes)),
         times=None if factor == 1.0 else alg.const(factor),
@@ -192,16 +192,20 @@ def _branches(alg: Algebra, act: Poly, up: Poly) -> _Branches:
     Raises:
         Refused: If there are other ragged dots, or one is in both factors.
     """
-    own = _alone(alg, up)
+    own = _scaled_ragged_dot(alg, up)
     if own is None:
         raise Refused("up", "the other factor is more than a ragged dot", score=0.3)
     gates = [atom for atom in every(alg, act) if _ragged(alg, atom)]
-    if _alone(alg, act) is not None or len(gates) != 1 or gates[0] == own[0]:
+    if (
+        _scaled_ragged_dot(alg, act) is not None
+        or len(gates) != 1
+        or gates[0] == own[0]
+    ):
         raise Refused("gate", "the activation is not of another ragged dot", score=0.2)
     return _Branches(gates[0], *own)
 
 
-def _alone(alg: Algebra, p: Poly) -> tuple[int, float] | None:
+def _scaled_ragged_dot(alg: Algebra, p: Poly) -> tuple[int, float] | None:
     """(ragged dot, number) of a form that is just their product."""
     for (flag, mono), factor in p.items() if len(p) == 1 else ():
         if flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
@@ -240,7 +244,7 @@ def _halves(
     )
 
 
-def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
+def _program_array(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
     """The program's own array as an operand."""
     at = ev.indices(leaf)
     groups = tuple(() if i is None else (i,) for i in at)

@@ -226,10 +226,10 @@ class _Forms:
         Equal digits have equal indices, so a value and its reshapes share one form.
         """
         alg = self.ev.alg
-        joined = _joined(alg, shape, digits, self._of(digits))
-        return self._of(shape) if joined is None else joined
+        joined = _joined(alg, shape, digits, self._indices_of(digits))
+        return self._indices_of(shape) if joined is None else joined
 
-    def _of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+    def _indices_of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
         if sizes not in self.indices:
             self.indices[sizes] = self.ev.alg.spare_indices(sizes, ())
         return self.indices[sizes]

@@ -189,7 +189,7 @@ def checked(
     """
     candidates = list(candidates)
     for number, args in enumerate(inputs):
-        wanted, source, problem = _wanted(candidates, truth, args)
+        wanted, source, problem = _expected_results(candidates, truth, args)
         if source is None:
             return [replace(c, reason=c.reason or problem) for c in candidates]
         done: list[Compiled] = []
@@ -204,7 +204,7 @@ def checked(
     return candidates
 
 
-def _wanted(
+def _expected_results(
     candidates: Sequence[Compiled], truth: Compiled, args: Args
 ) -> tuple[Any, str | None, str]:
     """Results of the reference, else of the first candidate that runs; and its name."""

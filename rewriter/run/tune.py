@@ -152,7 +152,7 @@ def _measuring(program: _Program, how: _How) -> Callable[..., Tuned]:
         if how.end_to_end:
             plain = trace.jitted(program.fn, program.jit_options)
             leaves, call = trace.split(plain, args, kwargs)
-            tuned |= _whole(call, leaves, _options_again(program), tuned)
+            tuned |= _end_to_end(call, leaves, _options_again(program), tuned)
         _summary(tuned, on, len(found), time.monotonic() - start)
         return tuned
 
@@ -215,7 +215,7 @@ def _sampled(tasks: Sequence[Task], sample: Mapping[str, Any]) -> list[Task]:
     ]
 
 
-def _whole(
+def _end_to_end(
     call: Callable[..., Any], leaves: list[Any], options: dict[str, Any], by_site: Tuned
 ) -> Tuned:
     """Times of the whole program: as written, rewritten, and without each op."""
@@ -250,14 +250,14 @@ def _whole(
     return Tuned(((key, tuple(found)),))
 
 
-def _shown() -> bool:
+def _is_on_a_terminal() -> bool:
     return sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress | None]:
     """One bar on a terminal, nothing elsewhere."""
-    if not _shown():
+    if not _is_on_a_terminal():
         yield None
         return
     from rich.console import Console
@@ -275,7 +275,7 @@ def _progress() -> Iterator[Progress | None]:
 
 
 def _summary(tuned: Tuned, on: device.Device, wanted: int, seconds: float) -> None:
-    if not _shown() or not wanted:
+    if not _is_on_a_terminal() or not wanted:
         return
     kernels = sum(
         (d := fastest(of_spelling(ms, spelling))) is not None

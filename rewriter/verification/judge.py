@@ -178,7 +178,7 @@ class _Case:
         self.size = np.maximum(own, floor * usual) + 64 * tiny
         self.gap = _norm(np.where(fine, self.b - self.a, 0))
         self.limit = self.tolerance * self.size
-        self.spread = self._spread(others, fine)
+        self.spread = self._sensitivity(others, fine)
         self.limit = np.maximum(self.limit, self.spread)
         self.unstable = int(np.sum(self.spread > NEAR_AT_MOST * self.size))
         near = self._float64(exact, fine)
@@ -188,7 +188,9 @@ class _Case:
             self.moved &= near[:, None]
             self.limit = np.where(near, self.limit, np.inf)
 
-    def _spread(self, others: Sequence[np.ndarray], fine: np.ndarray) -> np.ndarray:
+    def _sensitivity(
+        self, others: Sequence[np.ndarray], fine: np.ndarray
+    ) -> np.ndarray:
         """How far rows move with their arguments, at least as far as most rows do."""
         if not others:
             return np.zeros(self.size.shape)

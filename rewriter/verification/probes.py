@@ -120,7 +120,7 @@ def _some_rows(values_of: Callable[[np.ndarray], np.ndarray]) -> Change:
     return change
 
 
-def _some(values: Callable[[np.ndarray], Sequence[Any]]) -> Change:
+def _every_fifth(values: Callable[[np.ndarray], Sequence[Any]]) -> Change:
     """Every fifth entry, and the last one, one of some values."""
 
     def change(x: np.ndarray) -> np.ndarray:
@@ -183,7 +183,7 @@ FLOATS: dict[str, Change] = {
     "x1e-20": _times(1e-20),
     "inf at the end": _from(0.75, 1, np.inf),
     "-inf at the start": _from(0, 0.25, -np.inf),
-    "some not a number": _some(lambda x: [np.nan]),
+    "some not a number": _every_fifth(lambda x: [np.nan]),
     "all equal": _filled(1),
     "counted": _counted,
 }
@@ -193,7 +193,7 @@ DECIDING = (
     "counted", "rows of zeros", "x1e4", "constant rows", "x1e-20", "one-hot",
 )  # fmt: skip
 INTEGERS: dict[str, Change] = {
-    "ends of its type": _some(_ends),
+    "ends of its type": _every_fifth(_ends),
     "all 0": _filled(0),
     "counted": _counted,
     "all 1": _filled(1),
