@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rewriter.kernels.linear_cross_entropy import chunks as of_chunks
 from rewriter.kernels.linear_cross_entropy import xla
 from rewriter.ops.registry import registry
 from rewriter.site import site
@@ -53,8 +54,7 @@ def _both(
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four classes, and blocks of four rows."""
-    monkeypatch.setattr(xla, "LEAST", 4)
-    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget=4 * 4 * 4))
+    monkeypatch.setattr(of_chunks, "DEFAULT", of_chunks.Chunk(4 * 4 * 4, least=4))
 
 
 @pytest.mark.parametrize("transform", transforms.EACH)
@@ -157,7 +157,7 @@ def test_what_is_finite_stays_so(fill: float, columns: list[int], chunks: None) 
 
 
 def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(1 << 23))
+    monkeypatch.setattr(of_chunks, "DEFAULT", of_chunks.Chunk(1 << 23))
     op = registry().op("linear_cross_entropy")
     shapes = {"x": (512, 8), "w": (8, 32768), "labels": (512,)}
     args = {
@@ -182,8 +182,7 @@ def test_results_and_gradients_together(
     rows: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of four rows and a rest, or all at once."""
-    monkeypatch.setattr(xla, "LEAST", 4)
-    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget))
+    monkeypatch.setattr(of_chunks, "DEFAULT", of_chunks.Chunk(budget, least=4))
     op = registry().op("linear_cross_entropy")
     shapes = {**BIASED, "x": (rows, 4), "labels": (rows,)}
     _, plain, args = _both(op.name, shapes, {**ALL, "soft_cap": 3.0})

@@ -1,0 +1,73 @@
+"""Estimates the time of a loss over a vocabulary by XLA and over blocks.
+
+Products take most of it. XLA's take longer where the number of classes is no multiple
+of 8: no aligned kernel fits. XLA writes the logits, and reads them for the maximum, for
+the sum of exponentials and for the gradient. Picked logits are a gather, whose gradient
+is a scatter into zeros in float32. Blocks pad the classes, and pick by comparing. They
+add up gradients of the weights in memory, once for each block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.kernels.linear_cross_entropy import chunks
+from rewriter.kernels.linear_cross_entropy.cost import cost
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
+
+PRODUCTS = 0.87
+"""The share of the peak that aligned products reach."""
+
+UNALIGNED = {"cuda": 2.2}
+"""How many times longer 16-bit products with an unaligned size take."""
+
+READS = {"forward": 2, "vjp": 3, "forward_and_vjp": 3}
+"""How often logits are read."""
+
+SCATTERED = 12
+"""Bytes that pass for each number of a gradient that is scattered in float32: written
+as zeros, read for its sum over the classes, and read again."""
+
+KERNELS = 8
+"""Kernels that are launched for a block."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"xla"`` and ``"memory_bounded"``."""
+    shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))
+    work = cost(shapes, dtypes, params, passes)
+    (*rows, k), v = spec.shape("x"), spec.shape("w")[1]
+    count, size = math.prod(rows), chunks.item_of(spec)
+    logits, gradients = float(count) * v, passes != "forward"
+    # Weights are read while products run, unless there are few rows.
+    idle = max(0.0, work.bytes - work.flops / device.flops * device.bandwidth)
+    config = chunks.default(spec, device)
+    padded = chunks.padded(v, config)
+    touched = 1 + READS[passes] + gradients
+    slower = UNALIGNED.get(device.platform, 1.0) if padded != v and size == 2 else 1.0
+    picked = spec.param("outside", "nan") != "zero"  # one-hot rows are fused
+    scattered = SCATTERED * logits * (gradients and picked)
+    xla = seconds(
+        device, work.flops, idle + touched * size * logits + scattered,
+        compute=PRODUCTS / slower, item=size, launches=8,
+        temporary=(1 + gradients) * size * logits + scattered / 3,
+    )  # fmt: skip
+    held = chunks.whole_rows(count, padded, size, config)
+    blocks = -(-count // max(held, 1)) if held else 1
+    flops = work.flops * padded / v
+    if gradients and not held:
+        flops *= 4 / 3  # logits are computed again
+        touched += 2
+    weights = float(k) * padded
+    sums = 8 * weights * blocks * (gradients and blocks > 1)
+    copied = 2 * item(spec, "w") * weights * (1 + gradients) * (padded != v)
+    block = logits / max(blocks, 1) * size * (1 + gradients)
+    loop = seconds(
+        device, flops, idle + touched * size * logits + sums + copied,
+        compute=0.97 * PRODUCTS, item=size, launches=KERNELS * blocks,
+        temporary=block + sums / max(blocks, 1) / 2,
+    )  # fmt: skip
+    return {"xla": xla, "memory_bounded": loop}
