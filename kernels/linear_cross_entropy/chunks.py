@@ -136,7 +136,7 @@ def equal(n: int, most: int) -> int:
 
 
 def of_held(classes: int, config: Chunk) -> int:
-    """Classes of a chunk whose gradients are formed at once, of logits that are held."""
+    """Classes of a chunk of logits that are held, to form gradients of."""
     return equal(classes, max(classes // COLUMNS, config.least))
 
 

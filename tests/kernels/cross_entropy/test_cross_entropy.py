@@ -176,13 +176,22 @@ def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> No
     assert memory(bound) < 0.6 * logits
 
 
-@pytest.mark.parametrize("budget", [4 * 4 * 11, 1 << 25])
+BLOCKS = {
+    "four rows": of_chunks.Chunk(4 * 4 * 11, least=4),
+    "all rows": of_chunks.Chunk(),
+    "four rows, padded": of_chunks.Chunk(4 * 4 * 16, 4, True, 8, True),
+    "all rows, padded": of_chunks.Chunk(1 << 20, 4, True, 8, True),
+    "classes, padded": of_chunks.Chunk(4 * 4 * 8, 4, False, 8, True),
+}
+
+
+@pytest.mark.parametrize("config", BLOCKS)
 @pytest.mark.parametrize("rows", [3, 8, 9])
 def test_results_and_gradients_together(
-    rows: int, budget: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of four rows and a rest, or all at once."""
-    monkeypatch.setattr(of_chunks, "DEFAULT", of_chunks.Chunk(budget, least=4))
+    """Blocks of four rows and a rest, or all at once; eleven classes, padded to 16."""
+    monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
     op = registry().op("linear_cross_entropy")
     shapes = {**BIASED, "x": (rows, 4), "labels": (rows,)}
     _, plain, args = _both(op.name, shapes, {**ALL, "soft_cap": 3.0})
