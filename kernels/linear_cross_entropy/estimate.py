@@ -35,6 +35,17 @@ KERNELS = 8
 """Kernels that are launched for a block."""
 
 
+WORTH = 1 << 28
+"""Bytes of logits that are worth as much time as XLA's."""
+
+
+def margin(spec: Spec, device: Device, passes: str) -> float | None:
+    """Returns 1 for logits that take much memory, and else None."""
+    del device, passes
+    size = chunks.nbytes(spec) // 4 * chunks.item_of(spec)
+    return 1.0 if size >= WORTH else None
+
+
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     """Returns the seconds of ``"xla"`` and ``"memory_bounded"``."""
     shapes, dtypes, params = map(dict, (spec.shapes, spec.dtypes, spec.params))

@@ -25,7 +25,7 @@ from rewriter.kernels.cross_entropy.xla import (
 )
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
-from rewriter.kernels.linear_cross_entropy.estimate import estimate
+from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
 from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -333,7 +333,7 @@ KERNEL = Kernel(
     backward=backward,
     together=together,
     limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward, estimate=estimate),
+    speed=Speed(profitable, profitable_backward, estimate=estimate, margin=margin),
     traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
     space=Space(Chunk, chunks.default, chunks.configs),
     backward_space=Space(Chunk, chunks.default, chunks.configs),

@@ -51,6 +51,16 @@ def _both(
     return bound, plain, [operands[n] for n in shapes]
 
 
+BLOCKS = {
+    "four rows": of_chunks.Chunk(4 * 4 * 11, least=4),
+    "all rows": of_chunks.Chunk(),
+    "four rows, padded": of_chunks.Chunk(4 * 4 * 16, 4, True, 8, True),
+    "all rows, padded": of_chunks.Chunk(1 << 20, 4, True, 8, True),
+    "classes, padded": of_chunks.Chunk(4 * 4 * 8, 4, False, 8, True),
+}
+PADDED = ("four rows, padded", "classes, padded")
+
+
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four classes, and blocks of four rows."""
@@ -114,8 +124,15 @@ def _all_settings(of: Any, dtype: Any) -> Any:
     return jax.jit(run)
 
 
-def test_every_setting_is_as_near_to_float64(chunks: None) -> None:
+@pytest.mark.parametrize(
+    "config", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in PADDED)]
+)
+def test_every_setting_is_as_near_to_float64(
+    config: str, chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values and gradients; labels that are no class give NaN where they should."""
+    if config:
+        monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
     op = registry().op("linear_cross_entropy")
 
     def bound(**given: Any) -> jax.Array:
@@ -141,8 +158,17 @@ def test_every_setting_is_as_near_to_float64(chunks: None) -> None:
 
 @pytest.mark.parametrize("columns", [[3], list(range(4)), list(range(11))])
 @pytest.mark.parametrize("fill", [-np.inf, np.inf, np.nan])
-def test_what_is_finite_stays_so(fill: float, columns: list[int], chunks: None) -> None:
+@pytest.mark.parametrize("config", ["", PADDED[0]])
+def test_what_is_finite_stays_so(
+    fill: float,
+    columns: list[int],
+    config: str,
+    chunks: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Biases of -inf hide classes; inf and NaN are seen in the loss."""
+    if config:
+        monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
     op = registry().op("linear_cross_entropy")
     bias = BIAS.copy()
     bias[columns] = fill
@@ -174,15 +200,6 @@ def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> No
     logits = 512 * 32768 * 4
     assert memory(op.reference) >= logits
     assert memory(bound) < 0.6 * logits
-
-
-BLOCKS = {
-    "four rows": of_chunks.Chunk(4 * 4 * 11, least=4),
-    "all rows": of_chunks.Chunk(),
-    "four rows, padded": of_chunks.Chunk(4 * 4 * 16, 4, True, 8, True),
-    "all rows, padded": of_chunks.Chunk(1 << 20, 4, True, 8, True),
-    "classes, padded": of_chunks.Chunk(4 * 4 * 8, 4, False, 8, True),
-}
 
 
 @pytest.mark.parametrize("config", BLOCKS)
