@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.cross_entropy.estimate import estimate
 from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -142,6 +143,6 @@ KERNEL = Kernel(
     forward=forward,
     backward=backward,
     limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward),
+    speed=Speed(profitable, profitable_backward, estimate=estimate),
     traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from rewriter.kernels.cross_entropy.estimate import scattered
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.ops.device import Device
@@ -26,10 +27,6 @@ UNALIGNED = {"cuda": 2.2}
 
 READS = {"forward": 2, "vjp": 3, "forward_and_vjp": 3}
 """How often logits are read."""
-
-SCATTERED = 12
-"""Bytes that pass for each number of a gradient that is scattered in float32: written
-as zeros, read for its sum over the classes, and read again."""
 
 KERNELS = 8
 """Kernels that are launched for a block."""
@@ -59,12 +56,11 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     padded = chunks.padded(v, config)
     touched = 1 + READS[passes] + gradients
     slower = UNALIGNED.get(device.platform, 1.0) if padded != v and size == 2 else 1.0
-    picked = spec.param("outside", "nan") != "zero"  # one-hot rows are fused
-    scattered = SCATTERED * logits * (gradients and picked)
+    more = scattered(spec, 4) * logits * gradients
     xla = seconds(
-        device, work.flops, idle + touched * size * logits + scattered,
+        device, work.flops, idle + touched * size * logits + more,
         compute=PRODUCTS / slower, item=size, launches=8,
-        temporary=(1 + gradients) * size * logits + scattered / 3,
+        temporary=(1 + gradients) * size * logits + 4 * logits * (more > 0),
     )  # fmt: skip
     held = chunks.whole_rows(count, padded, size, config)
     blocks = -(-count // max(held, 1)) if held else 1

@@ -123,6 +123,25 @@ def tied_ways(shape: Shape) -> Iterator[tuple[str, Program]]:
     yield "tied, ours", rewriter.optimize(taken, implementation=forced)
 
 
+def of_logits(y: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean over rows of given logits [n, v]."""
+    logs = jax.nn.log_softmax(y.astype(jnp.float32))
+    return -jnp.take_along_axis(logs, labels[:, None], -1).mean()
+
+
+def given_ways(shape: Shape) -> Iterator[tuple[str, Program, tuple[Any, ...]]]:
+    """The loss of given logits and their gradient."""
+    n, _, v = shape
+    labels = jax.ShapeDtypeStruct((n,), jnp.int32)
+    taken = jax.value_and_grad(of_logits)
+    forced = {"cross_entropy": "memory_bounded"}
+    fast = rewriter.optimize(taken, implementation=forced)
+    for dtype in ("bfloat16", "float32"):
+        args = jax.ShapeDtypeStruct((n, v), dtype), labels
+        yield f"{dtype} logits, as written", taken, args
+        yield f"{dtype} logits, ours", fast, args
+
+
 def one_pass(y: jax.Array) -> jax.Array:
     """Log-sum-exps of rows, with one reduction of pairs."""
 
@@ -218,7 +237,7 @@ def measured(shape: Shape, repeats: int, workers: int) -> dict[str, Any]:
     plan += [(n, p, args) for n, p in forward_ways(shape)]
     if shape[2] % 8:
         plan += [(n, p, turned) for n, p in tied_ways(shape)]
-        plan += parts(shape)
+        plan += [*parts(shape), *given_ways(shape)]
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(workers) as pool:
         making = [pool.submit(compiled, p, args) for _, p, args in plan]
@@ -227,7 +246,7 @@ def measured(shape: Shape, repeats: int, workers: int) -> dict[str, Any]:
             try:
                 run, seconds = future.result()
                 real = [
-                    jnp.ones(a.shape, a.dtype) * 0.01
+                    (jnp.ones(a.shape) * 0.01).astype(a.dtype)
                     if isinstance(a, jax.ShapeDtypeStruct)
                     else a
                     for a in given
