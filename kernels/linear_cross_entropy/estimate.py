@@ -16,14 +16,8 @@ from rewriter.kernels.cross_entropy.estimate import scattered
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.ops.device import Device
-from rewriter.ops.estimate import item, seconds
+from rewriter.ops.estimate import PRODUCTS, UNALIGNED, item, seconds
 from rewriter.ops.kernel import Spec
-
-PRODUCTS = 0.87
-"""The share of the peak that aligned products reach."""
-
-UNALIGNED = {"cuda": 2.2}
-"""How many times longer 16-bit products with an unaligned size take."""
 
 READS = {"forward": 2, "vjp": 3, "forward_and_vjp": 3}
 """How often logits are read."""

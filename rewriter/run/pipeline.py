@@ -69,6 +69,13 @@ PASSES = (
     Pass(
         "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
     ),
+    Pass(
+        "aligned_products",
+        steps.align_products,
+        lambda p: not p.spread and p.config.numerics != "strict",
+        optional=True,
+        alone=True,
+    ),
 )
 """The passes in the order in which they run."""
 
@@ -94,7 +101,7 @@ def rewrite(
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
         program = _begun(closed_jaxpr, config, user_patterns, placement)
         if not program.patterns:
-            return Rewritten(closed_jaxpr)
+            return _without_patterns(program, clock)
         try:
             program = _through(program, clock)
         except Unlike as why:
@@ -113,6 +120,19 @@ def rewrite(
         program.kept,
         program.offered,
         program.pairs,
+        program.aligned,
+    )
+
+
+def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
+    """The outcome of the passes that run where no pattern can occur."""
+    if program.config.patterns == "none":
+        return Rewritten(program.original)
+    program = _through(program, clock, [p.name for p in PASSES if not p.alone])
+    if not program.changed:
+        return Rewritten(program.original)
+    return Rewritten(
+        program.closed_jaxpr, seconds=clock.seconds, aligned=program.aligned
     )
 
 
