@@ -18,7 +18,7 @@ OP = Op(
     sample=sample,
     defaults={
         "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",
-        "of_log_probabilities": False, "out_dtype": None,
+        "of_log_probabilities": False, "whole_slopes": False, "out_dtype": None,
     },
     parallel="...",
     cost=cost,

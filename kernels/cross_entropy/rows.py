@@ -26,6 +26,8 @@ class Loss:
         outside: What a label that is no class picks, one of `OUTSIDE`.
         of_log_probabilities: Whether it picks of ``y - l`` and not of y. A label that
             is no class then picks no l either.
+        whole_slopes: Whether gradients are those of l - p also for a label that is no
+            class, whatever its loss is.
     """
 
     classes: int
@@ -33,6 +35,7 @@ class Loss:
     z_loss: float = 0.0
     outside: str = "nan"
     of_log_probabilities: bool = False
+    whole_slopes: bool = False
 
     def labels(self, labels: jax.Array) -> jax.Array:
         """The classes that are picked, in at least 32 bits; others are no class."""
@@ -57,7 +60,9 @@ class Loss:
 
     def by_lse(self, lse: jax.Array, labels: jax.Array) -> jax.Array:
         """Returns the derivatives by the log-sum-exps, labels fixed."""
-        own = self._of_label(jnp.ones_like(lse), self._inside(labels))
+        own = jnp.ones_like(lse)
+        if not self.whole_slopes:
+            own = self._of_label(own, self._inside(labels))
         out = (1 - self.label_smoothing) * own + self.label_smoothing
         return out + 2 * self.z_loss * lse if self.z_loss else out
 

@@ -20,8 +20,8 @@ OP = Op(
     sample=sample,
     defaults={
         "scale": 1.0, "soft_cap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0,
-        "outside": "nan", "of_log_probabilities": False, "precision": None,
-        "logits_dtype": None, "out_dtype": None,
+        "outside": "nan", "of_log_probabilities": False, "whole_slopes": False,
+        "precision": None, "logits_dtype": None, "out_dtype": None,
     },
     parallel="...",
     cost=cost,

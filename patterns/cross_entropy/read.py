@@ -161,6 +161,9 @@ def _read(
     else:
         operands = logits_operand(find.algebra, loss)
     groups = tuple((i,) for i in loss.rows)
+    rules: tuple[dict[str, Any], ...] = ()
+    if params.get("of_log_probabilities") and params["outside"] == "zero":
+        rules = ({"whole_slopes": True},)
     factor = loss.factor
     return Reading(
         op,
@@ -172,6 +175,7 @@ def _read(
         groups,
         operands,
         params,
+        other_gradients=rules,
         notes=tuple(sorted(ev.notes)),
         times=None if factor == 1 else find.algebra.const(factor),
     )

@@ -88,6 +88,8 @@ SETTINGS = [
         ("nan", "zero", "clip"), (False, True), (0.0, 0.2), (0.0, 0.03)
     )
 ]
+HOT = {"outside": "zero", "of_log_probabilities": True, "whole_slopes": True}
+SETTINGS += [{**HOT, "z_loss": z} for z in (0.0, 0.03)]
 RNG = np.random.default_rng(3)
 ROWS, K, V = 7, 5, 11
 W, BIAS = RNG.normal(size=(K, V)), RNG.normal(size=V)

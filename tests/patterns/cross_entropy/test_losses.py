@@ -92,6 +92,37 @@ def with_z_loss(x, w, bias):
     return (own + 1e-2 * jnp.square(total[..., 0])).mean()
 
 
+@jax.custom_vjp
+def with_rule(logits, targets, z_loss):
+    """A loss with a rule of its own, as training libraries write it."""
+    return _ruled_forward(logits, targets, z_loss)[0]
+
+
+def _ruled_forward(logits, targets, z_loss):
+    top = logits.max(axis=-1, keepdims=True)
+    exponentials = jnp.exp(logits - top)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    logs = logits - top - jnp.log(total)
+    log_z = jnp.squeeze(jnp.log(total) + top, axis=-1)
+    out = -jnp.sum(targets * logs, axis=-1) + z_loss * lax.square(log_z)
+    return out, (targets, z_loss, exponentials, total, logs, log_z)
+
+
+def _ruled_backward(saved, g):
+    targets, z_loss, exponentials, total, logs, log_z = saved
+    own = (1 + 2 * z_loss * log_z)[..., None] * exponentials / total - targets
+    return g[..., None] * own, -g[..., None] * logs, jnp.zeros(())
+
+
+with_rule.defvjp(_ruled_forward, _ruled_backward)
+
+
+@program
+def ruled(x, w, bias):
+    losses = with_rule(x @ w + bias, jax.nn.one_hot(LABELS, V), 1e-2)
+    return (losses * KEEP).sum() / KEEP.sum()
+
+
 @program
 def smoothed(x, w, bias):
     targets = optax.smooth_labels(jax.nn.one_hot(LABELS, V), 0.1)
@@ -170,6 +201,56 @@ def test_numbers_agree_with_float64(name: str, order: str, numbers: Any) -> None
     at = list(PROGRAMS).index(name)
     for got, true in zip(numbers[order][at], numbers["true"][at], strict=True):
         np.testing.assert_allclose(got, true, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_a_rule_for_labels_that_are_no_class(z_loss: float) -> None:
+    """Such a label has no loss, and by the rule still moves its logits."""
+
+    def loss(x, w, bias):
+        losses = with_rule(x @ w + bias, jax.nn.one_hot(IGNORED, V), z_loss)
+        return losses.sum(), losses
+
+    taken = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+    fast = rewriter.optimize(taken, implementation=FORCED)
+    (site,) = fast.report(X, W, BIAS).sites
+    assert site.backward
+    assert site.params["whole_slopes"]
+    for got, want in zip(
+        jax.tree.leaves(fast(X, W, BIAS)),
+        jax.tree.leaves(jax.jit(taken)(X, W, BIAS)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    plain = rewriter.explain(_taken_apart(PROGRAMS["ignored_one_hot"]))(X, W, BIAS)
+    assert not dict(plain.sites[0].params).get("whole_slopes")
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("wrong", ["sign", "scale", "no targets", "other exponentials"])
+def test_other_rules_are_no_gradients(wrong: str) -> None:
+    def rule(saved, g):
+        targets, z_loss, exponentials, total, logs, log_z = saved
+        if wrong == "other exponentials":
+            total = total + 1
+        own = (1 + 2 * z_loss * log_z)[..., None] * exponentials / total
+        own = own if wrong == "no targets" else own - targets
+        own = {"sign": -own, "scale": 1.01 * own}.get(wrong, own)
+        return g[..., None] * own, -g[..., None] * logs, jnp.zeros(())
+
+    other = jax.custom_vjp(lambda *given: _ruled_forward(*given)[0])
+    other.defvjp(_ruled_forward, rule)
+    hot = jax.nn.one_hot(LABELS, V)
+    loss = lambda x, w, bias: other(x @ w + bias, hot, 1e-2).mean()
+    taken = _taken_apart(loss)
+    report = rewriter.explain(taken)(X, W, BIAS)
+    assert report.counts(backward=True)["linear_cross_entropy"] == 0
+    got = rewriter.optimize(taken, implementation=FORCED)(X, W, BIAS)
+    for g, t in zip(
+        *map(jax.tree.leaves, (got, jax.jit(taken)(X, W, BIAS))), strict=True
+    ):
+        np.testing.assert_allclose(g, t, rtol=1e-4, atol=1e-5)
 
 
 def _equations(fn: Callable[..., Any]) -> str:
