@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Monomial, Poly
 from rewriter.find.reading import Refused, flat_indices
 
 
@@ -20,7 +20,8 @@ class Loss:
         logits: The form of the logits over both, before a soft cap.
         soft_cap: The bound of the logits; 0 for none.
         label: The leaf that holds each row's label.
-        factor: The number that the loss is multiplied by.
+        times: What the loss of each row is multiplied by: a number, and perhaps weights
+            of rows.
         params: Parameters of the op.
     """
 
@@ -29,7 +30,7 @@ class Loss:
     logits: Poly
     soft_cap: float
     label: int
-    factor: float
+    times: Poly
     params: Mapping[str, Any]
 
 
@@ -41,6 +42,9 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
     """
     rows = tuple(i for a in args for i in flat_indices(a))
     total = _total(alg, form)
+    weights = _weights(alg, form, total)
+    if weights:
+        form = _without(form, weights)
     v, logits = _logits(alg, total)
     bound, inner = _capped(alg, logits)
     if alg.ids(logits) - {v} - set(rows):
@@ -64,7 +68,25 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
     ):
         if number:
             params[name] = number
-    return Loss(rows, v, inner, abs(bound), label, factor, params)
+    times = {(TRUE, weights): factor}
+    return Loss(rows, v, inner, abs(bound), label, times, params)
+
+
+def _weights(alg: Algebra, form: Poly, total: int) -> Monomial:
+    """Arrays that all terms of a form are multiplied with, such as a mask of rows."""
+    monos = [dict(mono) for _, mono in form]
+    common = set(monos[0].items()).intersection(*(m.items() for m in monos[1:]))
+    return tuple(
+        sorted(f for f in common if f[0] != total and alg.kind(f[0]) == "leaf")
+    )
+
+
+def _without(form: Poly, weights: Monomial) -> Poly:
+    """A form without factors that all of its terms have."""
+    return {
+        (flag, tuple(f for f in mono if f not in weights)): c
+        for (flag, mono), c in form.items()
+    }
 
 
 def _capped(alg: Algebra, logits: Poly) -> tuple[float, Poly]:

@@ -164,7 +164,6 @@ def _read(
     rules: tuple[dict[str, Any], ...] = ()
     if params.get("of_log_probabilities") and params["outside"] == "zero":
         rules = ({"whole_slopes": True},)
-    factor = loss.factor
     return Reading(
         op,
         find.algebra,
@@ -177,7 +176,7 @@ def _read(
         params,
         other_gradients=rules,
         notes=tuple(sorted(ev.notes)),
-        times=None if factor == 1 else find.algebra.const(factor),
+        times=None if loss.times == find.algebra.const(1) else loss.times,
     )
 
 
@@ -281,5 +280,9 @@ def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
 
 STEPS = (Step(EXPONENTIALS), Step(frozenset({"log"})))
 LABELLED = frozenset({"gather", "eq"})
-PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED)
-GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED)
+PATTERN = ReaderPattern(
+    LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED, of_rows=True
+)
+GIVEN_LOGITS = ReaderPattern(
+    GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED, of_rows=True
+)

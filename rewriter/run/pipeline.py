@@ -21,6 +21,7 @@ from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.propagation import Placement
+from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import Unlike
 from rewriter.run import steps
@@ -202,6 +203,8 @@ def _begun(
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
     patterns = tuple(for_platform(possible(closed_jaxpr, patterns), config))
     start = once(closed_jaxpr) if patterns else closed_jaxpr
+    if any(p.of_rows for p in patterns):
+        start = split(start)
     return Program(start, closed_jaxpr, config, patterns, placement)
 
 

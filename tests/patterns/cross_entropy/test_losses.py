@@ -92,6 +92,28 @@ def with_z_loss(x, w, bias):
     return (own + 1e-2 * jnp.square(total[..., 0])).mean()
 
 
+@program
+def total_of_one_hot(x, w, bias):
+    return -(jax.nn.one_hot(LABELS, V) * jax.nn.log_softmax(x @ w + bias)).sum()
+
+
+@program
+def mean_of_all(x, w, bias):
+    return -V * (jax.nn.one_hot(LABELS, V) * jax.nn.log_softmax(x @ w + bias)).mean()
+
+
+@program
+def weighted_total(x, w, bias):
+    targets = jax.nn.one_hot(LABELS, V) * KEEP[..., None]
+    return -jnp.sum(targets * jax.nn.log_softmax(x @ w + bias)) / KEEP.sum()
+
+
+@program
+def smoothed_total(x, w, bias):
+    targets = optax.smooth_labels(jax.nn.one_hot(LABELS, V), 0.1)
+    return -(targets * jax.nn.log_softmax(x @ w + bias)).sum() / (B * T)
+
+
 @jax.custom_vjp
 def with_rule(logits, targets, z_loss):
     """A loss with a rule of its own, as training libraries write it."""
@@ -303,6 +325,35 @@ def test_logits_that_are_read_too_are_operands() -> None:
     assert counts["cross_entropy"] == 1
     assert counts["linear_cross_entropy"] == 0
     assert "argmax reads them" in str(report)
+
+
+TOTALS = {
+    "soft": lambda y: (jax.nn.softmax(y[::-1]) * jax.nn.log_softmax(y)).sum(),
+    "weighted classes": lambda y: (
+        jax.nn.one_hot(LABELS, V) * jnp.arange(V) * jax.nn.log_softmax(y)
+    ).sum(),
+    "over positions": lambda y: (
+        jax.nn.one_hot(LABELS, V) * jax.nn.log_softmax(y, axis=1)
+    ).sum(),
+    "squared": lambda y: (
+        jax.nn.one_hot(LABELS, V) * jnp.square(jax.nn.log_softmax(y))
+    ).sum(),
+    "of probabilities": lambda y: (jax.nn.one_hot(LABELS, V) * jax.nn.softmax(y)).sum(),
+    "log-sum-exps": lambda y: jax.nn.log_softmax(y).sum(),
+    "two labels": lambda y: (
+        (jax.nn.one_hot(LABELS, V) + jax.nn.one_hot(LABELS[::-1], V))
+        * jax.nn.log_softmax(y)
+    ).sum(),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", TOTALS)
+def test_other_totals_are_left_alone(name: str) -> None:
+    total = lambda x, w, bias: TOTALS[name](x @ w + bias)
+    report = rewriter.explain(total)(X, W, BIAS)
+    assert not any(s.op.endswith("cross_entropy") for s in report.sites)
+    assert report.after is report.before
 
 
 def test_soft_targets_are_named_in_the_report() -> None:
