@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ def reference(
     outside: str = "nan",
     of_log_probabilities: bool = False,
     whole_slopes: bool = False,
+    used: int = 0,
+    fill: float = -math.inf,
     out_dtype: str | None = None,
 ) -> jax.Array:
     """Returns the cross-entropy of each row with its label.
@@ -38,12 +41,17 @@ def reference(
         whole_slopes: Whether gradients are those of ``l - logits[label]`` also for a
             label that is no class, as some libraries have them by a rule of their own.
             It needs `of_log_probabilities`, and labels that pick zero.
+        used: Only so many of the first classes have logits; 0 for all. It is not for
+            losses with `label_smoothing`.
+        fill: The logit of the other classes, far below all logits.
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
         [...]. It is computed in float32, or float64 if logits are.
     """
     y = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if used:
+        y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
     top = lax.stop_gradient(y.max(-1, keepdims=True))
     lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
     chosen = pick(y - lse if of_log_probabilities else y, labels, outside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -28,6 +29,9 @@ class Loss:
             is no class then picks no l either.
         whole_slopes: Whether gradients are those of l - p also for a label that is no
             class, whatever its loss is.
+        used: Only so many of the first classes have logits, the others have `fill`; 0
+            for all.
+        fill: What a label picks that is one of the others.
     """
 
     classes: int
@@ -36,6 +40,8 @@ class Loss:
     outside: str = "nan"
     of_log_probabilities: bool = False
     whole_slopes: bool = False
+    used: int = 0
+    fill: float = -math.inf
 
     def labels(self, labels: jax.Array) -> jax.Array:
         """The classes that are picked, in at least 32 bits; others are no class."""
@@ -49,6 +55,9 @@ class Loss:
     ) -> jax.Array:
         """Returns the losses, from log-sum-exps, picked logits and sums of logits."""
         inside = self._inside(labels)
+        if self.used:
+            other = (labels >= self.used) & inside
+            picked = picked + jnp.where(other, self.fill, 0).astype(picked.dtype)
         own = self._of_label(lse, inside) - picked
         if self.outside == "nan":
             own = jnp.where(inside, own, jnp.nan)

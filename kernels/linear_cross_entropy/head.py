@@ -26,8 +26,8 @@ class Head:
         wide: The dtype in which logits are computed: float32 or float64.
         held: The dtype in which the product x·w is held.
         start: The first class.
-        classes: The number of all classes; columns behind them are padding. None
-            without padding.
+        classes: The number of classes that have logits; columns behind them have none.
+            None if all have.
     """
 
     w: jax.Array

@@ -9,6 +9,7 @@ memory. Where the cotangent is known first, `together` computes the logits once.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -119,8 +120,11 @@ def _head_and_loss(
     wide = jnp.promote_types(plain, jnp.float32)
     held = narrow if config.rounded else wide
     head = Head(w, bias, scale, soft_cap, precision, narrow, wide, held)
-    classes = w.shape[1]
-    return head.padded(chunks.padded(classes, config)), Loss(classes, **loss)
+    classes, used = w.shape[1], loss.get("used", 0)
+    head = head.padded(chunks.padded(classes, config))
+    if used:
+        head = dataclasses.replace(head, classes=used)
+    return head, Loss(classes, **loss)
 
 
 def _sizes(head: Head, x: jax.Array, config: Chunk) -> tuple[int, int]:

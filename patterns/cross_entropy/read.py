@@ -142,6 +142,7 @@ def _read(
         names={v: v for v in above.labels},
         inside=products | above.picks | above.sums,
         full_sides=frozenset((v, k) for v in above.sums for k in (0, 1)),
+        picked_fills=True,
     )
     args = ev.indices(value)
     form, args = split_digits(find.algebra, ev.poly(value, args), args)
@@ -174,6 +175,7 @@ def _read(
         groups,
         operands,
         params,
+        check_options={"picked_fills": True},
         other_gradients=rules,
         notes=tuple(sorted(ev.notes)),
         times=None if loss.times == find.algebra.const(1) else loss.times,

@@ -77,6 +77,20 @@ def test_transforms_of_a_loss_of_logits(transform: str) -> None:
     transforms.check(transform, *_both("cross_entropy", GIVEN, ALL))
 
 
+@pytest.mark.parametrize("outside", ["nan", "zero", "clip"])
+def test_given_logits_of_fewer_classes(outside: str) -> None:
+    """Others pick the fill, and have no gradients."""
+    params = {**FEWER, "outside": outside}
+    bound, plain, (logits, _) = _both("cross_entropy", GIVEN, params)
+    labels = jnp.asarray([[0, 7, 8], [10, 11, -1]], jnp.int32)
+    for f, g in ((bound, plain), (_gradient(bound), _gradient(plain))):
+        np.testing.assert_allclose(f(logits, labels), g(logits, labels), rtol=2e-5)
+
+
+def _gradient(loss: Any) -> Any:
+    return jax.jit(jax.grad(lambda y, labels: jnp.nansum(loss(y, labels))))
+
+
 @pytest.mark.parametrize("transform", ["jit", "grad", "vmap_of_grad"])
 def test_bfloat16_is_as_accurate_as_the_reference(transform: str, chunks: None) -> None:
     transforms.check(transform, *_both("linear_cross_entropy", LINEAR, {}, "bfloat16"))
@@ -90,6 +104,11 @@ SETTINGS = [
 ]
 HOT = {"outside": "zero", "of_log_probabilities": True, "whole_slopes": True}
 SETTINGS += [{**HOT, "z_loss": z} for z in (0.0, 0.03)]
+FEWER = {"used": 8, "fill": -1e4, "z_loss": 0.03}
+SETTINGS += [
+    {**FEWER, "outside": o, "of_log_probabilities": o == "zero"}
+    for o in ("nan", "zero", "clip")
+]
 RNG = np.random.default_rng(3)
 ROWS, K, V = 7, 5, 11
 W, BIAS = RNG.normal(size=(K, V)), RNG.normal(size=V)
