@@ -34,6 +34,10 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 PAYS_FROM = 1 << 26
 """The fewest bytes of logits for which the memory is worth another product."""
 
+TOO_LARGE = 1 << 33
+"""Bytes of logits that are kept for gradients for which a GPU or TPU of unknown size is
+likely to have no memory: they are held two or three times."""
+
 
 def supports(spec: Spec) -> Verdict:
     """Takes real floating operands, weights [k, v] and a label for each row."""
@@ -60,12 +64,12 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     """Returns the same for logits that are kept `count` times for gradients."""
+    size = 0 if spec.symbolic else chunks.nbytes(spec) * count
     if platform != "cpu":
+        if size >= TOO_LARGE:
+            return YES
         return no("platform", f"not measured to be as fast as XLA on {platform}")
-    if spec.symbolic:
-        return YES
-    size = chunks.nbytes(spec) * count
-    if size >= PAYS_FROM:
+    if spec.symbolic or size >= PAYS_FROM:
         return YES
     return no("small", f"logits of {size >> 10} KiB are so small that XLA is as fast")
 

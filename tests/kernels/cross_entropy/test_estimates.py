@@ -9,6 +9,7 @@ from rewriter.choose.choose import choose
 from rewriter.config import Config
 from rewriter.kernels.linear_cross_entropy import chunks
 from rewriter.ops import device
+from rewriter.ops.device import Device
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.registry import registry
 
@@ -71,6 +72,13 @@ def test_where_xla_needs_too_much_memory_blocks_are_chosen() -> None:
     choice = choose(spec, Config(), registry().kernels(spec.op), here, 1)
     assert choice.kernel == "memory_bounded"
     assert "temporary arrays" in dict(choice.not_chosen)["xla"]
+
+
+def test_huge_logits_are_not_left_to_a_gpu_of_unknown_size() -> None:
+    kernels, some = registry().kernels("linear_cross_entropy"), Device("a GPU", "cuda")
+    for rows, kernel in ((8192, "xla"), (32768, "memory_bounded")):
+        spec = linear(rows, 2560, 128256)
+        assert choose(spec, Config(), kernels, some, 1).kernel == kernel
 
 
 def test_each_size_is_divided_into_equal_parts() -> None:
