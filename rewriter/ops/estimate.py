@@ -27,10 +27,6 @@ SHEET_FLOPS, SHEET_BANDWIDTH = 0.85, 0.9
 PRODUCTS = 0.87
 """The share of the peak that large aligned products reach."""
 
-UNALIGNED = {"cuda": 2.2}
-"""How many times longer 16-bit products take by XLA where a matrix has rows of no
-multiple of 8 numbers. Platforms that are not here pad such products themselves."""
-
 LAUNCH_S = 4e-6
 """Seconds of a kernel that does nothing."""
 

@@ -22,16 +22,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
+from rewriter.ops import unaligned
 from rewriter.ops.device import Device
-from rewriter.ops.estimate import LAUNCH_S, PRODUCTS, UNALIGNED, seconds
+from rewriter.ops.estimate import LAUNCH_S, PRODUCTS, seconds
+from rewriter.ops.unaligned import EVEN
 from rewriter.program.bodies import map_bodies
 from rewriter.program.equations import Equations
 from rewriter.program.loops import inserted
 from rewriter.rewrite.passes.flops import flops_of, is_sized, size
 from rewriter.rewrite.passes.recompute import CHEAP
-
-EVEN = 8
-"""Rows of a matrix are aligned if they have a multiple of this many numbers."""
 
 STEPS = ((4096, 128), (1024, 64), (0, EVEN))
 """From these sizes on, sizes are padded to a multiple of these: tiles are then full."""
@@ -72,12 +71,14 @@ def align(
         program: A program; it is returned itself if nothing changes.
         device: Where it will run. Its figures must be known.
     """
-    if device.platform not in UNALIGNED or not (device.flops and device.bandwidth):
+    if device.platform not in unaligned.PLATFORMS or not (
+        device.flops and device.bandwidth
+    ):
         return program, ()
     found: list[Aligned] = []
 
     def change(body: Any) -> Any:
-        if not any(map(_odd_axes, body.eqns)):
+        if not any(map(_is_of_matrices, body.eqns)):
             return body
         return _Body(body, device, found).changed()
 
@@ -102,7 +103,7 @@ class _Body:
         """The body; itself if no padding pays."""
         before, eqns = len(self.found), []
         for eqn in self.jaxpr.eqns:
-            odd = _odd_axes(eqn)
+            odd = _is_of_matrices(eqn) and _odd_axes(eqn, self.around)
             product = _Product.of(eqn, odd) if odd else None
             told = product and self._told(product)
             if product and told:
@@ -119,15 +120,16 @@ class _Body:
         """The estimate of a padded product; None if it does not pay."""
         work = flops_of(product.eqn)
         assert work is not None
-        platform, item = self.device.platform, 2
         more = math.prod(to / size for size, to in product.sizes)
         moved = self._padding(product) + self._cutting(product)
         before = seconds(
-            self.device, work.flops, 0.0, compute=PRODUCTS / UNALIGNED[platform],
-            item=item,
-        )  # fmt: skip
+            self.device,
+            work.flops,
+            0.0,
+            compute=PRODUCTS / _slower(product.eqn, self.around),
+        )
         after = seconds(
-            self.device, more * work.flops, moved, compute=PRODUCTS, item=item,
+            self.device, more * work.flops, moved, compute=PRODUCTS,
             launches=1 + 3 * (moved > 0),
         )  # fmt: skip
         if after > GAIN * before or before - after < LEAST_S:
@@ -220,35 +222,13 @@ class _Product:
         return cls(eqn, sizes, tuple(map(tuple, shapes)), tuple(free))
 
 
-def _odd_axes(eqn: Any) -> list[tuple[int, int]]:
+def _odd_axes(eqn: Any, around: Equations) -> list[tuple[int, int]]:
     """Axes of a product that make the rows of a matrix unaligned.
 
-    None for products of batches, of other dtypes than those of 16 bits, and where
-    several axes make up a row.
+    An axis that is summed is named as that of the first operand.
     """
-    if eqn.primitive.name != "dot_general":
-        return []
-    (left, right), (batch, _) = eqn.params["dimension_numbers"]
-    atoms = (*eqn.invars, *eqn.outvars)
-    if batch or not is_sized(atoms) or any(map(_jax.is_literal, eqn.invars)):
-        return []
-    if any(not _is_narrow(a.aval.dtype) for a in eqn.invars):
-        return []
-    odd: list[tuple[int, int]] = []
-    frees = []
-    for operand, (atom, summed) in enumerate(
-        zip(eqn.invars, (left, right), strict=True)
-    ):
-        shape = atom.aval.shape
-        kinds = [axis in summed for axis in range(len(shape))]
-        frees.append([axis for axis, kind in enumerate(kinds) if not kind])
-        if shape and kinds[-1] not in kinds[-2:-1] and _is_odd(shape[-1]):
-            odd.append((operand, len(shape) - 1))
-    last = 1 if frees[1] else 0
-    if len(frees[last]) == 1 or (last == 0 and frees[0]):
-        axis = frees[last][-1]
-        if _is_odd(eqn.invars[last].aval.shape[axis]):
-            odd.append((last, axis))
+    (left, right), _ = eqn.params["dimension_numbers"]
+    odd = [r for r in _rows(eqn, around) if r is not None and _is_odd(eqn, r)]
     first = [
         (0, left[right.index(axis)]) if operand and axis in right else (operand, axis)
         for operand, axis in odd
@@ -256,8 +236,61 @@ def _odd_axes(eqn: Any) -> list[tuple[int, int]]:
     return list(dict.fromkeys(first))
 
 
-def _is_odd(size: int) -> bool:
-    return size > EVEN and size % EVEN != 0
+def _is_of_matrices(eqn: Any) -> bool:
+    """Whether an equation is a product of 16-bit matrices, without batches."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    atoms = (*eqn.invars, *eqn.outvars)
+    if batch or not is_sized(atoms) or any(map(_jax.is_literal, eqn.invars)):
+        return False
+    return all(_is_narrow(a.aval.dtype) for a in eqn.invars)
+
+
+def _rows(eqn: Any, around: Equations) -> list[tuple[int, int] | None]:
+    """What makes up a row of both operands and of the result, as ``(operand, axis)``.
+
+    A transposed operand lies in memory as it was before. None where several axes make
+    up a row.
+    """
+    (left, right), _ = eqn.params["dimension_numbers"]
+    rows: list[tuple[int, int] | None] = []
+    frees = []
+    for operand, (atom, summed) in enumerate(
+        zip(eqn.invars, (left, right), strict=True)
+    ):
+        order = _order(atom, around)
+        frees.append([axis for axis in sorted(order) if axis not in summed])
+        kinds = [axis in summed for axis in order]
+        alone = bool(order) and kinds[-1] not in kinds[-2:-1]
+        rows.append((operand, order[-1]) if alone else None)
+    last = 1 if frees[1] else 0
+    alone = len(frees[last]) == 1 or (last == 0 and bool(frees[0]))
+    return [*rows, (last, frees[last][-1]) if alone else None]
+
+
+def _order(atom: Any, around: Equations) -> list[int]:
+    """The axes of an operand in the order in which they lie in memory."""
+    maker = around.maker(atom)
+    if maker is None or maker.primitive.name != "transpose":
+        return list(range(len(atom.aval.shape)))
+    order = list(maker.params["permutation"])
+    return [order.index(axis) for axis in range(len(order))]
+
+
+def _is_odd(eqn: Any, row: tuple[int, int]) -> bool:
+    operand, axis = row
+    size = eqn.invars[operand].aval.shape[axis]
+    return bool(size > EVEN and size % EVEN)
+
+
+def _slower(eqn: Any, around: Equations) -> float:
+    """How many times longer a product takes than an aligned one."""
+    sizes = [
+        EVEN if row is None else eqn.invars[row[0]].aval.shape[row[1]]
+        for row in _rows(eqn, around)
+    ]
+    return unaligned.slower(*sizes)
 
 
 def _is_narrow(dtype: Any) -> bool:
