@@ -11,6 +11,7 @@ as ``_jax.name``: this file lists the names. From the first module to the last:
 - `jit`: functions under `jax.jit`, and their programs;
 - `types`: weak types, varying axes, shardings;
 - `meshes`: traces code where values are placed on a mesh;
+- `derivatives`: gradients of code that is traced already;
 - `shard_map`: the parts of arrays, one for each device;
 - `lowering`: rules of primitives, devices, failures;
 - `nvidia`: cuDNN and CUPTI.
@@ -75,6 +76,9 @@ from rewriter._jax.calls import (
 )
 from rewriter._jax.calls import (
     with_constants_first as with_constants_first,
+)
+from rewriter._jax.derivatives import (
+    gradients_of as gradients_of,
 )
 from rewriter._jax.jit import (
     asking as asking,

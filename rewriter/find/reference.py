@@ -1,4 +1,4 @@
-"""Traces an op's reference and its gradients once for given operand shapes.
+"""Traces an op's reference once for given operand shapes.
 
 Sites of one program often have equal operand shapes, and so do sites of the next
 program. A cached trace is embedded as one call, so that tracing around it stays cheap.
@@ -41,30 +41,6 @@ def result_of(
     return result
 
 
-def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
-    """The same, differentiable: gradients use a cached trace of the reference's own."""
-    try:
-        found = _gradients_of(*_key(op, operands, params))
-    except (TypeError, _HoldsArrays):
-        return op.reference(**operands, **params)
-    gradients = jaxpr_as_fun(found)
-    names = tuple(operands)  # of a trace: not for a cache to hold
-
-    def reference(*arrays: jax.Array) -> jax.Array:
-        return referenced(op, dict(zip(names, arrays, strict=True)), params)
-
-    def forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return reference(*arrays), arrays
-
-    def backward(arrays: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
-        of_floats = iter(gradients(*arrays, cotangent))
-        return tuple(next(of_floats) if _is_float(x) else None for x in arrays)
-
-    result = jax.custom_vjp(reference)
-    result.defvjp(forward, backward)
-    return result(*operands.values())
-
-
 def gradient_function(
     code: Callable[..., jax.Array], arrays: list[jax.Array], moving: list[int]
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
@@ -94,20 +70,6 @@ def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ..
 def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
     del wide
     return _closed(_code(op, shapes, params), _structs(shapes))
-
-
-@functools.lru_cache(maxsize=256)
-def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
-    """A function of operands and a cotangent: the gradients of float operands."""
-    (result,) = _reference_of(op, shapes, params, wide).out_avals
-    code, structs = _code(op, shapes, params), _structs(shapes)
-    moving = [k for k, x in enumerate(structs) if _is_float(x)]
-
-    def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
-        *arrays, cotangent = given
-        return gradient_function(code, arrays, moving)[1](cotangent)
-
-    return _closed(gradients, [*structs, result])
 
 
 def _closed(code: Callable[..., Any], structs: list[Any]) -> ClosedJaxpr:

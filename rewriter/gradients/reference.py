@@ -12,7 +12,7 @@ from rewriter.algebra.canonicalize import Evaluator
 from rewriter.find.check import traced_forms
 from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
-from rewriter.find.reference import differentiable, gradient_function
+from rewriter.find.reference import gradient_function, referenced
 from rewriter.gradients.cotangents import is_float
 from rewriter.program.graph import Graph
 
@@ -27,7 +27,7 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
 
     def reference(**given: Any) -> jax.Array:
         operands = {k: v for k, v in given.items() if k in op.names}
-        return differentiable(op, operands, params)
+        return referenced(op, operands, params)
 
     def code(*arrays: jax.Array) -> jax.Array:
         operands = dict(zip(names, arrays, strict=True))
@@ -38,8 +38,12 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
         return gradient_function(code, arrays, moving)[1](cotangent)
 
     avals = [graph.avals[v] for v in names]
-    result = jax.ShapeDtypeStruct(shape, dtype)
-    return Graph(_jax.trace_flat(gradients, [*avals, result]))
+    traced = _jax.trace_flat(code, avals)
+    found = None if traced.consts else _jax.gradients_of(traced, moving)
+    if found is None:
+        result = jax.ShapeDtypeStruct(shape, dtype)
+        found = _jax.trace_flat(gradients, [*avals, result])
+    return Graph(found)
 
 
 def wanted_at(
