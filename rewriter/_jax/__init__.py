@@ -80,6 +80,9 @@ from rewriter._jax.calls import (
 from rewriter._jax.derivatives import (
     gradients_of as gradients_of,
 )
+from rewriter._jax.derivatives import (
+    without_calls as without_calls,
+)
 from rewriter._jax.jit import (
     asking as asking,
 )

@@ -6,7 +6,7 @@ small traces of its own, and takes five times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def gradients_of(closed: Any, moving: Sequence[int]) -> Any:
         return jax.jvp(of, tuple(primals[k] for k in moving), tangents)[1]
 
     tangents = [closed.in_avals[k] for k in moving]
-    forward = _flat(moved, [*closed.in_avals, *tangents])
+    forward = without_calls(trace_flat(moved, [*closed.in_avals, *tangents]))
     if forward.consts or any(map(call_kind, forward.jaxpr.eqns)):
         return None
     known, linear = _parts(forward.jaxpr, count)
@@ -58,6 +58,14 @@ def gradients_of(closed: Any, moving: Sequence[int]) -> Any:
         return list(map(ad.instantiate_zeros, found[-len(tangents) :]))
 
     return trace_flat(gradients, [*closed.in_avals, *closed.out_avals])
+
+
+def without_calls(closed: Any) -> Any:
+    """The closed jaxpr with the bodies of its calls in their places."""
+    if not any(e.primitive.name in CALLS for e in closed.jaxpr.eqns):
+        return closed
+    code = lambda *given: _evaluated(closed.jaxpr, given)
+    return trace_flat(code, closed.in_avals)
 
 
 def _evaluated(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
@@ -77,14 +85,6 @@ def _evaluated(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
             outs = outs if eqn.primitive.multiple_results else [outs]
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(a) for a in jaxpr.outvars]
-
-
-def _flat(code: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """The closed jaxpr of a function, without calls; rules may have made some."""
-    closed = trace_flat(code, avals)
-    if any(e.primitive.name in CALLS for e in closed.jaxpr.eqns):
-        return trace_flat(lambda *a: _evaluated(closed.jaxpr, a), avals)
-    return closed
 
 
 def _parts(jaxpr: Any, count: int) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """Traces an op's reference once for given operand shapes.
 
 Sites of one program often have equal operand shapes, and so do sites of the next
-program. A cached trace is embedded as one call, so that tracing around it stays cheap.
+program. The equations of a cached trace are handed on as they are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax, errors
 from rewriter.ops.op import Op
@@ -26,7 +25,7 @@ def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Arr
         program = _reference_of(*_key(op, operands, params))
     except (TypeError, _HoldsArrays):
         return op.reference(**operands, **params)
-    return jaxpr_as_fun(program)(*operands.values())[0]
+    return _jax.inlined(program, list(operands.values()))[0]
 
 
 def result_of(
@@ -69,13 +68,14 @@ def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ..
 @functools.lru_cache(maxsize=256)
 def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
     del wide
-    return _closed(_code(op, shapes, params), _structs(shapes))
-
-
-def _closed(code: Callable[..., Any], structs: list[Any]) -> ClosedJaxpr:
-    traced = _jax.trace_flat(jax.jit(code), structs)
+    code, structs = _code(op, shapes, params), _structs(shapes)
+    if op.flat:
+        with jax.disable_jit():
+            traced = _jax.trace_flat(code, structs)
+    else:  # one call
+        traced = _jax.trace_flat(jax.jit(code), structs)
     bodies = map(_jax.call_body, traced.eqns)
-    if traced.consts or any(map(_jax.consts_of, bodies)):
+    if traced.consts or any(map(_jax.consts_of, filter(None, bodies))):
         raise _HoldsArrays
     return traced
 
@@ -99,7 +99,3 @@ def _array(op: Op, out: Any) -> jax.Array:
 
 def _structs(shapes: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct(s, d) for _, s, d in shapes]
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,13 +98,31 @@ def test_a_reference_that_holds_an_array_is_not_kept() -> None:
         np.testing.assert_array_equal(jax.jit(result)(jnp.full(3, 5.0)), [5, 5, 5])
 
 
-def test_a_trace_is_one_equation_of_what_it_is_part_of() -> None:
-    op = registry().op("attention")
-    x = jnp.ones((2, 6, 2, 4))
-    given = {"q": x, "k": x, "v": x}
-    traced = jax.make_jaxpr(lambda: referenced(op, given, {"scale": 0.5}))()
-    assert len(traced.eqns) == 1
-    assert len(traced.eqns[0].params["jaxpr"].eqns) > 10
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_flat_traces_are_those_of_the_reference(name: str) -> None:
+    op, params, shapes = PROGRAMS[name]
+    op = registry().op(op)
+    nested = dataclasses.replace(op, flat=False)
+    given = {k: jax.ShapeDtypeStruct(s, np.float32) for k, s in shapes.items()}
+
+    def text(op):
+        code = lambda *x: referenced(op, dict(zip(given, x, strict=True)), params)
+        return _jax.trace_flat(code, given.values())
+
+    flat, called = text(op), text(nested)
+    assert [e.primitive.name for e in called.eqns] == ["jit"]
+    assert str(flat) == str(_jax.without_calls(called))
+
+
+def test_a_reference_with_a_loop_keeps_it() -> None:
+    def reference(*, x):
+        return jax.lax.fori_loop(0, 5, lambda i, c: c * x, x)
+
+    op = Op("power", (Operand("x", "d", True),), "d", reference)
+    code = lambda x: referenced(op, {"x": x}, {})
+    traced = _jax.trace_flat(code, [np.ones(3, np.float32)])
+    assert "scan" in str(traced)
+    assert str(traced).count("mul") == 1
 
 
 def test_traces_of_our_own_are_those_of_jax() -> None:
