@@ -11,7 +11,7 @@ as ``_jax.name``: this file lists the names. From the first module to the last:
 - `jit`: functions under `jax.jit`, and their programs;
 - `types`: weak types, varying axes, shardings;
 - `meshes`: traces code where values are placed on a mesh;
-- `derivatives`: gradients of code that is traced already;
+- `derivatives`: gradients of code;
 - `shard_map`: the parts of arrays, one for each device;
 - `lowering`: rules of primitives, devices, failures;
 - `nvidia`: cuDNN and CUPTI.
@@ -79,6 +79,9 @@ from rewriter._jax.calls import (
 )
 from rewriter._jax.derivatives import (
     gradients_of as gradients_of,
+)
+from rewriter._jax.derivatives import (
+    linearized as linearized,
 )
 from rewriter._jax.derivatives import (
     without_calls as without_calls,

@@ -38,9 +38,8 @@ def traced_gradients(graph: Graph, match: Match) -> Graph:
         return gradient_function(code, arrays, moving)[1](cotangent)
 
     avals = [graph.avals[v] for v in names]
-    traced = _jax.trace_flat(code, avals)
-    found = None if traced.consts else _jax.gradients_of(traced, moving)
-    if found is None:
+    found = _jax.gradients_of(code, avals, moving)
+    if found is None:  # it has a loop, for one
         result = jax.ShapeDtypeStruct(shape, dtype)
         found = _jax.trace_flat(gradients, [*avals, result])
     return Graph(found)

@@ -56,13 +56,14 @@ PROGRAMS = {
 def test_gradients_from_a_trace_are_those_of_jax(name: str) -> None:
     op, params, shapes = PROGRAMS[name]
     closed, arrays = traced(op, params, **shapes)
-    found = _jax.gradients_of(closed, range(len(arrays)))
+    code = lambda *x: jaxpr_as_fun(closed)(*x)[0]
+    found = _jax.gradients_of(code, arrays, range(len(arrays)))
     (result,) = closed.out_avals
     cotangent = drawn(*result.shape)
 
     @jax.jit
     def both(*arrays):
-        _, back = jax.vjp(lambda *x: jaxpr_as_fun(closed)(*x)[0], *arrays)
+        _, back = jax.vjp(code, *arrays)
         return jaxpr_as_fun(found)(*arrays, cotangent), back(cotangent)
 
     for got, want in zip(*both(*arrays), strict=True):
@@ -70,20 +71,18 @@ def test_gradients_from_a_trace_are_those_of_jax(name: str) -> None:
 
 
 def test_gradients_of_some_inputs() -> None:
-    code = lambda x, n, y: [jax.lax.stop_gradient(x) * n + y]
+    code = lambda x, n, y: jax.lax.stop_gradient(x) * n + y
     structs = [np.ones(3, np.float32), np.ones(3, np.int32), np.ones(3, np.float32)]
-    closed = _jax.trace_flat(code, structs)
     for moving, want in (((0,), [0]), ((2,), [5]), ((0, 2), [0, 5]), ((2, 0), [5, 0])):
-        found = _jax.gradients_of(closed, moving)
+        found = _jax.gradients_of(code, structs, moving)
         got = jaxpr_as_fun(found)(*structs, np.full(3, 5, np.float32))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a, np.full(3, b))
 
 
 def test_gradients_of_loops_are_left_to_jax() -> None:
-    code = lambda x: [jax.lax.scan(lambda c, _: (c * 2, None), x, length=3)[0]]
-    closed = _jax.trace_flat(code, [jnp.ones(3)])
-    assert _jax.gradients_of(closed, (0,)) is None
+    code = lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, length=3)[0]
+    assert _jax.gradients_of(code, [np.ones(3, np.float32)], (0,)) is None
 
 
 def test_a_reference_that_holds_an_array_is_not_kept() -> None:
