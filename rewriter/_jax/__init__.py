@@ -132,6 +132,9 @@ from rewriter._jax.meshes import (
     in_mesh_of as in_mesh_of,
 )
 from rewriter._jax.meshes import (
+    is_on_mesh as is_on_mesh,
+)
+from rewriter._jax.meshes import (
     on_one_device as on_one_device,
 )
 from rewriter._jax.meshes import (
