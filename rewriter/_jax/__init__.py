@@ -11,6 +11,7 @@ as ``_jax.name``: this file lists the names. From the first module to the last:
 - `jit`: functions under `jax.jit`, and their programs;
 - `types`: weak types, varying axes, shardings;
 - `meshes`: traces code where values are placed on a mesh;
+- `without_calls`: programs without the calls in them;
 - `derivatives`: gradients of code;
 - `shard_map`: the parts of arrays, one for each device;
 - `lowering`: rules of primitives, devices, failures;
@@ -82,9 +83,6 @@ from rewriter._jax.derivatives import (
 )
 from rewriter._jax.derivatives import (
     linearized as linearized,
-)
-from rewriter._jax.derivatives import (
-    without_calls as without_calls,
 )
 from rewriter._jax.jit import (
     asking as asking,
@@ -283,4 +281,10 @@ from rewriter._jax.values import (
 )
 from rewriter._jax.values import (
     tpu_is_attached as tpu_is_attached,
+)
+from rewriter._jax.without_calls import (
+    trace_without_calls as trace_without_calls,
+)
+from rewriter._jax.without_calls import (
+    without_calls as without_calls,
 )

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.interpreters import ad
+from jax._src.interpreters import ad
 
-from rewriter._jax.calls import CALLS, call_body, call_kind
-from rewriter._jax.jit import inlined
+from rewriter._jax.calls import call_kind
 from rewriter._jax.meshes import trace_flat
-from rewriter._jax.programs import part_of
-from rewriter._jax.values import consts_of, is_literal
+from rewriter._jax.programs import part_of, reading
+from rewriter._jax.values import is_literal
+from rewriter._jax.without_calls import without_calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,40 +88,25 @@ def gradients_of(
     parts = linearized(code, avals, moving)
     if parts is None:
         return None
-
-    def gradients(*given: Any) -> list[Any]:
-        *arrays, cotangent = given
-        _, *read = inlined(parts.known, arrays)
-        return parts.gradients(read, cotangent)
-
-    return trace_flat(gradients, [*avals, parts.known.out_avals[0]])
+    count = len(parts.known.jaxpr.outvars) - 1
+    result, *read = parts.known.out_avals
+    code = lambda *given: parts.gradients(given[:count], given[count])
+    back = trace_flat(code, [*read, result])
+    return None if back.consts else _one_after_other(parts.known, back)
 
 
-def without_calls(closed: Any) -> Any:
-    """The closed jaxpr with the bodies of its calls in their places."""
-    if not any(e.primitive.name in CALLS for e in closed.jaxpr.eqns):
-        return closed
-    code = lambda *given: _evaluated(closed.jaxpr, given)
-    return trace_flat(code, closed.in_avals)
+def _one_after_other(known: Any, back: Any) -> Any:
+    """A program, and one that reads all its results but the first, as one program.
 
-
-def _evaluated(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, with the calls in it inlined."""
-    inputs = (*jaxpr.constvars, *jaxpr.invars)
-    env = dict(zip(inputs, (*consts_of(jaxpr), *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        ins = [read(a) for a in eqn.invars]
-        if eqn.primitive.name in CALLS and (body := call_body(eqn)) is not None:
-            outs = _evaluated(body, ins)
-        else:
-            outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-            outs = outs if eqn.primitive.multiple_results else [outs]
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(a) for a in jaxpr.outvars]
+    What the second reads besides are further inputs; the results are the second's.
+    """
+    first, then = known.jaxpr, back.jaxpr
+    values = first.outvars[1:]
+    names = dict(zip(then.invars, values, strict=False))
+    eqns = [*first.eqns, *(reading(e, names) for e in then.eqns)]
+    more = then.invars[len(values) :]
+    outs = [a if is_literal(a) else names.get(a, a) for a in then.outvars]
+    return part_of(first, [*first.invars, *more], eqns, outs)
 
 
 def _parts(jaxpr: Any, count: int) -> Linearized:

@@ -70,8 +70,7 @@ def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
     del wide
     code, structs = _code(op, shapes, params), _structs(shapes)
     if op.flat:
-        with jax.disable_jit():
-            traced = _jax.trace_flat(code, structs)
+        traced = _jax.trace_without_calls(code, structs)
     else:  # one call
         traced = _jax.trace_flat(jax.jit(code), structs)
     bodies = map(_jax.call_body, traced.eqns)
