@@ -100,6 +100,7 @@ class Evaluator(Layout, LoopForms, Constants):
         at_hand: Callable[[int], bool] | None = None,
         assumed: frozenset[str] = frozenset(),
         by_rows: bool = False,
+        picked_fills: bool = False,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
@@ -109,6 +110,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.filled_rows, self.holding = filled_rows, holding
         self.core, self.at_hand, self.assumed = core, at_hand, assumed
         self.by_rows = by_rows
+        self.picked_fills = picked_fills
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}
         self.fills: set[float] = set()
