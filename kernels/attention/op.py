@@ -38,6 +38,7 @@ OP = Op(
     ),
     out="b t n e",
     reference=reference,
+    flat=True,
     sample=sample,
     usual=usual,
     defaults={

@@ -293,16 +293,19 @@ class Finder:
             node = self.graph.node_of(value)
             if node is None or not node.ins:
                 return value
-            numbers = [self.number(i) for i in node.ins]
-            known = [n is not None for n in numbers]
-            if node.prim == "mul" and any(known):
-                value = node.ins[1 if known[0] else 0]
-            elif node.prim == "add" and 0 in numbers:
-                value = node.ins[1 if numbers[0] == 0 else 0]
-            elif (
-                node.prim in ("neg", "transpose", "reshape", "squeeze", "rev")
-                or (node.prim in TRANSPARENT and len(node.ins) == 1)
-                or (node.prim == "div" and known[1])
+            if node.prim in ("mul", "add", "div"):
+                numbers = [self.number(i) for i in node.ins]
+                known = [n is not None for n in numbers]
+                if node.prim == "mul" and any(known):
+                    value = node.ins[1 if known[0] else 0]
+                elif node.prim == "add" and 0 in numbers:
+                    value = node.ins[1 if numbers[0] == 0 else 0]
+                elif node.prim == "div" and known[1]:
+                    value = node.ins[0]
+                else:
+                    return value
+            elif node.prim in ("neg", "transpose", "reshape", "squeeze", "rev") or (
+                node.prim in TRANSPARENT and len(node.ins) == 1
             ):
                 value = node.ins[0]
             else:

@@ -144,6 +144,8 @@ class Reading:
             later ones may be made of earlier ones.
         may_be_inside: Whether it is a site inside another one of the same op too, if
             it is read beside that.
+        code: The traced code of the replacement, with the op's reference, once the
+            reading is checked. A changed copy has none.
     """
 
     op: str
@@ -169,6 +171,7 @@ class Reading:
     in_blocks: bool = False
     joined: Mapping[Any, Joined] = field(default_factory=dict)
     may_be_inside: bool = False
+    code: Any = field(default=None, init=False, repr=False)
 
     def build(
         self,
