@@ -82,6 +82,9 @@ def read_masks(softmax: Softmax, axes: Axes) -> Masks:
     alg, kept = softmax.alg, softmax.kept
     if kept == FALSE:
         raise Refused("mask", "every key is masked", score=0.5)
+    if softmax.mask_as_array:
+        said = Conditions(general=kept)
+        return Masks(_operands(softmax, axes, said, {}), {}, None, {})
     said = _sorted(alg, axes, conjuncts(alg, kept))
     if not _is_had(softmax, axes, said.general) and _is_had(softmax, axes, kept):
         said = Conditions(general=kept)  # parts of a mask need not be the program's

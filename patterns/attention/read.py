@@ -134,7 +134,10 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             for how in ("full", "soft", "whole"):
                 try:
                     parts = Blocks(tuple(chosen), ((pv, side),))
-                    yield read(find, candidate, parts, how, sums)
+                    reading = read(find, candidate, parts, how, sums)
+                    yield reading
+                    if not find.done(NAME, candidate) and _has_positions(reading):
+                        yield read(find, candidate, parts, how, sums, True)
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
                         miss = refusal.with_traceback(None)
@@ -169,6 +172,12 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
         find.missed(NAME, anchor, miss)
 
 
+def _has_positions(reading: Reading) -> bool:
+    """Whether a mask is read as positions and lengths; it may also be an array."""
+    numbers = {"offset", "kv_lengths", "prefix", "q_segments"}
+    return "window" in reading.params or not numbers.isdisjoint(reading.operands)
+
+
 def _is_in_a_while(anchor: Node) -> bool:
     """Whether steps of a while loop compute weights."""
     return "while" in anchor.scope.path
@@ -191,6 +200,7 @@ def read(
     parts: Blocks,
     how: str,
     sums: Set[int] = frozenset(),
+    mask_as_array: bool = False,
 ) -> Reading:
     """The reading of one candidate result.
 
@@ -201,6 +211,7 @@ def read(
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
             ``"whole"`` takes a bias as it is, however it was computed.
         sums: Contractions of the weights with ones.
+        mask_as_array: Whether a mask is taken as it is, however it was computed.
 
     Raises:
         Refused: If the form is not that of attention.
@@ -260,6 +271,7 @@ def read(
             products=parts.products,
             joined=over.joined,
             some=over.some,
+            mask_as_array=mask_as_array,
         )
     )
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):

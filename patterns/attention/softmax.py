@@ -87,6 +87,7 @@ class Softmax:
             the weights.
         joined: Arrays that the program holds in pieces.
         some: Whether a key is kept in any piece; ``None`` if there are no pieces.
+        mask_as_array: Whether the mask is read as an array, not as positions.
     """
 
     find: Finder
@@ -101,6 +102,7 @@ class Softmax:
     products: Sequence[tuple[Node, int]]
     joined: Mapping[Any, Joined]
     some: int | None
+    mask_as_array: bool = False
 
     @property
     def alg(self) -> Algebra:
