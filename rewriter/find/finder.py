@@ -272,9 +272,9 @@ class Finder:
                 yes if yes is not None else literal if no is None else alg.negate(no)
             )
         made = alg.of_literals(flag, literals)
-        if not all(is_allowed(alg, a) for a in alg.bools[made][0]):
-            if self._learns_own(flag):
-                return self.own_flag(ev, flag, known)
+        anew = not all(is_allowed(alg, a) for a in alg.bools[made][0])
+        if anew and self._learns_own(flag):
+            return self.own_flag(ev, flag, known)
         return made
 
     def _learns_own(self, flag: int) -> bool:
