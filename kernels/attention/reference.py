@@ -110,6 +110,7 @@ def reference(
     unshifted: str | None = None,
     out_dtype: str | None = None,
     weights: str | None = None,
+    precision: str | None = None,
     wide: Any = None,
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys each query sees.
@@ -135,6 +136,7 @@ def reference(
         out_dtype: The result's dtype, q's by default.
         weights: The precision of a product of float32 weights and v, whose digits the
             result keeps; see `rewriter.kernels.attention.weights`.
+        precision: Of all products of float32, as `jax.lax.Precision` by name.
         wide: The dtype of scores and softmax; by default float32, or float64 for
             float64 inputs.
 
@@ -146,7 +148,10 @@ def reference(
     s, heads = k.shape[1], k.shape[2]
     group = n // heads
     queries = q.reshape(b, t, heads, group, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", queries, k, preferred_element_type=wide)
+    scores = jnp.einsum(
+        "btkgh,bskh->bkgts", queries, k, precision=precision,
+        preferred_element_type=wide,
+    )  # fmt: skip
     scores = scores.reshape(b, n, t, s) * scale
     if scale_factor is not None:
         scores = scores * scale_factor.astype(wide)
@@ -177,7 +182,8 @@ def reference(
     if dropout is not None:
         shares = shares * dropout.astype(wide)
     shares = shares.reshape(b, heads, group, t, s)
-    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=weights)
+    last = precision or weights
+    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
     return out.reshape(b, t, n, v.shape[-1]).astype(out_dtype or q.dtype)
 
 

@@ -1,4 +1,4 @@
-"""How exactly a program multiplies its weights with v.
+"""How exactly a program multiplies float32 numbers, and its weights with v.
 
 Most programs round weights to v's 16 bits, or round the result to 16 bits, which is as
 coarse. Some do neither: weights of float32 times v, and a result of float32. Their
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from rewriter.ops.kernel import Kernel
 
+PRECISION = "precision"
+"""The op's parameter: the precision of all its products, if operands are float32."""
+
 PARAM = "weights"
 """The op's parameter: the precision of that product, ``"default"``, ``"high"`` or
 ``"highest"``, in such a program; else absent."""
@@ -29,14 +32,15 @@ EXACT = ("high", "highest")
 def in_float32(kernel: Kernel) -> Kernel:
     """Returns a kernel in plain JAX, or with cotangents in it, that keeps such digits.
 
-    Its weights are in float32. Their product is as exact as JAX's precision says.
+    Its weights are in float32. Products are as exact as JAX's precision says.
     """
 
     def exactly(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
         def precise(*operands: Any, **given: Any) -> Any:
-            asked = given.pop(PARAM, None)
-            if asked not in EXACT:
+            of_all, of_weights = given.pop(PRECISION, None), given.pop(PARAM, None)
+            asked = of_all or (of_weights if of_weights in EXACT else None)
+            if asked is None:
                 return run(*operands, **given)
             with jax.default_matmul_precision(asked):
                 return run(*operands, **given)

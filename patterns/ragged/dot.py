@@ -78,9 +78,6 @@ def read(find: Finder, node: Node) -> Reading:
     params: dict[str, Any] = {"out_dtype": str(g.dtype(value))}
     if mode != "forward":
         params["mode"] = mode
-    precision = precision_of(node)
-    if precision is not None:
-        params["precision"] = precision
     groups = tuple(() if i is None else (i,) for i in args)
     return Reading(NAME, alg, ev.place, value, args, form, groups, operands, params)
 
@@ -121,15 +118,6 @@ def memory_order(find: Finder, value: int, roles: tuple[str, ...]) -> tuple[str,
             roles = tuple(moved[a] for a in range(len(roles)))
         node = find.graph.node_of(node.ins[0])
     return roles
-
-
-def precision_of(node: Node) -> str | None:
-    """The precision of a ragged dot, as the op's parameter."""
-    precision = node.params.get("precision")
-    if precision is None:
-        return None
-    first = precision[0] if isinstance(precision, tuple) else precision
-    return getattr(first, "name", str(first)).lower()
 
 
 # ----------------------------------------------------------------- stored matrices

@@ -32,7 +32,6 @@ from rewriter.patterns.ragged.dot import (
     expanding,
     matrices_of,
     memory_order,
-    precision_of,
     roles,
 )
 from rewriter.patterns.stored import stored_above
@@ -113,9 +112,6 @@ def read(find: Finder, unit: Unit) -> Reading:
         raise Refused("x", "gate and up are of other rows or groups", score=0.3)
     if g.shape(value)[0] != g.shape(x)[0]:
         raise Refused("rows", "some rows of the ragged dots are left out", score=0.3)
-    precision = precision_of(gate_dot)
-    if precision != precision_of(up_dot):
-        raise Refused("precision", "gate and up differ in precision", score=0.3)
     leaves = dict.fromkeys((x, w, also[1], sizes))
     ev = find.evaluator(
         value,
@@ -134,8 +130,6 @@ def read(find: Finder, unit: Unit) -> Reading:
     }  # fmt: skip
     if found.beta != 1.0:
         params["beta"] = found.beta
-    if precision is not None:
-        params["precision"] = precision
     operands = {"x": x, "w": w, "w_up": also[1], "group_sizes": sizes}
     if gate_dot is up_dot:
         del operands["w_up"]

@@ -18,6 +18,7 @@ from rewriter.algebra.template import Template, apply, go, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
 from rewriter.find.nested import Escapes, is_read_elsewhere
+from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.region import Place, Regions
 from rewriter.find.sieve import Step
@@ -298,6 +299,12 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
         inner = frozenset(region_values(find, reading.value, set(leaves)))
         if any((pattern.name, v) in find.found for v in inner):
             continue  # one holds the other: the first stays
+        try:
+            read = with_precision(find.graph, pattern.op, reading, spec, inner)
+        except Refused as refusal:
+            find.missed(pattern.name, anchor, refusal)
+            continue
+        reading, spec = read
         covered |= inner
         pairs = tuple((v, v) for v in leaves)
         read = reading, spec, reading.value, pairs, inner

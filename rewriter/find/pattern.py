@@ -201,8 +201,13 @@ def pattern(
             where=where,
         )
 
-    def reference(**given: Any) -> jax.Array:
-        return fn(*(given[n] for n in operands), **{k: given[k] for k in holes})
+    def reference(*, precision: str | None = None, **given: Any) -> jax.Array:
+        """The function, its products at the precision of those in the program."""
+        run = functools.partial(fn, **{k: given[k] for k in holes})
+        if precision is None:
+            return run(*(given[n] for n in operands))
+        with jax.default_matmul_precision(precision):
+            return run(*(given[n] for n in operands))
 
     reference.__wrapped__ = fn  # type: ignore[attr-defined]
 

@@ -14,6 +14,7 @@ from rewriter.algebra.template import Template, apply, template
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
 from rewriter.find.match import Match, region_values
+from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, leaves_of
 from rewriter.find.region import Regions
 from rewriter.find.stacked import cuts
@@ -57,10 +58,13 @@ class Cut:
             if other.value != match.value:
                 continue
             spec, problem = check(graph, match.op, other)
-            if problem is not None or spec != match.spec:
+            if problem is not None:
                 continue
             leaves = leaves_of(other)
             inner = region_values(find, other.value, set(leaves))
+            other, spec = with_precision(graph, match.op, other, spec, inner)
+            if spec != match.spec:
+                continue
             pairs = tuple((v, v) for v in leaves)
             first = _with_reading(match, other, pairs, frozenset(inner))
             known = template(graph, match.anchor, match.value, frozenset(leaves), first)

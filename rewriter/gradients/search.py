@@ -11,6 +11,12 @@ from jax.extend.core import InconclusiveDimensionOperation
 
 from rewriter.algebra.normal_form import OverBudget
 from rewriter.find.match import Match
+from rewriter.find.precision import (
+    PARAM,
+    depends_on_precision,
+    exceeds,
+    precision_of,
+)
 from rewriter.find.region import Regions
 from rewriter.gradients.addends import returned
 from rewriter.gradients.backward import Backward
@@ -85,6 +91,8 @@ def search_gradients(regions: Regions, matches: Sequence[Match]) -> Gradients:
             match, backward = _at_its_cotangent(graph, match, memory, relaid, cut)
             if backward is not None and not results.isdisjoint(backward.results):
                 backward = _elsewhere(graph, match, memory, backward, results)
+            if backward and (why := _more_exact(graph, match, backward)):
+                memory.unproved[id(match.reading)], backward = why, None
         except InconclusiveDimensionOperation as error:
             text = f"a proof needs sizes that are numbers: {str(error).splitlines()[0]}"
             memory.unproved[id(match.reading)] = text
@@ -180,6 +188,18 @@ def _over_saved_pieces(
     if not pieces or not found or not _is_had(cut.regions, pieces, found):
         return match, backward
     return pieces, found
+
+
+def _more_exact(graph: Graph, match: Match, backward: Backward) -> str:
+    """Why gradients need more digits than the op's parameter promises, or ``""``."""
+    if not depends_on_precision(match.op, match.spec):
+        return ""
+    given = match.spec.param(PARAM)
+    asked = precision_of(graph, backward.inner | set(backward.results))
+    if not exceeds(asked, given):
+        return ""
+    named = "the default" if given is None else given
+    return f"gradients are products at precision {asked}, and the result at {named}"
 
 
 def _is_had(regions: Regions, match: Match, backward: Backward) -> bool:

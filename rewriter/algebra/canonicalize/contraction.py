@@ -63,6 +63,8 @@ def dot_arguments(ev: Evaluator, node: Node, args):
 def _structural(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     """An opaque function of whole operands: equal for equal operands and params.
 
+    Its precision is no part of the function of real numbers.
+
     The axes of operands are identified by their roles. So their order in an operand is
     layout, and not part of the function.
     """
@@ -81,7 +83,8 @@ def _structural(ev: Evaluator, node: Node, args, mode: str) -> Poly:
     params = tuple(
         (name, _plain_param(value)) for name, value in sorted(node.params.items())
         if name not in (
-            "preferred_element_type", "out_sharding", "ragged_dot_dimension_numbers"
+            "preferred_element_type", "out_sharding", "precision",
+            "ragged_dot_dimension_numbers",
         )
     )  # fmt: skip
     name = ("call", node.prim, numbers, params, tuple(operands))

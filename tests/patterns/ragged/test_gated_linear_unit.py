@@ -177,6 +177,15 @@ def test_precision_is_kept() -> None:
     assert match.reading.params["precision"] == "highest"
 
 
+def test_the_higher_precision_of_both_counts() -> None:
+    def unit(x, w, u, n):
+        gate = lax.ragged_dot(x, w, n, precision="highest")
+        return jax.nn.silu(gate) * lax.ragged_dot(x, u, n)
+
+    (match,), _ = found(unit)
+    assert match.reading.params["precision"] == "highest"
+
+
 def in_float32(x, w, u, n):
     gate, up = (
         lax.ragged_dot(x, m, n, preferred_element_type=jnp.float32) for m in (w, u)
@@ -231,11 +240,6 @@ def another_function(x, w, u, n):
     return jnp.sin(lax.ragged_dot(x, w, n)) * lax.ragged_dot(x, u, n)
 
 
-def other_precision(x, w, u, n):
-    gate = lax.ragged_dot(x, w, n, precision="highest")
-    return jax.nn.silu(gate) * lax.ragged_dot(x, u, n)
-
-
 def in_turns(x, b, n):
     both = lax.ragged_dot(x, b, n)
     return jax.nn.silu(both[:, ::2]) * both[:, 1::2]
@@ -269,7 +273,7 @@ def stored_transposed(x, t, w, n):
 LOOK_ALIKES = (
     stored_transposed, rows_left_out,
     other_sizes, other_rows, of_the_product, two_activations, gate_alone, no_activation,
-    another_function, other_precision, in_turns, overlapping, rows_moved, added,
+    another_function, in_turns, overlapping, rows_moved, added,
 )  # fmt: skip
 
 
