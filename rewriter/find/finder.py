@@ -280,8 +280,8 @@ class Finder:
     def _learns_own(self, flag: int) -> bool:
         """Whether a boolean of the program is found that equals a function.
 
-        It has it under other indices: where the part of a mask that depends on no key
-        stands before a sum over the keys, the sum renames those of the rest alone.
+        It has it under other indices. A part of a mask that depends on no key stands
+        before the sum over the keys, which renames those of the rest alone.
         """
         alg, before = self.algebra, len(self.algebra.own.get(flag, ()))
         ids = frozenset().union(*map(alg.free, alg.bools[flag][0]))
