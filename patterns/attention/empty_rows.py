@@ -62,6 +62,7 @@ class EmptyRow:
 
     gives: str
     breaks_gradients: bool = False
+    halves_gradients: bool = False
 
 
 def empty_row(
@@ -94,7 +95,7 @@ def empty_row(
     if len(empty) > COMBINATIONS:
         return EmptyRow(UNKNOWN)
     seen: set[Any] = set()
-    breaks = False
+    breaks = halves = False
     numbers = all(isinstance(n, int) for n in ev.alg.sizes.values())
     for row, unit in itertools.product(empty, UNITS[:1] if numbers else UNITS):
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
@@ -103,6 +104,7 @@ def empty_row(
         run.follow_branches()
         verdict = run.verdict(out, number)
         breaks |= run.breaks
+        halves |= run.halves
         if verdict == "nan" and run.breaks:
             verdict = "nan_passing"
         if verdict == "mean" and run.added:
@@ -112,8 +114,8 @@ def empty_row(
     if {name for name, _ in seen} == {"nan", "nan_passing"}:
         return EmptyRow("nan")  # a row is hidden by both, or by either
     if len(seen) != 1:
-        return EmptyRow(UNKNOWN, breaks)
-    return EmptyRow(next(iter(seen))[0], breaks)
+        return EmptyRow(UNKNOWN, breaks, halves)
+    return EmptyRow(next(iter(seen))[0], breaks, halves)
 
 
 class _Row:
@@ -122,6 +124,7 @@ class _Row:
     Attributes:
         live: Values that pass a gradient on to the scores.
         breaks: Whether a derivative between the scores and the result is not finite.
+        halves: Whether a maximum of equal numbers is between them.
     """
 
     def __init__(self, ev, truth, scores, products, ones, unit):
@@ -133,7 +136,7 @@ class _Row:
         self.peaks: list[float] = []
         self.added: list[float] = []
         self.live = set(scores)
-        self.breaks = False
+        self.breaks = self.halves = False
         self.branches: list[int] = []
         self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
@@ -383,6 +386,8 @@ class _Row:
     def _follow(self, node: Node, numbers: Sequence[Any], out: Any) -> None:
         """Notes a derivative that makes gradients of the scores NaN."""
         live = [i in self.live for i in node.ins]
+        if any(live) and node.prim in ("max", "min"):
+            self.halves |= numbers[0] == numbers[1]
         if any(live) and not slopes_are_finite(
             node.prim, numbers, out, node.params, live
         ):
