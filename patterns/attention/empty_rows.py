@@ -58,6 +58,8 @@ class EmptyRow:
         breaks_gradients: Whether gradients of the scores are NaN, whatever it gives: a
             derivative is infinite or NaN there, and a cotangent of zero does not stop
             it (``0 * nan``).
+        halves_gradients: Whether half of a gradient passes to the scores: a maximum of
+            two equal numbers passes half of it to either.
     """
 
     gives: str

@@ -13,7 +13,6 @@ from rewriter.patterns.attention.empty_rows import EmptyRow, empty_row
 from rewriter.patterns.attention.masks import Masks
 from rewriter.patterns.attention.operands import Operands
 from rewriter.patterns.attention.softmax import Softmax
-from rewriter.support.assumptions import FINITE
 
 MODERATE = 1e3  # smaller fills leave masked keys a weight that scores can reach
 _WORDS = {"unknown": "what is not known here"}
@@ -43,9 +42,8 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
     notes = _require_dominant_fills(softmax)
     some = softmax.parts.keep if softmax.some is None else softmax.some
     kept = softmax.alg.both(some, softmax.parts.row_mask)
-    clamped = softmax.ev.clamped and not softmax.parts.sink
     if kept == TRUE or _is_never_empty(softmax, axes, masks):
-        return Rows("mean" if clamped else None, notes)
+        return Rows(None, notes)
     row = _empty_row(softmax, kept, operands)
     give = "zero" if softmax.parts.zero_rows else row.gives
     if row.breaks_gradients and give == "zero" and not softmax.parts.sink:
@@ -65,8 +63,6 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
             score=0.8,
             suggestion="choose between scores and a fill by jnp.where",
         )
-    if clamped and give != "mean":
-        softmax.ev.assume(FINITE, "scores of a row assumed not to be all -inf")
     if softmax.parts.sink:  # zero, as far as is known
         if give in ("zero", "unknown"):
             return Rows(None, notes)

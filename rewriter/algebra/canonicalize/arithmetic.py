@@ -162,29 +162,9 @@ def _bounded(ev: Evaluator, node: Node, args, p: Poly, bound: float) -> Poly:
     """A form bounded by a number; if the bound is far away, the form itself."""
     if bound > -FAR or may_be_infinite(ev, p):
         return ev.alg.of_atom(ev.leaf(node.outs[0], args))
-    if _is_least(ev.g.dtype(node.outs[0]), bound) and node.prim == "max":
-        if _is_chosen(ev.alg, p):  # all but -inf is as before
-            ev.clamped = True
-            return p
     if not is_row_maximum(ev, p):
         ev.assume(FINITE, f"values assumed not to reach {abs(bound):.4g}")
     return p
-
-
-def _is_least(dtype: Any, bound: float) -> bool:
-    """Whether a number is the least finite one of a dtype."""
-    return bound == float(jnp.finfo(dtype).min)
-
-
-def _is_chosen(alg: Algebra, p: Poly) -> bool:
-    """Whether numbers in a form stand in place of other terms, not beside them.
-
-    A fill that is added to scores may be equal to a bound, which then halves their
-    gradient.
-    """
-    numbers = [flag for flag, mono in p if not mono]
-    others = [flag for flag, mono in p if mono]
-    return all(alg.both(a, b) == FALSE for a in numbers for b in others)
 
 
 def _is_fill(alg: Algebra, p: Poly) -> bool:

@@ -123,7 +123,6 @@ class Evaluator(Layout, LoopForms, Constants):
         self.private = False
         self.ideal = False
         self.softened: set[int] = set()
-        self.clamped = False
         self.outer: frozenset[int] = frozenset()
         self.loops = Loops()
 
