@@ -94,14 +94,16 @@ def empty_row(
         return EmptyRow(UNKNOWN)  # conditions that count as equal
     full = table | ev.alg.impossible(support)
     empty = [row for row in range(1 << len(support)) if not full >> row & 1]
-    if len(empty) > COMBINATIONS:
-        return EmptyRow(UNKNOWN)
+    whole = None
+    if len(empty) > COMBINATIONS:  # the mask is one condition
+        names, empty, whole = [], [0], _conditions(ev, keep)
     seen: set[Any] = set()
     breaks = halves = False
     numbers = all(isinstance(n, int) for n in ev.alg.sizes.values())
     for row, unit in itertools.product(empty, UNITS[:1] if numbers else UNITS):
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones, unit)
+        run.whole = whole
         out = run(value)
         run.follow_branches()
         verdict = run.verdict(out, number)
@@ -120,11 +122,23 @@ def empty_row(
     return EmptyRow(next(iter(seen))[0], breaks, halves)
 
 
+def _conditions(ev: Evaluator, b: int) -> Any:
+    """A boolean function of conditions whose names differ, in any order."""
+    support, table = ev.alg.bools[b]
+    names = [literal_name(ev.alg, a, ev.outer) for a in support]
+    rows = [r for r in range(1 << len(support)) if table >> r & 1]
+    return frozenset(
+        frozenset((n, bool(r >> k & 1) == up) for k, (n, up) in enumerate(names))
+        for r in rows
+    )
+
+
 class _Row:
     """Abstract evaluation of one row.
 
     Attributes:
         live: Values that pass a gradient on to the scores.
+        whole: The mask, if it is one condition; it does not hold.
         breaks: Whether a derivative between the scores and the result is not finite.
         halves: Whether a maximum of equal numbers is between them.
     """
@@ -139,6 +153,7 @@ class _Row:
         self.added: list[float] = []
         self.live = set(scores)
         self.breaks = self.halves = False
+        self.whole: Any = None
         self.branches: list[int] = []
         self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
@@ -248,10 +263,14 @@ class _Row:
 
     def _holds(self, b: int) -> bool | None:
         """Whether a boolean function holds in this row; None if unknown."""
-        support, table = self.ev.alg.bools[b]
+        alg = self.ev.alg
+        if self.whole is not None:
+            both = (_conditions(self.ev, x) for x in (alg.negate(b), b))
+            return next((k == 0 for k, x in enumerate(both) if x == self.whole), None)
+        support, table = alg.bools[b]
         row = 0
         for k, a in enumerate(support):
-            name, up = literal_name(self.ev.alg, a, self.ev.outer)
+            name, up = literal_name(alg, a, self.ev.outer)
             if name not in self.truth:
                 return None
             row |= (self.truth[name] == up) << k

@@ -284,7 +284,7 @@ def read(
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
     values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
     over = over_all_keys(alg, form, values)
-    found = softmax_parts(alg, over.form, values | over.values)
+    found = softmax_parts(alg, over.form, values | over.values, how == "soft")
     left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
     right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
     qk, bias = exponents(alg, found, left | right | over.joined.keys())

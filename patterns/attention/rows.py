@@ -77,7 +77,13 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
         raise Refused(
             "rows", "a row without keys gives something that this op cannot", score=0.8
         )
-    raise Refused("rows", "what a row without keys gives is not known", score=0.8)
+    raise Refused(
+        "rows",
+        "what a row without keys gives is not known",
+        score=0.8,
+        suggestion="hide keys in one way, by one jnp.where; if such rows may give "
+        "anything, numerics='fast'",
+    )
 
 
 def _empty_row(softmax: Softmax, kept: int, operands: Operands) -> EmptyRow:

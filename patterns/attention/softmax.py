@@ -127,14 +127,23 @@ class Softmax:
         return found
 
 
-def softmax_parts(alg: Algebra, form: Poly, values: Set[Any]) -> Parts:
+def softmax_parts(
+    alg: Algebra, form: Poly, values: Set[Any], soft: bool = False
+) -> Parts:
     """The parts of a form that is one quotient of two sums over the keys.
+
+    Args:
+        alg: Where the form is.
+        form: The form.
+        values: Names of arrays that are weighed.
+        soft: Whether fills of a mask are kept as a bias in it.
 
     Raises:
         Refused: If the form differs, or other factors are left.
     """
     if len(form) != 1:
-        _refuse_several(alg, form)
+        if not soft:
+            _refuse_several(alg, form)
         near = any(_is_quotient(alg, mono) for _, mono in form)
         raise Refused(
             "terms",
@@ -184,7 +193,7 @@ def _refuse_several(alg: Algebra, form: Poly) -> None:
     apart = len(set(weights)) == len(weights)  # in a gradient they are the same
     if any(divided) and apart and set.intersection(*weighed):
         raise Refused(
-            "several",
+            "terms",
             "the values are multiplied by a sum of a softmax and other weights",
             difference=alg.show(form),
             score=0.75,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,10 @@ def near(p: Any, q: Any) -> Any:
 
 def before(at: Any) -> Any:
     return at + jnp.arange(T)[:, None]
+
+
+def between(x: Any, first: Any, end: Any) -> Any:
+    return (x >= first) & (x < end)
 
 
 AT = np.int32(4)
@@ -116,6 +121,14 @@ CASES: dict[str, Case] = {
             (before(at) - KEYS) % S
         ),
         (AT,),
+    ),
+    "documents by their ends": (
+        "mask",
+        lambda ends: functools.reduce(
+            lambda a, b: a | b,
+            [between(ROWS, *e)[:, None] & between(KEYS, *e) for e in ends],
+        ),
+        (np.array([[0, 2], [2, 3], [3, 11]], np.int32),),
     ),
     "floats": (
         "mask",
