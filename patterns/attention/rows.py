@@ -136,6 +136,9 @@ def _is_never_empty(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
     left, right = masks.params.get("window", (None, None))
     shift = masks.params.get("shift", 0)
     names = set(masks.operands)
+    if left is None and "kv_lengths" in names:
+        ((length, _),) = masks.operands["kv_lengths"].parts
+        names -= {"kv_lengths"} if _least(softmax, length) >= 1 else set()
     if names == {"q_segments", "kv_segments"}:
         mine, theirs = masks.segments
         swap = {axes.s[0]: axes.t[0]} if axes.t and len(axes.s) == 1 else {}
@@ -164,11 +167,20 @@ def _each_sees_itself(softmax: Softmax, axes: Axes) -> bool:
 
 def _is_positive(softmax: Softmax, offset: Poly) -> bool:
     """Whether what the queries' positions begin at is not below zero."""
+    return _least(softmax, offset) >= 0
+
+
+def _least(softmax: Softmax, form: Poly) -> float:
+    """A lower bound of a sum of numbers and of integers such as loop counters."""
     alg, least = softmax.alg, 0.0
-    for (flag, mono), c in offset.items():
+    for (flag, mono), c in form.items():
         leaf = alg.defs[mono[0][0]] if len(mono) == 1 else ("",)
-        if flag != TRUE or leaf[0] != "leaf" or leaf[2] or mono[0][1] != 1 or c < 0:
-            return False
-        known, _ = alg.leaf_range.get(leaf[1], (-math.inf, 0))
-        least = min(least, max(known, softmax.find.least(leaf[1])))
-    return least >= 0
+        if flag == TRUE and not mono:
+            least += c
+        elif flag == TRUE and leaf[0] == "leaf" and mono[0][1] == 1 and c > 0:
+            known, _ = alg.leaf_range.get(leaf[1], (-math.inf, 0))
+            own = -math.inf if leaf[2] else softmax.find.least(leaf[1])
+            least += c * max(known, own)
+        else:
+            return -math.inf
+    return least

@@ -5,9 +5,10 @@
 The folder holds a package `corpus` of adapters: each entry of `corpus.common.REGISTRY`
 builds ``(fn, args)`` and says how many sites were counted by hand in its forward.
 
-With ``--remat`` the program is cut where one array of floats is all that goes on, as
-between two layers. Each part is put under `jax.checkpoint`. With ``--force`` all sites
-are computed by the plain kernels, and numbers are compared with the program as written.
+With ``--remat`` the program is cut behind sums where one array of floats is all that
+goes on, as between two layers. Each part is put under `jax.checkpoint`. With
+``--force`` all sites are computed by the plain kernels, and numbers are compared with
+the program as written.
 It prints a line for each entry, and the share of sites that are found.
 """
 
@@ -74,7 +75,7 @@ def _parts(jaxpr: core.Jaxpr) -> Iterator[core.Jaxpr]:
     for v in jaxpr.outvars:
         if not isinstance(v, core.Literal):
             last[v] = len(jaxpr.eqns)
-    starts = [0, *_cuts(made, last, len(jaxpr.eqns)), len(jaxpr.eqns)]
+    starts = [0, *_cuts(jaxpr, made, last), len(jaxpr.eqns)]
     for start, end in itertools.pairwise(starts):
         eqns = jaxpr.eqns[start:end]
         own = [v for v in made if start <= made[v] < end and last.get(v, -1) >= end]
@@ -87,14 +88,25 @@ def _parts(jaxpr: core.Jaxpr) -> Iterator[core.Jaxpr]:
         yield core.Jaxpr((), tuple(read), tuple(own), eqns)
 
 
-def _cuts(made: dict[Any, int], last: dict[Any, int], count: int) -> list[int]:
-    """Where one large array of floats that was made before is read later."""
+def _cuts(jaxpr: core.Jaxpr, made: dict[Any, int], last: dict[Any, int]) -> list[int]:
+    """The places behind a sum of two arrays that alone is read later."""
+    count = len(jaxpr.eqns)
     going = np.zeros(count + 1, int)
     for v, at in made.items():
         if _goes_on(v.aval) and last.get(v, -1) > at:
             going[at + 1 : last[v] + 1] += 1
-    first = [i for i in range(1, count) if going[i] == 1 != going[i - 1]]
-    return [i for k, i in enumerate(first) if k == 0 or i - first[k - 1] > 8]
+    spread = {
+        v for e in jaxpr.eqns if "broadcast" in str(e.primitive) for v in e.outvars
+    }
+    found = []
+    for i, eqn in enumerate(jaxpr.eqns[:-1]):
+        ins = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        joins = str(eqn.primitive) == "add" and len(ins) == 2 and not spread & {*ins}
+        like = eqn.outvars[0].aval
+        joins = joins and all(v.aval.shape == like.shape for v in ins)
+        if joins and _goes_on(like) and going[i + 1] == 1:
+            found.append(i + 1)
+    return found
 
 
 def _goes_on(aval: Any) -> bool:
