@@ -17,16 +17,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.normal_form import TRUE, Poly
-from rewriter.find.derivative import NotKnown, derivative_at, derivative_of
+from rewriter.find.derivative import (
+    NotKnown,
+    derivative_at,
+    derivative_of,
+    values_at,
+)
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.reading import Reading, Refused
-from rewriter.ops.activations import ACTIVATIONS, KINKS, Bounds, Slopes, clipped
+from rewriter.ops.activations import (
+    ACTIVATIONS,
+    BY_PRODUCT,
+    KINKS,
+    Bounds,
+    Slopes,
+    clipped,
+)
 from rewriter.patterns.gated_linear_unit.branches import Branch
 from rewriter.program.extracted import NotTaken, Region, has_one_rule, rules_around
+from rewriter.support.assumptions import FINITE
 
 BENT = frozenset({
     "max", "min", "clamp", "abs", "sign", "select_n", "gt", "ge", "lt", "le",
@@ -41,6 +55,8 @@ TWICE = (
 
 AWAY = 1.25
 """How far from the kinks derivatives are compared that must agree."""
+
+NOT_FINITE = (math.inf, -math.inf, math.nan)
 
 CLOSE = 1e-3
 """The relative difference of derivatives that counts as rounding."""
@@ -61,6 +77,23 @@ class Side:
     branch: Branch
     activation: str = "identity"
     beta: float = 1.0
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """How a branch has its derivatives in the program.
+
+    Attributes:
+        activation: The activation's name; one that gives for infinities what the
+            program gives.
+        slopes: Its derivatives where they are not those of the named function.
+        one_rule: Whether the program has one rule for them. A program that JAX has
+            differentiated may compute a value again without the rule that it had.
+    """
+
+    activation: str
+    slopes: Slopes = ()
+    one_rule: bool = True
 
 
 def with_slopes(
@@ -88,14 +121,16 @@ def with_slopes(
     """
     args = reading.args
     every = {n: slopes_of(find, ev, args, roots, s) for n, s in sides.items()}
-    found = {n: slopes for n, (slopes, _) in every.items() if slopes}
-    one_rule = all(same for _, same in every.values())
-    if one_rule and not found:
+    found = {n: d.slopes for n, d in every.items() if d.slopes}
+    one_rule = all(d.one_rule for d in every.values())
+    gate = every["slopes"].activation
+    named = {} if gate == reading.params["activation"] else {"activation": gate}
+    if one_rule and not found and not named:
         return reading
     return dataclasses.replace(
         reading,
         needs_backward="" if one_rule else TWICE,
-        params={**reading.params, **found},
+        params={**reading.params, **named, **found},
         check_params={**reading.check_params, **dict.fromkeys(found, ())},
         backward_params={n: _of_no_number(slopes) for n, slopes in found.items()},
     )
@@ -107,11 +142,8 @@ def _of_no_number(slopes: Slopes) -> Slopes:
 
 def slopes_of(
     find: Finder, ev: RegionEvaluator, args: Any, roots: frozenset[int], side: Side
-) -> tuple[Slopes, bool]:
-    """Derivatives of a branch where they differ from those of the named function.
-
-    Also says whether the program has one rule for them. A program that JAX has
-    differentiated may compute a value again without the rule that it had.
+) -> Derivatives:
+    """Returns derivatives of a branch where they differ from the named function's.
 
     Args:
         find: The search.
@@ -121,15 +153,16 @@ def slopes_of(
         side: The branch.
 
     Raises:
-        Refused: If the program's derivatives cannot be computed.
+        Refused: If the program's derivatives cannot be computed, or infinities give
+            what they give in no named function.
     """
     kinks = _kinks(find, roots, side)
     if not kinks:
-        return (), True
+        return Derivatives(side.activation)
     start, scale = _argument(find, ev, args, roots, side)
     dtype, result = (find.graph.dtype(v) for v in (start, side.value))
     with np.errstate(all="ignore"):
-        every = (*kinks, math.inf, -math.inf, math.nan)
+        every = (*kinks, *NOT_FINITE)
         at = [k for k in every if _is_at(k, scale, dtype)]
         points = np.array([y * scale for y in (*at, *_away(kinks))]).astype(dtype)
         own, one_rule = _own(find, start, side.value, points)
@@ -138,11 +171,19 @@ def slopes_of(
         usual = _usual(side.activation, side.beta, *branch).astype(np.float64)
         near = max(CLOSE, *(4 * float(jnp.finfo(d).eps) for d in (dtype, result)))
         factor = _factor(own[len(at) :], usual[len(at) :], near)
+        ends = np.array([y * scale for y in NOT_FINITE]).astype(dtype)
+        if not _same_values(find, start, side, ends, (scale, factor)):
+            other = BY_PRODUCT.get(side.activation)
+            if other is not None and FINITE not in ev.assumed:
+                side = dataclasses.replace(side, activation=other)
+                return slopes_of(find, ev, args, roots, side)
+            ev.assume(FINITE, "infinities give what they do not in the activation")
+            find.require_proved(ev)
         own, usual = (x[: len(at)] * scale for x in (own / factor, usual))
         close = np.isclose(own, usual, near, near, equal_nan=True)
     pairs = zip(at, own, close, strict=True)
     found = tuple((_named(k), _named(float(d))) for k, d, same in pairs if not same)
-    return found, one_rule
+    return Derivatives(side.activation, found, one_rule)
 
 
 def _named(x: float) -> float | str:
@@ -196,6 +237,45 @@ def _is_exact(scale: float) -> bool:
 def _away(kinks: tuple[float, ...]) -> list[float]:
     middles = [(a + b) / 2 for a, b in itertools.pairwise(kinks)]
     return [kinks[0] - AWAY, *middles, kinks[-1] + AWAY]
+
+
+def _same_values(
+    find: Finder, start: int, side: Side, ends: np.ndarray, factors: tuple[float, float]
+) -> bool:
+    """Whether infinities and NaN give what they give in the named activation.
+
+    ``a * (a > 0)`` is NaN for -inf, for instance, and a relu is 0.
+
+    Args:
+        find: The search.
+        start: The program's argument of the activation.
+        side: The branch.
+        ends: Numbers of the argument, [p].
+        factors: How often the argument is the branch, and the value the activation.
+    """
+    scale, factor = factors
+    named = _named_values(
+        side.activation, side.beta, side.branch.clip, str(ends.dtype), scale,
+        ends.tobytes(),
+    )  # fmt: skip
+    try:
+        own = values_at(_between(find, start, side.value), ends, find.number)
+    except (NotKnown, NotTaken) as why:
+        raise Refused("slopes", f"values at its kinks: {why}", score=0.6) from why
+    here, there = (np.asarray(x, np.float64) for x in (own, factor * scale * named))
+    finite = np.isfinite(here) & np.isfinite(there)
+    return bool(np.all(finite | np.isclose(here, there, equal_nan=True)))
+
+
+@functools.lru_cache(maxsize=256)
+def _named_values(
+    activation: str, beta: float, clip: Bounds, dtype: str, scale: float, points: bytes
+) -> np.ndarray:
+    """What the named function gives for the branch, at multiples of it."""
+    y = np.frombuffer(points, jnp.dtype(dtype)).astype(np.float32) / scale
+    with jax.ensure_compile_time_eval():
+        named = ACTIVATIONS[activation](clipped(jnp.asarray(y), clip), beta)
+    return np.asarray(named, np.float64)
 
 
 @functools.lru_cache(maxsize=256)

@@ -59,22 +59,47 @@ def derivative_at(
         NotKnown: If the derivative depends on other operands, or an equation cannot be
             run on numbers.
     """
+    (value,) = region.outputs
+    given = _inputs(region, points, number)
+    ones = np.ones_like(points, region.graph.dtype(value))
+    return _found(_traced(region, _pulled_back), [*given, ones], points)
+
+
+def values_at(
+    region: Region, points: np.ndarray, number: Callable[[int], float | None]
+) -> np.ndarray:
+    """Returns a region's result for numbers of its first input, [p].
+
+    Arguments and errors are those of `derivative_at`.
+    """
+    closed = _traced(region, lambda run: lambda *given: [run(*given[:-1])[0]])
+    given = _inputs(region, points, number)
+    return _found(closed, [*given, np.zeros_like(points)], points)
+
+
+def _traced(region: Region, change: Callable[..., Callable[..., Any]]) -> Any:
+    """A function of the region's inputs, and of an array like its result."""
     graph, (value,) = region.graph, region.outputs
     try:
         run = region.function()
         avals = [graph.avals[v] for v in (*region.inputs, value)]
-        closed = _jax.trace_flat(_pulled_back(run), avals)
+        return _jax.trace_flat(change(run), avals)
     except NotTaken as why:
         raise NotKnown(f"its equations {why}") from why
     except Exception as problem:  # equations that depend on the bodies around them
         text = str(problem).splitlines()
         raise NotKnown(f"it has no derivative on its own: {text[:1]}") from problem
+
+
+def _inputs(
+    region: Region, points: np.ndarray, number: Callable[[int], float | None]
+) -> list[Number]:
     given: list[Number] = [points]
     for other in region.inputs[1:]:
         known = number(other)
-        dtype = graph.dtype(other)
+        dtype = region.graph.dtype(other)
         given.append(UNKNOWN if known is None else np.asarray(known, dtype))
-    return _found(closed, [*given, np.ones_like(points, graph.dtype(value))], points)
+    return given
 
 
 def derivative_of(function: Callable[[Any], Any], points: np.ndarray) -> np.ndarray:

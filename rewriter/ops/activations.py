@@ -67,6 +67,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "tanh": lambda y, beta: jnp.tanh(y),
     "relu": lambda y, beta: _relu(y),
     "relu2": lambda y, beta: jnp.square(_relu(y)),
+    "relu_by_product": lambda y, beta: y * (y > 0).astype(y.dtype),
+    "relu2_by_product": lambda y, beta: jnp.square(y * (y > 0).astype(y.dtype)),
     "relu6": lambda y, beta: _bounded_above(_relu(y), 6),
     "hard_sigmoid": lambda y, beta: _gate_of_six(y),
     "hard_silu": lambda y, beta: y * _gate_of_six(y),
@@ -84,9 +86,17 @@ ACTIVATIONS: Mapping[str, Activation] = {
 PARAMETRIC = ("swish", "elu", "leaky_relu", "celu")
 """Activations with a number: a factor inside, what is left below zero, or a slope."""
 
+BY_PRODUCT: Mapping[str, str] = {
+    "relu": "relu_by_product",
+    "relu2": "relu2_by_product",
+}
+"""Activations of the same real numbers that are NaN for -inf: 0 is a factor there."""
+
 KINKS: Mapping[str, tuple[float, ...]] = {
     "relu": (0.0,),
     "relu2": (0.0,),
+    "relu_by_product": (0.0,),
+    "relu2_by_product": (0.0,),
     "relu6": (0.0, 6.0),
     "hard_sigmoid": (-3.0, 3.0),
     "hard_silu": (-3.0, 3.0),
@@ -100,8 +110,17 @@ convention: of `max(y, 0)` it is 1/2, of `where(y < 0, 0, y)` it is 1."""
 
 
 def clipped(y: jax.Array, bounds: Bounds) -> jax.Array:
-    """Returns a branch within bounds."""
-    return y if bounds == (None, None) else jnp.clip(y, *bounds)
+    """Returns a branch within bounds.
+
+    Derivatives are those of `jnp.clip`: 1/2 at a bound. Beyond one the derivative is
+    chosen, not multiplied. So an infinite cotangent gives 0 there, and not NaN.
+    """
+    low, high = bounds
+    if low is not None:
+        y = jnp.maximum(jnp.where(y < low, jnp.full_like(y, low), y), low)
+    if high is not None:
+        y = jnp.minimum(jnp.where(y > high, jnp.full_like(y, high), y), high)
+    return y
 
 
 def with_slopes(

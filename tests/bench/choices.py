@@ -307,20 +307,24 @@ def drawn(row: Row, seed: int) -> tuple[jax.Array, ...]:
     return make(keys)
 
 
-def of_pass(row: Row, passes: str) -> Callable[..., Any]:
-    """Returns the row's function, or one that returns gradients too."""
+def of_pass(row: Row, passes: str) -> Row:
+    """Returns the row, or one that returns gradients too.
+
+    The cotangent is an argument, as it comes out of another kernel in a program: XLA
+    would compute one that is written here within its own kernels.
+    """
     if passes == "forward":
-        return row.fn
+        return row
     floats = [jnp.issubdtype(d, jnp.floating) for _, d in row.shapes]
 
-    def both(*args: Any) -> Any:
+    def both(*given: Any) -> Any:
+        *args, up = given
         some = lambda *moving: row.fn(*_merged(args, moving, floats))
         out, back = jax.vjp(some, *(x for x, f in zip(args, floats, strict=True) if f))
-        # A cotangent that varies, so that products with it are not simplified.
-        up = jnp.cos(jax.lax.broadcasted_iota(F32, out.shape, out.ndim - 1))
-        return out, back(up.astype(out.dtype))
+        return out, back(up)
 
-    return both
+    out = jax.eval_shape(row.fn, *(jax.ShapeDtypeStruct(*x) for x in row.shapes))
+    return replace(row, fn=both, shapes=(*row.shapes, (out.shape, out.dtype)))
 
 
 def _merged(args: Any, moving: Any, floats: list[bool]) -> list[Any]:
@@ -332,7 +336,7 @@ def compiled(
     row: Row, passes: str, by: str, shapes: Any
 ) -> tuple[Any, tuple[str, ...]]:
     """Returns a compiled arm, and the kernels of its sites."""
-    fn = of_pass(row, passes)
+    fn = row.fn
     if by == "written":
         return jax.jit(fn).lower(*shapes).compile(), ()
     forced = {} if by == "chosen" else {"implementation": {row.op: by}}
@@ -344,9 +348,9 @@ def compiled(
     return fast.lower(*shapes).compile(), kernels
 
 
-def arms_of(row: Row, passes: str, shapes: Any) -> list[str]:
+def arms_of(row: Row, shapes: Any) -> list[str]:
     """Returns the names of a row's arms: the choice, and what else could be forced."""
-    sites = rewriter.explain(of_pass(row, passes))(*shapes).sites
+    sites = rewriter.explain(row.fn)(*shapes).sites
     taken = {site.kernel for site in sites if site.op == row.op}
     forced = [x for x in row.forced if x != "xla" and x not in taken]
     written = row.scores <= XLA_BYTES and taken != {"xla"}
@@ -359,7 +363,7 @@ Arms = dict[str, Future[Any]]
 def compiling(row: Row, passes: str, pool: ThreadPoolExecutor) -> Arms:
     """Returns the arms of a row, each a compiled program soon."""
     shapes = tuple(jax.ShapeDtypeStruct(*x) for x in row.shapes)
-    names = arms_of(row, passes, shapes)
+    names = arms_of(row, shapes)
     return {by: pool.submit(compiled, row, passes, by, shapes) for by in names}
 
 
@@ -421,7 +425,7 @@ def main() -> None:
         return
     begun, rows = time.monotonic(), []
     todo = [
-        (row, passes)
+        (of_pass(row, passes), passes)
         for name in given.sets.split(",")
         for row in EVERY[name]()
         for passes in row.passes

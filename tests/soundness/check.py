@@ -143,7 +143,10 @@ def _alone(way: Way, program: Program, own: Sequence[Any]) -> Iterator[Finding]:
     """Findings of one program, which is compared by what rounding changes in it."""
     of = lambda p: lambda v: way.original([p])([v])[0]
     run = of(program)
-    before = passes.compiled(run, as_usual=True)(own)
+    try:
+        before = passes.compiled(run, as_usual=True)(own)
+    except jax.errors.JaxRuntimeError:
+        return  # XLA cannot compile the program as it was written
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RewriterWarning)

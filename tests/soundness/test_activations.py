@@ -16,6 +16,8 @@ FORCED = {"gated_linear_unit": "memory_bounded"}
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "maximum": lambda a: jnp.maximum(a, 0),
     "relu": jax.nn.relu,
+    "product": lambda a: a * (a > 0),
+    "square of a product": lambda a: jnp.square(a * (a > 0)),
     "relu6": jax.nn.relu6,
     "clip": lambda a: jnp.clip(a, 0, 6),
     "squared": lambda a: jax.nn.relu(a) ** 2,
@@ -54,6 +56,7 @@ def of_units(wrap: Callable[[Any], Any]) -> dict[str, Any]:
         rng.normal(size=s).astype("f4") for s in ((8, 16), (16, 32), (16, 32))
     )
     gate[3, 5], gate[4, 6] = np.nan, np.inf
+    gate[0, 7] = -np.inf
 
     def loss(activation: Callable[[Any], Any]) -> Callable[..., Any]:
         def unit(x: Any, gate: Any, up: Any) -> Any:

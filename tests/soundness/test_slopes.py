@@ -12,7 +12,10 @@ import pytest
 
 import rewriter
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
+from rewriter.ops.activations import clipped
 from rewriter.ops.registry import registry
+from tests.soundness.check import WAYS, check
+from tests.soundness.grammar import program
 
 FORCED = {
     "gated_linear_unit": "memory_bounded",
@@ -266,3 +269,25 @@ def test_experts_by_parts() -> None:
     for name, want in back(jnp.ones_like(out))[0].items():
         np.testing.assert_allclose(grads[name], want, 1e-4, 1e-4)
     assert grads["w"][:, :, 0].any()
+
+
+@pytest.mark.parametrize("bounds", [(-2.0, 2.0), (None, 2.0), (-2.0, None)])
+def test_derivatives_beyond_a_bound_are_chosen(bounds: Any) -> None:
+    """Those of `jnp.clip`, but 0 for an infinite cotangent, where a product is NaN."""
+    y = np.array([-3.0, -2.0, 0.5, 2.0, 3.0, np.nan, np.inf, -np.inf], "f4")
+    out, back = jax.vjp(lambda y: clipped(y, bounds), y)
+    want, back_of_clip = jax.vjp(lambda y: jnp.clip(y, *bounds), y)
+    np.testing.assert_array_equal(out, want)
+    up = np.arange(1.0, 9.0, dtype="f4")
+    np.testing.assert_array_equal(back(up)[0], back_of_clip(up)[0])
+    infinite = np.full_like(up, np.inf)
+    (got,), slopes = back(infinite), back(np.ones_like(up))[0]
+    beyond = (slopes == 0) & ~np.isnan(y)
+    np.testing.assert_array_equal(np.asarray(got)[beyond], 0)
+    assert np.isinf(np.asarray(got)[slopes > 0]).all()
+
+
+@pytest.mark.once
+def test_bounded_units_with_overflow_in_their_gradients() -> None:
+    """The cotangent of a clipped entry is infinite, and its gradient is exactly 0."""
+    assert not check([program(718225)], WAYS).findings

@@ -136,7 +136,7 @@ activated("relu_maximum_left", lambda g: jnp.maximum(0.0, g), "relu")
 activated(  # where g is NaN it gives 0, as max(g, 0) does not
     "relu_select", lambda g: jnp.where(g > 0, g, 0), "relu", assume=("finite",)
 )
-activated("relu_times_predicate", lambda g: g * (g > 0), "relu")
+activated("relu_times_predicate", lambda g: g * (g > 0), "relu_by_product")
 activated("relu_clip", lambda g: jnp.clip(g, min=0), "relu")
 activated("relu_half_absolute", lambda g: 0.5 * (g + jnp.abs(g)), "relu", count=None)
 activated("relu_squared", lambda g: jnp.square(jax.nn.relu(g)), "relu2")

@@ -124,8 +124,10 @@ class Functions:
         if self.positive(p) or self.is_variance(p):
             return p
         minus = self.scale(p, -1.0)
-        if self.positive(minus) or self.is_variance(minus):
+        if self.positive(minus) or self.is_variance(minus) or self.is_minimum(p):
             return {}
+        if self.is_minimum(minus):
+            return p
         frozen = self.freeze(p)
         lead = next((c for (_, m), c in frozen if m), frozen[0][1])
         k = max(abs(c) for (_, m), c in frozen if m)
@@ -134,6 +136,18 @@ class Functions:
             return self.add(self.scale(self.of_atom(atom), k), p)
         atom = self.atom("relu", self.freeze(self.scale(p, 1.0 / k)))
         return self.scale(self.of_atom(atom), k)
+
+    def is_minimum(self, p: Poly) -> bool:
+        """Whether it is c min(q, 0), which is c q - c max(q, 0), c > 0."""
+        for (flag, monomial), c in p.items():
+            if flag != TRUE or c >= 0 or len(monomial) != 1 or monomial[0][1] != 1:
+                continue
+            atom = monomial[0][0]
+            if self.defs[atom][0] == "relu":
+                rest = self.add(p, self.of_atom(atom), -c)
+                if not self.add(rest, self.thaw(self.defs[atom][1]), c):
+                    return True
+        return False
 
     def is_variance(self, p: Poly) -> bool:
         """C sum(x^2) - d sum(x)^2, d <= c / N: not negative (Cauchy and Schwarz)."""
