@@ -18,6 +18,7 @@ from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, leaves_of
 from rewriter.find.region import Regions
 from rewriter.find.stacked import cuts
+from rewriter.gradients.cotangents import is_float
 from rewriter.program.graph import Scope
 
 
@@ -65,6 +66,7 @@ class Cut:
             cut = cuts(graph, [v for _, v in match.leaves], match.inner)
         else:
             given = {v for v, (at, _) in body.first_var.items() if at < 0}
+            given = {v for v in given if is_float(graph.dtype(v))}  # masks are read
             cut = match.inner & given - {match.value}
             cut = cut and cut | given.intersection(v for _, v in match.leaves)
         if not cut or match.op.parts:
