@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rewriter.kernels.cross_entropy import xla
 from rewriter.kernels.cross_entropy.cost import cost
 from rewriter.kernels.cross_entropy.reference import reference, sample
@@ -18,7 +20,8 @@ OP = Op(
     sample=sample,
     defaults={
         "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",
-        "of_log_probabilities": False, "out_dtype": None,
+        "of_log_probabilities": False, "whole_slopes": False,
+        "used": 0, "fill": -math.inf, "out_dtype": None,
     },
     parallel="...",
     cost=cost,

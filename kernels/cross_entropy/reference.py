@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ def reference(
     z_loss: float = 0.0,
     outside: str = "nan",
     of_log_probabilities: bool = False,
+    whole_slopes: bool = False,
+    used: int = 0,
+    fill: float = -math.inf,
     out_dtype: str | None = None,
 ) -> jax.Array:
     """Returns the cross-entropy of each row with its label.
@@ -34,17 +38,27 @@ def reference(
             ``"clip"`` for the nearest class.
         of_log_probabilities: Whether log-probabilities are picked, and not logits. A
             label that is no class, and picks zero, then has no loss.
+        whole_slopes: Whether gradients are those of ``l - logits[label]`` also for a
+            label that is no class, as some libraries have them by a rule of their own.
+            It needs `of_log_probabilities`, and labels that pick zero.
+        used: Only so many of the first classes have logits; 0 for all. It is not for
+            losses with `label_smoothing`.
+        fill: The logit of the other classes, far below all logits.
         out_dtype: The result's dtype; that in which it is computed by default.
 
     Returns:
         [...]. It is computed in float32, or float64 if logits are.
     """
     y = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if used:
+        y = jnp.where(jnp.arange(y.shape[-1], dtype=jnp.int32) < used, y, fill)
     top = lax.stop_gradient(y.max(-1, keepdims=True))
     lse = top + jnp.log(jnp.exp(y - top).sum(-1, keepdims=True))
     chosen = pick(y - lse if of_log_probabilities else y, labels, outside)
     lse = lse[..., 0]
     own = -chosen if of_log_probabilities else lse - chosen
+    if whole_slopes:
+        own = _by_rule(y, lse, labels)
     out = own
     if label_smoothing:
         alike = lse - y.mean(-1)
@@ -52,6 +66,15 @@ def reference(
     if z_loss:
         out = out + z_loss * lse * lse
     return out.astype(out_dtype or out.dtype)
+
+
+def _by_rule(y: jax.Array, lse: jax.Array, labels: jax.Array) -> jax.Array:
+    """Returns ``-(y - lse)[label]`` or 0, with the gradients of ``lse - y[label]``."""
+    classes = jnp.arange(y.shape[-1], dtype=jnp.int32)
+    hit = labels[..., None] == classes
+    none = 1 - jnp.where(hit, 1, 0).sum(-1).astype(y.dtype)
+    own = lse - pick(y, labels, "zero")
+    return own - none * lax.stop_gradient(lse)
 
 
 def pick(y: jax.Array, labels: jax.Array, outside: str) -> jax.Array:

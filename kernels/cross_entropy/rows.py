@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -26,6 +27,11 @@ class Loss:
         outside: What a label that is no class picks, one of `OUTSIDE`.
         of_log_probabilities: Whether it picks of ``y - l`` and not of y. A label that
             is no class then picks no l either.
+        whole_slopes: Whether gradients are those of l - p also for a label that is no
+            class, whatever its loss is.
+        used: Only so many of the first classes have logits, the others have `fill`; 0
+            for all.
+        fill: What a label picks that is one of the others.
     """
 
     classes: int
@@ -33,6 +39,9 @@ class Loss:
     z_loss: float = 0.0
     outside: str = "nan"
     of_log_probabilities: bool = False
+    whole_slopes: bool = False
+    used: int = 0
+    fill: float = -math.inf
 
     def labels(self, labels: jax.Array) -> jax.Array:
         """The classes that are picked, in at least 32 bits; others are no class."""
@@ -46,6 +55,9 @@ class Loss:
     ) -> jax.Array:
         """Returns the losses, from log-sum-exps, picked logits and sums of logits."""
         inside = self._inside(labels)
+        if self.used:
+            other = (labels >= self.used) & inside
+            picked = picked + jnp.where(other, self.fill, 0).astype(picked.dtype)
         own = self._of_label(lse, inside) - picked
         if self.outside == "nan":
             own = jnp.where(inside, own, jnp.nan)
@@ -57,7 +69,9 @@ class Loss:
 
     def by_lse(self, lse: jax.Array, labels: jax.Array) -> jax.Array:
         """Returns the derivatives by the log-sum-exps, labels fixed."""
-        own = self._of_label(jnp.ones_like(lse), self._inside(labels))
+        own = jnp.ones_like(lse)
+        if not self.whole_slopes:
+            own = self._of_label(own, self._inside(labels))
         out = (1 - self.label_smoothing) * own + self.label_smoothing
         return out + 2 * self.z_loss * lse if self.z_loss else out
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rewriter.kernels.cross_entropy.estimate import estimate
 from rewriter.kernels.cross_entropy.rows import OUTSIDE, Loss
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -83,9 +84,9 @@ def forward(
     """Returns the losses, and with `residuals` the log-sum-exps."""
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     loss = Loss(logits.shape[-1], **how)
-    y, labels = logits.astype(wide), loss.labels(labels)
+    y, labels = _masked(logits.astype(wide), loss), loss.labels(labels)
     lse = jax.nn.logsumexp(y, axis=-1)
-    picked = jnp.where(_hits(y, labels), y, 0).sum(-1)
+    picked = jnp.where(_hits(y, labels, loss), y, 0).sum(-1)
     out = loss.value(lse, picked, y.sum(-1), labels).astype(out_dtype or wide)
     return (out, (lse,)) if residuals else out
 
@@ -104,8 +105,9 @@ def backward(
     del out, out_dtype
     (lse,) = residuals
     loss = Loss(logits.shape[-1], **how)
-    y, labels = logits.astype(lse.dtype), loss.labels(labels)
-    d = gradient(loss, y, lse, labels, _hits(y, labels), cotangent.astype(lse.dtype))
+    y, labels = _masked(logits.astype(lse.dtype), loss), loss.labels(labels)
+    hits = _hits(y, labels, loss)
+    d = gradient(loss, y, lse, labels, hits, cotangent.astype(lse.dtype))
     return {"logits": d.astype(logits.dtype)}
 
 
@@ -123,9 +125,19 @@ def gradient(
     return p + cotangent[..., None] * fixed
 
 
-def _hits(y: jax.Array, labels: jax.Array) -> jax.Array:
-    columns = jax.lax.broadcasted_iota(jnp.int32, (y.shape[-1],), 0)
-    return labels[..., None] == columns
+def _masked(y: jax.Array, loss: Loss) -> jax.Array:
+    """Logits, and -inf for classes that have none."""
+    return jnp.where(_columns(y) < loss.used, y, -jnp.inf) if loss.used else y
+
+
+def _hits(y: jax.Array, labels: jax.Array, loss: Loss) -> jax.Array:
+    """Which logits are picked."""
+    hits = labels[..., None] == _columns(y)
+    return hits & (_columns(y) < loss.used) if loss.used else hits
+
+
+def _columns(y: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (y.shape[-1],), 0)
 
 
 def _saves(spec: Spec) -> list[Any]:
@@ -142,6 +154,6 @@ KERNEL = Kernel(
     forward=forward,
     backward=backward,
     limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward),
+    speed=Speed(profitable, profitable_backward, estimate=estimate),
     traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rewriter.kernels.linear_cross_entropy import xla
 from rewriter.kernels.linear_cross_entropy.cost import cost
 from rewriter.kernels.linear_cross_entropy.reference import reference, sample
@@ -20,8 +22,9 @@ OP = Op(
     sample=sample,
     defaults={
         "scale": 1.0, "soft_cap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0,
-        "outside": "nan", "of_log_probabilities": False, "precision": None,
-        "logits_dtype": None, "out_dtype": None,
+        "outside": "nan", "of_log_probabilities": False, "whole_slopes": False,
+        "used": 0, "fill": -math.inf, "precision": None, "logits_dtype": None,
+        "out_dtype": None,
     },
     parallel="...",
     cost=cost,

@@ -1,16 +1,16 @@
 """The loss over a vocabulary that holds logits of one chunk only.
 
 The usual form writes all logits, [rows, v], and automatic differentiation keeps them
-and their exponentials. This one loops over blocks of rows and, inside, over chunks of
-classes. It keeps the log-sum-exp of each row, and computes the logits again in the
-backward pass: one more product, for two arrays of [rows, v] fewer in memory.
+and their exponentials. This one loops over blocks of rows, and inside over chunks of
+classes or not at all. It keeps the log-sum-exp of each row, and computes the logits
+again in the backward pass: one more product, for two arrays of [rows, v] fewer in
+memory. Where the cotangent is known first, `together` computes the logits once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,45 +24,19 @@ from rewriter.kernels.cross_entropy.xla import (
     known_outside,
     labels_of,
 )
-from rewriter.kernels.linear_cross_entropy.reference import logits_of
-from rewriter.ops.device import Device
+from rewriter.kernels.linear_cross_entropy import chunks
+from rewriter.kernels.linear_cross_entropy.chunks import Chunk, Rows
+from rewriter.kernels.linear_cross_entropy.estimate import estimate, margin
+from rewriter.kernels.linear_cross_entropy.head import Head
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The config of both passes.
-
-    Attributes:
-        budget: The most bytes of logits that are held at once. Chunks have at least
-            `LEAST` classes, whatever the budget.
-    """
-
-    budget: int = 1 << 25
-
-
-DEFAULT = Chunk()
-LARGE = Chunk(1 << 28)
-"""For GPUs and TPUs, which need large products."""
-
-LEAST = 64
-"""The fewest classes of a chunk, and the fewest rows of a block."""
 
 PAYS_FROM = 1 << 26
 """The fewest bytes of logits for which the memory is worth another product."""
 
-
-def default(spec: Spec, device: Device) -> Chunk:
-    """Returns the chunk for a CPU, or a larger one."""
-    del spec
-    return DEFAULT if device.platform == "cpu" else LARGE
-
-
-def configs(spec: Spec, device: Device) -> list[Chunk]:
-    """Returns budgets worth measuring, of fewer bytes than all logits have."""
-    shifts = (22, 26, 28) if device.platform == "cpu" else (26, 27, 29, 30)
-    return [Chunk(1 << s) for s in shifts if 1 << s < _bytes(spec)]
+TOO_LARGE = 1 << 33
+"""Bytes of logits that are kept for gradients for which a GPU or TPU of unknown size is
+likely to have no memory: they are held two or three times."""
 
 
 def supports(spec: Spec) -> Verdict:
@@ -83,10 +57,6 @@ def _matrix(spec: Spec) -> Verdict:
     return no("shape", f"w is {shape}, expected ({spec.shape('x')[-1]}, v)")
 
 
-def _bytes(spec: Spec) -> int:
-    return math.prod(spec.shape("x")[:-1]) * spec.shape("w")[-1] * 4
-
-
 def profitable(spec: Spec, platform: str) -> Verdict:
     """Returns yes for logits of 64 MiB or more in float32."""
     return profitable_backward(spec, platform, 1)
@@ -94,72 +64,14 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 def profitable_backward(spec: Spec, platform: str, count: int) -> Verdict:
     """Returns the same for logits that are kept `count` times for gradients."""
+    size = 0 if spec.symbolic else chunks.nbytes(spec) * count
     if platform != "cpu":
+        if size >= TOO_LARGE:
+            return YES
         return no("platform", f"not measured to be as fast as XLA on {platform}")
-    if spec.symbolic:
-        return YES
-    size = _bytes(spec) * count
-    if size >= PAYS_FROM:
+    if spec.symbolic or size >= PAYS_FROM:
         return YES
     return no("small", f"logits of {size >> 10} KiB are so small that XLA is as fast")
-
-
-Rows = dict[str, jax.Array]
-"""Arrays by name, rows first."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """What makes logits of rows.
-
-    Attributes:
-        w: The weights, [k, v].
-        bias: What is added, [v], or None.
-        scale: Multiplies the product.
-        soft_cap: The bound of the logits; 0 for none.
-        precision: Of the products.
-        narrow: The dtype of the logits' gradients.
-    """
-
-    w: jax.Array
-    bias: jax.Array | None
-    scale: float
-    soft_cap: float
-    precision: str | None
-    narrow: Any
-
-    def chunk(self, start: Any, size: int) -> Head:
-        """The same for some classes."""
-        w = lax.dynamic_slice_in_dim(self.w, start, size, 1)
-        bias = self.bias
-        if bias is not None:
-            bias = lax.dynamic_slice_in_dim(bias, start, size)
-        return Head(w, bias, self.scale, self.soft_cap, self.precision, self.narrow)
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Logits of rows [n, k], in float32 or float64."""
-        return logits_of(
-            x, self.w, self.bias, self.scale, self.soft_cap, self.precision
-        )
-
-    def back(self, x: jax.Array, y: jax.Array, d: jax.Array) -> Rows:
-        """Cotangents of rows and weights, from the logits and their cotangents."""
-        if self.soft_cap:
-            d = d * (1 - jnp.square(y / self.soft_cap))
-        sums = {} if self.bias is None else {"bias": d.sum(0)}
-        d = (d * self.scale if self.scale != 1 else d).astype(self.narrow)
-        return {
-            "x": self._dot(d, self.w.astype(self.narrow), (1, 1)),
-            "w": self._dot(x.astype(self.narrow), d, (0, 0)),
-            **sums,
-        }
-
-    def _dot(self, a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-        wide = jnp.promote_types(self.narrow, jnp.float32)
-        dims = (((contract[0],), (contract[1],)), ((), ()))
-        return lax.dot_general(
-            a, b, dims, precision=self.precision, preferred_element_type=wide
-        )
 
 
 def forward(
@@ -179,16 +91,18 @@ def forward(
         config: The chunk.
         **how: Parameters of the op, as in `reference`.
     """
-    head, loss = _head_and_loss(x, w, bias, **how)
-    rows, columns = _sizes(x, w, config or DEFAULT)
+    config = config or chunks.DEFAULT
+    head, loss = _head_and_loss(x, w, bias, config, **how)
+    rows, columns = _sizes(head, x, config)
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
         classes = loss.labels(part["labels"])
-        lse, picked, total = _reduced(head, part["x"], classes, columns)
+        found = _reduced(head, part["x"], classes, columns, config.joined)
+        lse, picked, total = found
         value = loss.value(lse, picked, total, classes)
         return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
 
-    _, made = _over_blocks(block, _flat(x, labels), None, rows)
+    _, made = chunks.over_blocks(block, chunks.flat(x, labels), None, rows)
     out = made["out"].reshape(labels.shape)
     return (out, (made["lse"].reshape(labels.shape),)) if residuals else out
 
@@ -197,6 +111,7 @@ def _head_and_loss(
     x: jax.Array,
     w: jax.Array,
     bias: jax.Array | None,
+    config: Chunk,
     *,
     scale: float = 1.0,
     soft_cap: float = 0.0,
@@ -205,30 +120,74 @@ def _head_and_loss(
     **loss: Any,
 ) -> tuple[Head, Loss]:
     """What makes logits, and what a loss is of them, by the op's parameters."""
-    narrow = jnp.dtype(logits_dtype) if logits_dtype else jnp.result_type(x, w)
-    head = Head(w, bias, scale, soft_cap, precision, narrow)
-    return head, Loss(w.shape[1], **loss)
+    plain = jnp.result_type(x, w)
+    narrow = jnp.dtype(logits_dtype) if logits_dtype else plain
+    wide = jnp.promote_types(plain, jnp.float32)
+    held = narrow if config.rounded else wide
+    head = Head(w, bias, scale, soft_cap, precision, narrow, wide, held)
+    classes, used = w.shape[1], loss.get("used", 0)
+    head = head.padded(chunks.padded(classes, config))
+    if used:
+        head = dataclasses.replace(head, classes=used)
+    return head, Loss(classes, **loss)
+
+
+def _sizes(head: Head, x: jax.Array, config: Chunk) -> tuple[int, int]:
+    """Rows of a block, and classes of a chunk."""
+    count, classes = math.prod(x.shape[:-1]), head.w.shape[1]
+    size = jnp.dtype(head.held).itemsize
+    rows = chunks.whole_rows(count, classes, size, config) if config.whole else 0
+    if rows:
+        return rows, classes
+    return chunks.cut(count, classes, size, config)
+
+
+Reduced = tuple[jax.Array, jax.Array, jax.Array]
+"""Log-sum-exps, picked logits and sums of logits, each [n]."""
+
+
+def _of_product(
+    head: Head, product: jax.Array, labels: jax.Array, joined: bool
+) -> Reduced:
+    """What is reduced over the classes of rows, given their product [n, v]."""
+    y = head.logits(product)
+    own = jnp.where(head.hits(labels), y, 0)
+    if not joined:
+        return jax.nn.logsumexp(y, axis=1), own.sum(1), head.total(y)
+
+    def join(a: Any, b: Any) -> Any:
+        return jnp.maximum(a[0], b[0]), a[1] + b[1]
+
+    start = (jnp.array(-jnp.inf, y.dtype), jnp.array(0, y.dtype))
+    top, picked = lax.reduce((y, own), start, join, (1,))
+    shift = jnp.where(jnp.isfinite(top), top, 0)
+    lse = jnp.log(jnp.exp(y - shift[:, None]).sum(1)) + shift
+    return lse, picked, head.total(y)
 
 
 def _reduced(
-    head: Head, x: jax.Array, labels: jax.Array, columns: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-sum-exps, picked logits and sums of logits of rows [n, k]."""
-    wide = jnp.promote_types(jnp.result_type(x, head.w), jnp.float32)
+    head: Head, x: jax.Array, labels: jax.Array, columns: int, joined: bool
+) -> Reduced:
+    """The same of rows [n, k], over chunks of classes."""
+    if columns == head.w.shape[1]:
+        return _of_product(head, head.product(x), labels, joined)
 
     def step(start: Any, size: int, carry: Any) -> Any:
         top, weight, picked, total = carry
-        y = head.chunk(start, size).logits(x)
+        some = head.chunk(start, size)
+        y = some.logits(some.product(x))
         new = jnp.maximum(top, y.max(1))
         shift = jnp.where(jnp.isfinite(new), new, 0)
         kept = jnp.where(weight == 0, 0, weight * jnp.exp(top - shift))
         weight = kept + jnp.exp(y - shift[:, None]).sum(1)
-        picked = picked + jnp.where(_hits(labels, start, size), y, 0).sum(1)
-        return new, weight, picked, total + y.sum(1)
+        picked = picked + jnp.where(some.hits(labels), y, 0).sum(1)
+        return new, weight, picked, total + some.total(y)
 
-    zero = jnp.zeros(x.shape[:1], wide)
+    zero = jnp.zeros(x.shape[:1], head.wide)
     carry = (jnp.full_like(zero, -jnp.inf), zero, zero, zero)
-    top, weight, picked, total = _over_chunks(step, carry, head.w.shape[1], columns)
+    top, weight, picked, total = chunks.over_chunks(
+        step, carry, head.w.shape[1], columns
+    )
     lse = jnp.log(weight) + jnp.where(jnp.isfinite(top), top, 0)
     return lse, picked, total
 
@@ -249,67 +208,92 @@ def backward(
     """Returns the cotangents of every float operand."""
     del out, out_dtype
     (lse,) = residuals
-    head, loss = _head_and_loss(x, w, bias, **how)
-    rows, columns = _sizes(x, w, config or DEFAULT)
-    wide = lse.dtype
+    config = config or chunks.DEFAULT
+    head, loss = _head_and_loss(x, w, bias, config, **how)
+    rows, columns = _sizes(head, x, config)
+
+    added = rows < math.prod(x.shape[:-1])
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         known = part | {"classes": loss.labels(part["labels"])}
-        sums, dx = _gradients(head, loss, known, sums, columns)
-        return sums, {"x": dx.astype(x.dtype)}
+        return _gradients(head, loss, known, sums, columns, added)
 
-    parts = _flat(x, labels, lse=lse, cotangent=cotangent.astype(wide))
-    sums, by_row = _over_blocks(block, parts, _zeros(w, bias, wide), rows)
+    parts = chunks.flat(x, labels, lse=lse, cotangent=cotangent.astype(head.wide))
+    sums, by_row = chunks.over_blocks(block, parts, _zeros(head, added), rows)
     return _like(x, w, bias, by_row["x"], sums)
 
 
-def _zeros(w: jax.Array, bias: jax.Array | None, wide: Any) -> Rows:
-    """Where cotangents of weights and bias are added up."""
-    wholes = {"w": w} if bias is None else {"w": w, "bias": bias}
-    return {n: jnp.zeros(a.shape, wide) for n, a in wholes.items()}
+def _zeros(head: Head, added: bool) -> Rows:
+    """Where cotangents of weights and bias are put, or added up."""
+    wholes = {"w": head.w} if head.bias is None else {"w": head.w, "bias": head.bias}
+    return {
+        n: jnp.zeros(a.shape, head.wide if added else a.dtype)
+        for n, a in wholes.items()
+    }
 
 
 def _like(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, dx: jax.Array, sums: Rows
 ) -> Rows:
-    """Cotangents like the operands."""
-    found = {"x": dx.reshape(x.shape), "w": sums["w"].astype(w.dtype)}
-    return found if bias is None else found | {"bias": sums["bias"].astype(bias.dtype)}
+    """Cotangents like the operands, without those of padding."""
+    v = w.shape[1]
+    found = {"x": dx.reshape(x.shape), "w": sums["w"][:, :v].astype(w.dtype)}
+    if bias is None:
+        return found
+    return found | {"bias": sums["bias"][:v].astype(bias.dtype)}
 
 
 def _gradients(
-    head: Head,
-    loss: Loss,
-    known: Rows,
-    sums: Rows,
-    columns: int,
-    logits: Callable[[Any, int], jax.Array] | None = None,
-) -> tuple[Rows, jax.Array]:
-    """Sums with the cotangents of some rows added, and those of the rows.
+    head: Head, loss: Loss, known: Rows, sums: Rows, columns: int, added: bool
+) -> tuple[Rows, Rows]:
+    """Sums with the cotangents of some rows, and ``{"x": those of the rows}``.
 
     Args:
         head: What makes logits.
         loss: The loss.
-        known: Of each row: x, classes, log-sum-exp and cotangent.
+        known: Of each row: x, classes, log-sum-exp and cotangent; and the product with
+            the weights, if it is held.
         sums: Cotangents of weights and bias so far.
         columns: Classes of a chunk.
-        logits: ``logits(start, size)`` gives logits of some classes, if they are held.
+        added: Whether these are added to `sums`, and not put there.
     """
-    rows, classes = known["x"], known["classes"]
+    rows, product = known["x"], known.get("product")
+    dtypes = {n: s.dtype for n, s in sums.items()}
+
+    def of(some: Head, product: jax.Array, of_x: Any) -> Rows:
+        y, classes = some.logits(product), known["classes"]
+        hits = some.hits(classes)
+        d = gradient(loss, y, known["lse"], classes, hits, known["cotangent"])
+        return some.back(rows, some.of_product(y, d), {**dtypes, "x": of_x})
+
+    if columns == head.w.shape[1]:
+        product = head.product(rows) if product is None else product
+        found = of(head, product, rows.dtype)
+        more = {n: s + found[n] if added else found[n] for n, s in sums.items()}
+        return more, {"x": found["x"]}
 
     def step(start: Any, size: int, carry: Any) -> Any:
         dx, sums = carry
         some = head.chunk(start, size)
-        y = some.logits(rows) if logits is None else logits(start, size)
-        hits = _hits(classes, start, size)
-        d = gradient(loss, y, known["lse"], classes, hits, known["cotangent"])
-        found = some.back(rows, y, d)
-        added = {n: _added(s, found[n], start, size) for n, s in sums.items()}
-        return dx + found["x"], added
+        if product is None:
+            part = some.product(rows)
+        else:
+            part = lax.dynamic_slice_in_dim(product, start, size, 1)
+        found = of(some, part, head.wide)
+        put = {n: _put(s, found[n], start, added) for n, s in sums.items()}
+        return dx + found["x"], put
 
-    zero = jnp.zeros(rows.shape, known["lse"].dtype)
-    dx, sums = _over_chunks(step, (zero, sums), head.w.shape[1], columns)
-    return sums, dx
+    zero = jnp.zeros(rows.shape, head.wide)
+    dx, sums = chunks.over_chunks(step, (zero, sums), head.w.shape[1], columns)
+    return sums, {"x": dx.astype(rows.dtype)}
+
+
+def _put(sums: jax.Array, more: jax.Array, start: Any, added: bool) -> jax.Array:
+    """An array with some classes put there, or added to."""
+    axis = sums.ndim - 1
+    if added:
+        more += lax.dynamic_slice_in_dim(sums, start, more.shape[axis], axis)
+    return lax.dynamic_update_slice_in_dim(sums, more, start, axis)
 
 
 def together(
@@ -325,108 +309,35 @@ def together(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the losses and all cotangents, from logits that are computed once.
 
-    It holds all logits of a block of rows. Where the budget is too small for `LEAST`
-    rows it is `forward` and `backward`.
+    It holds all logits of a block of rows. Where the budget is too small for that it is
+    `forward` and `backward`.
     """
-    most = (config or DEFAULT).budget // 4 // w.shape[1]
-    if most < LEAST:
+    config = config or chunks.DEFAULT
+    head, loss = _head_and_loss(x, w, bias, config, **how)
+    count, classes = math.prod(x.shape[:-1]), head.w.shape[1]
+    size = jnp.dtype(head.held).itemsize
+    rows = chunks.whole_rows(count, classes, size, config)
+    if not rows:
         own = {"x": x, "w": w, "labels": labels, "bias": bias, "config": config,
                "out_dtype": out_dtype, **how}  # fmt: skip
         out, saved = forward(**own, residuals=True)
         given = {"out": None, "residuals": saved, "cotangent": cotangent}
         return out, backward(**own, **given)
-    head, loss = _head_and_loss(x, w, bias, **how)
-    count = math.prod(x.shape[:-1])
-    rows = _equal(count, most)
-    columns = _equal(w.shape[1], max(w.shape[1] // 8, LEAST))
+    columns = classes if config.whole else chunks.of_held(classes, config)
+    added = rows < count
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
-        classes = loss.labels(part["labels"])
-        y = head.logits(part["x"])
-        lse = jax.nn.logsumexp(y, axis=1)
-        picked = jnp.where(_hits(classes, 0, y.shape[1]), y, 0).sum(1)
-        value = loss.value(lse, picked, y.sum(1), classes)
+        product, picks = head.product(part["x"]), loss.labels(part["labels"])
+        lse, picked, total = _of_product(head, product, picks, config.joined)
+        value = loss.value(lse, picked, total, picks)
+        known = part | {"lse": lse, "classes": picks, "product": product}
+        sums, found = _gradients(head, loss, known, sums, columns, added)
+        return sums, found | {"out": value}
 
-        def some(start: Any, size: int) -> jax.Array:
-            return lax.dynamic_slice_in_dim(y, start, size, 1)
-
-        known = part | {"lse": lse, "classes": classes}
-        sums, dx = _gradients(head, loss, known, sums, columns, some)
-        return sums, {"x": dx.astype(x.dtype), "out": value}
-
-    wide = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
-    parts = _flat(x, labels, cotangent=cotangent.astype(wide))
-    sums, made = _over_blocks(block, parts, _zeros(w, bias, wide), rows)
-    out = made["out"].reshape(labels.shape).astype(out_dtype or wide)
+    parts = chunks.flat(x, labels, cotangent=cotangent.astype(head.wide))
+    sums, made = chunks.over_blocks(block, parts, _zeros(head, added), rows)
+    out = made["out"].reshape(labels.shape).astype(out_dtype or head.wide)
     return out, _like(x, w, bias, made["x"], sums)
-
-
-def _added(sums: jax.Array, more: jax.Array, start: Any, size: int) -> jax.Array:
-    """Adds to some classes of an array."""
-    axis = sums.ndim - 1
-    old = lax.dynamic_slice_in_dim(sums, start, size, axis)
-    return lax.dynamic_update_slice_in_dim(sums, old + more, start, axis)
-
-
-def _hits(labels: jax.Array, start: Any, size: int) -> jax.Array:
-    """Which of some classes each row picks, [rows, size]."""
-    columns = lax.broadcasted_iota(jnp.int32, (size,), 0) + start
-    return labels[:, None] == columns
-
-
-def _sizes(x: jax.Array, w: jax.Array, config: Chunk) -> tuple[int, int]:
-    """Rows of a block and classes of a chunk, equal ones where possible."""
-    numbers = max(config.budget // 4, 1)
-    count, classes = math.prod(x.shape[:-1]), w.shape[1]
-    rows = _equal(count, max(numbers // LEAST, LEAST))
-    return rows, _equal(classes, max(numbers // max(rows, 1), LEAST))
-
-
-def _equal(n: int, most: int) -> int:
-    """The size of the fewest equal parts of at most some size, a multiple of 8."""
-    if n <= most:
-        return n
-    size = -(-n // -(-n // most))
-    return min(-(-size // 8) * 8, most)
-
-
-def _over_chunks(
-    step: Callable[[Any, int, Any], Any], carry: Any, classes: int, size: int
-) -> Any:
-    """Runs ``step(start, size, carry)`` over chunks of classes and a rest."""
-    whole = classes // size if size else 0
-    if whole > 1:
-        carry = lax.fori_loop(0, whole, lambda i, c: step(i * size, size, c), carry)
-    elif whole:
-        carry = step(0, size, carry)
-    rest = classes - whole * size
-    return step(whole * size, rest, carry) if rest else carry
-
-
-def _flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:
-    """The arrays, with one axis of rows."""
-    count = math.prod(x.shape[:-1])
-    flat = {n: a.reshape(count) for n, a in (more | {"labels": labels}).items()}
-    return flat | {"x": x.reshape(count, x.shape[-1])}
-
-
-def _over_blocks(
-    block: Callable[[Rows, Any], tuple[Any, Rows]], rows: Rows, sums: Any, size: int
-) -> tuple[Any, Rows]:
-    """Runs a function over blocks of rows, handing on its first results."""
-    count = rows["x"].shape[0]
-    whole = count // size * size if size else 0
-    if whole <= size:
-        whole = 0
-        made = []
-    else:
-        parts = {n: a[:whole].reshape(-1, size, *a.shape[1:]) for n, a in rows.items()}
-        sums, out = lax.scan(lambda s, part: block(part, s), sums, parts)
-        made = [jax.tree.map(lambda y: y.reshape(whole, *y.shape[2:]), out)]
-    if whole < count or not count:
-        sums, rest = block({n: a[whole:] for n, a in rows.items()}, sums)
-        made.append(rest)
-    return sums, jax.tree.map(lambda *ys: jnp.concatenate(ys), *made)
 
 
 def _saves(spec: Spec) -> list[Any]:
@@ -440,13 +351,13 @@ KERNEL = Kernel(
     name="memory_bounded",
     op="linear_cross_entropy",
     platforms=PLATFORMS,
-    version=1,
+    version=2,
     forward=forward,
     backward=backward,
     together=together,
     limits=Limits(supports),
-    speed=Speed(profitable, profitable_backward),
+    speed=Speed(profitable, profitable_backward, estimate=estimate, margin=margin),
     traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
-    space=Space(Chunk, default, configs),
-    backward_space=Space(Chunk, default, configs),
+    space=Space(Chunk, chunks.default, chunks.configs),
+    backward_space=Space(Chunk, chunks.default, chunks.configs),
 )

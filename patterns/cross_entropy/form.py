@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rewriter.algebra.normal_form import TRUE, Algebra, Index, Poly
+from rewriter.algebra.canonicalize.arithmetic import counts_hits
+from rewriter.algebra.normal_form import TRUE, Algebra, Index, Monomial, Poly
 from rewriter.find.reading import Refused, flat_indices
 
 
@@ -20,7 +22,8 @@ class Loss:
         logits: The form of the logits over both, before a soft cap.
         soft_cap: The bound of the logits; 0 for none.
         label: The leaf that holds each row's label.
-        factor: The number that the loss is multiplied by.
+        times: What the loss of each row is multiplied by: a number, and perhaps weights
+            of rows.
         params: Parameters of the op.
     """
 
@@ -29,7 +32,7 @@ class Loss:
     logits: Poly
     soft_cap: float
     label: int
-    factor: float
+    times: Poly
     params: Mapping[str, Any]
 
 
@@ -41,7 +44,10 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
     """
     rows = tuple(i for a in args for i in flat_indices(a))
     total = _total(alg, form)
-    v, logits = _logits(alg, total)
+    weights = _weights(alg, form, total)
+    if weights:
+        form = _without(form, weights)
+    v, used, logits = _logits(alg, total)
     bound, inner = _capped(alg, logits)
     if alg.ids(logits) - {v} - set(rows):
         raise Refused("axes", "an axis of the logits is not one of the loss", score=0.3)
@@ -58,13 +64,38 @@ def loss_of(alg: Algebra, form: Poly, args: tuple[Index, ...]) -> Loss:
         smoothing = -_of_mean(alg, form, logits, v) / factor
     if not factor:
         raise Refused("terms", "no log-sum-exp is left", score=0.3)
+    if used:
+        if not parts["fill"] or smoothing:
+            raise Refused("masked", "some classes are left out by a mask", score=0.5)
+        params |= {"used": used, "fill": parts["fill"] / factor}
+        if outside == "zero" and not math.isfinite(params["fill"]):
+            text = "infinite logits of classes that are left out are multiplied with 0"
+            raise Refused("masked", text, score=0.5)
     for name, number in (
         ("label_smoothing", smoothing),
         ("z_loss", parts["squared"] / factor),
     ):
         if number:
             params[name] = number
-    return Loss(rows, v, inner, abs(bound), label, factor, params)
+    times = {(TRUE, weights): factor}
+    return Loss(rows, v, inner, abs(bound), label, times, params)
+
+
+def _weights(alg: Algebra, form: Poly, total: int) -> Monomial:
+    """Arrays that all terms of a form are multiplied with, such as a mask of rows."""
+    monos = [dict(mono) for _, mono in form]
+    common = set(monos[0].items()).intersection(*(m.items() for m in monos[1:]))
+    return tuple(
+        sorted(f for f in common if f[0] != total and alg.kind(f[0]) == "leaf")
+    )
+
+
+def _without(form: Poly, weights: Monomial) -> Poly:
+    """A form without factors that all of its terms have."""
+    return {
+        (flag, tuple(f for f in mono if f not in weights)): c
+        for (flag, mono), c in form.items()
+    }
 
 
 def _capped(alg: Algebra, logits: Poly) -> tuple[float, Poly]:
@@ -97,8 +128,11 @@ def _total(alg: Algebra, form: Poly) -> int:
     return atom
 
 
-def _logits(alg: Algebra, total: int) -> tuple[int, Poly]:
-    """The index of classes and the logits, of a log-sum-exp."""
+def _logits(alg: Algebra, total: int) -> tuple[int, int, Poly]:
+    """The index of classes, how many are used, and the logits, of a log-sum-exp.
+
+    It is 0 if all are used.
+    """
     inner = alg.thaw(alg.defs[total][1])
     sums: list[int] = []
     if len(inner) == 1:
@@ -114,11 +148,21 @@ def _logits(alg: Algebra, total: int) -> tuple[int, Poly]:
         )
     bound, where, product = alg.open_sum(sums[0])
     found = alg.exponents({(TRUE, product): 1.0})
-    if where != TRUE:
-        raise Refused("masked", "some classes are left out by a mask", score=0.5)
     if len(bound) != 1 or not found:
         raise Refused("total", "the sum is not of exponentials", score=0.3)
-    return bound[0], found[0]
+    return bound[0], _used(alg, where, bound[0]) if where != TRUE else 0, found[0]
+
+
+def _used(alg: Algebra, where: int, v: int) -> int:
+    """How many of the first classes a condition leaves."""
+    literals, table = alg.bools[where]
+    if len(literals) == 1 and alg.kind(literals[0]) == "ge":
+        number, rest = alg.split_constant(alg.thaw(alg.defs[literals[0]][1]))
+        up = {0b01: 1.0, 0b10: -1.0}.get(table, 0.0)
+        count = -number if up > 0 else number + 1
+        if rest == alg.scale(alg.iota(v), up) and count == int(count) > 0:
+            return int(count)
+    raise Refused("masked", "some classes are left out by a mask", score=0.5)
 
 
 class _Picks:
@@ -155,9 +199,12 @@ class _Picks:
     def _label_of(self, flag: int) -> tuple[int, str]:
         alg = self.alg
         literals, table = alg.bools[flag]
-        if len(literals) != 1 or table != 0b10 or alg.kind(literals[0]) != "eq":
+        equal = [a for a in literals if alg.kind(a) == "eq"]
+        others = {alg.kind(a) for a in literals if a not in equal}
+        plain = not others and table == 0b10
+        if len(equal) != 1 or not (plain or others == {"ge"}):
             raise Refused("labels", "entries are picked by a mask", score=0.4)
-        outside, rest = "zero", alg.thaw(alg.defs[literals[0]][1])
+        outside, rest = "zero", alg.thaw(alg.defs[equal[0]][1])
         atoms = [a for _, mono in rest for a, _ in mono if alg.kind(a) != "iota"]
         if len(atoms) == 1 and alg.defs[atoms[0]][0] == "fn":
             name, inner = alg.defs[atoms[0]][1:3]
@@ -169,7 +216,7 @@ class _Picks:
         return atoms[0], outside
 
     def parts(self, shift: float) -> dict[str, float]:
-        """Numbers of the log-sum-exp, of the label's, and of its square.
+        """Numbers of the log-sum-exp, of the label's, of its square, and of a fill.
 
         Args:
             shift: What is added to the logarithm in the log-sum-exp.
@@ -177,7 +224,7 @@ class _Picks:
         Raises:
             Refused: If a term is something else.
         """
-        alg, out = self.alg, {"alike": 0.0, "label": 0.0, "squared": 0.0}
+        alg, out = self.alg, dict.fromkeys(("alike", "label", "squared", "fill"), 0.0)
         for (flag, mono), c in self.form.items():
             powers = dict(mono)
             power = powers.pop(self.total, 0)
@@ -187,8 +234,10 @@ class _Picks:
                 out["alike"] += c
             elif known and power == 2 and not others:
                 out["squared"] += c
-            elif known and power == 1 and _counts(alg, others[0]):
+            elif known and power == 1 and counts_hits(alg, others[0]):
                 out["label"] += c
+            elif known and not power and others and counts_hits(alg, others[0]):
+                out["fill"] -= c
             elif known and not power and others and _is_plain(alg, others[0]):
                 continue
             elif shift and known and not power:
@@ -207,12 +256,6 @@ class _Picks:
 def _is_fill(alg: Algebra, atom: int) -> bool:
     d = alg.defs[atom]
     return d[0] == "fn" and str(d[1]).startswith("NaN outside ")
-
-
-def _counts(alg: Algebra, factor: tuple[int, Any]) -> bool:
-    """Whether a factor is 1 for a label that is a class, and else 0."""
-    atom, e = factor
-    return e == 1 and alg.kind(atom) == "sum" and not alg.defs[atom][3]
 
 
 def _is_plain(alg: Algebra, factor: tuple[int, Any]) -> bool:

@@ -142,6 +142,7 @@ def _read(
         names={v: v for v in above.labels},
         inside=products | above.picks | above.sums,
         full_sides=frozenset((v, k) for v in above.sums for k in (0, 1)),
+        picked_fills=True,
     )
     args = ev.indices(value)
     form, args = split_digits(find.algebra, ev.poly(value, args), args)
@@ -161,7 +162,9 @@ def _read(
     else:
         operands = logits_operand(find.algebra, loss)
     groups = tuple((i,) for i in loss.rows)
-    factor = loss.factor
+    rules: tuple[dict[str, Any], ...] = ()
+    if params.get("of_log_probabilities") and params["outside"] == "zero":
+        rules = ({"whole_slopes": True},)
     return Reading(
         op,
         find.algebra,
@@ -172,8 +175,10 @@ def _read(
         groups,
         operands,
         params,
+        check_options={"picked_fills": True},
+        other_gradients=rules,
         notes=tuple(sorted(ev.notes)),
-        times=None if factor == 1 else find.algebra.const(factor),
+        times=None if loss.times == find.algebra.const(1) else loss.times,
     )
 
 
@@ -277,5 +282,9 @@ def _is_position(find: Finder, value: int, depth: int = 8) -> bool:
 
 STEPS = (Step(EXPONENTIALS), Step(frozenset({"log"})))
 LABELLED = frozenset({"gather", "eq"})
-PATTERN = ReaderPattern(LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED)
-GIVEN_LOGITS = ReaderPattern(GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED)
+PATTERN = ReaderPattern(
+    LINEAR, ANCHORS, propose_linear, STEPS, either=LABELLED, of_rows=True
+)
+GIVEN_LOGITS = ReaderPattern(
+    GIVEN, ANCHORS, propose_given, STEPS, either=LABELLED, of_rows=True
+)

@@ -114,7 +114,7 @@ def _same(ruled: Ruled, derivative: Callable[..., Any]) -> bool:
         if not forms:
             places = [tuple(map(alg.new_index, graph.shape(v))) for v in outs]
         forms.append([ev.poly(v, at) for v, at in zip(outs, places, strict=True)])
-    return not any(alg.add(a, b, -1.0) for a, b in zip(*forms, strict=True))
+    return not any(alg.difference(a, b) for a, b in zip(*forms, strict=True))
 
 
 def _is_moving(aval: Any) -> bool:

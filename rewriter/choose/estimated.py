@@ -44,6 +44,7 @@ def fastest_estimated(
     if not (device.flops and device.bandwidth and modelled):
         return None
     sized = of_least_sizes(spec)
+    passes = BOTH if differentiated else FORWARD
     refused: list[tuple[str, str]] = []
     times: dict[str, float] = {}
     unknown: dict[str, str] = {}
@@ -56,7 +57,6 @@ def fastest_estimated(
                 implementation = default_configs(spec, device, kernel)
                 return Choice(implementation, "heuristic", tuple(refused))
         if verdict.ok and kernel.speed.estimate is not None:
-            passes = BOTH if differentiated else FORWARD
             found = kernel.speed.estimate(sized, device, passes)
             unknown[kernel.name] = reasons_of(
                 kernel.speed.modelled(sized, device, passes)
@@ -67,7 +67,7 @@ def fastest_estimated(
             )
         elif not verdict.ok:
             refused.append((kernel.name, reasons_of(verdict)))
-    limits = {k.name: _margin(k, device.platform) * xla for k in here}
+    limits = {k.name: _margin(k, sized, device, passes) * xla for k in here}
     better = [name for name, t in times.items() if t < limits[name]]
     best = min(better or times, key=times.__getitem__, default="")
     wins = bool(better)
@@ -87,7 +87,7 @@ def fastest_estimated(
     ]  # fmt: skip
     costs = UNKNOWN
     if times and not spec.symbolic:
-        costs = modelled_costs(xla, against, BOTH if differentiated else FORWARD)
+        costs = modelled_costs(xla, against, passes)
     return Choice(implementation, "estimated", tuple(refused), costs=costs)
 
 
@@ -112,9 +112,14 @@ def far_faster(
     return best if best is not None and times[best] < margin * best_us else None
 
 
-def _margin(kernel: Kernel, platform: str) -> float:
+def _margin(kernel: Kernel, spec: Spec, device: Device, passes: str) -> float:
     """The share of XLA's estimated time that a kernel may take."""
-    return OWN if kernel.platforms == ("tpu",) else MARGIN.get(platform, FAR)
+    if kernel.platforms == ("tpu",):
+        return OWN
+    if device.platform not in MARGIN:
+        return FAR
+    own = kernel.speed.margin and kernel.speed.margin(spec, device, passes)
+    return own or MARGIN[device.platform]
 
 
 def _by_model(name: str, mine: float, best: float, device: Device) -> str:

@@ -70,7 +70,7 @@ def _difference(reading: Reading, want: Any, args: tuple[Any, ...]) -> str:
             if found:
                 return found
         return ""
-    if not alg.add(have, new, -1.0):
+    if not alg.difference(have, new):
         return ""
     return f"{alg.show(have)}  is not  {alg.show(new)}"
 

@@ -64,6 +64,8 @@ class ReaderPattern:
         either: If not empty, primitives; such a program has at least one of them.
         above: Primitives above a leaf that may belong to a larger site. A region with
             such a leaf is read anew, although it equals another one.
+        of_rows: Whether its sites are values of rows, such as losses. Sums over rows
+            too are then read as sums of such values.
     """
 
     name: str
@@ -73,6 +75,7 @@ class ReaderPattern:
     needs: frozenset[str] = frozenset()
     either: frozenset[str] = frozenset()
     above: frozenset[str] = frozenset()
+    of_rows: bool = False
 
     @property
     def op(self) -> Op:

@@ -130,6 +130,10 @@ class Reading:
             computes are replaced with the value: what they were proved with.
         needs_backward: Why the value is replaced only together with gradients that the
             program computes; ``""`` if it needs none.
+        other_gradients: Further parameters, with which the op has the same values and
+            the gradients of a user's own rule. They are tried if gradients in the
+            program are not proved without.
+        ruled: Whether its gradients are such ones.
         leaves: Leaf name to value.
         notes: What floats will see.
         evaluator: For a form in pieces (None), what evaluates the region.
@@ -156,6 +160,8 @@ class Reading:
     check_options: Mapping[str, Any] = field(default_factory=dict)
     backward_params: Mapping[str, Any] = field(default_factory=dict)
     needs_backward: str = ""
+    other_gradients: tuple[Mapping[str, Any], ...] = ()
+    ruled: bool = False
     notes: tuple[str, ...] = ()
     evaluator: Any = None
     times: Poly | None = None

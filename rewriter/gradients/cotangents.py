@@ -36,26 +36,36 @@ EITHER = frozenset({"mul"}) | CONTRACTIONS
 LINEAR = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type", "mul", "div", "neg"}
 
 
-def cotangents(graph: Graph, match: Match) -> list[int]:
+def cotangents(graph: Graph, match: Match, *, ruled: bool = False) -> list[int]:
     """Values that are multiplied with a region's values, and could be its cotangent.
 
     Values with the result's dtype come first. Among them, those that meet more than one
     value of the region come first, since a value that all layers share meets every
     layer's cotangent.
+
+    Args:
+        graph: The program.
+        match: The match.
+        ruled: Whether gradients may be those of a user's own rule. Then values count
+            too that are computed from the region's values alone, as factors of a rule.
     """
     dtype = graph.dtype(match.value)
     met: dict[int, set[int]] = {}
-    for value, where in _meeting(graph, match):
+    region = match.inner | {v for _, v in match.leaves}
+    if ruled:
+        region = _with_factors(graph, region)
+    for value, where in _meeting(graph, match, region):
         met.setdefault(value, set()).add(where)
     return sorted(met, key=lambda v: (graph.dtype(v) != dtype, len(met[v]) < 2))
 
 
-def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
+def _meeting(
+    graph: Graph, match: Match, region: frozenset[int]
+) -> Iterator[tuple[int, int]]:
     """Pairs of a value and the region's value that it meets, latest first.
 
     Products with a number, such as the root of a width, are skipped: layers share it.
     """
-    region = match.inner | {v for _, v in match.leaves}
     shape, dtype = graph.shape(match.value), graph.dtype(match.value)
     added = _reduces(graph, match)
     for value in sorted(region, reverse=True):
@@ -74,6 +84,19 @@ def _meeting(graph: Graph, match: Match) -> Iterator[tuple[int, int]]:
                     # Casts of one result add up their cotangents before its dtype.
                     if graph.dtype(x) == dtype or _is_wider(graph.dtype(x), dtype):
                         yield x, value
+
+
+def _with_factors(graph: Graph, region: frozenset[int]) -> frozenset[int]:
+    """Values of a region, and those that are computed from these and numbers alone."""
+    found, queue = set(region), collections.deque(sorted(region))
+    while queue and len(found) < len(region) + CONE:
+        for node in graph.users(queue.popleft()):
+            if not is_local(node) or not found.isdisjoint(node.outs):
+                continue
+            if all(i in found or i in graph.constants for i in node.ins):
+                found.update(node.outs)
+                queue.extend(node.outs)
+    return frozenset(found)
 
 
 def _under_layout(graph: Graph, value: int, added: bool) -> Iterator[int]:

@@ -280,7 +280,7 @@ def _equal(
         return SAME if SAME in found else ZERO
     if not form and not other:
         return ZERO
-    return OTHER if not form or alg.add(form, other, -1.0) else SAME
+    return OTHER if not form or alg.difference(form, other) else SAME
 
 
 def _evaluator(

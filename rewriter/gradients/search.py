@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jax.extend.core import InconclusiveDimensionOperation
 
@@ -17,6 +17,7 @@ from rewriter.find.precision import (
     exceeds,
     precision_of,
 )
+from rewriter.find.reading import Reading
 from rewriter.find.region import Regions
 from rewriter.gradients.addends import returned
 from rewriter.gradients.backward import Backward
@@ -49,6 +50,7 @@ class Memory:
         proved: By the id of a reading, its proved gradients, largest sets first.
         failed: By the id of a reading, the number of regions without gradients.
         alone: The same, counting regions without gradients in any layout of the result.
+        ruled: By the id of a reading, those with the gradients of a user's rule.
         unproved: Why gradients of a reading could not be distinguished from others.
     """
 
@@ -57,6 +59,7 @@ class Memory:
     proved: dict[int, list[Known]] = field(default_factory=dict)
     failed: collections.Counter[int] = field(default_factory=collections.Counter)
     alone: collections.Counter[int] = field(default_factory=collections.Counter)
+    ruled: dict[int, tuple[Reading, ...]] = field(default_factory=dict)
     unproved: dict[int, str] = field(default_factory=dict)
 
 
@@ -161,8 +164,31 @@ def _at_its_cotangent(
         backward = find_backward(graph, pieces, memory)
         if backward is not None:
             return pieces, backward
+    for ruled in _by_users_rules(match, memory):
+        backward = find_backward(graph, ruled, memory)
+        if backward is not None:
+            return ruled, backward
     memory.alone[key] += 1
     return match, None
+
+
+def _by_users_rules(match: Match, memory: Memory) -> list[Match]:
+    """The match with the gradients that a user's own rule may give it."""
+    reading = match.reading
+    if id(reading) not in memory.ruled:
+        memory.ruled[id(reading)] = tuple(
+            replace(
+                reading,
+                params={**reading.params, **rule},
+                other_gradients=(),
+                ruled=True,
+            )
+            for rule in reading.other_gradients
+        )
+    return [
+        replace(match, reading=r, spec=match.spec.with_params(r.params))
+        for r in memory.ruled[id(reading)]
+    ]
 
 
 def _over_what_is_named(match: Match, cut: Cut) -> Match:
@@ -273,7 +299,9 @@ def find_backward(
         memory: Earlier results.
         without: Values to skip as candidates for the cotangent.
     """
-    candidates = [v for v in cotangents(graph, match) if v not in without]
+    ruled = match.reading.ruled
+    candidates = cotangents(graph, match, ruled=ruled)
+    candidates = [v for v in candidates if v not in without]
     if not candidates:
         return None
     key = id(match.reading)

@@ -24,6 +24,9 @@ Estimate = Callable[[Spec, Device, str], Mapping[str, float]]
 SHEET_FLOPS, SHEET_BANDWIDTH = 0.85, 0.9
 """Reachable shares of a data sheet's peaks: 840 of 989 TFLOP/s, 4.3 of 4.8 TB/s."""
 
+PRODUCTS = 0.87
+"""The share of the peak that large aligned products reach."""
+
 LAUNCH_S = 4e-6
 """Seconds of a kernel that does nothing."""
 

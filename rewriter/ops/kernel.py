@@ -123,6 +123,10 @@ class Speed:
         estimate: ``estimate(spec, device, passes)`` gives modelled seconds by name, for
             it and other implementations, including ``"xla"``. It replaces `profitable`
             where the device's figures are known.
+        margin: ``margin(spec, device, passes)`` gives the share of XLA's estimated time
+            that it may take: 1 where the memory that it saves is worth as much time.
+            None for the platform's, see `rewriter.choose.estimated`, which also counts
+            where nothing was measured on the platform.
         modelled: ``modelled(spec, device, passes)`` says, with reasons, whether the
             model holds for a use. Where not, its own seconds are infinite.
         steps: ``steps(spec, config, backward_config, passes)`` gives, by the names of
@@ -138,6 +142,9 @@ class Speed:
     )
     by_rule: bool = True
     estimate: Callable[[Spec, Device, str], Mapping[str, float]] | None = field(
+        default=None, repr=False
+    )
+    margin: Callable[[Spec, Device, str], float | None] | None = field(
         default=None, repr=False
     )
     modelled: Callable[[Spec, Device, str], Verdict] = field(

@@ -57,6 +57,12 @@ class Spec:
         """Returns a parameter's value."""
         return dict(self.params).get(name, default)
 
+    def with_params(self, params: Mapping[str, Any]) -> Spec:
+        """Returns the same with other values of some parameters."""
+        return replace(
+            self, params=tuple(sorted({**dict(self.params), **params}.items()))
+        )
+
     @property
     def symbolic(self) -> bool:
         """Whether any size is symbolic."""

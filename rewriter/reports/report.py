@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
+from rewriter.measure.measurement import time_text
 from rewriter.ops.device import of
 from rewriter.program.collectives import Collectives, collectives_of
 from rewriter.program.propagation import Placement
@@ -29,6 +30,7 @@ from rewriter.reports.rows import (
     size,
     widths_of,
 )
+from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Kept
 from rewriter.rewrite.passes.flops import SITES
 from rewriter.rewrite.passes.recompute import Stacks
@@ -71,6 +73,7 @@ class Report:
         stacks: Stacked bytes of loops, where they became fewer.
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that a larger `checkpoint_memory` would save.
+        aligned: Matrix products that were padded.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -95,6 +98,7 @@ class Report:
     stacks: tuple[Stacks, ...] = ()
     kept: tuple[Kept, ...] = ()
     offered: tuple[Kept, ...] = ()
+    aligned: tuple[Aligned, ...] = ()
 
     def counts(
         self, repeats: bool = True, backward: bool = False, replaced: bool = False
@@ -198,6 +202,7 @@ class Report:
             "stacks": [asdict(s) for s in self.stacks],
             "kept": [asdict(k) for k in self.kept],
             "offered": [asdict(k) for k in self.offered],
+            "aligned": [asdict(a) for a in self.aligned],
             "seconds": dict(self.seconds),
         }
 
@@ -269,13 +274,7 @@ def _lines(report: Report) -> Iterator[str]:
         yield from site_lines(group, widths, report._rate)
     for miss, count in equal(report.misses):
         yield from miss_lines(miss, count, widths)
-    for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
-        same = [k for k in report.kept if (k.what, k.where) == (what, where)]
-        yield row_text("✓", _kept_row(same), widths)
-    if report.offered:
-        yield f" = {_offer(report.offered)}"
-    for stacks in report.stacks:
-        yield from _stacks_lines(stacks, widths)
+    yield from _beside_sites(report, widths)
     for op, count in Counter(_inside(report.before)).items():
         yield f" = {op} ×{count}: rewritten by an `optimize` inside, which reports it"
     for reason in report.failures:
@@ -289,6 +288,19 @@ def _inside(program: Any) -> Iterator[str]:
             yield eqn.params["use"].op.name
         for body in jaxprs_in_params(eqn.params):
             yield from _inside(body)
+
+
+def _beside_sites(report: Report, widths: tuple[int, ...]) -> Iterator[str]:
+    """What was changed that is no site."""
+    for what, where in dict.fromkeys((k.what, k.where) for k in report.kept):
+        same = [k for k in report.kept if (k.what, k.where) == (what, where)]
+        yield row_text("✓", _kept_row(same), widths)
+    if report.offered:
+        yield f" = {_offer(report.offered)}"
+    for where in dict.fromkeys(a.where for a in report.aligned):
+        yield from _aligned_lines(where, report.aligned, widths)
+    for stacks in report.stacks:
+        yield from _stacks_lines(stacks, widths)
 
 
 def _kept_row(same: Sequence[Kept]) -> tuple[str, str, str, str]:
@@ -305,6 +317,18 @@ def _offer(offered: Sequence[Kept]) -> str:
     text = f"checkpoints compute {flops / 1e12:.3g} TFLOP again; checkpoint_memory "
     text += f"keeps all of it in {size(memory)}"
     return text + (f", {best.what} in {size(first)}" if first < memory else "")
+
+
+def _aligned_lines(
+    where: str, aligned: Sequence[Aligned], widths: tuple[int, ...]
+) -> Iterator[str]:
+    same = [a for a in aligned if a.where == where]
+    sizes = dict.fromkeys(size for a in same for size in a.sizes)
+    text = "padded from " + ", ".join(f"{old} to {new}" for old, new in sizes)
+    yield row_text("✓", ("product", f"×{len(same)}", where, text), widths)
+    before, after = (time_text(1e6 * sum(getattr(a, n) for a in same))
+                     for n in ("before", "after"))  # fmt: skip
+    yield f"     estimated to take {after}, and {before} as written"
 
 
 def _stacks_lines(stacks: Stacks, widths: tuple[int, ...]) -> Iterator[str]:

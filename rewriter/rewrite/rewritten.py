@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr
 
 from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
+from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Kept
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.plan import Site
@@ -32,6 +33,7 @@ class Rewritten:
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that could be saved for them.
         pairs: Each kind of site as written and replaced, if the two are compared.
+        aligned: Matrix products that were padded.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -44,3 +46,4 @@ class Rewritten:
     kept: tuple[Kept, ...] = ()
     offered: tuple[Kept, ...] = ()
     pairs: tuple[Pair, ...] = ()
+    aligned: tuple[Aligned, ...] = ()

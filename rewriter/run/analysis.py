@@ -270,6 +270,7 @@ def analyze(
         stacks=rewritten.stacks,
         kept=rewritten.kept,
         offered=rewritten.offered,
+        aligned=rewritten.aligned,
     )
     _log(report)
     check_required(report, config.require)
@@ -347,10 +348,7 @@ def rewritten_of(
     for reason in failures:
         text = f"{traced.name}: left as written: {str(reason).splitlines()[0]}"
         warnings.warn(text, RewriterWarning, stacklevel=2)
-    return Rewritten(
-        after.closed_jaxpr, after.sites, after.misses, failures, after.seconds,
-        after.key, after.stacks, after.kept, after.offered, after.pairs,
-    )  # fmt: skip
+    return replace(after, failures=failures)
 
 
 def _changed(before: ClosedJaxpr, after: ClosedJaxpr) -> str:

@@ -21,6 +21,7 @@ from rewriter.find.sieve import possible
 from rewriter.measure.programs import Task
 from rewriter.program.equal_constants import once
 from rewriter.program.propagation import Placement
+from rewriter.program.sums_of_rows import split
 from rewriter.rewrite.rewritten import Rewritten
 from rewriter.rewrite.unfold import Unlike
 from rewriter.run import steps
@@ -69,6 +70,13 @@ PASSES = (
     Pass(
         "recompute", steps.recompute_stacked_values, lambda p: p.replaced, optional=True
     ),
+    Pass(
+        "aligned_products",
+        steps.align_products,
+        lambda p: not p.spread and p.config.numerics != "strict",
+        optional=True,
+        alone=True,
+    ),
 )
 """The passes in the order in which they run."""
 
@@ -94,7 +102,7 @@ def rewrite(
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
         program = _begun(closed_jaxpr, config, user_patterns, placement)
         if not program.patterns:
-            return Rewritten(closed_jaxpr)
+            return _without_patterns(program, clock)
         try:
             program = _through(program, clock)
         except Unlike as why:
@@ -113,6 +121,19 @@ def rewrite(
         program.kept,
         program.offered,
         program.pairs,
+        program.aligned,
+    )
+
+
+def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
+    """The outcome of the passes that run where no pattern can occur."""
+    if program.config.patterns == "none":
+        return Rewritten(program.original)
+    program = _through(program, clock, [p.name for p in PASSES if not p.alone])
+    if not program.changed:
+        return Rewritten(program.original)
+    return Rewritten(
+        program.closed_jaxpr, seconds=clock.seconds, aligned=program.aligned
     )
 
 
@@ -182,6 +203,8 @@ def _begun(
     patterns = in_force(config.patterns, (*config.using, *user_patterns))
     patterns = tuple(for_platform(possible(closed_jaxpr, patterns), config))
     start = once(closed_jaxpr) if patterns else closed_jaxpr
+    if any(p.of_rows for p in patterns):
+        start = split(start)
     return Program(start, closed_jaxpr, config, patterns, placement)
 
 

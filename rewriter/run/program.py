@@ -15,6 +15,7 @@ from rewriter.find.region import Regions
 from rewriter.program.fold import Folded
 from rewriter.program.propagation import Placement
 from rewriter.rewrite.origins import Origins
+from rewriter.rewrite.passes.aligned_products import Aligned
 from rewriter.rewrite.passes.checkpoint_savings import Kept
 from rewriter.rewrite.passes.recompute import Stacks
 from rewriter.rewrite.replacements import Pair
@@ -46,6 +47,7 @@ class Program:
         kept: Values saved for checkpoints, which they do not compute again.
         offered: Further values that could be saved for them.
         stacks: Stacked bytes of loops, where `recompute` made them fewer.
+        aligned: Matrix products that were padded.
     """
 
     closed_jaxpr: ClosedJaxpr
@@ -67,6 +69,7 @@ class Program:
     kept: tuple[Kept, ...] = ()
     offered: tuple[Kept, ...] = ()
     stacks: tuple[Stacks, ...] = ()
+    aligned: tuple[Aligned, ...] = ()
 
     @property
     def replaced(self) -> bool:
@@ -76,7 +79,7 @@ class Program:
     @property
     def changed(self) -> bool:
         """Whether the program differs from the original at all."""
-        return self.replaced or bool(self.kept)
+        return self.replaced or bool(self.kept) or bool(self.aligned)
 
     @property
     def spread(self) -> bool:
@@ -110,9 +113,11 @@ class Pass:
         run: ``run(program)`` gives the program after it.
         when: Whether to run it on a program.
         optional: Whether it may be disabled: the program is also correct without it.
+        alone: Whether it also runs on a program in which no pattern can occur.
     """
 
     name: str
     run: Callable[[Program], Program]
     when: Callable[[Program], bool] = always
     optional: bool = False
+    alone: bool = False

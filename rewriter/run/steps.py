@@ -19,6 +19,7 @@ from rewriter.program.graph import Graph
 from rewriter.rewrite import replace as splicing
 from rewriter.rewrite.locate import located
 from rewriter.rewrite.not_placed import NotPlaced
+from rewriter.rewrite.passes.aligned_products import align
 from rewriter.rewrite.passes.checkpoint_policies import keep_policies
 from rewriter.rewrite.passes.checkpoint_savings import save, unspent
 from rewriter.rewrite.passes.fuse_residual_adds import fuse_residual_adds
@@ -196,3 +197,9 @@ def recompute_stacked_values(program: Program) -> Program:
     """Computes cheap values again instead of stacking them for gradients."""
     closed_jaxpr, stacks = recompute_stacked(program.closed_jaxpr)
     return replace(program, closed_jaxpr=closed_jaxpr, stacks=stacks)
+
+
+def align_products(program: Program) -> Program:
+    """Pads matrix products for whose sizes a GPU has no fast kernel."""
+    closed_jaxpr, found = align(program.closed_jaxpr, target_of(program.config))
+    return replace(program, closed_jaxpr=closed_jaxpr, aligned=found)

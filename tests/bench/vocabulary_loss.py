@@ -1,9 +1,11 @@
 """The loss over a vocabulary: its value and gradients, as written and in chunks.
 
   python3 -m tests.bench.vocabulary_loss [--pairs N] [--write]
+  python3 -m tests.bench.vocabulary_loss --gpu [--small] [--seconds N] [--write]
 
 Runs both in turn, and prints processor time, wall clock and temporary memory. The
-processor time of all threads counts on a busy machine.
+processor time of all threads counts on a busy machine. The second form is that of
+`tests.bench.vocabulary_loss_gpu`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rewriter
-from tests.bench import record
+from tests.bench import record, vocabulary_loss_gpu
 
 SHAPES = ((1024, 256, 32000), (2048, 512, 16000), (512, 1024, 32000), (256, 256, 32000))
 FORCED = {"linear_cross_entropy": "memory_bounded"}
@@ -70,7 +72,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--shapes", type=int, default=len(SHAPES))
+    parser.add_argument("--gpu", action="store_true", help="shapes for a GPU")
+    parser.add_argument("--small", action="store_true", help="to try that on a CPU")
+    parser.add_argument("--seconds", type=float, default=150.0, help="to begin shapes")
     given = parser.parse_args()
+    if given.gpu:
+        own = given.small, given.seconds, given.write, given.pairs
+        return vocabulary_loss_gpu.main(*own)
     rows = []
     for shape in SHAPES[: given.shapes]:
         values = inputs(*shape)

@@ -134,9 +134,16 @@ def _refuse_large_constant_masks(ev: Evaluator, p: Poly, terms: int = 1) -> Poly
         for (flag, mono), c in p.items():
             kinds = {ev.alg.kind(a) for a, _ in mono}
             least = 1e4 if "leaf" in kinds else FAR if "sum" in kinds else math.inf
-            if flag == TRUE and abs(c) >= least and "exp" not in kinds:
+            picked = ev.picked_fills and len(mono) == 1 and counts_hits(ev.alg, mono[0])
+            if flag == TRUE and abs(c) >= least and "exp" not in kinds and not picked:
                 raise OverBudget("a mask of numbers")
     return p
+
+
+def counts_hits(alg: Algebra, factor: tuple[int, object]) -> bool:
+    """Whether a factor counts how often an index is hit: once, or not at all."""
+    atom, e = factor
+    return e == 1 and alg.kind(atom) == "sum" and not alg.defs[atom][3]
 
 
 def _fills(ev: Evaluator, p: Poly) -> Poly:

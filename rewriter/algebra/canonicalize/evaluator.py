@@ -103,6 +103,7 @@ class Evaluator(Layout, LoopForms, Constants):
         assumed: frozenset[str] = frozenset(),
         by_rows: bool = False,
         by_wraps: bool = True,
+        picked_fills: bool = False,
     ):
         self.g, self.alg = graph, algebra
         self.names = dict(names or {})
@@ -112,6 +113,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.filled_rows, self.holding = filled_rows, holding
         self.core, self.at_hand, self.assumed = core, at_hand, assumed
         self.by_rows, self.by_wraps = by_rows, by_wraps
+        self.picked_fills = picked_fills
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}
         self.fills: set[float] = set()

@@ -59,6 +59,12 @@ class Polynomials:
             mixed.add(mono)
         return self._disjoint(out, mixed)
 
+    def difference(self, a: Poly, b: Poly) -> Poly:
+        """A - b; empty if they are the same, also in their infinite numbers."""
+        alike = {t for t, c in a.items() if math.isinf(c) and b.get(t) == c}
+        rest = ({t: c for t, c in p.items() if t not in alike} for p in (a, b))
+        return self.add(*rest, -1.0)
+
     def _accumulate(self, out: Poly, flag: int, mono: Monomial, c: float) -> None:
         self.work += 1
         if self.work > WORK_BUDGET:

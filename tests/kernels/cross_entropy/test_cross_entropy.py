@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rewriter.kernels.linear_cross_entropy import chunks as of_chunks
 from rewriter.kernels.linear_cross_entropy import xla
 from rewriter.ops.registry import registry
 from rewriter.site import site
@@ -50,11 +51,20 @@ def _both(
     return bound, plain, [operands[n] for n in shapes]
 
 
+BLOCKS = {
+    "four rows": of_chunks.Chunk(4 * 4 * 11, least=4),
+    "all rows": of_chunks.Chunk(),
+    "four rows, padded": of_chunks.Chunk(4 * 4 * 16, 4, True, 8, True),
+    "all rows, padded": of_chunks.Chunk(1 << 20, 4, True, 8, True),
+    "classes, padded": of_chunks.Chunk(4 * 4 * 8, 4, False, 8, True),
+}
+PADDED = ("four rows, padded", "classes, padded")
+
+
 @pytest.fixture
 def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of four classes, and blocks of four rows."""
-    monkeypatch.setattr(xla, "LEAST", 4)
-    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget=4 * 4 * 4))
+    monkeypatch.setattr(of_chunks, "DEFAULT", of_chunks.Chunk(4 * 4 * 4, least=4))
 
 
 @pytest.mark.parametrize("transform", transforms.EACH)
@@ -67,6 +77,20 @@ def test_transforms_of_a_loss_of_logits(transform: str) -> None:
     transforms.check(transform, *_both("cross_entropy", GIVEN, ALL))
 
 
+@pytest.mark.parametrize("outside", ["nan", "zero", "clip"])
+def test_given_logits_of_fewer_classes(outside: str) -> None:
+    """Others pick the fill, and have no gradients."""
+    params = {**FEWER, "outside": outside}
+    bound, plain, (logits, _) = _both("cross_entropy", GIVEN, params)
+    labels = jnp.asarray([[0, 7, 8], [10, 11, -1]], jnp.int32)
+    for f, g in ((bound, plain), (_gradient(bound), _gradient(plain))):
+        np.testing.assert_allclose(f(logits, labels), g(logits, labels), rtol=2e-5)
+
+
+def _gradient(loss: Any) -> Any:
+    return jax.jit(jax.grad(lambda y, labels: jnp.nansum(loss(y, labels))))
+
+
 @pytest.mark.parametrize("transform", ["jit", "grad", "vmap_of_grad"])
 def test_bfloat16_is_as_accurate_as_the_reference(transform: str, chunks: None) -> None:
     transforms.check(transform, *_both("linear_cross_entropy", LINEAR, {}, "bfloat16"))
@@ -77,6 +101,13 @@ SETTINGS = [
     for one in itertools.product(
         ("nan", "zero", "clip"), (False, True), (0.0, 0.2), (0.0, 0.03)
     )
+]
+HOT = {"outside": "zero", "of_log_probabilities": True, "whole_slopes": True}
+SETTINGS += [{**HOT, "z_loss": z} for z in (0.0, 0.03)]
+FEWER = {"used": 8, "fill": -1e4, "z_loss": 0.03}
+SETTINGS += [
+    {**FEWER, "outside": o, "of_log_probabilities": o == "zero"}
+    for o in ("nan", "zero", "clip")
 ]
 RNG = np.random.default_rng(3)
 ROWS, K, V = 7, 5, 11
@@ -114,8 +145,15 @@ def _all_settings(of: Any, dtype: Any) -> Any:
     return jax.jit(run)
 
 
-def test_every_setting_is_as_near_to_float64(chunks: None) -> None:
+@pytest.mark.parametrize(
+    "config", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in PADDED)]
+)
+def test_every_setting_is_as_near_to_float64(
+    config: str, chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values and gradients; labels that are no class give NaN where they should."""
+    if config:
+        monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
     op = registry().op("linear_cross_entropy")
 
     def bound(**given: Any) -> jax.Array:
@@ -141,8 +179,17 @@ def test_every_setting_is_as_near_to_float64(chunks: None) -> None:
 
 @pytest.mark.parametrize("columns", [[3], list(range(4)), list(range(11))])
 @pytest.mark.parametrize("fill", [-np.inf, np.inf, np.nan])
-def test_what_is_finite_stays_so(fill: float, columns: list[int], chunks: None) -> None:
+@pytest.mark.parametrize("config", ["", PADDED[0]])
+def test_what_is_finite_stays_so(
+    fill: float,
+    columns: list[int],
+    config: str,
+    chunks: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Biases of -inf hide classes; inf and NaN are seen in the loss."""
+    if config:
+        monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
     op = registry().op("linear_cross_entropy")
     bias = BIAS.copy()
     bias[columns] = fill
@@ -157,7 +204,7 @@ def test_what_is_finite_stays_so(fill: float, columns: list[int], chunks: None) 
 
 
 def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(1 << 23))
+    monkeypatch.setattr(of_chunks, "DEFAULT", of_chunks.Chunk(1 << 23))
     op = registry().op("linear_cross_entropy")
     shapes = {"x": (512, 8), "w": (8, 32768), "labels": (512,)}
     args = {
@@ -176,14 +223,13 @@ def test_gradients_hold_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> No
     assert memory(bound) < 0.6 * logits
 
 
-@pytest.mark.parametrize("budget", [4 * 4 * 11, 1 << 25])
+@pytest.mark.parametrize("config", BLOCKS)
 @pytest.mark.parametrize("rows", [3, 8, 9])
 def test_results_and_gradients_together(
-    rows: int, budget: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of four rows and a rest, or all at once."""
-    monkeypatch.setattr(xla, "LEAST", 4)
-    monkeypatch.setattr(xla, "DEFAULT", xla.Chunk(budget))
+    """Blocks of four rows and a rest, or all at once; eleven classes, padded to 16."""
+    monkeypatch.setattr(of_chunks, "DEFAULT", BLOCKS[config])
     op = registry().op("linear_cross_entropy")
     shapes = {**BIASED, "x": (rows, 4), "labels": (rows,)}
     _, plain, args = _both(op.name, shapes, {**ALL, "soft_cap": 3.0})

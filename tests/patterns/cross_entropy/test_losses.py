@@ -13,21 +13,25 @@ import pytest
 from jax import lax
 
 import rewriter
+from tests.patterns.cross_entropy.pieces import (
+    BIAS,
+    FORCED,
+    IGNORED,
+    KEEP,
+    LABELS,
+    RNG,
+    B,
+    K,
+    T,
+    V,
+    W,
+    X,
+    integer_loss,
+    taken_apart,
+    with_rule,
+)
 
-B, T, K, V = 2, 5, 4, 12
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(B, T, K)).astype(np.float32)
-W = RNG.normal(size=(K, V)).astype(np.float32)
-BIAS = RNG.normal(size=V).astype(np.float32)
-LABELS = RNG.integers(0, V, (B, T)).astype(np.int32)
-KEEP = (RNG.random((B, T)) > 0.3).astype(np.float32)
-IGNORED = np.where(KEEP > 0, LABELS, -100).astype(np.int32)
-FORCED = {
-    "linear_cross_entropy": "memory_bounded",
-    "cross_entropy": "memory_bounded",
-}
 PROGRAMS: dict[str, Callable[..., jax.Array]] = {}
-integer_loss = optax.softmax_cross_entropy_with_integer_labels
 
 
 def program(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -93,6 +97,34 @@ def with_z_loss(x, w, bias):
 
 
 @program
+def total_of_one_hot(x, w, bias):
+    return -(jax.nn.one_hot(LABELS, V) * jax.nn.log_softmax(x @ w + bias)).sum()
+
+
+@program
+def mean_of_all(x, w, bias):
+    return -V * (jax.nn.one_hot(LABELS, V) * jax.nn.log_softmax(x @ w + bias)).mean()
+
+
+@program
+def weighted_total(x, w, bias):
+    targets = jax.nn.one_hot(LABELS, V) * KEEP[..., None]
+    return -jnp.sum(targets * jax.nn.log_softmax(x @ w + bias)) / KEEP.sum()
+
+
+@program
+def smoothed_total(x, w, bias):
+    targets = optax.smooth_labels(jax.nn.one_hot(LABELS, V), 0.1)
+    return -(targets * jax.nn.log_softmax(x @ w + bias)).sum() / (B * T)
+
+
+@program
+def ruled(x, w, bias):
+    losses = with_rule(x @ w + bias, jax.nn.one_hot(LABELS, V), 1e-2)
+    return (losses * KEEP).sum() / KEEP.sum()
+
+
+@program
 def smoothed(x, w, bias):
     targets = optax.smooth_labels(jax.nn.one_hot(LABELS, V), 0.1)
     return optax.softmax_cross_entropy(x @ w + bias, targets).mean()
@@ -133,13 +165,9 @@ def per_example(x, w, bias):
     return jax.vmap(one)(x, LABELS).mean()
 
 
-def _taken_apart(fn: Callable[..., jax.Array]) -> Any:
-    return jax.value_and_grad(fn, (0, 1, 2))
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_found(name: str) -> None:
-    report = rewriter.explain(_taken_apart(PROGRAMS[name]))(X, W, BIAS)
+    report = rewriter.explain(taken_apart(PROGRAMS[name]))(X, W, BIAS)
     assert report.counts(False, True)["linear_cross_entropy"] == 1
     assert report.counts()["attention"] == 0
 
@@ -147,11 +175,11 @@ def test_gradients_are_found(name: str) -> None:
 @pytest.fixture(scope="module")
 def numbers() -> dict[str, list[np.ndarray]]:
     """Values and gradients: in float64, differentiated first, rewritten first."""
-    first = [_taken_apart(f) for f in PROGRAMS.values()]
+    first = [taken_apart(f) for f in PROGRAMS.values()]
     made = {
         "before": [rewriter.optimize(f, implementation=FORCED) for f in first],
         "after": [
-            _taken_apart(rewriter.optimize(f, implementation=FORCED))
+            taken_apart(rewriter.optimize(f, implementation=FORCED))
             for f in PROGRAMS.values()
         ],
     }
@@ -180,13 +208,13 @@ def _equations(fn: Callable[..., Any]) -> str:
 @pytest.mark.parametrize("name", ["mean", "masked_mean", "with_z_loss", "shifted"])
 def test_logits_are_computed_once(name: str) -> None:
     """One equation gives the losses and gradients: it knows the cotangent."""
-    text = _equations(_taken_apart(PROGRAMS[name]))
+    text = _equations(taken_apart(PROGRAMS[name]))
     assert "rewriter_site_together" in text
     assert "rewriter_site_backward" not in text
 
 
 def test_a_cotangent_that_depends_on_the_loss_comes_later() -> None:
-    text = _equations(_taken_apart(PROGRAMS["perplexity"]))
+    text = _equations(taken_apart(PROGRAMS["perplexity"]))
     assert "rewriter_site_together" not in text
     assert "rewriter_site_backward" in text
 
@@ -198,7 +226,7 @@ def test_one_equation_can_be_transformed() -> None:
     def squares(x, of=None):
         return sum((g**2).sum() for g in jax.tree.leaves(of(x, W, BIAS)))
 
-    taken = _taken_apart(PROGRAMS["mean"])
+    taken = taken_apart(PROGRAMS["mean"])
     fast = rewriter.optimize(taken, implementation=FORCED)
     got = jax.jit(jax.grad(lambda x: squares(x, fast)))(X)
     want = jax.jit(jax.grad(lambda x: squares(x, taken)))(X)

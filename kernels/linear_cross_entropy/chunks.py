@@ -1,0 +1,191 @@
+"""How many logits are held at once, and the loops over rows and classes.
+
+Logits are an array of rows and classes. A block has some of the rows. A chunk has some
+of the classes of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Spec
+
+Rows = dict[str, jax.Array]
+"""Arrays by name, rows first."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The config of both passes.
+
+    Attributes:
+        budget: The most bytes of logits that are held at once. Chunks have at least
+            `least` classes, and blocks at least as many rows, whatever the budget.
+        least: The fewest classes of a chunk, and the fewest rows of a block.
+        whole: Whether blocks of rows have all classes where the budget allows it.
+            Weights are then never cut. Their gradients are added up over blocks.
+        aligned: Classes are padded to a multiple of this, unless they are one of 8.
+        joined: Whether the maximum of a row and its picked logit are one reduction.
+        rounded: Whether logits are held as the program rounds them, in the dtype of its
+            product. Otherwise they are held in float32 or float64.
+    """
+
+    budget: int = 1 << 25
+    least: int = 64
+    whole: bool = False
+    aligned: int = 1
+    rounded: bool = False
+    joined: bool = False
+
+
+DEFAULT = Chunk()
+LARGE = Chunk(1 << 29, 1024, whole=True, aligned=128, rounded=True)
+"""For GPUs and TPUs, which need large products of aligned sizes."""
+
+ROWS = 2048
+"""The rows that a block of `LARGE` has at least, if the device's memory allows it. Its
+products then take longer than adding up gradients of the weights."""
+
+SHARE = 32
+"""The part of a device's memory that logits of a block may take for that."""
+
+EVEN = 8
+"""The sizes that products take without loss are multiples of this."""
+
+COLUMNS = 8
+"""The chunks of the gradients of a block whose logits are held, if not `whole`."""
+
+
+def default(spec: Spec, device: Device) -> Chunk:
+    """Returns the chunk for a CPU, or a larger one."""
+    if device.platform == "cpu":
+        return DEFAULT
+    if spec.symbolic:
+        return LARGE
+    wanted = ROWS * spec.shape("w")[-1] * item_of(spec)
+    room = device.memory // SHARE or LARGE.budget
+    budget = max(LARGE.budget, min(wanted, room))
+    return Chunk(budget, LARGE.least, LARGE.whole, LARGE.aligned, LARGE.rounded)
+
+
+def configs(spec: Spec, device: Device) -> list[Chunk]:
+    """Returns budgets worth measuring, of fewer bytes than all logits have."""
+    if device.platform == "cpu":
+        budgets = [1 << s for s in (22, 26, 28)]
+        return [Chunk(b) for b in budgets if b < nbytes(spec)]
+    size = nbytes(spec) // 4 * item_of(spec)
+    large = (LARGE.least, True, LARGE.aligned, LARGE.rounded)
+    small = (LARGE.least, False, LARGE.aligned, LARGE.rounded)
+    found = [Chunk(1 << s, *large) for s in (28, 30, 31) if 1 << s < 2 * size]
+    return found + [Chunk(1 << s, *small) for s in (26, 28) if 1 << s < size]
+
+
+def nbytes(spec: Spec) -> int:
+    """Bytes of all logits in float32."""
+    return math.prod(spec.shape("x")[:-1]) * spec.shape("w")[-1] * 4
+
+
+def item_of(spec: Spec) -> int:
+    """Bytes of a logit as the program rounds it."""
+    narrow = spec.param("logits_dtype") or jnp.result_type(
+        spec.dtype("x"), spec.dtype("w")
+    )
+    return jnp.dtype(narrow).itemsize
+
+
+def padded(classes: int, config: Chunk) -> int:
+    """The number of classes with those that are added, so that products are aligned."""
+    if classes % EVEN == 0 or config.aligned <= 1:
+        return classes
+    return -(-classes // config.aligned) * config.aligned
+
+
+def whole_rows(count: int, classes: int, itemsize: int, config: Chunk) -> int:
+    """Rows of a block with all classes; 0 if the budget is too small for them."""
+    most = config.budget // itemsize // max(classes, 1)
+    if most < min(config.least, count):
+        return 0
+    return equal(count, max(most, 1))
+
+
+def cut(count: int, classes: int, itemsize: int, config: Chunk) -> tuple[int, int]:
+    """Rows of a block and classes of a chunk, equal ones where possible."""
+    least = config.least
+    numbers = max(config.budget // itemsize, 1)
+    rows = equal(count, max(numbers // least, least))
+    return rows, equal(classes, max(numbers // max(rows, 1), least))
+
+
+def equal(n: int, most: int) -> int:
+    """The size of the fewest equal parts of at most some size, a multiple of 8.
+
+    Example:
+        >>> equal(10, 16), equal(8184, 5336), equal(100, 50)
+        (10, 4096, 50)
+    """
+    if n <= most:
+        return n
+    size = -(-n // -(-n // most))
+    return min(-(-size // EVEN) * EVEN, most)
+
+
+def of_held(classes: int, config: Chunk) -> int:
+    """Classes of a chunk of logits that are held, to form gradients of."""
+    return equal(classes, max(classes // COLUMNS, config.least))
+
+
+def flat(x: jax.Array, labels: jax.Array, **more: jax.Array) -> Rows:
+    """The arrays, with one axis of rows."""
+    count = math.prod(x.shape[:-1])
+    made = {n: a.reshape(count) for n, a in (more | {"labels": labels}).items()}
+    return made | {"x": x.reshape(count, x.shape[-1])}
+
+
+def over_chunks(
+    step: Callable[[Any, int, Any], Any], carry: Any, classes: int, size: int
+) -> Any:
+    """Runs ``step(start, size, carry)`` over chunks of classes and a rest."""
+    whole = classes // size if size else 0
+    if whole > 1:
+        carry = lax.fori_loop(0, whole, lambda i, c: step(i * size, size, c), carry)
+    elif whole:
+        carry = step(0, size, carry)
+    rest = classes - whole * size
+    return step(whole * size, rest, carry) if rest else carry
+
+
+def over_blocks(
+    block: Callable[[Rows, Any], tuple[Any, Rows]], rows: Rows, sums: Any, size: int
+) -> tuple[Any, Rows]:
+    """Runs a function over blocks of rows, handing on its first results.
+
+    The last row is repeated where the last block is not full. Repeated rows have no
+    cotangent, and no results.
+    """
+    count = rows["x"].shape[0]
+    if count <= size:
+        sums, made = block(rows, sums)
+        return sums, made
+    blocks = -(-count // size)
+    missing = blocks * size - count
+
+    def parts(name: str, a: jax.Array) -> jax.Array:
+        if missing:
+            last = jnp.broadcast_to(a[-1:], (missing, *a.shape[1:]))
+            if name == "cotangent":
+                last = jnp.zeros_like(last)
+            a = jnp.concatenate([a, last])
+        return a.reshape(blocks, size, *a.shape[1:])
+
+    own = {n: parts(n, a) for n, a in rows.items()}
+    sums, made = lax.scan(lambda s, part: block(part, s), sums, own)
+    whole = lambda y: y.reshape(blocks * size, *y.shape[2:])[:count]
+    return sums, jax.tree.map(whole, made)

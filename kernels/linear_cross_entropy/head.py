@@ -1,0 +1,125 @@
+"""What makes logits of rows: weights, a bias, a scale and a soft cap."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes logits of rows, for all classes or some.
+
+    Attributes:
+        w: The weights, [k, v].
+        bias: What is added, [v], or None.
+        scale: Multiplies the product.
+        soft_cap: The bound of the logits; 0 for none.
+        precision: Of the products.
+        narrow: The dtype of the logits' gradients.
+        wide: The dtype in which logits are computed: float32 or float64.
+        held: The dtype in which the product x·w is held.
+        start: The first class.
+        classes: The number of classes that have logits; columns behind them have none.
+            None if all have.
+    """
+
+    w: jax.Array
+    bias: jax.Array | None
+    scale: float
+    soft_cap: float
+    precision: str | None
+    narrow: Any
+    wide: Any
+    held: Any
+    start: Any = 0
+    classes: int | None = None
+
+    def padded(self, classes: int) -> Head:
+        """The same with columns of zeros behind the classes, which have no logits."""
+        count = self.w.shape[1]
+        if classes == count:
+            return self
+        more = (0, classes - count)
+        bias = None if self.bias is None else jnp.pad(self.bias, more)
+        w = jnp.pad(self.w, ((0, 0), more))
+        return dataclasses.replace(self, w=w, bias=bias, classes=count)
+
+    def chunk(self, start: Any, size: int) -> Head:
+        """The same for some classes."""
+        w = lax.dynamic_slice_in_dim(self.w, start, size, 1)
+        bias = self.bias
+        if bias is not None:
+            bias = lax.dynamic_slice_in_dim(bias, start, size)
+        return dataclasses.replace(self, w=w, bias=bias, start=start)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Rows [n, k] times the weights, as they are held."""
+        return jnp.matmul(
+            x, self.w, precision=self.precision, preferred_element_type=self.held
+        )
+
+    def logits(self, product: jax.Array) -> jax.Array:
+        """Logits of a product, in the wide dtype; -inf in padding."""
+        y = product.astype(self.wide)
+        y = y * self.scale if self.scale != 1 else y
+        y = y if self.bias is None else y + self.bias.astype(self.wide)
+        y = self.soft_cap * jnp.tanh(y / self.soft_cap) if self.soft_cap else y
+        return self._inside(y, -jnp.inf)
+
+    def hits(self, labels: jax.Array) -> jax.Array:
+        """Which of the classes each row picks, [n, v]."""
+        return self._inside(labels[:, None] == self._columns(), False)
+
+    def total(self, y: jax.Array) -> jax.Array:
+        """Sums of logits, [n]."""
+        return self._inside(y, 0).sum(1)
+
+    def of_product(self, y: jax.Array, d: jax.Array) -> jax.Array:
+        """Cotangents of the product without its scale, from those of logits y."""
+        if self.soft_cap:
+            d = d * (1 - jnp.square(y / self.soft_cap))
+        return self._inside(d, 0)
+
+    def back(
+        self, x: jax.Array, d: jax.Array, dtypes: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        """Cotangents of rows, weights and bias, from those `of_product`.
+
+        Args:
+            x: The rows, [n, k].
+            d: The cotangents, [n, v].
+            dtypes: The dtype of each result, by its name.
+        """
+        sums = {} if self.bias is None else {"bias": d.sum(0).astype(dtypes["bias"])}
+        d = (d * self.scale if self.scale != 1 else d).astype(self.narrow)
+        return {
+            "x": self._dot(d, self.w.astype(self.narrow), (1, 1), dtypes["x"]),
+            "w": self._dot(x.astype(self.narrow), d, (0, 0), dtypes["w"]),
+            **sums,
+        }
+
+    def _dot(
+        self, a: jax.Array, b: jax.Array, contract: tuple[int, int], out: Any
+    ) -> jax.Array:
+        dims = (((contract[0],), (contract[1],)), ((), ()))
+        made = jnp.promote_types(out, self.narrow)
+        found = lax.dot_general(
+            a, b, dims, precision=self.precision, preferred_element_type=made
+        )
+        return found.astype(out)
+
+    def _columns(self) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, (self.w.shape[1],), 0) + self.start
+
+    def _inside(self, y: jax.Array, otherwise: Any) -> jax.Array:
+        """An array of classes, with a number in place of those that are padding."""
+        if self.classes is None:
+            return y
+        return jnp.where(self._columns() < self.classes, y, otherwise)

@@ -1,0 +1,309 @@
+"""Pads matrix products with sizes for which a GPU has no fast kernel.
+
+    y = x·w  of w [768, 50257]     →     p = pad w    z = x·p    y = z[:, :50257]
+
+Kernels for 16-bit matrices load 16 bytes at once. A matrix whose rows are no multiple
+of 8 numbers has no such loads, and XLA falls back to kernels that take twice the time.
+Zeros that are summed add nothing, and columns of zeros are cut off again, so the result
+has the same terms. Differentiated, a padded product is two padded ones. What padding
+and cutting read and write is counted, unless XLA fuses them with what is around.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from rewriter import _jax
+from rewriter.ops import unaligned
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import LAUNCH_S, PRODUCTS, seconds
+from rewriter.ops.unaligned import EVEN
+from rewriter.program.bodies import map_bodies
+from rewriter.program.equations import Equations
+from rewriter.program.loops import inserted
+from rewriter.rewrite.passes.flops import flops_of, is_sized, size
+from rewriter.rewrite.passes.recompute import CHEAP
+
+STEPS = ((4096, 128), (1024, 64), (0, EVEN))
+"""From these sizes on, sizes are padded to a multiple of these: tiles are then full."""
+
+GAIN = 0.9
+"""The share of its time that a padded product may take, with the padding."""
+
+LEAST_S = 5 * LAUNCH_S
+"""The fewest seconds that padding must gain."""
+
+FUSED = CHEAP | {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"}
+"""Primitives that read a part of an array as fast as a whole one."""
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A product that was padded.
+
+    Attributes:
+        where: The user's line.
+        sizes: The sizes that were padded, as ``(from, to)``.
+        before: The seconds that it is estimated to take as written.
+        after: The same padded, with padding and cutting.
+    """
+
+    where: str
+    sizes: tuple[tuple[int, int], ...]
+    before: float
+    after: float
+
+
+def align(
+    program: ClosedJaxpr, device: Device
+) -> tuple[ClosedJaxpr, tuple[Aligned, ...]]:
+    """Returns a program whose large products are aligned, and those that were padded.
+
+    Args:
+        program: A program; it is returned itself if nothing changes.
+        device: Where it will run. Its figures must be known.
+    """
+    if device.platform not in unaligned.PLATFORMS or not (
+        device.flops and device.bandwidth
+    ):
+        return program, ()
+    found: list[Aligned] = []
+
+    def change(body: Any) -> Any:
+        if not any(map(_is_of_matrices, body.eqns)):
+            return body
+        return _Body(body, device, found).changed()
+
+    return map_bodies(program, change), tuple(found)
+
+
+class _Body:
+    """One body whose products are padded; each value is padded once.
+
+    Args:
+        jaxpr: The body.
+        device: Where it will run.
+        found: Where padded products are put.
+    """
+
+    def __init__(self, jaxpr: Any, device: Device, found: list[Aligned]):
+        self.jaxpr, self.device, self.found = jaxpr, device, found
+        self.around = Equations(jaxpr)
+        self.padded: set[tuple[Any, tuple[int, ...]]] = set()
+
+    def changed(self) -> Any:
+        """The body; itself if no padding pays."""
+        before, eqns = len(self.found), []
+        for eqn in self.jaxpr.eqns:
+            odd = _is_of_matrices(eqn) and _odd_axes(eqn, self.around)
+            product = _Product.of(eqn, odd) if odd else None
+            told = product and self._told(product)
+            if product and told:
+                self.found.append(told)
+                eqns += self._written(product)
+            else:
+                eqns.append(eqn)
+        if len(self.found) == before:
+            return self.jaxpr
+        outs = getattr(self.jaxpr, "jaxpr", self.jaxpr).outvars
+        return _jax.with_equations(self.jaxpr, eqns, outs)
+
+    def _told(self, product: _Product) -> Aligned | None:
+        """The estimate of a padded product; None if it does not pay."""
+        work = flops_of(product.eqn)
+        assert work is not None
+        more = math.prod(to / size for size, to in product.sizes)
+        moved = self._padding(product) + self._cutting(product)
+        before = seconds(
+            self.device,
+            work.flops,
+            0.0,
+            compute=PRODUCTS / _slower(product.eqn, self.around),
+        )
+        after = seconds(
+            self.device, more * work.flops, moved, compute=PRODUCTS,
+            launches=1 + 3 * (moved > 0),
+        )  # fmt: skip
+        if after > GAIN * before or before - after < LEAST_S:
+            return None
+        where = _jax.source_of(product.eqn)
+        return Aligned(where, tuple(product.sizes), before, after)
+
+    def _padding(self, product: _Product) -> float:
+        """Bytes that pass to pad the operands that are not padded yet."""
+        moved = 0.0
+        for atom, to in zip(product.eqn.invars, product.operands, strict=True):
+            if to == atom.aval.shape or (atom, to) in self.padded:
+                continue
+            maker = self.around.maker(atom)
+            fused = maker is not None and maker.primitive.name in CHEAP
+            moved += 0.0 if fused else 2.0 * size(atom)
+        return moved
+
+    def _cutting(self, product: _Product) -> float:
+        """Bytes that pass to cut the result, unless all that read it can do so."""
+        (out,) = product.eqn.outvars
+        if out.aval.shape == product.result:
+            return 0.0
+        around = self.around
+        readers = around.readers(out)
+        fused = all(
+            k != around.end and around.eqns[k].primitive.name in FUSED for k in readers
+        )
+        return 0.0 if fused else 2.0 * size(out)
+
+    def _written(self, product: _Product) -> list[Any]:
+        """The equations of a padded product. Equal paddings are one for XLA."""
+        eqn, atoms = product.eqn, product.eqn.invars
+        (out,) = eqn.outvars
+
+        def code(*given: jax.Array) -> jax.Array:
+            wide = map(_wide, given, product.operands)
+            made = eqn.primitive.bind(*wide, **eqn.params)
+            if made.shape == out.aval.shape:
+                return made
+            return lax.slice(made, [0] * made.ndim, out.aval.shape)
+
+        fragment = _jax.trace_placed(code, [a.aval for a in atoms])
+        made, _ = inserted(fragment, atoms, eqn.source_info)
+        self.padded |= set(zip(atoms, product.operands, strict=True))
+        return [*made[:-1], made[-1].replace(outvars=[out])]
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """A product, and the shapes that it has if it is padded.
+
+    Attributes:
+        eqn: Its equation.
+        sizes: The sizes that are padded, as ``(from, to)``.
+        operands: The shapes of both operands.
+        result: The shape of the result.
+    """
+
+    eqn: Any
+    sizes: Sequence[tuple[int, int]]
+    operands: tuple[tuple[int, ...], ...]
+    result: tuple[int, ...]
+
+    @classmethod
+    def of(cls, eqn: Any, odd: Sequence[tuple[int, int]]) -> _Product:
+        """The product with some axes padded.
+
+        Args:
+            eqn: The equation.
+            odd: Axes as ``(operand, axis)``; an axis that is summed as that of the
+                first operand.
+        """
+        shapes = [list(a.aval.shape) for a in eqn.invars]
+        (left, right), _ = eqn.params["dimension_numbers"]
+        sizes = []
+        for operand, axis in odd:
+            old = shapes[operand][axis]
+            new = _padded_size(old)
+            sizes.append((old, new))
+            shapes[operand][axis] = new
+            if operand == 0 and axis in left:
+                shapes[1][right[left.index(axis)]] = new
+        free = [
+            size
+            for shape, summed in zip(shapes, (left, right), strict=True)
+            for axis, size in enumerate(shape)
+            if axis not in summed
+        ]
+        return cls(eqn, sizes, tuple(map(tuple, shapes)), tuple(free))
+
+
+def _odd_axes(eqn: Any, around: Equations) -> list[tuple[int, int]]:
+    """Axes of a product that make the rows of a matrix unaligned.
+
+    An axis that is summed is named as that of the first operand.
+    """
+    (left, right), _ = eqn.params["dimension_numbers"]
+    odd = [r for r in _rows(eqn, around) if r is not None and _is_odd(eqn, r)]
+    first = [
+        (0, left[right.index(axis)]) if operand and axis in right else (operand, axis)
+        for operand, axis in odd
+    ]
+    return list(dict.fromkeys(first))
+
+
+def _is_of_matrices(eqn: Any) -> bool:
+    """Whether an equation is a product of 16-bit matrices, without batches."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    atoms = (*eqn.invars, *eqn.outvars)
+    if batch or not is_sized(atoms) or any(map(_jax.is_literal, eqn.invars)):
+        return False
+    return all(_is_narrow(a.aval.dtype) for a in eqn.invars)
+
+
+def _rows(eqn: Any, around: Equations) -> list[tuple[int, int] | None]:
+    """What makes up a row of both operands and of the result, as ``(operand, axis)``.
+
+    A transposed operand lies in memory as it was before. None where several axes make
+    up a row.
+    """
+    (left, right), _ = eqn.params["dimension_numbers"]
+    rows: list[tuple[int, int] | None] = []
+    frees = []
+    for operand, (atom, summed) in enumerate(
+        zip(eqn.invars, (left, right), strict=True)
+    ):
+        order = _order(atom, around)
+        frees.append([axis for axis in sorted(order) if axis not in summed])
+        kinds = [axis in summed for axis in order]
+        alone = bool(order) and kinds[-1] not in kinds[-2:-1]
+        rows.append((operand, order[-1]) if alone else None)
+    last = 1 if frees[1] else 0
+    alone = len(frees[last]) == 1 or (last == 0 and bool(frees[0]))
+    return [*rows, (last, frees[last][-1]) if alone else None]
+
+
+def _order(atom: Any, around: Equations) -> list[int]:
+    """The axes of an operand in the order in which they lie in memory."""
+    maker = around.maker(atom)
+    if maker is None or maker.primitive.name != "transpose":
+        return list(range(len(atom.aval.shape)))
+    order = list(maker.params["permutation"])
+    return [order.index(axis) for axis in range(len(order))]
+
+
+def _is_odd(eqn: Any, row: tuple[int, int]) -> bool:
+    operand, axis = row
+    size = eqn.invars[operand].aval.shape[axis]
+    return bool(size > EVEN and size % EVEN)
+
+
+def _slower(eqn: Any, around: Equations) -> float:
+    """How many times longer a product takes than an aligned one."""
+    sizes = [
+        EVEN if row is None else eqn.invars[row[0]].aval.shape[row[1]]
+        for row in _rows(eqn, around)
+    ]
+    return unaligned.slower(*sizes)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 2
+
+
+def _padded_size(size: int) -> int:
+    step = next(step for least, step in STEPS if size >= least)
+    return -(-size // step) * step
+
+
+def _wide(a: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """An array with zeros behind it."""
+    sizes = zip(a.shape, shape, strict=True)
+    more = [(0, new - old, 0) for old, new in sizes]
+    return lax.pad(a, jnp.zeros((), a.dtype), more)

@@ -1,0 +1,88 @@
+"""Which implementation of a loss is estimated to be the fastest on a known device."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from rewriter.choose.choose import choose
+from rewriter.config import Config
+from rewriter.kernels.linear_cross_entropy import chunks
+from rewriter.ops import device
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import Spec, spec_of
+from rewriter.ops.registry import registry
+
+
+def linear(n: int, k: int, v: int, **params: object) -> Spec:
+    shapes = {"x": (n, k), "w": (k, v), "labels": (n,)}
+    return _spec("linear_cross_entropy", shapes, "bfloat16", params)
+
+
+def given(n: int, v: int, dtype: str, **params: object) -> Spec:
+    shapes = {"logits": (n, v), "labels": (n,)}
+    return _spec("cross_entropy", shapes, dtype, params)
+
+
+def _spec(name: str, shapes: dict, dtype: str, params: dict) -> Spec:
+    like = {
+        n: jax.ShapeDtypeStruct(s, "int32" if n == "labels" else dtype)
+        for n, s in shapes.items()
+    }
+    return spec_of(registry().op(name), like, params)
+
+
+LOGS = {"of_log_probabilities": True}
+CHOICES = [
+    (linear(8192, 768, 50257), 1, "memory_bounded"),
+    (linear(8192, 768, 50257), 0, "memory_bounded"),  # aligned products
+    (linear(8192, 768, 50304), 0, "xla"),  # they are aligned
+    (linear(128, 768, 1000), 1, "xla"),  # a few launches
+    (given(8192, 50257, "bfloat16", **LOGS), 1, "memory_bounded"),
+    (given(8192, 50257, "float32"), 1, "memory_bounded"),
+    (given(8192, 50257, "float32", outside="zero"), 1, "xla"),  # nothing is scattered
+    (given(8192, 50257, "float32"), 0, "xla"),
+]
+
+
+@pytest.mark.parametrize(("spec", "gradients", "kernel"), CHOICES)
+def test_choices_on_an_h100(spec: Spec, gradients: int, kernel: str) -> None:
+    kernels, h100 = registry().kernels(spec.op), device.named("h100")
+    choice = choose(spec, Config(), kernels, h100, gradients)
+    assert (choice.kernel, choice.origin) == (kernel, "estimated")
+
+
+@pytest.mark.parametrize("name", ["h100", "a100", "tpu_v5e", "tpu_v5p"])
+@pytest.mark.parametrize("v", [32000, 50257, 128256, 262144])
+def test_blocks_are_large_and_fit(name: str, v: int) -> None:
+    """Enough rows for the weights' gradients; a small part of the memory."""
+    here = device.named(name)
+    config = chunks.default(linear(8192, 2048, v), here)
+    classes = chunks.padded(v, config)
+    rows = chunks.whole_rows(8192, classes, 2, config)
+    assert rows >= 1024
+    assert config.budget <= here.memory // 16
+    assert rows * classes * 2 <= 1.01 * config.budget
+    assert classes % 8 == 0
+    assert classes - v < 128
+
+
+def test_where_xla_needs_too_much_memory_blocks_are_chosen() -> None:
+    spec, here = linear(65536, 2048, 128256), device.named("tpu_v5e")
+    choice = choose(spec, Config(), registry().kernels(spec.op), here, 1)
+    assert choice.kernel == "memory_bounded"
+    assert "temporary arrays" in dict(choice.not_chosen)["xla"]
+
+
+def test_huge_logits_are_not_left_to_a_gpu_of_unknown_size() -> None:
+    kernels, some = registry().kernels("linear_cross_entropy"), Device("a GPU", "cuda")
+    for rows, kernel in ((8192, "xla"), (32768, "memory_bounded")):
+        spec = linear(rows, 2560, 128256)
+        assert choose(spec, Config(), kernels, some, 1).kernel == kernel
+
+
+def test_each_size_is_divided_into_equal_parts() -> None:
+    for n, most in ((1, 1), (7, 3), (8184, 5336), (100, 64), (50304, 4096)):
+        size = chunks.equal(n, most)
+        assert size <= most
+        assert -(-n // size) == -(-n // most)
