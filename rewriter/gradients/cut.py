@@ -28,8 +28,8 @@ class Cut:
 
     Attributes:
         regions: The walks over the program's graph.
-        known: By the id of a reading, and whether pieces are what a body is given, its
-            first match over pieces and the template of it; None if there is none.
+        known: By the id of a reading, and whether pieces are what a body is given.
+            Its first match over pieces and the template of it; None if there is none.
     """
 
     regions: Regions
