@@ -293,12 +293,14 @@ def _evaluator(
         if (node := graph.node_of(v)) is not None
         and (node.prim in CONTRACTIONS or is_pick(node))
     )
-    core = _computed_from(graph, stops, parts)
+    known, core = match.reading.evaluator, None
+    if known is not None and known.core is not None:  # as the forward was read
+        core = _computed_from(graph, stops, parts).__contains__
     make = functools.partial(
         Evaluator,
         graph,
         match.reading.algebra,
-        core=core.__contains__,
+        core=core,
         names={v: v for v in stops if kind_of(graph.dtype(v)) != "b"},
         inside=dots,
         full_sides=frozenset((v, k) for v in dots for k in (0, 1)),
