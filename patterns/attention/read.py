@@ -12,9 +12,11 @@ Must hold  the form splits into those factors, each mask is a predicate of
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from dataclasses import replace
+from typing import Any
 
 from rewriter.algebra.canonicalize import TRANSPARENT, adds_zero, kind_of, values_named
-from rewriter.algebra.normal_form import OverBudget
+from rewriter.algebra.normal_form import OverBudget, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Reading, Refused, leaves_of, split_digits
@@ -134,7 +136,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             for how in ("full", "soft", "whole"):
                 try:
                     parts = Blocks(tuple(chosen), ((pv, side),))
-                    yield read(find, candidate, parts, how, sums)
+                    yield from _readings(find, candidate, parts, how, sums)
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
                         miss = refusal.with_traceback(None)
@@ -169,6 +171,43 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
         find.missed(NAME, anchor, miss)
 
 
+def _readings(
+    find: Finder, value: int, parts: Blocks, how: str, sums: Set[int]
+) -> Iterator[Reading]:
+    """Readings of one candidate, that with the least arrays of a mask first.
+
+    Raises:
+        Refused: If the form is not that of attention.
+    """
+    reading = read(find, value, parts, how, sums)
+    if _has_table(reading):
+        try:
+            other = read(find, value, parts, how, sums, by_wraps=False)
+        except (Refused, OverBudget):
+            other = reading
+        if not _has_table(other):
+            yield other
+    if not find.done(NAME, value):
+        yield reading
+    if not find.done(NAME, value) and _has_positions(reading):
+        yield read(find, value, parts, how, sums, mask_as_array=True)
+
+
+def _has_table(reading: Reading) -> bool:
+    """Whether a mask is an array with a boolean for each query and key."""
+    mask, alg = reading.operands.get("mask"), reading.algebra
+    if mask is None:
+        return False
+    ids = alg.ids(alg.of_bool(mask.flag))
+    return all(ids & set(axis) for axis in mask.parts[0][1][2:])
+
+
+def _has_positions(reading: Reading) -> bool:
+    """Whether a mask is read as positions and lengths; it may also be an array."""
+    numbers = {"offset", "kv_lengths", "prefix", "q_segments", "kv_positions"}
+    return "window" in reading.params or not numbers.isdisjoint(reading.operands)
+
+
 def _is_in_a_while(anchor: Node) -> bool:
     """Whether steps of a while loop compute weights."""
     return "while" in anchor.scope.path
@@ -191,6 +230,8 @@ def read(
     parts: Blocks,
     how: str,
     sums: Set[int] = frozenset(),
+    mask_as_array: bool = False,
+    by_wraps: bool = True,
 ) -> Reading:
     """The reading of one candidate result.
 
@@ -201,12 +242,14 @@ def read(
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
             ``"whole"`` takes a bias as it is, however it was computed.
         sums: Contractions of the weights with ones.
+        mask_as_array: Whether a mask is taken as it is, however it was computed.
+        by_wraps: As for `Evaluator`.
 
     Raises:
         Refused: If the form is not that of attention.
         OverBudget: If the form grows too large.
     """
-    ev = _evaluator(find, value, parts, how, sums)
+    ev = _evaluator(find, value, parts, how, sums, by_wraps)
     alg = find.algebra
     args = ev.indices(value)
     form = ev.poly(value, args)
@@ -218,27 +261,8 @@ def read(
     if in_blocks and not parts.at_once:
         ev.notes.add("sums over blocks of keys are taken at once")
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
-    values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
-    over = over_all_keys(alg, form, values)
-    found = softmax_parts(alg, over.form, values | over.values)
-    sides = find.layout_leaves(ev, *(x for n in parts.scores for x in n.ins[:2]))
-    qk, bias = exponents(alg, found, sides | over.joined.keys())
-    reading = assembled(
-        Softmax(
-            find=find,
-            ev=ev,
-            value=value,
-            args=args,
-            form=form,
-            parts=found,
-            qk=qk,
-            bias=bias,
-            scores=frozenset(n.outs[0] for n in parts.scores),
-            products=parts.products,
-            joined=over.joined,
-            some=over.some,
-        )
-    )
+    made = _softmax(find, ev, value, parts, form, args, how == "soft")
+    reading = assembled(replace(made, mask_as_array=mask_as_array))
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):
         raise Refused("loop", "a value of one step of a loop is read", score=0.4)
     reading.in_blocks = in_blocks and not parts.at_once
@@ -247,8 +271,40 @@ def read(
     return reading
 
 
+def _softmax(
+    find: Finder,
+    ev: RegionEvaluator,
+    value: int,
+    parts: Blocks,
+    form: Poly,
+    args: tuple[Any, ...],
+    soft: bool,
+) -> Softmax:
+    """The softmax and its contractions in the form of a candidate."""
+    alg = find.algebra
+    values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
+    over = over_all_keys(alg, form, values)
+    found = softmax_parts(alg, over.form, values | over.values, soft)
+    sides = find.layout_leaves(ev, *(x for n in parts.scores for x in n.ins[:2]))
+    qk, bias = exponents(alg, found, sides | over.joined.keys())
+    return Softmax(
+        find=find,
+        ev=ev,
+        value=value,
+        args=args,
+        form=form,
+        parts=found,
+        qk=qk,
+        bias=bias,
+        scores=frozenset(n.outs[0] for n in parts.scores),
+        products=parts.products,
+        joined=over.joined,
+        some=over.some,
+    )
+
+
 def _evaluator(
-    find: Finder, value: int, parts: Blocks, how: str, sums: Set[int]
+    find: Finder, value: int, parts: Blocks, how: str, sums: Set[int], by_wraps: bool
 ) -> RegionEvaluator:
     """What puts the candidate into its normal form; arguments are as in `read`."""
     scores = frozenset(n.outs[0] for n in parts.scores)
@@ -269,6 +325,7 @@ def _evaluator(
         in_pieces=from_scores,
         whole_sides=from_scores if how == "whole" else None,
         filled_rows=True,
+        by_wraps=by_wraps,
     )
 
 
