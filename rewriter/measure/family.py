@@ -56,8 +56,8 @@ the time to read each operand once, at the data sheet's rate, which no program r
 def carried_over(entries: Iterable[Entry], kind: str) -> Iterator[Entry]:
     """Measurements of relatives of a chip, as if they had been made on it.
 
-    Estimates and whole programs are left out. So are configs for more processors than
-    the chip has.
+    Of several relatives, the one whose rates are nearest serves a use. Estimates and
+    whole programs are left out. So are configs for more processors than the chip has.
 
     Args:
         entries: Measurements of any chips.
@@ -71,14 +71,30 @@ def carried_over(entries: Iterable[Entry], kind: str) -> Iterator[Entry]:
         here = _rates(family, kind)
         if here is None:
             continue
+        nearest: dict[Key, tuple[float, tuple[Measurement, ...]]] = {}
         for key, found in entries:
             there = _rates(family, key.device)
             if there is None or key.device == kind or key.op == PROGRAM:
                 continue
             scaled = (_scaled(key, m, there, here) for m in found)
             kept = tuple(m for m in scaled if m is not None)
-            if kept:
-                yield dataclasses.replace(key, device=kind), kept
+            use, distance = (
+                dataclasses.replace(key, device=kind),
+                _distance(there, here),
+            )
+            if kept and distance < nearest.get(use, (math.inf,))[0]:
+                nearest[use] = distance, kept
+        yield from ((use, kept) for use, (_, kept) in nearest.items())
+
+
+def _distance(there: Rates, here: Rates) -> float:
+    """How far apart the rates of two chips are, 0 for equal ones."""
+    pairs = (
+        (there.flops, here.flops),
+        (there.bandwidth, here.bandwidth),
+        (there.processors, here.processors),
+    )
+    return sum(abs(math.log(a / b)) for a, b in pairs)
 
 
 def _rates(family: dict[str, Rates], kind: str) -> Rates | None:

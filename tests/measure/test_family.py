@@ -74,10 +74,18 @@ def test_what_the_package_ships_serves_the_family() -> None:
     sites = {}
     for target in ("h200", "h100"):
         (sites[target],) = rewriter.explain(attention, target=target)(x, x, x).sites
-    assert sites["h200"].origin == "shipped"
-    assert sites["h100"].origin == "nearest"
+    assert sites["h200"].origin == sites["h100"].origin == "shipped"
     assert sites["h100"].kernel == sites["h200"].kernel == "hopper"
-    assert sites["h100"].config == sites["h200"].config
+
+
+def test_the_nearest_relative_serves() -> None:
+    on_h100 = dataclasses.replace(KEY, device=H100)
+    entries = [(on_h100, (measured(70.0),)), (KEY, (measured(50.0),))]
+    for kind, us in (("NVIDIA H800", 70.0), ("NVIDIA GH200 144G", 50.0)):
+        for given in (entries, entries[::-1]):
+            ((key, (one,)),) = carried_over(given, kind)
+            assert key.device == kind
+            assert one.median_us == pytest.approx(us, 0.05)
 
 
 def test_own_measurements_come_first() -> None:
