@@ -42,6 +42,7 @@ def paged_form(op: Op, name: str, about: str) -> Op:
         operands=_operands(op),
         defaults={**op.defaults, **PARAMS},
         reference=functools.partial(attended, op.reference),
+        flat=False,
         usual=None,
         cost=functools.partial(_cost, op),
         sharding=functools.partial(_sharding, op),

@@ -17,6 +17,7 @@ OP = Op(
     ),
     out="...",
     reference=reference,
+    flat=True,
     sample=sample,
     defaults={
         "label_smoothing": 0.0, "z_loss": 0.0, "outside": "nan",

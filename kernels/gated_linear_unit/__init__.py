@@ -21,6 +21,7 @@ OP = Op(
     ),
     out="... f",
     reference=reference,
+    flat=True,
     sample=sample,
     usual=usual,
     defaults={

@@ -19,6 +19,7 @@ OP = Op(
     ),
     out="...",
     reference=reference,
+    flat=True,
     sample=sample,
     defaults={
         "scale": 1.0, "soft_cap": 0.0, "label_smoothing": 0.0, "z_loss": 0.0,

@@ -33,6 +33,7 @@ def _op(name: str) -> Op:
         operands=tuple(o for o in operands if centred or o.name != "bias"),
         out="... d",
         reference=functools.partial(reference, centred=centred),
+        flat=True,
         sample=functools.partial(sample, centred=centred),
         defaults={"eps": 0.0, "out_dtype": None}
         | ({"of_squares": False} if centred else {}),

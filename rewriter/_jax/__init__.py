@@ -11,6 +11,8 @@ as ``_jax.name``: this file lists the names. From the first module to the last:
 - `jit`: functions under `jax.jit`, and their programs;
 - `types`: weak types, varying axes, shardings;
 - `meshes`: traces code where values are placed on a mesh;
+- `without_calls`: programs without the calls in them;
+- `derivatives`: gradients of code;
 - `shard_map`: the parts of arrays, one for each device;
 - `lowering`: rules of primitives, devices, failures;
 - `nvidia`: cuDNN and CUPTI.
@@ -76,6 +78,12 @@ from rewriter._jax.calls import (
 from rewriter._jax.calls import (
     with_constants_first as with_constants_first,
 )
+from rewriter._jax.derivatives import (
+    gradients_of as gradients_of,
+)
+from rewriter._jax.derivatives import (
+    linearized as linearized,
+)
 from rewriter._jax.jit import (
     asking as asking,
 )
@@ -120,6 +128,9 @@ from rewriter._jax.lowering import (
 )
 from rewriter._jax.meshes import (
     in_mesh_of as in_mesh_of,
+)
+from rewriter._jax.meshes import (
+    is_on_mesh as is_on_mesh,
 )
 from rewriter._jax.meshes import (
     on_one_device as on_one_device,
@@ -270,4 +281,10 @@ from rewriter._jax.values import (
 )
 from rewriter._jax.values import (
     tpu_is_attached as tpu_is_attached,
+)
+from rewriter._jax.without_calls import (
+    trace_without_calls as trace_without_calls,
+)
+from rewriter._jax.without_calls import (
+    without_calls as without_calls,
 )

@@ -62,20 +62,29 @@ def _struct_in_part(aval: Any) -> jax.ShapeDtypeStruct:
     )
 
 
+def is_on_mesh(avals: Sequence[Any]) -> bool:
+    """Whether types state where values are placed, or the code is one device's part."""
+    return (
+        explicit_mesh(avals) is not None
+        or bool(jax.sharding.get_abstract_mesh().manual_axes)
+        or any(a.mat.varying for a in avals)
+    )
+
+
 def trace_placed(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """Like `trace_flat`, for arrays that are placed as their types state.
 
     Inside `jax.shard_map` they vary over the same mesh axes.
     """
+    if not is_on_mesh(avals):
+        return trace_flat(fn, avals)
     mesh = explicit_mesh(avals)
     if mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
         return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
-    parts = next((a.sharding.mesh for a in avals if a.mat.varying), None)
-    if mesh is None and parts is not None:
+    if mesh is None:
+        parts = next(a.sharding.mesh for a in avals if a.mat.varying)
         with _in_parts(parts):
             return jax.make_jaxpr(fn)(*map(_struct_in_part, avals))
-    if mesh is None:
-        return trace_flat(fn, avals)
     structs = [
         jax.ShapeDtypeStruct(a.shape, a.dtype)
         if a.sharding.mesh.empty

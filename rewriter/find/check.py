@@ -104,8 +104,8 @@ def replacement_forms(
             params,
         )
 
-    traced = _jax.trace_flat(code, avals)
-    ev, (out,) = traced_forms(Graph(traced), reading, names, reading.evaluator)
+    reading.code = _jax.trace_flat(code, avals)
+    ev, (out,) = traced_forms(Graph(reading.code), reading, names, reading.evaluator)
     spec = spec_of(op, seen, dict(reading.params))
     return spec, lambda args: ev.poly(out, args)
 

@@ -1,7 +1,7 @@
-"""Traces an op's reference and its gradients once for given operand shapes.
+"""Traces an op's reference once for given operand shapes.
 
 Sites of one program often have equal operand shapes, and so do sites of the next
-program. A cached trace is embedded as one call, so that tracing around it stays cheap.
+program. The equations of a cached trace are handed on as they are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax, errors
 from rewriter.ops.op import Op
@@ -26,7 +25,7 @@ def referenced(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Arr
         program = _reference_of(*_key(op, operands, params))
     except (TypeError, _HoldsArrays):
         return op.reference(**operands, **params)
-    return jaxpr_as_fun(program)(*operands.values())[0]
+    return _jax.inlined(program, list(operands.values()))[0]
 
 
 def result_of(
@@ -39,30 +38,6 @@ def result_of(
         code = lambda **given: _array(op, op.reference(**given, **params))
         return jax.eval_shape(code, **operands)
     return result
-
-
-def differentiable(op: Op, operands: Operands, params: Mapping[str, Any]) -> jax.Array:
-    """The same, differentiable: gradients use a cached trace of the reference's own."""
-    try:
-        found = _gradients_of(*_key(op, operands, params))
-    except (TypeError, _HoldsArrays):
-        return op.reference(**operands, **params)
-    gradients = jaxpr_as_fun(found)
-    names = tuple(operands)  # of a trace: not for a cache to hold
-
-    def reference(*arrays: jax.Array) -> jax.Array:
-        return referenced(op, dict(zip(names, arrays, strict=True)), params)
-
-    def forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        return reference(*arrays), arrays
-
-    def backward(arrays: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
-        of_floats = iter(gradients(*arrays, cotangent))
-        return tuple(next(of_floats) if _is_float(x) else None for x in arrays)
-
-    result = jax.custom_vjp(reference)
-    result.defvjp(forward, backward)
-    return result(*operands.values())
 
 
 def gradient_function(
@@ -93,27 +68,13 @@ def _key(op: Op, operands: Operands, params: Mapping[str, Any]) -> tuple[Any, ..
 @functools.lru_cache(maxsize=256)
 def _reference_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
     del wide
-    return _closed(_code(op, shapes, params), _structs(shapes))
-
-
-@functools.lru_cache(maxsize=256)
-def _gradients_of(op: Op, shapes: Any, params: Any, wide: bool) -> ClosedJaxpr:
-    """A function of operands and a cotangent: the gradients of float operands."""
-    (result,) = _reference_of(op, shapes, params, wide).out_avals
     code, structs = _code(op, shapes, params), _structs(shapes)
-    moving = [k for k, x in enumerate(structs) if _is_float(x)]
-
-    def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
-        *arrays, cotangent = given
-        return gradient_function(code, arrays, moving)[1](cotangent)
-
-    return _closed(gradients, [*structs, result])
-
-
-def _closed(code: Callable[..., Any], structs: list[Any]) -> ClosedJaxpr:
-    traced = _jax.trace_flat(jax.jit(code), structs)
+    if op.flat:
+        traced = _jax.trace_without_calls(code, structs)
+    else:  # one call
+        traced = _jax.trace_flat(jax.jit(code), structs)
     bodies = map(_jax.call_body, traced.eqns)
-    if traced.consts or any(map(_jax.consts_of, bodies)):
+    if traced.consts or any(map(_jax.consts_of, filter(None, bodies))):
         raise _HoldsArrays
     return traced
 
@@ -137,7 +98,3 @@ def _array(op: Op, out: Any) -> jax.Array:
 
 def _structs(shapes: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct(s, d) for _, s, d in shapes]
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.floating))

@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import functools
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from rewriter import _jax
 from rewriter.algebra.canonicalize import Evaluator
-from rewriter.find.check import traced_forms
+from rewriter.find.check import replacement_forms, traced_forms
 from rewriter.find.match import Match
 from rewriter.find.reading import leaves_of
-from rewriter.find.reference import differentiable, gradient_function
+from rewriter.find.reference import gradient_function
 from rewriter.gradients.cotangents import is_float
 from rewriter.program.graph import Graph
+from rewriter.program.written import written
 
 
 def traced_gradients(graph: Graph, match: Match) -> Graph:
     """The gradients of a reading's code: a function of its leaves and a cotangent."""
-    reading, op = match.reading, match.op
-    names = leaves_of(reading)
-    moving = _moving(graph, names)
-    shape, dtype = graph.shape(reading.value), graph.dtype(reading.value)
-    params = {**reading.params, **reading.check_params}
+    if match.reading.code is None:
+        replacement_forms(graph, match.op, match.reading)
+    code = match.reading.code
+    moving = tuple(_moving(graph, leaves_of(match.reading)))
+    equations = written(code)
+    if equations is None:
+        return Graph(_gradients(code, moving))
+    wide = bool(jax.config.jax_enable_x64)  # pyright: ignore
+    return Graph(_known_gradients(_Written(code, equations), moving, wide))
 
-    def reference(**given: Any) -> jax.Array:
-        operands = {k: v for k, v in given.items() if k in op.names}
-        return differentiable(op, operands, params)
+
+@dataclass(frozen=True)
+class _Written:
+    """A program as a key, equal to others with the same equations."""
+
+    program: Any = field(compare=False)
+    equations: Hashable
+
+
+@functools.lru_cache(maxsize=256)
+def _known_gradients(code: _Written, moving: tuple[int, ...], wide: bool) -> Any:
+    del wide  # the default number types
+    return _gradients(code.program, moving)
+
+
+def _gradients(program: Any, moving: tuple[int, ...]) -> Any:
+    """The closed jaxpr of a program's gradients by some of its inputs."""
 
     def code(*arrays: jax.Array) -> jax.Array:
-        operands = dict(zip(names, arrays, strict=True))
-        return reading.build(reference, operands, shape, dtype, params)
+        return _jax.inlined(program, arrays)[0]
 
     def gradients(*given: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, cotangent = given
-        return gradient_function(code, arrays, moving)[1](cotangent)
+        return gradient_function(code, arrays, list(moving))[1](cotangent)
 
-    avals = [graph.avals[v] for v in names]
-    result = jax.ShapeDtypeStruct(shape, dtype)
-    return Graph(_jax.trace_flat(gradients, [*avals, result]))
+    avals = program.in_avals
+    found = _jax.gradients_of(code, avals, moving)
+    if found is None:  # it has a loop, for one
+        found = _jax.trace_flat(gradients, [*avals, *program.out_avals])
+    return found
 
 
 def wanted_at(

@@ -160,6 +160,9 @@ class Op:
         parallel: A letter that an axis made by `jax.vmap` may be merged into:
             no result reads across it and no operand without it varies along
             it. ``"..."`` for ops that take any leading axes, ``""`` for none.
+        flat: Whether the reference is traced without the calls of `jax.jit` in it,
+            which takes a third of the time. Loops of `jax.lax` would be unrolled, and
+            integer quotients of arrays lose their name: leave it out with either.
         general: A form of the reference that supports every transformation, if
             `reference` itself does not. Derivatives and vmapped references use it.
         usual: The op as programs usually write it, if that is faster than `reference`,
@@ -190,6 +193,7 @@ class Op:
     sample: Sample | None = field(default=None, repr=False)
     defaults: Mapping[str, object] = field(default_factory=dict)
     parallel: str = ""
+    flat: bool = False
     general: Reference | None = field(default=None, repr=False)
     usual: Reference | None = field(default=None, repr=False)
     cost: CostOf | None = field(default=None, repr=False)

@@ -58,6 +58,7 @@ def stored_form(op: Op, name: str, about: str) -> Op:
         about=about,
         operands=(*map(_of_numbers, op.operands), *_scales(op)),
         reference=functools.partial(_computed, op, op.reference),
+        flat=False,
         general=op.general and functools.partial(_computed, op, op.general),
         cost=op.cost and functools.partial(_cost, op),
         sharding=functools.partial(_sharding, op),

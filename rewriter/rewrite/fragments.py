@@ -6,7 +6,8 @@ site's leaves, or the residuals and the cotangent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ class Fragments:
                 of a `jax.shard_map` has another type there.
 
         Returns:
-            The jaxpr, and the structure in which `jax.vjp` keeps residuals, or None.
+            The jaxpr, and what makes gradients of the residuals, or None.
         """
         reading, graph = splice.match.reading, self.graph
         moving, here = in_order(splice), leaves_here(splice)
@@ -63,32 +64,25 @@ class Fragments:
             )
             return _typed_as(out, result)
 
-        trees: list[Any] = []
+        def placed(*given: jax.Array) -> jax.Array:
+            return code(*(r.back(x) for r, x in zip(read, given, strict=True)))
 
-        def with_residuals(*given: jax.Array) -> list[jax.Array]:
-            arrays = [r.back(x) for r, x in zip(read, given, strict=True)]
-            if not order:
-                return [code(*arrays)]
-            # Each device has its own part of a gradient; the program adds them up.
-            arrays = _jax.vary_alike(arrays)
-            out, function = gradient_function(code, arrays, list(order))
-            residuals, tree = _saved(function)
-            trees.append(tree)
-            return [out, *residuals]
-
-        traced = _jax.trace_placed(with_residuals, avals)
+        if not order:
+            traced, kept = _jax.trace_placed(lambda *x: [placed(*x)], avals), None
+        else:
+            traced, kept = _with_residuals(placed, avals, order)
         if traced.constvars:
             raise ValueError("the replacement holds constants")
-        self.known[key] = (traced, trees[-1] if trees else None)
+        self.known[key] = traced, kept
         return self.known[key]
 
-    def gradients(self, splice: Splice, avals: Sequence[Any], tree: Any) -> Any:
+    def gradients(self, splice: Splice, avals: Sequence[Any], kept: Any) -> Any:
         """The traced gradients: residuals and cotangent to what they replace.
 
         Args:
             splice: The replacement, with gradients.
             avals: The types of the forward's residuals.
-            tree: The structure in which `jax.vjp` keeps them.
+            kept: What makes gradients of them, as `forward` returns it.
         """
         backward, graph = splice.backward, self.graph
         values = in_order(splice)
@@ -98,8 +92,8 @@ class Fragments:
 
         def code(*given: jax.Array) -> list[jax.Array]:
             *saved, cotangent = given
-            function = _unsaved(tree, saved)
-            grads = function(typed(_jax.placed_as(cotangent, own), own.dtype))
+            cotangent = typed(_jax.placed_as(cotangent, own), own.dtype)
+            grads = kept.gradients(saved, cotangent)
             found = list(map(typed, grads, dtypes))
             found += [jnp.zeros(*like) for like in zeros]
             return [_typed_as(x, a) for x, a in zip(found, wanted, strict=True)]
@@ -109,7 +103,7 @@ class Fragments:
         results = (*(backward.grads[v] for v in values), *backward.others)
         wanted = [graph.avals[v] for v in results]
         weak = tuple(a.weak_type for a in wanted)
-        like = tree, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
+        like = kept, places, dtypes, zeros, weak, result.dtype, _jax.stated(wanted)
         key = ("backward", id(splice.match.reading), splice.key, *like)
         if key not in self.known:
             self.known[key] = _jax.trace_placed(code, [*avals, result])
@@ -131,19 +125,50 @@ def in_order(splice: Splice) -> list[int]:
     return [v for v in leaves_here(splice) if v in splice.backward.grads]
 
 
-def _saved(function: Any) -> tuple[list[jax.Array], Any]:
-    """A function's arrays, with at least one axis for stacking, and their structure."""
-    kept, tree = jax.tree.flatten(function)
-    numbers = tuple(jnp.ndim(x) == 0 for x in kept)
-    arrays = [x.reshape(1) if n else x for x, n in zip(kept, numbers, strict=True)]
-    return arrays, (tree, numbers)
+def _with_residuals(
+    code: Callable[..., jax.Array], avals: Sequence[Any], order: Sequence[int]
+) -> tuple[Any, Any]:
+    """The traced code with its residuals, and what makes gradients of these.
+
+    Args:
+        code: The replacement.
+        avals: The types of what it reads.
+        order: The positions of that whose gradients are wanted.
+    """
+    if not _jax.is_on_mesh(avals):
+        parts = _jax.linearized(code, avals, order)
+        if parts is not None and all(a.shape for a in parts.known.out_avals[1:]):
+            return parts.known, parts
+    kept: list[_Kept] = []
+
+    def with_residuals(*given: jax.Array) -> list[jax.Array]:
+        # Each device has its own part of a gradient; the program adds them up.
+        arrays = _jax.vary_alike(given)
+        out, function = gradient_function(code, arrays, list(order))
+        saved, tree = jax.tree.flatten(function)
+        kept.append(_Kept(tree, tuple(jnp.ndim(x) == 0 for x in saved)))
+        return [out, *(x if jnp.ndim(x) else x.reshape(1) for x in saved)]
+
+    return _jax.trace_placed(with_residuals, avals), kept[-1]
 
 
-def _unsaved(saved: Any, arrays: Sequence[jax.Array]) -> Any:
-    """Restores a function from its saved arrays."""
-    tree, numbers = saved
-    kept = [x.reshape(()) if n else x for x, n in zip(arrays, numbers, strict=True)]
-    return jax.tree.unflatten(tree, kept)
+@dataclass(frozen=True)
+class _Kept:
+    """A function of `jax.vjp`, without its arrays.
+
+    Attributes:
+        tree: Its structure.
+        numbers: Whether each array is a number. It is kept with an axis, for stacking.
+    """
+
+    tree: Any
+    numbers: tuple[bool, ...]
+
+    def gradients(self, saved: Sequence[Any], cotangent: Any) -> Sequence[Any]:
+        """Returns the cotangents of the arguments."""
+        pairs = zip(saved, self.numbers, strict=True)
+        arrays = [x.reshape(()) if n else x for x, n in pairs]
+        return jax.tree.unflatten(self.tree, arrays)(cotangent)
 
 
 def _typed_as(x: jax.Array, aval: Any) -> jax.Array:

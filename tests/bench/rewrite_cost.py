@@ -4,10 +4,10 @@
 
 Measures an unrolled decoder of flax linen's modules, one written by hand (causal
 attention, RMS norms, SwiGLU), programs without sites, reports of attention with masks
-that are arrays, and dispatch with a tree of 100 arrays. Seconds are of the processor,
-the least of several runs. Each run has a sequence length of its own, so that nothing
-is known of its shapes; ``again_s`` is for shapes that are known, and
-``first_rewrite_s`` the first one in a process.
+that are arrays, `jax.grad` around an optimized function, and dispatch with a tree of
+100 arrays. Seconds are of the processor, the least of several runs. Each run has a
+sequence length of its own, so that nothing is known of its shapes; ``again_s`` is for
+shapes that are known, and ``first_rewrite_s`` the first one in a process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pathlib
 import platform
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,50 @@ def cost(name: str, fn, args_of, start: int, repeats: int = 4) -> dict[str, obje
     return result
 
 
+def around(layers: int, start: int, repeats: int = 12) -> dict[str, object]:
+    """Seconds that `jax.grad` of an optimized function takes longer to trace.
+
+    Args:
+        layers: The number of layers of the hand-written decoder.
+        start: How much longer its sequences are at first.
+        repeats: The number of runs.
+    """
+    params, options = weights(layers), {"gated_linear_unit": "memory_bounded"}
+    loss = lambda p, x: jnp.mean(decoder(p, x) ** 2)
+
+    def seconds(call: Callable[[], object]) -> float:
+        began = time.process_time()
+        call()
+        return time.process_time() - began
+
+    def optimized() -> Callable[..., jax.Array]:
+        return rewriter.optimize(lambda *a: loss(*a), implementation=options)
+
+    runs = []
+    for run in range(repeats):
+        x = jax.ShapeDtypeStruct((2, 1024 + start + 8 * run, 256), jnp.float32)
+        jax.clear_caches()
+        grad = jax.jit(lambda *a: jax.value_and_grad(loss)(*a))
+        own = seconds(lambda: grad.lower(params, x))  # noqa: B023
+        functions = lambda *a: loss(*a), optimized(), optimized()
+        traces = (
+            seconds(lambda: jax.make_jaxpr(jax.value_and_grad(f))(params, x))  # noqa: B023
+            for f in functions
+        )
+        runs.append((own, *traces))
+    own, plain, new, again = map(min, zip(*runs, strict=True))
+    result = {
+        "program": f"jax.grad of the optimized hand-written decoder, {layers} layers",
+        "trace_and_lower_s": round(own, 3),
+        "rewrite_s": round(new - plain, 3),
+        "again_s": round(again - plain, 3),
+        "share": round((new - plain) / own, 4),
+        "share_again": round((again - plain) / own, 4),
+    }
+    print(json.dumps(result))
+    return result
+
+
 def equations(jaxpr) -> int:
     """The number of equations of a program, at any depth."""
     bodies = (
@@ -249,6 +294,7 @@ def decoders(layers: int, start: int) -> list[dict[str, object]]:
     params = weights(layers)
     model = Decoder(layers)
     size = f"{layers} layers"
+    repeats = 12 if layers < 10 else 4
 
     def rows(more: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((2, 1024 + more, 256), jnp.float32)
@@ -261,13 +307,15 @@ def decoders(layers: int, start: int) -> list[dict[str, object]]:
             model.apply,
             lambda more: (variables, rows(more)),
             start,
+            repeats,
         ),
-        cost(f"hand-written decoder, {size}", decoder, by_hand, start + 40),
+        cost(f"hand-written decoder, {size}", decoder, by_hand, start + 100, repeats),
         cost(
             f"gradient of the hand-written decoder, {size}",
             jax.value_and_grad(lambda p, x: jnp.mean(decoder(p, x) ** 2)),
             by_hand,
-            start + 80,
+            start + 200,
+            repeats,
         ),
         cost(f"no sites, {size}", plain, by_hand, start),
     ]
@@ -293,7 +341,8 @@ def main() -> None:
     options = parser.parse_args()
     results = []
     for turn, layers in enumerate(sorted({2, 4, options.layers})):
-        results += decoders(layers, 120 * turn)
+        results += decoders(layers, 300 * turn)
+    results += [around(2, 900), around(4, 1000)]
     results += [without_sites(MANY), masked(2048, 1), masked(2048, 5)]
     results.append(dispatch())
     if options.json:

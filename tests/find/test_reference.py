@@ -2,61 +2,126 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from rewriter import _jax
-from rewriter.find.reference import differentiable, referenced
+from rewriter.find.reference import referenced
 from rewriter.ops.op import Op, Operand
 from rewriter.ops.registry import registry
 
+DRAW = np.random.default_rng(0)
 
-def test_gradients_from_a_trace_are_those_of_the_reference() -> None:
-    op = registry().op("attention")
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, 6, 2, 4)) for key in keys)
-    lengths = jnp.array([3, 6])
-    params = {"scale": 0.5, "window": (None, 0), "empty_rows": "nan"}
 
-    def both(call):
-        def fn(q, k, v):
-            given = {"q": q, "k": k, "v": v, "kv_lengths": lengths}
-            return call(given)
+def drawn(*shape: int) -> np.ndarray:
+    return DRAW.standard_normal(shape).astype(np.float32)
 
-        out, back = jax.vjp(fn, q, k, v)
-        return out, back(jnp.cos(out))
 
-    want = both(lambda given: op.reference(**given, **params))
-    for trace in (referenced, differentiable):
-        got = both(lambda given, trace=trace: trace(op, given, params))
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want
-        )
+def traced(op_name, params, **shapes):
+    """The reference of an op as one program, and operands."""
+    op = registry().op(op_name)
+    operands = {name: drawn(*shape) for name, shape in shapes.items()}
+
+    def code(*arrays):
+        return referenced(op, dict(zip(operands, arrays, strict=True)), params)
+
+    arrays = list(operands.values())
+    return _jax.trace_flat(code, arrays), arrays
+
+
+ATTENTION = {"q": (2, 6, 4, 4), "k": (2, 6, 2, 4), "v": (2, 6, 2, 4)}
+PROGRAMS = {
+    "causal": ("attention", {"window": (None, 0), "scale": 0.5}, ATTENTION),
+    "soft cap": ("attention", {"softcap": 2.0}, ATTENTION),
+    "empty": ("attention", {"shift": -3, "window": (None, 0), "empty_rows": "zero"},
+              ATTENTION),
+    "passing": ("attention", {"shift": -3, "window": (None, 0),
+                "empty_rows": "mean_passing"}, ATTENTION),
+    "overflow": ("attention", {"unshifted": "float32"}, ATTENTION),
+    "layer norm": ("layer_norm", {"eps": 1e-6},
+                   {"x": (3, 4, 8), "scale": (8,), "bias": (8,)}),
+    "gelu": ("gated_linear_unit", {"activation": "gelu_tanh"},
+             {"x": (3, 8), "w_gate": (8, 4), "w_up": (8, 4)}),
+    "relu": ("gated_linear_unit", {"activation": "relu", "clip_up": (-1.0, 1.0)},
+             {"x": (3, 8), "w_gate": (8, 4), "w_up": (8, 4)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_from_a_trace_are_those_of_jax(name: str) -> None:
+    op, params, shapes = PROGRAMS[name]
+    closed, arrays = traced(op, params, **shapes)
+    code = lambda *x: jaxpr_as_fun(closed)(*x)[0]
+    found = _jax.gradients_of(code, arrays, range(len(arrays)))
+    (result,) = closed.out_avals
+    cotangent = drawn(*result.shape)
+
+    @jax.jit
+    def both(*arrays):
+        _, back = jax.vjp(code, *arrays)
+        return jaxpr_as_fun(found)(*arrays, cotangent), back(cotangent)
+
+    for got, want in zip(*both(*arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_some_inputs() -> None:
+    code = lambda x, n, y: jax.lax.stop_gradient(x) * n + y
+    structs = [np.ones(3, np.float32), np.ones(3, np.int32), np.ones(3, np.float32)]
+    for moving, want in (((0,), [0]), ((2,), [5]), ((0, 2), [0, 5]), ((2, 0), [5, 0])):
+        found = _jax.gradients_of(code, structs, moving)
+        got = jaxpr_as_fun(found)(*structs, np.full(3, 5, np.float32))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, np.full(3, b))
+
+
+def test_gradients_of_loops_are_left_to_jax() -> None:
+    code = lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, length=3)[0]
+    assert _jax.gradients_of(code, [np.ones(3, np.float32)], (0,)) is None
 
 
 def test_a_reference_that_holds_an_array_is_not_kept() -> None:
     def scaled_by(factor):
         return Op("scaled", (Operand("x", "d", True),), "d", lambda x: x * factor)
 
-    def gradient(factor):
-        op = scaled_by(factor)
-        x = jnp.ones(3)
-        return jax.grad(lambda x: differentiable(op, {"x": x}, {}).sum())(x)
+    def result(factor):
+        return referenced(scaled_by(factor), {"x": jnp.ones(3)}, {})
 
     with jax.checking_leaks():
-        np.testing.assert_array_equal(jax.jit(gradient)(jnp.arange(3.0)), [0, 1, 2])
-        np.testing.assert_array_equal(jax.jit(gradient)(jnp.full(3, 5.0)), [5, 5, 5])
+        np.testing.assert_array_equal(jax.jit(result)(jnp.arange(3.0)), [0, 1, 2])
+        np.testing.assert_array_equal(jax.jit(result)(jnp.full(3, 5.0)), [5, 5, 5])
 
 
-def test_a_trace_is_one_equation_of_what_it_is_part_of() -> None:
-    op = registry().op("attention")
-    x = jnp.ones((2, 6, 2, 4))
-    given = {"q": x, "k": x, "v": x}
-    traced = jax.make_jaxpr(lambda: referenced(op, given, {"scale": 0.5}))()
-    assert len(traced.eqns) == 1
-    assert len(traced.eqns[0].params["jaxpr"].eqns) > 10
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_flat_traces_are_those_of_the_reference(name: str) -> None:
+    op, params, shapes = PROGRAMS[name]
+    op = registry().op(op)
+    nested = dataclasses.replace(op, flat=False)
+    given = {k: jax.ShapeDtypeStruct(s, np.float32) for k, s in shapes.items()}
+
+    def text(op):
+        code = lambda *x: referenced(op, dict(zip(given, x, strict=True)), params)
+        return _jax.trace_flat(code, given.values())
+
+    flat, called = text(op), text(nested)
+    assert [e.primitive.name for e in called.eqns] == ["jit"]
+    assert str(flat) == str(_jax.without_calls(called))
+
+
+def test_a_reference_with_a_loop_keeps_it() -> None:
+    def reference(*, x):
+        return jax.lax.fori_loop(0, 5, lambda i, c: c * x, x)
+
+    op = Op("power", (Operand("x", "d", True),), "d", reference)
+    code = lambda x: referenced(op, {"x": x}, {})
+    traced = _jax.trace_flat(code, [np.ones(3, np.float32)])
+    assert "scan" in str(traced)
+    assert str(traced).count("mul") == 1
 
 
 def test_traces_of_our_own_are_those_of_jax() -> None:

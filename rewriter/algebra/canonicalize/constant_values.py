@@ -74,9 +74,11 @@ class Constants:
             return None if inner is None else cast(inner, dtype)
         if node.prim not in FOLD:
             return None
-        values = [self._typed_number(i, depth - 1) for i in node.ins]
-        if any(v is None for v in values):
-            return None
+        values = []
+        for i in node.ins:  # most are no numbers: the first that is none is enough
+            values.append(self._typed_number(i, depth - 1))
+            if values[-1] is None:
+                return None
         return folded(node.prim, values, node.params, dtype)
 
     def _constant(self, value: int) -> Poly | None:
