@@ -14,13 +14,15 @@ from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
 from rewriter.kernels.attention.overflow import with_overflow
+from rewriter.kernels.attention.positions import with_positions
 from rewriter.kernels.attention.weights import in_float32
 from rewriter.kernels.attention.xla import gathered
 
 OPS = (OP, PAGED)
 
 _OF_ARRAYS = (
-    cudnn.KERNEL, hopper.KERNEL, hopper_decode.KERNEL, in_float32(tpu.KERNEL),
+    with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
+    with_positions(hopper_decode.KERNEL), in_float32(with_positions(tpu.KERNEL)),
     in_float32(xla.KERNEL),
 )  # fmt: skip
 _OF_PAGES = (

@@ -29,6 +29,12 @@ OP = Op(
         Operand("offset", "b|1", doc="int: added to the positions of queries."),
         Operand("prefix", "b|1", doc="int: keys `s < prefix` are seen whatever the "
                 "window."),
+        Operand("kv_positions", "b|1 s", doc="int: the keys' positions, which those of "
+                "the next two are compared with; they may be in any order."),
+        Operand("first_position", "b|1 t", doc="int: queries see keys at positions "
+                "from this one on."),
+        Operand("last_position", "b|1 t", doc="int: queries see keys at positions up "
+                "to this one."),
         Operand("alibi", "n", doc="`alibi * (s - t - offset - shift)` is added to the "
                 "scores."),
         Operand("sinks", "n", doc="`exp(sink)` joins the denominator of each row. A "

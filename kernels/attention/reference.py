@@ -27,6 +27,9 @@ def visible(
     kv_lengths: Array | None = None,
     offset: Array | None = None,
     prefix: Array | None = None,
+    kv_positions: Array | None = None,
+    first_position: Array | None = None,
+    last_position: Array | None = None,
     window: tuple[int | None, int | None] = (None, None),
     shift: int = 0,
 ) -> Array | None:
@@ -41,6 +44,9 @@ def visible(
         kv_lengths: int [b|1]; keys ``s < length`` are seen.
         offset: int [b|1], added to the query positions.
         prefix: int [b|1]; keys ``s < prefix`` are seen whatever the window.
+        kv_positions: int [b|1, s], in any order.
+        first_position: int [b|1, t]; keys at positions before it are not seen.
+        last_position: int [b|1, t]; those behind it are not.
         window: ``(left, right)``: keys from ``t + offset - left`` up to
             ``t + offset + right`` are seen; None is without limit.
         shift: A static part of ``offset``.
@@ -48,8 +54,17 @@ def visible(
     segments = None
     if q_segments is not None and kv_segments is not None:
         segments = q_segments[:, None, :, None], kv_segments[:, None, None, :]
+    places = None
+    if kv_positions is not None:
+        ends = (
+            x if x is None else x[:, None, :, None]
+            for x in (first_position, last_position)
+        )
+        places = kv_positions[:, None, None, :], *ends
     numbers = map(_per_batch, (offset, kv_lengths, prefix))
-    seen = Visibility(t, s, *window, shift, *numbers, segments=segments, mask=mask)
+    seen = Visibility(
+        t, s, *window, shift, *numbers, segments=segments, places=places, mask=mask
+    )
     return seen.keep(*_places(t, s))
 
 
@@ -80,6 +95,9 @@ def reference(
     kv_lengths: Array | None = None,
     offset: Array | None = None,
     prefix: Array | None = None,
+    kv_positions: Array | None = None,
+    first_position: Array | None = None,
+    last_position: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
     dropout: Array | None = None,
@@ -146,7 +164,8 @@ def reference(
         scores = scores + alibi.astype(wide)[:, None, None] * relative
     keep = visible(
         t, s, mask=mask, q_segments=q_segments, kv_segments=kv_segments,
-        kv_lengths=kv_lengths, offset=offset, prefix=prefix, window=window,
+        kv_lengths=kv_lengths, offset=offset, prefix=prefix, kv_positions=kv_positions,
+        first_position=first_position, last_position=last_position, window=window,
         shift=shift,
     )  # fmt: skip
     plain = scores
@@ -224,7 +243,8 @@ def sample(
 
     Four in five entries of a boolean mask are true. Lengths and prefixes are uniform
     from 1 to s. There are three segments of the same length. An offset puts the last
-    query at the last key, and one in ten weights is dropped.
+    query at the last key, and one in ten weights is dropped. Positions are those of
+    keys in their order, from the 64th before the query to its own.
 
     Args:
         key: A PRNG key.
@@ -244,6 +264,12 @@ def sample(
             value = jax.random.randint(sub, x.shape, 1, s + 1)
         elif name == "offset":
             value = jnp.full(x.shape, max(0, s - operands["q"].shape[1]))
+        elif name == "kv_positions":
+            value = jnp.broadcast_to(jnp.arange(s), x.shape)
+        elif name in ("first_position", "last_position"):
+            own = jnp.arange(x.shape[-1]) + max(0, s - x.shape[-1])
+            value = own - 64 if name == "first_position" else own
+            value = jnp.broadcast_to(value, x.shape)
         elif name == "dropout":
             value = jax.random.bernoulli(sub, 0.9, x.shape) / 0.9
         elif name == "scale_factor":

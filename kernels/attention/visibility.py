@@ -6,6 +6,7 @@ as they are given:
     p - left <= j <= p + right, or j < prefix
     j < length
     segment(i) == segment(j)
+    first(i) <= position(j) <= last(i)
 
 Everything here is arithmetic on integers: Python integers, arrays of NumPy or JAX, or
 scalars of a kernel. A kernel hands in those that it has.
@@ -64,7 +65,9 @@ class Visibility:
         early: Queries before it see all keys up to the window's end; None for none.
             This is a prefix, where queries and keys have changed places.
         segments: Numbers of the queries and the keys; equal ones see each other.
-        mask: Booleans; True keeps. Only `keep` looks at it, and at segments.
+        places: Positions of keys that are data, and the first and the last that a
+            query sees; None for no bound.
+        mask: Booleans; True keeps. Only `keep` looks at it, at segments and at places.
     """
 
     t: int
@@ -77,6 +80,7 @@ class Visibility:
     prefix: Any = None
     early: Any = None
     segments: tuple[Any, Any] | None = None
+    places: tuple[Any, Any, Any] | None = None
     mask: Any = None
 
     @property
@@ -120,6 +124,8 @@ class Visibility:
         found = [] if self.mask is None else [self.mask]
         if self.segments is not None:
             found.append(self.segments[0] == self.segments[1])
+        if self.places is not None:
+            found += within(*self.places)
         if self.length is not None:
             found.append(keys < self.length)
         inside = self._inside(queries, keys) if self.is_windowed else None
@@ -248,6 +254,15 @@ class Visibility:
             None if start == first else self.left,
             None if end == last else self.right,
         )
+
+
+def within(positions: Any, first: Any, last: Any) -> list[Any]:
+    """Returns whether positions are from a first to a last one, bound by bound.
+
+    Integers are only compared, so that any of them are right.
+    """
+    found = [] if first is None else [positions >= first]
+    return found if last is None else [*found, positions <= last]
 
 
 def _joined(first: Any, last: Any, prefix: int) -> Any:

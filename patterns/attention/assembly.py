@@ -14,6 +14,13 @@ from rewriter.patterns.attention.softmax import Softmax
 from rewriter.patterns.attention.unshifted import read_unshifted
 
 NAME = "attention"
+ADDED = frozenset(
+    {
+        "mask", "bias", "dropout", "kv_lengths", "prefix", "offset", "kv_positions",
+        "first_position", "last_position",
+    }
+)  # fmt: skip
+"""Operands that hide scores, or are added to them or multiplied by weights."""
 
 
 def assembled(softmax: Softmax) -> Reading:
@@ -69,9 +76,9 @@ def _require_other_than_scores(
     softmax: Softmax, operands: Mapping[str, Operand]
 ) -> None:
     """Refuses masks and biases that are computed from the scores themselves."""
-    for name in ("mask", "bias", "dropout", "kv_lengths", "prefix", "offset"):
-        used = operands.get(name)
-        for value in softmax.values_of(used.leaves(softmax.alg) if used else ()):
+    for name in sorted(ADDED & operands.keys()):
+        used = operands[name]
+        for value in softmax.values_of(used.leaves(softmax.alg)):
             if softmax.find.regions.descends(value, softmax.scores):
                 raise Refused(
                     "scores", f"the {name} is computed from the scores", score=0.6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Set
 from dataclasses import dataclass
@@ -141,9 +142,30 @@ def _queries(softmax: Softmax, rows: list[int], masked: _Masked) -> Group:
         hits = [i for i in rows if i in ids]
         if len(hits) == 1:
             return tuple(hits)
+        if ids is masked.positions and (digits := _digits(softmax, hits)):
+            return digits
         if hits:
             rows = hits
     return (max(rows, key=softmax.alg.size_order),)
+
+
+def _digits(softmax: Softmax, hits: list[int]) -> Group:
+    """Indices that together count the queries in a mask, as blocks of queries do."""
+    alg = softmax.alg
+    found: Group = ()
+    for a in alg.bools[softmax.parts.keep][0]:
+        if alg.kind(a) != "ge" or not alg.free(a) & set(hits):
+            continue
+        p = alg.thaw(alg.defs[a][1])
+        factors = {i: p.get((TRUE, ((alg.atom("iota", i), 1),)), 0.0) for i in hits}
+        order = tuple(sorted(hits, key=lambda i: -abs(factors[i])))
+        for i, j in itertools.pairwise(order):
+            if not factors[j] or factors[i] != factors[j] * alg.sizes[j]:
+                return ()
+        if found not in ((), order):
+            return ()
+        found = order
+    return found
 
 
 def _is_group(softmax: Softmax, row: int) -> bool:

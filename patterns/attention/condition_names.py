@@ -24,6 +24,8 @@ def literal_name(alg: Algebra, atom: int, outer: frozenset[int]) -> tuple[str, b
         complement = alg.add(alg.scale(p, -1.0), alg.const(-1))
         other = _poly_text(alg, complement, outer)
         return min(mine, other), mine <= other
+    if d[0] == "eq":  # which side is the first one depends on the indices' numbers
+        mine = min(mine, _poly_text(alg, alg.scale(p, -1.0), outer))
     return f"{d[0]} {mine}", True
 
 

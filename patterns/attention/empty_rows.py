@@ -58,10 +58,13 @@ class EmptyRow:
         breaks_gradients: Whether gradients of the scores are NaN, whatever it gives: a
             derivative is infinite or NaN there, and a cotangent of zero does not stop
             it (``0 * nan``).
+        halves_gradients: Whether half of a gradient passes to the scores: a maximum of
+            two equal numbers passes half of it to either.
     """
 
     gives: str
     breaks_gradients: bool = False
+    halves_gradients: bool = False
 
 
 def empty_row(
@@ -91,18 +94,21 @@ def empty_row(
         return EmptyRow(UNKNOWN)  # conditions that count as equal
     full = table | ev.alg.impossible(support)
     empty = [row for row in range(1 << len(support)) if not full >> row & 1]
-    if len(empty) > COMBINATIONS:
-        return EmptyRow(UNKNOWN)
+    whole = None
+    if len(empty) > COMBINATIONS:  # the mask is one condition
+        names, empty, whole = [], [0], _conditions(ev, keep)
     seen: set[Any] = set()
-    breaks = False
+    breaks = halves = False
     numbers = all(isinstance(n, int) for n in ev.alg.sizes.values())
     for row, unit in itertools.product(empty, UNITS[:1] if numbers else UNITS):
         truth = {n: bool(row >> k & 1) == up for k, (n, up) in enumerate(names)}
         run = _Row(ev, truth, scores, products, ones, unit)
+        run.whole = whole
         out = run(value)
         run.follow_branches()
         verdict = run.verdict(out, number)
         breaks |= run.breaks
+        halves |= run.halves
         if verdict == "nan" and run.breaks:
             verdict = "nan_passing"
         if verdict == "mean" and run.added:
@@ -112,8 +118,19 @@ def empty_row(
     if {name for name, _ in seen} == {"nan", "nan_passing"}:
         return EmptyRow("nan")  # a row is hidden by both, or by either
     if len(seen) != 1:
-        return EmptyRow(UNKNOWN, breaks)
-    return EmptyRow(next(iter(seen))[0], breaks)
+        return EmptyRow(UNKNOWN, breaks, halves)
+    return EmptyRow(next(iter(seen))[0], breaks, halves)
+
+
+def _conditions(ev: Evaluator, b: int) -> Any:
+    """A boolean function of conditions whose names differ, in any order."""
+    support, table = ev.alg.bools[b]
+    names = [literal_name(ev.alg, a, ev.outer) for a in support]
+    rows = [r for r in range(1 << len(support)) if table >> r & 1]
+    return frozenset(
+        frozenset((n, bool(r >> k & 1) == up) for k, (n, up) in enumerate(names))
+        for r in rows
+    )
 
 
 class _Row:
@@ -121,7 +138,9 @@ class _Row:
 
     Attributes:
         live: Values that pass a gradient on to the scores.
+        whole: The mask, if it is one condition; it does not hold.
         breaks: Whether a derivative between the scores and the result is not finite.
+        halves: Whether a maximum of equal numbers is between them.
     """
 
     def __init__(self, ev, truth, scores, products, ones, unit):
@@ -133,7 +152,8 @@ class _Row:
         self.peaks: list[float] = []
         self.added: list[float] = []
         self.live = set(scores)
-        self.breaks = False
+        self.breaks = self.halves = False
+        self.whole: Any = None
         self.branches: list[int] = []
         self.blocks: list[tuple[int, float]] = []
         self.flags: dict[int, list[int]] = {}
@@ -243,10 +263,14 @@ class _Row:
 
     def _holds(self, b: int) -> bool | None:
         """Whether a boolean function holds in this row; None if unknown."""
-        support, table = self.ev.alg.bools[b]
+        alg = self.ev.alg
+        if self.whole is not None:
+            both = (_conditions(self.ev, x) for x in (alg.negate(b), b))
+            return next((k == 0 for k, x in enumerate(both) if x == self.whole), None)
+        support, table = alg.bools[b]
         row = 0
         for k, a in enumerate(support):
-            name, up = literal_name(self.ev.alg, a, self.ev.outer)
+            name, up = literal_name(alg, a, self.ev.outer)
             if name not in self.truth:
                 return None
             row |= (self.truth[name] == up) << k
@@ -383,6 +407,8 @@ class _Row:
     def _follow(self, node: Node, numbers: Sequence[Any], out: Any) -> None:
         """Notes a derivative that makes gradients of the scores NaN."""
         live = [i in self.live for i in node.ins]
+        if any(live) and node.prim in ("max", "min"):
+            self.halves |= numbers[0] == numbers[1]
         if any(live) and not slopes_are_finite(
             node.prim, numbers, out, node.params, live
         ):

@@ -13,6 +13,7 @@ from rewriter.find.reading import Operand, Refused, flag_operand, position_opera
 from rewriter.patterns.attention.axes import Axes
 from rewriter.patterns.attention.bounds import bound_by_cases, comparison, least
 from rewriter.patterns.attention.conjuncts import conjuncts
+from rewriter.patterns.attention.places import Places, with_place
 from rewriter.patterns.attention.softmax import Softmax
 
 
@@ -60,6 +61,7 @@ class Conditions:
         whole_rows: Conditions on all keys of a sequence.
         segments: Numbers of a query and of a key that are equal.
         prefix: Keys below it are seen by all queries.
+        places: Positions that are data, with bounds by query.
         general: All else.
     """
 
@@ -70,6 +72,7 @@ class Conditions:
     whole_rows: int = TRUE
     segments: tuple[Poly, Poly] | None = None
     prefix: Poly | None = None
+    places: Places | None = None
     general: int = TRUE
 
 
@@ -82,6 +85,9 @@ def read_masks(softmax: Softmax, axes: Axes) -> Masks:
     alg, kept = softmax.alg, softmax.kept
     if kept == FALSE:
         raise Refused("mask", "every key is masked", score=0.5)
+    if softmax.mask_as_array:
+        said = Conditions(general=kept)
+        return Masks(_operands(softmax, axes, said, {}), {}, None, {})
     said = _sorted(alg, axes, conjuncts(alg, kept))
     if not _is_had(softmax, axes, said.general) and _is_had(softmax, axes, kept):
         said = Conditions(general=kept)  # parts of a mask need not be the program's
@@ -218,12 +224,18 @@ def _literal(alg: Algebra, atom: int, true: bool) -> int:
     return literal if true else alg.negate(literal)
 
 
+def _places(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions | None:
+    """Reads a comparison of positions that are data."""
+    found = with_place(alg, axes, said.places, part)
+    return None if found is None else replace(said, places=found)
+
+
 def _general(alg: Algebra, axes: Axes, said: Conditions, part: int) -> Conditions:
     """Takes any condition."""
     return replace(said, general=alg.both(said.general, part))
 
 
-KINDS = (_bound, _segments, _by_cases, _of_rows, _prefix, _general)
+KINDS = (_bound, _segments, _by_cases, _of_rows, _prefix, _places, _general)
 """What a condition may be, in the order in which they are tried."""
 
 
@@ -303,6 +315,8 @@ def _operands(
             found[f"{name}_segments"] = Operand(((own, (axes.b, axis)),), dtype="int32")
     if said.prefix is not None:
         found["prefix"] = position_operand(said.prefix, axes.b)
+    if said.places is not None:
+        found |= said.places.operands(alg, axes)
     if general != TRUE:
         own = find.own_flag(ev, general, itertools.chain(*axes.of_scores))
         found["mask"] = flag_operand(own, *axes.of_scores)

@@ -134,7 +134,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             for how in ("full", "soft", "whole"):
                 try:
                     parts = Blocks(tuple(chosen), ((pv, side),))
-                    yield read(find, candidate, parts, how, sums)
+                    yield from _readings(find, candidate, parts, how, sums)
                 except Refused as refusal:
                     if miss is None or refusal.score > miss.score:
                         miss = refusal.with_traceback(None)
@@ -169,6 +169,43 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
         find.missed(NAME, anchor, miss)
 
 
+def _readings(
+    find: Finder, value: int, parts: Blocks, how: str, sums: Set[int]
+) -> Iterator[Reading]:
+    """Readings of one candidate, that with the least arrays of a mask first.
+
+    Raises:
+        Refused: If the form is not that of attention.
+    """
+    reading = read(find, value, parts, how, sums)
+    if _has_table(reading):
+        try:
+            other = read(find, value, parts, how, sums, by_wraps=False)
+        except (Refused, OverBudget):
+            other = reading
+        if not _has_table(other):
+            yield other
+    if not find.done(NAME, value):
+        yield reading
+    if not find.done(NAME, value) and _has_positions(reading):
+        yield read(find, value, parts, how, sums, mask_as_array=True)
+
+
+def _has_table(reading: Reading) -> bool:
+    """Whether a mask is an array with a boolean for each query and key."""
+    mask, alg = reading.operands.get("mask"), reading.algebra
+    if mask is None:
+        return False
+    ids = alg.ids(alg.of_bool(mask.flag))
+    return all(ids & set(axis) for axis in mask.parts[0][1][2:])
+
+
+def _has_positions(reading: Reading) -> bool:
+    """Whether a mask is read as positions and lengths; it may also be an array."""
+    numbers = {"offset", "kv_lengths", "prefix", "q_segments", "kv_positions"}
+    return "window" in reading.params or not numbers.isdisjoint(reading.operands)
+
+
 def _is_in_a_while(anchor: Node) -> bool:
     """Whether steps of a while loop compute weights."""
     return "while" in anchor.scope.path
@@ -191,6 +228,8 @@ def read(
     parts: Blocks,
     how: str,
     sums: Set[int] = frozenset(),
+    mask_as_array: bool = False,
+    by_wraps: bool = True,
 ) -> Reading:
     """The reading of one candidate result.
 
@@ -201,6 +240,8 @@ def read(
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias;
             ``"whole"`` takes a bias as it is, however it was computed.
         sums: Contractions of the weights with ones.
+        mask_as_array: Whether a mask is taken as it is, however it was computed.
+        by_wraps: As for `Evaluator`.
 
     Raises:
         Refused: If the form is not that of attention.
@@ -228,6 +269,7 @@ def read(
         in_pieces=from_scores,
         whole_sides=from_scores if how == "whole" else None,
         filled_rows=True,
+        by_wraps=by_wraps,
     )
     alg = find.algebra
     args = ev.indices(value)
@@ -242,7 +284,7 @@ def read(
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
     values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
     over = over_all_keys(alg, form, values)
-    found = softmax_parts(alg, over.form, values | over.values)
+    found = softmax_parts(alg, over.form, values | over.values, how == "soft")
     left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
     right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
     qk, bias = exponents(alg, found, left | right | over.joined.keys())
@@ -260,6 +302,7 @@ def read(
             products=parts.products,
             joined=over.joined,
             some=over.some,
+            mask_as_array=mask_as_array,
         )
     )
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):

@@ -55,6 +55,14 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
             "of its queries",
             score=0.8,
         )
+    if row.halves_gradients and give in ("mean_passing", "unknown"):
+        raise Refused(
+            "gradient",
+            "a row without keys passes half of a gradient to its scores, since a "
+            "maximum takes two equal numbers there",
+            score=0.8,
+            suggestion="choose between scores and a fill by jnp.where",
+        )
     if softmax.parts.sink:  # zero, as far as is known
         if give in ("zero", "unknown"):
             return Rows(None, notes)
@@ -69,7 +77,13 @@ def read_rows(softmax: Softmax, axes: Axes, masks: Masks, operands: Operands) ->
         raise Refused(
             "rows", "a row without keys gives something that this op cannot", score=0.8
         )
-    raise Refused("rows", "what a row without keys gives is not known", score=0.8)
+    raise Refused(
+        "rows",
+        "what a row without keys gives is not known",
+        score=0.8,
+        suggestion="hide keys in one way, by one jnp.where; if such rows may give "
+        "anything, numerics='fast'",
+    )
 
 
 def _empty_row(softmax: Softmax, kept: int, operands: Operands) -> EmptyRow:
@@ -122,6 +136,9 @@ def _is_never_empty(softmax: Softmax, axes: Axes, masks: Masks) -> bool:
     left, right = masks.params.get("window", (None, None))
     shift = masks.params.get("shift", 0)
     names = set(masks.operands)
+    if left is None and "kv_lengths" in names:
+        ((length, _),) = masks.operands["kv_lengths"].parts
+        names -= {"kv_lengths"} if _least(softmax, length) >= 1 else set()
     if names == {"q_segments", "kv_segments"}:
         mine, theirs = masks.segments
         swap = {axes.s[0]: axes.t[0]} if axes.t and len(axes.s) == 1 else {}
@@ -150,11 +167,20 @@ def _each_sees_itself(softmax: Softmax, axes: Axes) -> bool:
 
 def _is_positive(softmax: Softmax, offset: Poly) -> bool:
     """Whether what the queries' positions begin at is not below zero."""
+    return _least(softmax, offset) >= 0
+
+
+def _least(softmax: Softmax, form: Poly) -> float:
+    """A lower bound of a sum of numbers and of integers such as loop counters."""
     alg, least = softmax.alg, 0.0
-    for (flag, mono), c in offset.items():
+    for (flag, mono), c in form.items():
         leaf = alg.defs[mono[0][0]] if len(mono) == 1 else ("",)
-        if flag != TRUE or leaf[0] != "leaf" or leaf[2] or mono[0][1] != 1 or c < 0:
-            return False
-        known, _ = alg.leaf_range.get(leaf[1], (-math.inf, 0))
-        least = min(least, max(known, softmax.find.least(leaf[1])))
-    return least >= 0
+        if flag == TRUE and not mono:
+            least += c
+        elif flag == TRUE and leaf[0] == "leaf" and mono[0][1] == 1 and c > 0:
+            known, _ = alg.leaf_range.get(leaf[1], (-math.inf, 0))
+            own = -math.inf if leaf[2] else softmax.find.least(leaf[1])
+            least += c * max(known, own)
+        else:
+            return -math.inf
+    return least

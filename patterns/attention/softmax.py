@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,7 @@ class Softmax:
             the weights.
         joined: Arrays that the program holds in pieces.
         some: Whether a key is kept in any piece; ``None`` if there are no pieces.
+        mask_as_array: Whether the mask is read as an array, not as positions.
     """
 
     find: Finder
@@ -101,6 +102,7 @@ class Softmax:
     products: Sequence[tuple[Node, int]]
     joined: Mapping[Any, Joined]
     some: int | None
+    mask_as_array: bool = False
 
     @property
     def alg(self) -> Algebra:
@@ -125,13 +127,23 @@ class Softmax:
         return found
 
 
-def softmax_parts(alg: Algebra, form: Poly, values: Set[Any]) -> Parts:
+def softmax_parts(
+    alg: Algebra, form: Poly, values: Set[Any], soft: bool = False
+) -> Parts:
     """The parts of a form that is one quotient of two sums over the keys.
+
+    Args:
+        alg: Where the form is.
+        form: The form.
+        values: Names of arrays that are weighed.
+        soft: Whether fills of a mask are kept as a bias in it.
 
     Raises:
         Refused: If the form differs, or other factors are left.
     """
     if len(form) != 1:
+        if not soft:
+            _refuse_several(alg, form)
         near = any(_is_quotient(alg, mono) for _, mono in form)
         raise Refused(
             "terms",
@@ -163,6 +175,36 @@ def softmax_parts(alg: Algebra, form: Poly, values: Set[Any]) -> Parts:
         difference=alg.show(form),
         score=0.4,
     )
+
+
+def _refuse_several(alg: Algebra, form: Poly) -> None:
+    """Refuses values weighed by a softmax plus other weights.
+
+    Differential attention does that: its other weights are a second softmax.
+
+    Raises:
+        Refused: If a term is a weighed sum divided by its total, and all others are
+            sums with some array of that one, as its values are.
+    """
+    sums = [[a for a, e in mono if e == 1 and alg.kind(a) == "sum"] for _, mono in form]
+    divided = [any(e == -1 for _, e in mono) for _, mono in form]
+    weighed = [{alg.defs[x][1] for x in _factors(alg, s, "leaf")} for s in sums]
+    weights = [frozenset(_factors(alg, some, "exp")) for some in sums]
+    apart = len(set(weights)) == len(weights)  # in a gradient they are the same
+    if any(divided) and apart and set.intersection(*weighed):
+        raise Refused(
+            "terms",
+            "the values are multiplied by a sum of a softmax and other weights",
+            difference=alg.show(form),
+            score=0.75,
+            suggestion="multiply each of them by the values, and add up the results",
+        )
+
+
+def _factors(alg: Algebra, sums: Iterable[int], kind: str) -> Iterator[int]:
+    """Atoms of a kind among the factors of sums."""
+    for total in sums:
+        yield from (a for a, _ in alg.defs[total][3] if alg.kind(a) == kind)
 
 
 def _is_quotient(alg: Algebra, mono: Monomial) -> bool:

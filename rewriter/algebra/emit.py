@@ -54,12 +54,12 @@ class Emitter:
         *,
         full: bool = True,
         dtype: Any = None,
-        near: bool = False,
+        near: int = 0,
     ) -> jax.Array:
         """The polynomial as an array with one axis per group of indices.
 
         With ``full`` every axis has its whole size; otherwise an axis on which the
-        value does not depend has size one. With ``near`` integers beyond `FAR` are
+        value does not depend has size one. Integers beyond ``near``, such as `FAR`, are
         clamped to it, so that no sum with a position overflows. Choices among values
         are not clamped, since no proof covers them.
         """
@@ -67,13 +67,13 @@ class Emitter:
         flags = {flag for flag, _ in p}
         if near and len(flags) == 1 and flags != {TRUE}:  # zero where it does not hold
             inner = {(TRUE, mono): c for (_, mono), c in p.items()}
-            x = self._integer(inner, order, True)
+            x = self._integer(inner, order, near)
             x = jnp.where(self._bool(flags.pop(), order), x, 0)
             return self._grouped(x, groups, full, dtype)
-        near = near and flags == {TRUE}
+        near = near if flags == {TRUE} else 0
         x = self._single(p, order)
         if x is not None and near:
-            x = _near(x)
+            x = _near(x, near)
         if x is None and dtype is not None and jnp.issubdtype(dtype, jnp.integer):
             x = self._integer(p, order, near)
         if x is None:
@@ -293,10 +293,10 @@ class Emitter:
             return self._bool(d[1], order)
         raise OverBudget(f"no code for a predicate of kind {d[0]}")
 
-    def _integer(self, p: Poly, order: list[int], near: bool = False) -> jax.Array:
+    def _integer(self, p: Poly, order: list[int], near: int = 0) -> jax.Array:
         """A form over integers, computed exactly; `near` as for `array`."""
         if near:
-            moved = self._moved(p, order)
+            moved = self._moved(p, order, near)
             if moved is not None:
                 return moved
         total = jnp.zeros((1,) * len(order), jnp.int32)
@@ -307,15 +307,15 @@ class Emitter:
                 if x is None or e != 1:
                     return self._sum(p, order)
                 if near and self.alg.kind(a) != "relu":  # which has such inside
-                    x = _near(x, FAR // max(1, abs(int(c))))
+                    x = _near(x, near // max(1, abs(int(c))))
                 term = term * x
             if flag != TRUE:
                 term = jnp.where(self._bool(flag, order), term, 0)
             total = total + term
         return total
 
-    def _moved(self, p: Poly, order: list[int]) -> jax.Array | None:
-        """A leaf plus or minus a number, clamped to `FAR`; None for other forms.
+    def _moved(self, p: Poly, order: list[int], far: int) -> jax.Array | None:
+        """A leaf plus or minus a number, clamped to `far`; None for other forms.
 
         The leaf is first clamped near the number, so that their sum is exact.
         """
@@ -326,19 +326,21 @@ class Emitter:
             x, sign = self._single(self.alg.scale(rest, -1.0), order), -1
         if x is None or not jnp.issubdtype(x.dtype, jnp.integer):
             return None
-        most, least = FAR - int(c), -FAR - int(c)
+        ends = jnp.iinfo(jnp.int32)
+        most, least = min(far, ends.max) - int(c), max(-far, ends.min) - int(c)
         if sign < 0:
             most, least = -least, -most
         info = jnp.iinfo(x.dtype)
         if most < info.min or least > info.max:
             raise OverBudget("a position beyond all others")
-        x = jnp.clip(x, max(least, info.min), min(most, info.max))
+        x = jnp.maximum(x, least) if least > info.min else x
+        x = jnp.minimum(x, most) if most < info.max else x
         shift = jnp.asarray(int(c), jnp.int32)
         if abs(int(c)) > jnp.iinfo(jnp.int32).max:
             raise OverBudget("a number that no position is compared with")
         return sign * x.astype(jnp.int32) + shift
 
-    def _whole(self, atom: int, order: list[int], near: bool) -> jax.Array | None:
+    def _whole(self, atom: int, order: list[int], near: int) -> jax.Array | None:
         """An atom as an integer array; None if it is not one."""
         d = self.alg.defs[atom]
         if d[0] == "iota":
@@ -387,7 +389,7 @@ FAR = 1 << 28
 """Beyond all positions: twice that and more is still an int32."""
 
 
-def _near(x: jax.Array, far: int = FAR) -> jax.Array:
+def _near(x: jax.Array, far: int) -> jax.Array:
     """Clamps integers to a number; returns other arrays unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).max <= far:
         return x

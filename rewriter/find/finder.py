@@ -21,6 +21,7 @@ from rewriter.algebra.canonicalize import (
 )
 from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
 from rewriter.algebra.template import neighbourhood
+from rewriter.find.emitted_anew import is_allowed
 from rewriter.find.reading import Refused
 from rewriter.find.region import Place, Regions
 from rewriter.find.stacked import layers
@@ -270,7 +271,32 @@ class Finder:
             literals.append(
                 yes if yes is not None else literal if no is None else alg.negate(no)
             )
-        return alg.of_literals(flag, literals)
+        made = alg.of_literals(flag, literals)
+        anew = not all(is_allowed(alg, a) for a in alg.bools[made][0])
+        if anew and self._learns_own(flag):
+            return self.own_flag(ev, flag, known)
+        return made
+
+    def _learns_own(self, flag: int) -> bool:
+        """Whether a boolean of the program is found that equals a function.
+
+        It has it under other indices. A part of a mask that depends on no key stands
+        before the sum over the keys, which renames those of the rest alone.
+        """
+        alg, before = self.algebra, len(self.algebra.own.get(flag, ()))
+        ids = frozenset().union(*map(alg.free, alg.bools[flag][0]))
+        for other in list(alg.own):
+            if len(alg.bools[other][0]) != len(alg.bools[flag][0]):
+                continue
+            theirs = frozenset().union(*map(alg.free, alg.bools[other][0]))
+            old, new = sorted(theirs - ids), sorted(ids - theirs)
+            if len(old) != 1 or [alg.sizes[i] for i in old] != [
+                alg.sizes[i] for i in new
+            ]:
+                continue
+            if alg.subst_bool(other, dict(zip(old, new, strict=True))) == flag:
+                break  # the substitution has noted it
+        return len(alg.own.get(flag, ())) > before
 
     def uncast(self, value: int) -> int:
         """The value below lossless float casts."""

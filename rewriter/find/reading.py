@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize import values_named
-from rewriter.algebra.emit import Emitter, ordered, shaped, typed
+from rewriter.algebra.emit import FAR, Emitter, ordered, shaped, typed
 from rewriter.algebra.normal_form import Algebra, Index, OverBudget, Poly
 from rewriter.find.region import Place
 
@@ -47,15 +47,15 @@ class Operand:
         full: Whether axes on which the value does not depend have their size.
         flag: For a boolean operand, the boolean function instead of polynomials.
         dtype: What the array is cast to; None leaves it.
-        near: Whether it is compared with positions alone, so that integers far beyond
-            all of them may be taken for nearer ones; kernels add positions to it.
+        near: Integers beyond this number may be taken for it, since what they are
+            compared with is not beyond it; 0 if none may.
     """
 
     parts: tuple[tuple[Poly, tuple[Group, ...]], ...]
     full: bool = True
     flag: int | None = None
     dtype: Any = None
-    near: bool = False
+    near: int = 0
 
     def leaves(self, alg: Algebra) -> set[int]:
         """The leaf atoms that it is made of."""
@@ -102,9 +102,9 @@ def operand(poly: Poly, *groups: Any, full: bool = True, dtype: Any = None) -> O
 
 
 def position_operand(poly: Poly, *groups: Any) -> Operand:
-    """Integers that are compared with positions alone."""
+    """Integers that are compared with positions alone; kernels add positions to it."""
     parts = ((poly, tuple(map(tuple, groups))),)
-    return Operand(parts, False, None, "int32", near=True)
+    return Operand(parts, False, None, "int32", near=FAR)
 
 
 def flag_operand(flag: int, *groups: Any) -> Operand:

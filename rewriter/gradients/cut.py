@@ -18,6 +18,8 @@ from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, leaves_of
 from rewriter.find.region import Regions
 from rewriter.find.stacked import cuts
+from rewriter.gradients.cotangents import is_float
+from rewriter.program.graph import Scope
 
 
 @dataclass(eq=False)
@@ -26,18 +28,26 @@ class Cut:
 
     Attributes:
         regions: The walks over the program's graph.
-        known: By the id of a reading, its first match over pieces and the template of
-            it; None if there is none.
+        known: By the id of a reading, and whether pieces are what a body is given.
+            Its first match over pieces and the template of it; None if there is none.
     """
 
     regions: Regions
-    known: dict[int, tuple[Match, Template] | None] = field(default_factory=dict)
+    known: dict[tuple[int, bool], tuple[Match, Template] | None] = field(
+        default_factory=dict
+    )
 
-    def up(self, match: Match) -> Match | None:
-        """The match over pieces of the arrays that it reads, or None."""
-        key = id(match.reading)
+    def up(self, match: Match, body: Scope | None = None) -> Match | None:
+        """The match over pieces of the arrays that it reads, or None.
+
+        Args:
+            match: The match.
+            body: A body that computes the match again. Pieces are then what it is
+                given, such as queries that were scaled or laid out outside of it.
+        """
+        key = id(match.reading), body is not None
         if key not in self.known:
-            self.known[key] = self._first(match)
+            self.known[key] = self._first(match, body)
         if self.known[key] is None:
             return None
         first, again = self.known[key]
@@ -46,11 +56,19 @@ class Cut:
         found = apply(self.regions.graph, again, match.anchor)
         if found is None or found[0] != match.value:
             return None
-        return _with_reading(match, first.reading, tuple(found[1].items()), found[2])
+        restated = dataclasses.replace(match, spec=first.spec)
+        leaves = tuple(found[1].items())
+        return _with_reading(restated, first.reading, leaves, found[2])
 
-    def _first(self, match: Match) -> tuple[Match, Template] | None:
+    def _first(self, match: Match, body: Scope | None) -> tuple[Match, Template] | None:
         graph = self.regions.graph
-        cut = cuts(graph, [v for _, v in match.leaves], match.inner)
+        if body is None:
+            cut = cuts(graph, [v for _, v in match.leaves], match.inner)
+        else:
+            given = {v for v, (at, _) in body.first_var.items() if at < 0}
+            given = {v for v in given if is_float(graph.dtype(v))}  # masks are read
+            cut = match.inner & given - {match.value}
+            cut = cut and cut | given.intersection(v for _, v in match.leaves)
         if not cut or match.op.parts:
             return None
         find = Finder(graph, match.reading.algebra, self.regions).at_pieces(cut)
@@ -63,10 +81,11 @@ class Cut:
             leaves = leaves_of(other)
             inner = region_values(find, other.value, set(leaves))
             other, spec = with_precision(graph, match.op, other, spec, inner)
-            if spec != match.spec:
+            if spec != match.spec and body is None:
                 continue
             pairs = tuple((v, v) for v in leaves)
-            first = _with_reading(match, other, pairs, frozenset(inner))
+            restated = dataclasses.replace(match, spec=spec)
+            first = _with_reading(restated, other, pairs, frozenset(inner))
             known = template(graph, match.anchor, match.value, frozenset(leaves), first)
             return first and known and (first, known)
         return None

@@ -30,6 +30,7 @@ from rewriter.gradients.cotangents import (
     Cones,
     below,
     cancelled_reads,
+    is_float,
     linear,
 )
 from rewriter.gradients.reference import unread, wanted_at
@@ -292,10 +293,14 @@ def _evaluator(
         if (node := graph.node_of(v)) is not None
         and (node.prim in CONTRACTIONS or is_pick(node))
     )
+    known, core = match.reading.evaluator, None
+    if known is not None and known.core is not None:  # as the forward was read
+        core = _computed_from(graph, stops, parts).__contains__
     make = functools.partial(
         Evaluator,
         graph,
         match.reading.algebra,
+        core=core,
         names={v: v for v in stops if kind_of(graph.dtype(v)) != "b"},
         inside=dots,
         full_sides=frozenset((v, k) for v in dots for k in (0, 1)),
@@ -305,6 +310,23 @@ def _evaluator(
     ev = make(holding=_row_has_a_key(make(), match))
     ev.strided = True
     return ev
+
+
+def _computed_from(
+    graph: Graph, stops: frozenset[int], parts: frozenset[int]
+) -> frozenset[int]:
+    """The float stops and what is computed from them: what the op computes.
+
+    Other values, such as a dropout mask over its rate, are those of the machine.
+    """
+    found = {v for v in stops if is_float(graph.dtype(v))}
+    queue = list(found)
+    while queue:
+        for node in graph.users(queue.pop()):
+            new = parts.intersection(node.outs) - found
+            found |= new
+            queue += new
+    return frozenset(found)
 
 
 def _row_has_a_key(ev: Evaluator, match: Match) -> frozenset[int]:

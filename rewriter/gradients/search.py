@@ -21,6 +21,7 @@ from rewriter.find.reading import Reading
 from rewriter.find.region import Regions
 from rewriter.gradients.addends import returned
 from rewriter.gradients.backward import Backward
+from rewriter.gradients.backward_place import home_of
 from rewriter.gradients.cotangents import cotangents, is_float
 from rewriter.gradients.cut import Cut
 from rewriter.gradients.insertion_point import obstacle, read_instead
@@ -28,7 +29,7 @@ from rewriter.gradients.known import Known, found_again, known
 from rewriter.gradients.proof import proved_gradients
 from rewriter.gradients.reference import traced_gradients
 from rewriter.gradients.relaid import Relaid
-from rewriter.program.graph import Graph
+from rewriter.program.graph import Graph, Scope
 from rewriter.support.verdict import Reason
 
 log = logging.getLogger("rewriter.gradients")
@@ -207,13 +208,13 @@ def _over_saved_pieces(
     match: Match, backward: Backward, memory: Memory, cut: Cut
 ) -> tuple[Match, Backward]:
     """The match over pieces of its operands, if a checkpoint saved only these."""
-    if _is_had(cut.regions, match, backward):
-        return match, backward
-    pieces = cut.up(match)
-    found = pieces and find_backward(cut.regions.graph, pieces, memory)
-    if not pieces or not found or not _is_had(cut.regions, pieces, found):
-        return match, backward
-    return pieces, found
+    lacking = _lacking(cut.regions, match, backward)
+    for body in (None, lacking) if lacking is not None else ():
+        pieces = cut.up(match, body)
+        found = pieces and find_backward(cut.regions.graph, pieces, memory)
+        if pieces and found and _lacking(cut.regions, pieces, found) is None:
+            return pieces, found
+    return match, backward
 
 
 def _more_exact(graph: Graph, match: Match, backward: Backward) -> str:
@@ -228,10 +229,21 @@ def _more_exact(graph: Graph, match: Match, backward: Backward) -> str:
     return f"gradients are products at precision {asked}, and the result at {named}"
 
 
-def _is_had(regions: Regions, match: Match, backward: Backward) -> bool:
-    """Whether a checkpoint with the gradients, if any, has all operands."""
-    scope = regions.graph.node_of(next(iter(backward.grads.values()))).scope  # type: ignore
-    return not scope.runs_again or not obstacle(match, scope, regions, backward.unread)
+def _lacking(regions: Regions, match: Match, backward: Backward) -> Scope | None:
+    """The checkpoint that computes the gradients, if it has not all operands.
+
+    Equal values of several checkpoints are one. That which has most of them counts.
+    """
+    count: collections.Counter[Scope] = collections.Counter()
+    for value in backward.inner.union(backward.grads.values()) - match.inner:
+        node = regions.graph.node_of(value)
+        if node is not None:
+            scopes = (node.scope, *(scope for scope, _, _ in node.copies))
+            count.update({home_of(s)[0] for s in scopes if s.runs_again})
+    for body, _ in count.most_common(1):
+        if obstacle(match, body, regions, backward.unread):
+            return body
+    return None
 
 
 def _elsewhere(

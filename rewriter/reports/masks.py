@@ -21,6 +21,7 @@ STRUCTURE = {
     "kv_lengths": "keys up to a length",
     "prefix": "a prefix that all rows see",
     "offset": "positions at an offset",
+    "kv_positions": "keys at positions that are data",
 }
 """By operand, what is read of a mask beside a window."""
 
@@ -51,7 +52,7 @@ def whole_mask(site: Site, in_words: Callable[[int], str], rate: float = 0.0) ->
         cost += f", {time_text(1e6 * count / rate)} or more," if rate else ""
     return (
         f"a mask of {cost} is read in each pass; segments that are compared, lengths "
-        "of keys or positions by jnp.arange would be read in its place"
+        "of keys or whole numbers of positions would be read in its place"
     )
 
 

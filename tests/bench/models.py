@@ -5,10 +5,10 @@
 Hugging Face's flax models of their usual sizes, with drawn weights in bfloat16. A step
 is the loss, its gradients and an update by `optax.adamw`. Programs are compiled first,
 several at once, and timed afterwards, one by one. Figures are milliseconds of a call
-(median), XLA's temporary memory, seconds of tracing, lowering and compiling, the share
-of the chip's peak at 6 operations a weight and token (2 for inference), and the
-kernels that take most of the rewritten step's time. Needs flax, optax and transformers
-before 5.
+(median, several in a row), those of its kernels alone, XLA's temporary memory, seconds
+of tracing, lowering and compiling, the share of the chip's peak at 6 operations a
+weight and token (2 for inference), and the kernels that take most of the rewritten
+program's time. Needs flax, optax and transformers before 5.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from tests.bench import passes, record
 
 PEAK = {"H100": 989e12, "H200": 989e12}
 """Operations in bfloat16 a second, by the vendor's data sheets."""
+IN_A_ROW = 4
+"""Calls that follow each other without waiting, as in a training loop."""
 SHOWN = 8
 """How many kernels of a profile are kept."""
 
@@ -340,8 +342,11 @@ def measured(one: Prepared, repeats: int) -> list[dict[str, Any]]:
         if peak:
             share = each * one.weights * tokens / (after * 1e-3) / peak
             row["share_of_peak"] = round(share, 3)
-        if what == "step" and timing.method() == "cupti":
-            row["profile"] = _profile(program, args)
+        if timing.method() == "cupti":
+            for name in ("written", "rewritten"):
+                profile = _profile(one.programs[what, name].result()[0], args)
+                row[name]["device_ms"] = profile.pop("all")
+            row["profile"] = profile
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
@@ -356,8 +361,11 @@ def _timed(program: Any, args: Any, repeats: int) -> tuple[dict[str, Any], Any]:
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(program(*args))
-        times.append(1e3 * (time.perf_counter() - start))
+        for _ in range(IN_A_ROW):
+            last = program(*args)
+        jax.block_until_ready(last)
+        times.append(1e3 * (time.perf_counter() - start) / IN_A_ROW)
+        del last
     memory = program.memory_analysis().temp_size_in_bytes
     return {"ms": round(statistics.median(times), 3), "temporary_bytes": memory}, out
 

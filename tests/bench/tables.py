@@ -122,11 +122,11 @@ def models() -> str:
         share = f"{row['share_of_peak']:.0%}"
         figures = *_model_figures(row), share, *seconds
         rows.append((row["model"], row["pass"], *figures))
-        if "profile" in row:
-            parts = dict(row["profile"])
-            total = parts.pop("all")
-            most = ", ".join(f"`{n}` {ms:.1f}" for n, ms in list(parts.items())[:4])
-            profiles.append(f"{row['model']}: {total:.1f} ms, of them {most}")
+        if row["pass"] == "step":
+            parts = list(row["profile"].items())[:4]
+            most = ", ".join(f"`{name}` {ms:.1f}" for name, ms in parts)
+            times = f"{old['device_ms']:.1f} → {new['device_ms']:.1f} ms"
+            profiles.append(f"{row['model']}: {times}, of them {most}")
     head = (
         "model", "pass", "original", "rewritten", "gain", "memory before", "after",
         "share of the peak", "until compiled, before", "after",
@@ -134,7 +134,8 @@ def models() -> str:
     versions = f"jax {data['jax']}, transformers {data['transformers']}"
     note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
     return (
-        f"{_table(head, rows)}\n\nThe device's time of a rewritten step: "
+        f"{_table(head, rows)}\n\nThe device's time of a step, and what takes most of "
+        "the rewritten one: "
         f"{'; '.join(profiles)}. Reproduce with {note}."
     )
 

@@ -278,7 +278,7 @@ def _by_tiles(p: Problem) -> bool:
 
 
 def _may_be_empty(p: Problem) -> bool:
-    masks = {"mask", "q_segments", "kv_lengths", "bias"}
+    masks = {"mask", "q_segments", "kv_lengths", "kv_positions", "bias"}
     return p.window != (None, None) or bool(masks & p.arrays.keys())
 
 

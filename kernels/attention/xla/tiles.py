@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.visibility import Visibility
+from rewriter.kernels.attention.visibility import Visibility, within
 from rewriter.kernels.attention.xla.config import DEFAULT
 from rewriter.kernels.attention.xla.sizes import Sizes, number, sizes_of
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 AXES = {
     "q": "btnh", "k": "bskh", "v": "bske", "bias": "bnts", "mask": "bnts",
     "dropout": "bnts", "q_segments": "bt", "kv_segments": "bs",
+    "kv_positions": "bs", "first_position": "bt", "last_position": "bt",
     "kv_lengths": "b", "offset": "b", "prefix": "b", "alibi": "n", "sinks": "n",
     "scale_factor": "", "out": "btne", "cotangent": "btne", "lse": "bnt",
 }  # fmt: skip
@@ -137,9 +138,27 @@ class Step:
         self.turned = None
         if not isinstance(z.blocks, int) or z.blocks > 1:
             self.turned = {x: self.turn(p.cut(x, self.here)) for x in "kv"}
+        self.places = self._ends_of_blocks() if "kv_positions" in p.arrays else None
         self.offset = p.shift
         if "offset" in p.arrays:
             self.offset = self.offset + self.per_batch("offset")
+
+    def _ends_of_blocks(self) -> tuple[Array, Array] | None:
+        """Returns the least and the greatest position of each block of keys.
+
+        None if the number of blocks is not known.
+        """
+        z = self.p.sizes
+        if not isinstance(z.s, int):
+            return None
+        x = self.p.cut("kv_positions", self.here).astype(jnp.int32)
+        beyond = ((0, 0), (0, -z.s % z.keys))
+        blocks = (x.shape[0], -1, z.keys)
+        ends = jnp.iinfo(jnp.int32)
+        return (
+            jnp.pad(x, beyond, constant_values=ends.max).reshape(blocks).min((0, 2)),
+            jnp.pad(x, beyond, constant_values=ends.min).reshape(blocks).max((0, 2)),
+        )
 
     def turn(self, x: Array) -> Array:
         """Returns [b, s, k, h] as [c, s, h]."""
@@ -277,7 +296,25 @@ class Block:
         low = _clip(low, s) // keys
         high = (_clip(high, s) + keys - 1) // keys
         whole = _least(_clip(whole, s) // keys, high)
+        if step.places is not None:
+            low, high = self._within_places(*step.places, low, high)
+            whole = jnp.clip(whole, low, jnp.maximum(low, high))
         return (low, whole, high) if left is None else (low, low, high)
+
+    def _within_places(
+        self, least: Array, most: Array, low: Any, high: Any
+    ) -> tuple[Any, Any]:
+        """Returns a range of blocks without those at its ends that no row sees."""
+        given, numbers = self.p.arrays, jnp.arange(least.shape[0], dtype=jnp.int32)
+        if "last_position" in given:
+            last = self.p.cut("last_position", self.here).astype(jnp.int32)
+            reached = jnp.where(least <= last.max(), numbers + 1, 0)
+            high = jnp.minimum(high, reached.max())
+        if "first_position" in given:
+            first = self.p.cut("first_position", self.here).astype(jnp.int32)
+            reached = jnp.where(most >= first.min(), numbers, least.shape[0])
+            low = jnp.maximum(low, reached.min())
+        return low, high
 
     def over_keys(
         self, body: Callable[[Tile, Any], Any], carry: Any, every: bool = False
@@ -393,6 +430,8 @@ class Tile:
             q = p.cut("q_segments", self.here)[:, None, None, :, None]
             k = p.cut("kv_segments", self.here)[:, None, None, None, :]
             masks.append(q == k)
+        if "kv_positions" in p.arrays:
+            masks += within(*self.places())
         if not self.edge:
             return masks
         window = []
@@ -408,6 +447,14 @@ class Tile:
         if "kv_lengths" in p.arrays:
             masks.append(self.s < step.per_batch("kv_lengths"))
         return masks + self.fresh()
+
+    def places(self) -> tuple[Array | None, ...]:
+        """Returns the keys' positions, and the first and the last that rows see."""
+        ends = ("first_position", "last_position")
+        given = self.p.arrays
+        rows = (self.p.cut(n, self.here) if n in given else None for n in ends)
+        keys = self.p.cut("kv_positions", self.here)[:, None, None, None, :]
+        return keys, *(x if x is None else x[:, None, None, :, None] for x in rows)
 
     def scores(self, queries: Array) -> tuple[Array, Array | None]:
         """Returns the masked scores and, with a soft cap, tanh(scores / cap)."""

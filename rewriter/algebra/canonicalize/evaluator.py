@@ -79,6 +79,8 @@ class Evaluator(Layout, LoopForms, Constants):
         assumed: Facts that need no proof, see `assumptions`.
         by_rows: Whether a gather of whole rows is a function of its operands, and no
             leaf of its own.
+        by_wraps: Whether a side value that is a position plus another integer is
+            analysed by whether it wraps around; else it is a leaf if it may.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Evaluator(Layout, LoopForms, Constants):
         at_hand: Callable[[int], bool] | None = None,
         assumed: frozenset[str] = frozenset(),
         by_rows: bool = False,
+        by_wraps: bool = True,
         picked_fills: bool = False,
     ):
         self.g, self.alg = graph, algebra
@@ -109,7 +112,7 @@ class Evaluator(Layout, LoopForms, Constants):
         self.in_pieces, self.whole_sides = in_pieces, whole_sides
         self.filled_rows, self.holding = filled_rows, holding
         self.core, self.at_hand, self.assumed = core, at_hand, assumed
-        self.by_rows = by_rows
+        self.by_rows, self.by_wraps = by_rows, by_wraps
         self.picked_fills = picked_fills
         self.memo: dict[Any, Any] = {}
         self._expanded_values: dict[int, bool] = {}
@@ -331,7 +334,7 @@ class Evaluator(Layout, LoopForms, Constants):
                 return known
             form = rule(self, node, args, mode)
         sums = mode == FULL and node.prim in ("add", "sub") and not self.ideal
-        if sums and self.is_side(value):
+        if sums and self.by_wraps and self.is_side(value):
             wrapped = with_wraps(self.alg, form, self.g.dtype(value))
             if wrapped is not None:
                 return wrapped

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from rewriter.kernels.attention import KERNELS, OP
+from rewriter.kernels.attention import KERNELS, OP, xla
+from rewriter.kernels.attention.positions import as_mask, with_positions
 from rewriter.kernels.attention.reference import sample, visible
 from rewriter.kernels.attention.xla import Blocks, tiles
 from rewriter.ops.kernel import spec_of
@@ -32,6 +33,16 @@ TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "DEFAULT", Blocks(rows=16, keys=16, tile=2048))
+
+
+def between(x: dict[str, Any], t: int) -> Any:
+    """Returns which keys are at positions that queries see, of any rank up to 4."""
+    if "kv_positions" not in x:
+        return np.ones((1, 1, 1, 1), bool)
+    first = x.get("first_position", np.full((1, t), -np.inf))
+    last = x.get("last_position", np.full((1, t), np.inf))
+    at = x["kv_positions"][:, None]
+    return ((first[:, :, None] <= at) & (at <= last[:, :, None]))[:, None]
 
 
 def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
@@ -59,6 +70,7 @@ def exact(arrays: dict[str, Any], up: Any, params: dict[str, Any]) -> Any:
         keep &= np.asarray(arrays["mask"])
     if "q_segments" in x:
         keep &= (x["q_segments"][:, :, None] == x["kv_segments"][:, None])[:, None]
+    keep &= between(x, t)
     if "kv_lengths" in x:
         keep &= (keys < x["kv_lengths"][:, None, None])[:, None]
     left, right = params.get("window", NONE)
@@ -130,6 +142,9 @@ def make(
             result[name] = r.random(given) < 0.6
         elif name == "dropout":
             result[name] = (r.random(given) < 0.7).astype(dtype) / dtype_of(dtype)(0.7)
+        elif name.endswith("_position") or name == "kv_positions":
+            result[name] = r.integers(0, s, given).astype("int32")
+            result[name] -= 20 * (name == "first_position")
         elif name in ("q_segments", "kv_segments"):
             result[name] = np.sort(r.integers(0, 3, given), -1).astype("int32")
         else:
@@ -178,6 +193,9 @@ CASES: dict[str, tuple[Shape, dict[str, Any], dict[str, Any]]] = {
     "lengths prefix": ((3, 50, 50, 2, 2, 8, 8), {"kv_lengths": lengths(3, 50, 17), "prefix": lengths(20, 5, 3)}, {"window": CAUSAL}),
     "segments": ((2, 50, 50, 2, 2, 8, 8), {"q_segments": (2, 50), "kv_segments": (2, 50)}, {"window": CAUSAL, "empty_rows": "zero"}),
     "segments one": ((2, 40, 50, 2, 2, 8, 8), {"q_segments": (1, 40), "kv_segments": (1, 50)}, {"empty_rows": "zero"}),
+    "positions": ((2, 40, 50, 2, 2, 8, 8), {"kv_positions": (2, 50), "first_position": (2, 40), "last_position": (2, 40)}, {"empty_rows": "mean"}),
+    "positions in order": ((2, 40, 70, 2, 2, 8, 8), {"kv_positions": np.arange(70)[None], "first_position": np.arange(25, 65)[None], "last_position": np.arange(30, 70)[None]}, {}),
+    "positions ends": ((1, 20, 50, 2, 2, 8, 8), {"kv_positions": np.array([-2**31, 2**31 - 1] * 25, "int32")[None], "last_position": np.where(np.arange(20) % 2, -2**31, 2**31 - 1).astype("int32")[None]}, {}),
     "mask": ((2, 40, 41, 4, 2, 8, 8), {"mask": (2, 4, 40, 41)}, {}),
     "mask heads": ((2, 40, 41, 4, 2, 8, 8), {"mask": (1, 4, 40, 41)}, {"window": (None, 4), "empty_rows": "mean"}),
     "mask rows mean": ((2, 40, 41, 4, 4, 8, 8), {"mask": (2, 1, 40, 1)}, {"empty_rows": "mean"}),
@@ -294,6 +312,25 @@ def test_value_and_gradients(case: str) -> None:
 )
 def test_rows_without_keys_pass_gradients(case: str) -> None:
     check(both, case, "float32")
+
+
+MASKED = with_positions(xla.KERNEL)
+
+
+def test_positions_as_a_mask() -> None:
+    shape, extra, params = CASES["positions"]
+    arrays = make(shape, {**extra, "mask": (1, 2, 1, 50)})
+    assert MASKED.backward is not None
+    want, grads = both(arrays, tuple(params.items()), arrays["q"])
+    out, saved = MASKED.forward(**arrays, **params, residuals=True)
+    given = {"out": out, "residuals": saved, "cotangent": arrays["q"]}
+    got = MASKED.backward(**arrays, **params, **given)
+    close(out, np.asarray(want), "float32", "out")
+    for name, g in grads.items():
+        close(got[name], np.asarray(g), "float32", name)
+    spec = as_mask(spec_of(OP, arrays, params))
+    assert spec.operands == ("q", "k", "v", "mask")
+    assert spec.shape("mask") == (2, 2, 40, 50)
 
 
 def test_rows_without_keys_are_as_where_a_number_is_added() -> None:

@@ -57,7 +57,7 @@ MASKS: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "positions": (
         ordered,
         np.stack([np.r_[:9, :7], np.r_[:16]]).astype(np.int32),
-        "mask bool[2,1,16,16]",
+        "kv_positions i32[2,16] last_position i32[2,16]",
     ),
     "array": (lambda m: m, RANDOM.random((B, 1, T, T)) > 0.3, "mask bool[2,1,16,16]"),
     "bias": (
@@ -446,10 +446,10 @@ def test_what_is_missed_has_its_reason(why):
 
 def test_reports_say_what_an_array_costs():
     texts = {}
-    for name in ("positions", "packed"):
+    for name in ("array", "packed"):
         step = step_of(name, "scan")
         texts[name] = str(rewriter.explain(step)(*arguments(name)))
-    assert "a mask of 2×1×16×16, 512 B is read" in texts["positions"]
+    assert "a mask of 2×1×16×16, 512 B is read" in texts["array"]
     known = rewriter.explain(step_of("array", "plain"), target="h200")
     assert " µs or more, is read in each pass" in str(known(*arguments("array")))
     assert "keys of the same segment" in texts["packed"]

@@ -113,6 +113,40 @@ def test_numbers_at_every_start(name: str) -> None:
     assert not differs((before(starts), ()), (after(starts), ()))
 
 
+def test_a_counter_is_no_less_than_its_start() -> None:
+    """So a row has a key, and nothing need be said of rows without."""
+
+    def steps(q: jax.Array) -> jax.Array:
+        turn = lambda i, q: step(lambda i: jnp.arange(S) <= i)(q, i)
+        return lax.fori_loop(0, S, turn, q)
+
+    (site,) = explain(steps, (Q,), "attention")
+    assert operand_names(site) == LENGTHS.split()
+    assert "empty_rows" not in site.params
+
+
+def blocks_of_queries(q: jax.Array) -> jax.Array:
+    """Causal, by blocks of queries that are mapped."""
+
+    def block(q: jax.Array, i: jax.Array) -> jax.Array:
+        rows = i * 6 + jnp.arange(6)[:, None]
+        return step(lambda _: rows >= jnp.arange(S))(q, i)
+
+    parts = q.reshape(B, 4, 6, N, H)
+    return jax.vmap(block, (1, 0), 1)(parts, jnp.arange(4)).reshape(q.shape)
+
+
+def test_mapped_blocks_of_queries_are_in_one_order() -> None:
+    program = jax.value_and_grad(lambda q: (blocks_of_queries(q) ** 2).sum())
+    new = rewriter.optimize(program, implementation={"attention": "memory_bounded"})
+    before, after = (f(K) for f in (jax.jit(program), new))
+    assert not differs((before, ()), (after, ()))
+    (site,) = new.report().sites
+    assert site.backward
+    assert site.params["window"] == (None, 0)
+    assert operand_names(site) == ["q", "k", "v"]
+
+
 def test_start_that_is_a_negative_number() -> None:
     fn = step(lambda i: sliced(causal(), -S - 1 + 0 * i))
     new = rewriter.optimize(fn, implementation={"attention": "reference"})

@@ -57,6 +57,7 @@ def difference(t=T, s=T):
 
 
 INF = -jnp.inf
+PLACES = "q k v kv_positions last_position"
 marked("tril", lambda s: jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, INF))
 marked("tril_of_floats", lambda s: jnp.where(jnp.tril(jnp.ones((T, T))) == 0, INF, s))
 marked(
@@ -146,7 +147,7 @@ marked(
         s,
         INF,
     ),
-    also=[dict(operands="q k v mask", scale=SCALE)],
+    also=[dict(operands=PLACES, scale=SCALE)],
 )
 marked(
     "lax_select_full",
@@ -478,13 +479,14 @@ def _(q, k, v, is_prefix):
 @documented(
     "prefix_by_cumsum",
     dict(ar=booleans("bs", 0.4, np.int32)),
-    "q k v mask",
+    PLACES,
     sizes=SQUARE,
     bind=lambda q, k, v, m: dict(
         q=q,
         k=k,
         v=v,
-        mask=(jnp.cumsum(m, 1)[:, None] <= jnp.cumsum(m, 1)[:, :, None])[:, None],
+        kv_positions=jnp.cumsum(m, 1),
+        last_position=jnp.cumsum(m, 1),
     ),
 )
 def _(q, k, v, ar):
