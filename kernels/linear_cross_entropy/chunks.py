@@ -33,7 +33,6 @@ class Chunk:
         whole: Whether blocks of rows have all classes where the budget allows it.
             Weights are then never cut. Their gradients are added up over blocks.
         aligned: Classes are padded to a multiple of this, unless they are one of 8.
-        joined: Whether the maximum of a row and its picked logit are one reduction.
         rounded: Whether logits are held as the program rounds them, in the dtype of its
             product. Otherwise they are held in float32 or float64.
     """
@@ -43,7 +42,6 @@ class Chunk:
     whole: bool = False
     aligned: int = 1
     rounded: bool = False
-    joined: bool = False
 
 
 DEFAULT = Chunk()

@@ -33,7 +33,7 @@ ADDED = 2
 """Bytes for each weight and block whose gradients are added up: most of the 8 that pass
 do so while products run."""
 
-KERNELS = 8
+LAUNCHES = 8
 """Kernels that are launched for a block."""
 
 
@@ -81,7 +81,7 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     block = logits / max(blocks, 1) * size * (1 + gradients)
     loop = seconds(
         device, flops, idle + touched * size * logits + sums + copied,
-        compute=0.97 * PRODUCTS, item=size, launches=KERNELS * blocks,
+        compute=0.97 * PRODUCTS, item=size, launches=LAUNCHES * blocks,
         temporary=block + 4 * weights * (sums > 0),
     )  # fmt: skip
     return {"xla": xla, "memory_bounded": loop}

@@ -97,8 +97,7 @@ def forward(
 
     def block(part: Rows, _: None) -> tuple[None, Rows]:
         classes = loss.labels(part["labels"])
-        found = _reduced(head, part["x"], classes, columns, config.joined)
-        lse, picked, total = found
+        lse, picked, total = _reduced(head, part["x"], classes, columns)
         value = loss.value(lse, picked, total, classes)
         return None, {"out": value.astype(out_dtype or value.dtype), "lse": lse}
 
@@ -146,31 +145,17 @@ Reduced = tuple[jax.Array, jax.Array, jax.Array]
 """Log-sum-exps, picked logits and sums of logits, each [n]."""
 
 
-def _of_product(
-    head: Head, product: jax.Array, labels: jax.Array, joined: bool
-) -> Reduced:
+def _of_product(head: Head, product: jax.Array, labels: jax.Array) -> Reduced:
     """What is reduced over the classes of rows, given their product [n, v]."""
     y = head.logits(product)
-    own = jnp.where(head.hits(labels), y, 0)
-    if not joined:
-        return jax.nn.logsumexp(y, axis=1), own.sum(1), head.total(y)
-
-    def join(a: Any, b: Any) -> Any:
-        return jnp.maximum(a[0], b[0]), a[1] + b[1]
-
-    start = (jnp.array(-jnp.inf, y.dtype), jnp.array(0, y.dtype))
-    top, picked = lax.reduce((y, own), start, join, (1,))
-    shift = jnp.where(jnp.isfinite(top), top, 0)
-    lse = jnp.log(jnp.exp(y - shift[:, None]).sum(1)) + shift
-    return lse, picked, head.total(y)
+    picked = jnp.where(head.hits(labels), y, 0).sum(1)
+    return jax.nn.logsumexp(y, axis=1), picked, head.total(y)
 
 
-def _reduced(
-    head: Head, x: jax.Array, labels: jax.Array, columns: int, joined: bool
-) -> Reduced:
+def _reduced(head: Head, x: jax.Array, labels: jax.Array, columns: int) -> Reduced:
     """The same of rows [n, k], over chunks of classes."""
     if columns == head.w.shape[1]:
-        return _of_product(head, head.product(x), labels, joined)
+        return _of_product(head, head.product(x), labels)
 
     def step(start: Any, size: int, carry: Any) -> Any:
         top, weight, picked, total = carry
@@ -328,7 +313,7 @@ def together(
 
     def block(part: Rows, sums: Rows) -> tuple[Rows, Rows]:
         product, picks = head.product(part["x"]), loss.labels(part["labels"])
-        lse, picked, total = _of_product(head, product, picks, config.joined)
+        lse, picked, total = _of_product(head, product, picks)
         value = loss.value(lse, picked, total, picks)
         known = part | {"lse": lse, "classes": picks, "product": product}
         sums, found = _gradients(head, loss, known, sums, columns, added)

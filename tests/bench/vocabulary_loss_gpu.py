@@ -100,8 +100,6 @@ def ways(shape: Shape) -> Iterator[tuple[str, Program]]:
     for shift in range(28, most + 1):
         config = Chunk(1 << shift, 1024, True, 128, True)
         yield f"ours, {1 << shift >> 20} MiB", ours(config)
-        joined = Chunk(1 << shift, 1024, True, 128, True, True)
-        yield f"ours, {1 << shift >> 20} MiB, joined", ours(joined)
     wide = Chunk(1 << 30, 1024, True, 128, False)
     yield "ours, 1024 MiB in float32", ours(wide)
     for shift in (26, 28):

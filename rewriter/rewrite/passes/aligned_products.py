@@ -6,7 +6,9 @@ Kernels for 16-bit matrices load 16 bytes at once. A matrix whose rows are no mu
 of 8 numbers has no such loads, and XLA falls back to kernels that take twice the time.
 Zeros that are summed add nothing, and columns of zeros are cut off again, so the result
 has the same terms. Differentiated, a padded product is two padded ones. What padding
-and cutting read and write is counted, unless XLA fuses them with what is around.
+and cutting read and write is counted, unless XLA fuses them with what is around. No
+product is padded that then needs another large array: one that the program gets or
+returns has no room for padding.
 """
 
 from __future__ import annotations
@@ -38,8 +40,14 @@ STEPS = ((4096, 128), (1024, 64), (0, EVEN))
 GAIN = 0.9
 """The share of its time that a padded product may take, with the padding."""
 
+MEMORY = 0.1
+"""The share of the product's own temporary arrays that padding may take in memory."""
+
 LEAST_S = 5 * LAUNCH_S
 """The fewest seconds that padding must gain."""
+
+LAYOUT = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
+"""Primitives whose result lies in memory as their operand does."""
 
 FUSED = CHEAP | {"reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"}
 """Primitives that read a part of an array as fast as a whole one."""
@@ -134,31 +142,90 @@ class _Body:
         )  # fmt: skip
         if after > GAIN * before or before - after < LEAST_S:
             return None
+        if self._more_memory(product) > MEMORY * self._memory(product):
+            return None
         where = _jax.source_of(product.eqn)
         return Aligned(where, tuple(product.sizes), before, after)
 
     def _padding(self, product: _Product) -> float:
         """Bytes that pass to pad the operands that are not padded yet."""
-        moved = 0.0
-        for atom, to in zip(product.eqn.invars, product.operands, strict=True):
-            if to == atom.aval.shape or (atom, to) in self.padded:
-                continue
-            maker = self.around.maker(atom)
-            fused = maker is not None and maker.primitive.name in CHEAP
-            moved += 0.0 if fused else 2.0 * size(atom)
-        return moved
+        return sum(
+            0.0 if self._is_made_here(atom) else 2.0 * size(atom)
+            for atom, _ in self._not_padded(product)
+        )
 
     def _cutting(self, product: _Product) -> float:
         """Bytes that pass to cut the result, unless all that read it can do so."""
-        (out,) = product.eqn.outvars
-        if out.aval.shape == product.result:
-            return 0.0
+        cut = product.out.aval.shape != product.result
+        return 2.0 * size(product.out) if cut and self._is_read_whole(product) else 0.0
+
+    def _more_memory(self, product: _Product) -> float:
+        """Bytes of arrays that are there beside those as written.
+
+        A padded array takes the place of the one as written if that has no other use.
+        """
+        more = 0.0
+        for atom, to in self._not_padded(product):
+            grown = size(atom) * math.prod(to) / math.prod(atom.aval.shape)
+            replaced = self._is_made_here(atom) and all(
+                k != self.around.end and _is_of_matrices(self.around.eqns[k])
+                for k in self.around.readers(atom)
+            )
+            more += grown - size(atom) if replaced else grown
+        cut = product.out.aval.shape != product.result
+        if cut and (self._is_returned(product.out) or self._is_read_whole(product)):
+            more += size(product.out)
+        return more
+
+    def _memory(self, product: _Product) -> float:
+        """Bytes of the product's arrays that are neither inputs nor results."""
+        made = [a for a in product.eqn.invars if self._maker(a) is not None]
+        if not self._is_returned(product.out):
+            made.append(product.out)
+        return float(sum(map(size, made)))
+
+    def _not_padded(self, product: _Product) -> list[tuple[Any, tuple[int, ...]]]:
+        """The operands that are to be padded, and no earlier product did so."""
+        pairs = zip(product.eqn.invars, product.operands, strict=True)
+        return [p for p in pairs if p[1] != p[0].aval.shape and p not in self.padded]
+
+    def _is_made_here(self, atom: Any) -> bool:
+        """Whether XLA makes an array, and may make it padded at no cost."""
+        maker = self._maker(atom)
+        return maker is not None and maker.primitive.name in CHEAP
+
+    def _maker(self, atom: Any) -> Any:
+        """The equation that makes an array, in any layout; None for an input."""
+        maker = self.around.maker(atom)
+        while maker is not None and maker.primitive.name in LAYOUT:
+            maker = self.around.maker(maker.invars[0])
+        return maker
+
+    def _is_read_whole(self, product: _Product) -> bool:
+        """Whether anything that reads a result is not fused with cutting it."""
         around = self.around
-        readers = around.readers(out)
-        fused = all(
-            k != around.end and around.eqns[k].primitive.name in FUSED for k in readers
+        return any(
+            k == around.end or around.eqns[k].primitive.name not in FUSED
+            for k in around.readers(product.out)
         )
-        return 0.0 if fused else 2.0 * size(out)
+
+    def _is_returned(self, out: Any) -> bool:
+        """Whether a result is written into one of the body's, perhaps with more to it.
+
+        As written, XLA then needs no array for the product itself.
+        """
+        around, seen, queue = self.around, {out}, [out]
+        while queue:
+            for k in around.readers(queue.pop()):
+                if k == around.end:
+                    return True
+                eqn = around.eqns[k]
+                large = [v for v in eqn.outvars if size(v) * 4 >= size(out)]
+                if eqn.primitive.name in CHEAP:
+                    new = [v for v in large if v not in seen]
+                    seen.update(new)
+                    queue += new
+        return False
 
     def _written(self, product: _Product) -> list[Any]:
         """The equations of a padded product. Equal paddings are one for XLA."""
@@ -193,6 +260,11 @@ class _Product:
     sizes: Sequence[tuple[int, int]]
     operands: tuple[tuple[int, ...], ...]
     result: tuple[int, ...]
+
+    @property
+    def out(self) -> Any:
+        """The variable of the result."""
+        return self.eqn.outvars[0]
 
     @classmethod
     def of(cls, eqn: Any, odd: Sequence[tuple[int, int]]) -> _Product:

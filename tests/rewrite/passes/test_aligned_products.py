@@ -41,40 +41,54 @@ def stacked(x, w):
 
 
 PADDED: dict[str, Case] = {
-    "product": (lambda x, w: x @ w, (X, W)),
+    "product": (lambda x, w: (x @ w).max(-1), (X, W)),
     "wide": (lambda x, w: jnp.matmul(x, w, **WIDE).max(-1), (X, W)),
-    "float16": (lambda x, w: x @ w, (like(N, K, dtype="float16"),
-                                     like(K, V, dtype="float16"))),
+    "float16": (lambda x, w: (x @ w).max(-1), (like(N, K, dtype="float16"),
+                                               like(K, V, dtype="float16"))),
     "of a table": (lambda x, w: (x @ w.T).max(-1), (X, TABLE)),
     "einsum of a table": (lambda x, w: jnp.einsum("bd,vd->bv", x, w).sum(), (X, TABLE)),
-    "wide, as a result": (lambda x, w: jnp.matmul(x, w, **WIDE), (X, W)),
-    "rows of batches": (lambda x, w: x @ w, (like(8, 1024, K), W)),
-    "of rows' gradient": (lambda d, w: d @ w.T, (D, W)),
-    "of weights' gradient": (lambda x, d: x.T @ d, (X, D)),
-    "of a table's gradient": (lambda x, d: jnp.einsum("nv,nk->vk", d, x), (X, D)),
-    "summed": (lambda x, w: x @ w, (like(N, 8191), like(8191, K))),
+    "rows of batches": (lambda x, w: (x @ w).max(-1), (like(8, 1024, K), W)),
+    "of rows' gradient": (lambda d, w: jnp.exp(d) @ w.T, (D, W)),
+    "of weights' gradient": (lambda x, d: x.T @ jnp.exp(d), (X, D)),
+    "of a table's gradient": (lambda x, d: jnp.einsum("nv,nk->vk", jnp.exp(d), x),
+                              (X, D)),
+    "summed": (lambda x, w: jnp.exp(x) @ w, (like(N, 8191), like(8191, K))),
     "in a loop": (stacked, (like(2, N, K), W)),
-    "in a jit": (lambda x, w: jax.jit(jnp.dot)(x, w), (X, W)),
-    "in a branch": (lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w,
-                                          lambda: jnp.zeros((N, V), x.dtype)), (X, W)),
-    "checkpointed": (lambda x, w: jax.checkpoint(lambda x: x @ w)(x), (X, W)),
+    "in a jit": (lambda x, w: jax.jit(lambda x: (x @ w).sum())(x), (X, W)),
+    "in a branch": (lambda x, w: lax.cond(x[0, 0] > 0, lambda: (x @ w).sum(),
+                                          lambda: x[0, 0]), (X, W)),
+    "checkpointed": (lambda x, w: jax.checkpoint(lambda x: (x @ w).sum())(x), (X, W)),
 }  # fmt: skip
+RETURNED: dict[str, Case] = {
+    "logits": (lambda x, w: x @ w, (X, W)),
+    "with a bias": (lambda x, w, b: x @ w + b, (X, W, like(V))),
+    "wide": (lambda x, w: jnp.matmul(x, w, **WIDE), (X, W)),
+    "cast": (lambda x, w: (x @ w).astype("float32") * 2, (X, W)),
+    "in another shape": (lambda x, w: (x @ w).reshape(8, -1, V), (X, W)),
+    "by a jit inside": (lambda x, w: jax.jit(jnp.dot)(x, w).max(), (X, W)),
+    "read by another product": (lambda x, w: (x @ w) @ w.T, (X, W)),
+    "of a given cotangent": (lambda d, w: d @ w.T, (D, W)),
+    "of given summed rows": (lambda x, w: x @ w, (like(N, 8191), like(8191, K))),
+    "of a cotangent that stays": (lambda d, w: ((e := jnp.exp(d)) @ w.T, e), (D, W)),
+    "to wide weights": (lambda x, w: (x @ w).sum(-1),
+                        (like(N, 2048), like(2048, 3001))),
+}  # fmt: skip
+"""Padding would take a large array more."""
+
 LEFT: dict[str, Case] = {
-    "aligned": (lambda x, w: x @ w, (X, like(K, 50304))),
-    "odd rows": (lambda x, w: x @ w, (like(N - 1, K), like(K, 50304))),
-    "float32": (lambda x, w: x @ w, (like(N, K, dtype="float32"),
-                                     like(K, V, dtype="float32"))),
-    "mixed": (lambda x, w: jnp.matmul(x, w), (X, like(K, V, dtype="float32"))),
-    "small": (lambda x, w: x @ w, (like(64, 64), like(64, 33))),
-    "few rows": (lambda x, w: x @ w, (like(8, K), W)),
-    "batched": (lambda x, w: x @ w, (like(64, 577, 64), like(64, 64, 577))),
-    "heads": (lambda x, w: jnp.einsum("nk,khd->nhd", x, w), (X, like(K, 48, 20))),
-    "a result of a table": (lambda x, w: x @ w.T, (X, TABLE)),
-    "the same by einsum": (lambda x, w: jnp.einsum("bd,vd->bv", x, w), (X, TABLE)),
-    "even sizes": (lambda x, w: x @ w, (like(16384, K), like(K, 30522))),
-    "bound by padding": (lambda x, w: x @ w, (like(N, 64), like(64, V))),
-    "integers": (lambda x, w: x @ w, (like(N, K, dtype="int16"),
-                                      like(K, V, dtype="int16"))),
+    **RETURNED,
+    "aligned": (lambda x, w: (x @ w).max(-1), (X, like(K, 50304))),
+    "odd rows": (lambda x, w: (x @ w).max(-1), (like(N - 1, K), like(K, 50304))),
+    "float32": (lambda x, w: (x @ w).max(-1), (like(N, K, dtype="float32"),
+                                               like(K, V, dtype="float32"))),
+    "mixed": (lambda x, w: jnp.matmul(x, w).max(-1), (X, like(K, V, dtype="float32"))),
+    "small": (lambda x, w: (x @ w).max(-1), (like(64, 64), like(64, 33))),
+    "few rows": (lambda x, w: (x @ w).max(-1), (like(8, K), W)),
+    "batched": (lambda x, w: (x @ w).max(-1), (like(64, 577, 64), like(64, 64, 577))),
+    "heads": (lambda x, w: jnp.einsum("nk,khd->nhd", x, w).max(-1),
+              (X, like(K, 48, 20))),
+    "integers": (lambda x, w: (x @ w).max(-1), (like(N, K, dtype="int16"),
+                                                like(K, V, dtype="int16"))),
 }  # fmt: skip
 
 
@@ -99,20 +113,12 @@ def test_other_devices_pad_nothing(on: Device) -> None:
     assert not padded(*PADDED["product"][:1], X, W, on=on)
 
 
-def test_what_is_cut_anyway_is_cut_for_free() -> None:
-    """A sum reads the part of the result that it needs."""
-    program = jax.make_jaxpr(lambda x, w: (x @ w).astype("float32").sum(-1))(X, W)
-    (fused,) = align(program, H100)[1]
-    (written,) = align(jax.make_jaxpr(jnp.dot)(X, W), H100)[1]
-    assert fused.after < 0.8 * written.after
-    assert fused.before == written.before
-
-
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products are padded too."""
     monkeypatch.setattr(aligned_products, "GAIN", 1e9)
     monkeypatch.setattr(aligned_products, "LEAST_S", -1e9)
+    monkeypatch.setattr(aligned_products._Body, "_more_memory", lambda *_: 0.0)
 
 
 SMALL: dict[str, Case] = {
@@ -171,7 +177,7 @@ def test_whole_programs() -> None:
         assert [a.sizes for a in report.aligned] == [((6001, 6016),)] * 2
         assert "padded from 6001 to 6016" in str(report)
         report = rewriter.explain(jax.value_and_grad(loss, (0, 1, 2)))(*args)
-        assert len(report.aligned) == 6
+        assert len(report.aligned) == 4  # two have little memory beside the weights
     off = (
         {"numerics": "strict"},
         {"disable": ("aligned_products",)},
