@@ -101,7 +101,7 @@ def read(
     if scale != alg.const(1):
         of_columns = operand(scale, *map(flat_indices, columns))
     for name, axes in orders.items():
-        array = _whole(find, numbers, stored, axes)
+        array = _all_numbers(find, numbers, stored, axes)
         if array is not None:
             return StoredMatrices(array, of_columns, name)
     text = "the 8-bit matrices are a part of an array, or lie in another order"
@@ -124,7 +124,7 @@ def _factors(alg: Algebra, matrices: Poly, stored: int) -> tuple[Poly, Poly]:
     raise Refused("dequantised", text, score=0.6)
 
 
-def _whole(
+def _all_numbers(
     find: Finder, numbers: Poly, stored: int, axes: tuple[Index, ...]
 ) -> Operand | None:
     """All stored numbers, if their memory order is that of some axes."""

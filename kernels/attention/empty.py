@@ -1,12 +1,16 @@
 """Rows that see no key: what they give, and what they pass back to scores.
 
+The parameter ``empty_rows`` names it. "nan", "zero" and "mean" (of v over all keys) are
+what such a row gives. No gradient reaches its scores, as where masks choose between
+scores and a number. The names in `PASSES` give the same, and a gradient reaches them.
+
 Some programs hide keys by a large negative number added to their scores, not by a
 choice. Such a program gives the mean of all values in a row without keys, as that
 number absorbs all digits of the scores (in float32 any beyond -1e9 does). Its gradient
 still passes: with all weights 1 / s, ds = (dp - delta) / s for every key. Since dp is a
 product of v with the result's cotangent u, ds = u (v - mean)ᵀ / s. The products with
-ds need no scores at all: dq is u times a matrix [e, h] of v and k; dk is v - mean times
-one of u and q.
+ds need no scores at all: dq is u times a matrix [e, h] of v and k. Likewise, dk is
+v - mean times one of u and q.
 
 Where -inf is added, such a row is NaN, and so are the gradients that it passes back.
 They are NaN even if the program then chooses zero for the row: `0 * nan` is NaN.

@@ -89,15 +89,7 @@ def reference(
     v: Array,
     *,
     bias: Array | None = None,
-    mask: Array | None = None,
-    q_segments: Array | None = None,
-    kv_segments: Array | None = None,
-    kv_lengths: Array | None = None,
     offset: Array | None = None,
-    prefix: Array | None = None,
-    kv_positions: Array | None = None,
-    first_position: Array | None = None,
-    last_position: Array | None = None,
     alibi: Array | None = None,
     sinks: Array | None = None,
     dropout: Array | None = None,
@@ -112,8 +104,9 @@ def reference(
     weights: str | None = None,
     precision: str | None = None,
     wide: Any = None,
+    **hiding: Array | None,
 ) -> Array:
-    """Returns softmax(scale q kᵀ + bias) v over the keys each query sees.
+    """Returns softmax(scale q kᵀ + bias) v over the keys a query sees, [b, t, n, e].
 
     Operands are documented where the op is declared.
 
@@ -123,31 +116,47 @@ def reference(
             causal is ``(None, 0)``.
         shift: A static part of the offset.
         softcap: ``c * tanh(scores / c)``.
-        empty_rows: What a row that sees no key gives: "nan", "mean" (of v
-            over all s), "mean_passing" or "zero". Of "mean" no gradient reaches
-            the row's scores, as where masks choose between scores and a number.
-            Of "mean_passing", the mean as well, one does, as where a number that
-            takes all their digits is added: that of equal weights ``1 / s``.
-            Of "nan_passing", as where -inf is added, NaN reaches them, and none
-            of "nan". Of "zero_nan_passing", NaN reaches them too.
+        empty_rows: What a row that sees no key gives, and what it passes back to the
+            scores: one of the names in `rewriter.kernels.attention.empty`.
         unshifted: The dtype of the program's exponentials, if it takes them of scores
             without their maximum. Rows whose exponentials all vanish, or whose sum
             overflows, are then NaN, and so are their gradients.
         out_dtype: The result's dtype, q's by default.
-        weights: The precision of a product of float32 weights and v, whose digits the
-            result keeps; see `rewriter.kernels.attention.weights`.
+        weights: Of the last product alone; see `rewriter.kernels.attention.weights`.
         precision: Of all products of float32, as `jax.lax.Precision` by name.
-        wide: The dtype of scores and softmax; by default float32, or float64 for
-            float64 inputs.
-
-    Returns:
-        [b, t, n, e].
+        wide: The dtype of scores and softmax: float32, or float64 as the inputs.
+        **hiding: The operands that hide keys, as in `visible`.
     """
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    b, t, n, h = q.shape
-    s, heads = k.shape[1], k.shape[2]
-    group = n // heads
-    queries = q.reshape(b, t, heads, group, h)
+    (b, t, n, _), (s, heads, e) = q.shape, v.shape[1:]
+    scores = _scores(q, k, scale, scale_factor, softcap, precision, wide)
+    if bias is not None:
+        scores = scores + bias.astype(wide)
+    if alibi is not None:
+        relative = relative_position(t, s, offset, shift).astype(wide)
+        scores = scores + alibi.astype(wide)[:, None, None] * relative
+    keep = visible(t, s, offset=offset, window=window, shift=shift, **hiding)
+    shares = _shares(scores, keep, sinks, empty_rows, unshifted)
+    if dropout is not None:
+        shares = shares * dropout.astype(wide)
+    shares = shares.reshape(b, heads, n // heads, t, s)
+    last = precision or weights
+    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
+    return out.reshape(b, t, n, e).astype(out_dtype or q.dtype)
+
+
+def _scores(
+    q: Array,
+    k: Array,
+    scale: float,
+    scale_factor: Array | None,
+    softcap: float | None,
+    precision: str | None,
+    wide: Any,
+) -> Array:
+    """Products of queries with keys, scaled and capped, [b, n, t, s]."""
+    (b, t, n, h), (s, heads) = q.shape, k.shape[1:3]
+    queries = q.reshape(b, t, heads, n // heads, h)
     scores = jnp.einsum(
         "btkgh,bskh->bkgts", queries, k, precision=precision,
         preferred_element_type=wide,
@@ -155,23 +164,27 @@ def reference(
     scores = scores.reshape(b, n, t, s) * scale
     if scale_factor is not None:
         scores = scores * scale_factor.astype(wide)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias.astype(wide)
-    if alibi is not None:
-        relative = relative_position(t, s, offset, shift).astype(wide)
-        scores = scores + alibi.astype(wide)[:, None, None] * relative
-    keep = visible(
-        t, s, mask=mask, q_segments=q_segments, kv_segments=kv_segments,
-        kv_lengths=kv_lengths, offset=offset, prefix=prefix, kv_positions=kv_positions,
-        first_position=first_position, last_position=last_position, window=window,
-        shift=shift,
-    )  # fmt: skip
-    plain = scores
-    if keep is not None:
-        scores = jnp.where(keep, scores, -jnp.inf)
-    extra = None if sinks is None else sinks.astype(wide)[:, None, None]
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def _shares(
+    plain: Array,
+    keep: Array | None,
+    sinks: Array | None,
+    empty_rows: str,
+    unshifted: str | None,
+) -> Array:
+    """The softmax of scores over the keys that each query sees.
+
+    Args:
+        plain: The scores, [b, n, t, s].
+        keep: Which keys a query sees; None for all.
+        sinks: The score of each head's sink, [n], if there are sinks.
+        empty_rows: As in `reference`.
+        unshifted: As in `reference`.
+    """
+    scores = plain if keep is None else jnp.where(keep, plain, -jnp.inf)
+    extra = None if sinks is None else sinks.astype(plain.dtype)[:, None, None]
     shares = _softmax(scores, extra, empty_rows)
     if unshifted is not None:
         total = jax.nn.logsumexp(scores, -1, keepdims=True)
@@ -179,12 +192,7 @@ def reference(
         shares = shares * jnp.where(overflows(total, unshifted), jnp.nan, 1)
     if empty_rows in PASSES and extra is None:
         shares = _passing(shares, plain, scores, empty_rows != PASSING)
-    if dropout is not None:
-        shares = shares * dropout.astype(wide)
-    shares = shares.reshape(b, heads, group, t, s)
-    last = precision or weights
-    out = jnp.einsum("bkgts,bske->btkge", shares, v.astype(wide), precision=last)
-    return out.reshape(b, t, n, v.shape[-1]).astype(out_dtype or q.dtype)
+    return shares
 
 
 def usual(q: Array, k: Array, v: Array, **given: Any) -> Array:

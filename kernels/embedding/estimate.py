@@ -13,6 +13,7 @@ from rewriter.kernels.embedding.sums import parts_of
 from rewriter.ops.device import Device
 from rewriter.ops.estimate import item, seconds
 from rewriter.ops.kernel import Spec
+from rewriter.support.verdict import YES, Verdict, no
 
 ROUND = {2: 6e-6, 4: 7e-9}
 """Seconds for which rows of one id wait for each other, by the bytes of a number."""
@@ -25,6 +26,15 @@ ADDED = 8
 
 SORTED = 24
 """Bytes that pass for each number that is sorted and added up in order."""
+
+
+def pays_in_16_bits(operand: str, spec: Spec, platform: str) -> Verdict:
+    """Returns yes for an operand of 16 bits on a GPU, where XLA adds in a loop."""
+    if platform not in ("cuda", "rocm"):
+        return no("platform", f"not measured to be faster than XLA on {platform}")
+    if spec.dtype(operand) == "float32":
+        return no("dtype", "XLA adds float32 as fast")
+    return YES
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:

@@ -3,51 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from rewriter.support.verdict import YES, Verdict, all_of, no
-
-if TYPE_CHECKING:
-    from rewriter.ops.kernel import Spec
-
-DTYPES = ("bfloat16", "float16", "float32")
-MOST = 1 << 31
-"""Rows are counted in 32 bits."""
-
-
-def supports(spec: Spec) -> Verdict:
-    """Returns whether a use has rows of real numbers, of sizes that are known."""
-    if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
-    shape, found = spec.shape("rows"), [YES]
-    if spec.dtype("rows") not in DTYPES:
-        text = f"rows are {spec.dtype('rows')}, not {', '.join(DTYPES)}"
-        found.append(no("dtype", text))
-    if 0 in shape:
-        found.append(no("empty", f"rows have shape {shape}"))
-    tables = math.prod(shape[:-2])
-    most = tables * max(spec.param("size"), shape[-2])
-    if most >= MOST:
-        found.append(no("size", f"{most} rows, of at most 2^31 - 1"))
-    return all_of(*found)
-
-
-def ids_given(spec: Spec) -> Verdict:
-    """Returns whether a use has ids of its own, and none that count up."""
-    if spec.has("ids"):
-        return YES
-    return no("counted", "ids count up, and need no sums by id")
-
-
-def counted_only(spec: Spec) -> Verdict:
-    """Returns whether the ids of a use are proved to count up."""
-    if spec.has("ids"):
-        return no("ids", "the ids are not proved to count up")
-    return YES
 
 
 def flattened(

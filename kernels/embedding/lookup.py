@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rewriter.kernels.embedding.forms import DTYPES, MOST
+from rewriter.kernels.embedding import limits
+from rewriter.kernels.embedding.estimate import pays_in_16_bits
 from rewriter.kernels.embedding.reference import looked_up
 from rewriter.ops.kernel import Kernel, Limits, Speed, Traits
-from rewriter.support.verdict import YES, Verdict, all_of, no
+from rewriter.support.verdict import Verdict, all_of
 
 if TYPE_CHECKING:
     from rewriter.ops.kernel import Spec
 
 NAME = "embedding_lookup"
-
-
-def supports(spec: Spec) -> Verdict:
-    """Returns whether a use has rows of real numbers, of sizes that are known."""
-    if spec.symbolic:
-        return no("symbolic", "sizes must be known, but some are symbolic")
-    shape, found = spec.shape("table"), [YES]
-    if spec.dtype("table") not in DTYPES:
-        text = f"the table is {spec.dtype('table')}, not {', '.join(DTYPES)}"
-        found.append(no("dtype", text))
-    if 0 in shape or (spec.has("ids") and 0 in spec.shape("ids")):
-        found.append(no("empty", f"nothing is taken from a table of shape {shape}"))
-    if (rows := math.prod(shape[:-1])) >= MOST:
-        found.append(no("size", f"{rows} rows of a table, of at most 2^31 - 1"))
-    return all_of(*found)
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns yes for tables of 16 bits on a GPU, for the sake of the gradient."""
-    if platform not in ("cuda", "rocm"):
-        return no("platform", f"not measured to be faster than XLA on {platform}")
-    if spec.dtype("table") == "float32":
-        return no("dtype", "XLA adds float32 as fast")
-    return YES
 
 
 def forward(*, residuals: bool = False, **given: Any) -> Any:
@@ -97,9 +73,9 @@ def with_sums(kernel: Kernel, takes: Callable[[Spec], Verdict]) -> Kernel:
         forward=forward,
         backward=functools.partial(backward, kernel.forward),
         limits=Limits(
-            lambda spec: all_of(supports(spec), takes(spec)),
+            lambda spec: all_of(limits.table_to_read(spec), takes(spec)),
             deterministic=kernel.limits.deterministic,
         ),
-        speed=Speed(profitable),
+        speed=Speed(functools.partial(pays_in_16_bits, "table")),
         traits=Traits(memory_bounded=True, saves_out=False),
     )

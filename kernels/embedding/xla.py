@@ -9,23 +9,14 @@ very few rows, there are several tables of sums, so that fewer collide.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import Any
 
 import jax
 
-from rewriter.kernels.embedding import forms, lookup, sums
-from rewriter.kernels.embedding.estimate import estimate
-from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Speed, Traits
-from rewriter.support.verdict import YES, Verdict, all_of, no
-
-if TYPE_CHECKING:
-    from rewriter.ops.kernel import Spec
-
-
-def supports(spec: Spec) -> Verdict:
-    """Returns whether the rows have ids of their own."""
-    return all_of(forms.supports(spec), forms.ids_given(spec))
+from rewriter.kernels.embedding import builder, sums
+from rewriter.kernels.embedding.estimate import pays_in_16_bits
+from rewriter.support.verdict import Verdict, no
 
 
 def deterministic(config: Any) -> Verdict:
@@ -34,56 +25,17 @@ def deterministic(config: Any) -> Verdict:
     return no("order", "rows of one id are added up in any order")
 
 
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns yes for 16-bit rows on a GPU."""
-    if platform not in ("cuda", "rocm"):
-        return no("platform", f"not measured to be faster than XLA on {platform}")
-    if spec.dtype("rows") == "float32":
-        return no("dtype", "XLA adds float32 as fast")
-    return YES
-
-
-def forward(
-    *,
-    rows: jax.Array,
-    ids: jax.Array,
-    table: jax.Array | None = None,
-    size: int,
-    outside: str = "drop",
-    start: int = 0,
-    period: int = 0,
-    residuals: bool = False,
-) -> Any:
-    """Returns the sums, as `reference` does.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        residuals: Whether to return ``(result, ())``.
-    """
-    del start, period
-    *lead, _, d = rows.shape
-    flat, of_row, total = forms.flattened(rows, ids, size, outside)
+def add(
+    rows: jax.Array, ids: jax.Array, table: jax.Array | None, size: int
+) -> jax.Array:
+    """Returns a table [size, d], with rows [m, d] added to those that ids [m] name."""
     if table is not None:
-        out = sums.into(table.reshape(total, d), flat, of_row)
-    elif total > math.prod(rows.shape[:-1]):
-        out = sums.by_owner(flat, of_row, total)
-    else:
-        out = sums.in_parts(flat, of_row, total)
-    out = out.reshape(*lead, size, d)
-    return (out, ()) if residuals else out
+        return sums.into(table, rows, ids)
+    if size > len(rows):
+        return sums.by_owner(rows, ids, size)
+    return sums.in_parts(rows, ids, size)
 
 
-KERNEL = Kernel(
-    name="in_float32",
-    op="embedding",
-    platforms=PLATFORMS,
-    version=1,
-    forward=forward,
-    backward=forms.backward,
-    limits=Limits(supports, deterministic=deterministic),
-    speed=Speed(profitable, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False),
-)
-LOOKUP = lookup.with_sums(KERNEL, forms.ids_given)
-KERNELS = (KERNEL, LOOKUP)
+PAYS = functools.partial(pays_in_16_bits, "rows")
+
+KERNELS = builder.by_id("in_float32", add, PAYS, deterministic)

@@ -26,7 +26,6 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.activations import Bounds, Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -95,43 +94,36 @@ def forward(
     w_up: Array,
     b_gate: Array | None = None,
     b_up: Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    clip_gate: Bounds = (None, None),
-    clip_up: Bounds = (None, None),
-    up_shift: float = 0.0,
-    slopes: Slopes = (),
-    slopes_up: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
     config: Tiles | None = None,
+    **joining: Any,
 ) -> Any:
     """Returns the result, as `reference` does; there are no residuals.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
-    Operands are those of the op, and parameters are as in `reference`.
+    Operands are those of the op. Other parameters say how `combine` joins the branches.
 
     Args:
         out_dtype: The result's dtype, x's or float32; x's by default.
         residuals: Whether to return ``(result, ())``.
         config: The tiles; their columns are those of both branches.
+        **joining: As above.
     """
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    del precision, slopes, slopes_up  # the last two are of derivatives
+    del precision
+    joining |= {"slopes": (), "slopes_up": ()}  # of derivatives
     rows, k = math.prod(x.shape[:-1]), x.shape[-1]
     branches = [
         Branch(w[None], bias=None if b is None else b.astype(jnp.float32))
         for w, b in ((w_gate, b_gate), (w_up, b_up))
     ]
-    join = functools.partial(
-        combine, activation=activation, beta=beta, clip_gate=clip_gate,
-        clip_up=clip_up, up_shift=up_shift, activations=ON_HOPPER,
-    )  # fmt: skip
+    join = functools.partial(combine, **joining, activations=ON_HOPPER)
     f, dtype = w_gate.shape[1], jnp.dtype(out_dtype or x.dtype)
     given = NAME, x.reshape(rows, k), branches, f, None, [join], dtype
     (out,) = combined(*given, config or Tiles())

@@ -89,10 +89,7 @@ def usual(
     """
     gate = branch(x, w_gate, (b_gate, rows_gate), precision, x.dtype)
     up = branch(x, w_up, (b_up, rows_up), precision, x.dtype)
-    plain = {"activation": "silu", "beta": 1.0, "clip_gate": (None, None),
-             "clip_up": (None, None), "up_shift": 0.0}  # fmt: skip
-    y = combine(gate, up, **{**plain, **given})
-    return y.astype(out_dtype or x.dtype)
+    return combine(gate, up, **given).astype(out_dtype or x.dtype)
 
 
 def branch(
@@ -113,16 +110,19 @@ def branch(
 def combine(
     gate: jax.Array,
     up: jax.Array,
-    activation: str,
-    beta: float,
-    clip_gate: Bounds,
-    clip_up: Bounds,
-    up_shift: float,
+    activation: str = "silu",
+    beta: float = 1.0,
+    clip_gate: Bounds = (None, None),
+    clip_up: Bounds = (None, None),
+    up_shift: float = 0.0,
     slopes: Slopes = (),
     slopes_up: Slopes = (),
     activations: Mapping[str, Activation] = ACTIVATIONS,
 ) -> jax.Array:
-    """Returns the product of the two branches after clipping and activation."""
+    """Returns the product of the two branches after clipping and activation.
+
+    Parameters are as in `reference`.
+    """
     chosen = activations[activation]
     gate = with_slopes(lambda y: chosen(clipped(y, clip_gate), beta), slopes)(gate)
     up = with_slopes(lambda y: clipped(y, clip_up), slopes_up)(up)

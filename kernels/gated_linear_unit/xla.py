@@ -8,6 +8,7 @@ contractions for 2·rows·f fewer numbers in memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.gated_linear_unit.estimate import estimate
 from rewriter.kernels.gated_linear_unit.reference import branch, combine
-from rewriter.ops.activations import ACTIVATIONS, Bounds, Slopes
+from rewriter.ops.activations import ACTIVATIONS
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import (
     PLATFORMS,
@@ -142,25 +143,22 @@ def forward(
     b_up: jax.Array | None = None,
     rows_gate: jax.Array | None = None,
     rows_up: jax.Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    clip_gate: Bounds = (None, None),
-    clip_up: Bounds = (None, None),
-    up_shift: float = 0.0,
-    slopes: Slopes = (),
-    slopes_up: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     residuals: bool = False,
     config: Block | None = None,
+    **joining: Any,
 ) -> Any:
-    """Returns the result; there are no residuals."""
-    del slopes, slopes_up  # of derivatives
+    """Returns the result; there are no residuals.
+
+    Operands are those of the op. Other parameters say how `combine` joins the branches.
+    """
+    joining |= {"slopes": (), "slopes_up": ()}  # of derivatives
 
     def block(rows: Rows) -> tuple[jax.Array, tuple[()]]:
         gate = branch(rows["x"], w_gate, (b_gate, rows.get("rows_gate")), precision)
         up = branch(rows["x"], w_up, (b_up, rows.get("rows_up")), precision)
-        y = combine(gate, up, activation, beta, clip_gate, clip_up, up_shift)
+        y = combine(gate, up, **joining)
         return y.astype(out_dtype or x.dtype), ()
 
     rows = _flat(x=x, rows_gate=rows_gate, rows_up=rows_up)
@@ -181,39 +179,25 @@ def backward(
     b_up: jax.Array | None = None,
     rows_gate: jax.Array | None = None,
     rows_up: jax.Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    clip_gate: Bounds = (None, None),
-    clip_up: Bounds = (None, None),
-    up_shift: float = 0.0,
-    slopes: Slopes = (),
-    slopes_up: Slopes = (),
     precision: str | None = None,
     out_dtype: str | None = None,
     config: Block | None = None,
+    **joining: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the cotangents of every operand."""
+    """Returns the cotangents of every operand; arguments are as in `forward`."""
     del out, residuals, out_dtype
     wide = jnp.promote_types(x.dtype, jnp.float32)
     narrow = jnp.result_type(x, w_gate, w_up)
     wholes = {"w_gate": w_gate, "w_up": w_up, "b_gate": b_gate, "b_up": b_up}
     apart = {"x": x, "rows_gate": rows_gate, "rows_up": rows_up}
 
-    def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-        dims = (((contract[0],), (contract[1],)), ((), ()))
-        a, b = a.astype(narrow), b.astype(narrow)
-        return jax.lax.dot_general(
-            a, b, dims, precision=precision, preferred_element_type=wide
-        )
+    dot = functools.partial(product, precision=precision, narrow=narrow, wide=wide)
 
     def block(rows: Rows) -> tuple[Rows, Rows]:
         part = rows["x"]
         gate = branch(part, w_gate, (b_gate, rows.get("rows_gate")), precision)
         up = branch(part, w_up, (b_up, rows.get("rows_up")), precision)
-        join = lambda g, u: combine(
-            g, u, activation, beta, clip_gate, clip_up, up_shift, slopes, slopes_up
-        )
-        _, back = jax.vjp(join, gate, up)
+        _, back = jax.vjp(functools.partial(combine, **joining), gate, up)
         d_gate, d_up = back(rows["cotangent"].astype(wide))
         dx = dot(d_gate, w_gate, (1, 1)) + dot(d_up, w_up, (1, 1))
         by_row = {"x": dx, "rows_gate": d_gate, "rows_up": d_up}
@@ -232,6 +216,32 @@ def backward(
         **{n: y.reshape(apart[n].shape) for n, y in by_row.items()},
         **{n: y.astype(wholes[n].dtype) for n, y in sums.items()},
     }
+
+
+def product(
+    a: jax.Array,
+    b: jax.Array,
+    summed: tuple[int, int],
+    *,
+    precision: str | None,
+    narrow: Any,
+    wide: Any,
+) -> jax.Array:
+    """Returns the product of two matrices over an axis of each.
+
+    Args:
+        a: One matrix.
+        b: The other.
+        summed: An axis of each.
+        precision: As `jax.lax.Precision`, by name.
+        narrow: The dtype in which they are multiplied.
+        wide: The dtype in which products are added up.
+    """
+    dims = (((summed[0],), (summed[1],)), ((), ()))
+    return jax.lax.dot_general(
+        a.astype(narrow), b.astype(narrow), dims, precision=precision,
+        preferred_element_type=wide,
+    )  # fmt: skip
 
 
 Rows = dict[str, jax.Array]

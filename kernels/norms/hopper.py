@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rewriter.kernels.norms import by_rows, xla
 from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
-from rewriter.kernels.norms.forms import CENTRED, is_centred
+from rewriter.kernels.norms.forms import is_centred, kernels, refusals
 from rewriter.kernels.norms.hopper_config import (
     LANES,
     Norm,
@@ -25,9 +25,9 @@ from rewriter.kernels.norms.hopper_config import (
     usual,
     verdict_of,
 )
-from rewriter.kernels.shared.hopper import BY_ESTIMATE, processors, runs_on
+from rewriter.kernels.shared.hopper import by_estimate, importable, processors, runs_on
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.kernel import Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -46,50 +46,22 @@ def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: columns a multiple of 128."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
-    shape, found = spec.shape("x"), [YES]
-    kinds = {n: spec.dtype(n) for n in spec.operands}
-    kinds["the result"] = spec.param("out_dtype") or spec.dtype("x")
-    for name, dtype in kinds.items():
-        if dtype not in DTYPES:
-            text = f"{name} is {dtype}, not {', '.join(DTYPES[:2])} or {DTYPES[2]}"
-            found.append(no("dtype", text))
-    for name in spec.operands:
-        wanted = {"x": shape, "epsilon": ()}.get(name, shape[-1:])
-        if spec.shape(name) != wanted:
-            found.append(no("shape", f"{name} is {spec.shape(name)}, not {wanted}"))
-    if not shape or 0 in shape:
-        found.append(no("empty", f"x has shape {shape}: no rows, or none of a width"))
-    elif shape[-1] % LANES:
+    shape, found = spec.shape("x"), refusals(spec, DTYPES)
+    if shape and 0 not in shape and shape[-1] % LANES:
         found.append(no("width", f"rows of {shape[-1]}, not a multiple of {LANES}"))
     if (size := math.prod(shape)) >= MOST:
         found.append(no("size", f"{size} elements, of at most 2^31 - 1"))
-    verdict = all_of(*found)
+    verdict = all_of(YES, *found)
     if verdict.ok:
         norm = _of_spec(spec)
         verdict = verdict_of(usual(norm, False), norm, False)
-    return _importable() if verdict.ok else verdict
+    return importable("rewriter.kernels.norms.hopper_kernel") if verdict.ok else verdict
 
 
 def modelled(spec: Spec, device: Device, passes: str) -> Verdict:
     """Returns whether such sizes were measured."""
     del device
     return measured(spec, passes)
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for known Hopper GPUs the estimate decides."""
-    del spec, platform
-    return no("device", BY_ESTIMATE)
-
-
-@functools.cache
-def _importable() -> Verdict:
-    try:
-        from rewriter.kernels.norms import hopper_kernel
-    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
-        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
-    del hopper_kernel
-    return YES
 
 
 # ------------------------------------------------------------------- its configs
@@ -178,21 +150,15 @@ def _space(backward: bool) -> Space:
     return Space(Teams, *made)
 
 
-def _kernel(op: str) -> Kernel:
-    centred = CENTRED[op]
-    return Kernel(
-        name="hopper",
-        op=op,
-        platforms=("cuda",),
-        version=1,
-        forward=functools.partial(forward, centred=centred),
-        backward=functools.partial(backward, centred=centred),
-        limits=Limits(supports, runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate, modelled=modelled),
-        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
-        space=_space(False),
-        backward_space=_space(True),
-    )
-
-
-KERNELS = tuple(map(_kernel, CENTRED))
+KERNELS = kernels(
+    forward,
+    backward,
+    name="hopper",
+    platforms=("cuda",),
+    version=1,
+    limits=Limits(supports, runs_on),
+    speed=Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
+    traits=Traits(memory_bounded=True, saves_out=False, adds_to="x"),
+    space=_space(False),
+    backward_space=_space(True),
+)

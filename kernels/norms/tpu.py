@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from rewriter.kernels.norms import by_rows
 from rewriter.kernels.norms.by_rows import Call
 from rewriter.kernels.norms.estimate import estimate
-from rewriter.kernels.norms.forms import CENTRED
+from rewriter.kernels.norms.forms import kernels, refusals
 from rewriter.ops import tpu
 from rewriter.ops.device import Device
-from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.kernel import Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -139,22 +139,10 @@ def supports(spec: Spec) -> Verdict:
     """Returns whether the kernel supports a use: bfloat16 or float32 rows."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
-    shape, found = spec.shape("x"), [YES]
-    for name in spec.operands:
-        if spec.dtype(name) not in DTYPES:
-            text = f"{name} is {spec.dtype(name)}, not {' or '.join(DTYPES)}"
-            found.append(no("dtype", text))
-        wanted = {"x": shape, "epsilon": ()}.get(name, shape[-1:])
-        if spec.shape(name) != wanted:
-            found.append(no("shape", f"{name} is {spec.shape(name)}, not {wanted}"))
-    if spec.param("out_dtype") not in (*DTYPES, None):
-        text = f"the result is {spec.param('out_dtype')}, not {' or '.join(DTYPES)}"
-        found.append(no("dtype", text))
-    if not shape or 0 in shape:
-        found.append(no("empty", f"x has shape {shape}: no rows, or none of a width"))
-    if not all_of(*found).ok:
+    found = refusals(spec, DTYPES)
+    if found:
         return all_of(*found)
-    return fits(smallest(shape[-1]), spec, Device("", "tpu"))
+    return fits(smallest(spec.shape("x")[-1]), spec, Device("", "tpu"))
 
 
 def fits(config: Rows, spec: Spec, device: Device) -> Verdict:
@@ -279,21 +267,17 @@ backward = functools.partial(by_rows.backward, _cotangents)
 """The cotangents by the kernel of rows."""
 
 
-def _kernel(op: str) -> Kernel:
-    space = Space(Rows, default, configs, fits)
-    return Kernel(
-        name="mosaic_tpu",
-        op=op,
-        platforms=("tpu",),
-        version=1,
-        forward=functools.partial(forward, centred=CENTRED[op]),
-        backward=functools.partial(backward, centred=CENTRED[op]),
-        limits=Limits(supports),
-        speed=Speed(profitable, profitable_backward, estimate=estimate),
-        traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
-        space=space,
-        backward_space=space,
-    )
+SPACE = Space(Rows, default, configs, fits)
 
-
-KERNELS = tuple(map(_kernel, CENTRED))
+KERNELS = kernels(
+    forward,
+    backward,
+    name="mosaic_tpu",
+    platforms=("tpu",),
+    version=1,
+    limits=Limits(supports),
+    speed=Speed(profitable, profitable_backward, estimate=estimate),
+    traits=Traits(memory_bounded=True, saves_out=False, adds_to="x", tried=False),
+    space=SPACE,
+    backward_space=SPACE,
+)

@@ -333,17 +333,11 @@ def _call(
         return number if even else jnp.minimum(number, last), 0
 
     block = pl.BlockSpec((size, norm.d), at)
-    inputs = [block] * len(arrays)
-    operands = list(arrays.values())
-    for n in ("scale", "bias"):
-        if n in given:
-            inputs.append(pl.BlockSpec((1, norm.d), lambda p, s: (0, 0)))
-            operands.append(given[n].reshape(1, norm.d))
-    if "epsilon" in given:
-        inputs.append(pl.BlockSpec(memory_space=pallas_tpu.SMEM))
-        operands.append(given["epsilon"].astype(jnp.float32).reshape(1))
-    items = sum(a.dtype.itemsize for a in (*operands[: len(arrays)], *out))
-    names = [*arrays, *(n for n in ("scale", "bias", "epsilon") if n in given)]
+    others = _others(norm, given)
+    inputs = [block] * len(arrays) + [spec for spec, _ in others.values()]
+    operands = [*arrays.values(), *(x for _, x in others.values())]
+    items = sum(a.dtype.itemsize for a in (*arrays.values(), *out))
+    names = [*arrays, *others]
 
     def run(*refs: Any) -> None:
         part, step = pl.program_id(0), pl.program_id(1)
@@ -372,3 +366,16 @@ def _call(
         [*out, *sums],
         vmem=vmem(norm.d, size, items),
     )(*operands)
+
+
+def _others(norm: Norm, given: dict[str, Array]) -> dict[str, tuple[Any, Array]]:
+    """The operands that all blocks read, by name: where they lie, and the arrays."""
+    others = {}
+    for name in ("scale", "bias"):
+        if name in given:
+            line = pl.BlockSpec((1, norm.d), lambda p, s: (0, 0))
+            others[name] = line, given[name].reshape(1, norm.d)
+    if "epsilon" in given:
+        epsilon = given["epsilon"].astype(jnp.float32).reshape(1)
+        others["epsilon"] = pl.BlockSpec(memory_space=pallas_tpu.SMEM), epsilon
+    return others

@@ -15,17 +15,15 @@ remainder, times mean(g·n), is subtracted too.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.norms.estimate import estimate
-from rewriter.kernels.norms.forms import CENTRED
+from rewriter.kernels.norms.forms import is_centred, kernels
 from rewriter.ops.kernel import (
     PLATFORMS,
-    Kernel,
     Limits,
     Spec,
     Speed,
@@ -125,27 +123,18 @@ def backward(
     return grads
 
 
-def _saves(spec: Spec, *, centred: bool) -> list[Any]:
+def _saves(spec: Spec) -> list[Any]:
     wide = jnp.promote_types(spec.dtype("x"), jnp.float32)
-    return [(spec.shape("x")[:-1], wide)] * (2 if centred else 1)
+    return [(spec.shape("x")[:-1], wide)] * (2 if is_centred(spec) else 1)
 
 
-def _kernel(op: str) -> Kernel:
-    return Kernel(
-        name="memory_bounded",
-        op=op,
-        platforms=PLATFORMS,
-        version=1,
-        forward=functools.partial(forward, centred=CENTRED[op]),
-        backward=functools.partial(backward, centred=CENTRED[op]),
-        limits=Limits(supports),
-        speed=Speed(pays_on_cpu, estimate=estimate),
-        traits=Traits(
-            memory_bounded=True,
-            saves_out=False,
-            saves=functools.partial(_saves, centred=CENTRED[op]),
-        ),
-    )
-
-
-KERNELS = tuple(map(_kernel, CENTRED))
+KERNELS = kernels(
+    forward,
+    backward,
+    name="memory_bounded",
+    platforms=PLATFORMS,
+    version=1,
+    limits=Limits(supports),
+    speed=Speed(pays_on_cpu, estimate=estimate),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=_saves),
+)

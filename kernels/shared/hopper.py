@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import TYPE_CHECKING
 
 from rewriter.support.verdict import YES, Verdict, no
 
 if TYPE_CHECKING:
     from rewriter.ops.device import Device
+    from rewriter.ops.kernel import Spec
 
 NAMES = ("H100", "H200", "H800", "H20")
 """Substrings of the names of Hopper GPUs, including GH200."""
@@ -31,6 +34,22 @@ def runs_on(device: Device) -> Verdict:
     if device.kind in ("", device.platform) or any(n in device.kind for n in NAMES):
         return YES
     return no("device", f"{device.kind} is not a Hopper GPU (compute capability 9.0)")
+
+
+def by_estimate(spec: Spec, platform: str) -> Verdict:
+    """Returns no: for known Hopper GPUs the estimate decides."""
+    del spec, platform
+    return no("device", BY_ESTIMATE)
+
+
+@functools.cache
+def importable(module: str) -> Verdict:
+    """Returns whether this installation can import a module of kernels."""
+    try:
+        importlib.import_module(module)
+    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
+        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
+    return YES
 
 
 def processors(device: Device) -> int:

@@ -111,6 +111,20 @@ def shaped(shape: Sequence[int], dtype: Any, like: Array) -> jax.ShapeDtypeStruc
     return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=axes)
 
 
+def in_steps(size: int, step: int, add: Callable[[Any], None]) -> None:
+    """Calls ``add(slice)`` for all of `size` columns, `step` of them at a time.
+
+    The last slice is smaller if `step` does not divide `size`.
+    """
+
+    def turn(i: Any, _: Any) -> None:
+        add(pl.ds(pl.multiple_of(i * step, step), step))
+
+    lax.fori_loop(0, size // step, turn, None)
+    if size % step:
+        add(pl.ds(size - size % step, size % step))
+
+
 def dot(
     a: Array,
     b: Array,

@@ -12,9 +12,11 @@ Must hold  the form splits into those factors, each mask is a predicate of
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from dataclasses import replace
+from typing import Any
 
 from rewriter.algebra.canonicalize import TRANSPARENT, adds_zero, kind_of, values_named
-from rewriter.algebra.normal_form import OverBudget
+from rewriter.algebra.normal_form import OverBudget, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import Reading, Refused, leaves_of, split_digits
@@ -247,30 +249,7 @@ def read(
         Refused: If the form is not that of attention.
         OverBudget: If the form grows too large.
     """
-    scores = frozenset(n.outs[0] for n in parts.scores)
-    products = frozenset(n.outs[0] for n, _ in parts.products)
-
-    def from_scores(v: int) -> bool:
-        return bool(parts.scans) or any(
-            find.regions.depends(v, score, 120) for score in scores
-        )
-
-    ev = find.evaluator(
-        value,
-        inside=scores | products | parts.scans | sums,
-        roots=scores | parts.scans | find.float_carries(parts.scans),
-        full_sides=frozenset(
-            [
-                *((n.outs[0], k) for n, k in parts.products),
-                *((n, k) for n in sums for k in (0, 1)),
-            ]
-        ),
-        soft_fills=how == "soft",
-        in_pieces=from_scores,
-        whole_sides=from_scores if how == "whole" else None,
-        filled_rows=True,
-        by_wraps=by_wraps,
-    )
+    ev = _evaluator(find, value, parts, how, sums, by_wraps)
     alg = find.algebra
     args = ev.indices(value)
     form = ev.poly(value, args)
@@ -282,35 +261,72 @@ def read(
     if in_blocks and not parts.at_once:
         ev.notes.add("sums over blocks of keys are taken at once")
     ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
-    values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
-    over = over_all_keys(alg, form, values)
-    found = softmax_parts(alg, over.form, values | over.values, how == "soft")
-    left = find.layout_leaves(ev, *(n.ins[0] for n in parts.scores))
-    right = find.layout_leaves(ev, *(n.ins[1] for n in parts.scores))
-    qk, bias = exponents(alg, found, left | right | over.joined.keys())
-    reading = assembled(
-        Softmax(
-            find=find,
-            ev=ev,
-            value=value,
-            args=args,
-            form=form,
-            parts=found,
-            qk=qk,
-            bias=bias,
-            scores=scores,
-            products=parts.products,
-            joined=over.joined,
-            some=over.some,
-            mask_as_array=mask_as_array,
-        )
-    )
+    made = _softmax(find, ev, value, parts, form, args, how == "soft")
+    reading = assembled(replace(made, mask_as_array=mask_as_array))
     if any(ev.varies(leaf) for leaf in leaves_of(reading)):
         raise Refused("loop", "a value of one step of a loop is read", score=0.4)
     reading.in_blocks = in_blocks and not parts.at_once
     find.require_proved(ev)
     _require_addends(find, ev, reading)
     return reading
+
+
+def _softmax(
+    find: Finder,
+    ev: RegionEvaluator,
+    value: int,
+    parts: Blocks,
+    form: Poly,
+    args: tuple[Any, ...],
+    soft: bool,
+) -> Softmax:
+    """The softmax and its contractions in the form of a candidate."""
+    alg = find.algebra
+    values = find.layout_leaves(ev, *(n.ins[1 - k] for n, k in parts.products))
+    over = over_all_keys(alg, form, values)
+    found = softmax_parts(alg, over.form, values | over.values, soft)
+    sides = find.layout_leaves(ev, *(x for n in parts.scores for x in n.ins[:2]))
+    qk, bias = exponents(alg, found, sides | over.joined.keys())
+    return Softmax(
+        find=find,
+        ev=ev,
+        value=value,
+        args=args,
+        form=form,
+        parts=found,
+        qk=qk,
+        bias=bias,
+        scores=frozenset(n.outs[0] for n in parts.scores),
+        products=parts.products,
+        joined=over.joined,
+        some=over.some,
+    )
+
+
+def _evaluator(
+    find: Finder, value: int, parts: Blocks, how: str, sums: Set[int], by_wraps: bool
+) -> RegionEvaluator:
+    """What puts the candidate into its normal form; arguments are as in `read`."""
+    scores = frozenset(n.outs[0] for n in parts.scores)
+    products = frozenset(n.outs[0] for n, _ in parts.products)
+    factors = ((n.outs[0], k) for n, k in parts.products)
+
+    def from_scores(v: int) -> bool:
+        return bool(parts.scans) or any(
+            find.regions.depends(v, score, 120) for score in scores
+        )
+
+    return find.evaluator(
+        value,
+        inside=scores | products | parts.scans | sums,
+        roots=scores | parts.scans | find.float_carries(parts.scans),
+        full_sides=frozenset([*factors, *((n, k) for n in sums for k in (0, 1))]),
+        soft_fills=how == "soft",
+        in_pieces=from_scores,
+        whole_sides=from_scores if how == "whole" else None,
+        filled_rows=True,
+        by_wraps=by_wraps,
+    )
 
 
 def _require_addends(find: Finder, ev: RegionEvaluator, reading: Reading) -> None:

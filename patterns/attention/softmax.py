@@ -250,33 +250,20 @@ def _rows(alg: Algebra, flag: int, parts: Parts) -> Parts:
 def _pair(
     alg: Algebra, den: int, num: int, values: Set[Any], rows: int
 ) -> Parts | None:
-    sink: Poly = {}
-    if alg.kind(den) == "pow":
-        base = alg.thaw(alg.defs[den][1])
-        sums = [
-            (t, c)
-            for t, c in base.items()
-            if t[0] in (TRUE, rows)  # a mask of whole rows stands before both sums
-            and len(t[1]) == 1
-            and t[1][0][1] == 1
-            and alg.kind(t[1][0][0]) == "sum"
-        ]
-        if len(sums) != 1:
-            return None
-        (term, c), factor = sums[0], sums[0][1]
-        sink = alg.scale({t: x for t, x in base.items() if t != term}, 1 / c)
-        den = term[1][0][0]
-    else:
-        factor = 1.0
+    """The weights and values of a quotient of two sums over the same keys."""
+    low = _weights_sum(alg, den, rows)
+    if low is None:
+        return None
+    den, factor, sink = low
     s, top_flag, top = alg.open_sum(num)
-    low_s, low_flag, low = alg.open_sum(den)
+    low_s, low_flag, low_mono = alg.open_sum(den)
     if Counter(alg.sizes[i] for i in s) != Counter(alg.sizes[i] for i in low_s):
         return None
     for order in itertools.islice(itertools.permutations(s), 6):
         to = dict(zip(low_s, order, strict=True))
         if any(alg.sizes[a] != alg.sizes[b] for a, b in to.items()):
             continue
-        mono = dict(alg.subst_mono(low, to))
+        mono = dict(alg.subst_mono(low_mono, to))
         flag = alg.subst_bool(low_flag, to)
         rest = alg.monomial((*top, *((a, -e) for a, e in mono.items())))
         if any(e != 1 for _, e in rest) or not alg.implies(top_flag, flag):
@@ -284,31 +271,58 @@ def _pair(
         v = tuple(
             a for a, _ in rest if alg.kind(a) == "leaf" and alg.defs[a][1] in values
         )
-        drop_flag = TRUE
-        if top_flag != flag:
-            extra = [a for a in alg.bools[top_flag][0] if a not in alg.bools[flag][0]]
-            drop_flag = alg.project(top_flag, extra)
-            if not alg.poly_leaves(alg.of_bool(drop_flag)):
-                raise Refused(
-                    "weights",
-                    "the sum of the weights runs over other keys "
-                    "than the sum of the values",
-                    score=0.5,
-                )
-            if alg.both(flag, drop_flag) != top_flag:
-                continue
-        if v:
+        drop_flag = _dropped(alg, top_flag, flag)
+        if drop_flag is not None and v:
+            others = tuple(f for f in rest if f[0] not in v)
+            weights = tuple(mono.items())
             return Parts(
-                tuple(s),
-                flag,
-                tuple(mono.items()),
-                v,
-                tuple(f for f in rest if f[0] not in v),
-                drop_flag,
-                1 / factor,
-                sink,
+                tuple(s), flag, weights, v, others, drop_flag, 1 / factor, sink
             )
     return None
+
+
+def _weights_sum(alg: Algebra, den: int, rows: int) -> tuple[int, float, Poly] | None:
+    """The sum of weights in a denominator, its factor, and what is added to it."""
+    if alg.kind(den) != "pow":
+        return den, 1.0, {}
+    base = alg.thaw(alg.defs[den][1])
+    sums = [
+        (t, c)
+        for t, c in base.items()
+        if t[0] in (TRUE, rows)  # a mask of whole rows stands before both sums
+        and len(t[1]) == 1
+        and t[1][0][1] == 1
+        and alg.kind(t[1][0][0]) == "sum"
+    ]
+    if len(sums) != 1:
+        return None
+    term, factor = sums[0]
+    sink = alg.scale({t: x for t, x in base.items() if t != term}, 1 / factor)
+    return term[1][0][0], factor, sink
+
+
+def _dropped(alg: Algebra, top_flag: int, flag: int) -> int | None:
+    """What hides a weight from the values alone; None if it cannot be told apart.
+
+    Args:
+        alg: The algebra.
+        top_flag: The condition of a term of the sum of values.
+        flag: That of a term of the sum of weights, which it implies.
+
+    Raises:
+        Refused: If it is known while tracing: then the sums run over other keys.
+    """
+    if top_flag == flag:
+        return TRUE
+    extra = [a for a in alg.bools[top_flag][0] if a not in alg.bools[flag][0]]
+    drop_flag = alg.project(top_flag, extra)
+    if not alg.poly_leaves(alg.of_bool(drop_flag)):
+        raise Refused(
+            "weights",
+            "the sum of the weights runs over other keys than the sum of the values",
+            score=0.5,
+        )
+    return drop_flag if alg.both(flag, drop_flag) == top_flag else None
 
 
 def exponents(

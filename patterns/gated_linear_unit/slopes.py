@@ -168,7 +168,9 @@ def slopes_of(
         own, one_rule = _own(find, start, side.value, points)
         own = own.astype(np.float64)
         branch = side.branch.clip, str(dtype), scale, points.tobytes()
-        usual = _usual(side.activation, side.beta, *branch).astype(np.float64)
+        usual = _named_derivative(side.activation, side.beta, *branch).astype(
+            np.float64
+        )
         near = max(CLOSE, *(4 * float(jnp.finfo(d).eps) for d in (dtype, result)))
         factor = _factor(own[len(at) :], usual[len(at) :], near)
         ends = np.array([y * scale for y in NOT_FINITE]).astype(dtype)
@@ -279,7 +281,7 @@ def _named_values(
 
 
 @functools.lru_cache(maxsize=256)
-def _usual(
+def _named_derivative(
     activation: str, beta: float, clip: Bounds, dtype: str, scale: float, points: bytes
 ) -> np.ndarray:
     """The derivative of the named function of a branch by `scale` times the branch."""

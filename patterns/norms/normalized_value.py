@@ -83,7 +83,9 @@ def _is_centred(
     ev = find.evaluator(
         anchor.outs[0], inside=inside, full_sides=sides, names={x: x}, roots=(x,)
     )
-    under = _upright(find.algebra, ev.poly(anchor.ins[0], ev.indices(anchor.ins[0])))
+    under = _denominator(
+        find.algebra, ev.poly(anchor.ins[0], ev.indices(anchor.ins[0]))
+    )
     _, mean, _, _ = statistics(find.algebra, under, x)
     if mean is None:
         return False, False
@@ -104,7 +106,7 @@ def _sums_squares(alg: Algebra, ev: Any, node: Node, x: int) -> bool:
     return power == 2
 
 
-def _upright(alg: Algebra, p: Poly) -> Poly:
+def _denominator(alg: Algebra, p: Poly) -> Poly:
     """The denominator of a form that is one over another."""
     if len(p) == 1:
         ((_, mono),) = p

@@ -13,36 +13,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import Any
 
-import jax.numpy as jnp
-
 from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT
-from rewriter.algebra.normal_form import TRUE, Algebra, OverBudget, Poly
+from rewriter.algebra.normal_form import Algebra, OverBudget, Poly
 from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
-    Operand,
     Reading,
     Refused,
     leaves_of,
     operand,
-    values_named,
 )
 from rewriter.find.sieve import Step
+from rewriter.patterns.norms.affine import affine, scale_and_bias
+from rewriter.patterns.norms.form import Form, form_of
 from rewriter.patterns.norms.normalized_value import (
     BOUNDED,
     REDUCE,
     Source,
     results_below,
     sources,
-    statistics,
 )
-from rewriter.program.graph import Graph, Node
+from rewriter.program.graph import Node
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
-HALF = Fraction(-1, 2)
 MOVED = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
 
 
@@ -186,74 +181,36 @@ def read(
         Refused: If the form is not the op's.
         OverBudget: If the form grows too large.
     """
-    alg, x = find.algebra, source.x
-    args = ev.indices(value)
-    form = ev.poly(value, args)
-    base = _root(alg, form, x)
-    whole = alg.kind(base) == "sum"
-    under = alg.of_atom(base) if whole else alg.thaw(alg.defs[base][1])
-    squares, mean, constant, extra = statistics(alg, under, x)
-    if (mean is None) == (op == "layer_norm"):
-        raise Refused("kind", f"this is not a {op}", score=0.2)
-    axes, at = _feature_axes(alg, form, base, squares, x)
-    d = tuple(at[k] for k in axes)
-    n = math.prod(alg.sizes[i] for i in d)
-    if not isinstance(n, int):
-        raise Refused("symbolic", f"a norm over a symbolic width, {n}", score=0.5)
-    alpha = squares[1]
-    scale, bias = _affine(find, form, base, x, at, d, n, alpha, outside)
-    lengths = (abs(c) * math.sqrt(n) for c in scale.values())
-    if not constant and not extra and any(abs(x - 1) < 1e-3 for x in lengths):
-        raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
+    alg, args = find.algebra, ev.indices(value)
+    form = form_of(alg, ev.poly(value, args), op, source.x)
+    scale, bias = affine(find, form, outside)
+    _require_epsilon(form, scale)
     times: Poly | None = None
     plus: Poly | None = None
     if outside:
         times, plus, scale, bias = scale, bias or None, alg.const(1), {}
-    rest = tuple((i,) for a in at if a is not None and (i := _plain(a)) not in d)
+    d, n, alpha = form.normalised, form.count, form.alpha
+    rest = tuple((i,) for a in form.at if a is not None and (i := _plain(a)) not in d)
     groups = (*rest, d)
-    operands: dict[str, Operand] = {
-        "x": operand(alg.of_atom(alg.atom("leaf", x, at)), *groups)
-    }
     params: dict[str, Any] = {"out_dtype": str(find.graph.dtype(value))}
-    c = alg.as_constant(scale)
-    if (
-        op == "rms_norm"
-        and c is not None
-        and abs(c * math.sqrt(n) - 1) < 1e-3
-        and n > 1
-    ):
+    if op == "rms_norm" and _divides_by_length(alg, scale, n):
         params["bare_l2"] = True  # refused by the caller
-    if c is None or abs(c - 1) > 1e-6:
-        operands["scale"] = operand(scale, d)
-    if bias and op == "rms_norm":
-        raise Refused("bias", "an RMS norm has no bias", score=0.3)
-    if bias:
-        operands["bias"] = operand(bias, d)
-    if len(axes) > 1 and c is None and set(d) - alg.ids(scale):
-        raise Refused(
-            "group", "the scale varies along some of the normalised axes only: "
-            "a group norm", score=0.6,
-        )  # fmt: skip
-    if len(axes) > 1 and c is not None and _is_scaled_later(find, value):
-        raise Refused(
-            "unscaled",
-            "several axes are normalised and scaled otherwise: "
-            "a group, instance or batch norm",
-            score=0.6,
-        )
+    operands = {"x": operand(alg.of_atom(alg.atom("leaf", form.x, form.at)), *groups)}
+    operands |= scale_and_bias(alg, op, d, scale, bias)
+    _require_whole_scale(find, value, form, scale)
     find.require_proved(ev)
-    params["eps"] = constant / (alpha * n)
+    params["eps"] = form.constant / (alpha * n)
     if source.of_squares:
         params["of_squares"] = True
-    if extra:
-        operands["epsilon"] = operand(alg.scale(extra, 1 / (alpha * n)))
+    if form.extra:
+        operands["epsilon"] = operand(alg.scale(form.extra, 1 / (alpha * n)))
     return Reading(
         op,
         alg,
         ev.place,
         value,
         args,
-        form,
+        form.poly,
         groups,
         operands,
         params,
@@ -262,6 +219,40 @@ def read(
         plus=plus,
         may_be_inside=bool(rest),  # one row: its scale's gradient is such a product
     )
+
+
+def _require_epsilon(form: Form, scale: Poly) -> None:
+    """Refuses an L2 norm, which divides by the length and not by the mean's root."""
+    lengths = (abs(c) * math.sqrt(form.count) for c in scale.values())
+    bare = not form.constant and not form.extra
+    if bare and any(abs(x - 1) < 1e-3 for x in lengths):
+        raise Refused("eps", "no epsilon inside the root: an L2 norm", score=0.4)
+
+
+def _divides_by_length(alg: Algebra, scale: Poly, n: int) -> bool:
+    """Whether a scale makes the norm of several numbers an L2 norm."""
+    c = alg.as_constant(scale)
+    return c is not None and n > 1 and abs(c * math.sqrt(n) - 1) < 1e-3
+
+
+def _require_whole_scale(find: Finder, value: int, form: Form, scale: Poly) -> None:
+    """Refuses several normalised axes that are not scaled together."""
+    alg = find.algebra
+    c = alg.as_constant(scale)
+    if len(form.axes) < 2:
+        return
+    if c is None and set(form.normalised) - alg.ids(scale):
+        raise Refused(
+            "group", "the scale varies along some of the normalised axes only: "
+            "a group norm", score=0.6,
+        )  # fmt: skip
+    if c is not None and _is_scaled_later(find, value):
+        raise Refused(
+            "unscaled",
+            "several axes are normalised and scaled otherwise: "
+            "a group, instance or batch norm",
+            score=0.6,
+        )
 
 
 def _is_scaled_later(find: Finder, value: int) -> bool:
@@ -277,161 +268,6 @@ def _plain(a: Any) -> Any:
     if isinstance(a, int):
         return a
     raise Refused("axes", "an axis of x is a digit of another", score=0.4)
-
-
-def _root(alg: Algebra, form: Poly, x: int) -> int:
-    """The atom whose root divides the result."""
-    for kind in ("pow", "sum"):  # one sum, if there is no epsilon under the root
-        for _, mono in form:
-            for a, e in mono:
-                if e == HALF and alg.kind(a) == kind:
-                    return a
-    if any(_is_root_and_more(alg, a) for _, mono in form for a, e in mono if e == -1):
-        raise Refused(
-            "eps",
-            "something is added to the root, and not inside it: another function",
-            score=0.5,
-            suggestion="x / sqrt(mean(x²) + eps) is found, x / (sqrt(mean(x²)) + eps) "
-            "is not",
-        )
-    raise Refused("root", "the result is not divided by a root", score=0.25)
-
-
-def _is_root_and_more(alg: Algebra, atom: int) -> bool:
-    """Whether an atom is a sum with a root as a term."""
-    if alg.kind(atom) != "pow":
-        return False
-    terms = alg.thaw(alg.defs[atom][1])
-    return len(terms) > 1 and any(
-        len(mono) == 1
-        and mono[0][1] == -HALF
-        and alg.kind(mono[0][0]) in ("pow", "sum")
-        for _, mono in terms
-    )
-
-
-def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
-    """Positions of the normalised axes of x, and x's arguments in the result."""
-    _, bound, _, body = alg.defs[squares[0]]
-    inner = alg.defs[body[0][0]][2]
-    axes = [k for k, a in enumerate(inner) if alg.index_ids(a) & set(bound)]
-    for _, mono in form:
-        for a, e in mono:
-            if alg.kind(a) == "leaf" and alg.defs[a][1] == x and e == 1:
-                at = alg.defs[a][2]
-                outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
-                if outer and all(isinstance(at[k], int) for k in axes):
-                    return axes, at
-    raise Refused(
-        "axes", "x does not appear in the result as under the root", score=0.4
-    )
-
-
-def _affine(find, form, base, x, at, d, n, alpha, outside):
-    """Reads scale and bias off the terms with and without the root."""
-    alg = find.algebra
-    scale: Poly = {}
-    bias: Poly = {}
-    leaf = alg.atom("leaf", x, at)
-    factor = 1 / (math.sqrt(n) * math.sqrt(alpha))
-    for (flag, mono), c in form.items():
-        powers = dict(mono)
-        if powers.get(base) != HALF:
-            bias[flag, mono] = c
-        elif powers.get(leaf) == 1:
-            rest = tuple(f for f in mono if f[0] not in (base, leaf))
-            scale = alg.add(scale, {(flag, rest): c * factor})
-    for name, p in (("scale", scale), ("bias", bias)):
-        _require_one_array(alg, name, p)
-        if not outside:
-            _along(find, name, p, set(d))
-    if outside and (len(scale) != 1 or len(bias) > 1 or not alg.ids(scale) & set(d)):
-        raise Refused("scale", "the scale varies along other axes too", score=0.4)
-    chosen = any(flag != TRUE for flag, _ in scale)
-    own = {alg.defs[a][1] for p in (scale, bias) for a in alg.poly_leaves(p)}
-    if outside and (chosen or x in own):  # what is not finite stays so, times 0
-        raise Refused(
-            "scale",
-            "a condition selects the result, and no scale multiplies it",
-            score=0.4,
-        )
-    return scale, bias
-
-
-def _require_one_array(alg: Algebra, name: str, p: Poly) -> None:
-    """Refuses products of arrays that the program does not compute.
-
-    It multiplies the result by one after the other, which may be a number where their
-    product overflows.
-    """
-    for _, mono in p:
-        if sum(abs(e) for a, e in mono if alg.kind(a) == "leaf") > 1:
-            raise Refused(
-                name,
-                f"the {name} would be a product of arrays, which may overflow",
-                difference=alg.show({(TRUE, mono): 1.0}),
-                score=0.4,
-            )
-
-
-def _along(find: Finder, name: str, p: Poly, d: set[int]) -> None:
-    """Checks that scale or bias varies along the normalised axes only."""
-    alg = find.algebra
-    ids = alg.ids(p)
-    joined = any(
-        alg.index_ids(a) & d and alg.index_ids(a) - d
-        for atom in alg.poly_leaves(p)
-        for a in alg.defs[atom][2]
-    )
-    of_digits = not ids - d and any(
-        isinstance(a, tuple) and a[0] in ("div", "mod")
-        for atom in alg.poly_leaves(p)
-        for a in alg.defs[atom][2]
-    )
-    if (
-        joined
-        or of_digits
-        or (ids and not ids & d and name == "scale" and _is_parameter(find, p))
-    ):
-        raise Refused(
-            "group",
-            f"the {name} does not vary with the normalised axis: a "
-            "group, instance or batch norm",
-            score=0.6,
-        )
-    if ids - d:
-        raise Refused(name, f"the {name} varies along other axes too", score=0.4)
-
-
-def _is_parameter(find: Finder, p: Poly) -> bool:
-    """A single leaf with one varying axis, such as a scale per channel.
-
-    A value computed from positions alone, such as a ramp, is no parameter.
-    """
-    alg = find.algebra
-    leaves = alg.poly_leaves(p)
-    return len(leaves) == 1 and all(
-        sum(a is not None for a in alg.defs[x][2]) == 1
-        and not all(_of_integers(find.graph, v) for v in values_named(alg.defs[x][1]))
-        for x in leaves
-    )
-
-
-def _of_integers(graph: Graph, value: int) -> bool:
-    """Whether a value is computed from integers and numbers alone."""
-    seen, queue = {value}, [value]
-    while queue:
-        value = queue.pop()
-        node = graph.node_of(value)
-        if node is not None:
-            queue += {*node.ins} - seen
-            seen.update(node.ins)
-        elif graph.scalar(value) is None and (
-            value in graph.constants
-            or not jnp.issubdtype(graph.dtype(value), jnp.integer)
-        ):
-            return False
-    return True
 
 
 STEPS = (Step(REDUCE), Step(ANCHORS))

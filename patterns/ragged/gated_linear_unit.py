@@ -11,7 +11,7 @@ Must hold  the form is the activation's applied to one ragged dot, times the oth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,21 @@ def units(find: Finder, anchor: Node, name: str) -> Iterator[Unit]:
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the products below a ragged dot."""
-    for unit in units(find, anchor, NAME):
+    yield from _proposed(find, anchor, NAME, read)
+
+
+def _proposed(
+    find: Finder, anchor: Node, name: str, read: Callable[[Finder, Unit], Reading]
+) -> Iterator[Reading]:
+    """The first reading of a unit that is not refused; near misses of those before."""
+    for unit in units(find, anchor, name):
         try:
             yield read(find, unit)
             return
         except Refused as refusal:
-            find.missed(NAME, anchor, refusal)
+            find.missed(name, anchor, refusal)
         except OverBudget as error:
-            find.missed(NAME, anchor, Refused("budget", str(error), score=0.2))
+            find.missed(name, anchor, Refused("budget", str(error), score=0.2))
 
 
 def _rounded(find: Finder, value: int) -> int:
@@ -143,7 +150,7 @@ def read(find: Finder, unit: Unit) -> Reading:
         args,
         form,
         tuple(() if i is None else (i,) for i in args),
-        {name: _whole(ev, alg, leaf) for name, leaf in operands.items()},
+        {name: _program_array(ev, alg, leaf) for name, leaf in operands.items()},
         params,
         notes=tuple(sorted(ev.notes)),
         times=None if factor == 1.0 else alg.const(factor),
@@ -185,16 +192,20 @@ def _branches(alg: Algebra, act: Poly, up: Poly) -> _Branches:
     Raises:
         Refused: If there are other ragged dots, or one is in both factors.
     """
-    own = _alone(alg, up)
+    own = _scaled_ragged_dot(alg, up)
     if own is None:
         raise Refused("up", "the other factor is more than a ragged dot", score=0.3)
     gates = [atom for atom in every(alg, act) if _ragged(alg, atom)]
-    if _alone(alg, act) is not None or len(gates) != 1 or gates[0] == own[0]:
+    if (
+        _scaled_ragged_dot(alg, act) is not None
+        or len(gates) != 1
+        or gates[0] == own[0]
+    ):
         raise Refused("gate", "the activation is not of another ragged dot", score=0.2)
     return _Branches(gates[0], *own)
 
 
-def _alone(alg: Algebra, p: Poly) -> tuple[int, float] | None:
+def _scaled_ragged_dot(alg: Algebra, p: Poly) -> tuple[int, float] | None:
     """(ragged dot, number) of a form that is just their product."""
     for (flag, mono), factor in p.items() if len(p) == 1 else ():
         if flag == TRUE and len(mono) == 1 and mono[0][1] == 1:
@@ -233,7 +244,7 @@ def _halves(
     )
 
 
-def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
+def _program_array(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
     """The program's own array as an operand."""
     at = ev.indices(leaf)
     groups = tuple(() if i is None else (i,) for i in at)
@@ -243,17 +254,8 @@ def _whole(ev: RegionEvaluator, alg: Algebra, leaf: int) -> Any:
 # ----------------------------------------------------------------- stored matrices
 def propose_stored(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the products below a ragged dot of 8-bit matrices."""
-    if stored_above(find, anchor.ins[1]) is None:
-        return
-    for unit in units(find, anchor, OF_STORED):
-        try:
-            yield read_stored(find, unit)
-            return
-        except Refused as refusal:
-            find.missed(OF_STORED, anchor, refusal)
-        except OverBudget as error:
-            refusal = Refused("budget", str(error), score=0.2)
-            find.missed(OF_STORED, anchor, refusal)
+    if stored_above(find, anchor.ins[1]) is not None:
+        yield from _proposed(find, anchor, OF_STORED, read_stored)
 
 
 def read_stored(find: Finder, unit: Unit) -> Reading:

@@ -4,17 +4,17 @@ A module holds one kind of need. A function answers one need, and a comment name
 difference between the supported versions (0.10.2, 0.11.2, 0.12). The engine calls them
 as ``_jax.name``: this file lists the names. From the first module to the last:
 
-- `values`: sizes, literals, tracers and constants;
-- `calls`: equations that hold a body;
-- `lines`: lines of the user's files, and names in profiles;
-- `programs`: jaxprs with other variables, equations or results;
-- `jit`: functions under `jax.jit`, and their programs;
-- `types`: weak types, varying axes, shardings;
-- `meshes`: traces code where values are placed on a mesh;
-- `without_calls`: programs without the calls in them;
-- `derivatives`: gradients of code;
-- `shard_map`: the parts of arrays, one for each device;
-- `lowering`: rules of primitives, devices, failures;
+- `values`: sizes, literals, tracers and constants.
+- `calls`: equations that hold a body.
+- `lines`: lines of the user's files, and names in profiles.
+- `programs`: jaxprs with other variables, equations or results.
+- `jit`: functions under `jax.jit`, and their programs.
+- `types`: weak types, varying axes, shardings.
+- `meshes`: traces code where values are placed on a mesh.
+- `without_calls`: programs without the calls in them.
+- `derivatives`: gradients of code.
+- `shard_map`: the parts of arrays, one for each device.
+- `lowering`: rules of primitives, devices, failures.
 - `nvidia`: cuDNN and CUPTI.
 """
 

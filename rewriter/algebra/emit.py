@@ -303,7 +303,7 @@ class Emitter:
         for (flag, mono), c in p.items():
             term = jnp.full((1,) * len(order), int(c), jnp.int32)
             for a, e in mono:
-                x = self._whole(a, order, near)
+                x = self._integer_array(a, order, near)
                 if x is None or e != 1:
                     return self._sum(p, order)
                 if near and self.alg.kind(a) != "relu":  # which has such inside
@@ -340,7 +340,9 @@ class Emitter:
             raise OverBudget("a number that no position is compared with")
         return sign * x.astype(jnp.int32) + shift
 
-    def _whole(self, atom: int, order: list[int], near: int) -> jax.Array | None:
+    def _integer_array(
+        self, atom: int, order: list[int], near: int
+    ) -> jax.Array | None:
         """An atom as an integer array; None if it is not one."""
         d = self.alg.defs[atom]
         if d[0] == "iota":

@@ -15,7 +15,6 @@ from rewriter.config import Config
 from rewriter.find.match import Match
 from rewriter.find.region import Regions
 from rewriter.gradients.insertion_point import obstacle, places
-from rewriter.measure import autotune
 from rewriter.measure.still_needed import still_needed
 from rewriter.ops import device
 from rewriter.program.propagation import Placement
@@ -91,6 +90,8 @@ def with_composites(
         for m, shards in zip(found, located(regions, found, placement), strict=True)
     ]
     if config.tune in ("quick", "full") and target == device.attached():
+        from rewriter.measure import autotune  # few programs time anything
+
         autotune.measure_missing(tasks_of(graph, facts), config.tune)
     taken: dict[int, Match] = {}
     for f in facts:

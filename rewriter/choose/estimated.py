@@ -73,11 +73,8 @@ def fastest_estimated(
     wins = bool(better)
     if spec.symbolic and not wins:
         return None  # larger sizes may pay
-    implementation = AS_WRITTEN
-    if wins:
-        implementation = default_configs(
-            spec, device, next(k for k in here if k.name == best)
-        )
+    winner = next((k for k in here if wins and k.name == best), None)
+    implementation = default_configs(spec, device, winner) if winner else AS_WRITTEN
     against = times[best] if wins else xla
     slower = {**times, XLA: xla} if wins else times
     refused += [

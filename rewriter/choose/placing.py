@@ -127,7 +127,7 @@ def _noted(plan: Plan, p: Placed, said: Site, kept: bool = True) -> str:
         for number in free if own is None else (own,):
             row = plan.sites[number - 1]
             if _same(row, said):
-                plan.sites[number - 1] = _again(row, said)
+                plan.sites[number - 1] = _recomputed_site(row, said)
                 return f"rewriter/{said.op}#{number}" if said.replaced else ""
     elif kept:
         plan.forward.setdefault(id(p.match), first)
@@ -144,7 +144,7 @@ def _same(row: Site, said: Site) -> bool:
     return all(getattr(row, n) == getattr(said, n) for n in names)
 
 
-def _again(row: Site, said: Site) -> Site:
+def _recomputed_site(row: Site, said: Site) -> Site:
     """A forward's site, with the place where a checkpoint runs it again."""
     places = dict.fromkeys(filter(None, (row.again, said.scope)))
     return dataclasses.replace(

@@ -18,7 +18,6 @@ from rewriter.find.region import Regions
 from rewriter.gradients.backward import Backward
 from rewriter.gradients.backward_place import home_of, lies_at, residuals_place
 from rewriter.gradients.insertion_point import obstacle, places
-from rewriter.measure import autotune
 from rewriter.measure.as_written import NotTaken, as_written, spelling_of
 from rewriter.measure.key import BOTH, FORWARD, Key, key_of
 from rewriter.measure.program_key import program_key
@@ -59,6 +58,8 @@ def planned(
         _with_repeats(f, regions, folded) for f in facts if f.match.value not in covered
     ]
     if config.tune in ("quick", "full") and target == device.attached():
+        from rewriter.measure import autotune  # few programs time anything
+
         autotune.measure_missing(tasks_of(graph, facts), config.tune)
     choices = _choices(graph, facts, config, target)
     inputs = [v.aval for v in (folded.whole if folded else graph.top.jaxpr).invars]

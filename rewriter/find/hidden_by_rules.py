@@ -30,7 +30,7 @@ def hidden_by_rules(
     misses: dict[tuple[str, str], NearMiss] = {}
     for match in without:
         key = match.op.name, match.where
-        eqns = list(_around(match, regions, unproved))
+        eqns = list(_rules_around(match, regions, unproved))
         if key in known or key in misses or not eqns:
             continue
         reasons = {
@@ -53,7 +53,9 @@ def _what(eqn: Any) -> str:
     return f"{kind} {_jax.function_name(eqn)}".rstrip()
 
 
-def _around(match: Match, regions: Regions, unproved: Collection[int]) -> Iterator[Any]:
+def _rules_around(
+    match: Match, regions: Regions, unproved: Collection[int]
+) -> Iterator[Any]:
     """The equations with such rules in which parts of a match are computed."""
     seen: set[int] = set()
     for value in match.inner:

@@ -196,7 +196,7 @@ def search(
         again: dict[str, tuple[Template, list[Match]] | None] = {}
         for pattern in patterns_here:
             with _isolating_failures(find, pattern, node, failures):
-                again[pattern.name] = _again(find, pattern, node, memory)
+                again[pattern.name] = _matches_like(find, pattern, node, memory)
         like = next((known for known, _ in filter(None, again.values())), None)
         for pattern in patterns_here:
             repeated = again.get(pattern.name)
@@ -375,7 +375,7 @@ def _match(find, pattern, anchor, reading, spec, value, leaves, inner, found) ->
     )
 
 
-def _again(
+def _matches_like(
     find: Finder, pattern: Pattern, anchor: Node, memory: _Memory
 ) -> tuple[Template, list[Match]] | None:
     """The matches at an anchor whose regions equal those proved at another one."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -190,6 +190,16 @@ def pattern(
     label, where = name or fn.__name__, source_line(fn)
     operands, letters = parsed(fn, label, dims, where)
     holes = dict(params or {})
+    _require_same_names(fn, holes, label, where)
+    op = _op_of(fn, operands, letters, holes, label, sample)
+    anchors = checked(op, fn, holes, where)
+    return Pattern(op, holes, anchors, where=where)
+
+
+def _require_same_names(
+    fn: Callable[..., Any], holes: Mapping[str, Scalar], label: str, where: str
+) -> None:
+    """Refuses a function whose keyword-only arguments are not the params."""
     keywords = [
         p.name
         for p in inspect.signature(fn).parameters.values()
@@ -201,6 +211,26 @@ def pattern(
             wanted="the same names in both",
             where=where,
         )
+
+
+def _op_of(
+    fn: Callable[..., Any],
+    operands: Sequence[str],
+    letters: Mapping[str, str],
+    holes: Mapping[str, Scalar],
+    label: str,
+    sample: Callable[..., Any] | None,
+) -> Op:
+    """The op that a function defines.
+
+    Args:
+        fn: The function.
+        operands: Its operands, in order.
+        letters: The axes of each, and of the result.
+        holes: Its parameters.
+        label: The op's name.
+        sample: As in `pattern`.
+    """
 
     def reference(*, precision: str | None = None, **given: Any) -> jax.Array:
         """The function, its products at the precision of those in the program."""
@@ -216,13 +246,11 @@ def pattern(
     def sharding(params: tuple[tuple[str, Any], ...]) -> Sharding:
         return sharding_of(reference, letters, dict(params))
 
-    op = Op(
+    return Op(
         label, tuple(Operand(n, letters[n], True) for n in operands), letters[OUT],
         reference, sample,
         sharding=lambda params: sharding(tuple(sorted(params.items()))),
     )  # fmt: skip
-    anchors = checked(op, fn, holes, where)
-    return Pattern(op, holes, anchors, where=where)
 
 
 def register(pattern: Pattern, *, default: bool = False) -> Pattern:

@@ -49,7 +49,7 @@ def with_precision(
     Raises:
         Refused: If the region's products ask for more digits than the op keeps.
     """
-    if not _wide(op, spec) or (asked := precision_of(graph, values)) is None:
+    if not _affected(op, spec) or (asked := precision_of(graph, values)) is None:
         return reading, spec
     if not _takes_precision(op):
         if exceeds(asked, _precision_of_reference(op, spec)):
@@ -57,7 +57,7 @@ def with_precision(
             more = f"its reference may take `{PARAM}=None` for its products"
             raise Refused(PARAM, f"{text}, and {op.name} does not: {more}", score=0.9)
         return reading, spec
-    if asked not in ORDER and len(_wide(op, spec)) < len(_floats(op, spec)):
+    if asked not in ORDER and len(_affected(op, spec)) < len(_floats(op, spec)):
         asked = ORDER[-1]  # an algorithm is for operands of one dtype
     params = {**dict(spec.params), PARAM: asked}
     return (
@@ -68,7 +68,7 @@ def with_precision(
 
 def depends_on_precision(op: Op, spec: Spec) -> bool:
     """Returns whether an op takes a precision that changes its result in a use."""
-    return _takes_precision(op) and bool(_wide(op, spec))
+    return _takes_precision(op) and bool(_affected(op, spec))
 
 
 def precision_of(graph: Graph, values: Iterable[int]) -> str | None:
@@ -134,7 +134,7 @@ def _floats(op: Op, spec: Spec) -> list[str]:
     ]
 
 
-def _wide(op: Op, spec: Spec) -> list[str]:
+def _affected(op: Op, spec: Spec) -> list[str]:
     """Those whose products depend on the precision."""
     names = _floats(op, spec)
     return [n for n in names if jnp.dtype(spec.dtype(n)).itemsize > NARROW]

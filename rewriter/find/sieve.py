@@ -150,7 +150,7 @@ class _Sieve:
         """The steps taken to a body's results, from those taken to its arguments."""
         key = (id(jaxpr.eqns), *taken)
         if key in self.memo:
-            return self._again(*self.memo[key])
+            return self._second_call(*self.memo[key])
         first = next(self.origins)
         env = {v: t for v, t in zip(jaxpr.invars, taken, strict=True) if t[0]}
         self._equations(jaxpr.eqns, env)
@@ -158,7 +158,7 @@ class _Sieve:
         self.memo[key] = first, outs
         return outs
 
-    def _again(self, first: int, outs: Sequence[Taken]) -> list[Taken]:
+    def _second_call(self, first: int, outs: Sequence[Taken]) -> list[Taken]:
         """The results of another call of a body: its own paths begin anew."""
         fresh: dict[int, int] = collections.defaultdict(lambda: next(self.origins))
         return [

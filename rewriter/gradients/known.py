@@ -76,7 +76,7 @@ def found_again(
     for one in proved:
         for look in (_at_its_place, _anywhere_below):
             for cotangent in candidates:
-                found = _again(graph, one, match, cotangent, look, returned)
+                found = _gradients_like(graph, one, match, cotangent, look, returned)
                 if len(found.grads) == len(one.parts):
                     return found
                 if found.grads and (best is None or len(found.grads) > len(best.grads)):
@@ -84,7 +84,7 @@ def found_again(
     return best
 
 
-def _again(
+def _gradients_like(
     graph: Graph,
     one: Known,
     match: Match,

@@ -70,21 +70,7 @@ def proved_gradients(
     ev = _evaluator(graph, match, stops, parts)
     wanted, outs = wanted_at(graph, reference(), match, cotangent, ev)
     forms = _Forms(ev, wanted, outs)
-    grads: dict[int, int] = {}
-    for value in cones:
-        leaf = forms.leaf_of((value,), grads)
-        if leaf is not None:
-            grads[leaf] = value
-    zeros: dict[int, tuple[int, ...]] = {}
-    taken = set(grads.values())
-    missing = len(grads) < len(outs)
-    mixed = larger_sums(graph, reached, cones, returned) if missing else ()
-    for terms in mixed:
-        leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
-        if leaf is not None:
-            grads[leaf] = widest(graph, terms)
-            zeros[leaf] = tuple(v for v in terms if v != grads[leaf])
-            taken.update(terms)
+    grads, zeros = _summed(forms, graph, reached, cones, returned)
     inner = frozenset().union(
         *(cones[v] for v in (*grads.values(), *itertools.chain(*zeros.values())))
     )
@@ -108,6 +94,36 @@ def proved_gradients(
         tuple(sorted(pieces)),
         frozenset(shared.values()) if pieces else frozenset(),
     )
+
+
+def _summed(
+    forms: _Forms,
+    graph: Graph,
+    reached: Sequence[int],
+    cones: Mapping[int, frozenset[int]],
+    returned: Set[int],
+) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+    """Leaves to values that are their gradients, or the widest addend of those.
+
+    Also gives the other addends by leaf; the rewritten program has zeros in their
+    place.
+    """
+    grads: dict[int, int] = {}
+    for value in cones:
+        leaf = forms.leaf_of((value,), grads)
+        if leaf is not None:
+            grads[leaf] = value
+    zeros: dict[int, tuple[int, ...]] = {}
+    taken = set(grads.values())
+    missing = len(grads) < len(forms.outs)
+    mixed = larger_sums(graph, reached, cones, returned) if missing else ()
+    for terms in mixed:
+        leaf = forms.leaf_of(terms, grads) if taken.isdisjoint(terms) else None
+        if leaf is not None:
+            grads[leaf] = widest(graph, terms)
+            zeros[leaf] = tuple(v for v in terms if v != grads[leaf])
+            taken.update(terms)
+    return grads, zeros
 
 
 def _shared(
@@ -211,10 +227,10 @@ class _Forms:
         Equal digits have equal indices, so a value and its reshapes share one form.
         """
         alg = self.ev.alg
-        joined = _joined(alg, shape, digits, self._of(digits))
-        return self._of(shape) if joined is None else joined
+        joined = _joined(alg, shape, digits, self._indices_of(digits))
+        return self._indices_of(shape) if joined is None else joined
 
-    def _of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
+    def _indices_of(self, sizes: tuple[int, ...]) -> tuple[Any, ...]:
         if sizes not in self.indices:
             self.indices[sizes] = self.ev.alg.spare_indices(sizes, ())
         return self.indices[sizes]

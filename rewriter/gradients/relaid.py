@@ -50,8 +50,8 @@ class Relaid:
         """The match, extended to values that may have a cotangent, nearest first."""
         graph, reading = self.regions.graph, match.reading
         inner = match.inner
-        first = _alone(graph, reading.value, self.returned)
-        here = _alone(graph, match.value, self.returned)
+        first = _only_readers(graph, reading.value, self.returned)
+        here = _only_readers(graph, match.value, self.returned)
         for count, (like, step) in enumerate(zip(first, here, strict=False)):
             if not _same(like, step):
                 return
@@ -79,7 +79,7 @@ class _Step:
     node: Node
 
 
-def _alone(graph: Graph, value: int, returned: Set[int]) -> Iterator[_Step]:
+def _only_readers(graph: Graph, value: int, returned: Set[int]) -> Iterator[_Step]:
     """Steps down from a value, each the only reader of the one before.
 
     Their results keep its dtype and number of elements.

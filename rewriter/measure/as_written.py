@@ -23,6 +23,7 @@ from rewriter.find.reading import leaves_of
 from rewriter.gradients.backward import Backward
 from rewriter.program.extracted import NotTaken, Region
 from rewriter.program.graph import Graph
+from rewriter.support.dtypes import is_inexact
 
 WORDS = frozenset({
     "axes", "axis", "dimension", "dimensions", "dimension_numbers", "permutation",
@@ -81,7 +82,7 @@ def as_written(graph: Graph, match: Match, backward: Backward | None) -> Written
         got += jax.eval_shape(both, *structs, result)[1:] if both else []
     except Exception as problem:  # equations that depend on the bodies around them
         raise NotTaken(f"cannot be run on their own: {problem}") from problem
-    moving = [k for k, s in enumerate(structs) if _is_float(s)]
+    moving = [k for k, s in enumerate(structs) if is_inexact(s)]
     if got != [result, *(structs[k] for k in moving if both)]:
         raise NotTaken("give other types on their own")
     reading = match.reading
@@ -182,7 +183,3 @@ def _word(value: Any, numbers: bool) -> Any:
     text = str(value)
     named = numbers and "0x" not in text
     return text if named else type(value).__name__
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

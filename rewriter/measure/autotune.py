@@ -256,7 +256,7 @@ def _measure_task(
         cache.add(key, crashed)
         old = merge(old, crashed)
     if missing:
-        say = functools.partial(progress or _silent, key.text)
+        say = functools.partial(progress or _no_progress, key.text)
         until = min(time.monotonic() + SITE_S, latest)
         if there:
             new = Race(task, on, until, latest, say, spares).run(missing)
@@ -264,7 +264,7 @@ def _measure_task(
             new = static_cost.estimated(task, on, missing, latest, say)
         cache.add(key, new)
         old = merge(old, new)
-        _tell(key, old)
+        _report_progress(key, old)
     by = {m.implementation: m for m in (*old, *left_out)}
     kept = tuple(by[i] for i in wanted if i in by)
     so_far.tuned |= Tuned(((key, kept),))
@@ -315,11 +315,11 @@ def _current(
     )  # fmt: skip
 
 
-def _silent(text: str, done: int, of: int) -> None:
+def _no_progress(text: str, done: int, of: int) -> None:
     del text, done, of
 
 
-def _tell(key: Key, measured: Sequence[Measurement]) -> None:
+def _report_progress(key: Key, measured: Sequence[Measurement]) -> None:
     decision = fastest(measured)
     if decision is None:
         log.info("%s: nothing could be timed", key.text)

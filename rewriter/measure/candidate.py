@@ -24,6 +24,7 @@ from rewriter.measure.least_time import UNTRIED, least_seconds
 from rewriter.measure.measurement import time_text
 from rewriter.ops.device import Device
 from rewriter.site.implementation import XLA
+from rewriter.support.dtypes import is_inexact
 from rewriter.support.threads import check_stop, first_line, side_by_side
 
 AT_ONCE = 2
@@ -148,7 +149,7 @@ def precise(args: Args) -> Any:
 
 def wide(args: Args) -> bool:
     """Returns whether an operand is a float of more than 16 bits."""
-    return any(_is_float(x) and x.dtype.itemsize >= 4 for x in jax.tree.leaves(args))
+    return any(is_inexact(x) and x.dtype.itemsize >= 4 for x in jax.tree.leaves(args))
 
 
 def _mismatch(got: Any, wanted: Any) -> str:
@@ -188,7 +189,7 @@ def checked(
     """
     candidates = list(candidates)
     for number, args in enumerate(inputs):
-        wanted, source, problem = _wanted(candidates, truth, args)
+        wanted, source, problem = _expected_results(candidates, truth, args)
         if source is None:
             return [replace(c, reason=c.reason or problem) for c in candidates]
         done: list[Compiled] = []
@@ -203,7 +204,7 @@ def checked(
     return candidates
 
 
-def _wanted(
+def _expected_results(
     candidates: Sequence[Compiled], truth: Compiled, args: Args
 ) -> tuple[Any, str | None, str]:
     """Results of the reference, else of the first candidate that runs; and its name."""
@@ -303,7 +304,3 @@ def _room_for(program: Any) -> None:
     if need > free:
         text = f"takes {need / 2**30:.1f} GiB of {free / 2**30:.1f} GiB"
         raise MemoryError(f"RESOURCE_EXHAUSTED: {text}")
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

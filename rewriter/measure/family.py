@@ -97,6 +97,17 @@ def _distance(there: Rates, here: Rates) -> float:
     return sum(abs(math.log(a / b)) for a, b in pairs)
 
 
+def relatives(kind: str) -> tuple[str, ...]:
+    """Returns how the device kinds of a chip's relatives begin.
+
+    Example:
+        >>> "NVIDIA H200" in relatives("NVIDIA H100 80GB HBM3"), relatives("cpu")
+        (True, ())
+    """
+    families = (tuple(family) for family in FAMILIES if _rates(family, kind))
+    return next(families, ())
+
+
 def _rates(family: dict[str, Rates], kind: str) -> Rates | None:
     return next((r for name, r in family.items() if kind.startswith(name)), None)
 

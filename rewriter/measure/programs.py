@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from rewriter.measure.as_written import Written
 from rewriter.measure.key import BOTH, FORWARD, Key, key_of
@@ -17,6 +16,7 @@ from rewriter.ops.kernel import Kernel, Spec
 from rewriter.ops.op import Op, Sample
 from rewriter.site import site
 from rewriter.site.implementation import XLA, Implementation, build
+from rewriter.support.dtypes import is_inexact
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,9 @@ def in_passes(result: Callable[..., Any], passes: str) -> Callable[..., Any]:
         return result
 
     def run(operands: Mapping[str, Any], cotangent: Any) -> Any:
-        moving = {n: x for n, x in operands.items() if _is_float(x)}
+        moving = {n: x for n, x in operands.items() if is_inexact(x)}
         out, back = jax.vjp(lambda some: result({**operands, **some}), moving)
         (gradients,) = back(cotangent.astype(out.dtype))
         return gradients if passes == "vjp" else (out, gradients)
 
     return run
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

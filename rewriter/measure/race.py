@@ -177,7 +177,7 @@ class Race:
             return drawn, truth, None
         usual = self.task.op.usual is None and bool(note or not drawn[0].leaves)
         if usual and not exact.soon and not wide(drawn[0].sets[0]):
-            own = self._usual(drawn, note)
+            own = self._usual_spelling(drawn, note)
             return drawn, replace(own, name=REFERENCE, note=""), own
         truth, own = self._compiled_by_xla(drawn, exact, self._xla(drawn, note))
         return drawn, truth, replace(own, note=note)
@@ -201,7 +201,7 @@ class Race:
             XLA, function(self.task, Implementation()), limit=self._limit()
         )
 
-    def _usual(self, drawn: Sequence[Inputs], note: str) -> Compiled:
+    def _usual_spelling(self, drawn: Sequence[Inputs], note: str) -> Compiled:
         """The compiled op as usually written."""
         plain = [replace(d, leaves=()) for d in drawn]
         (found,) = self._compiled_by_xla(plain, self._xla(plain, note))
@@ -235,7 +235,7 @@ class Race:
         why = own.reason or own.note
         if own.error is not None and own.error >= OTHER:
             why = f"differ by {own.error:.0e} on their own"
-        return self._usual(drawn, _instead(why))
+        return self._usual_spelling(drawn, _instead(why))
 
     # ------------------------------------------------------------- compiling
     def _compiled(
@@ -328,7 +328,7 @@ class Race:
             return candidate.checked(compiled, truth, firsts, say)
         rest = candidate.checked(compiled[1:], truth, firsts, say, own.error or 0.0)
         if any(c.note for c in rest):  # the reference did not run: compare with XLA
-            usual = self._usual(drawn, NO_REFERENCE)
+            usual = self._usual_spelling(drawn, NO_REFERENCE)
             return candidate.checked([usual, *compiled[1:]], truth, firsts, say)
         return [own, *rest]
 

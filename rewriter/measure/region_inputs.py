@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.measure.as_written import NotTaken, Written
+from rewriter.support.dtypes import is_inexact
 
 ALIKE = 64.0
 """The largest ratio in size between operands made from leaves and the measured ones."""
@@ -39,7 +40,7 @@ def leaves_like(written: Written, out: Any) -> Callable[[Arrays], dict[str, Any]
     def leaves(operands: Arrays) -> dict[str, Any]:
         arrays = {n: jnp.zeros(s.shape, s.dtype) for n, s in written.leaves}
         for name, struct in written.leaves:
-            if not _is_float(struct):
+            if not is_inexact(struct):
                 arrays[name] = _of_whole(run, arrays, name, struct, operands)
         arrays |= of_floats(arrays, operands)
         found = run(arrays)
@@ -72,7 +73,7 @@ def _of_whole(
 ) -> Any:
     """An integer or boolean leaf that gives one of the operands exactly."""
     for other, sample in operands.items():
-        if sample.size != struct.size or _is_float(sample):
+        if sample.size != struct.size or is_inexact(sample):
             continue
         tries = [sample.reshape(struct.shape).astype(struct.dtype)]
         if struct.dtype == bool:
@@ -92,7 +93,7 @@ def _of_floats(
     written: Written, out: Any, leaves: Arrays, operands: Arrays
 ) -> dict[str, Any]:
     """Leaves by the transpose of the layout; normal where no operand reads them."""
-    floats = [(n, s) for n, s in written.leaves if _is_float(s)]
+    floats = [(n, s) for n, s in written.leaves if is_inexact(s)]
     keys = jax.random.split(jax.random.key(0), max(1, len(floats)))
     normal = {
         n: jax.random.normal(k, s.shape).astype(s.dtype)
@@ -101,7 +102,7 @@ def _of_floats(
 
     def layout(some: Arrays) -> dict[str, Any]:
         found = _operands(written, out, {**leaves, **some})
-        return {n: x for n, x in found.items() if _is_float(x)}
+        return {n: x for n, x in found.items() if is_inexact(x)}
 
     laid_out, back = jax.vjp(layout, normal)
     (sums,) = back({n: operands[n].astype(x.dtype) for n, x in laid_out.items()})
@@ -119,7 +120,7 @@ def _unlike(arrays: Arrays, samples: Arrays) -> dict[str, str]:
     if any(arrays[n].shape != samples[n].shape for n in arrays):
         return dict.fromkeys(arrays, "another shape")
     facts = jax.device_get(_facts(dict(arrays), dict(samples)))
-    return {n: _in_words(_is_float(samples[n]), *facts[n]) for n in arrays}
+    return {n: _in_words(is_inexact(samples[n]), *facts[n]) for n in arrays}
 
 
 @jax.jit
@@ -141,7 +142,3 @@ def _in_words(floats: bool, same: bool, size: float, usual: float) -> str:
     if not 1 / ALIKE <= ratio <= ALIKE:
         return f"{ratio:.1e} times as large as usual"
     return ""
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -13,7 +13,7 @@ import jax
 from rewriter.config import Config
 from rewriter.errors import CacheWarning, ConfigError, caller
 from rewriter.measure import cache
-from rewriter.measure.family import carried_over
+from rewriter.measure.family import carried_over, relatives
 from rewriter.measure.key import Key, nearest
 from rewriter.measure.measurement import Entry, Measurement
 from rewriter.measure.serialized import Found, read_all
@@ -45,7 +45,7 @@ def _cached_and_shipped(device: Device, op: str) -> list[Source]:
         mine = cache.entries(device.kind, op)
         here = [(k, tuple(m for m in ms if m.jax == jax.__version__)) for k, ms in mine]
         found.append(("cached", [(k, ms) for k, ms in here if ms]))
-    return [*found, ("shipped", shipped(op).entries)]
+    return [*found, ("shipped", shipped(op, device.kind).entries)]
 
 
 def look_up(
@@ -98,8 +98,14 @@ def _loaded(path: str, stamp: int) -> Tuned:
 
 
 @functools.cache
-def shipped(op: str) -> Tuned:
-    """Returns the measurements that come with the package, of all device kinds."""
+def shipped(op: str, kind: str = "") -> Tuned:
+    """Returns the measurements that come with the package.
+
+    Args:
+        op: The op.
+        kind: A device kind. Files of chips that say nothing about it are not read: all
+            take 20 ms. Without it, all are.
+    """
     try:
         module = importlib.import_module(package_of(op))
     except ModuleNotFoundError:
@@ -108,9 +114,15 @@ def shipped(op: str) -> Tuned:
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     tuned = Tuned()
     for name in names:
-        if name.endswith(".json"):
+        if name.endswith(".json") and _may_serve(name, kind):
             tuned |= _shipped(os.path.join(folder, name))
     return Tuned(tuple((key, ms) for key, ms in tuned.entries if key.op == op))
+
+
+def _may_serve(name: str, kind: str) -> bool:
+    """Whether a file, which is named after its chip, may say something about a chip."""
+    chips = (kind, *relatives(kind))
+    return any(name.startswith(chip.lower().replace(" ", "_")) for chip in chips)
 
 
 def _shipped(name: str) -> Tuned:

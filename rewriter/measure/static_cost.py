@@ -1,15 +1,15 @@
 """Estimates times of candidates for TPUs that are not attached.
 
 The TPU compiler's simulator gives the cycles of each operation of a compiled program.
-It does not see:
+It does not see three things:
 
-- other memory traffic at the same time: a program takes at least the time of the bytes
-  that its operations move;
-- values of prefetched scalars: it takes them for 0, so that work which they select is
+- Other memory traffic at the same time. A program takes at least the time of the bytes
+  that its operations move.
+- Values of prefetched scalars. It takes them for 0, so that work which they select is
   left out. Kernels with such scalars count the instruction bundles of their code for
-  each step of their grid; `Speed.steps` says how many of those run. Bundles rank
-  configs of one kernel, and say nothing against XLA;
-- how often a loop of XLA turns: a program that is a loop is not estimated.
+  each step of their grid. `Speed.steps` says how many of those run. Bundles rank
+  configs of one kernel, and say nothing against XLA.
+- How often a loop of XLA turns. A program that is a loop is not estimated.
 
 The simulator fails at some kernels, and at programs that leave it too little VMEM.
 There kernels are ranked by their bundles too.

@@ -351,41 +351,73 @@ def from_function(
         >>> kernel.forward(x=jnp.ones(2)).tolist()
         [2.0, 2.0]
     """
-    arguments = inspect.signature(function).parameters.values()
-    takes_any = any(a.kind is a.VAR_KEYWORD for a in arguments)
-    keywords = {a.name for a in arguments if a.kind is a.KEYWORD_ONLY}
-    named = {a.name for a in arguments if a.kind is not a.VAR_KEYWORD}
-
-    @functools.wraps(function)
-    def forward(**given: Any) -> Any:
-        operands = [n for n in op.names if n in given]
-        positional = [given[n] for n in operands if n not in keywords]
-        rest = {n: given[n] for n in operands if n in keywords}
-        params = {
-            n: v
-            for n, v in given.items()
-            if n not in op.names and (takes_any or n in named)
-        }
-        return function(*positional, **rest, **params)
-
-    def takes(spec: Spec) -> Verdict:
-        """Whether it names every parameter that is no usual one of the op."""
-        more = {n for n, _ in spec.params} - set(op.defaults)
-        unknown = [] if takes_any else sorted(more - named)
-        if unknown:
-            return no("params", f"it does not take {', '.join(unknown)}")
-        return supports(spec)
-
+    arguments = _Arguments.of(function)
     return Kernel(
         name or getattr(function, "__name__", "kernel"),
         op.name,
         platforms,
         version,
-        forward=forward,
+        forward=_with_names(function, op, arguments),
         backward=backward,
-        limits=Limits(takes),
+        limits=Limits(functools.partial(_takes, op, arguments, supports)),
         speed=Speed(steps=steps),
         traits=Traits(saves_out=saves_out),
         space=space,
         backward_space=backward_space,
     )
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of a plain function.
+
+    Attributes:
+        names: All of them.
+        keywords: Those that are given by keyword only.
+        any: Whether it takes others too.
+    """
+
+    names: frozenset[str]
+    keywords: frozenset[str]
+    any: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> _Arguments:
+        """Reads them from its signature."""
+        listed = inspect.signature(function).parameters.values()
+        return cls(
+            frozenset(a.name for a in listed if a.kind is not a.VAR_KEYWORD),
+            frozenset(a.name for a in listed if a.kind is a.KEYWORD_ONLY),
+            any(a.kind is a.VAR_KEYWORD for a in listed),
+        )
+
+
+def _with_names(
+    function: Callable[..., Any], op: Op, arguments: _Arguments
+) -> Callable[..., Any]:
+    """The `forward` of a plain function: all operands and parameters by name."""
+
+    @functools.wraps(function)
+    def forward(**given: Any) -> Any:
+        operands = [n for n in op.names if n in given]
+        positional = [given[n] for n in operands if n not in arguments.keywords]
+        rest = {n: given[n] for n in operands if n in arguments.keywords}
+        params = {
+            n: v
+            for n, v in given.items()
+            if n not in op.names and (arguments.any or n in arguments.names)
+        }
+        return function(*positional, **rest, **params)
+
+    return forward
+
+
+def _takes(
+    op: Op, arguments: _Arguments, supports: Callable[[Spec], Verdict], spec: Spec
+) -> Verdict:
+    """Whether it names every parameter that is no usual one of the op."""
+    more = {n for n, _ in spec.params} - set(op.defaults)
+    unknown = [] if arguments.any else sorted(more - arguments.names)
+    if unknown:
+        return no("params", f"it does not take {', '.join(unknown)}")
+    return supports(spec)

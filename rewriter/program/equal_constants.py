@@ -94,7 +94,7 @@ def _type(value: Any) -> Hashable:
     return np.dtype(value.dtype), jax.typeof(value), at
 
 
-def _some(value: Any) -> Hashable:
+def _sample(value: Any) -> Hashable:
     """A sample of its numbers."""
     steps = tuple(slice(None, None, max(1, n // SOME)) for n in value.shape)
     if not isinstance(value, jax.Array) or _is_near(value):
@@ -133,7 +133,7 @@ def _all(value: Any) -> Hashable:
     return digest
 
 
-LOOKS: tuple[Callable[[Any], Hashable], ...] = (_type, _some, _sums, _all)
+LOOKS: tuple[Callable[[Any], Hashable], ...] = (_type, _sample, _sums, _all)
 """Comparisons, cheapest first; each runs only where the ones before are equal."""
 
 _DIGESTS: dict[int, tuple[weakref.ref[Any], bytes]] = {}

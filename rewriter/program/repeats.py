@@ -1,9 +1,9 @@
 """Finds where a program repeats itself: layers written one after the other.
 
 A `Run` is a stretch of equations that occurs several times in a row: equal primitives
-and parameters, and operands wired alike. In each turn, an equation reads one of four
-things: a value of this turn, a value of the turn before, a value that all turns share,
-or something of its own, such as a layer's weights.
+and parameters, and operands wired alike. In each turn, an equation reads a value of
+this turn or of the turn before, or one that all turns share. Or it reads something of
+its own, such as a layer's weights.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rewriter.rewrite.replacements import Pair
+from rewriter.support.dtypes import is_float
 
 log = logging.getLogger("rewriter.reached")
 
@@ -45,7 +46,7 @@ def inputs_of_one_side(
 def _reached(
     pair: Pair, entry: int, inputs: Sequence[Any], names: Sequence[str]
 ) -> str:
-    moving = [k for k, x in enumerate(inputs) if _is_float(x)]
+    moving = [k for k, x in enumerate(inputs) if is_float(x)]
     sides = []
     for side in (pair.written, pair.replaced):
         found, at = jax.jit(_gradient(side, entry, moving))(list(inputs))
@@ -88,7 +89,3 @@ def _text(name: str, rows: np.ndarray, how: str) -> str:
 def _rows(x: Any) -> np.ndarray:
     """Indices of the rows along the last axis that are not zero."""
     return np.asarray(x.astype(jnp.float32) != 0).any(axis=-1) if x.ndim else x != 0
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

@@ -252,14 +252,14 @@ class _Unfolding:
         at = self.folded.kept[self.origins.position[id(eqn)]]
         number = self.whole.number.get
         unchanged = eqn is self.whole.eqns[at] and all(
-            self._stays(here, v) for _, v in pairs
+            self._reads_own_value(here, v) for _, v in pairs
         )
         return _Plan(
             eqn, reads, at, tuple(map(number, eqn.outvars)),
             self.origins.label.get(id(eqn)), unchanged,
         )  # fmt: skip
 
-    def _stays(self, here: _Turns, v: Any) -> bool:
+    def _reads_own_value(self, here: _Turns, v: Any) -> bool:
         """Whether all turns but the first read the program's own value there."""
         if _jax.is_literal(v):
             return True

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -46,7 +46,9 @@ from rewriter.run.deferred import INSIDE, Deferred
 from rewriter.run.pipeline import has_sites, rewrite
 from rewriter.support.requirement import ALL
 from rewriter.support.verdict import Reason
-from rewriter.verification.check_sites import Complaint, Key, complaints
+
+if TYPE_CHECKING:
+    from rewriter.verification.check_sites import Complaint, Key
 
 log = logging.getLogger("rewriter.analysis")
 REMEMBERED = 64  # signatures per function; a record holds two jaxprs
@@ -418,6 +420,8 @@ def _agreeing(
 def _found(
     traced: Traced, rewritten: Rewritten, values: Any, names: Any
 ) -> tuple[Complaint, ...]:
+    from rewriter.verification.check_sites import complaints  # only if asked for
+
     # A shard_map does not run under the former; and nothing is traced where it is met.
     now = jax.ensure_compile_time_eval() if _jax.is_tracing() else nullcontext()
     with now:

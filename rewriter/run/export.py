@@ -119,18 +119,11 @@ def export(
         ['cpu', 'tpu']
     """
     platforms = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    for name in platforms:
-        if name not in PLATFORMS:
-            raise ExportError(
-                f"no platform {name!r}",
-                next_step=known(name, PLATFORMS),
-                where=caller(),
-            )
+    _require_known(platforms)
     fast = fn
     if options or not trace.is_optimized(fn):
         fn, lifted = trace.original_of(fn)
         fast = optimize(fn, **{**lifted, **options})
-
     kinds = {p: device.of(k, p).kind for p, k in (targets or {}).items()}
 
     @in_step
@@ -139,9 +132,8 @@ def export(
             report = fast.report(*specs, **named)
             program = fast.jaxpr(*specs, **named)
             try:
-                exported = jax.export.export(fast, platforms=list(platforms))(
-                    *specs, **named
-                )
+                made = jax.export.export(fast, platforms=list(platforms))
+                exported = made(*specs, **named)
                 data = bytes(exported.serialize(vjp_order=vjp_order))
             except RewriterError:
                 raise
@@ -152,6 +144,16 @@ def export(
         return Artifact(exported, data, manifest)
 
     return run
+
+
+def _require_known(platforms: Sequence[str]) -> None:
+    for name in platforms:
+        if name not in PLATFORMS:
+            raise ExportError(
+                f"no platform {name!r}",
+                next_step=known(name, PLATFORMS),
+                where=caller(),
+            )
 
 
 def load(path: str | os.PathLike[str], *, any_device: bool = False) -> Artifact:

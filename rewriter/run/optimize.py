@@ -250,15 +250,17 @@ class Maker:
         if (module := nnx_state.own_module(self.fn)) is not None:
             method = nnx_state.unbound(self.fn)
             options = equinox_modules.behind(theirs)
-            make = lambda: nnx_state.updating(method, options, self._again)
+            make = lambda: nnx_state.updating(method, options, self._optimized_anew)
             return self._once("bound", make), (module, *args)
         jitted = self.called.jitted()
         changing, _ = trace.split_static(jitted, args, kwargs)
         if nnx_state.holds_nodes(changing):
-            make = lambda: nnx_state.updating(self.fn, theirs, self._again)
+            make = lambda: nnx_state.updating(self.fn, theirs, self._optimized_anew)
             return self._once("flax", make), args
         if equinox_modules.holds_modules(changing):
-            make = lambda: equinox_modules.Filtering(self.fn, jitted, self._again)
+            make = lambda: equinox_modules.Filtering(
+                self.fn, jitted, self._optimized_anew
+            )
             return self._once("equinox", make), args
         return None
 
@@ -267,7 +269,7 @@ class Maker:
             self.frameworks[name] = make()
         return self.frameworks[name]
 
-    def _again(self, fn: Any, **theirs: Any) -> Any:
+    def _optimized_anew(self, fn: Any, **theirs: Any) -> Any:
         """The optimized function of another one."""
         return optimize(fn, **self.options, **theirs)
 

@@ -100,14 +100,14 @@ def rewrite(
     """
     clock = _Clock()
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _begun(closed_jaxpr, config, user_patterns, placement)
+        program = _initial_program(closed_jaxpr, config, user_patterns, placement)
         if not program.patterns:
             return _without_patterns(program, clock)
         try:
-            program = _through(program, clock)
+            program = _after_passes(program, clock)
         except Unlike as why:
             log.debug("layers are looked at one by one: %s", why)
-            program = _through(program, clock, without=("fold",))
+            program = _after_passes(program, clock, without=("fold",))
         program.walks.graph.release()
     assert program.found is not None
     return Rewritten(
@@ -129,7 +129,7 @@ def _without_patterns(program: Program, clock: _Clock) -> Rewritten:
     """The outcome of the passes that run where no pattern can occur."""
     if program.config.patterns == "none":
         return Rewritten(program.original)
-    program = _through(program, clock, [p.name for p in PASSES if not p.alone])
+    program = _after_passes(program, clock, [p.name for p in PASSES if not p.alone])
     if not program.changed:
         return Rewritten(program.original)
     return Rewritten(
@@ -148,7 +148,7 @@ def has_sites(
         user_patterns: Patterns beyond those that the configuration names.
     """
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _begun(closed_jaxpr, config, user_patterns, None)
+        program = _initial_program(closed_jaxpr, config, user_patterns, None)
         if not program.patterns:
             return False
         found = steps.find_sites(steps.make_graph(program)).found
@@ -174,7 +174,7 @@ def tasks(
         placement: As for `rewrite`; what is measured is what one device computes.
     """
     with _paused_collection(), promotion.as_usual(), _jax.without_mesh():
-        program = _begun(closed_jaxpr, config, user_patterns, placement)
+        program = _initial_program(closed_jaxpr, config, user_patterns, placement)
         if not program.patterns:
             return []
         program = steps.find_sites(steps.make_graph(program))
@@ -191,7 +191,7 @@ def tasks(
         return gathered
 
 
-def _begun(
+def _initial_program(
     closed_jaxpr: ClosedJaxpr,
     config: Config,
     user_patterns: Sequence[Any],
@@ -208,7 +208,9 @@ def _begun(
     return Program(start, closed_jaxpr, config, patterns, placement)
 
 
-def _through(program: Program, clock: _Clock, without: Sequence[str] = ()) -> Program:
+def _after_passes(
+    program: Program, clock: _Clock, without: Sequence[str] = ()
+) -> Program:
     """The program after all passes but those that are disabled."""
     without = (*without, *program.config.disable)
     for step in PASSES:

@@ -6,14 +6,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from rewriter.config import as_list, in_step, resolve
 from rewriter.errors import ConfigError, caller, known
-from rewriter.measure import autotune, cache
+from rewriter.measure import cache
 from rewriter.measure.decision import fastest
 from rewriter.measure.end_to_end_race import race_programs
 from rewriter.measure.measurement import of_spelling, spellings
@@ -47,47 +47,33 @@ def tune(
 ) -> Callable[..., Tuned]:
     """Returns a function that measures the kernels of every site on this device.
 
-    Equal sites are measured once, on inputs that the op draws. These are normal
-    numbers, or several distributions where times depend on values. Each distribution is
-    measured and named in the table; the mean of the medians decides. Group sizes of
-    ragged dots are drawn uniform (each row chooses a group evenly), Dirichlet-skewed
-    (concentration 0.5) and one-hot (all rows in one group). Lengths of keys are drawn
-    from 1 to s, or are all s. Windows are parameters; each is measured unchanged.
-
-    A site whose gradient is in the program is measured with it. Measurements are kept
-    in the cache (see `rewriter.cache`), where `optimize` finds them.
+    Equal sites are measured once, on inputs that the op draws: normal numbers, or
+    several distributions where times depend on values, whose mean decides. A site whose
+    gradient is in the program is measured with it. The cache keeps the measurements
+    (see `rewriter.cache`), and `optimize` finds them there.
 
     Args:
         fn: Any callable that ``optimize`` takes, or an optimized function.
         level: ``full``, every config worth trying, or ``quick``, one of each kernel.
         budget_s: Seconds of wall time; measurements that do not fit are skipped.
-        grad: Measure gradients too where the program has none, as for
-            ``jax.grad(optimize(fn))``.
+        grad: Measure gradients too where the program has none.
         again: Measure cached candidates again.
-        end_to_end: Then time the whole program on these arguments: as written, with
-            every choice, and without each op's. If it is faster without an op, that
-            op's sites are left as written from then on. The arguments must be arrays.
-        sample: By op, another way to draw its operands. It is a function ``sample(key,
-            operands, params)`` that gives arrays by name for shapes by name. Several
-            such functions may be given, by the names that they get in the table. Such
-            measurements take the place of the usual ones in the cache.
-        isolate: Compile and run each kernel once in a child process before it is run
-            in this one, so that one that crashes or hangs costs only itself. Patterns
-            of your own must be at the top level of a module, and a GPU's memory must
-            have room for a second process (``XLA_PYTHON_CLIENT_MEM_FRACTION``).
+        end_to_end: Then time the whole program on these arguments, which must be
+            arrays. An op without which it is faster is left as written from then on.
+        sample: By op, a function ``sample(key, operands, params)`` that draws arrays by
+            name for shapes by name, or several such functions by name.
+        isolate: Run each kernel once in a child process first, so that one that crashes
+            or hangs costs only itself.
         patterns: As in ``optimize``.
-        **options: As in ``optimize``. For a ``target`` that is not attached, a TPU
-            generation such as ``"TPU v5e"``, times are estimates by the TPU compiler
-            (``pip install 'jax[tpu]'``); the report calls such choices simulated.
+        **options: As in ``optimize``. For a TPU as ``target`` that is not attached,
+            times are estimates by the TPU compiler.
 
     Returns:
         A function of the same arguments (arrays or ``ShapeDtypeStruct``) to `Tuned`.
 
     Raises:
-        ConfigError: For a level that does not exist, no time, or samples of an op
-            that the program does not have.
-        KeyboardInterrupt: From the function, within a second of Ctrl-C. Finished sites
-            are in the cache, and not measured again.
+        ConfigError: For an unknown level, no time, or samples of an op not found.
+        KeyboardInterrupt: From the function, within a second of Ctrl-C.
 
     Example:
         >>> import jax.numpy as jnp, rewriter
@@ -96,6 +82,92 @@ def tune(
         0
         >>> fast = rewriter.optimize(jnp.sin, tuned=tuned)
     """
+    _require_possible(level, budget_s)
+    how = _How(level, budget_s, grad, again, end_to_end, sample or {}, isolate)
+    given = options if patterns is None else {**options, "patterns": patterns}
+    return _measuring(_Program.of(fn, given), how)
+
+
+@dataclass(frozen=True)
+class _How:
+    """The arguments of `tune` that say how to measure."""
+
+    level: str
+    budget_s: float
+    grad: bool
+    again: bool
+    end_to_end: bool
+    sample: Mapping[str, Any]
+    isolate: bool
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What is measured.
+
+    Attributes:
+        fn: The function.
+        jit_options: The options of ``jax.jit`` for it.
+        options: Ours.
+        patterns: The user's own patterns.
+    """
+
+    fn: Callable[..., Any]
+    jit_options: Mapping[str, Any]
+    options: Mapping[str, Any]
+    patterns: Sequence[Any]
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], given: Mapping[str, Any]) -> _Program:
+        """Reads the options in force."""
+        fn, ours, jit_options = trace.options_in_force(fn, given)
+        ours, patterns = with_patterns(ours, ours.pop("patterns", "default"))
+        return cls(fn, jit_options, ours, patterns)
+
+
+def _measuring(program: _Program, how: _How) -> Callable[..., Tuned]:
+    """The function that `tune` returns."""
+    from rewriter.measure import autotune
+
+    config = resolve(program.options)
+    inner = trace.jitted(program.fn, program.jit_options)
+
+    @in_step
+    def run(*args: Any, **kwargs: Any) -> Tuned:
+        start = time.monotonic()
+        on = device.named(config.target) if config.target else device.attached()
+        if how.end_to_end:
+            _require_attached(on)
+        traced, placement = placed(inner, args, kwargs, program.jit_options)
+        if how.end_to_end:
+            _require_one_device(placement)
+        found = pipeline.tasks(
+            traced.closed_jaxpr, config, program.patterns, how.grad, placement
+        )
+        found = _sampled(found, how.sample)
+        with _progress() as progress:
+            tuned = autotune.measure(
+                found, how.level, how.budget_s, progress, how.again, how.isolate, on
+            )
+        if how.end_to_end:
+            plain = trace.jitted(program.fn, program.jit_options)
+            leaves, call = trace.split(plain, args, kwargs)
+            tuned |= _end_to_end(call, leaves, _options_again(program), tuned)
+        _summary(tuned, on, len(found), time.monotonic() - start)
+        return tuned
+
+    return run
+
+
+def _options_again(program: _Program) -> dict[str, Any]:
+    """Our options as `optimize` takes them, with the user's own patterns."""
+    named = program.options["patterns"].split(",")
+    return {**program.options, "patterns": [*named, *program.patterns]}
+
+
+def _require_possible(level: str, budget_s: float) -> None:
+    from rewriter.measure import autotune  # what times kernels is seldom needed
+
     if level not in autotune.LEVELS:
         choose = ", ".join(autotune.LEVELS)
         raise ConfigError(
@@ -105,48 +177,25 @@ def tune(
         raise ConfigError(
             f"budget_s={budget_s!r}", wanted="seconds above 0", where=caller()
         )
-    if patterns is not None:
-        options["patterns"] = patterns
-    fn, ours, jit_options = trace.options_in_force(fn, options)
-    ours, user_patterns = with_patterns(ours, ours.pop("patterns", "default"))
-    config = resolve(ours)
-    inner = trace.jitted(fn, jit_options)
 
-    @in_step
-    def run(*args: Any, **kwargs: Any) -> Tuned:
-        start = time.monotonic()
-        on = device.named(config.target) if config.target else device.attached()
-        if end_to_end and on != device.attached():
-            raise ConfigError(
-                f"end_to_end=True for {on.kind!r}",
-                wanted="the attached device, on which the program can run",
-                where=caller(),
-            )
-        traced, placement = placed(inner, args, kwargs, jit_options)
-        if end_to_end and placement is not None:
-            raise ConfigError(
-                "end_to_end=True for a program on several devices",
-                wanted="one device",
-                next_step="Tune its kernels alone, and compare by rewriter.benchmark",
-                where=caller(),
-            )
-        found = pipeline.tasks(
-            traced.closed_jaxpr, config, user_patterns, grad, placement
+
+def _require_attached(on: device.Device) -> None:
+    if on != device.attached():
+        raise ConfigError(
+            f"end_to_end=True for {on.kind!r}",
+            wanted="the attached device, on which the program can run",
+            where=caller(),
         )
-        found = _sampled(found, sample or {})
-        with _progress() as progress:
-            tuned = autotune.measure(
-                found, level, budget_s, progress, again, isolate, on
-            )
-        if end_to_end:
-            plain = trace.jitted(fn, jit_options)
-            leaves, call = trace.split(plain, args, kwargs)
-            mine = {**ours, "patterns": [*ours["patterns"].split(","), *user_patterns]}
-            tuned |= _whole(call, leaves, mine, tuned)
-        _summary(tuned, on, len(found), time.monotonic() - start)
-        return tuned
 
-    return run
+
+def _require_one_device(placement: Any) -> None:
+    if placement is not None:
+        raise ConfigError(
+            "end_to_end=True for a program on several devices",
+            wanted="one device",
+            next_step="Tune its kernels alone, and compare by rewriter.benchmark",
+            where=caller(),
+        )
 
 
 def _sampled(tasks: Sequence[Task], sample: Mapping[str, Any]) -> list[Task]:
@@ -166,7 +215,7 @@ def _sampled(tasks: Sequence[Task], sample: Mapping[str, Any]) -> list[Task]:
     ]
 
 
-def _whole(
+def _end_to_end(
     call: Callable[..., Any], leaves: list[Any], options: dict[str, Any], by_site: Tuned
 ) -> Tuned:
     """Times of the whole program: as written, rewritten, and without each op."""
@@ -201,14 +250,14 @@ def _whole(
     return Tuned(((key, tuple(found)),))
 
 
-def _shown() -> bool:
+def _is_on_a_terminal() -> bool:
     return sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress | None]:
     """One bar on a terminal, nothing elsewhere."""
-    if not _shown():
+    if not _is_on_a_terminal():
         yield None
         return
     from rich.console import Console
@@ -226,7 +275,7 @@ def _progress() -> Iterator[Progress | None]:
 
 
 def _summary(tuned: Tuned, on: device.Device, wanted: int, seconds: float) -> None:
-    if not _shown() or not wanted:
+    if not _is_on_a_terminal() or not wanted:
         return
     kernels = sum(
         (d := fastest(of_spelling(ms, spelling))) is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,10 @@ from rewriter.reports.report import Report
 from rewriter.rewrite.replacements import Pair
 from rewriter.run.analysis import rewritten_of
 from rewriter.run.optimize import optimize, with_patterns
-from rewriter.verification import check_sites
-from rewriter.verification.compare import Comparison, compared
+from rewriter.support.dtypes import is_float
+
+if TYPE_CHECKING:
+    from rewriter.verification.compare import Comparison
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,11 @@ def verify(
     """Returns a function that compares ``fn`` rewritten with ``fn`` as written.
 
     Both run on the given arguments and on probes made from them: zeros, equal values,
-    huge, tiny and infinite ones, masks of one value, ends of integer types. Every row
-    of every result, and of every kind of site with all the equations that lead to it,
-    is held against the reference: a float64 run of the original, where that is near
-    what it gives in its own types, else the original. The rewritten program may be as
-    wrong as the original, or as the rounding of the types it computes in explains.
+    huge, tiny and infinite ones, masks of one value, ends of integer types. The
+    reference is a float64 run of the original. Where that is far from what the original
+    gives in its own types, it is the original. Each row of each result is compared with
+    it, and so is each kind of site, with all equations that lead to it. The rewritten
+    program may be as wrong as the original, or as the rounding of its types explains.
 
     Args:
         fn: Any callable that ``optimize`` takes.
@@ -173,7 +175,9 @@ def _pairs(call: Any, options: dict[str, Any], leaves: list[Any]) -> list[Pair]:
     if placement is not None or any(map(_jax.is_tracer, values)):
         return []
     rewritten = rewritten_of(traced, config, patterns, None)
-    return list(check_sites.sites_of(rewritten.pairs))
+    from rewriter.verification.check_sites import sites_of
+
+    return list(sites_of(rewritten.pairs))
 
 
 def with_gradient(
@@ -186,7 +190,7 @@ def with_gradient(
         leaves: Example leaves; the floating-point ones are differentiated.
         names: Names of the gradients; numbers by default.
     """
-    moving = [i for i, x in enumerate(leaves) if _is_float(x)]
+    moving = [i for i, x in enumerate(leaves) if is_float(x)]
 
     def both(*leaves: Any) -> dict[str, Any]:
         def loss(chosen: list[Any]) -> Any:
@@ -206,7 +210,7 @@ def with_gradient(
 
 def _scalar(out: Any) -> Any:
     """The result if it is a scalar, else a fixed random weighting of it."""
-    floats = [x for x in jax.tree.leaves(out) if _is_float(x)]
+    floats = [x for x in jax.tree.leaves(out) if is_float(x)]
     if len(floats) == 1 and jnp.shape(floats[0]) == ():
         return floats[0].astype(jnp.promote_types(floats[0].dtype, jnp.float32))
     random = np.random.default_rng(0)
@@ -215,10 +219,6 @@ def _scalar(out: Any) -> Any:
         weight = random.standard_normal(jnp.shape(x)).astype(np.float32)
         total += jnp.sum(x * weight, dtype=jnp.float32) / max(1, np.size(weight)) ** 0.5
     return total
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
 def _compare(
@@ -243,6 +243,8 @@ def _compare(
 
         return run
 
+    from rewriter.verification.compare import compared
+
     found = compared(
         both(plain, "written"),
         both(fast, "replaced"),
@@ -266,8 +268,10 @@ def _path(path: Any) -> str:
 
 
 def _row(k: int, name: str, found: Comparison) -> Row:
+    from rewriter.verification.check_sites import in_words
+
     verdict, off = found.verdicts[k], found.of(k)
-    said = check_sites.in_words(off) if off else ""
+    said = in_words(off) if off else ""
     numbers = verdict.original, verdict.error, verdict.allowed
     return Row(name, found.dtypes[k], *numbers, off is None, said)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from rewriter.site import site
+from rewriter.support.dtypes import is_inexact
 
 Composed = Callable[..., Callable[..., Sequence[Any]]]
 """``composed(**params)`` gives a function of an equation's arguments."""
@@ -33,7 +34,7 @@ def jvp_rule(composed: Composed) -> Callable[..., Any]:
         moving = [
             i
             for i, t in enumerate(tangents)
-            if site.is_float(primals[i]) and not site.is_zero(t)
+            if is_inexact(primals[i]) and not site.is_zero(t)
         ]
 
         def of(*chosen: Any) -> Sequence[Any]:

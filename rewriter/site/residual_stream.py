@@ -31,6 +31,7 @@ from rewriter.site.composed import batch_rule, jvp_rule
 from rewriter.site.lowering import register
 from rewriter.site.result_types import backward_aval, site_aval, tangent_aval
 from rewriter.site.uses import Use
+from rewriter.support.dtypes import is_inexact
 
 site_p = Primitive(site.site_p.name)
 tangent_p = Primitive(site.tangent_p.name)
@@ -119,9 +120,7 @@ def _site_jvp(
     for tangent in tangents[n:]:
         along[at] = ad.add_tangents(along[at], tangent)
     moving = [
-        i
-        for i, t in enumerate(along)
-        if site.is_float(primals[i]) and not site.is_zero(t)
+        i for i, t in enumerate(along) if is_inexact(primals[i]) and not site.is_zero(t)
     ]
     if not moving:
         outs = site_p.bind(*primals, use=use, residuals=residuals)

@@ -119,7 +119,9 @@ def shards_of(
         parts = math.prod(sizes[a] for a in axes)
         _check_divides(letter, parts, letters, shapes)
     shards = _spread_by(rule, chosen, letters, shapes, known, mesh)
-    return replace(shards, around=_around(rule, chosen, letters, shapes, known, mesh))
+    return replace(
+        shards, around=_in_a_ring(rule, chosen, letters, shapes, known, mesh)
+    )
 
 
 def _spread_by(
@@ -152,7 +154,7 @@ def _spread_by(
     )
 
 
-def _around(
+def _in_a_ring(
     rule: Sharding,
     chosen: Mapping[str, Axes],
     letters: Mapping[str, Sequence[str]],

@@ -41,6 +41,7 @@ from rewriter.site.uses import (
     Mask,
     Use,
 )
+from rewriter.support.dtypes import is_inexact
 
 Kernels = Sequence[tuple[str, "str | Kernel | None"]]
 
@@ -155,11 +156,6 @@ def zero_of(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
-def is_float(value: Any) -> bool:
-    """Whether a value can have a tangent."""
-    return jnp.issubdtype(value.dtype, jnp.inexact)
-
-
 def _site_jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
@@ -171,7 +167,7 @@ def _site_jvp(
     moving = [
         i
         for i, (p, t) in enumerate(zip(primals, tangents, strict=True))
-        if is_float(p) and not is_zero(t)
+        if is_inexact(p) and not is_zero(t)
     ]
     if not moving:
         outs = _forward_of(use).bind(
@@ -263,7 +259,9 @@ def _along_operands(
     n: int,
 ) -> list[Any]:
     """The derivative of a function along its first n arguments, if they move."""
-    moving = [i for i in range(n) if is_float(primals[i]) and not is_zero(tangents[i])]
+    moving = [
+        i for i in range(n) if is_inexact(primals[i]) and not is_zero(tangents[i])
+    ]
     if not moving:
         return []
 

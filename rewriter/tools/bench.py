@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,17 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from rewriter.config import in_step
 from rewriter.errors import ConfigError, caller
-from rewriter.hardware import timing
-from rewriter.measure import candidate
 from rewriter.ops import device
 from rewriter.ops.cost import MODES as PASSES
 from rewriter.ops.cost import Cost
 from rewriter.program import trace
 from rewriter.reports.report import Report, size
 from rewriter.run.optimize import optimize
+from rewriter.support.dtypes import is_float
 from rewriter.tools import roofline
+
+if TYPE_CHECKING:
+    from rewriter.hardware.timing import Samples
 
 MODES = {**{m: (m,) for m in PASSES}, "both": ("forward", "forward_and_vjp")}
 """The passes that each mode of `benchmark` measures."""
@@ -204,7 +206,7 @@ def benchmark(
 
 
 def timing_of(
-    samples: timing.Samples,
+    samples: Samples,
     *,
     temp: int | None,
     compile_s: float,
@@ -251,7 +253,7 @@ def with_vjp(
         mode: ``vjp`` for the gradients alone; ``forward_and_vjp`` for a pair of the
             result and them.
     """
-    moving = [i for i, x in enumerate(leaves) if _is_float(x)]
+    moving = [i for i, x in enumerate(leaves) if is_float(x)]
 
     def run(cotangents: Sequence[Any], *leaves: Any) -> Any:
         def floats(chosen: list[Any]) -> Any:
@@ -259,7 +261,7 @@ def with_vjp(
             for i, x in zip(moving, chosen, strict=True):
                 full[i] = x
             out = fn(*full)
-            return [x for x in jax.tree.leaves(out) if _is_float(x)], out
+            return [x for x in jax.tree.leaves(out) if is_float(x)], out
 
         some, back, out = jax.vjp(floats, [leaves[i] for i in moving], has_aux=True)
         given = [
@@ -275,7 +277,7 @@ def with_vjp(
 def cotangents_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
     """Returns normal cotangents of the float results; None stands for a scalar's 1."""
     outs = jax.tree.leaves(jax.eval_shape(fn, *leaves))
-    outs = [x for x in outs if _is_float(x)]
+    outs = [x for x in outs if is_float(x)]
     keys = jax.random.split(jax.random.key(0), max(1, len(outs)))
     return [
         jax.random.normal(key, x.shape).astype(x.dtype) if x.shape else None
@@ -283,11 +285,10 @@ def cotangents_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
-
-
 def _compare(mode: str, pair: list[Any], leaves: list[Any], pairs: int) -> Comparison:
+    from rewriter.hardware.timing import measure  # few programs time anything
+    from rewriter.measure.candidate import temp_bytes
+
     args: tuple[Any, ...] = tuple(leaves)
     if mode != "forward":
         args = (cotangents_of(pair[0], leaves), *leaves)
@@ -299,10 +300,10 @@ def _compare(mode: str, pair: list[Any], leaves: list[Any], pairs: int) -> Compa
         seconds.append(time.perf_counter() - start)
         jax.block_until_ready(programs[-1](*args))
     cost = counted(pair[0], args, programs[0])
-    samples = timing.measure(programs, [args], pairs)
+    samples = measure(programs, [args], pairs)
     on = device.attached()
     timings = [
-        timing_of(s, temp=candidate.temp_bytes(p), compile_s=c, cost=cost, on=on)
+        timing_of(s, temp=temp_bytes(p), compile_s=c, cost=cost, on=on)
         for s, p, c in zip(samples, programs, seconds, strict=True)
     ]
     return Comparison(mode, *timings)
@@ -321,6 +322,8 @@ def counted(jitted: Any, args: Sequence[Any], compiled: Any) -> Cost | None:
         args: Its arguments.
         compiled: The compiled program.
     """
+    from rewriter.measure import candidate
+
     memory = candidate.memory(compiled)
     if memory is None or _uncounted(jax.make_jaxpr(jitted)(*args).jaxpr):
         return None

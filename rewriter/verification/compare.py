@@ -180,7 +180,7 @@ class _Both:
         if probe is not None and not _says_something(before):
             return None
         after = self.rewritten(arguments)
-        moved = functools.cache(lambda: self._shaken(arguments))
+        moved = functools.cache(lambda: self._rounded_inputs(arguments))
         exact = functools.cache(lambda: self._exact(arguments))
         return [
             Verdicts()
@@ -198,7 +198,7 @@ class _Both:
             for k, (a, b) in enumerate(zip(before, after, strict=True))
         ]
 
-    def _shaken(self, leaves: Sequence[Any]) -> list[Any]:
+    def _rounded_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         coarse = max(self.coarse, key=lambda name: jnp.finfo(name or "float64").eps)
         return [
             self.written(

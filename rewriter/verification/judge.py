@@ -1,11 +1,11 @@
 """Judges whether rewritten results differ from the original by more than rounding.
 
 Each row along the last axis is judged by itself. The allowed difference is the largest
-of three: the dtype's rounding of the row's own size; the change of the original row if
-its arguments change by a rounding; its distance from a run in float64. That run counts
-only where it is near. Where a fill of -1e9 absorbs a score in float32 and not in
-float64, the program in its own types is what the user wrote. Entries must be NaN and
-infinite where they were.
+of three numbers. One is the dtype's rounding of the row's own size. One is the change
+of the original row if its arguments change by a rounding. The last is its distance from
+a run in float64, which counts only where it is near. Where a fill of -1e9 absorbs a
+score in float32 and not in float64, the program in its own types is what the user
+wrote. Entries must be NaN and infinite where they were.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class _Case:
         self.size = np.maximum(own, floor * usual) + 64 * tiny
         self.gap = _norm(np.where(fine, self.b - self.a, 0))
         self.limit = self.tolerance * self.size
-        self.spread = self._spread(others, fine)
+        self.spread = self._sensitivity(others, fine)
         self.limit = np.maximum(self.limit, self.spread)
         self.unstable = int(np.sum(self.spread > NEAR_AT_MOST * self.size))
         near = self._float64(exact, fine)
@@ -188,7 +188,9 @@ class _Case:
             self.moved &= near[:, None]
             self.limit = np.where(near, self.limit, np.inf)
 
-    def _spread(self, others: Sequence[np.ndarray], fine: np.ndarray) -> np.ndarray:
+    def _sensitivity(
+        self, others: Sequence[np.ndarray], fine: np.ndarray
+    ) -> np.ndarray:
         """How far rows move with their arguments, at least as far as most rows do."""
         if not others:
             return np.zeros(self.size.shape)

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rewriter.support.dtypes import is_float
+
 MOST = 24
 """Probes of one program."""
 
@@ -64,7 +66,7 @@ def probes(
     """
     called = [names[k] if k < len(names) else str(k) for k in range(len(leaves))]
     hosts = {k: _host(x) for k, x in enumerate(leaves) if _can_change(x)}
-    floats = [k for k, x in hosts.items() if _is_float(x) and not deciding[k]]
+    floats = [k for k, x in hosts.items() if is_float(x) and not deciding[k]]
     turns = [
         [
             Probe(f"{called[k]}: {name}", {k: change(hosts[k])}, name in SCALED)
@@ -91,13 +93,13 @@ def _in_turns(queues: Sequence[Sequence[Probe]]) -> Iterator[Probe]:
 
 def _rank(x: np.ndarray, decides: bool) -> tuple[bool, bool, int]:
     """The sort key: masks and positions first, then the largest arrays."""
-    return _is_float(x) and not decides, _is_float(x), -x.size
+    return is_float(x) and not decides, is_float(x), -x.size
 
 
 def _changes(x: np.ndarray, decides: bool) -> list[tuple[str, Change]]:
     if x.dtype == bool:
         return list(BOOLS.items())
-    if not _is_float(x):
+    if not is_float(x):
         return list(INTEGERS.items())
     return [(name, FLOATS[name]) for name in (DECIDING if decides else OTHERS)]
 
@@ -118,7 +120,7 @@ def _some_rows(values_of: Callable[[np.ndarray], np.ndarray]) -> Change:
     return change
 
 
-def _some(values: Callable[[np.ndarray], Sequence[Any]]) -> Change:
+def _every_fifth(values: Callable[[np.ndarray], Sequence[Any]]) -> Change:
     """Every fifth entry, and the last one, one of some values."""
 
     def change(x: np.ndarray) -> np.ndarray:
@@ -181,7 +183,7 @@ FLOATS: dict[str, Change] = {
     "x1e-20": _times(1e-20),
     "inf at the end": _from(0.75, 1, np.inf),
     "-inf at the start": _from(0, 0.25, -np.inf),
-    "some not a number": _some(lambda x: [np.nan]),
+    "some not a number": _every_fifth(lambda x: [np.nan]),
     "all equal": _filled(1),
     "counted": _counted,
 }
@@ -191,7 +193,7 @@ DECIDING = (
     "counted", "rows of zeros", "x1e4", "constant rows", "x1e-20", "one-hot",
 )  # fmt: skip
 INTEGERS: dict[str, Change] = {
-    "ends of its type": _some(_ends),
+    "ends of its type": _every_fifth(_ends),
     "all 0": _filled(0),
     "counted": _counted,
     "all 1": _filled(1),
@@ -249,7 +251,7 @@ def shaken(x: Any, decides: bool, coarse: str, seed: int) -> Any:
         seed: The seed of the random signs.
     """
     host = _host(x) if _can_change(x) else None
-    if host is None or not _is_float(host) or not host.size:
+    if host is None or not is_float(host) or not host.size:
         return x
     wide = host.astype(np.float64)
     fine = np.isfinite(wide)
@@ -276,10 +278,6 @@ def _can_change(x: Any) -> bool:
 
 def _host(x: Any) -> np.ndarray:
     return np.asarray(x).astype(jnp.result_type(x), copy=False)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _like(array: np.ndarray, x: Any) -> Any:

@@ -101,8 +101,8 @@ def gains() -> str:
     what = f"flax {row['model']}, training step"
     rows.append(("H100", what, *_model_figures(row)))
     head = ("on", "program", "original", "rewritten", "gain", "memory", "after")
-    told_by = " and ".join(f"{', '.join(c)} ({on})" for on, c in notes.items())
-    return f"{_table(head, rows)}\n\nReproduce with {told_by}."
+    told_by = " ".join(f"On {on}: {', '.join(c)}." for on, c in notes.items())
+    return f"{_table(head, rows)}\n\nThese commands measure them. {told_by}"
 
 
 def _model_figures(row: dict) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def models() -> str:
             parts = list(row["profile"].items())[:4]
             most = ", ".join(f"`{name}` {ms:.1f}" for name, ms in parts)
             times = f"{old['device_ms']:.1f} → {new['device_ms']:.1f} ms"
-            profiles.append(f"{row['model']}: {times}, of them {most}")
+            profiles.append(f"{row['model']}: {times}. Of the latter: {most}.")
     head = (
         "model", "pass", "original", "rewritten", "gain", "memory before", "after",
         "share of the peak", "until compiled, before", "after",
@@ -134,9 +134,8 @@ def models() -> str:
     versions = f"jax {data['jax']}, transformers {data['transformers']}"
     note = f"`{data['command']}` ({data['device']}, {versions}, {data['date']})"
     return (
-        f"{_table(head, rows)}\n\nThe device's time of a step, and what takes most of "
-        "the rewritten one: "
-        f"{'; '.join(profiles)}. Reproduce with {note}."
+        f"{_table(head, rows)}\n\nThese are the device's times of a step, and what "
+        f"takes most of the rewritten one. {' '.join(profiles)} Reproduce with {note}."
     )
 
 
@@ -201,6 +200,8 @@ def measured() -> str:
         data = json.loads(path.read_text())
         if not isinstance(data, dict) or not {"about", "rows"} <= {*data}:
             continue
+        if "what" not in data["rows"][0]:  # a bench with a page of its own
+            continue
         notes.append(f"`{data['command']}` ({data['about']})")
         for row in data["rows"]:
             before, after = row["original"], row["rewritten"]
@@ -211,7 +212,7 @@ def measured() -> str:
     head = (
         "program", "pass", "original", "rewritten", "gain", "memory before", "after",
     )  # fmt: skip
-    return f"{_table(head, rows)}\n\nReproduce with {' and '.join(notes)}."
+    return f"{_table(head, rows)}\n\nReproduce with {', and with '.join(notes)}."
 
 
 def decoder() -> str:

@@ -753,7 +753,7 @@ def test_a_terminal_sees_a_bar_and_one_line(monkeypatch, capsys) -> None:
     pattern.kernel()(program)
     rewriter.tune(program, patterns=[pattern], level="quick")(X, W)
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(module, "_shown", lambda: True)
+    monkeypatch.setattr(module, "_is_on_a_terminal", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     run = rewriter.tune(program, patterns=[pattern], level="quick", again=True)
     run(X, W)

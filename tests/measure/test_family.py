@@ -105,3 +105,19 @@ def test_every_chip_has_rates() -> None:
         assert rates.processors in (78, 114, 132), name
         assert 1e14 < rates.flops < 1e15
         assert 1e12 < rates.bandwidth < 5e12
+
+
+def test_files_of_other_chips_are_not_read() -> None:
+    """A file is named after its chip."""
+    every = shipped("attention").entries
+    assert not shipped("attention", "cpu").entries
+    for kind in ("NVIDIA H200", "TPU v5 lite", "TPU v4"):
+        own = {
+            key for key, _ in shipped("attention", kind).entries if key.device == kind
+        }
+        assert own == {key for key, _ in every if key.device == kind}
+        assert own
+    relatives = shipped("attention", "NVIDIA H800").entries
+    chips = {key.device for key, _ in relatives}
+    assert H200 in chips
+    assert all(chip.startswith("NVIDIA H") for chip in chips)

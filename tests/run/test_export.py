@@ -156,7 +156,7 @@ def test_targets_decide_what_is_exported_for_their_platform(monkeypatch) -> None
     times = (Measurement(Implementation(), "xla", "any", 9.0),
              Measurement(loop, "memory_bounded 1", "any", 1.0))  # fmt: skip
     made = Tuned(((task.key(device.named("h200")), times),))
-    monkeypatch.setattr(sources, "shipped", lambda op: made)
+    monkeypatch.setattr(sources, "shipped", lambda *_: made)
 
     def loops(**options) -> bool:
         artifact = rewriter.export(experts, platforms=("cuda",), **options)(*args)

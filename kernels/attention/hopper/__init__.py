@@ -6,7 +6,6 @@ are first traced.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -43,7 +42,7 @@ from rewriter.kernels.attention.hopper.dtypes import parts, takes_dtypes
 from rewriter.kernels.attention.hopper.extra_operands import extra_in, extra_of
 from rewriter.kernels.attention.hopper.time_model import estimate, modelled
 from rewriter.kernels.attention.weights import PARAM
-from rewriter.kernels.shared.hopper import BY_ESTIMATE
+from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -70,13 +69,9 @@ def supports(spec: Spec) -> Verdict:
     verdict = all_of(_operands(spec), takes_dtypes(spec), _sizes(spec), _numbers(spec))
     if not verdict.ok:
         return verdict
-    return all_of(_room(spec), _importable())
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for known Hopper GPUs the estimate decides."""
-    del spec, platform
-    return no("device", BY_ESTIMATE)
+    return all_of(
+        _room(spec), importable("rewriter.kernels.attention.hopper.forward_kernel")
+    )
 
 
 def deterministic(config: BackwardTiles | None) -> Verdict:
@@ -122,16 +117,6 @@ def _room(spec: Spec) -> Verdict:
     """Whether the smallest tiles fit; wide heads leave little memory."""
     smallest, count = Tiles(32, 2, 2), parts(spec.param(PARAM))
     return fits_widths(smallest, *widths(spec), extra_in(spec), count)
-
-
-@functools.cache
-def _importable() -> Verdict:
-    try:
-        from rewriter.kernels.attention.hopper import forward_kernel
-    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
-        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
-    del forward_kernel
-    return YES
 
 
 def forward(**given: Any) -> Any:
@@ -193,7 +178,7 @@ KERNEL = by_entry(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on, deterministic),
-        speed=Speed(profitable, by_rule=False, estimate=estimate, modelled=modelled),
+        speed=Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
         traits=Traits(
             memory_bounded=True,
             merges=True,

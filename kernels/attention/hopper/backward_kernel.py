@@ -20,24 +20,28 @@ No sums meet in memory: results are the same in every run. Source: Dao,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from rewriter.kernels.attention import xla
 from rewriter.kernels.attention.empty import NAN, PASSES, ZERO
-from rewriter.kernels.attention.hopper import block_masks, pallas
+from rewriter.kernels.attention.hopper import pallas
 from rewriter.kernels.attention.hopper.backward_config import (
     SUMS_STAGES,
     TABLE_BLOCK,
     BackwardTiles,
     sums_block,
     table_stages,
+)
+from rewriter.kernels.attention.hopper.backward_inputs import (
+    Inputs,
+    Side,
+    inputs_of,
+    with_reach,
+    without_reach,
 )
 from rewriter.kernels.attention.hopper.backward_of_keys import (
     Divided,
@@ -52,17 +56,9 @@ from rewriter.kernels.attention.hopper.backward_of_tables import (
     splits,
 )
 from rewriter.kernels.attention.hopper.backward_tiles import Problem
-from rewriter.kernels.attention.hopper.blocks import Mask
 from rewriter.kernels.attention.hopper.config import EDGE
 from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
-from rewriter.kernels.attention.hopper.forward_kernel import (
-    copied_by_rows,
-    even,
-    pair_of,
-    row_sums,
-)
-from rewriter.kernels.attention.hopper.pallas import LOG2E
-from rewriter.kernels.attention.hopper.terms import terms_of, transposed
+from rewriter.kernels.attention.hopper.use import Use
 from rewriter.kernels.shared.hopper import PROCESSORS
 
 if TYPE_CHECKING:
@@ -77,24 +73,12 @@ def backward(
     out: Array,
     residuals: tuple[Array, ...],
     cotangent: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    q_segments: Array | None = None,
-    kv_segments: Array | None = None,
-    kv_lengths: Array | None = None,
-    offset: Array | None = None,
-    prefix: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    scale: float = 1.0,
-    window: tuple[int | None, int | None] = (None, None),
-    shift: int = 0,
-    softcap: float | None = None,
-    empty_rows: str = "nan",
-    out_dtype: str | None = None,
     config: BackwardTiles | None = None,
+    **given: Any,
 ) -> dict[str, Array]:
     """Returns cotangents of float operands, but of biases and slopes only if they fit.
+
+    All are rounded to q's dtype, as the gradients of q, k and v are.
 
     Args:
         q: [b, t, n, h].
@@ -103,161 +87,93 @@ def backward(
         out: [b, t, n, e], from the forward.
         residuals: ``(lse,)``, float32 [b, n, t].
         cotangent: [b, t, n, e].
-        bias: As in the forward, like all that follow.
-        mask: bool [b|1, n|1, t|1, s|1].
-        q_segments: int [b|1, t].
-        kv_segments: int [b|1, s].
-        kv_lengths: int [b|1].
-        offset: int [b|1].
-        prefix: int [b|1].
-        alibi: float [n].
-        sinks: float [n].
-        scale: As in the forward.
-        window: As in the forward.
-        shift: As in the forward.
-        softcap: As in the forward.
-        empty_rows: As in the forward.
-        out_dtype: q's, or float32; cotangents are rounded to q's all the same, as the
-            gradients of q, k and v are.
         config: The tiles.
+        **given: The other fields of `Use`.
     """
-    del out_dtype
+    use, (lse,) = Use(q, k, v, **given), residuals
     config = config or BackwardTiles()
-    b, t, n, h = q.shape
-    s, heads, e = k.shape[1], k.shape[2], v.shape[3]
-    left, right = window
-    lengths, offsets, prefixes = (
-        None if x is None else jnp.broadcast_to(x.astype(jnp.int32), (b,))
-        for x in (kv_lengths, offset, prefix)
-    )
-    (lse,) = residuals
-    up = cotangent.astype(q.dtype)
-    wide = up.astype(jnp.float32) * out.astype(jnp.float32)
-    delta = wide.sum(-1).swapaxes(1, 2)  # one fused reduction, where no dot is one
-    given = {
-        "bias": bias, "mask": mask, "q_segments": q_segments,
-        "kv_segments": kv_segments, "alibi": alibi, "sinks": sinks,
-    }  # fmt: skip
-    given = {name: x for name, x in given.items() if x is not None}
-    terms, extra = terms_of(t, s, **given)
-    extra.pop("sinks", None)
-    empty = lse == -jnp.inf
-    if empty_rows in ZERO:  # cotangents of padding are dropped
-        up = jnp.where(empty.swapaxes(1, 2)[..., None], 0, up)
-    unit, rest = (1.0 if terms.natural else LOG2E), None
-    if terms.adding:
-        again = functools.partial(
-            row_sums, q, k, v, **given, kv_lengths=kv_lengths, offset=offset,
-            prefix=prefix, scale=scale, window=window, shift=shift, softcap=softcap,
-        )  # fmt: skip
-        lse, rest = _split(lse, again)
-    rows = {
-        "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, jnp.inf),
-        "delta": _padded(jnp.where(empty, 0.0, delta), config, 0.0),
-    }
-    if rest is not None:
-        rows["rest"] = _padded(rest * LOG2E, config, 0.0)
-    blocks = [config.queries, config.keys, *_other_blocks(config, h, e, given)]
-    by_rows = copied_by_rows((t, s), (h, e), blocks)
-    common = {"b": b, "h": h, "e": e, "scale": scale, "softcap": softcap,
-              "by_rows": by_rows,
-              "programs": config.programs, "stages": config.stages,
-              "warpgroups": config.warpgroups,
-              "claimed": config.claimed}  # fmt: skip
-    turned, extra_turned = transposed(terms, extra)
-    if turned.whole_rows:  # of whole tiles, as `OfKeys.shown` reads it
-        line = extra_turned["row_terms"]
-        extra_turned["row_terms"] = _padded(line, config, 0.0)
-    of_keys = Problem(
-        heads=heads, group=n // heads, shared=1, block=config.queries,
-        mask=Mask(
-            s, t, right, left, -shift, False, offsets is not None,
-            more=terms.hides, prefixes=prefixes is not None,
-        ),
-        terms=turned, values=config.stages, divided=config.divided, **common,
-    )  # fmt: skip
-    of_queries = Problem(
-        heads=n, group=1, shared=n // heads, block=config.keys,
-        mask=Mask(
-            t, s, left, right, shift, lengths is not None, offsets is not None,
-            more=terms.hides, prefixes=prefixes is not None,
-        ),
-        terms=terms, values=config.v_stages or config.stages, **common,
-    )  # fmt: skip
-    whole = (q, k, v, up) if by_rows else map(even, (q, k, v, up))
-    named = dict(zip("qkvg", whole, strict=True)) | rows
-    numbers = {"lengths": lengths, "offsets": offsets, "prefixes": prefixes}
-    named |= {name: x for name, x in numbers.items() if x is not None}
-    by_key, by_query = named | extra_turned, named | extra
-    turned_mask = None if mask is None else mask.swapaxes(2, 3)
-    pair = pair_of(q_segments, kv_segments)
-    turned_pair = None if pair is None else pair[::-1]
-    for p, arrays, hiding, segments in (
-        (of_keys, by_key, turned_mask, turned_pair),
-        (of_queries, by_query, mask, pair),
-    ):
-        found = block_masks.table(
-            b, p.mask.t, p.mask.s, p.rows, p.block, hiding, segments, p.group
-        )
-        if found is not None:
-            arrays["reach"] = found
-    if config.fused:
-        total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, h), jnp.float32))
-        dk, dv = _call(Fused, of_keys, by_key | {"dq": total})
-        dq = (total[...] * scale).astype(q.dtype)
-        if of_queries.mask.may_be_empty:  # ignores values added to rows without keys
-            dq = jnp.where(_padded_rows(empty, dq), 0, dq)
-    else:
-        dk, dv = _call(Divided if config.divided else OfKeys, of_keys, by_key)
-        (dq,) = _call(OfQueries, of_queries, by_query)
-    dv = dv[:, :s]
-    if of_queries.mask.may_be_empty:
-        dv = _with_empty_rows(dv, empty, cotangent, empty_rows)
-    grads = {"q": dq[:, :t], "k": dk[:, :s], "v": dv}
-    if config.tables and bias is not None and 1 not in bias.shape[2:]:
-        made = _of_tables(of_queries, config, given, {**named, **extra})
-        grads |= {} if made is None else {"bias": made[..., :t, :s].astype(bias.dtype)}
-    delta = jnp.where(empty, 0.0, delta)
-    share = 0.0 * delta  # the sums of rows' changes, not finite where delta is not
-    if sinks is not None:
-        share = jnp.exp(sinks.astype(jnp.float32)[:, None] - residuals[0]) * delta
-        share = jnp.where(empty, 0.0, share)
-        grads["sinks"] = (-share.sum((0, 2))).astype(sinks.dtype)
-    if bias is not None and bias.shape[3] == 1:
-        grads["bias"] = _shared(share[..., None], bias)
-    elif bias is not None and bias.shape[2] == 1:
-        made = _sums(
-            OfColumns, of_keys, config, extra_of(given).transposed, by_key,
-            turned_mask, turned_pair,
-        )  # fmt: skip
-        grads |= {} if made is None else {"bias": _shared(made[:, :, None], bias)}
-    if alibi is not None:
-        made = _sums(
-            OfSlopes, of_queries, config, extra_of(given), by_query, mask, pair,
-        )  # fmt: skip
-        grads |= {} if made is None else {"alibi": made.sum((0, 2)).astype(alibi.dtype)}
-    if empty_rows in PASSES and sinks is None and of_queries.mask.may_be_empty:
-        params = {
-            "scale": scale, "window": window, "shift": shift, "softcap": softcap,
-            "empty_rows": empty_rows,
-        }  # fmt: skip
-        numbers = {"kv_lengths": kv_lengths, "offset": offset, "prefix": prefix}
-        operands = {"q": q, "k": k, "v": v, **given, **numbers}
-        grads = xla.with_passed(
-            grads, operands, params, out=out, lse=residuals[0], cotangent=cotangent
-        )
+    x = inputs_of(use, out, lse, cotangent, config)
+    grads = _of_qkv(use, x, cotangent, config)
+    if config.tables and use.bias is not None and 1 not in use.bias.shape[2:]:
+        made = _of_tables(x.of_queries, config, use.extra)
+        (t, s), dtype = use.lengths, use.bias.dtype
+        grads |= {} if made is None else {"bias": made[..., :t, :s].astype(dtype)}
+    grads |= _of_rows(use, lse, x)
+    grads |= _of_sums(use, x, config)
+    passes = use.empty_rows in PASSES and use.sinks is None
+    if passes and x.of_queries.problem.mask.may_be_empty:
+        return _with_passed(grads, use, out, lse, cotangent)
     return grads
 
 
-def _other_blocks(
-    config: BackwardTiles, h: int, e: int, given: dict[str, Array]
-) -> list[int]:
-    """Returns the rows of blocks in kernels for cotangents of biases and slopes."""
-    if not given.keys() & {"bias", "alibi"}:
-        return []
-    both = extra_of(given).transposed, extra_of(given)
-    sums = [sums_block(config, h, e, extra) for extra in both]
-    return [x for x in (*sums, TABLE_BLOCK) if x]
+def _of_qkv(
+    use: Use, x: Inputs, cotangent: Array, config: BackwardTiles
+) -> dict[str, Array]:
+    """The cotangents of q, k and v."""
+    (b, _, n, h), (t, s) = use.q.shape, use.lengths
+    of_keys, may_be_empty = x.of_keys, x.of_queries.problem.mask.may_be_empty
+    if config.fused:
+        total = jax.new_ref(jnp.zeros((b, -(-t // EDGE) * EDGE, n, h), jnp.float32))
+        both = of_keys.arrays | {"dq": total}
+        dk, dv = _call(Fused, of_keys.problem, both)
+        dq = (total[...] * use.scale).astype(use.q.dtype)
+        if may_be_empty:  # ignores values added to rows without keys
+            dq = jnp.where(_padded_rows(x.empty, dq), 0, dq)
+    else:
+        kind = Divided if config.divided else OfKeys
+        dk, dv = _call(kind, of_keys.problem, of_keys.arrays)
+        (dq,) = _call(OfQueries, x.of_queries.problem, x.of_queries.arrays)
+    dv = dv[:, :s]
+    if may_be_empty:
+        dv = _with_empty_rows(dv, x.empty, cotangent, use.empty_rows)
+    return {"q": dq[:, :t], "k": dk[:, :s], "v": dv}
+
+
+def _of_rows(use: Use, lse: Array, x: Inputs) -> dict[str, Array]:
+    """The cotangents that are sums over all keys of a row: of sinks and rows' biases.
+
+    A row's changes add up to its sink's share of `delta`, or to nothing.
+    """
+    grads, bias, delta = {}, use.bias, jnp.where(x.empty, 0.0, x.delta)
+    share = 0.0 * delta  # not finite where delta is not
+    if use.sinks is not None:
+        sinks = use.sinks
+        share = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * delta
+        share = jnp.where(x.empty, 0.0, share)
+        grads["sinks"] = (-share.sum((0, 2))).astype(sinks.dtype)
+    if bias is not None and bias.shape[3] == 1:
+        grads["bias"] = _shared(share[..., None], bias)
+    return grads
+
+
+def _of_sums(use: Use, x: Inputs, config: BackwardTiles) -> dict[str, Array]:
+    """The cotangents of biases of keys and of slopes, if the kernels of sums fit."""
+    grads, bias, alibi = {}, use.bias, use.alibi
+    if bias is not None and bias.shape[2] == 1 and bias.shape[3] != 1:
+        extra = extra_of(use.extra).transposed
+        made = _sums(OfColumns, x.of_keys, config, extra)
+        grads |= {} if made is None else {"bias": _shared(made[:, :, None], bias)}
+    if alibi is not None:
+        made = _sums(OfSlopes, x.of_queries, config, extra_of(use.extra))
+        grads |= {} if made is None else {"alibi": made.sum((0, 2)).astype(alibi.dtype)}
+    return grads
+
+
+def _with_passed(
+    grads: dict[str, Array], use: Use, out: Array, lse: Array, cotangent: Array
+) -> dict[str, Array]:
+    """The cotangents with those that pass through the scores of rows without keys."""
+    params = {
+        "scale": use.scale, "window": use.window, "shift": use.shift,
+        "softcap": use.softcap, "empty_rows": use.empty_rows,
+    }  # fmt: skip
+    operands = {
+        "q": use.q, "k": use.k, "v": use.v, **use.extra, "kv_lengths": use.kv_lengths,
+        "offset": use.offset, "prefix": use.prefix,
+    }  # fmt: skip
+    return xla.with_passed(
+        grads, operands, params, out=out, lse=lse, cotangent=cotangent
+    )
 
 
 def _shared(x: Array, like: Array) -> Array:
@@ -267,25 +183,17 @@ def _shared(x: Array, like: Array) -> Array:
 
 
 def _sums(
-    kind: type[OfColumns | OfSlopes],
-    p: Problem,
-    config: BackwardTiles,
-    extra: Extra,
-    named: dict[str, Any],
-    mask: Array | None,
-    segments: tuple[Array, Array] | None,
+    kind: type[OfColumns | OfSlopes], side: Side, config: BackwardTiles, extra: Extra
 ) -> Array | None:
     """Returns a sum for each row and query head, [b, n, rows]; None without room.
 
     Args:
         kind: The kind of sum.
-        p: The problem of dk and dv, or of dq.
-        config: Its config.
-        extra: The operands of its scores.
-        named: The kernel's arrays by name.
-        mask: As its scores lie.
-        segments: Those of rows and of columns.
+        side: The inputs of dk and dv, or of dq.
+        config: The config of both.
+        extra: The operands of their scores.
     """
+    p = side.problem
     block = sums_block(config, p.h, p.e, extra)
     if not block:
         return None
@@ -294,20 +202,17 @@ def _sums(
         p, heads=n, group=1, shared=p.group * p.shared, block=block,
         stages=SUMS_STAGES, values=SUMS_STAGES, divided=False,
     )  # fmt: skip
-    rows, columns = p.mask.t, p.mask.s
-    named = {name: x for name, x in named.items() if name != "reach"}
-    reach = block_masks.table(p.b, rows, columns, whole.rows, block, mask, segments)
-    if reach is not None:
-        named["reach"] = reach
-    size = (p.b, n, -(-rows // whole.rows) * whole.rows)
+    named = with_reach(replace(side, problem=whole, arrays=without_reach(side))).arrays
+    size = (p.b, n, -(-p.mask.t // whole.rows) * whole.rows)
     (made,) = _call(kind, whole, named, [jax.ShapeDtypeStruct(size, jnp.float32)])
-    return made[:, :, :rows]
+    return made[:, :, : p.mask.t]
 
 
 def _of_tables(
-    p: Problem, config: BackwardTiles, given: dict[str, Array], named: dict[str, Any]
+    side: Side, config: BackwardTiles, given: dict[str, Array]
 ) -> Array | None:
     """Returns the cotangent of a table of biases; None if it does not fit."""
+    p, named = side.problem, without_reach(side)
     stages = table_stages(config, p.h, p.e, extra_of(given))
     if stages < 1:
         return None
@@ -319,33 +224,10 @@ def _of_tables(
     parts = splits(blocks, whole.members, config.programs or PROCESSORS)
     dtype = "float32" if parts > 1 else str(table.dtype)
     whole = replace(whole, splits=parts, dtype=dtype)
-    named.pop("reach", None)
     size = (table.shape[0] * table.shape[1] * parts, *table.shape[2:])
     (made,) = _call(OfTables, whole, named, [jax.ShapeDtypeStruct(size, dtype)])
     made = made.reshape(*table.shape[:2], parts, *table.shape[2:])
     return made.sum(2) if parts > 1 else made[:, :, 0]
-
-
-LARGE = 1000.0
-"""Larger log-sum-exps do not show the number of keys in a row: that of 4096 scores of
--1e9 is -1e9 itself in float32."""
-
-
-def _split(lse: Array, again: Callable[[], tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Returns log-sum-exps as two terms; the second one is small.
-
-    A bias of -1e9 for a whole row absorbs the digits of the sum. The maxima and sums
-    are then computed again, which costs another forward.
-    """
-    large = jnp.isfinite(lse) & (jnp.abs(lse) > LARGE)
-    return lax.cond(jnp.any(large), again, lambda: (lse, jnp.zeros_like(lse)))
-
-
-def _padded(x: Array, config: BackwardTiles, value: float) -> Array:
-    """Returns [b, n, t] with whole blocks and tiles of t."""
-    t = x.shape[2]
-    most = max(-(-t // m) * m for m in (config.queries, 64 * config.warpgroups))
-    return jnp.pad(x, ((0, 0), (0, 0), (0, most - t)), constant_values=value)
 
 
 def _with_empty_rows(dv: Array, empty: Array, up: Array, empty_rows: str) -> Array:

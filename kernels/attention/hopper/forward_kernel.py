@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,6 +40,7 @@ from rewriter.kernels.attention.hopper.extra_operands import Extra, extra_of
 from rewriter.kernels.attention.hopper.forward_tile import Tile
 from rewriter.kernels.attention.hopper.order import Order
 from rewriter.kernels.attention.hopper.terms import Place, Terms, terms_of
+from rewriter.kernels.attention.hopper.use import Use
 from rewriter.kernels.attention.visibility import least
 from rewriter.kernels.shared import warpgroups, work_stealing
 
@@ -120,124 +121,82 @@ def forward(
     k: Array,
     v: Array,
     *,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    q_segments: Array | None = None,
-    kv_segments: Array | None = None,
-    kv_lengths: Array | None = None,
-    offset: Array | None = None,
-    prefix: Array | None = None,
-    alibi: Array | None = None,
-    sinks: Array | None = None,
-    scale: float = 1.0,
-    window: tuple[int | None, int | None] = (None, None),
-    shift: int = 0,
-    softcap: float | None = None,
-    empty_rows: str = "nan",
-    out_dtype: str | None = None,
-    weights: str | None = None,
     residuals: bool = False,
-    split_lse: bool = False,
     config: Tiles | None = None,
     swapped: tuple[str, ...] = (),
+    **given: Any,
 ) -> Any:
     """Returns attention, as `reference` does, for supported uses.
 
     Args:
-        q: [b, t, n, h], bfloat16 or float16.
+        q: [b, t, n, h].
         k: [b, s, k, h].
         v: [b, s, k, e].
-        bias: float [b|1, n|1, t|1, s|1].
-        mask: bool [b|1, n|1, t|1, s|1].
-        q_segments: int [b|1, t].
-        kv_segments: int [b|1, s].
-        kv_lengths: int [b|1].
-        offset: int [b|1].
-        prefix: int [b|1]; keys before it are seen whatever the window, which then has
-            no left end.
-        alibi: float [n].
-        sinks: float [n].
-        scale: Multiplies the scores; positive.
-        window: As in `reference`.
-        shift: As in `reference`.
-        softcap: As in `reference`.
-        empty_rows: As in `reference`.
-        out_dtype: q's, or float32.
-        weights: Whether v is multiplied with twice the digits of q's dtype, where not
-            None; see `rewriter.kernels.attention.weights`.
         residuals: Whether to return ``(result, (lse,))``, lse float32 [b, n, t], -inf
             for rows without keys.
-        split_lse: Whether lse is instead a row's maximum and the logarithm of its sum.
         config: The tiles.
         swapped: Names among q, k and v whose heads lie before positions in memory; they
             are read in place, without a copy.
+        **given: The other fields of `Use`.
     """
-    b, t, n, h = q.shape
-    s, heads, e = k.shape[1], k.shape[2], v.shape[3]
-    left, right = window
-    given = {
-        "bias": bias, "mask": mask, "q_segments": q_segments,
-        "kv_segments": kv_segments, "alibi": alibi, "sinks": sinks,
-    }  # fmt: skip
-    given = {name: x for name, x in given.items() if x is not None}
-    terms, arrays = terms_of(t, s, **given)
-    seen = Mask(
-        t, s, left, right, shift, kv_lengths is not None, offset is not None,
-        empty_rows in AVERAGED and not terms.sinks, terms.hides, prefix is not None,
-    )  # fmt: skip
-    config = config or Tiles()
-    p = _Problem(
-        b, n, heads, h, e, seen, scale, softcap, config, residuals, terms,
-        extra_of(given), split_lse, swapped, jnp.dtype(out_dtype or q.dtype),
-        parts(weights),
-    )  # fmt: skip
-    named = {"q": q, "k": k, "v": v}
-    if not p.by_rows:
-        named = {name: even(x) for name, x in named.items()}
-    named |= {name: named[name].swapaxes(1, 2) for name in swapped}
-    named |= pallas.dealt(p.order)
-    numbers = {"lengths": kv_lengths, "offsets": offset, "prefixes": prefix}
-    for name, x in numbers.items():
-        if x is not None:
-            named[name] = jnp.broadcast_to(x.astype(jnp.int32), (b,))
-    named |= arrays
-    found = block_masks.table(
-        b, t, s, config.rows, config.block_kv, mask, pair_of(q_segments, kv_segments)
-    )
-    if found is not None:
-        named["reach"] = found
-    if seen.mean and seen.more:
-        named["means"] = v.astype(jnp.float32).mean(1)
-    made = _call(p, empty_rows in ZERO and seen.may_be_empty, named)
-    out = made[0][:, :t]
-    return (out, tuple(x[:, :, :t] for x in made[1:])) if residuals else out
+    use = Use(q, k, v, **given)
+    out, kept = _run(use, config or Tiles(), "lse" if residuals else "", swapped)
+    return (out, kept) if residuals else out
 
 
-def row_sums(
-    q: Array, k: Array, v: Array, *, sinks: Array | None = None, **given: Any
-) -> tuple[Array, Array]:
+def row_sums(use: Use) -> tuple[Array, Array]:
     """Returns each row's largest score, and the logarithm of its sum relative to it.
 
-    Args:
-        q: [b, t, n, h].
-        k: [b, s, k, h].
-        v: [b, s, k, e]. Only 16 of its columns are read.
-        sinks: float [n].
-        **given: The other operands and parameters of `forward`; some add to scores.
+    Only 16 columns of v are read.
 
     Returns:
         Two of float32 [b, n, t], -inf for rows without keys.
     """
-    smallest = Tiles(32, 2, 2, turns=False)
-    return forward(
-        q, k, v[..., :16], sinks=sinks, **given, residuals=True, split_lse=True,
-        config=smallest,
-    )[1]  # fmt: skip
+    narrow = replace(use, v=use.v[..., :16], empty_rows="nan", out_dtype=None)
+    return _run(narrow, Tiles(32, 2, 2, turns=False), "split")[1]
 
 
-def pair_of(rows: Array | None, columns: Array | None) -> tuple[Array, Array] | None:
-    """Returns the segments if both are present."""
-    return None if rows is None or columns is None else (rows, columns)
+def _run(
+    use: Use, config: Tiles, saves: str, swapped: tuple[str, ...] = ()
+) -> tuple[Array, tuple[Array, ...]]:
+    """The result, and statistics of rows.
+
+    Args:
+        use: The use.
+        config: The tiles.
+        saves: ``"lse"``; ``"split"``, for a row's maximum and the logarithm of its sum
+            instead; or nothing.
+        swapped: As in `forward`.
+    """
+    b, t, n, _ = use.q.shape
+    terms, arrays = terms_of(*use.lengths, **use.extra)
+    seen = use.visible(terms.hides, use.empty_rows in AVERAGED and not terms.sinks)
+    p = _Problem(
+        b, n, use.k.shape[2], *use.widths, seen, use.scale, use.softcap, config,
+        bool(saves), terms, extra_of(use.extra), saves == "split", swapped,
+        jnp.dtype(use.out_dtype or use.q.dtype), parts(use.weights),
+    )  # fmt: skip
+    made = _call(
+        p, use.empty_rows in ZERO and seen.may_be_empty, _named(p, use, arrays)
+    )
+    return made[0][:, :t], tuple(x[:, :, :t] for x in made[1:])
+
+
+def _named(p: _Problem, use: Use, extra: dict[str, Array]) -> dict[str, Array]:
+    """The kernel's arrays by name. `extra` has those of operands beside q, k and v."""
+    named = {"q": use.q, "k": use.k, "v": use.v}
+    if not p.by_rows:
+        named = {name: even(x) for name, x in named.items()}
+    named |= {name: named[name].swapaxes(1, 2) for name in p.swapped}
+    named |= pallas.dealt(p.order) | use.numbers() | extra
+    found = block_masks.table(
+        p.b, *use.lengths, p.config.rows, p.config.block_kv, use.mask, use.segments
+    )
+    if found is not None:
+        named["reach"] = found
+    if p.mask.mean and p.mask.more:
+        named["means"] = use.v.astype(jnp.float32).mean(1)
+    return named
 
 
 def copied_by_rows(

@@ -6,7 +6,6 @@ are first traced.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from rewriter.kernels.attention.by_entry import by_entry
@@ -18,11 +17,11 @@ from rewriter.kernels.attention.hopper_decode.config import default as default
 from rewriter.kernels.attention.hopper_decode.config import fits as fits
 from rewriter.kernels.attention.hopper_decode.time_model import estimate, modelled
 from rewriter.kernels.attention.op import OP
-from rewriter.kernels.shared.hopper import BY_ESTIMATE
+from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
-from rewriter.support.verdict import YES, Verdict, all_of, no
+from rewriter.support.verdict import Verdict, all_of, no
 
 if TYPE_CHECKING:
     from jax import Array
@@ -59,7 +58,11 @@ def supports(spec: Spec, operands: frozenset[str] = OPERANDS) -> Verdict:
     )
     if verdict.ok:
         verdict = all_of(*_sizes(spec))
-    return _importable() if verdict.ok else verdict
+    return (
+        importable("rewriter.kernels.attention.hopper_decode.decode")
+        if verdict.ok
+        else verdict
+    )
 
 
 def _operands(spec: Spec, operands: frozenset[str]) -> list[Verdict]:
@@ -102,22 +105,6 @@ def _sizes(spec: Spec) -> list[Verdict]:
     return found
 
 
-@functools.cache
-def _importable() -> Verdict:
-    try:
-        from rewriter.kernels.attention.hopper_decode import decode
-    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
-        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
-    del decode
-    return YES
-
-
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for known Hopper GPUs the estimate decides."""
-    del spec, platform
-    return no("device", BY_ESTIMATE)
-
-
 def forward(
     *, config: Split | None = None, swapped: tuple[str, ...] = (), **given: Any
 ) -> Array:
@@ -144,7 +131,7 @@ KERNEL = by_entry(
         version=1,
         forward=forward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate, modelled=modelled),
+        speed=Speed(by_estimate, by_rule=False, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, swaps=(("k", 1, 2), ("v", 1, 2))),
         space=Space(Split, default, configs, fits),
     )

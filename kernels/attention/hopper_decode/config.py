@@ -82,23 +82,33 @@ def configs(spec: Spec, device: Device) -> list[Split]:
     ]  # fmt: skip
 
 
-def shared_memory(
-    config: Split, rows: int, h: int, e: int, masked: bool = False
-) -> int:
-    """Returns bytes of shared memory.
+@dataclass(frozen=True)
+class Sizes:
+    """What shared memory and registers depend on.
 
-    Args:
-        config: The config.
+    Attributes:
         rows: As `rows_of` gives them.
         h: Width of q and k.
         e: Width of v.
         masked: Whether there is a mask of keys.
+        weights: The parts of a weight.
     """
+
+    rows: int
+    h: int
+    e: int
+    masked: bool = False
+    weights: int = 1
+
+
+def shared_memory(config: Split, sizes: Sizes) -> int:
+    """Returns bytes of shared memory."""
+    rows, h, e = sizes.rows, sizes.h, sizes.e
     blocks = config.readers * config.stages * config.block_kv * (h + e)
     queries = (ROWS + (QUERIES * config.readers - 1) * rows) * h
     stored = config.readers * STORED * ROWS * stored_columns(e)
     keys = config.readers * config.stages * mask_columns(config.block_kv)
-    return 2 * (blocks + queries) + 4 * (stored + keys * masked) + BARRIERS
+    return 2 * (blocks + queries) + 4 * (stored + keys * sizes.masked) + BARRIERS
 
 
 QUERIES = 2
@@ -128,22 +138,11 @@ def fits(config: Split, spec: Spec, device: Device) -> Verdict:
     del b
     heads, e = spec.shape("k")[2], spec.shape("v")[3]
     rows, count = rows_of(t, n // heads), parts(spec.param(PARAM))
-    return fits_sizes(config, rows, h, e, spec.has("mask"), count)
+    return fits_sizes(config, Sizes(rows, h, e, spec.has("mask"), count))
 
 
-def fits_sizes(
-    config: Split, rows: int, h: int, e: int, masked: bool = False, weights: int = 1
-) -> Verdict:
-    """Returns the same for so many rows, heads of width h and values of width e.
-
-    Args:
-        config: The config.
-        rows: As `rows_of` gives them.
-        h: Width of q and k.
-        e: Width of v.
-        masked: Whether there is a mask of keys.
-        weights: The parts of a weight.
-    """
+def fits_sizes(config: Split, sizes: Sizes) -> Verdict:
+    """Returns the same for some sizes."""
     found = []
     block = config.block_kv
     if block % 16 or not 16 <= block <= 256:
@@ -155,16 +154,16 @@ def fits_sizes(
     if not 1 <= config.readers <= 3:
         found.append(no("readers", f"{config.readers} readers, not 1, 2 or 3"))
         return all_of(*found)
-    if (size := shared_memory(config, rows, h, e, masked)) > SHARED_MEMORY:
+    if (size := shared_memory(config, sizes)) > SHARED_MEMORY:
         text = f"{size >> 10} KiB of shared memory of {SHARED_MEMORY >> 10} KiB"
         found.append(no("shared_memory", text))
     # An accumulator of 64 rows has half a register of float32 per column and lane.
     most = REGISTERS.get(config.readers, (240,))[0] - OTHERS
     # Parts of weights of 16 bits have a quarter. So have a mask's numbers, read before.
     # With these too, ptxas 13.0 spilled nothing at the edges of this rule.
-    if (used := block // 2 + weights * block // 4 + e // 2) > most:
+    if (used := block // 2 + sizes.weights * block // 4 + sizes.e // 2) > most:
         found.append(no("registers", f"{used} registers for tiles, of {most}"))
     start = AT_START[config.readers] - BESIDES
-    if (used := max(block, e) // 2) > start:
+    if (used := max(block, sizes.e) // 2) > start:
         found.append(no("registers", f"{used} registers for a product, of {start}"))
     return all_of(*found)

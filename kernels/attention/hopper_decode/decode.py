@@ -81,6 +81,8 @@ def attend(
 ) -> Array:
     """Returns attention [b, t, n, e] over keys laid out by `pages`.
 
+    Other parameters are as in `reference`.
+
     Args:
         q: [b, t, n, h].
         k: Keys, four axes.
@@ -93,23 +95,16 @@ def attend(
         mask: bool [b|1, 1, 1, s], True keeps.
         kv_lengths: int [b|1].
         offset: int [b|1].
-        scale: Multiplies the scores; positive.
-        window: As in `reference`.
-        shift: As in `reference`.
-        softcap: As in `reference`.
-        empty_rows: As in `reference`.
-        out_dtype: The result's dtype, q's by default.
+        scale: Positive.
         weights: Whether v is multiplied with twice the digits of q's dtype, where not
             None; see `rewriter.kernels.attention.weights`.
     """
     b, t, n, h = q.shape
-    left, right = window
     seen = Mask(
-        t, s, left, right, shift, kv_lengths is not None, offset is not None,
+        t, s, *window, shift, kv_lengths is not None, offset is not None,
         empty_rows in AVERAGED, mask is not None,
     )  # fmt: skip
-    e = v.shape[3]
-    count = parts_of(weights)
+    e, count = v.shape[3], parts_of(weights)
     p = Problem(b, n, heads, h, e, seen, scale, softcap, pages, config, count)
     numbers = {
         name: jnp.broadcast_to(x.astype(jnp.int32), (b,))
@@ -119,11 +114,10 @@ def attend(
     if mask is not None:
         numbers |= of_mask(p, mask, numbers)
     ends = _ends(p, numbers)
-    if table is not None:
-        numbers["table"] = table
+    numbers |= {} if table is None else {"table": table}
     parts, lse = pieces(p, _by_pair(p, q), ends, k, v, numbers)
-    zero = empty_rows in ZERO and seen.may_be_empty
-    return merged(p, ends, parts, lse, zero, jnp.dtype(out_dtype or q.dtype))
+    zero, dtype = empty_rows in ZERO and seen.may_be_empty, out_dtype or q.dtype
+    return merged(p, ends, parts, lse, zero, jnp.dtype(dtype))
 
 
 def _by_pair(p: Problem, q: Array) -> Array:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from rewriter.kernels.attention import hopper_decode
 from rewriter.kernels.attention.hopper_decode import ANY
 from rewriter.kernels.attention.hopper_decode import Split as Split
-from rewriter.kernels.attention.hopper_decode import profitable as profitable
 from rewriter.kernels.attention.hopper_decode import runs_on as runs_on
 from rewriter.kernels.attention.hopper_decode.time_model import (
     estimate_pages,
@@ -23,6 +22,7 @@ from rewriter.kernels.attention.hopper_decode.time_model import (
 )
 from rewriter.kernels.attention.op import PAGED
 from rewriter.kernels.attention.pages import AXES, as_attention, numbered
+from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits, spec_of
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -136,7 +136,7 @@ KERNEL = Kernel(
     version=1,
     forward=forward,
     limits=Limits(supports, runs_on),
-    speed=Speed(profitable, estimate=estimate_pages, modelled=pages_modelled),
+    speed=Speed(by_estimate, estimate=estimate_pages, modelled=pages_modelled),
     traits=Traits(memory_bounded=True),
     space=Space(Split, default, configs, fits),
 )

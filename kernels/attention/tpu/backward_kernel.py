@@ -62,49 +62,15 @@ def _call(
     dtype: Any,
     kind: str,
 ) -> dict[str, Array]:
+    """Runs the kernel of some gradients; returns them by their operand's name."""
     hiding = {n: arrays[n] for n in p.names & schedule.HIDING}
     by_keys = kind == BY_KEYS
     listed = schedule.steps(schedule.states(p.cut, hiding), by_keys)
     scalars = operands.numbers(p, arrays)
-    group = p.group
-
-    def at(*ids: Any) -> Place:
-        if by_keys:
-            b, head, step, g, *tables = ids
-        else:
-            b, head, g, step, *tables = ids
-        word = listed.at(tables[:1], b, step)
-        line, other = schedule.major(word), schedule.minor(word)
-        row, key = (other, line) if by_keys else (line, other)
-        return Place(b, head * group + g, row, key)
-
+    at = _places(p, listed, by_keys)
     given = operands.inputs(p, arrays, at, turned=True)
-    rows, keys = config.rows, config.keys
-    of_rows = lambda i: (i.b, i.n, i.row, 0)
-    given["up"] = Input(arrays["up"], operands.block((1, 1, rows, p.e), at, of_rows))
-    kinds = arrays["kept"].shape[2]
-    of_kept = operands.block((1, 1, kinds, rows), at, lambda i: (i.b, i.n, 0, i.row))
-    given["kept"] = Input(arrays["kept"], of_kept)
-
-    results, scratch = {}, {}
-    if kind != BY_KEYS:
-        shape = (p.b, p.n, p.cut.t, p.h)
-        results["dq"] = (
-            operands.block((1, 1, rows, p.h), at, of_rows),
-            pallas_tpu.shaped(shape, dtype, arrays["q"]),
-        )
-        scratch["q"] = pallas_tpu.VMEM((1, rows, p.h), jnp.float32)
-    if kind != BY_ROWS:
-        every = kind == FUSED
-        blocks = p.cut.blocks[1] if every else 1
-        of_keys = lambda i: (i.b, i.head(group), 0 if every else i.key, 0)
-        for name, width in (("k", p.h), ("v", p.e)):
-            size = (1, 1, p.cut.s if every else keys, width)
-            results[f"d{name}"] = (
-                operands.block(size, at, of_keys),
-                pallas_tpu.shaped((p.b, p.heads, p.cut.s, width), dtype, arrays["q"]),
-            )
-            scratch[name] = pallas_tpu.VMEM((blocks, keys, width), jnp.float32)
+    given |= of_results(p, config, arrays, at)
+    results, scratch = _results(p, config, arrays, dtype, kind, at)
     tables = listed.table
     names = [*tables, *scalars, *given, *results, *(f"{n} sum" for n in scratch)]
 
@@ -115,8 +81,8 @@ def _call(
         numbers = {n: named[n] for n in scalars}
         _Step(p, config, kind, named, numbers, listed, word).run()
 
-    grid = (p.b, p.heads, listed.count, group)
-    grid = grid if by_keys else (p.b, p.heads, group, listed.count)
+    grid = (p.b, p.heads, listed.count, p.group)
+    grid = grid if by_keys else (p.b, p.heads, p.group, listed.count)
     parallel = 3 if kind == BY_ROWS else 2
     call = pallas_tpu.call(
         body,
@@ -134,6 +100,67 @@ def _call(
     )  # fmt: skip
     made = call(*tables.values(), *scalars.values(), *(x.array for x in given.values()))
     return dict(zip((n[1:] for n in results), made, strict=True))
+
+
+def _places(p: Problem, listed: schedule.Steps, by_keys: bool) -> operands.At:
+    """The place of a step of the grid: its batch entry, head and blocks."""
+
+    def at(*ids: Any) -> Place:
+        if by_keys:
+            b, head, step, g, *tables = ids
+        else:
+            b, head, g, step, *tables = ids
+        word = listed.at(tables[:1], b, step)
+        line, other = schedule.major(word), schedule.minor(word)
+        row, key = (other, line) if by_keys else (line, other)
+        return Place(b, head * p.group + g, row, key)
+
+    return at
+
+
+def _of_rows(i: Place) -> tuple[Any, ...]:
+    return i.b, i.n, i.row, 0
+
+
+def of_results(
+    p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array], at: operands.At
+) -> dict[str, Input]:
+    """Returns the inputs that come from the result: its cotangent, numbers of rows."""
+    shape = (1, 1, arrays["kept"].shape[2], config.rows)
+    block = operands.block((1, 1, config.rows, p.e), at, _of_rows)
+    of_kept = operands.block(shape, at, lambda i: (i.b, i.n, 0, i.row))
+    return {"up": Input(arrays["up"], block), "kept": Input(arrays["kept"], of_kept)}
+
+
+def _results(
+    p: Problem,
+    config: BackwardBlocks,
+    arrays: Mapping[str, Array],
+    dtype: Any,
+    kind: str,
+    at: operands.At,
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, Any]]:
+    """The block and shape of each result, and memory for its sums, by name."""
+    results, scratch = {}, {}
+    if kind != BY_KEYS:
+        shape = (p.b, p.n, p.cut.t, p.h)
+        results["dq"] = (
+            operands.block((1, 1, config.rows, p.h), at, _of_rows),
+            pallas_tpu.shaped(shape, dtype, arrays["q"]),
+        )
+        scratch["q"] = pallas_tpu.VMEM((1, config.rows, p.h), jnp.float32)
+    if kind != BY_ROWS:
+        every = kind == FUSED
+        blocks = p.cut.blocks[1] if every else 1
+        of_keys = lambda i: (i.b, i.head(p.group), 0 if every else i.key, 0)
+        for name, width in (("k", p.h), ("v", p.e)):
+            size = (1, 1, p.cut.s if every else config.keys, width)
+            results[f"d{name}"] = (
+                operands.block(size, at, of_keys),
+                pallas_tpu.shaped((p.b, p.heads, p.cut.s, width), dtype, arrays["q"]),
+            )
+            scratch[name] = pallas_tpu.VMEM((blocks, config.keys, width), jnp.float32)
+    return results, scratch
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from rewriter.kernels.attention.tpu import operands, schedule
-from rewriter.kernels.attention.tpu.backward_kernel import only_seen, per_row, read
+from rewriter.kernels.attention.tpu.backward_kernel import (
+    of_results,
+    only_seen,
+    per_row,
+    read,
+)
 from rewriter.kernels.attention.tpu.config import BackwardBlocks, backward_vmem
-from rewriter.kernels.attention.tpu.operands import Input, Place
+from rewriter.kernels.attention.tpu.operands import Place
 from rewriter.kernels.attention.tpu.scores import Problem, Tile
 from rewriter.kernels.shared import pallas_tpu
 from rewriter.kernels.shared.pallas_tpu import LANES
@@ -40,26 +45,19 @@ def gradient(p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array]) ->
     each = table.shape[0] > 1
     scalars = operands.numbers(p, arrays)
     kept = [size > 1 for size in arrays["bias"].shape]
-    order = [i for i in range(4) if kept[i]] + [i for i in range(4) if not kept[i]]
-    sizes = (p.b, p.n, many, per)
+    order = sorted(range(4), key=lambda i: not kept[i])  # those that are kept first
 
     def at(*ids: Any) -> Place:
         return Place(*(ids[order.index(i)] for i in range(4)))
 
-    given = operands.inputs(p, arrays, at)
-    of_rows = lambda i: (i.b, i.n, i.row, 0)
-    block = operands.block((1, 1, config.rows, p.e), at, of_rows)
-    given["up"] = Input(arrays["up"], block)
-    shape = (1, 1, arrays["kept"].shape[2], config.rows)
-    block = operands.block(shape, at, lambda i: (i.b, i.n, 0, i.row))
-    given["kept"] = Input(arrays["kept"], block)
+    given = operands.inputs(p, arrays, at) | of_results(p, config, arrays, at)
     thin = config.rows if kept[2] else 1, config.keys if kept[3] else 1
+    sizes = (p.b, p.n, many, per)
 
     def place(i: Place) -> tuple[Any, ...]:
         where = (i.b, i.n, i.row, i.key)
         return tuple(x if k else 0 for x, k in zip(where, kept, strict=True))
 
-    out = pallas_tpu.shaped(arrays["bias"].shape, jnp.float32, arrays["q"])
     names = ["states", *scalars, *given, "out", "sum"]
 
     def body(*refs: Any) -> None:
@@ -76,7 +74,6 @@ def gradient(p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array]) ->
         pl.when(named["states"][state] == 1)(lambda: step.update(True))
         _when(last, step.finish)
 
-    size = arrays["q"].dtype.itemsize
     tables = (*operands.wide(arrays), 4, 4)
     (made,) = pallas_tpu.call(
         body,
@@ -84,10 +81,10 @@ def gradient(p: Problem, config: BackwardBlocks, arrays: Mapping[str, Array]) ->
         pallas_tpu.Grid(tuple(sizes[i] for i in order), sum(kept)),
         [x.block for x in given.values()],
         [operands.block((1, 1, *thin), at, place)],
-        [out],
+        [pallas_tpu.shaped(arrays["bias"].shape, jnp.float32, arrays["q"])],
         [pallas_tpu.VMEM(thin, jnp.float32)],
         prefetched=1 + len(scalars),
-        vmem=backward_vmem(config, 0, p.h, p.e, size, tables),
+        vmem=backward_vmem(config, 0, p.h, p.e, arrays["q"].dtype.itemsize, tables),
     )(
         jnp.asarray(table, jnp.int32).reshape(-1),
         *scalars.values(),

@@ -62,20 +62,7 @@ def forward(
         given["sinks"] = operands.per_head(arrays["sinks"], rows, at)
     if p.averages:
         given["mean"] = _mean(p, arrays, at)
-    results = {
-        "out": (
-            operands.block((1, 1, rows, p.e), at, lambda i: (i.b, i.n, i.row, 0)),
-            pallas_tpu.shaped((p.b, p.n, p.cut.t, p.e), out_dtype, arrays["q"]),
-        )
-    }
-    if saves:
-        kept = 2 if "bias" in p.names else 1
-        results["kept"] = (
-            operands.block((1, 1, kept, rows), at, lambda i: (i.b, i.n, 0, i.row)),
-            pallas_tpu.shaped(
-                (p.b, p.n, kept, p.cut.blocks[0] * rows), jnp.float32, arrays["q"]
-            ),
-        )
+    results = _results(p, arrays["q"], out_dtype, saves, at)
     scratch = {
         "top": pallas_tpu.VMEM((rows, LANES), jnp.float32),
         "total": pallas_tpu.VMEM((rows, LANES), jnp.float32),
@@ -103,6 +90,26 @@ def forward(
     )
     made = call(*tables.values(), *scalars.values(), *(x.array for x in given.values()))
     return (made[0], *(x[..., : p.cut.t] for x in made[1:]))
+
+
+def _results(
+    p: Problem, q: Array, out_dtype: Any, saves: bool, at: operands.At
+) -> dict[str, tuple[Any, Any]]:
+    """The block and shape of the result and, on request, of what is saved of rows."""
+    rows = p.cut.rows
+    results = {
+        "out": (
+            operands.block((1, 1, rows, p.e), at, lambda i: (i.b, i.n, i.row, 0)),
+            pallas_tpu.shaped((p.b, p.n, p.cut.t, p.e), out_dtype, q),
+        )
+    }
+    if saves:
+        kept = 2 if "bias" in p.names else 1
+        results["kept"] = (
+            operands.block((1, 1, kept, rows), at, lambda i: (i.b, i.n, 0, i.row)),
+            pallas_tpu.shaped((p.b, p.n, kept, p.cut.blocks[0] * rows), jnp.float32, q),
+        )
+    return results
 
 
 def _mean(p: Problem, arrays: Mapping[str, Array], at: operands.At) -> Input:

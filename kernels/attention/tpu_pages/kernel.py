@@ -111,24 +111,18 @@ def forward(
 ) -> Array:
     """Returns paged attention [b, t, n, e].
 
+    Parameters of attention are as in its `reference`, those of pages as in
+    `rewriter.kernels.attention.paged_form.attended`.
+
     Args:
         q: [b, t, n, h].
         k_pages: A pool of pages, with axes by ``heads_axis``.
         v_pages: The same for values.
         table: int [b|1, p].
         config: The number of pages that a step reads.
-        kv_lengths: int [b|1]; keys below are seen.
-        offset: int [b|1], added to positions of queries.
-        sinks: float [n]; ``exp(sink)`` joins each row's denominator.
-        heads_axis: The pools' axis of heads.
-        wraps: Whether a negative number of a page counts from the end.
-        fills: Whether a page beyond the pool is NaN.
-        scale: Multiplies scores.
-        window: How far a query sees to the left and right.
-        shift: A static part of the offset.
-        softcap: ``c * tanh(scores / c)``.
-        empty_rows: The result of a row that sees no key.
-        out_dtype: The result's dtype, q's by default.
+        kv_lengths: int [b|1].
+        offset: int [b|1].
+        sinks: float [n].
     """
     b, t, n, h = q.shape
     axes = AXES[heads_axis]

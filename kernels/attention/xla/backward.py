@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -122,6 +124,57 @@ def _over_rows(
     return p.over_steps(one_step, grads)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What the tiles of one block of rows read; c is a key head, r a row.
+
+    Attributes:
+        idle: Which rows add nothing, bool [c, r, 1].
+        again: Which rows the block before has computed, bool [c, r].
+        top: The log-sum-exp or a row's maximum, infinite for idle rows, [c, r, 1].
+        rest: What to subtract beside it.
+        up: The result's cotangent, [c, r, e].
+        delta: The sum of the result times its cotangent, [c, r, 1].
+        queries: As scores are made of them, [c, r, h].
+        plain: The queries as given.
+        up_t: `up` with its last axes swapped.
+        queries_t: The scaled queries, with their last axes swapped.
+    """
+
+    idle: Array
+    again: Array
+    top: Array
+    rest: Array
+    up: Array
+    delta: Array
+    queries: Array
+    plain: Array
+    up_t: Array
+    queries_t: Array
+
+
+def _rows_of(block: Block, averaged: bool) -> _Rows:
+    """The numbers and arrays of a block of rows."""
+    p, wide = block.p, block.p.wide
+    lse = block.lse()
+    empty = lse == -jnp.inf
+    again = block.each_row(block.t[:, 0]) < block.nominal
+    top, rest = (lse, lse) if averaged else _lse_parts(block, lse)
+    idle = ~empty if averaged else empty
+    if p.sizes.rows_overlap:
+        idle = idle | again
+    top = jnp.where(idle, jnp.inf, top)[..., None]
+    rest, idle = rest[..., None], idle[..., None]
+    up = jnp.where(idle, 0, block.rows("cotangent").astype(wide))
+    delta = up * jnp.where(idle, 0, block.rows("out").astype(wide))
+    delta = delta.sum(-1, keepdims=True)
+    queries, plain = block.queries(), block.rows("q").astype(wide)
+    # Transposed once here, since a dot over rows of a tile is slow on CPU.
+    up_t = up.swapaxes(1, 2)
+    queries_t = (plain * p.factor()).swapaxes(1, 2)
+    return _Rows(idle, again, top, rest, up, delta, queries, plain, up_t, queries_t)
+
+
 def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
     """Adds one block of rows to the cotangents; those of k and v are separate.
 
@@ -130,79 +183,71 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
         carry: The cotangents, and those of k and v.
         averaged: Whether to add rows without keys instead, of equal weights.
     """
-    p, z, step, wide = block.p, block.p.sizes, block.step, block.p.wide
-    lse = block.lse()
-    empty = lse == -jnp.inf
-    again = block.each_row(block.t[:, 0]) < block.nominal
-    top, rest = (lse, lse) if averaged else _lse_parts(block, lse)
-    empty = ~empty if averaged else empty  # rows that add nothing
-    if z.rows_overlap:
-        empty = empty | again  # done by the block before
-    top = jnp.where(empty, jnp.inf, top)[..., None]
-    rest, empty = rest[..., None], empty[..., None]
-    up = jnp.where(empty, 0, block.rows("cotangent").astype(wide))
-    delta = up * jnp.where(empty, 0, block.rows("out").astype(wide))
-    delta = delta.sum(-1, keepdims=True)
-    queries, plain = block.queries(), block.rows("q").astype(wide)
-    # Transposed once here, since a dot over rows of a tile is slow on CPU.
-    up_t = up.swapaxes(1, 2)
-    queries_t = (plain * p.factor()).swapaxes(1, 2)
-
-    def body(tile: Tile, carry: Any) -> Any:
-        dq, dk, dv, grads = carry
-        x, bent = tile.scores(queries)
-        d = jnp.einsum("cre,cse->crs", up, tile.values())
-        if averaged:
-            weights = jnp.where(empty, 0, jnp.full_like(x, 1) / number(z.s))
-            weights = tile.only_fresh(weights)
-            d = jnp.where(weights == 0, 0, d)  # of rows that add nothing
-        else:
-            weights = jnp.exp(x - top - rest)
-        used = weights
-        if "dropout" in p.arrays:
-            kept = tile.dropout()
-            used = weights * kept
-            grads = {
-                **grads,
-                "dropout": tile.add("dropout", grads["dropout"], weights * d),
-            }
-            d = jnp.where(kept == 0, 0, d * kept)  # also if d is not finite
-        dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", up_t, used))
-        d = weights * (d - delta)
-        # For a hidden key d is 0 times a perhaps infinite number.
-        d = d if averaged else tile.only_seen(d)
-        if "bias" in p.arrays:
-            grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
-        if "alibi" in p.arrays:
-            slope = (tile.by_head(d) * tile.relative().astype(wide)).sum((0, 3, 4))
-            grads = {**grads, "alibi": _add_heads(step, grads["alibi"], slope)}
-        if bent is not None:
-            d = d * (1 - bent * bent)
-        keys = tile.keys().astype(wide)
-        dq = dq + jnp.einsum("crs,csh->crh", d, keys)
-        dk = tile.add_columns(dk, jnp.einsum("chr,crs->chs", queries_t, d))
-        return dq, dk, dv, grads
-
+    p, rows = block.p, _rows_of(block, averaged)
     grads, (dk, dv) = carry
     inner = {x: grads[x] for x in ("bias", "alibi", "dropout") if x in grads}
-    start = p.full(queries.shape, wide), dk, dv, inner
+    start = p.full(rows.queries.shape, p.wide), dk, dv, inner
+    body = functools.partial(_add_tile, block, rows, averaged)
     dq, dk, dv, inner = block.over_keys(body, start, every=averaged)
     grads = {**grads, **inner}
     if "scale_factor" in p.arrays:
-        grads["scale_factor"] = grads["scale_factor"] + (dq * plain).sum() * p.scale
+        change = (dq * rows.plain).sum() * p.scale
+        grads["scale_factor"] = grads["scale_factor"] + change
     if "sinks" in p.arrays and not averaged:
-        sinks = block.per_row(step.per_head("sinks"))[..., None]
-        share = jnp.exp(sinks - top - rest) * delta
-        share = share.reshape(z.some_b, z.some_heads, z.group, z.rows).sum((0, 3))
-        grads["sinks"] = _add_heads(step, grads["sinks"], -share)
+        change = _sinks_backward(block, rows)
+        grads["sinks"] = _add_heads(block.step, grads["sinks"], change)
     dq = dq * p.factor()
-    if z.rows_overlap or averaged:
+    if p.sizes.rows_overlap or averaged:
         starts, sizes = p.place("btnh", grads["q"].shape, block.here)
         old = block.merge(lax.dynamic_slice(grads["q"], starts, sizes))
-        stays = empty if averaged else again[:, None]
-        dq = jnp.where(stays, old.astype(wide), dq)
+        stays = rows.idle if averaged else rows.again[:, None]
+        dq = jnp.where(stays, old.astype(p.wide), dq)
     grads["q"] = block.store(grads["q"], dq)
     return grads, (dk, dv)
+
+
+def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any) -> Any:
+    """Adds one tile of scores to the cotangents of its rows and keys."""
+    dq, dk, dv, grads = carry
+    arrays, step, wide = block.p.arrays, block.step, block.p.wide
+    x, bent = tile.scores(rows.queries)
+    d = jnp.einsum("cre,cse->crs", rows.up, tile.values())
+    if averaged:
+        weights = jnp.where(rows.idle, 0, jnp.full_like(x, 1) / number(block.p.sizes.s))
+        weights = tile.only_fresh(weights)
+        d = jnp.where(weights == 0, 0, d)  # of rows that add nothing
+    else:
+        weights = jnp.exp(x - rows.top - rows.rest)
+    used = weights
+    if "dropout" in arrays:
+        kept = tile.dropout()
+        used = weights * kept
+        dropped = tile.add("dropout", grads["dropout"], weights * d)
+        grads = {**grads, "dropout": dropped}
+        d = jnp.where(kept == 0, 0, d * kept)  # also if d is not finite
+    dv = tile.add_columns(dv, jnp.einsum("cer,crs->ces", rows.up_t, used))
+    d = weights * (d - rows.delta)
+    # For a hidden key d is 0 times a perhaps infinite number.
+    d = d if averaged else tile.only_seen(d)
+    if "bias" in arrays:
+        grads = {**grads, "bias": tile.add("bias", grads["bias"], d)}
+    if "alibi" in arrays:
+        slope = (tile.by_head(d) * tile.relative().astype(wide)).sum((0, 3, 4))
+        grads = {**grads, "alibi": _add_heads(step, grads["alibi"], slope)}
+    if bent is not None:
+        d = d * (1 - bent * bent)
+    keys = tile.keys().astype(wide)
+    dq = dq + jnp.einsum("crs,csh->crh", d, keys)
+    dk = tile.add_columns(dk, jnp.einsum("chr,crs->chs", rows.queries_t, d))
+    return dq, dk, dv, grads
+
+
+def _sinks_backward(block: Block, rows: _Rows) -> Array:
+    """The cotangent of sinks from these rows, by key head and query head of it."""
+    z = block.p.sizes
+    sinks = block.per_row(block.step.per_head("sinks"))[..., None]
+    share = jnp.exp(sinks - rows.top - rows.rest) * rows.delta
+    return -share.reshape(z.some_b, z.some_heads, z.group, z.rows).sum((0, 3))
 
 
 def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:

@@ -29,7 +29,6 @@ from rewriter.kernels.gated_linear_unit.tpu.config import (
 from rewriter.kernels.gated_linear_unit.tpu.config import fits as fits
 from rewriter.kernels.gated_linear_unit.tpu.config import fits_backward as fits_backward
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
-from rewriter.ops.activations import Bounds, Slopes
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Limits, Space, Spec, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -149,13 +148,9 @@ def backward(
         config or SMALLEST, join,
     )  # fmt: skip
 
-    def dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-        numbers = (((axes[0],), (axes[1],)), ((), ()))
-        a, b = a.astype(narrow), b.astype(narrow)
-        return jax.lax.dot_general(
-            a, b, numbers, precision=precision, preferred_element_type=jnp.float32
-        )
-
+    dot = functools.partial(
+        xla.product, precision=precision, narrow=narrow, wide=jnp.float32
+    )
     dx = dot(d_gate, w_gate, (1, 1)) + dot(d_up, w_up, (1, 1))
     grads = {"x": dx.astype(x.dtype).reshape(x.shape)}
     rows = operands["x"]
@@ -173,28 +168,9 @@ def _taken(
     """The present operands, with x as rows; and the function that joins branches."""
     operands = {"x": x.reshape(math.prod(x.shape[:-1]), x.shape[-1])}
     operands |= {"w_gate": w_gate, "w_up": w_up}
-    biases = {n: given[n] for n in ("b_gate", "b_up") if given.get(n) is not None}
-    return operands | biases, functools.partial(
-        combine, **_params(**given), activations=ON_TPU
-    )
-
-
-def _params(
-    *,
-    b_gate: Any = None,
-    b_up: Any = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    clip_gate: Bounds = (None, None),
-    clip_up: Bounds = (None, None),
-    up_shift: float = 0.0,
-    slopes: Slopes = (),
-    slopes_up: Slopes = (),
-) -> dict[str, Any]:
-    del b_gate, b_up
-    return {"activation": activation, "beta": beta, "clip_gate": clip_gate,
-            "clip_up": clip_up, "up_shift": up_shift, "slopes": slopes,
-            "slopes_up": slopes_up}  # fmt: skip
+    biases = {n: given.pop(n, None) for n in ("b_gate", "b_up")}
+    operands |= {n: bias for n, bias in biases.items() if bias is not None}
+    return operands, functools.partial(combine, **given, activations=ON_TPU)
 
 
 def _sizes(operands: dict[str, jax.Array], read: int, made: int) -> Sizes:

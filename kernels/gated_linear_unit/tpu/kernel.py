@@ -213,12 +213,7 @@ class _Block:
             for total, w in zip(sums, weights, strict=True):
                 total[...] += self.product(w, columns)
 
-        def turn(i: Any, _: Any) -> None:
-            add(pl.ds(pl.multiple_of(i * step, step), step))
-
-        lax.fori_loop(0, size // step, turn, None)
-        if size % step:
-            add(pl.ds(size - size % step, size % step))
+        pallas_tpu.in_steps(size, step, add)
 
         @pl.when(self.part == self.parts - 1)
         def _() -> None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.ragged.dot import estimate, xla
+from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.ops.kernel import PLATFORMS, Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import no
@@ -69,32 +70,23 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return estimate.best(spec, platform, "tiled")
 
 
-def forward(
+def _product(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
-) -> Any:
-    """Returns the ragged dot, as `reference` does.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        mode: "forward", "transposed" or "contracting".
-        out_dtype: The result's dtype, that of the operands by default.
-        residuals: Whether to return ``(result, ())``.
-        config: The tiles.
-    """
-    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
+    mode: str,
+    dtype: Any,
+    precision: str | None,
+    config: Tiles | None,
+) -> Array:
+    """The result, by tiles of rows."""
     tiles = _Layout(lhs.shape[0], group_sizes, config or DEFAULT)
     run = _contracted if mode == "contracting" else _ragged
-    out = run(lhs, rhs, tiles, mode, precision, dtype).astype(dtype)
-    return (out, ()) if residuals else out
+    return run(lhs, rhs, tiles, mode, precision, dtype).astype(dtype)
+
+
+forward = functools.partial(forward_of, _product)
+"""Returns the ragged dot, as `reference` does."""
 
 
 backward = functools.partial(xla.backward, product=forward)

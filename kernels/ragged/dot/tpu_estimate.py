@@ -2,9 +2,9 @@
 
 Shares of the peak come from the compiler's simulation (libtpu 0.0.50, bfloat16, m k n
 4096 4096 2048, groups of 1024 rows). XLA's are those of the tiles that the compiler
-chooses for its own kernel, run as tiles of ours: 128 4096 256 and 128 3968 128 up to
-v5p, 256 4096 1024 and 256 4096 256 from v6e on. Ours of rows by matrices are recorded
-in ``tests/bench/results/tpu_experts_cycles.json``:
+chooses for its own kernel, run as tiles of ours. Up to v5p these are 128 4096 256 and
+128 3968 128, from v6e on 256 4096 1024 and 256 4096 256. Ours of rows by matrices are
+recorded in ``tests/bench/results/tpu_experts_cycles.json``:
 
                      v5e          v5p          v6e
                      XLA   ours   XLA   ours   XLA   ours

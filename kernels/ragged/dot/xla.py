@@ -9,6 +9,7 @@ at most m / rows + g tiles in all.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from jax import lax
 from jax.core import min_dim
 
 from rewriter.kernels.ragged.dot import estimate
+from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.ops.kernel import (
     PLATFORMS,
     Kernel,
@@ -134,35 +136,26 @@ def configs(spec: Spec, device: Device) -> list[Tile]:
     return [Tile(n) for n in sizes if n <= m]
 
 
-def forward(
+def _product(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    residuals: bool = False,
+    mode: str,
+    dtype: Any,
+    precision: str | None,
+    config: Tile | None,
     first_row: Array | None = None,
-    config: Tile | None = None,
-) -> Any:
-    """Returns the ragged dot, as `reference` does.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        mode: "forward", "transposed" or "contracting".
-        out_dtype: The result's dtype, that of the operands by default.
-        residuals: Whether to return ``(result, ())``.
-        config: The tile.
-    """
+) -> Array:
+    """The result, by a loop over groups and tiles of their rows."""
     size = (config or Tile()).rows or tile_rows(lhs.shape[0], group_sizes.shape[0])
     size = min_dim(size, lhs.shape[0])
-    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
     run = _contracted if mode == "contracting" else _ragged
     ranges = _ranges(group_sizes, lhs.shape[0], first_row)
-    out = run(lhs, rhs, ranges, mode, dtype, precision, size)
-    return (out, ()) if residuals else out
+    return run(lhs, rhs, ranges, mode, dtype, precision, size)
+
+
+forward = functools.partial(forward_of, _product)
+"""Returns the ragged dot, as `reference` does."""
 
 
 def backward(

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.gated_linear_unit.reference import branches
-from rewriter.ops.activations import ACTIVATIONS, Slopes, with_slopes
+from rewriter.kernels.ragged.gated_linear_unit.use import Use
+from rewriter.ops.activations import ACTIVATIONS, with_slopes
 from rewriter.ops.kernel import Spec
 
 if TYPE_CHECKING:
@@ -23,75 +24,52 @@ Product = Callable[..., Any]
 
 
 def forward(
-    *,
-    x: Array,
-    w: Array,
-    group_sizes: Array,
-    w_up: Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    halves: str | None = None,
-    slopes: Slopes = (),
-    precision: str | None = None,
-    out_dtype: str | None = None,
-    residuals: bool = False,
-    config: Any = None,
-    product: Product,
+    *, product: Product, residuals: bool = False, config: Any = None, **given: Any
 ) -> Any:
     """Returns the result, as `reference` does, by a kernel of ragged dots.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
+        product: The kernel.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The product's.
-        product: The kernel.
+        **given: The fields of `Use`.
     """
-    del slopes  # of derivatives
-    given = {"precision": precision, "out_dtype": str(saved_dtype(x, w, w_up))}
+    use = Use(**given)
     gate, up = branches(
-        x, w, group_sizes, w_up, halves, product, config=config, **given
-    )
+        use.x, use.w, use.group_sizes, use.w_up, use.halves, product, config=config,
+        precision=use.precision, out_dtype=str(saved_dtype(use)),
+    )  # fmt: skip
     wide = [y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (gate, up)]
-    out = ACTIVATIONS[activation](wide[0], beta) * wide[1]
-    out = out.astype(out_dtype or x.dtype)
+    out = ACTIVATIONS[use.activation](wide[0], use.beta) * wide[1]
+    out = out.astype(use.out_dtype or use.x.dtype)
     return (out, (gate, up)) if residuals else out
 
 
 def backward(
     *,
-    x: Array,
-    w: Array,
-    group_sizes: Array,
-    w_up: Array | None = None,
+    product_backward: Callable[..., dict[str, Array]],
     out: None = None,
     residuals: tuple[Array, Array],
     cotangent: Array,
-    activation: str = "silu",
-    beta: float = 1.0,
-    halves: str | None = None,
-    slopes: Slopes = (),
-    precision: str | None = None,
-    out_dtype: str | None = None,
     config: Any = None,
-    product_backward: Callable[..., dict[str, Array]],
+    **given: Any,
 ) -> dict[str, Array]:
     """Returns the cotangents of x and the matrices, by the ragged dots' own backward.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
+        product_backward: As the backward of a kernel of ragged dots.
         out: Not needed.
         residuals: Both branches.
         cotangent: [m, f].
         config: The product's.
-        product_backward: As the backward of a kernel of ragged dots.
+        **given: The fields of `Use`.
     """
-    del out, out_dtype
-    gate, up = residuals
+    del out
+    use, (gate, up) = Use(**given), residuals
     wide = jnp.promote_types(gate.dtype, jnp.float32)
 
-    act = with_slopes(lambda y: ACTIVATIONS[activation](y, beta), slopes)
+    chosen = ACTIVATIONS[use.activation]
+    act = with_slopes(lambda y: chosen(y, use.beta), use.slopes)
 
     def joined(gate: Array, up: Array) -> Array:
         return act(gate) * up
@@ -101,22 +79,22 @@ def backward(
 
     def of(matrices: Array, cotangent: Array) -> dict[str, Array]:
         return product_backward(
-            lhs=x, rhs=matrices, group_sizes=group_sizes, cotangent=cotangent,
-            precision=precision, config=config,
+            lhs=use.x, rhs=matrices, group_sizes=use.group_sizes, cotangent=cotangent,
+            precision=use.precision, config=config,
         )  # fmt: skip
 
-    if w_up is None:
-        order = of_branches if halves == "gate_up" else of_branches[::-1]
-        both = of(w, jnp.concatenate(order, axis=1))
+    if use.w_up is None:
+        order = of_branches if use.halves == "gate_up" else of_branches[::-1]
+        both = of(use.w, jnp.concatenate(order, axis=1))
         return {"x": both["lhs"], "w": both["rhs"]}
-    first, second = of(w, of_branches[0]), of(w_up, of_branches[1])
+    first, second = of(use.w, of_branches[0]), of(use.w_up, of_branches[1])
     rows = first["lhs"].astype(wide) + second["lhs"].astype(wide)
-    return {"x": rows.astype(x.dtype), "w": first["rhs"], "w_up": second["rhs"]}
+    return {"x": rows.astype(use.x.dtype), "w": first["rhs"], "w_up": second["rhs"]}
 
 
-def saved_dtype(x: Array, w: Array, w_up: Array | None) -> Any:
+def saved_dtype(use: Use) -> Any:
     """Returns the dtype of the saved branches: that of a product of the operands."""
-    return jnp.result_type(*(a for a in (x, w, w_up) if a is not None))
+    return jnp.result_type(*(a for a in (use.x, use.w, use.w_up) if a is not None))
 
 
 def part_of(spec: Spec) -> Spec:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
-from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
@@ -21,9 +20,11 @@ from rewriter.kernels.ragged.gated_linear_unit.hopper_estimate import (
     estimate,
     modelled,
 )
+from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared import gated_tiles
 from rewriter.kernels.shared.activations_hopper import ON_HOPPER
 from rewriter.kernels.shared.gated_tiles import fits as fits
+from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -31,7 +32,6 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.activations import Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -98,45 +98,24 @@ def fits_parts(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 
 def forward(
-    *,
-    x: Array,
-    w: Array,
-    group_sizes: Array,
-    w_up: Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    halves: str | None = None,
-    slopes: Slopes = (),
-    precision: str | None = None,
-    out_dtype: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
+    *, residuals: bool = False, config: Tiles | None = None, **given: Any
 ) -> Any:
     """Returns the result, as `reference` does, for supported uses.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        out_dtype: The result's dtype: x's.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.
+        **given: The fields of `Use`.
     """
-    del slopes, precision, out_dtype  # slopes are of derivatives
-    how = activation, beta, halves, residuals, config or Tiles()
-    return unit(NAME, x, (w, w_up), group_sizes, *how)
+    return unit(NAME, Use(**given), residuals, config or Tiles())
 
 
 def unit(
     name: str,
-    x: Array,
-    w: tuple[Array, Array | None],
-    group_sizes: Array,
-    activation: str,
-    beta: float,
-    halves: str | None,
+    use: Use,
     residuals: bool,
     config: Any,
     scales: tuple[Array | None, Array | None] = (None, None),
@@ -146,12 +125,7 @@ def unit(
 
     Args:
         name: The name of the kernel in profiles.
-        x: [m, k].
-        w: The matrices of both branches; one array if they are its halves.
-        group_sizes: int [g].
-        activation: As in `reference`.
-        beta: As in `reference`.
-        halves: As in `reference`.
+        use: The use.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles.
         scales: [g, columns] for each array of matrices that is stored.
@@ -160,7 +134,7 @@ def unit(
     from rewriter.kernels.ragged.dot.hopper.branches import Branch
     from rewriter.kernels.ragged.dot.hopper.by_rows import combined
 
-    f = w[0].shape[2] // (2 if halves else 1)
+    f, w = use.f, (use.w, use.w_up)
 
     def branch(index: int, first: int = 0) -> Branch:
         scale = scales[index]
@@ -168,16 +142,17 @@ def unit(
             scale = scale[:, first : first + f].astype(jnp.float32)
         return Branch(w[index], first, scale=scale)
 
-    if halves:
-        order = (0, f) if halves == "gate_up" else (f, 0)
+    if use.halves:
+        order = (0, f) if use.halves == "gate_up" else (f, 0)
         branches = [branch(0, first) for first in order]
     else:
         branches = [branch(0), branch(1)]
-    results = [lambda gate, up: ON_HOPPER[activation](gate, beta) * up]
+    act = ON_HOPPER[use.activation]
+    results = [lambda gate, up: act(gate, use.beta) * up]
     if residuals:
         results += [lambda gate, up: gate, lambda gate, up: up]
     out, *kept = combined(
-        name, x, branches, f, group_sizes, results, x.dtype, config, **side
+        name, use.x, branches, f, use.group_sizes, results, use.x.dtype, config, **side
     )
     return (out, tuple(kept)) if residuals else out
 
@@ -200,7 +175,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate, modelled=modelled),
+        speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=Space(Tiles, default, configs, fits),
         backward_space=PARTS,

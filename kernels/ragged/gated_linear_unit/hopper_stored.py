@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper import stored as of_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.ragged.dot.hopper.stored import Tiles as Tiles
@@ -20,7 +19,9 @@ from rewriter.kernels.ragged.gated_linear_unit.stored_estimate import (
     estimate,
     part_of,
 )
+from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared import gated_tiles
+from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.ops.stored import widened_operands
@@ -29,7 +30,6 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.activations import Slopes
     from rewriter.ops.device import Device
     from rewriter.ops.kernel import Spec
 
@@ -79,38 +79,25 @@ def fits(config: Tiles, spec: Spec, device: Device) -> Verdict:
 
 def forward(
     *,
-    x: Array,
-    w: Array,
-    group_sizes: Array,
-    w_up: Array | None = None,
     w_scale: Array | None = None,
     w_up_scale: Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    halves: str | None = None,
-    slopes: Slopes = (),
-    precision: str | None = None,
-    out_dtype: str | None = None,
     residuals: bool = False,
     config: Tiles | None = None,
+    **given: Any,
 ) -> Any:
     """Returns the result, as `reference` does, for supported uses.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        out_dtype: The result's dtype: x's.
+        w_scale: [g, columns], of `w`.
+        w_up_scale: [g, columns], of `w_up`.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles; their columns are those of both branches.
+        **given: The fields of `Use`.
     """
     from rewriter.kernels.ragged.dot.hopper import narrow
 
-    del slopes, precision, out_dtype  # slopes are of derivatives
-    how = activation, beta, halves, residuals, config or Tiles()
-    scales = w_scale, w_up_scale
-    return plain.unit(
-        NAME, x, (w, w_up), group_sizes, *how, scales, matrices=narrow.side
-    )
+    how = residuals, config or Tiles(), (w_scale, w_up_scale)
+    return plain.unit(NAME, Use(**given), *how, matrices=narrow.side)
 
 
 def backward(
@@ -148,7 +135,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate, modelled=modelled),
+        speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=Space(Tiles, default, configs, fits),
     ),

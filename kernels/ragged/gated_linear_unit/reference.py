@@ -6,6 +6,7 @@ matrices per expert.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot.general import general as by_groups
-from rewriter.kernels.ragged.dot.reference import one_hot as one_hot_of_dot
+from rewriter.kernels.ragged.dot.reference import distributions as distributions_of_dot
 from rewriter.kernels.ragged.dot.reference import reference as ragged_dot
 from rewriter.kernels.ragged.dot.reference import sample as sample_of_dot
-from rewriter.kernels.ragged.dot.reference import skewed as skewed_of_dot
 from rewriter.ops.activations import ACTIVATIONS, Slopes, with_slopes
 
 if TYPE_CHECKING:
@@ -104,39 +104,6 @@ def branches(
     return (left, right) if halves == "gate_up" else (right, left)
 
 
-def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Returns the ways to draw group sizes, by name, as for a ragged dot."""
-    del operands
-    return {"uniform": sample, "dirichlet": skewed, "one_hot": one_hot}
-
-
-def sample(
-    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
-) -> dict[str, Array]:
-    """Returns normal rows and matrices, and group sizes of rows that choose evenly.
-
-    Args:
-        key: A PRNG key.
-        operands: Shapes and dtypes by operand name.
-        params: The op's parameters; unused.
-    """
-    return _drawn(sample_of_dot, key, operands, params)
-
-
-def skewed(
-    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
-) -> dict[str, Array]:
-    """Returns the same with group sizes that are Dirichlet-skewed."""
-    return _drawn(skewed_of_dot, key, operands, params)
-
-
-def one_hot(
-    key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
-) -> dict[str, Array]:
-    """Returns the same with all rows in one group."""
-    return _drawn(one_hot_of_dot, key, operands, params)
-
-
 def _drawn(
     draw: Callable[..., Any],
     key: Array,
@@ -158,3 +125,13 @@ def _drawn(
         made[name] = (drawn["rhs"] * spread).astype(operands[name].dtype)
         made["x"], made["group_sizes"] = drawn["lhs"], drawn["group_sizes"]
     return made
+
+
+sample = functools.partial(_drawn, sample_of_dot)
+"""Draws normal rows and matrices, and group sizes of rows that choose evenly."""
+
+
+def distributions(operands: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Returns the ways to draw group sizes, by name, as for a ragged dot."""
+    ways = distributions_of_dot(operands)
+    return {name: functools.partial(_drawn, draw) for name, draw in ways.items()}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.extend.core import InconclusiveDimensionOperation
 
 from rewriter.algebra.canonicalize.primitives import TRANSPARENT, NeedSplit
 from rewriter.algebra.normal_form import Algebra, Index, OverBudget, Poly
 from rewriter.program.graph import Node
+
+Moved = tuple[int | None, tuple[Index, ...]] | None
+"""A source and its arguments; None where the equation does more than move elements."""
 
 
 class Layout:
@@ -23,97 +26,99 @@ class Layout:
 
     strided = False
 
-    def moved(
-        self, node: Node, value: int, args: tuple[Index, ...]
-    ) -> tuple[int | None, tuple[Index, ...]] | None:
+    def moved(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
         """(source value, its arguments) of a layout equation; source None is zero."""
-        prim, params, alg = node.prim, node.params, self.alg
-        if prim in TRANSPARENT:
+        if node.prim in TRANSPARENT:
             return node.ins[node.outs.index(value)], args
-        if prim == "broadcast_in_dim":
-            source = node.ins[0]
-            at = tuple(
-                None if n == 1 else args[d]
-                for d, n in zip(
-                    params["broadcast_dimensions"], self.g.shape(source), strict=True
-                )
-            )
-            return source, at
-        if prim == "transpose":
-            at: list[Index] = [None] * len(args)
-            for k, d in enumerate(params["permutation"]):
-                at[d] = args[k]
-            return node.ins[0], tuple(at)
-        if prim == "squeeze":
-            drop = {int(d) for d in params["dimensions"]}
-            kept = iter(args)
-            shape = self.g.shape(node.ins[0])
-            return node.ins[0], tuple(
-                None if d in drop else next(kept) for d in range(len(shape))
-            )
-        if prim == "expand_dims":
-            drop = {int(d) for d in params["dimensions"]}
-            return node.ins[0], tuple(a for d, a in enumerate(args) if d not in drop)
-        if prim == "reshape":
-            if params.get("dimensions") is not None:
-                return None
-            return node.ins[0], reshape_args(
-                alg, args, self.g.shape(node.outs[0]), self.g.shape(node.ins[0])
-            )
-        if prim == "slice":
-            strides = params["strides"] or (1,) * len(args)
-            sizes = self.g.shape(node.ins[0])
-            return node.ins[0], tuple(
-                None if n == 1 else alg.affine(a, int(m), int(s))
-                for a, m, s, n in zip(
-                    args, strides, params["start_indices"], sizes, strict=True
-                )
-            )
-        if prim == "dynamic_slice":
-            return self._static_slice(node, args)
-        if prim == "gather":
-            stepped = is_slice(node) and self.varies(node.ins[1])
-            return self._gathered_slice(node, args) if stepped else None
-        if prim == "rev":
-            dims = {int(d) for d in params["dimensions"]}
-            sizes = self.g.shape(node.ins[0])
-            return node.ins[0], tuple(
-                alg.affine(a, -1, n - 1) if d in dims and n != 1 else a
-                for d, (a, n) in enumerate(zip(args, sizes, strict=True))
-            )
-        if prim == "split":
-            axis, sizes = int(params["axis"]), params["sizes"]
-            k = node.outs.index(value)
-            start = int(sum(sizes[:k]))
-            at = list(args)
-            if self.g.shape(node.ins[0])[axis] != 1:
-                at[axis] = alg.affine(at[axis], 1, start)
-            return node.ins[0], tuple(at)
-        if prim == "tile":
-            sizes = self.g.shape(node.ins[0])
-            return node.ins[0], tuple(
-                None if n == 1 else alg.mod(a, n)
-                for a, n in zip(args, sizes, strict=True)
-            )
-        if prim == "unstack":
-            k = node.outs.index(value)
-            axis = int(params["axis"])
-            which = alg.affine(None, 1, k)
-            return node.ins[0], (*args[:axis], which, *args[axis:])
-        if prim == "stack":
-            return self._stacked(node, args)
-        if prim == "concatenate":
-            return self._piece(node, args)
-        return None
+        move = self.MOVES.get(node.prim)
+        return None if move is None else move(self, node, value, args)
 
-    def _stacked(self, node: Node, args: tuple[Index, ...]):
+    def _broadcast(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        source, dims = node.ins[0], node.params["broadcast_dimensions"]
+        shape = self.g.shape(source)
+        return source, tuple(
+            None if n == 1 else args[d] for d, n in zip(dims, shape, strict=True)
+        )
+
+    def _transposed(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        at: list[Index] = [None] * len(args)
+        for k, d in enumerate(node.params["permutation"]):
+            at[d] = args[k]
+        return node.ins[0], tuple(at)
+
+    def _squeezed(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        drop = {int(d) for d in node.params["dimensions"]}
+        kept = iter(args)
+        rank = len(self.g.shape(node.ins[0]))
+        return node.ins[0], tuple(
+            None if d in drop else next(kept) for d in range(rank)
+        )
+
+    def _expanded(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        drop = {int(d) for d in node.params["dimensions"]}
+        return node.ins[0], tuple(a for d, a in enumerate(args) if d not in drop)
+
+    def _reshaped(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        if node.params.get("dimensions") is not None:
+            return None
+        source, shape = node.ins[0], self.g.shape(node.outs[0])
+        return source, reshape_args(self.alg, args, shape, self.g.shape(source))
+
+    def _sliced(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        strides = node.params["strides"] or (1,) * len(args)
+        starts, sizes = node.params["start_indices"], self.g.shape(node.ins[0])
+        return node.ins[0], tuple(
+            None if n == 1 else self.alg.affine(a, int(m), int(s))
+            for a, m, s, n in zip(args, strides, starts, sizes, strict=True)
+        )
+
+    def _gathered(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        """A gather that is a dynamic slice at a loop's step, as `jax.vmap` makes it."""
+        if not (is_slice(node) and self.varies(node.ins[1])):
+            return None
+        numbers, at = node.params["dimension_numbers"], list(args)
+        sizes, taken = self.g.shape(node.ins[0]), node.params["slice_sizes"]
+        for k, d in enumerate(numbers.start_index_map):
+            start = self.poly(node.ins[1], (self.alg.affine(None, 1, k),))
+            at[d] = self.alg.stepped(start, at[d], int(taken[d]), sizes[d])
+        return node.ins[0], tuple(at)
+
+    def _reversed(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        dims = {int(d) for d in node.params["dimensions"]}
+        sizes = self.g.shape(node.ins[0])
+        return node.ins[0], tuple(
+            self.alg.affine(a, -1, n - 1) if d in dims and n != 1 else a
+            for d, (a, n) in enumerate(zip(args, sizes, strict=True))
+        )
+
+    def _part(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        axis, sizes = int(node.params["axis"]), node.params["sizes"]
+        start = int(sum(sizes[: node.outs.index(value)]))
+        at = list(args)
+        if self.g.shape(node.ins[0])[axis] != 1:
+            at[axis] = self.alg.affine(at[axis], 1, start)
+        return node.ins[0], tuple(at)
+
+    def _tiled(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        sizes = self.g.shape(node.ins[0])
+        return node.ins[0], tuple(
+            None if n == 1 else self.alg.mod(a, n)
+            for a, n in zip(args, sizes, strict=True)
+        )
+
+    def _unstacked(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
+        axis = int(node.params["axis"])
+        which = self.alg.affine(None, 1, node.outs.index(value))
+        return node.ins[0], (*args[:axis], which, *args[axis:])
+
+    def _stacked(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
         axis = int(node.params["axis"])
         lo, hi = self.alg.index_range(args[axis])
         if lo != hi:
             raise self._split(args[axis], list(range(1, len(node.ins))))
         return node.ins[lo], (*args[:axis], *args[axis + 1 :])
 
-    def _static_slice(self, node: Node, args: tuple[Index, ...]):
+    def _static_slice(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
         """A dynamic slice whose starts are numbers, or multiples of a loop's step."""
         sizes = self.g.shape(node.ins[0])
         at = []
@@ -131,16 +136,7 @@ class Layout:
                 return None
         return node.ins[0], tuple(at)
 
-    def _gathered_slice(self, node: Node, args: tuple[Index, ...]):
-        """A dynamic slice at a loop's step, in the form that `jax.vmap` makes."""
-        numbers, at = node.params["dimension_numbers"], list(args)
-        sizes, taken = self.g.shape(node.ins[0]), node.params["slice_sizes"]
-        for k, d in enumerate(numbers.start_index_map):
-            start = self.poly(node.ins[1], (self.alg.affine(None, 1, k),))
-            at[d] = self.alg.stepped(start, at[d], int(taken[d]), sizes[d])
-        return node.ins[0], tuple(at)
-
-    def _piece(self, node: Node, args: tuple[Index, ...]):
+    def _piece(self, node: Node, value: int, args: tuple[Index, ...]) -> Moved:
         axis = int(node.params["dimension"])
         lo, hi = self.alg.index_range(args[axis])
         start, cuts = 0, []
@@ -155,6 +151,24 @@ class Layout:
             start += size
             cuts.append(start)
         raise self._split(args[axis], cuts[:-1])
+
+    MOVES: ClassVar[Mapping[str, Callable[..., Moved]]] = {
+        "broadcast_in_dim": _broadcast,
+        "transpose": _transposed,
+        "squeeze": _squeezed,
+        "expand_dims": _expanded,
+        "reshape": _reshaped,
+        "slice": _sliced,
+        "dynamic_slice": _static_slice,
+        "gather": _gathered,
+        "rev": _reversed,
+        "split": _part,
+        "tile": _tiled,
+        "unstack": _unstacked,
+        "stack": _stacked,
+        "concatenate": _piece,
+    }
+    """How each layout primitive moves the arguments of a result to its source."""
 
     def _interleaved(self, a: Index, n: int) -> Exception:
         """Raises that an index must be split into every n-th position."""

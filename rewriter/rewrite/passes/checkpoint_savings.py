@@ -5,9 +5,9 @@
     a, l = attention q k v   →    is given a, l;            … backward … a, l
 
 `jax.checkpoint` trades time for memory, and takes all that it may. Where kernels left
-memory free, this pass trades some of it back for time: the results that took most
-operations per byte are passed to the checkpoint, which still computes the rest again.
-Each is the same value, since its equation and its operands are those of the forward.
+memory free, this pass trades some of it back for time. It passes the results that took
+most operations per byte to the checkpoint, which still computes the rest again. Each is
+the same value, since its equation and its operands are those of the forward.
 
 Saved values are stacked where the forward is a loop and its gradients are in another
 one. Programs without checkpoints are the task of `recompute`.

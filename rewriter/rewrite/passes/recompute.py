@@ -251,7 +251,9 @@ def _with_cut(body: Any, pair: _Pair, cut: Sequence[Any]) -> Any:
     read = {at: forward.outs[k] for k, many in pair.read.items() for at in many}
     turns = range(backward.first, len(backward.eqn.invars))
     others = [k for k in turns if k not in read]
-    again = jaxpr_as_fun(_again(forward, cut, list(dict.fromkeys(read.values()))))
+    again = jaxpr_as_fun(
+        _recomputation(forward, cut, list(dict.fromkeys(read.values())))
+    )
     usual = jaxpr_as_fun(backward.body)
 
     def step(whole: Sequence[Any], carry: Sequence[Any], x: Sequence[Any]) -> Any:
@@ -314,7 +316,7 @@ def _stacking(
     return equations, became, [results[place[v]] for v in values]
 
 
-def _again(loop: Loop, cut: Sequence[Any], wanted: Sequence[Any]) -> Any:
+def _recomputation(loop: Loop, cut: Sequence[Any], wanted: Sequence[Any]) -> Any:
     """The closed jaxpr that computes values of a loop's turn from those of a cut."""
     missing, eqns = set(wanted) - set(cut), []
     for eqn in reversed(loop.eqns):

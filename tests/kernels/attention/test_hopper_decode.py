@@ -14,7 +14,11 @@ import pytest
 import rewriter
 from rewriter.kernels.attention import hopper_decode
 from rewriter.kernels.attention.hopper_decode import Split, decode, kernel
-from rewriter.kernels.attention.hopper_decode.config import fits_sizes, shared_memory
+from rewriter.kernels.attention.hopper_decode.config import (
+    Sizes,
+    fits_sizes,
+    shared_memory,
+)
 from rewriter.kernels.attention.hopper_decode.work_split import Line
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of, worth_measuring
@@ -133,7 +137,9 @@ def test_what_it_takes(given: Spec) -> None:
 
 def test_configs_that_cannot_run_are_pruned() -> None:
     def why(*given: int, e: int = 128) -> str:
-        return " ".join(r.text for r in fits_sizes(Split(*given), 8, 128, e).reasons)
+        return " ".join(
+            r.text for r in fits_sizes(Split(*given), Sizes(8, 128, e)).reasons
+        )
 
     assert why(64, 2, 2) == ""
     assert "KiB of shared memory of 227 KiB" in why(64, 4, 2)
@@ -147,12 +153,13 @@ def test_configs_that_cannot_run_are_pruned() -> None:
 
 
 def test_masks_take_shared_memory() -> None:
-    full = Split(64, 3, 3), 40, 64, 64
-    assert fits_sizes(*full).ok
-    assert "KiB of shared memory" in fits_sizes(*full, masked=True).reasons[0].text
+    full, masked = Split(64, 3, 3), Sizes(40, 64, 64, masked=True)
+    assert fits_sizes(full, Sizes(40, 64, 64)).ok
+    assert "KiB of shared memory" in fits_sizes(full, masked).reasons[0].text
     for block, line in ((16, 128), (64, 256), (80, 384)):  # bytes that copies begin at
         with_mask, without = (
-            shared_memory(Split(block, 5, 2), 8, 64, 64, x) for x in (True, False)
+            shared_memory(Split(block, 5, 2), Sizes(8, 64, 64, x))
+            for x in (True, False)
         )
         assert with_mask - without == 2 * 5 * line
 

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.attention.hopper import (
+    backward_inputs,
     backward_kernel,
     backward_of_keys,
     backward_of_queries,
@@ -34,6 +35,7 @@ from rewriter.kernels.attention.hopper import (
     forward_tile,
     pallas,
     terms,
+    use,
 )
 from rewriter.kernels.attention.hopper_decode import decode, kernel, merge, work_split
 from rewriter.kernels.norms import hopper_kernel as norms_kernel
@@ -42,6 +44,7 @@ from rewriter.kernels.ragged.dot.hopper import (
     by_groups,
     by_rows,
     narrow,
+    owners,
     schedule,
     store,
 )
@@ -577,9 +580,9 @@ def _replaced(kernels: Sequence[Any], shims: Any) -> Iterator[pytest.MonkeyPatch
 def simulated() -> Iterator[None]:
     """Within, the kernels of attention take numpy arrays and run on the simulator."""
     kernels = (
-        forward_kernel, forward_tile, backward_kernel, backward_tiles,
-        backward_of_keys, backward_of_queries, backward_of_sums, backward_of_tables,
-        work_stealing, terms,
+        use, forward_kernel, forward_tile, backward_inputs, backward_kernel,
+        backward_tiles, backward_of_keys, backward_of_queries, backward_of_sums,
+        backward_of_tables, work_stealing, terms,
     )  # fmt: skip
     with _replaced(kernels, pallas) as patch:
         _count(patch, backward_kernel, work_stealing)
@@ -625,7 +628,7 @@ def _count(patch: pytest.MonkeyPatch, *modules: Any) -> None:
 @contextmanager
 def simulated_ragged_dot() -> Iterator[None]:
     """Within, those of ragged dots and gated linear units do."""
-    modules = by_rows, by_groups, work_stealing, narrow, schedule, store
+    modules = by_rows, by_groups, owners, work_stealing, narrow, schedule, store
     with _replaced(modules, pallas_gpu) as patch:
         _count(patch, by_rows, by_groups, work_stealing)
         patch.setattr(pallas_gpu, "zeros", lambda shape: np.zeros(shape, np.float32))

@@ -9,16 +9,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
 from rewriter.kernels.ragged.dot import tiled, xla
 from rewriter.kernels.ragged.dot.estimate import estimate
+from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.hopper.config import STEP, Tiles
 from rewriter.kernels.ragged.dot.hopper.config import configs as configs
 from rewriter.kernels.ragged.dot.hopper.config import default as default
 from rewriter.kernels.ragged.dot.hopper.config import fits as fits
 from rewriter.kernels.ragged.dot.rows import anywhere
-from rewriter.kernels.shared.hopper import BY_ESTIMATE
+from rewriter.kernels.shared.hopper import by_estimate, importable
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.support.verdict import YES, Verdict, all_of, no
@@ -55,60 +54,40 @@ def supports(spec: Spec) -> Verdict:
     if (most := max(*spec.shape("lhs"), n)) >= MOST:
         found.append(no("size", f"a size of {most}, of at most 2^30 - 1"))
     verdict = all_of(*found)
-    return _importable() if verdict.ok else verdict
+    return (
+        importable("rewriter.kernels.ragged.dot.hopper.by_rows")
+        if verdict.ok
+        else verdict
+    )
 
 
-def profitable(spec: Spec, platform: str) -> Verdict:
-    """Returns no: for known Hopper GPUs the estimate decides."""
-    del spec, platform
-    return no("device", BY_ESTIMATE)
-
-
-@functools.cache
-def _importable() -> Verdict:
-    try:
-        from rewriter.kernels.ragged.dot.hopper import by_rows
-    except ImportError as problem:  # a jaxlib without Mosaic GPU, as on Windows
-        return no("jax", f"this jax cannot build kernels for NVIDIA GPUs: {problem}")
-    del by_rows
-    return YES
-
-
-def forward(
+def _product(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
-) -> Any:
-    """Returns the ragged dot, as `reference` does, for supported uses.
+    mode: str,
+    dtype: Any,
+    precision: str | None,
+    config: Tiles | None,
+) -> Array:
+    """The result, by the kernel for its mode.
 
     Products of 16-bit numbers are exact in the float32 that they are summed in, so
     that `precision` changes nothing.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        mode: "forward", "transposed" or "contracting".
-        out_dtype: The result's dtype, that of the operands by default.
-        residuals: Whether to return ``(result, ())``.
-        config: The tiles.
     """
     from rewriter.kernels.ragged.dot.hopper.by_groups import product_of_groups
     from rewriter.kernels.ragged.dot.hopper.by_rows import rows_times_matrices
 
     del precision
-    dtype, tiles = jnp.dtype(out_dtype or lhs.dtype), config or Tiles()
+    tiles = config or Tiles()
     if mode == "contracting":
-        out = product_of_groups(lhs, rhs, group_sizes, dtype, tiles)
-    else:
-        turned = mode == "transposed"
-        out = rows_times_matrices(lhs, rhs, group_sizes, turned, dtype, tiles)
-    return (out, ()) if residuals else out
+        return product_of_groups(lhs, rhs, group_sizes, dtype, tiles)
+    turned = mode == "transposed"
+    return rows_times_matrices(lhs, rhs, group_sizes, turned, dtype, tiles)
+
+
+forward = functools.partial(forward_of, _product)
+"""Returns the ragged dot, as `reference` does, for supported uses."""
 
 
 def backward(
@@ -141,7 +120,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, by_rule=False, estimate=estimate),
+        speed=Speed(by_estimate, by_rule=False, estimate=estimate),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=SPACE,
         backward_space=SPACE,

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from rewriter.kernels.ragged.dot.hopper import schedule
 from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, STEP, WARPGROUPS, Tiles
+from rewriter.kernels.ragged.dot.hopper.owners import by_owner, free_all
 from rewriter.kernels.ragged.dot.hopper.store import ROWS, store
 from rewriter.kernels.ragged.dot.hopper.store import scratch as stored
 from rewriter.kernels.ragged.dot.ranges import bounds
@@ -211,7 +212,7 @@ class _Block:
     def compute(self, warpgroup: Any) -> None:
         """Computes this warpgroup's part of every tile, or all of every other tile."""
         config, out = self.config, self.out
-        self.free_all(warpgroup)
+        free_all(config, warpgroup, self.shared["free"])
         part = 0 if config.apart else warpgroup
         above, before = (0, part) if config.by_columns else (part, 0)
 
@@ -225,22 +226,8 @@ class _Block:
                 out.shape[1] - row,
             )  # fmt: skip
 
-        def one(tile: _Tile, step: Any) -> None:
-            if config.apart:
-                pallas_gpu.when(tile.owner == warpgroup)(lambda: mine(tile, step))
-            else:
-                mine(tile, step)
-
-        self.over_tiles(one)
+        self.over_tiles(by_owner(config, warpgroup, mine))
         plgpu.wait_smem_to_gmem(0)
-
-    def free_all(self, warpgroup: Any) -> None:
-        """Marks all shared memory as free; each warpgroup of a tile does so once."""
-
-        @pallas_gpu.when(warpgroup < self.config.sharing)
-        def _() -> None:
-            for slot in range(self.config.stages):
-                plgpu.barrier_arrive(self.shared["free"].at[slot])
 
     def product(self, tile: _Tile, step: Any, above: Any, before: Any) -> Any:
         """Returns a warpgroup's part of a tile: float32, in registers."""

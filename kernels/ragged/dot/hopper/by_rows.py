@@ -30,6 +30,7 @@ from rewriter.kernels.ragged.dot.hopper.branches import (
     side,
 )
 from rewriter.kernels.ragged.dot.hopper.config import REGISTERS, STEP, WARPGROUPS, Tiles
+from rewriter.kernels.ragged.dot.hopper.owners import by_owner, free_all
 from rewriter.kernels.ragged.dot.hopper.store import scratch as stored
 from rewriter.kernels.ragged.dot.hopper.store import store
 from rewriter.kernels.shared import pallas_gpu, warpgroups, work_stealing
@@ -79,7 +80,7 @@ def combined(
 ) -> Sequence[Array]:
     """Returns functions of each row's products with its group's matrices.
 
-    Products of rows of no group are zeros.
+    Each result is [m, n]. Products of rows of no group are zeros.
 
     Args:
         name: The name of the kernel in profiles.
@@ -93,9 +94,6 @@ def combined(
         config: The tiles.
         transposed: Whether the last axis of the only branch's matrices is summed.
         matrices: How they come into shared memory in the layout of tensor cores.
-
-    Returns:
-        [m, n] for each result.
     """
     m, count = lhs.shape[0], len(branches)
     tiles, table = schedule.OneGroup(m, config.block_m), None
@@ -107,20 +105,7 @@ def combined(
         most = schedule.most_tiles(m, len(group_sizes), config.block_m)
     stored_as = branches[0].matrices.dtype
     right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
-    scratch = {
-        "left": pallas_gpu.tiles_and_rows(
-            (config.stages, config.block_m // config.rows, config.rows, STEP),
-            (config.stages, config.block_m, STEP),
-            lhs.dtype,
-        ),
-        "right": right_side.scratch,
-        "stored": stored(dtype),
-        "ready": pallas_gpu.barriers(
-            config.owners * config.stages, 1 + len(pieces(config, count))
-        ),
-        "free": pallas_gpu.barriers(config.stages, config.sharing),
-        **(work_stealing.scratch(WARPGROUPS, 1 + schedule.FIELDS) if claimed else {}),
-    }
+    scratch = _scratch(config, count, lhs.dtype, right_side, dtype, claimed)
     of_branches = [(b.matrices, b.bias, b.scale) for b in branches]
     given, tree = jax.tree.flatten((of_branches, table))
 
@@ -141,6 +126,35 @@ def combined(
         body, name, [jax.ShapeDtypeStruct((m, n), dtype)] * len(results), scratch,
         min(config.programs, most * -(-n // wide)), WARPGROUPS + 1,
     )(lhs, *given)  # fmt: skip
+
+
+def _scratch(
+    config: Tiles, count: int, given: Any, right: Side, dtype: Any, claimed: bool
+) -> dict[str, Any]:
+    """Shared memory by name.
+
+    Args:
+        config: The tiles.
+        count: The number of branches.
+        given: The dtype of the rows.
+        right: How matrices come into shared memory.
+        dtype: The results' dtype.
+        claimed: Whether tiles are claimed.
+    """
+    pieces_ready = 1 + len(pieces(config, count))
+    claims = work_stealing.scratch(WARPGROUPS, 1 + schedule.FIELDS) if claimed else {}
+    return {
+        "left": pallas_gpu.tiles_and_rows(
+            (config.stages, config.block_m // config.rows, config.rows, STEP),
+            (config.stages, config.block_m, STEP),
+            given,
+        ),
+        "right": right.scratch,
+        "stored": stored(dtype),
+        "ready": pallas_gpu.barriers(config.owners * config.stages, pieces_ready),
+        "free": pallas_gpu.barriers(config.stages, config.sharing),
+        **claims,
+    }
 
 
 @dataclass(frozen=True)
@@ -246,7 +260,7 @@ class _Block:
     def compute(self, warpgroup: Any) -> None:
         """Computes this warpgroup's part of every tile, or all of every other tile."""
         config = self.config
-        self.free_all(warpgroup)
+        free_all(config, warpgroup, self.shared["free"])
         part = 0 if config.apart else warpgroup
         above, before = (0, part) if config.by_columns else (part, 0)
 
@@ -277,22 +291,8 @@ class _Block:
                 pallas_gpu.when((rows > height - 64) & last)(lambda h=height: some(h))
             pallas_gpu.when(rows <= 0)(lambda: self.pass_by(tile, step))
 
-        def one(tile: _Tile, step: Any) -> None:
-            if config.apart:
-                pallas_gpu.when(tile.owner == warpgroup)(lambda: mine(tile, step))
-            else:
-                mine(tile, step)
-
-        self.over_tiles(one)
+        self.over_tiles(by_owner(config, warpgroup, mine))
         plgpu.wait_smem_to_gmem(0)
-
-    def free_all(self, warpgroup: Any) -> None:
-        """Marks all shared memory as free; each warpgroup of a tile does so once."""
-
-        @pallas_gpu.when(warpgroup < self.config.sharing)
-        def _() -> None:
-            for slot in range(self.config.stages):
-                plgpu.barrier_arrive(self.shared["free"].at[slot])
 
     def pass_by(self, tile: _Tile, step: Any) -> None:
         """Skips the parts of a tile."""

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import hopper as ragged_dot
 from rewriter.kernels.ragged.dot.hopper import config as of_dot
-from rewriter.kernels.ragged.dot.hopper import profitable as profitable
 from rewriter.kernels.ragged.dot.hopper.config import STEP, STORED, WARPGROUPS
 from rewriter.kernels.ragged.dot.op import OP
 from rewriter.kernels.ragged.dot.op import STORED as STORED_OP
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.stored_estimate import ROWS, estimate
+from rewriter.kernels.shared.hopper import by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.ops.stored import EIGHT_BITS, widened, widened_spec
@@ -193,7 +193,7 @@ KERNEL = anywhere(
         forward=forward,
         backward=backward,
         limits=Limits(supports, runs_on),
-        speed=Speed(profitable, estimate=estimate),
+        speed=Speed(by_estimate, estimate=estimate),
         traits=Traits(memory_bounded=True, saves_out=False),
         space=Space(Tiles, default, configs, fits),
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from rewriter.kernels.ragged.dot import xla
 from rewriter.kernels.ragged.dot.estimate import estimate
+from rewriter.kernels.ragged.dot.forward import forward as forward_of
 from rewriter.kernels.ragged.dot.products import Product
 from rewriter.kernels.ragged.dot.rows import anywhere
 from rewriter.kernels.ragged.dot.tpu.config import NAMES, Tiles, blocks, smallest, vmem
@@ -63,43 +64,36 @@ def profitable(spec: Spec, platform: str) -> Verdict:
     return no("device", "which TPU it is decides, and that is not known")
 
 
-def forward(
+def _product(
     lhs: Array,
     rhs: Array,
     group_sizes: Array,
-    *,
-    mode: str = "forward",
-    out_dtype: str | None = None,
-    precision: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
-) -> Any:
-    """Returns the ragged dot, as `reference` does, for supported uses.
-
-    Operands are those of the op, and parameters are as in `reference`.
-
-    Args:
-        mode: "forward", "transposed" or "contracting".
-        out_dtype: The result's dtype, that of the operands by default.
-        residuals: Whether to return ``(result, ())``.
-        config: The tiles.
-    """
+    mode: str,
+    dtype: Any,
+    precision: str | None,
+    config: Tiles | None,
+) -> Array:
+    """The result, by the kernel for its mode."""
     from rewriter.kernels.ragged.dot.tpu.by_groups import product_of_groups
     from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
 
-    dtype = jnp.dtype(out_dtype or jnp.result_type(lhs, rhs))
     n = rhs.shape[1 if mode == "transposed" else -1]
     items = lhs.dtype.itemsize, rhs.dtype.itemsize, dtype.itemsize
     product = Product(mode, *lhs.shape, n, len(group_sizes), items)
     tiles = config or Tiles()
     if mode == "contracting":
-        out = product_of_groups(lhs, rhs, group_sizes, product, dtype, precision, tiles)
-    else:
-        (out,) = rows_times_matrices(
-            lhs, [rhs], group_sizes, product, [dtype], precision,
-            blocks(product, tiles), vmem(product, tiles), NAMES[mode],
-        )  # fmt: skip
-    return (out, ()) if residuals else out
+        return product_of_groups(
+            lhs, rhs, group_sizes, product, dtype, precision, tiles
+        )
+    (out,) = rows_times_matrices(
+        lhs, [rhs], group_sizes, product, [dtype], precision,
+        blocks(product, tiles), vmem(product, tiles), NAMES[mode],
+    )  # fmt: skip
+    return out
+
+
+forward = functools.partial(forward_of, _product)
+"""Returns the ragged dot, as `reference` does, for supported uses."""
 
 
 backward = functools.partial(xla.backward, product=forward)

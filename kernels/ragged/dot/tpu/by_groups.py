@@ -32,7 +32,7 @@ def product_of_groups(
     precision: str | None,
     tiles: Tiles,
 ) -> Array:
-    """Returns each group's rows of lhs, transposed, times those of rhs.
+    """Returns each group's rows of lhs, transposed, times those of rhs: [g, k, n].
 
     Args:
         lhs: [m, k].
@@ -42,16 +42,18 @@ def product_of_groups(
         dtype: The result's dtype.
         precision: As for `pallas_tpu.dot`.
         tiles: The config.
-
-    Returns:
-        [g, k, n].
     """
     b = blocks(product, tiles)
     table, count = schedule.of_groups(group_sizes, product.m, b.m)
     steps = len(table) // schedule.FIELDS
 
-    def of(field: int, table: Any, s: Any) -> Any:
-        return Step(table, steps, s)(field)
+    def rows(columns: int, axis: int) -> pl.BlockSpec:
+        """The rows of a step, and the columns of the grid's place on an axis."""
+        read = lambda t, s: Step(t, steps, s)(schedule.READ)
+        return pl.BlockSpec((b.m, columns), lambda *at: (read(at[3], at[2]), at[axis]))
+
+    def group(i: Any, j: Any, s: Any, t: Any) -> Any:
+        return Step(t, steps, s)(schedule.GROUP), i, j
 
     def body(table: Any, lhs: Any, rhs: Any, out: Any, sums: Any) -> None:
         step = Step(table, steps, pl.program_id(2))
@@ -73,15 +75,8 @@ def product_of_groups(
         body,
         NAMES[product.mode],
         pallas_tpu.Grid(grid, 2),
-        [
-            pl.BlockSpec((b.m, b.k), lambda i, j, s, t: (of(schedule.READ, t, s), i)),
-            pl.BlockSpec((b.m, b.n), lambda i, j, s, t: (of(schedule.READ, t, s), j)),
-        ],
-        [
-            pl.BlockSpec(
-                (None, b.k, b.n), lambda i, j, s, t: (of(schedule.GROUP, t, s), i, j)
-            )
-        ],
+        [rows(b.k, 0), rows(b.n, 1)],
+        [pl.BlockSpec((None, b.k, b.n), group)],
         [pallas_tpu.shaped(shape, dtype, lhs)],
         [pallas_tpu.VMEM((b.k, b.n), jnp.float32)],
         prefetched=1,

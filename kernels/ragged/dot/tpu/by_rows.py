@@ -44,7 +44,9 @@ def rows_times_matrices(
     finish: Finish = lambda *products: products,
     first: Sequence[int] | None = None,
 ) -> Sequence[Array]:
-    """Returns each row times its group's matrices; zeros for rows of no group.
+    """Returns each row times its group's matrices: [m, n] for each dtype.
+
+    Rows of no group give zeros.
 
     Args:
         lhs: [m, k].
@@ -58,30 +60,11 @@ def rows_times_matrices(
         name: The name of the kernel in profiles.
         finish: A function of the products; it must return zeros for zeros.
         first: The block of each array's columns at which its matrices begin.
-
-    Returns:
-        [m, n] for each dtype.
     """
     b, transposed = blocks, product.mode == "transposed"
     table, count = schedule.of_rows(group_sizes, product.m, b.m)
     steps, parts = len(table) // schedule.FIELDS, -(-product.k // b.k)
-    begin = first or [0] * len(rhs)
-
-    def at(step: Step, k: Any) -> Any:  # stays if nothing is multiplied
-        return k if parts == 1 else jnp.where(step(schedule.HIGH) > 0, k, parts - 1)
-
-    def left(j: Any, s: Any, k: Any, table: Any) -> Any:
-        step = Step(table, steps, s)
-        return step(schedule.READ), at(step, k)
-
-    def right(begin: int, j: Any, s: Any, k: Any, table: Any) -> Any:
-        step = Step(table, steps, s)
-        column = j + begin if begin else j
-        place = (column, at(step, k)) if transposed else (at(step, k), column)
-        return step(schedule.GROUP), *place
-
-    def made(j: Any, s: Any, k: Any, table: Any) -> Any:
-        return Step(table, steps, s)(schedule.TILE), j
+    place, begin = _Places(steps, parts, transposed), first or [0] * len(rhs)
 
     def body(table: Any, lhs: Any, *refs: Any) -> None:
         step = Step(table, steps, pl.program_id(1))
@@ -99,15 +82,59 @@ def rows_times_matrices(
         name,
         pallas_tpu.Grid((-(-product.n // b.n), count, parts), 1),
         [
-            pl.BlockSpec((b.m, b.k), left),
-            *(pl.BlockSpec(block, functools.partial(right, i)) for i in begin),
+            pl.BlockSpec((b.m, b.k), place.left),
+            *(pl.BlockSpec(block, functools.partial(place.right, i)) for i in begin),
         ],
-        [pl.BlockSpec((b.m, b.n), made) for _ in dtypes],
+        [pl.BlockSpec((b.m, b.n), place.made) for _ in dtypes],
         [pallas_tpu.shaped((product.m, product.n), dtype, lhs) for dtype in dtypes],
         sums if product.k > b.step else [],
         prefetched=1,
         vmem=vmem,
     )(table, lhs, *rhs)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The blocks that a step (j, s, k) of the grid reads and writes.
+
+    j is the block of the result's columns, s the step of the table, k the part of lhs's
+    columns.
+
+    Attributes:
+        steps: Steps of the table.
+        parts: Parts of lhs's columns.
+        transposed: Whether matrices are [n, k].
+    """
+
+    steps: int
+    parts: int
+    transposed: bool
+
+    def at(self, step: Step, k: Any) -> Any:
+        """Returns the part of lhs's columns; it stays if nothing is multiplied."""
+        if self.parts == 1:
+            return k
+        return jnp.where(step(schedule.HIGH) > 0, k, self.parts - 1)
+
+    def left(self, j: Any, s: Any, k: Any, table: Any) -> Any:
+        """Returns the place in lhs."""
+        del j
+        step = Step(table, self.steps, s)
+        return step(schedule.READ), self.at(step, k)
+
+    def right(self, begin: int, j: Any, s: Any, k: Any, table: Any) -> Any:
+        """Returns the place in matrices whose columns begin at a block."""
+        step = Step(table, self.steps, s)
+        column = j + begin if begin else j
+        at = self.at(step, k)
+        return step(schedule.GROUP), *(
+            (column, at) if self.transposed else (at, column)
+        )
+
+    def made(self, j: Any, s: Any, k: Any, table: Any) -> Any:
+        """Returns the place in the result."""
+        del k
+        return Step(table, self.steps, s)(schedule.TILE), j
 
 
 @dataclass(frozen=True)
@@ -166,12 +193,7 @@ class _Tile:
             for total, part in zip(self.sums, parts, strict=True):
                 total[rows, :] += part
 
-        def turn(i: Any, _: Any) -> None:
-            add(pl.ds(pl.multiple_of(i * step, step), step))
-
-        lax.fori_loop(0, size // step, turn, None)
-        if size % step:
-            add(pl.ds(size - size % step, size % step))
+        pallas_tpu.in_steps(size, step, add)
 
         @pl.when(self.part == self.parts - 1)
         def _() -> None:

@@ -48,6 +48,7 @@ from rewriter.kernels.ragged.gated_linear_unit.tpu.config import steps as steps
 from rewriter.kernels.ragged.gated_linear_unit.tpu.config import (
     steps_of_parts as steps_of_parts,
 )
+from rewriter.kernels.ragged.gated_linear_unit.use import Use
 from rewriter.kernels.shared.activations_tpu import ON_TPU, WITHOUT
 from rewriter.ops import tpu
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
@@ -56,7 +57,6 @@ from rewriter.support.verdict import YES, Verdict, all_of, no
 if TYPE_CHECKING:
     from jax import Array
 
-    from rewriter.ops.activations import Slopes
     from rewriter.ops.kernel import Spec
 
 
@@ -105,53 +105,38 @@ def profitable(spec: Spec, platform: str) -> Verdict:
 
 
 def forward(
-    *,
-    x: Array,
-    w: Array,
-    group_sizes: Array,
-    w_up: Array | None = None,
-    activation: str = "silu",
-    beta: float = 1.0,
-    halves: str | None = None,
-    slopes: Slopes = (),
-    precision: str | None = None,
-    out_dtype: str | None = None,
-    residuals: bool = False,
-    config: Tiles | None = None,
+    *, residuals: bool = False, config: Tiles | None = None, **given: Any
 ) -> Any:
     """Returns the result, as `reference` does, for supported uses.
 
-    Operands are those of the op, and parameters are as in `reference`.
-
     Args:
-        out_dtype: The result's dtype; x's by default.
         residuals: Whether to return ``(result, (gate, up))``.
         config: The tiles.
+        **given: The fields of `Use`.
     """
     from rewriter.kernels.ragged.dot.products import Product
     from rewriter.kernels.ragged.dot.tpu.by_rows import rows_times_matrices
 
-    del slopes  # of derivatives
-    kept = by_parts.saved_dtype(x, w, w_up)
-    dtype = jnp.dtype(out_dtype or x.dtype)
-    f = w.shape[2] // (2 if halves else 1)
-    wide = max(a.dtype.itemsize for a in (w, w_up) if a is not None)
+    use = Use(**given)
+    x, w, f, kept = use.x, use.w, use.f, by_parts.saved_dtype(use)
+    dtype = jnp.dtype(use.out_dtype or x.dtype)
+    wide = max(a.dtype.itemsize for a in (w, use.w_up) if a is not None)
     items = x.dtype.itemsize, wide, dtype.itemsize
-    product = Product("forward", *x.shape, f, len(group_sizes), items)
-    unit, tiles = Unit(product, kept.itemsize, bool(halves)), config or SMALLEST
+    product = Product("forward", *x.shape, f, len(use.group_sizes), items)
+    unit, tiles = Unit(product, kept.itemsize, bool(use.halves)), config or SMALLEST
     b = blocks(unit, tiles)
     first = [0, 0]
-    if halves:
-        first = [0, f // b.n] if halves == "gate_up" else [f // b.n, 0]
+    if use.halves:
+        first = [0, f // b.n] if use.halves == "gate_up" else [f // b.n, 0]
 
     def finish(gate: Array, up: Array) -> Sequence[Array]:
-        out = ON_TPU[activation](gate, beta) * up
+        out = ON_TPU[use.activation](gate, use.beta) * up
         return (out, gate, up) if residuals else (out,)
 
     dtypes = [dtype, kept, kept] if residuals else [dtype]
     out, *branches = rows_times_matrices(
-        x, [w, w if w_up is None else w_up], group_sizes, product, dtypes, precision,
-        b, vmem(unit, tiles), NAME, finish, first,
+        x, [w, w if use.w_up is None else use.w_up], use.group_sizes, product, dtypes,
+        use.precision, b, vmem(unit, tiles), NAME, finish, first,
     )  # fmt: skip
     return (out, tuple(branches)) if residuals else out
 

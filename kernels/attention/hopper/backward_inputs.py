@@ -1,0 +1,197 @@
+"""What the kernels of gradients read: numbers of rows, and both sides of the scores.
+
+For dq rows are queries and columns keys. For dk and dv they are swapped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.attention.empty import ZERO
+from rewriter.kernels.attention.hopper import block_masks
+from rewriter.kernels.attention.hopper.backward_config import (
+    TABLE_BLOCK,
+    BackwardTiles,
+    sums_block,
+)
+from rewriter.kernels.attention.hopper.backward_tiles import Problem
+from rewriter.kernels.attention.hopper.extra_operands import extra_of
+from rewriter.kernels.attention.hopper.forward_kernel import (
+    copied_by_rows,
+    even,
+    row_sums,
+)
+from rewriter.kernels.attention.hopper.pallas import LOG2E
+from rewriter.kernels.attention.hopper.terms import Terms, terms_of, transposed
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from rewriter.kernels.attention.hopper.use import Use
+
+
+@dataclass(frozen=True)
+class Side:
+    """The inputs of a kernel whose rows are queries, or keys.
+
+    Attributes:
+        problem: What is known while tracing.
+        arrays: The kernel's arrays by name.
+        mask: The use's mask as these scores lie, bool [b|1, n|1, rows|1, columns|1].
+        segments: Those of rows and of columns.
+    """
+
+    problem: Problem
+    arrays: dict[str, Any]
+    mask: Array | None
+    segments: tuple[Array, Array] | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of all kernels.
+
+    Attributes:
+        of_keys: For dk and dv.
+        of_queries: For dq.
+        empty: Which rows see no key, bool [b, n, t].
+        delta: The sum of the result times its cotangent, float32 [b, n, t].
+    """
+
+    of_keys: Side
+    of_queries: Side
+    empty: Array
+    delta: Array
+
+
+def inputs_of(
+    use: Use, out: Array, lse: Array, cotangent: Array, config: BackwardTiles
+) -> Inputs:
+    """Returns the inputs of the kernels; arguments are as in `backward`."""
+    numbers, up = use.numbers(), cotangent.astype(use.q.dtype)
+    wide = up.astype(jnp.float32) * out.astype(jnp.float32)
+    delta = wide.sum(-1).swapaxes(1, 2)  # one fused reduction, where no dot is one
+    terms, extra = terms_of(*use.lengths, **use.extra)
+    extra.pop("sinks", None)
+    empty = lse == -jnp.inf
+    if use.empty_rows in ZERO:  # cotangents of padding are dropped
+        up = jnp.where(empty.swapaxes(1, 2)[..., None], 0, up)
+    rows = _of_rows(use, terms, lse, delta, empty, config)
+    turned, extra_turned = transposed(terms, extra)
+    if turned.whole_rows:  # of whole tiles, as `OfKeys.shown` reads it
+        line = extra_turned["row_terms"]
+        extra_turned["row_terms"] = _padded(line, config, 0.0)
+    of_keys, of_queries = _problems(use, terms, turned, config)
+    whole = (use.q, use.k, use.v, up)
+    whole = whole if of_keys.by_rows else map(even, whole)
+    named = dict(zip("qkvg", whole, strict=True)) | rows | numbers
+    mask, pair = use.mask, use.segments
+    turned_mask = None if mask is None else mask.swapaxes(2, 3)
+    turned_pair = None if pair is None else pair[::-1]
+    return Inputs(
+        with_reach(Side(of_keys, named | extra_turned, turned_mask, turned_pair)),
+        with_reach(Side(of_queries, named | extra, mask, pair)),
+        empty,
+        delta,
+    )
+
+
+def _of_rows(
+    use: Use,
+    terms: Terms,
+    lse: Array,
+    delta: Array,
+    empty: Array,
+    config: BackwardTiles,
+) -> dict[str, Array]:
+    """The numbers of queries that kernels read, as [b, n, whole blocks of t]."""
+    unit, rest = (1.0 if terms.natural else LOG2E), None
+    if terms.adding:
+        lse, rest = _split(use, lse)
+    rows = {
+        "lse": _padded(jnp.where(empty, jnp.inf, lse * unit), config, jnp.inf),
+        "delta": _padded(jnp.where(empty, 0.0, delta), config, 0.0),
+    }
+    if rest is not None:
+        rows["rest"] = _padded(rest * LOG2E, config, 0.0)
+    return rows
+
+
+def _problems(
+    use: Use, terms: Terms, turned: Terms, config: BackwardTiles
+) -> tuple[Problem, Problem]:
+    """The problems of dk and dv, and of dq."""
+    (b, _, n, _), heads, (h, e) = use.q.shape, use.k.shape[2], use.widths
+    blocks = [config.queries, config.keys, *_other_blocks(config, h, e, use.extra)]
+    common = {
+        "b": b, "h": h, "e": e, "scale": use.scale, "softcap": use.softcap,
+        "by_rows": copied_by_rows(use.lengths, (h, e), blocks),
+        "programs": config.programs, "stages": config.stages,
+        "warpgroups": config.warpgroups, "claimed": config.claimed,
+    }  # fmt: skip
+    of_keys = Problem(
+        heads=heads, group=n // heads, shared=1, block=config.queries,
+        mask=use.seen_by(terms.hides), terms=turned, values=config.stages,
+        divided=config.divided, **common,
+    )  # fmt: skip
+    of_queries = Problem(
+        heads=n, group=1, shared=n // heads, block=config.keys,
+        mask=use.visible(terms.hides), terms=terms,
+        values=config.v_stages or config.stages, **common,
+    )  # fmt: skip
+    return of_keys, of_queries
+
+
+def with_reach(side: Side) -> Side:
+    """Returns the inputs with a table of blocks that masks and segments let be seen."""
+    p = side.problem
+    reach = block_masks.table(
+        p.b, p.mask.t, p.mask.s, p.rows, p.block, side.mask, side.segments, p.group
+    )
+    if reach is None:
+        return side
+    return replace(side, arrays=side.arrays | {"reach": reach})
+
+
+def without_reach(side: Side) -> dict[str, Any]:
+    """Returns the arrays without that table, which is one of the problem's blocks."""
+    return {name: x for name, x in side.arrays.items() if name != "reach"}
+
+
+def _other_blocks(
+    config: BackwardTiles, h: int, e: int, given: dict[str, Array]
+) -> list[int]:
+    """Returns the rows of blocks in kernels for cotangents of biases and slopes."""
+    if not given.keys() & {"bias", "alibi"}:
+        return []
+    both = extra_of(given).transposed, extra_of(given)
+    sums = [sums_block(config, h, e, extra) for extra in both]
+    return [x for x in (*sums, TABLE_BLOCK) if x]
+
+
+LARGE = 1000.0
+"""Larger log-sum-exps do not show the number of keys in a row: that of 4096 scores of
+-1e9 is -1e9 itself in float32."""
+
+
+def _split(use: Use, lse: Array) -> tuple[Array, Array]:
+    """Returns log-sum-exps as two terms; the second one is small.
+
+    A bias of -1e9 for a whole row absorbs the digits of the sum. The maxima and sums
+    are then computed again, which costs another forward.
+    """
+    large = jnp.isfinite(lse) & (jnp.abs(lse) > LARGE)
+    return lax.cond(
+        jnp.any(large), lambda: row_sums(use), lambda: (lse, jnp.zeros_like(lse))
+    )
+
+
+def _padded(x: Array, config: BackwardTiles, value: float) -> Array:
+    """Returns [b, n, t] with whole blocks and tiles of t."""
+    t = x.shape[2]
+    most = max(-(-t // m) * m for m in (config.queries, 64 * config.warpgroups))
+    return jnp.pad(x, ((0, 0), (0, 0), (0, most - t)), constant_values=value)

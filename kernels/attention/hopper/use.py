@@ -1,0 +1,125 @@
+"""One use of attention, as the kernels of both passes take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from rewriter.kernels.attention.hopper.blocks import Mask
+
+if TYPE_CHECKING:
+    from jax import Array
+
+EXTRA = ("bias", "mask", "q_segments", "kv_segments", "alibi", "sinks")
+"""The operands that change scores beside positions."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """The operands and parameters of the op, for supported uses.
+
+    Attributes:
+        q: [b, t, n, h], bfloat16 or float16.
+        k: [b, s, k, h].
+        v: [b, s, k, e].
+        bias: float [b|1, n|1, t|1, s|1].
+        mask: bool [b|1, n|1, t|1, s|1].
+        q_segments: int [b|1, t].
+        kv_segments: int [b|1, s].
+        kv_lengths: int [b|1].
+        offset: int [b|1].
+        prefix: int [b|1]; keys before it are seen whatever the window, which then has
+            no left end.
+        alibi: float [n].
+        sinks: float [n].
+        scale: Multiplies the scores; positive.
+        window: As in `reference`.
+        shift: As in `reference`.
+        softcap: As in `reference`.
+        empty_rows: As in `reference`.
+        out_dtype: q's, or float32.
+        weights: Whether v is multiplied with twice the digits of q's dtype, where not
+            None; see `rewriter.kernels.attention.weights`.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None = None
+    mask: Array | None = None
+    q_segments: Array | None = None
+    kv_segments: Array | None = None
+    kv_lengths: Array | None = None
+    offset: Array | None = None
+    prefix: Array | None = None
+    alibi: Array | None = None
+    sinks: Array | None = None
+    scale: float = 1.0
+    window: tuple[int | None, int | None] = (None, None)
+    shift: int = 0
+    softcap: float | None = None
+    empty_rows: str = "nan"
+    out_dtype: str | None = None
+    weights: str | None = None
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The numbers of queries and of keys."""
+        return self.q.shape[1], self.k.shape[1]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The widths of heads of q and of v."""
+        return self.q.shape[3], self.v.shape[3]
+
+    @property
+    def extra(self) -> dict[str, Array]:
+        """The operands of `EXTRA` that are present, by name."""
+        given = {name: getattr(self, name) for name in EXTRA}
+        return {name: x for name, x in given.items() if x is not None}
+
+    @property
+    def segments(self) -> tuple[Array, Array] | None:
+        """The segments of queries and of keys, if both are present."""
+        pair = self.q_segments, self.kv_segments
+        return None if pair[0] is None or pair[1] is None else pair
+
+    def numbers(self) -> dict[str, Array]:
+        """Returns what is known of positions at run time, int32 [b] each, by name."""
+        given = {
+            "lengths": self.kv_lengths, "offsets": self.offset, "prefixes": self.prefix,
+        }  # fmt: skip
+        b = self.q.shape[0]
+        return {
+            name: jnp.broadcast_to(x.astype(jnp.int32), (b,))
+            for name, x in given.items()
+            if x is not None
+        }
+
+    def visible(self, hides: bool, mean: bool = False) -> Mask:
+        """Returns which keys a query sees.
+
+        Args:
+            hides: Whether other operands hide keys too.
+            mean: Whether a row that sees no key gives the mean of all values.
+        """
+        left, right = self.window
+        return Mask(
+            *self.lengths, left, right, self.shift,
+            lengths=self.kv_lengths is not None,
+            offsets=self.offset is not None,
+            mean=mean, more=hides, prefixes=self.prefix is not None,
+        )  # fmt: skip
+
+    def seen_by(self, hides: bool) -> Mask:
+        """Returns which queries see a key: `visible`, with rows and columns swapped.
+
+        Lengths of keys are not part of it: kernels with tiles of keys read them.
+        """
+        (t, s), (left, right) = self.lengths, self.window
+        return Mask(
+            s, t, right, left, -self.shift, offsets=self.offset is not None,
+            more=hides, prefixes=self.prefix is not None,
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""A candidate for a norm's result in its normal form: its root and normalised axes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from rewriter.algebra.normal_form import Algebra, Poly
+from rewriter.find.reading import Refused
+from rewriter.patterns.norms.normalized_value import statistics
+
+HALF = Fraction(-1, 2)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A candidate result in its normal form, and what is under its root.
+
+    Attributes:
+        poly: The form.
+        base: The atom whose root divides it.
+        x: The value that is normalised.
+        at: The index of each axis of x.
+        axes: Positions of the normalised axes.
+        normalised: Their indices.
+        count: How many numbers are normalised at once.
+        alpha: The factor of the sum of squares.
+        constant: A number that is added to it.
+        extra: Other terms that are added to it.
+    """
+
+    poly: Poly
+    base: int
+    x: int
+    at: tuple[Any, ...]
+    axes: list[int]
+    normalised: tuple[Any, ...]
+    count: int
+    alpha: float
+    constant: float
+    extra: Poly
+
+
+def form_of(alg: Algebra, form: Poly, op: str, x: int) -> Form:
+    """The root, its statistics and the normalised axes of a form.
+
+    Raises:
+        Refused: If there is no root of squares of x, or it is another norm's.
+    """
+    base = _root(alg, form, x)
+    whole = alg.kind(base) == "sum"
+    under = alg.of_atom(base) if whole else alg.thaw(alg.defs[base][1])
+    squares, mean, constant, extra = statistics(alg, under, x)
+    if (mean is None) == (op == "layer_norm"):
+        raise Refused("kind", f"this is not a {op}", score=0.2)
+    axes, at = _feature_axes(alg, form, base, squares, x)
+    d = tuple(at[k] for k in axes)
+    n = math.prod(alg.sizes[i] for i in d)
+    if not isinstance(n, int):
+        raise Refused("symbolic", f"a norm over a symbolic width, {n}", score=0.5)
+    return Form(form, base, x, at, axes, d, n, squares[1], constant, extra)
+
+
+def _root(alg: Algebra, form: Poly, x: int) -> int:
+    """The atom whose root divides the result."""
+    for kind in ("pow", "sum"):  # one sum, if there is no epsilon under the root
+        for _, mono in form:
+            for a, e in mono:
+                if e == HALF and alg.kind(a) == kind:
+                    return a
+    if any(_is_root_and_more(alg, a) for _, mono in form for a, e in mono if e == -1):
+        raise Refused(
+            "eps",
+            "something is added to the root, and not inside it: another function",
+            score=0.5,
+            suggestion="x / sqrt(mean(x²) + eps) is found, x / (sqrt(mean(x²)) + eps) "
+            "is not",
+        )
+    raise Refused("root", "the result is not divided by a root", score=0.25)
+
+
+def _is_root_and_more(alg: Algebra, atom: int) -> bool:
+    """Whether an atom is a sum with a root as a term."""
+    if alg.kind(atom) != "pow":
+        return False
+    terms = alg.thaw(alg.defs[atom][1])
+    return len(terms) > 1 and any(
+        len(mono) == 1
+        and mono[0][1] == -HALF
+        and alg.kind(mono[0][0]) in ("pow", "sum")
+        for _, mono in terms
+    )
+
+
+def _feature_axes(alg: Algebra, form: Poly, base: int, squares: Any, x: int):
+    """Positions of the normalised axes of x, and x's arguments in the result."""
+    _, bound, _, body = alg.defs[squares[0]]
+    inner = alg.defs[body[0][0]][2]
+    axes = [k for k, a in enumerate(inner) if alg.index_ids(a) & set(bound)]
+    for _, mono in form:
+        for a, e in mono:
+            if alg.kind(a) == "leaf" and alg.defs[a][1] == x and e == 1:
+                at = alg.defs[a][2]
+                outer = all(at[k] == inner[k] for k in range(len(at)) if k not in axes)
+                if outer and all(isinstance(at[k], int) for k in axes):
+                    return axes, at
+    raise Refused(
+        "axes", "x does not appear in the result as under the root", score=0.4
+    )
