@@ -5,7 +5,7 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020), eq. 5 and 6.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from rewriter.ops.activations import (
     Bounds,
     Slopes,
     clipped,
+    clipped_by_choice,
     with_slopes,
 )
 
@@ -66,7 +67,7 @@ def reference(
     gate = branch(x, w_gate, (b_gate, rows_gate), precision)
     up = branch(x, w_up, (b_up, rows_up), precision)
     bounds = clip_gate, clip_up, up_shift
-    y = combine(gate, up, activation, beta, *bounds, slopes, slopes_up)
+    y = combine(gate, up, activation, beta, *bounds, slopes, slopes_up, within=clipped)
     return y.astype(out_dtype or x.dtype)
 
 
@@ -118,14 +119,15 @@ def combine(
     slopes: Slopes = (),
     slopes_up: Slopes = (),
     activations: Mapping[str, Activation] = ACTIVATIONS,
+    within: Callable[[jax.Array, Bounds], jax.Array] = clipped_by_choice,
 ) -> jax.Array:
     """Returns the product of the two branches after clipping and activation.
 
     Parameters are as in `reference`.
     """
     chosen = activations[activation]
-    gate = with_slopes(lambda y: chosen(clipped(y, clip_gate), beta), slopes)(gate)
-    up = with_slopes(lambda y: clipped(y, clip_up), slopes_up)(up)
+    gate = with_slopes(lambda y: chosen(within(y, clip_gate), beta), slopes)(gate)
+    up = with_slopes(lambda y: within(y, clip_up), slopes_up)(up)
     return gate * (up + up_shift if up_shift else up)
 
 

@@ -110,9 +110,14 @@ convention: of `max(y, 0)` it is 1/2, of `where(y < 0, 0, y)` it is 1."""
 
 
 def clipped(y: jax.Array, bounds: Bounds) -> jax.Array:
-    """Returns a branch within bounds.
+    """Returns a branch within bounds: the definition, by which gradients are proved."""
+    return y if bounds == (None, None) else jnp.clip(y, *bounds)
 
-    Derivatives are those of `jnp.clip`: 1/2 at a bound. Beyond one the derivative is
+
+def clipped_by_choice(y: jax.Array, bounds: Bounds) -> jax.Array:
+    """Returns a branch within bounds, as kernels compute it.
+
+    Derivatives are those of `clipped`: 1/2 at a bound. Beyond one the derivative is
     chosen, not multiplied. So an infinite cotangent gives 0 there, and not NaN.
     """
     low, high = bounds

@@ -12,7 +12,7 @@ import pytest
 
 import rewriter
 from rewriter.kernels.ragged.gated_linear_unit import by_parts
-from rewriter.ops.activations import clipped
+from rewriter.ops.activations import clipped_by_choice
 from rewriter.ops.registry import registry
 from tests.soundness.check import WAYS, check
 from tests.soundness.grammar import program
@@ -275,7 +275,7 @@ def test_experts_by_parts() -> None:
 def test_derivatives_beyond_a_bound_are_chosen(bounds: Any) -> None:
     """Those of `jnp.clip`, but 0 for an infinite cotangent, where a product is NaN."""
     y = np.array([-3.0, -2.0, 0.5, 2.0, 3.0, np.nan, np.inf, -np.inf], "f4")
-    out, back = jax.vjp(lambda y: clipped(y, bounds), y)
+    out, back = jax.vjp(lambda y: clipped_by_choice(y, bounds), y)
     want, back_of_clip = jax.vjp(lambda y: jnp.clip(y, *bounds), y)
     np.testing.assert_array_equal(out, want)
     up = np.arange(1.0, 9.0, dtype="f4")
@@ -285,6 +285,12 @@ def test_derivatives_beyond_a_bound_are_chosen(bounds: Any) -> None:
     beyond = (slopes == 0) & ~np.isnan(y)
     np.testing.assert_array_equal(np.asarray(got)[beyond], 0)
     assert np.isinf(np.asarray(got)[slopes > 0]).all()
+
+
+def test_gradients_of_bounded_units_are_replaced() -> None:
+    both = unit(lambda a: jax.nn.silu(jnp.clip(a, -1.0, 1.0)))
+    report = rewriter.explain(gradients(both), implementation=FORCED)(*SHAPES)
+    assert [(s.kernel, s.backward) for s in report.sites] == [("memory_bounded", True)]
 
 
 @pytest.mark.once
