@@ -71,6 +71,8 @@ class Fragments:
             traced, kept = _jax.trace_placed(lambda *x: [placed(*x)], avals), None
         else:
             traced, kept = _with_residuals(placed, avals, order)
+            if any(read[k].steps for k in order):
+                kept = _InOtherLayouts(kept, tuple(read[k] for k in order))
         if traced.constvars:
             raise ValueError("the replacement holds constants")
         self.known[key] = traced, kept
@@ -169,6 +171,24 @@ class _Kept:
         pairs = zip(saved, self.numbers, strict=True)
         arrays = [x.reshape(()) if n else x for x, n in pairs]
         return jax.tree.unflatten(self.tree, arrays)(cotangent)
+
+
+@dataclass(frozen=True, eq=False)
+class _InOtherLayouts:
+    """What makes gradients where the replacement reads leaves in other layouts.
+
+    Attributes:
+        of_read: Makes cotangents of what is read.
+        read: What is read instead of each leaf.
+    """
+
+    of_read: Any
+    read: tuple[Instead, ...]
+
+    def gradients(self, saved: Sequence[Any], cotangent: Any) -> Sequence[Any]:
+        """Returns the cotangents of the leaves."""
+        found = self.of_read.gradients(saved, cotangent)
+        return [r.back(x) for r, x in zip(self.read, found, strict=True)]
 
 
 def _typed_as(x: jax.Array, aval: Any) -> jax.Array:

@@ -84,8 +84,10 @@ def test_nothing_is_made_up(origin, options):
     assert data["sites"][0]["costs"] is None
 
 
-def test_times_of_another_chip_or_shape_are_not_shown():
-    found = only(attention, HEADS, HEADS, HEADS, target="h100")
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_times_of_another_shape_are_not_shown(target):
+    more = jax.ShapeDtypeStruct((5, *HEADS.shape[1:]), HEADS.dtype)
+    found = only(attention, more, more, more, target=target)
     assert (found.origin, found.costs) == ("nearest", UNKNOWN)
 
 

@@ -119,6 +119,8 @@ ACTIVATIONS = {
     "gelu_erf": lambda x, beta: 0.5 * x * (1 + np.vectorize(erf)(x / np.sqrt(2))),
     "relu": lambda x, beta: np.maximum(x, 0),
     "relu2": lambda x, beta: np.maximum(x, 0) ** 2,
+    "relu_by_product": lambda x, beta: x * (x > 0),
+    "relu2_by_product": lambda x, beta: (x * (x > 0)) ** 2,
     "sigmoid": lambda x, beta: _sigmoid(x),
     "tanh": lambda x, beta: np.tanh(x),
     "relu6": lambda x, beta: np.clip(x, 0, 6),

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 
@@ -275,3 +276,26 @@ def test_gradients_are_the_same():
         for grads in found:
             for got, want in zip(*map(jax.tree.leaves, (grads, wanted)), strict=True):
                 assert jnp.linalg.norm(got - want) <= 1e-5 * jnp.linalg.norm(want)
+
+
+def square_heads(x: Any, w: Any) -> Any:
+    """Attention whose parts have their names with heads in front, as many as rows."""
+    heads = (ROWS, ROWS, WIDTH // HEADS)
+    q, k, v = (
+        checkpoint_name((x @ w[n]).reshape(heads).swapaxes(0, 1), n) for n in "qkv"
+    )
+    out = jax.nn.softmax(q @ k.mT) @ v
+    return x + out.swapaxes(0, 1).reshape(ROWS, -1) @ w["o"]
+
+
+@pytest.mark.parametrize("way", ["optimize(grad)", "grad(optimize)"])
+def test_gradients_of_names_in_another_layout_of_the_same_shape(way):
+    width, inner = WIDTH, ROWS * (WIDTH // HEADS)
+    rng = np.random.default_rng(0)
+    w = {n: rng.normal(size=(2, width, inner)).astype("f4") * 0.05 for n in "qkv"}
+    w["o"] = rng.normal(size=(2, inner, width)).astype("f4") * 0.05
+    x = rng.normal(size=(ROWS, width)).astype("f4")
+    loss = loss_of(scanned, square_heads, NAMES)
+    wanted, found = (WAYS[name](loss)(x, w) for name in ("as written", way))
+    for got, want in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert jnp.linalg.norm(got - want) <= 1e-5 * jnp.linalg.norm(want)
