@@ -8,6 +8,7 @@ of measurements have the names of this table.
 OPS = {
     "attention": "attention",
     "paged_attention": "attention",
+    "scored_attention": "attention",
     "layer_norm": "norms",
     "rms_norm": "norms",
     "gated_linear_unit": "gated_linear_unit",

@@ -13,17 +13,19 @@ from rewriter.kernels.attention import (
 from rewriter.kernels.attention.hopper_decode import paged
 from rewriter.kernels.attention.op import OP as OP
 from rewriter.kernels.attention.op import PAGED as PAGED
+from rewriter.kernels.attention.op import SCORED as SCORED
 from rewriter.kernels.attention.overflow import with_overflow
 from rewriter.kernels.attention.positions import with_positions
 from rewriter.kernels.attention.weights import in_float32
 from rewriter.kernels.attention.xla import gathered
+from rewriter.kernels.attention.xla import scored as with_score
 
-OPS = (OP, PAGED)
+OPS = (OP, PAGED, SCORED)
 
 _OF_ARRAYS = (
     with_positions(cudnn.KERNEL), with_positions(hopper.KERNEL),
     with_positions(hopper_decode.KERNEL), in_float32(with_positions(tpu.KERNEL)),
-    in_float32(xla.KERNEL),
+    in_float32(xla.KERNEL), in_float32(with_score.KERNEL),
 )  # fmt: skip
 _OF_PAGES = (
     paged.KERNEL, in_float32(tpu_pages.KERNEL), in_float32(gathered.KERNEL),

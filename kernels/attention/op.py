@@ -10,6 +10,7 @@ from rewriter.kernels.attention.reference import (
     sample,
     usual,
 )
+from rewriter.kernels.attention.scored_form import scored_form
 from rewriter.kernels.attention.sharding import sharding
 from rewriter.ops.op import Op, Operand
 
@@ -61,4 +62,10 @@ PAGED = paged_form(
     OP,
     "paged_attention",
     "attention over keys and values in pages that a table names.",
+)
+
+SCORED = scored_form(
+    OP,
+    "scored_attention",
+    "attention with any function of its scores, as the program computes it.",
 )

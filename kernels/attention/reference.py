@@ -104,6 +104,7 @@ def reference(
     weights: str | None = None,
     precision: str | None = None,
     wide: Any = None,
+    computed: Callable[[Array], Array] | None = None,
     **hiding: Array | None,
 ) -> Array:
     """Returns softmax(scale q kᵀ + bias) v over the keys a query sees, [b, t, n, e].
@@ -125,11 +126,15 @@ def reference(
         weights: Of the last product alone; see `rewriter.kernels.attention.weights`.
         precision: Of all products of float32, as `jax.lax.Precision` by name.
         wide: The dtype of scores and softmax: float32, or float64 as the inputs.
+        computed: What the program computes of the scores before it adds the bias, if
+            that is more than the above.
         **hiding: The operands that hide keys, as in `visible`.
     """
     wide = wide or jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     (b, t, n, _), (s, heads, e) = q.shape, v.shape[1:]
     scores = _scores(q, k, scale, scale_factor, softcap, precision, wide)
+    if computed is not None:
+        scores = computed(scores).astype(wide)
     if bias is not None:
         scores = scores + bias.astype(wide)
     if alibi is not None:

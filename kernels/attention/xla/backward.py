@@ -10,15 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.empty import NAN, PASSES, PASSING, ZERO, passed
+from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
 from rewriter.kernels.attention.xla.forward import first_sums, kept_factors, running
-from rewriter.kernels.attention.xla.tiles import (
-    Block,
-    Problem,
-    Step,
-    Tile,
-    number,
-    problem_of,
-)
+from rewriter.kernels.attention.xla.problem import Problem, problem_of
+from rewriter.kernels.attention.xla.sizes import number
+from rewriter.kernels.attention.xla.tile import Tile, is_float
+from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,7 +51,7 @@ def backward(
     p = problem_of(q, k, v, {**given, "out": out, "lse": residuals[0],
                            "cotangent": cotangent})  # fmt: skip
     wide = p.wide
-    grads = {x: p.full(p.arrays[x].shape, wide) for x in _FLOATS if x in p.arrays}
+    grads = {x: p.full(p.arrays[x].shape, wide) for x in _floats(p)}
     grads |= {x: p.full(p.arrays[x].shape, p.arrays[x].dtype) for x in "qkv"}
     grads = _over_rows(p, grads)
     grads |= _empty_backward(p, grads)
@@ -96,7 +93,7 @@ def with_passed(
 
 def _of_tiles(p: Problem, names: Iterable[str]) -> dict[str, Array]:
     """Returns the share of rows without keys in cotangents, from all tiles."""
-    none = {n: p.full(p.arrays[n].shape, p.wide) for n in _FLOATS if n in p.arrays}
+    none = {n: p.full(p.arrays[n].shape, p.wide) for n in _floats(p)}
     none |= {n: p.full(p.arrays[n].shape, p.wide) for n in "qkv"}
     some = jnp.any(p.arrays["lse"] == -jnp.inf)
     made = lax.cond(some, lambda: _over_rows(p, none, averaged=True), lambda: none)
@@ -104,6 +101,17 @@ def _of_tiles(p: Problem, names: Iterable[str]) -> dict[str, Array]:
 
 
 _FLOATS = ("bias", "alibi", "sinks", "dropout", "scale_factor")
+
+
+def _floats(p: Problem) -> list[str]:
+    """The names of operands beside q, k and v that have a cotangent."""
+    return [*(n for n in _FLOATS if n in p.arrays), *_read_by_score(p)]
+
+
+def _read_by_score(p: Problem) -> list[str]:
+    """The names of those that the function of scores reads."""
+    own = (n for n in (*ARRAYS, *TABLES) if n in p.arrays)
+    return [n for n in own if is_float(p.arrays[n])]
 
 
 def _over_rows(
@@ -121,7 +129,7 @@ def _over_rows(
             grads[name] = step.add_columns(grads[name], x)
         return grads
 
-    return p.over_steps(one_step, grads)
+    return over_steps(p, one_step, grads)
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,8 @@ def _rows_backward(block: Block, carry: Any, averaged: bool) -> Any:
     """
     p, rows = block.p, _rows_of(block, averaged)
     grads, (dk, dv) = carry
-    inner = {x: grads[x] for x in ("bias", "alibi", "dropout") if x in grads}
+    names = ("bias", "alibi", "dropout", *_read_by_score(p))
+    inner = {x: grads[x] for x in names if x in grads}
     start = p.full(rows.queries.shape, p.wide), dk, dv, inner
     body = functools.partial(_add_tile, block, rows, averaged)
     dq, dk, dv, inner = block.over_keys(body, start, every=averaged)
@@ -234,6 +243,10 @@ def _add_tile(block: Block, rows: _Rows, averaged: bool, tile: Tile, carry: Any)
     if "alibi" in arrays:
         slope = (tile.by_head(d) * tile.relative().astype(wide)).sum((0, 3, 4))
         grads = {**grads, "alibi": _add_heads(step, grads["alibi"], slope)}
+    if block.p.score is not None:
+        d, others = tile.through_score(rows.queries, d)
+        added = {n: tile.add_part(n, grads[n], x) for n, x in others.items()}
+        grads = {**grads, **added}
     if bent is not None:
         d = d * (1 - bent * bent)
     keys = tile.keys().astype(wide)
@@ -257,7 +270,7 @@ def _lse_parts(block: Block, lse: Array) -> tuple[Array, Array]:
     added. Such rows get both terms from another loop over the keys.
     """
     p, zero = block.p, jnp.zeros_like(lse)
-    if "bias" not in p.arrays:
+    if "bias" not in p.arrays and p.score is None:
         return lse, zero
 
     def again() -> tuple[Array, Array]:
@@ -319,12 +332,14 @@ def _passed(p: Problem, grads: dict[str, Array], empty: Array) -> dict[str, Arra
 
 def _by_tiles(p: Problem) -> bool:
     """Whether gradients of rows without keys need more than sums of operands."""
-    return p.softcap is not None or "dropout" in p.arrays
+    bent = p.softcap is not None or p.score is not None
+    return bent or "dropout" in p.arrays
 
 
 def _may_be_empty(p: Problem) -> bool:
     masks = {"mask", "q_segments", "kv_lengths", "kv_positions", "bias"}
-    return p.window != (None, None) or bool(masks & p.arrays.keys())
+    hides = p.window != (None, None) or p.score is not None
+    return hides or bool(masks & p.arrays.keys())
 
 
 def _dropped_mean_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Array]:
@@ -356,4 +371,4 @@ def _dropped_mean_backward(p: Problem, grads: dict[str, Array]) -> dict[str, Arr
         dv = step.add_columns(grads["v"], dv)
         return {"v": dv, "dropout": dropout}
 
-    return p.over_steps(one_step, grads)
+    return over_steps(p, one_step, grads)

@@ -9,14 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from rewriter.kernels.attention.empty import AVERAGED, NAN
-from rewriter.kernels.attention.xla.tiles import (
-    Block,
-    Problem,
-    Step,
-    Tile,
-    number,
-    problem_of,
-)
+from rewriter.kernels.attention.xla.problem import Problem, problem_of
+from rewriter.kernels.attention.xla.sizes import number
+from rewriter.kernels.attention.xla.tile import Tile
+from rewriter.kernels.attention.xla.tiles import Block, Step, over_steps
 
 if TYPE_CHECKING:
     from jax import Array
@@ -55,7 +51,7 @@ def forward(
         return step.over_blocks(one_block, carry)
 
     start = p.full((z.b, z.t, n, e), p.out_dtype), p.full((z.b, n, z.t), wide)
-    out, lse = p.over_steps(one_step, start)
+    out, lse = over_steps(p, one_step, start)
     if p.empty_rows in AVERAGED and "dropout" in p.arrays:
         fix = lambda: _dropped_mean(p, out, lse)
         out = lax.cond(jnp.any(lse == -jnp.inf), fix, lambda: out)
@@ -116,7 +112,7 @@ def _dropped_mean(p: Problem, out: Array, lse: Array) -> Array:
         new = jnp.where(block.lse()[..., None] == -jnp.inf, acc, old)
         return block.store(out, new)
 
-    return p.over_steps(lambda step, c: step.over_blocks(one_block, c), out)
+    return over_steps(p, lambda step, c: step.over_blocks(one_block, c), out)
 
 
 def kept_factors(tile: Tile) -> Array:

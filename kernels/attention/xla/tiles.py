@@ -1,119 +1,25 @@
-"""Steps, blocks of rows and tiles of scores that both passes loop over."""
+"""Steps and blocks of rows that both passes loop over."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from rewriter.kernels.attention.visibility import Visibility, within
-from rewriter.kernels.attention.xla.config import DEFAULT
-from rewriter.kernels.attention.xla.sizes import Sizes, number, sizes_of
+from rewriter.kernels.attention.xla.problem import Problem, loop
+from rewriter.kernels.attention.xla.sizes import number
+from rewriter.kernels.attention.xla.tile import Tile, least
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jax import Array
 
-AXES = {
-    "q": "btnh", "k": "bskh", "v": "bske", "bias": "bnts", "mask": "bnts",
-    "dropout": "bnts", "q_segments": "bt", "kv_segments": "bs",
-    "kv_positions": "bs", "first_position": "bt", "last_position": "bt",
-    "kv_lengths": "b", "offset": "b", "prefix": "b", "alibi": "n", "sinks": "n",
-    "scale_factor": "", "out": "btne", "cotangent": "btne", "lse": "bnt",
-}  # fmt: skip
-"""Every array's axes. All but t and s of k, v, out and lse may have size 1."""
 
-
-@dataclass(frozen=True)
-class Problem:
-    """The operands and parameters of one call."""
-
-    arrays: dict[str, Array]
-    sizes: Sizes
-    zero: Array
-    scale: float
-    window: tuple[int | None, int | None]
-    shift: int
-    softcap: float | None
-    empty_rows: str
-    out_dtype: Any
-    wide: Any
-
-    @property
-    def visibility(self) -> Visibility:
-        """What is seen, without numbers that are known at run time."""
-        return Visibility(self.sizes.t, self.sizes.s, *self.window)
-
-    def full(self, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Array:
-        """Returns a constant array that can start a loop's carry."""
-        return jnp.full(shape, value, dtype) + self.zero.astype(dtype)
-
-    def cut(self, name: str, at: dict[str, tuple[Any, int]]) -> Array:
-        """Returns an operand's slice at (start, size) by axis letter."""
-        x = self.arrays[name]
-        starts, sizes = self.place(AXES[name], x.shape, at)
-        return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes)
-
-    def place(
-        self, axes: str, shape: tuple[int, ...], at: dict[str, tuple[Any, int]]
-    ) -> tuple[list[Any], tuple[int, ...]]:
-        """Returns the starts and sizes of a slice; axes of size 1 stay whole."""
-        whole = [size == 1 or x not in at for x, size in zip(axes, shape, strict=True)]
-        starts = [
-            jnp.int32(0 if w else at[x][0]) for w, x in zip(whole, axes, strict=True)
-        ]
-        sizes = [
-            size if w else at[x][1]
-            for w, x, size in zip(whole, axes, shape, strict=True)
-        ]
-        return starts, tuple(sizes)
-
-    def factor(self) -> Array | float:
-        """Returns the factor of q kᵀ."""
-        if "scale_factor" not in self.arrays:
-            return self.scale
-        return self.arrays["scale_factor"].astype(self.wide) * self.scale
-
-    def over_steps(self, body: Callable[[Step, Any], Any], carry: Any) -> Any:
-        """Runs ``carry = body(step, carry)`` for each part of batch and heads."""
-        return _loop(0, self.sizes.steps, lambda i, c: body(Step(self, i), c), carry)
-
-
-def _loop(start: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    if isinstance(start, int) and isinstance(end, int):
-        if start >= end:
-            return carry
-        if end == start + 1:
-            return body(start, carry)
-    start, end = jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)
-    return lax.fori_loop(start, end, body, carry)
-
-
-def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
-    """Returns the problem of one call, from arrays and parameters by name."""
-    params: dict[str, Any] = {
-        "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
-        "empty_rows": "nan", "out_dtype": None,
-    }  # fmt: skip
-    arrays = {"q": q, "k": k, "v": v}
-    sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)
-    for name, value in given.items():
-        if name in params:
-            params[name] = value
-        elif value is not None:
-            arrays[name] = value
-    params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
-    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    # A zero that varies over the same mesh axes as the operands: inside
-    # jax.shard_map a loop's first carry must vary as its last.
-    zero = jnp.zeros((), wide)
-    for x in arrays.values():
-        first = x[(0,) * x.ndim]
-        zero = zero + jnp.where(first == first, jnp.zeros((), wide), 0)
-    return Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)
+def over_steps(p: Problem, body: Callable[[Step, Any], Any], carry: Any) -> Any:
+    """Runs ``carry = body(step, carry)`` for each part of batch and heads."""
+    return loop(0, p.sizes.steps, lambda i, c: body(Step(p, i), c), carry)
 
 
 class Step:
@@ -210,7 +116,7 @@ class Step:
     def over_blocks(self, body: Callable[[Block, Any], Any], carry: Any) -> Any:
         """Runs ``carry = body(block, carry)`` for each block of rows."""
         blocks = self.p.sizes.blocks
-        return _loop(0, blocks, lambda i, c: body(Block(self, i), c), carry)
+        return loop(0, blocks, lambda i, c: body(Block(self, i), c), carry)
 
 
 class Block:
@@ -221,7 +127,7 @@ class Block:
         z = self.p.sizes
         self.nominal = i * number(z.rows)
         # The last block is moved up to stay inside: its first rows are computed twice.
-        self.start = _least(self.nominal, z.t - z.rows)
+        self.start = least(self.nominal, z.t - z.rows)
         self.here = {**step.here, "t": (self.start, z.rows)}
         self.t = self.start + lax.broadcasted_iota(jnp.int32, (z.rows, 1), 0)
 
@@ -295,7 +201,7 @@ class Block:
         s, keys = number(z.s), number(z.keys)
         low = _clip(low, s) // keys
         high = (_clip(high, s) + keys - 1) // keys
-        whole = _least(_clip(whole, s) // keys, high)
+        whole = least(_clip(whole, s) // keys, high)
         if step.places is not None:
             low, high = self._within_places(*step.places, low, high)
             whole = jnp.clip(whole, low, jnp.maximum(low, high))
@@ -325,7 +231,7 @@ class Block:
             low, whole, high = 0, 0, -(-self.p.sizes.s // self.p.sizes.keys)
 
         def run(start: Any, end: Any, edge: bool, carry: Any) -> Any:
-            return _loop(start, end, lambda j, c: body(Tile(self, j, edge), c), carry)
+            return loop(start, end, lambda j, c: body(Tile(self, j, edge), c), carry)
 
         if low is not whole:
             carry = run(low, whole, False, carry)
@@ -335,164 +241,3 @@ class Block:
 def _clip(x: Any, high: Any) -> Any:
     static = isinstance(x, int) and isinstance(high, int)
     return max(0, min(x, high)) if static else jnp.clip(x, 0, high)
-
-
-def _least(x: Any, y: Any) -> Any:
-    static = isinstance(x, int) and isinstance(y, int)
-    return min(x, y) if static else jnp.minimum(number(x), number(y))
-
-
-class Tile:
-    """One block of rows against one block of keys: scores [c, r, s].
-
-    Masks and biases are [b|1, k|1, g|1, t|1, s|1].
-    """
-
-    def __init__(self, block: Block, j: Any, edge: bool):
-        self.block, self.p, self.edge = block, block.p, edge
-        z = self.p.sizes
-        self.nominal = j * number(z.keys)
-        ragged = edge and z.keys_overlap
-        self.start = _least(self.nominal, z.s - z.keys) if ragged else self.nominal
-        self.here = {**block.here, "s": (self.start, z.keys)}
-        self.s = self.start + lax.broadcasted_iota(jnp.int32, (1, z.keys), 1)
-
-    def columns(self, x: Array, axis: int = 1) -> Array:
-        """Returns this block of keys of an array."""
-        return lax.dynamic_slice_in_dim(x, self.start, self.p.sizes.keys, axis)
-
-    def keys(self) -> Array:
-        """Returns this block of k, [c, s, h]."""
-        return self.turned("k")
-
-    def values(self) -> Array:
-        """Returns this block of v, [c, s, e], wide."""
-        return self.turned("v").astype(self.p.wide)
-
-    def turned(self, name: str) -> Array:
-        """Returns this block of k or v as [c, s, h]."""
-        step = self.block.step
-        if step.turned is None:
-            return step.turn(self.p.cut(name, self.here))
-        return self.columns(step.turned[name])
-
-    def part(self, name: str) -> Array:
-        """Returns this tile of an operand [b|1, n|1, t|1, s|1]."""
-        return self.block.step.split_heads(self.p.cut(name, self.here), at=1)
-
-    def add(self, name: str, into: Array, x: Array) -> Array:
-        """Returns `into`, shaped as the operand, plus x [c, r, s] on its tile."""
-        x = self.by_head(x)
-        starts, sizes = self.p.place(AXES[name], into.shape, self.here)
-        old = lax.dynamic_slice(into, starts, sizes)
-        apart = self.block.step.split_heads(old, at=1).shape
-        over = tuple(i for i in range(5) if apart[i] == 1 and x.shape[i] > 1)
-        new = x.sum(over, keepdims=True).reshape(sizes)
-        return lax.dynamic_update_slice(into, old + new, starts)
-
-    def add_columns(self, into: Array, x: Array) -> Array:
-        """Returns `into`, as `Step.columns` made it, plus x [c, h, s] here."""
-        if self.block.step.turned is not None:
-            return lax.dynamic_update_slice_in_dim(
-                into, self.columns(into, 2) + x, self.start, 2
-            )
-        starts, sizes = self.p.place("bskh", into.shape, self.here)
-        z = self.p.sizes
-        x = x.reshape(z.some_b, z.some_heads, -1, z.keys).transpose(0, 3, 1, 2)
-        x = x.astype(into.dtype) + lax.dynamic_slice(into, starts, sizes)
-        return lax.dynamic_update_slice(into, x, starts)
-
-    def by_head(self, x: Array) -> Array:
-        """Returns [c, r, s] as [b, k, g, t, s]."""
-        z = self.p.sizes
-        return x.reshape(z.some_b, z.some_heads, z.group, z.rows, z.keys)
-
-    def relative(self) -> Array:
-        """Returns key position less query position, [b|1, 1, 1, t, s]."""
-        return self.s - self.block.t - self.block.step.offset
-
-    def fresh(self) -> list[Array]:
-        """Returns whether keys are new, not in the block before; None if all are."""
-        z = self.p.sizes
-        return [self.s >= self.nominal] if self.edge and z.keys_overlap else []
-
-    def only_fresh(self, x: Array) -> Array:
-        """Returns x [c, r, s] with 0 for keys that the block before has too."""
-        for fresh in self.fresh():
-            x = jnp.where(fresh, x, 0)
-        return x
-
-    def seen(self) -> list[Array]:
-        """Returns the masks, bool, broadcastable to the tile."""
-        p, step = self.p, self.block.step
-        masks = [self.part("mask")] if "mask" in p.arrays else []
-        if "q_segments" in p.arrays:
-            q = p.cut("q_segments", self.here)[:, None, None, :, None]
-            k = p.cut("kv_segments", self.here)[:, None, None, None, :]
-            masks.append(q == k)
-        if "kv_positions" in p.arrays:
-            masks += within(*self.places())
-        if not self.edge:
-            return masks
-        window = []
-        if p.visibility.left is not None:
-            window.append(self.s >= p.visibility.first(self.block.t + step.offset))
-        if p.visibility.right is not None:
-            window.append(self.s <= p.visibility.last(self.block.t + step.offset))
-        if window:
-            inside = window[0] & window[-1]
-            if "prefix" in p.arrays:
-                inside = inside | (self.s < step.per_batch("prefix"))
-            masks.append(inside)
-        if "kv_lengths" in p.arrays:
-            masks.append(self.s < step.per_batch("kv_lengths"))
-        return masks + self.fresh()
-
-    def places(self) -> tuple[Array | None, ...]:
-        """Returns the keys' positions, and the first and the last that rows see."""
-        ends = ("first_position", "last_position")
-        given = self.p.arrays
-        rows = (self.p.cut(n, self.here) if n in given else None for n in ends)
-        keys = self.p.cut("kv_positions", self.here)[:, None, None, None, :]
-        return keys, *(x if x is None else x[:, None, None, :, None] for x in rows)
-
-    def scores(self, queries: Array) -> tuple[Array, Array | None]:
-        """Returns the masked scores and, with a soft cap, tanh(scores / cap)."""
-        p, step = self.p, self.block.step
-        x = jnp.einsum(
-            "crh,csh->crs", queries, self.keys(), preferred_element_type=p.wide
-        )
-        if queries.dtype != p.wide:
-            x = x * p.factor()
-        bent = None
-        if p.softcap is not None:
-            bent = jnp.tanh(x / p.softcap)
-            x = bent * p.softcap
-        flat, x = x.shape, self.by_head(x)
-        if "bias" in p.arrays:
-            x = x + self.part("bias").astype(p.wide)
-        if "alibi" in p.arrays:
-            x = x + step.per_head("alibi") * self.relative().astype(p.wide)
-        hidden = self.seen()
-        for seen in hidden:
-            x = jnp.where(seen, x, -jnp.inf)
-        plain = bent is None and not hidden and not {"bias", "alibi"} & p.arrays.keys()
-        if queries.dtype != p.wide and plain:
-            # Or a fused multiply-add takes the largest off before the product is
-            # rounded, as that is: of scores of 1e10 the difference may be any.
-            x = lax.optimization_barrier(x)
-        return x.reshape(flat), bent
-
-    def only_seen(self, x: Array) -> Array:
-        """Returns x [c, r, s] with 0 for hidden keys, even instead of NaN."""
-        apart = self.by_head(x)
-        for seen in self.seen():
-            apart = jnp.where(seen, apart, 0)
-        return apart.reshape(x.shape)
-
-    def dropout(self) -> Array:
-        """Returns the dropout factors at full size, [c, r, s]."""
-        z = self.p.sizes
-        shape = (z.some_b, z.some_heads, z.group, z.rows, z.keys)
-        full = jnp.broadcast_to(self.part("dropout").astype(self.p.wide), shape)
-        return full.reshape(-1, z.group * z.rows, z.keys)

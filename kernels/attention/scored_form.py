@@ -1,0 +1,160 @@
+"""The form of attention with a function of scores: what follows from attention.
+
+The products of queries and keys, times `scale`, go through the function, and the result
+is attended by. Small arrays that the function reads are operands: arrays that broadcast
+against the scores, and tables of which it reads one number for each score.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.ops.op import Op, Operand, Sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from jax import Array
+
+    from rewriter.ops.cost import Cost, Dtypes, Shapes
+    from rewriter.ops.kernel import Spec
+    from rewriter.ops.score import Score
+
+ARRAYS = tuple(f"score_{i}" for i in range(8))
+"""Operands that broadcast against the scores."""
+
+TABLES = tuple(f"table_{i}" for i in range(4))
+"""Operands of which a function reads one number for each score."""
+
+LEFT_OUT = frozenset({"alibi"})
+"""Operands of attention that such a function has a part of its own for."""
+
+
+def scored_form(op: Op, name: str, about: str) -> Op:
+    """Returns the form of attention with a function of scores.
+
+    Args:
+        op: Attention.
+        name: The form's name, in reports and measurements.
+        about: What it computes, in one line.
+    """
+    defaults = {n: x for n, x in op.defaults.items() if n != "softcap"}
+    return dataclasses.replace(
+        op,
+        name=name,
+        form_of=op.name,
+        about=about,
+        operands=_operands(op),
+        defaults={**defaults, "score": None},
+        reference=functools.partial(scored, op.reference),
+        flat=False,
+        usual=None,
+        cost=functools.partial(_cost, op),
+        sharding=_sharding,
+        sample=functools.partial(_sample, op),
+        distributions=None,
+    )
+
+
+def scored(
+    attend: Callable[..., Array], /, *, score: Score | None = None, **given: Any
+) -> Array:
+    """Returns attention by a function of its scores.
+
+    Operands are documented where the op is declared.
+
+    Args:
+        attend: Computes attention, with a function of all scores as ``computed``.
+        score: The function; None leaves the scores.
+        **given: The operands and parameters of attention, and those of the function.
+
+    Returns:
+        [b, t, n, e].
+    """
+    arrays = {n: given.pop(n) for n in (*ARRAYS, *TABLES) if n in given}
+    if score is None:
+        return attend(**given)
+
+    def computed(products: Array) -> Array:
+        t, s = products.shape[-2:]
+        rows = jax.lax.broadcasted_iota(jnp.int32, (1, 1, t, 1), 2)
+        columns = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, s), 3)
+        return score(products, rows, columns, arrays)
+
+    return attend(**given, computed=computed)
+
+
+def as_attention(spec: Spec) -> Spec:
+    """Returns the use of attention that a use of the form is, without its function."""
+    own = {*ARRAYS, *TABLES}
+    return dataclasses.replace(
+        spec,
+        op="attention",
+        shapes=tuple((n, s) for n, s in spec.shapes if n not in own),
+        dtypes=tuple((n, d) for n, d in spec.dtypes if n not in own),
+        params=tuple((n, x) for n, x in spec.params if n != "score"),
+    )
+
+
+# ------------------------------------------------------------ what a form declares
+def _operands(op: Op) -> tuple[Operand, ...]:
+    own = [
+        Operand(
+            name, "b|1 n|1 t|1 s|1", doc="Any dtype: read by the function of scores."
+        )
+        for name in ARRAYS
+    ]
+    own += [
+        Operand(
+            name, f"b|1 n|1 {letter}",
+            doc="A table: the function of scores reads one of its numbers.",
+        )
+        for name, letter in zip(TABLES, "rxyz", strict=True)
+    ]  # fmt: skip
+    kept = (o for o in op.operands if o.name not in LEFT_OUT)
+    return (*kept, *own)
+
+
+def _sharding(params: Mapping[str, Any]) -> Sharding:
+    """How a use is split: sequences and heads; a function knows no other positions."""
+    del params
+    return Sharding(frozenset("bn"), follows={"k": "n"})
+
+
+def _cost(
+    op: Op,
+    shapes: Shapes,
+    dtypes: Dtypes,
+    params: Mapping[str, Any],
+    mode: str = "forward",
+) -> Cost:
+    """Attention's operations and bytes; those of the function do not count."""
+    assert op.cost is not None
+    own = {*ARRAYS, *TABLES}
+    less = (
+        {n: x for n, x in given.items() if n not in own} for given in (shapes, dtypes)
+    )
+    return op.cost(*less, params, mode)
+
+
+def _sample(
+    op: Op, key: Array, operands: Mapping[str, Any], params: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Realistic operands: numbers near 1 for floats, and small whole numbers."""
+    assert op.sample is not None
+    own = {n: x for n, x in operands.items() if n in (*ARRAYS, *TABLES)}
+    others = {n: x for n, x in operands.items() if n not in own}
+    made = dict(op.sample(key, others, params))
+    for i, (name, x) in enumerate(own.items()):
+        one = jax.random.fold_in(key, i)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            value = jax.random.uniform(one, x.shape, minval=0.5, maxval=1.5)
+        else:
+            value = jax.random.bernoulli(one, 0.8, x.shape)
+        made[name] = value.astype(x.dtype)
+    return made

@@ -1,0 +1,118 @@
+"""One call: its arrays, sizes and parameters, and slices of the arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from rewriter.kernels.attention.scored_form import ARRAYS, TABLES
+from rewriter.kernels.attention.visibility import Visibility
+from rewriter.kernels.attention.xla.config import DEFAULT
+from rewriter.kernels.attention.xla.sizes import Sizes, sizes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax import Array
+
+    from rewriter.ops.score import Score
+
+AXES = {
+    "q": "btnh", "k": "bskh", "v": "bske", "bias": "bnts", "mask": "bnts",
+    "dropout": "bnts", "q_segments": "bt", "kv_segments": "bs",
+    "kv_positions": "bs", "first_position": "bt", "last_position": "bt",
+    "kv_lengths": "b", "offset": "b", "prefix": "b", "alibi": "n", "sinks": "n",
+    "scale_factor": "", **dict.fromkeys(ARRAYS, "bnts"), **dict.fromkeys(TABLES, "bnr"),
+    "out": "btne", "cotangent": "btne", "lse": "bnt",
+}  # fmt: skip
+"""Every array's axes. All but t and s of k, v, out and lse may have size 1."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The operands and parameters of one call."""
+
+    arrays: dict[str, Array]
+    sizes: Sizes
+    zero: Array
+    scale: float
+    window: tuple[int | None, int | None]
+    shift: int
+    softcap: float | None
+    empty_rows: str
+    out_dtype: Any
+    wide: Any
+    score: Score | None = None
+
+    @property
+    def visibility(self) -> Visibility:
+        """What is seen, without numbers that are known at run time."""
+        return Visibility(self.sizes.t, self.sizes.s, *self.window)
+
+    def full(self, shape: tuple[int, ...], dtype: Any, value: float = 0) -> Array:
+        """Returns a constant array that can start a loop's carry."""
+        return jnp.full(shape, value, dtype) + self.zero.astype(dtype)
+
+    def cut(self, name: str, at: dict[str, tuple[Any, int]]) -> Array:
+        """Returns an operand's slice at (start, size) by axis letter."""
+        x = self.arrays[name]
+        starts, sizes = self.place(AXES[name], x.shape, at)
+        return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes)
+
+    def place(
+        self, axes: str, shape: tuple[int, ...], at: dict[str, tuple[Any, int]]
+    ) -> tuple[list[Any], tuple[int, ...]]:
+        """Returns the starts and sizes of a slice; axes of size 1 stay whole."""
+        whole = [size == 1 or x not in at for x, size in zip(axes, shape, strict=True)]
+        starts = [
+            jnp.int32(0 if w else at[x][0]) for w, x in zip(whole, axes, strict=True)
+        ]
+        sizes = [
+            size if w else at[x][1]
+            for w, x, size in zip(whole, axes, shape, strict=True)
+        ]
+        return starts, tuple(sizes)
+
+    def factor(self) -> Array | float:
+        """Returns the factor of q kᵀ."""
+        if "scale_factor" not in self.arrays:
+            return self.scale
+        return self.arrays["scale_factor"].astype(self.wide) * self.scale
+
+
+def loop(start: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Runs ``carry = body(i, carry)`` for each i; one step needs no loop."""
+    if isinstance(start, int) and isinstance(end, int):
+        if start >= end:
+            return carry
+        if end == start + 1:
+            return body(start, carry)
+    start, end = jnp.asarray(start, jnp.int32), jnp.asarray(end, jnp.int32)
+    return lax.fori_loop(start, end, body, carry)
+
+
+def problem_of(q: Array, k: Array, v: Array, given: dict[str, Any]) -> Problem:
+    """Returns the problem of one call, from arrays and parameters by name."""
+    params: dict[str, Any] = {
+        "scale": 1.0, "window": (None, None), "shift": 0, "softcap": None,
+        "empty_rows": "nan", "out_dtype": None, "score": None,
+    }  # fmt: skip
+    arrays = {"q": q, "k": k, "v": v}
+    sizes = sizes_of(q, k, given.pop("config", None) or DEFAULT)
+    for name, value in given.items():
+        if name in params:
+            params[name] = value
+        elif value is not None:
+            arrays[name] = value
+    params["out_dtype"] = jnp.dtype(params["out_dtype"] or q.dtype)
+    wide = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
+    # A zero that varies over the same mesh axes as the operands: inside
+    # jax.shard_map a loop's first carry must vary as its last.
+    zero = jnp.zeros((), wide)
+    for x in arrays.values():
+        first = x[(0,) * x.ndim]
+        zero = zero + jnp.where(first == first, jnp.zeros((), wide), 0)
+    return Problem(arrays=arrays, sizes=sizes, zero=zero, wide=wide, **params)

@@ -1,0 +1,286 @@
+"""A function of scores, as a program computes it: its own equations, one by one.
+
+Attention multiplies queries by keys. What a program does with the products before the
+softmax is a function of each of them, of its position and of small arrays. It is kept
+here as the program's own equations: the same primitives and dtypes in the same order.
+So it may be computed for a tile of products at a time, and rounds as in the program::
+
+    value[b, n, t, s] = f(product[b, n, t, s], t, s, arrays[b|1, n|1, t|1, s|1], ...)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PRODUCT, ROW, COLUMN = "product", "row", "column"
+"""What every function may read: the product, and the numbers of query and key."""
+
+ELEMENTWISE = frozenset({
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
+    "atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh",
+    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
+    "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
+    "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+    "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+})  # fmt: skip
+"""Primitives that compute each number of a result from those at its place."""
+
+NAMED: Mapping[str, Callable[..., Any]] = {
+    "floor_divide": jnp.floor_divide,
+    "logaddexp": jnp.logaddexp,
+    "relu": jax.nn.relu,
+    "remainder": jnp.remainder,
+}
+"""Functions of JAX that count as one equation: their rules of derivatives are kept."""
+
+LOOKUP = "lookup"
+"""An equation that reads a number of a table, by its place on the table's last axis."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """What an equation reads.
+
+    Attributes:
+        kind: ``"step"``, ``"array"``, ``"number"``, or one of the names above.
+        name: The number of an earlier equation, the name of an array, or the number's
+            text.
+        value: The number, of its dtype.
+    """
+
+    kind: str
+    name: Any = ""
+    value: Any = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.name}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One equation.
+
+    Attributes:
+        name: Its primitive, a name of `NAMED`, or `LOOKUP`.
+        ins: What it reads.
+        dtype: The result's.
+        params: The primitive's parameters, as text.
+        run: Computes it from arrays that broadcast against each other.
+    """
+
+    name: str
+    ins: tuple[Ref, ...]
+    dtype: str
+    params: str = ""
+    run: Callable[..., Any] = field(default=lambda *x: x, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}[{self.params}]({', '.join(map(str, self.ins))}):{self.dtype}"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Score:
+    """A function of a product, its position and arrays.
+
+    Functions are equal if their equations are.
+
+    Attributes:
+        steps: The equations, in order.
+        out: The result.
+        product_dtype: The dtype in which the program has the product.
+
+    Example:
+        >>> steps = Step("tanh", (Ref("product"),), "float32", run=jnp.tanh),
+        >>> bent = Score(steps, Ref("step", 0), "float32")
+        >>> float(bent(jnp.float32(0.0), 0, 0, {})), str(bent)
+        (0.0, 'tanh')
+    """
+
+    steps: tuple[Step, ...]
+    out: Ref
+    product_dtype: str
+
+    def __call__(
+        self, product: Any, row: Any, column: Any, arrays: Mapping[str, Any]
+    ) -> Any:
+        """Returns the function's values, shaped as the product.
+
+        Args:
+            product: Products of queries and keys; the last two axes are theirs.
+            row: Numbers of queries, int32.
+            column: Numbers of keys, int32. All that is given must broadcast.
+            arrays: What else it reads, by name. The last axis of a table is the one
+                that is read by index; the others are those before the last two.
+        """
+        known = {
+            PRODUCT: product.astype(self.product_dtype),
+            ROW: jnp.asarray(row, jnp.int32),
+            COLUMN: jnp.asarray(column, jnp.int32),
+        }
+        made: list[Any] = []
+
+        def read(ref: Ref) -> Any:
+            match ref.kind:
+                case "step":
+                    return made[ref.name]
+                case "array":
+                    return arrays[ref.name]
+                case "number":
+                    return ref.value
+            return known[ref.kind]
+
+        for step in self.steps:
+            made.append(step.run(*map(read, step.ins)))
+        return jnp.broadcast_to(read(self.out), product.shape)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """All equations as text, the same in every run."""
+        lines = (f"{i} = {step}" for i, step in enumerate(self.steps))
+        return "\n".join((self.product_dtype, *lines, str(self.out)))
+
+    @functools.cached_property
+    def primitives(self) -> frozenset[str]:
+        """The names of its equations: what a kernel must be able to compute."""
+        return frozenset(step.name for step in self.steps)
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the arrays that it reads."""
+        refs = (*(ref for step in self.steps for ref in step.ins), self.out)
+        return tuple(sorted({ref.name for ref in refs if ref.kind == "array"}))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Score) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __lt__(self, other: Score) -> bool:
+        return self.text < other.text
+
+    def __repr__(self) -> str:
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
+        return f"Score({self}, {digest})"
+
+    def __str__(self) -> str:
+        """The names of its equations, without casts and layout."""
+        plain = ("convert_element_type", "copy")
+        count = Counter(s.name for s in self.steps if s.name not in plain)
+        return " ".join(count) or "cast"
+
+
+def primitive_step(
+    primitive: Any, params: Mapping[str, Any], ins: tuple[Ref, ...], dtype: Any
+) -> Step:
+    """Returns the step that is one equation of a primitive of `ELEMENTWISE`."""
+    shown = " ".join(
+        f"{k}={v}"
+        for k, v in sorted(params.items())
+        if v is not None and k != "sharding"
+    )
+    run = functools.partial(_bound, primitive, dict(params))
+    return Step(primitive.name, ins, str(dtype), shown, run)
+
+
+def named_step(name: str, ins: tuple[Ref, ...], dtype: Any) -> Step:
+    """Returns the step that is one call of a function of `NAMED`."""
+    return Step(name, ins, str(dtype), "", NAMED[name])
+
+
+def lookup_step(table: Ref, index: Ref, dtype: Any, fill: Any = None) -> Step:
+    """Returns the step that reads a table.
+
+    Args:
+        table: The table, [..., r].
+        index: Places from 0 to r - 1.
+        dtype: The table's.
+        fill: The number that an index below 0 gives; None if there is none.
+    """
+    run = functools.partial(_looked_up, fill=fill)
+    shown = "" if fill is None else f"fill={fill}"
+    return Step(LOOKUP, (table, index), str(dtype), shown, run)
+
+
+def number(value: Any, dtype: Any) -> Ref:
+    """Returns a number of a dtype, as an equation reads it."""
+    scalar = jnp.dtype(dtype).type(value)
+    return Ref("number", f" {scalar} {jnp.dtype(dtype)}", scalar)
+
+
+def _bound(primitive: Any, params: dict[str, Any], *given: Any) -> Any:
+    """One equation, of arrays that broadcast against each other."""
+    arrays = [jnp.asarray(x) for x in given]
+    if len(arrays) > 1:
+        arrays = _varying_alike(jnp.broadcast_arrays(*arrays))
+    return primitive.bind(*arrays, **params)
+
+
+def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays that vary over the same axes of a mesh, inside of `jax.shard_map`."""
+    axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in arrays]
+    every = frozenset().union(*axes)
+    return [
+        x if own == every else lax.pcast(x, tuple(sorted(every - own)), to="varying")
+        for x, own in zip(arrays, axes, strict=True)
+    ]
+
+
+def _looked_up(table: Any, index: Any, fill: Any = None) -> Any:
+    """Numbers of a table [..., r] at places [..., t, s]; a place below 0 has the fill.
+
+    The table's axes before r, and the index's before the last two, broadcast.
+    """
+    outer = table.ndim - 1
+    index = jnp.asarray(index)
+    index = index.reshape((1,) * (outer + 2 - index.ndim) + index.shape)
+    at = index if fill is None else jnp.maximum(index, 0)
+    if all(n == 1 for n in index.shape[:outer]):
+        places = at.reshape(index.shape[outer:])
+        found = jnp.take(table, places, axis=-1, mode="clip")
+    else:
+        lead = jnp.broadcast_shapes(table.shape[:-1], index.shape[:outer])
+        whole = jnp.broadcast_to(table, (*lead, table.shape[-1]))
+        places = jnp.broadcast_to(at, (*lead, *index.shape[outer:]))
+        flat = places.reshape(*lead, -1)
+        found = jnp.take_along_axis(whole, flat, axis=-1, mode="clip")
+        found = found.reshape(places.shape)
+    if fill is None:
+        return found
+    return jnp.where(index < 0, jnp.asarray(fill, found.dtype), found)
+
+
+def digit(
+    steps: Callable[[Step], Ref], ref: Ref, below: int, size: int, whole: bool
+) -> Ref:
+    """Returns one digit of a position: ``position // below % size``.
+
+    Args:
+        steps: Adds an equation, and returns its result.
+        ref: The position, int32, not below 0.
+        below: The product of the sizes of the digits below.
+        size: The digit's own size.
+        whole: Whether it is the first digit, which needs no remainder.
+    """
+    if below != 1:
+        ref = steps(
+            primitive_step(lax.div_p, {}, (ref, number(below, "int32")), "int32")
+        )
+    if not whole:
+        ref = steps(
+            primitive_step(lax.rem_p, {}, (ref, number(size, "int32")), "int32")
+        )
+    return ref
