@@ -28,6 +28,9 @@ PATTERNS = {
     "attention": Shipped(
         "attention.read", "Attention, in any spelling: softmax(q kᵀ · scale + ...) v."
     ),
+    "scored_attention": Shipped(
+        "attention.scored", "Attention with any function of its scores."
+    ),
     "paged_attention": Shipped(
         "attention.paged", "Attention to keys and values that lie in pages of a pool."
     ),

@@ -125,14 +125,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
         choices = [[s] for s in scores]
     miss: Refused | None = None
     for chosen in choices:
-        value = pv.outs[0]
-        later = [
-            v
-            for v in find.regions.chain(value, lambda n: _goes_on(find, n), 10)
-            if find.graph.node_of(v).prim in ("div", "mul", "select_n")
-        ]
-        for k, plain in enumerate([value, *later]):
-            candidate = rounded(find, plain)
+        for k, candidate in enumerate(later_forms(find, pv)):
             for how in ("full", "soft", "whole"):
                 try:
                     parts = Blocks(tuple(chosen), ((pv, side),))
@@ -191,6 +184,17 @@ def _readings(
         yield reading
     if not find.done(NAME, value) and _has_positions(reading):
         yield read(find, value, parts, how, sums, mask_as_array=True)
+
+
+def later_forms(find: Finder, pv: Node) -> list[int]:
+    """A product of weights and values, and what it is once it is normalised."""
+    value = pv.outs[0]
+    later = [
+        v
+        for v in find.regions.chain(value, lambda n: _goes_on(find, n), 10)
+        if find.graph.node_of(v).prim in ("div", "mul", "select_n")
+    ]
+    return [rounded(find, v) for v in (value, *later)]
 
 
 def _has_table(reading: Reading) -> bool:

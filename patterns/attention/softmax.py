@@ -344,7 +344,7 @@ def exponents(
                 score=0.5,
             )
         mono = alg.defs[atom][1]
-        found = _scores(alg, mono, float(c), operands, parts.s)
+        found = contracted(alg, mono, float(c), operands, parts.s)
         if found is not None:
             qk.append(found)
         elif {alg.defs[a][1] for a in alg.leaves(atom)} & operands:
@@ -392,7 +392,10 @@ def _joined(alg: Algebra, qk: list[Scores]) -> list[Scores]:
     return [Scores(1.0, extra, first.d, first.q, first.k)]
 
 
-def _scores(alg, mono, c, operands, s) -> Scores | None:
+def contracted(
+    alg: Algebra, mono: Monomial, c: float, operands: Set[Any], s: Group
+) -> Scores | None:
+    """Reads a term as a contraction of queries and keys; None if it is none."""
     if len(mono) == 1 and mono[0][1] == -1 and alg.kind(mono[0][0]) == "pow":
         return _capped(alg, mono[0][0], c, operands, s)
     for atom, e in mono:
@@ -428,7 +431,7 @@ def _capped(alg, atom, c, operands, s) -> Scores | None:
     ((flag, mono), k) = next(iter(rest.items()))
     if k != 1 or flag != TRUE or len(mono) != 1 or alg.kind(mono[0][0]) != "exp":
         return None
-    inner = _scores(alg, alg.defs[mono[0][0]][1], float(mono[0][1]), operands, s)
+    inner = contracted(alg, alg.defs[mono[0][0]][1], float(mono[0][1]), operands, s)
     if inner is None or inner.softcap:
         return None
     scale, cap = -inner.c if c > 0 else inner.c, abs(c) / 2

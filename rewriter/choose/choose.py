@@ -23,6 +23,7 @@ from rewriter.measure.program_key import REWRITTEN, WITHOUT
 from rewriter.measure.sources import sources
 from rewriter.ops.device import Device
 from rewriter.ops.kernel import Kernel, Spec
+from rewriter.ops.registry import REFERENCE, registry
 from rewriter.site.implementation import XLA
 
 
@@ -55,7 +56,7 @@ def choose(
         UnknownKernel: If a forced kernel does not exist.
         KernelError: If none of the forced kernels supports the site.
     """
-    forced = [f for f in config.implementation if f[0] == spec.op]
+    forced = _forced(spec, config, kernels)
     if forced:
         return forced_by_name(spec, forced[0][1:], kernels, config, device, where)
     if config.numerics == "strict":
@@ -69,6 +70,29 @@ def choose(
         choice = estimated or by_rule(*arguments, differentiated)
         measured = with_known_config(choice, *arguments, differentiated > 0)
     return _with_reading_mentioned(measured, longer)
+
+
+def _forced(
+    spec: Spec, config: Config, kernels: Sequence[Kernel]
+) -> list[tuple[str, Sequence[str], Sequence[str]]]:
+    """The kernels that are named for an op, or for the op that it is a form of.
+
+    A form has fewer kernels: those that it lacks are not asked for.
+    """
+    own = [f for f in config.implementation if f[0] == spec.op]
+    form_of = registry().op(spec.op).form_of if spec.op in registry().ops() else ""
+    if own or not form_of:
+        return own
+    there = {*(k.name for k in kernels), REFERENCE, XLA}
+    general = (f for f in config.implementation if f[0] == form_of)
+    return [
+        (
+            name,
+            [k for k in first if k in there] or [XLA],
+            [k for k in second if k in there],
+        )
+        for name, first, second in general
+    ]
 
 
 def _with_reading_mentioned(choice: Choice, longer: Mapping[str, float]) -> Choice:

@@ -22,6 +22,7 @@ from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.reference import referenced
 from rewriter.ops.kernel import Spec, spec_of
 from rewriter.ops.op import Op
+from rewriter.ops.registry import registry
 from rewriter.program.graph import Graph
 
 
@@ -37,7 +38,11 @@ def check(graph: Graph, op: Op, reading: Reading) -> tuple[Spec | None, Refused 
     try:
         require_own(reading)
         spec, want = replacement_forms(graph, op, reading)
-        difference = _difference(reading, want, reading.args)
+        proof = reading.proof
+        if proof is not None:
+            require_own(proof)
+            _, want = replacement_forms(graph, registry().op(proof.op), proof)
+        difference = _difference(proof or reading, want, reading.args)
     except Refused as refusal:
         return None, refusal.with_traceback(None)
     except OverBudget as error:

@@ -144,6 +144,9 @@ class Reading:
             later ones may be made of earlier ones.
         may_be_inside: Whether it is a site inside another one of the same op too, if
             it is read beside that.
+        proof: A reading of the same region with one of its values given, which is
+            proved in place of this one. The equations of that value are the op's own
+            parameter: they are taken over, and need no proof.
         code: The traced code of the replacement, with the op's reference, once the
             reading is checked. A changed copy has none.
     """
@@ -171,6 +174,7 @@ class Reading:
     in_blocks: bool = False
     joined: Mapping[Any, Joined] = field(default_factory=dict)
     may_be_inside: bool = False
+    proof: Reading | None = None
     code: Any = field(default=None, init=False, repr=False)
 
     def build(

@@ -30,9 +30,9 @@ ELEMENTWISE = frozenset({
     "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
     "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
     "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
-    "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt",
+    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
 })  # fmt: skip
 """Primitives that compute each number of a result from those at its place."""
 
@@ -43,6 +43,18 @@ NAMED: Mapping[str, Callable[..., Any]] = {
     "remainder": jnp.remainder,
 }
 """Functions of JAX that count as one equation: their rules of derivatives are kept."""
+
+POSITIONS: Mapping[str, Callable[..., Any]] = {
+    "position_add": jnp.add,
+    "position_and": jnp.logical_and,
+    "position_clip": lambda x, most: jnp.clip(x, 0, most),
+    "position_inside": lambda x, size: (x >= 0) & (x < size),
+    "position_multiply": jnp.multiply,
+    "position_or_none": lambda inside, x: jnp.where(inside, x, -1),
+    "position_quotient": jnp.floor_divide,
+    "position_remainder": jnp.remainder,
+}
+"""What is computed anew of positions and of places in tables: integers of 32 bits."""
 
 LOOKUP = "lookup"
 """An equation that reads a number of a table, by its place on the table's last axis."""
@@ -72,7 +84,7 @@ class Step:
     """One equation.
 
     Attributes:
-        name: Its primitive, a name of `NAMED`, or `LOOKUP`.
+        name: Its primitive, a name of `NAMED` or `POSITIONS`, or `LOOKUP`.
         ins: What it reads.
         dtype: The result's.
         params: The primitive's parameters, as text.
@@ -201,6 +213,20 @@ def named_step(name: str, ins: tuple[Ref, ...], dtype: Any) -> Step:
     return Step(name, ins, str(dtype), "", NAMED[name])
 
 
+def position_step(name: str, *ins: Ref) -> Step:
+    """Returns the step that is a function of `POSITIONS`, without its first word."""
+    name = f"position_{name}"
+    kind = "bool" if name in ("position_and", "position_inside") else "int32"
+    return Step(name, ins, kind, "", POSITIONS[name])
+
+
+def cast_step(ref: Ref, dtype: Any) -> Step:
+    """Returns the step that is a position or an index in another dtype."""
+    name = str(jnp.dtype(dtype))
+    run = lambda x: jnp.asarray(x).astype(name)
+    return Step("convert_element_type", (ref,), name, f"to {name}", run)
+
+
 def lookup_step(table: Ref, index: Ref, dtype: Any, fill: Any = None) -> Step:
     """Returns the step that reads a table.
 
@@ -261,26 +287,3 @@ def _looked_up(table: Any, index: Any, fill: Any = None) -> Any:
     if fill is None:
         return found
     return jnp.where(index < 0, jnp.asarray(fill, found.dtype), found)
-
-
-def digit(
-    steps: Callable[[Step], Ref], ref: Ref, below: int, size: int, whole: bool
-) -> Ref:
-    """Returns one digit of a position: ``position // below % size``.
-
-    Args:
-        steps: Adds an equation, and returns its result.
-        ref: The position, int32, not below 0.
-        below: The product of the sizes of the digits below.
-        size: The digit's own size.
-        whole: Whether it is the first digit, which needs no remainder.
-    """
-    if below != 1:
-        ref = steps(
-            primitive_step(lax.div_p, {}, (ref, number(below, "int32")), "int32")
-        )
-    if not whole:
-        ref = steps(
-            primitive_step(lax.rem_p, {}, (ref, number(size, "int32")), "int32")
-        )
-    return ref
