@@ -203,6 +203,7 @@ class ScoreReader:
             return self._piece(node, args)
         if node.prim not in LOOKS_THROUGH:
             raise Unread(f"scores go through {node.prim}, which is not elementwise")
+        self.places |= self._is_dense(args) and value not in self.core
         ins = tuple(self.read(i, ev.aligned(i, args)) for i in node.ins)
         return self._equation(node, ins, dtype)
 

@@ -54,6 +54,9 @@ NAME = "scored_attention"
 FILLS = 1e3
 """Numbers from here on, below zero, hide a score where a choice takes them."""
 
+NEAR = 60
+"""The most values above what is added to scores that are looked at."""
+
 WALK = 400
 """The most values between products and a softmax."""
 
@@ -75,11 +78,16 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     products = _products(find, anchor.ins[0])
     if not products or find.known_empty(NAME, anchor):
         return
-    for pv, side in find.regions.below(anchor.outs[0], DOT):
-        if not pv.params["dimension_numbers"][0][0] or pv in products:
-            continue
-        if find.done(GENERAL, pv.outs[0]) or find.number(pv.ins[1 - side]) is not None:
-            continue
+    below = [
+        (pv, side)
+        for pv, side in find.regions.below(anchor.outs[0], DOT)
+        if pv.params["dimension_numbers"][0][0]
+        and pv not in products
+        and find.number(pv.ins[1 - side]) is None
+    ]
+    for pv, side in below:
+        if find.done(GENERAL, pv.outs[0]) and len(below) > 1:
+            continue  # differentiated: its gradients are found as attention's
         yield from _around(find, anchor, products, pv, side)
 
 
@@ -109,12 +117,13 @@ def _around(
     for product in products:
         for scored in _candidates(find, anchor, product):
             for value in later_forms(find, pv):
-                if find.done(GENERAL, value):
+                known = find.done(GENERAL, value)
+                if known and not _adds_of_places(find, scored, product):
                     return
                 for how in ("full", "soft"):
                     region = Region(find, value, scored, product, (pv, side), how)
                     try:
-                        yield region.reading()
+                        yield region.reading(known)
                     except Refused as refusal:
                         if miss is None or refusal.score > miss.score:
                             miss = refusal.with_traceback(None)
@@ -124,6 +133,46 @@ def _around(
                         return
     if miss is not None and miss.score > 0.5:
         find.missed(NAME, anchor, miss)
+
+
+def _adds_of_places(find: Finder, scored: int, product: Node) -> bool:
+    """Whether numbers are added to scores that are computed of positions, or picked.
+
+    Attention takes them as an array with a number for each query and key.
+    """
+    graph = find.graph
+    core = find.below(frozenset(product.outs), scored)
+    queue, seen = [scored], {scored}
+    while queue:
+        node = graph.node_of(queue.pop())
+        if node is None or node is product:
+            continue
+        for i in node.ins:
+            if i in core:
+                if i not in seen:
+                    seen.add(i)
+                    queue.append(i)
+            elif node.prim in ("add", "sub") and _is_of_places(find, i):
+                return True
+    return False
+
+
+def _is_of_places(find: Finder, value: int) -> bool:
+    """Whether a value with two axes is made of positions or of a table's numbers."""
+    graph = find.graph
+    if sum(n != 1 for n in graph.shape(value)) < 2:
+        return False
+    queue, seen = [value], {value}
+    while queue and len(seen) < NEAR:
+        node = graph.node_of(queue.pop(0))
+        if node is None:
+            continue
+        if node.prim in ("iota", "gather"):
+            return True
+        new = [i for i in node.ins if i not in seen]
+        seen.update(new)
+        queue += new
+    return False
 
 
 def _candidates(find: Finder, anchor: Node, product: Node) -> list[int]:
@@ -226,8 +275,12 @@ class Region:
     weighed: tuple[Node, int]
     how: str
 
-    def reading(self) -> Reading:
+    def reading(self, known: bool) -> Reading:
         """Returns the reading.
+
+        Args:
+            known: Whether the result is attention with a bias. Then only a function
+                that needs no array of all queries and keys is worth more.
 
         Raises:
             Refused: If the region is no softmax of a function of products.
@@ -242,6 +295,8 @@ class Region:
         ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
         softmax, leaf = self._softmax(ev, form, args)
         function, softmax = self._function(softmax, alg.defs[leaf][2])
+        if known and (function.dense or not function.places):
+            raise Refused("bias", "its bias is an array of the program", score=0.1)
         self._require_one_meaning(softmax, function)
         general = assembled(softmax)
         reading = self._with_function(general, function, leaf)
@@ -362,7 +417,7 @@ class Region:
         steep = function.score.primitives & STEEP
         if steep or math.isinf(self._loudest(function)):
             text = (
-                "a row of nothing but -inf may be guarded behind a function of scores"
+                "a row of -inf alone may be guarded behind a function of scores"
             )
             raise Refused("rows", text, score=0.7)
 
