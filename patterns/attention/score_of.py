@@ -57,7 +57,7 @@ class Function:
     Attributes:
         score: The function.
         operands: Arrays and tables, by name.
-        dense: Whether one of them has a number for each query and key.
+        dense: Whether one of them has a float for each query and key.
         places: Whether it computes with both a query's and a key's position, or reads
             a table.
     """
@@ -297,7 +297,7 @@ class ScoreReader:
         if not ev.at_hand(value):
             raise Unread("an array that the scores read is not at hand")
         form = alg.of_atom(ev.leaf(value, args))
-        self.dense |= self._is_dense(args)
+        self.dense |= self._is_dense(args) and kind_of(ev.g.dtype(value)) == "f"
         return self._operand((value, args), form, self._ids(args), ev.g.dtype(value))
 
     def _operand(self, key: Any, form: Any, ids: frozenset[int], dtype: Any) -> Ref:

@@ -228,8 +228,8 @@ add("leaky relu", lambda x, i, j, a: jax.nn.leaky_relu(x, 0.2),
 add("elu", lambda x, i, j, a: jax.nn.elu(x),
     lambda x, i, j, a: jnp.where(x > 0, x, jnp.expm1(jnp.where(x > 0, 0.0, x))))
 add("silu", lambda x, i, j, a: jax.nn.silu(x), lambda x, i, j, a: x * jax.nn.sigmoid(x))
-add("sigmoid scores", lambda x, i, j, a: 4 * jax.nn.sigmoid(x),
-    lambda x, i, j, a: 4 / (1 + jnp.exp(-x)))
+add("sigmoid of squares", lambda x, i, j, a: 4 * jax.nn.sigmoid(x * x),
+    lambda x, i, j, a: 4 / (1 + jnp.exp(-jnp.square(x))))
 add("square", lambda x, i, j, a: x * x, lambda x, i, j, a: jnp.square(x))
 add("cube", lambda x, i, j, a: x**3 / 8, lambda x, i, j, a: x * x * x * 0.125)
 add("squared relu", lambda x, i, j, a: jnp.square(jax.nn.relu(x)),
@@ -275,8 +275,8 @@ add("gated by content", lambda x, i, j, a: jax.nn.softplus(x) * a.content + a.me
     lambda x, i, j, a: a.memory + a.content * jax.nn.softplus(x), "content", "memory")
 add("scaled by log length", lambda x, i, j, a: x * jnp.log(i + 2.0) + jnp.sin(x),
     lambda x, i, j, a: jnp.sin(x) + jnp.log(2.0 + i) * x)
-add("power of positions", lambda x, i, j, a: x * (j + 1.0) ** -0.3 * (i + 1.0) ** 0.1,
-    lambda x, i, j, a: x * jnp.power(i + 1.0, 0.1) * jnp.power(j + 1.0, -0.3))
+add("power of positions", lambda x, i, j, a: x * (i + j + 1.0) ** -0.3,
+    lambda x, i, j, a: x * jnp.power(1.0 + j + i, -0.3))
 
 # -------------------------------------------------------------- decay and masks
 add("exponential decay", lambda x, i, j, a: x * jnp.exp(-0.05 * away(i, j)),
