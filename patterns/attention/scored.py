@@ -404,14 +404,9 @@ class Region:
         Raises:
             Refused: If the function may be infinite, and there is a guard.
         """
-        find, parts = self.find, softmax.parts
-        nodes = [
-            node
-            for v in find.below(frozenset((self.scored,)), self.value)
-            if (node := find.graph.node_of(v)) is not None and v != self.scored
-        ]
+        parts = softmax.parts
         guarded = parts.sink or parts.drop_flag != TRUE or parts.zero_rows
-        guarded = guarded or any(self._guards(node) for node in nodes)
+        guarded = guarded or any(map(self._guards, self._behind()))
         if not guarded:
             return
         steep = function.score.primitives & STEEP
@@ -420,6 +415,20 @@ class Region:
                 "a row of -inf alone may be guarded behind a function of scores"
             )
             raise Refused("rows", text, score=0.7)
+
+    def _behind(self) -> list[Node]:
+        """The equations from the function's value to the result."""
+        graph = self.find.graph
+        later = self.find.below(frozenset((self.scored,)), self.value)
+        found: dict[int, Node] = {}
+        queue = [self.value]
+        while queue:
+            value = queue.pop()
+            node = graph.node_of(value)
+            if value != self.scored and value not in found and node is not None:
+                found[value] = node
+                queue += [i for i in node.ins if i in later]
+        return list(found.values())
 
     def _guards(self, node: Node) -> bool:
         """Whether an equation behind the function may replace NaN or zero."""

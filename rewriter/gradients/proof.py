@@ -310,7 +310,9 @@ def _evaluator(
         and (node.prim in CONTRACTIONS or is_pick(node))
     )
     known, core = match.reading.evaluator, None
-    if known is not None and known.core is not None:  # as the forward was read
+    taken_over = match.reading.proof is not None  # also what scores are computed with
+    if known is not None and known.core is not None and not taken_over:
+        # as the forward was read
         core = _computed_from(graph, stops, parts).__contains__
     make = functools.partial(
         Evaluator,
