@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rewriter.kernels.attention import KERNELS, OP, xla
 from rewriter.kernels.attention.positions import as_mask, with_positions
 from rewriter.kernels.attention.reference import sample, visible
-from rewriter.kernels.attention.xla import Blocks, tiles
+from rewriter.kernels.attention.xla import Blocks, problem
 from rewriter.ops.kernel import spec_of
 from tests import slow
 
@@ -32,7 +32,7 @@ TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "DEFAULT", Blocks(rows=16, keys=16, tile=2048))
+    monkeypatch.setattr(problem, "DEFAULT", Blocks(rows=16, keys=16, tile=2048))
 
 
 def between(x: dict[str, Any], t: int) -> Any:

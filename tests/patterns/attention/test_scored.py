@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ import rewriter
 from rewriter.kernels.attention.xla import config
 from tests import slow
 from tests.spellings.attention import scores
-from tests.spellings.attention.scores import B, CASES, H, N, T, Case
+from tests.spellings.attention.scores import CASES, B, Case, H, N, T
 
 pytestmark = pytest.mark.once
 

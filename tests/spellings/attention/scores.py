@@ -166,9 +166,10 @@ def swin(i: Any, j: Any) -> Any:
     return down, right
 
 
-SWIN = np.clip(
-    np.arange(T)[:, None] // WIDTH - np.arange(S)[None] // WIDTH, -4, 4
-) * 2 + np.clip(np.arange(T)[:, None] % WIDTH - np.arange(S)[None] % WIDTH, -4, 4) % 9
+SWIN = (
+    np.clip(np.arange(T)[:, None] // WIDTH - np.arange(S)[None] // WIDTH, -4, 4) * 2
+    + np.clip(np.arange(T)[:, None] % WIDTH - np.arange(S)[None] % WIDTH, -4, 4) % 9
+)
 SWIN = np.abs(SWIN) % 9
 
 
@@ -207,6 +208,7 @@ def add(name: str, one: Function, other: Function, *arrays: str) -> None:
     CASES.append(Case(name, one, other, arrays))
 
 
+# fmt: off
 # ------------------------------------------------------------- functions of scores
 add("tanh cap inside", lambda x, i, j, a: 5 * jnp.tanh((x + 0.1 * away(i, j)) / 5),
     lambda x, i, j, a: jnp.tanh((x + away(i, j) / 10) * 0.2) * 5)
@@ -234,14 +236,16 @@ add("square", lambda x, i, j, a: x * x, lambda x, i, j, a: jnp.square(x))
 add("cube", lambda x, i, j, a: x**3 / 8, lambda x, i, j, a: x * x * x * 0.125)
 add("squared relu", lambda x, i, j, a: jnp.square(jax.nn.relu(x)),
     lambda x, i, j, a: jnp.where(x > 0, x * x, 0.0))
-add("arctan", lambda x, i, j, a: 2 * jnp.arctan(x), lambda x, i, j, a: jnp.arctan(x) * 2)
+add("arctan", lambda x, i, j, a: 2 * jnp.arctan(x),
+    lambda x, i, j, a: jnp.arctan(x) * 2)
 add("arcsinh", lambda x, i, j, a: jnp.arcsinh(x),
     lambda x, i, j, a: jnp.sign(x) * jnp.log(jnp.abs(x) + jnp.sqrt(x * x + 1)))
 add("softsign", lambda x, i, j, a: jax.nn.soft_sign(x),
     lambda x, i, j, a: x / (1 + jnp.abs(x)))
 add("signed root", lambda x, i, j, a: jnp.sign(x) * jnp.sqrt(jnp.abs(x) + 1e-2),
     lambda x, i, j, a: jnp.where(x < 0, -1.0, 1.0) * (jnp.abs(x) + 0.01) ** 0.5)
-add("sine", lambda x, i, j, a: jnp.sin(x) + x / 2, lambda x, i, j, a: 0.5 * x + jnp.sin(x))
+add("sine", lambda x, i, j, a: jnp.sin(x) + x / 2,
+    lambda x, i, j, a: 0.5 * x + jnp.sin(x))
 add("error function", lambda x, i, j, a: 3 * lax.erf(x / 3),
     lambda x, i, j, a: lax.erf(x * (1 / 3)) * 3)
 add("clipped", lambda x, i, j, a: jnp.clip(x, -0.7, 0.9),
@@ -264,7 +268,8 @@ add("exponential temperature", lambda x, i, j, a: jnp.tanh(x) * jnp.exp(a.per_he
     lambda x, i, j, a: jnp.exp(a.per_head) * jnp.tanh(x), "per_head")
 add("capped temperature",
     lambda x, i, j, a: jnp.sin(x) * jnp.minimum(jnp.exp(a.per_head), 3.0),
-    lambda x, i, j, a: jnp.clip(jnp.exp(a.per_head), None, 3.0) * jnp.sin(x), "per_head")
+    lambda x, i, j, a: jnp.clip(jnp.exp(a.per_head), None, 3.0) * jnp.sin(x),
+    "per_head")
 add("temperature per query", lambda x, i, j, a: jnp.tanh(x) / a.per_query,
     lambda x, i, j, a: jnp.tanh(x) * (1 / a.per_query), "per_query")
 add("temperature per key", lambda x, i, j, a: jnp.arctan(x) * a.per_key,
@@ -297,9 +302,11 @@ add("strided mask", lambda x, i, j, a: jnp.where((i - j) % 3 == 0, jnp.sin(x), -
     lambda x, i, j, a: jnp.where(jnp.mod(i - j, 3) != 0, -1e9, jnp.sin(x)))
 add("checkerboard", lambda x, i, j, a: jnp.where((i + j) % 2 == 0, x, x / 2),
     lambda x, i, j, a: x * jnp.where((i + j) % 2 == 0, 1.0, 0.5))
-add("soft window", lambda x, i, j, a: x + jnp.log(jax.nn.sigmoid(6 - away(i, j)) + 1e-6),
+add("soft window",
+    lambda x, i, j, a: x + jnp.log(jax.nn.sigmoid(6 - away(i, j)) + 1e-6),
     lambda x, i, j, a: x + jnp.log(1e-6 + 1 / (1 + jnp.exp(away(i, j) - 6))))
-add("mask before a cap", lambda x, i, j, a: 3 * jnp.tanh(jnp.where(j <= i, x, -9.0) / 3),
+add("mask before a cap",
+    lambda x, i, j, a: 3 * jnp.tanh(jnp.where(j <= i, x, -9.0) / 3),
     lambda x, i, j, a: jnp.tanh(jnp.where(j > i, -9.0, x) / 3) * 3)
 add("causal and bent", lambda x, i, j, a: jnp.where(j <= i, jnp.sin(x), -jnp.inf),
     lambda x, i, j, a: jnp.where(j > i, -jnp.inf, jnp.sin(x)))
@@ -373,3 +380,4 @@ add("swin by an array of indices",
 add("bucketed scores",
     lambda x, i, j, a: x + a.of_all_scores(x),
     lambda x, i, j, a: a.of_all_scores(x) + x, "shared")
+# fmt: on

@@ -468,3 +468,57 @@ def _(q, k, v):
     s = masked(scores(q, k))
     e = jnp.exp(s - s.max(-1, keepdims=True))
     return weigh(e / e.sum(-1, keepdims=True), v), e
+
+
+@careful(
+    "mask_times_scores",
+    "a function of scores: the mask multiplies, and masked keys keep e⁰",
+)
+def _(q, k, v):
+    return attend(scores(q, k) * causal(), v)
+
+
+@careful(
+    "masked_scores_are_zero",
+    "a function of scores: the fill is zero, and masked keys keep e⁰",
+)
+def _(q, k, v):
+    return attend(masked(scores(q, k), fill=0.0), v)
+
+
+@careful(
+    "positions_times_scores",
+    "a function of scores: they are multiplied by a factor of position",
+    dict(w="ts"),
+)
+def _(q, k, v, w):
+    return attend(scores(q, k) * w, v)
+
+
+@careful("squared_scores", "a function of scores: their square")
+def _(q, k, v):
+    s = scores(q, k)
+    return attend(s * s, v)
+
+
+@careful("absolute_scores", "a function of scores: √(s²), which is |s|")
+def _(q, k, v):
+    return attend(jnp.sqrt(jnp.square(scores(q, k)) + 0.0), v)
+
+
+@careful("scores_as_integers", "a function of scores: they are truncated to integers")
+def _(q, k, v):
+    return attend(scores(q, k).astype(jnp.int32).astype(jnp.float32), v)
+
+
+@careful("scores_as_bools", "a function of scores: they are read as truth values")
+def _(q, k, v):
+    return attend((scores(q, k) > 0).astype(q.dtype), v)
+
+
+@careful(
+    "trilinear", "a function of scores: they are multiplied by others", dict(r="bsnh")
+)
+def _(q, k, v, r):
+    s = jnp.einsum("btnh,bsnh,bsnh->bnts", q, k, r)
+    return attend(s * jnp.einsum("btnh,bsnh->bnts", q, r), v)

@@ -62,25 +62,6 @@ def _(q, k, v, w):
     return jnp.einsum("bmts,bsme->btme", p, v[:, :, :K])
 
 
-@attention("mask_times_scores", "the mask multiplies the scores: masked keys keep e⁰")
-def _(q, k, v):
-    return attend(scores(q, k) * causal(), v)
-
-
-@attention("masked_scores_are_zero", "the fill is zero: masked keys keep e⁰")
-def _(q, k, v):
-    return attend(masked(scores(q, k), fill=0.0), v)
-
-
-@attention(
-    "positions_times_scores",
-    "scores are multiplied by a factor of position",
-    dict(w="ts"),
-)
-def _(q, k, v, w):
-    return attend(scores(q, k) * w, v)
-
-
 @attention("sigmoid", "sigmoid attention is not normalised")
 def _(q, k, v):
     return weigh(jax.nn.sigmoid(scores(q, k)), v)
@@ -111,17 +92,6 @@ def _(q, k, v):
     s = scores(q, k)
     p = 1 + s + s * s / 2
     return weigh(p / p.sum(-1, keepdims=True), v)
-
-
-@attention("squared_scores", "the exponent is a square")
-def _(q, k, v):
-    s = scores(q, k)
-    return attend(s * s, v)
-
-
-@attention("absolute_scores", "the exponent is √(s²), which is |s|")
-def _(q, k, v):
-    return attend(jnp.sqrt(jnp.square(scores(q, k)) + 0.0), v)
 
 
 @attention("distance", "the exponent holds −|k|², which differs by key")
@@ -238,16 +208,6 @@ def _(q, k, v):
     return attend(clip(scores(q, k)), v)
 
 
-@attention("scores_as_integers", "scores are truncated to integers")
-def _(q, k, v):
-    return attend(scores(q, k).astype(jnp.int32).astype(jnp.float32), v)
-
-
-@attention("scores_as_bools", "scores are read as truth values")
-def _(q, k, v):
-    return attend((scores(q, k) > 0).astype(q.dtype), v)
-
-
 @attention("reduced_precision", "probabilities lose bits on purpose")
 def _(q, k, v):
     p = jax.nn.softmax(scores(q, k))
@@ -349,12 +309,6 @@ def _(x, w, u):
     # reading only with the weights as keys, and no token meets another.
     p = jax.nn.sigmoid(jnp.einsum("btnh,hk->btnk", x, w))
     return jnp.einsum("btnk,kne->btne", p / p.sum(-1, keepdims=True), u)
-
-
-@attention("trilinear", "three arrays meet in the scores", dict(r="bsnh"))
-def _(q, k, v, r):
-    s = jnp.einsum("btnh,bsnh,bsnh->bnts", q, k, r)
-    return attend(s * jnp.einsum("btnh,bsnh->bnts", q, r), v)
 
 
 @attention("inner_constants", "two calls with equal text multiply by other constants")
