@@ -201,7 +201,7 @@ class ScoreReader:
             return self._one_hot(node, args)
         if node.prim == "concatenate":
             return self._piece(node, args)
-        if node.prim not in LOOKS_THROUGH:
+        if node.prim not in ELEMENTWISE and node.prim not in NAMED:
             raise Unread(f"scores go through {node.prim}, which is not elementwise")
         self.places |= self._is_dense(args) and value not in self.core
         ins = tuple(self.read(i, ev.aligned(i, args)) for i in node.ins)
