@@ -213,6 +213,9 @@ class ScoreReader:
             return self._add(named_step(node.prim, ins, dtype))
         if node.prim == "max" and node.scope.rules[-1:] == ("relu",):
             return self._add(named_step("relu", ins[:1], dtype))
+        if node.scope.rules:
+            name = node.scope.rules[-1]
+            raise Unread(f"scores go through {name}, which has a rule of its own")
         made = primitive_step(node.eqn.primitive, node.params, ins, dtype)
         return self._add(made)
 

@@ -54,6 +54,12 @@ NAME = "scored_attention"
 FILLS = 1e3
 """Numbers from here on, below zero, hide a score where a choice takes them."""
 
+SUMS = frozenset({"reduce_sum", "dot_general"})
+"""What may add up weights."""
+
+ATTEMPTS = 8
+"""Products that are read in vain in one program; reading one is slow."""
+
 NEAR = 60
 """The most values above what is added to scores that are looked at."""
 
@@ -78,6 +84,8 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     products = _products(find, anchor.ins[0])
     if not products or find.known_empty(NAME, anchor):
         return
+    if not any(True for _ in find.regions.below(anchor.outs[0], SUMS, NEAR)):
+        return  # nothing divides by a sum of weights
     below = [
         (pv, side)
         for pv, side in find.regions.below(anchor.outs[0], DOT)
@@ -85,10 +93,24 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
         and pv not in products
         and find.number(pv.ins[1 - side]) is None
     ]
-    for pv, side in below:
-        if find.done(GENERAL, pv.outs[0]) and len(below) > 1:
-            continue  # differentiated: its gradients are found as attention's
+    known = [
+        (pv, side)
+        for pv, side in below
+        if any(find.done(GENERAL, v) for v in later_forms(find, pv))
+    ]
+    if known and len(below) > 1:
+        return  # differentiated: its gradients are found as attention's
+    below.sort(key=lambda found: found[0].outs[0])  # the program's order
+    for pv, side in known or below:
+        failed = find.cache.get(NAME, 0)
+        if failed >= ATTEMPTS:
+            return
+        find.cache[NAME] = failed + 1
+        before = len(find.found)
         yield from _around(find, anchor, products, pv, side)
+        if len(find.found) > before:
+            find.cache[NAME] = failed
+            return
 
 
 def _products(find: Finder, value: int) -> list[Node]:
@@ -115,13 +137,15 @@ def _around(
     """Readings of one product of weights and values, by each product of scores."""
     miss: Refused | None = None
     for product in products:
-        for scored in _candidates(find, anchor, product):
+        candidates = _candidates(find, anchor, product)
+        for scored in candidates:
             for value in later_forms(find, pv):
                 known = find.done(GENERAL, value)
                 if known and not _adds_of_places(find, scored, product):
                     return
                 for how in ("full", "soft"):
-                    region = Region(find, value, scored, product, (pv, side), how)
+                    given = (scored, candidates[-1])
+                    region = Region(find, value, *given, product, (pv, side), how)
                     try:
                         yield region.reading(known)
                     except Refused as refusal:
@@ -246,6 +270,9 @@ def _unhidden(find: Finder, value: int, core: frozenset[int]) -> int | None:
         return None
     if node.prim in TRANSPARENT | LAYOUT_PRIMITIVES or _is_widening(find, node):
         return node.ins[0] if node.ins[0] in core else None
+    if node.prim == "concatenate":  # with scores of sinks
+        pieces = [i for i in node.ins if i in core]
+        return pieces[0] if len(pieces) == 1 else None
     if node.prim != "select_n" or len(node.ins) != 3 or node.ins[0] in core:
         return None
     inside = [i for i in node.ins[1:] if i in core]
@@ -263,6 +290,7 @@ class Region:
         find: The search.
         value: The result.
         scored: The function's value, of which there is a softmax.
+        hidden: The same where masks around it have hidden some.
         product: The contraction of queries with keys.
         weighed: The contraction of weights with values, and the side of the weights.
         how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias.
@@ -271,6 +299,7 @@ class Region:
     find: Finder
     value: int
     scored: int
+    hidden: int
     product: Node
     weighed: tuple[Node, int]
     how: str
@@ -411,21 +440,19 @@ class Region:
             return
         steep = function.score.primitives & STEEP
         if steep or math.isinf(self._loudest(function)):
-            text = (
-                "a row of -inf alone may be guarded behind a function of scores"
-            )
+            text = "a row of -inf alone may be guarded behind a function of scores"
             raise Refused("rows", text, score=0.7)
 
     def _behind(self) -> list[Node]:
-        """The equations from the function's value to the result."""
+        """The equations behind the function's value and its masks."""
         graph = self.find.graph
-        later = self.find.below(frozenset((self.scored,)), self.value)
+        later = self.find.below(frozenset((self.hidden,)), self.value)
         found: dict[int, Node] = {}
         queue = [self.value]
         while queue:
             value = queue.pop()
             node = graph.node_of(value)
-            if value != self.scored and value not in found and node is not None:
+            if value != self.hidden and value not in found and node is not None:
                 found[value] = node
                 queue += [i for i in node.ins if i in later]
         return list(found.values())

@@ -31,14 +31,16 @@ def prefer_special_ops(
         target: Where the program will run.
     """
     matches = found.matches
-    general = {(m.op.name, m.value) for m in matches}
+    general = {(m.op.name, m.value): m for m in matches}
     forms = [m for m in matches if (m.op.form_of, m.value) in general]
     known: dict[int, tuple[str, Reasons]] = {}
     taken: dict[tuple[str, int], Match] = {}
     why: dict[tuple[str, int], Reasons] = {}
     for m in forms:
         if id(m.reading) not in known:
-            known[id(m.reading)] = _chosen(m, config, target)
+            known[id(m.reading)] = _chosen(
+                m, general[m.op.form_of, m.value], config, target
+            )
         kernel, reasons = known[id(m.reading)]
         if kernel == XLA:
             why[m.op.form_of, m.value] = reasons
@@ -70,8 +72,14 @@ def _refused(found: Found) -> dict[int, Reasons]:
     return by_reading
 
 
-def _chosen(match: Match, config: Config, target: Device) -> tuple[str, Reasons]:
-    """The chosen kernel of a special form, or why the form has none."""
+def _chosen(
+    match: Match, general: Match, config: Config, target: Device
+) -> tuple[str, Reasons]:
+    """The chosen kernel of a special form, or why the form has none.
+
+    A kernel that both have in plain JAX does not replace a faster one of the general
+    op, such as one for a GPU.
+    """
     op = match.op
     forced = {name for name, *_ in config.implementation}
     if op.form_of in forced and op.name not in forced:
@@ -79,4 +87,9 @@ def _chosen(match: Match, config: Config, target: Device) -> tuple[str, Reasons]
     kernels = match.pattern.kernels
     choice = choose(match.spec, config, kernels, target, where=match.where)
     why = tuple((f"{op.name} {name}", text) for name, text in choice.not_chosen)
+    others = general.pattern.kernels
+    if op.name not in forced and choice.kernel in {k.name for k in others}:
+        there = choose(general.spec, config, others, target, where=match.where).kernel
+        if there not in (XLA, choice.kernel):
+            return XLA, ((op.name, f"{there} computes it as {op.form_of}"),)
     return choice.kernel, why

@@ -171,7 +171,11 @@ def _rows_of(block: Block, averaged: bool) -> _Rows:
     idle = ~empty if averaged else empty
     if p.sizes.rows_overlap:
         idle = idle | again
-    top = jnp.where(idle, jnp.inf, top)[..., None]
+    top = jnp.where(idle, jnp.inf, top)
+    if p.score is not None and p.empty_rows in NAN and not averaged:
+        # Weights of a row that is -inf by its function are NaN, as written.
+        top = jnp.where(empty & ~again, jnp.nan, top)
+    top = top[..., None]
     rest, idle = rest[..., None], idle[..., None]
     up = jnp.where(idle, 0, block.rows("cotangent").astype(wide))
     delta = up * jnp.where(idle, 0, block.rows("out").astype(wide))

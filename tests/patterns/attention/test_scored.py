@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -106,3 +107,226 @@ def test_each_function_is_found_in_both_spellings(part: int) -> None:
 @pytest.mark.parametrize("part", slow.first(1, range(PARTS)))
 def test_numbers_and_gradients(part: int) -> None:
     assert not wrong(SPELLINGS[part::PARTS])
+
+
+# ------------------------------------------------------------------- around the site
+BY_NAME = {case.name: case for case in CASES}
+
+
+def one(name: str) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns a case's first spelling, and its arrays."""
+    return spelled(BY_NAME[name], "first"), given(BY_NAME[name])
+
+
+def over_layers(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns attention in two layers of a loop."""
+
+    def layers(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
+        step = lambda x, c: (x + f(x, k, v, *(a * c for a in arrays)), None)
+        return jax.lax.scan(step, q, jnp.array([0.5, 1.0], q.dtype))[0]
+
+    return layers
+
+
+def stacked(arrays: list[Any]) -> list[Any]:
+    return [np.stack([x, x * np.float32(0.5)]) for x in arrays]
+
+
+def weighed(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arrays: (f(*arrays) * UP).sum()
+
+
+CONTEXTS = {
+    "vmap": lambda f, a: (jax.vmap(f), stacked(a)),
+    "scan": lambda f, a: (over_layers(f), a),
+    "checkpoint": lambda f, a: (jax.grad(weighed(jax.checkpoint(f))), a),
+    "gradients in the program": lambda f, a: (jax.grad(weighed(f), range(len(a))), a),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(
+    "name", slow.first(1, ["decay per head", "gelu", "mask before a cap"])
+)
+def test_in_contexts(name: str, context: str) -> None:
+    f, arrays = CONTEXTS[context](*one(name))
+    fast = rewriter.optimize(f, implementation=FORCED)
+    (site,) = fast.report(*arrays).sites
+    assert site.form == OP
+    assert site.kernel == "memory_bounded"
+    assert site.backward == (context not in ("vmap", "scan"))
+    assert far(fast(*arrays), exact(f, arrays)) < 3e-5
+
+
+@pytest.mark.parametrize("name", ["t5 buckets, capped", "decay per head"])
+def test_no_array_of_all_queries_and_keys_is_made(name: str) -> None:
+    f, arrays = one(name)
+    fast = rewriter.optimize(f, implementation=FORCED)
+    text = jax.jit(with_gradients(fast)).lower(*arrays).as_text()
+    assert f"{T}x{scores.S}x" not in text
+    assert f"{T}x{scores.S}x" in jax.jit(with_gradients(f)).lower(*arrays).as_text()
+
+
+def test_equal_functions_are_equal() -> None:
+    first, again = (found(*_flat(one("kerple log"))).params["score"] for _ in range(2))
+    other = found(*_flat(one("log alibi"))).params["score"]
+    assert first == again
+    assert hash(first) == hash(again)
+    assert first != other
+    assert "log1p" in str(first)
+
+
+def _flat(pair: tuple[Any, list[Any]]) -> list[Any]:
+    return [pair[0], *pair[1]]
+
+
+def test_attention_is_read_as_before_where_that_is_all() -> None:
+    def plain(x: Any, i: Any, j: Any, a: Any) -> Any:
+        return jnp.where(j <= i, 3 * jnp.tanh(x / 3), -jnp.inf)
+
+    f = scores.first_frame(plain, ())
+    site = found(f, scores.Q, scores.K, scores.V)
+    assert not site.form
+    assert site.params["softcap"] == 3
+    forced = {"attention": "memory_bounded"}
+    f, arrays = one("t5 buckets, capped")
+    (site,) = rewriter.optimize(f, implementation=forced).report(*arrays).sites
+    assert not site.form
+    assert "bias f32[1,4,24,40]" in site.shapes
+
+
+def test_a_mask_around_a_function_is_read_as_a_mask() -> None:
+    def padded(x: Any, i: Any, j: Any, a: Any) -> Any:
+        x = jnp.where(j < 30, jnp.sin(x) - jnp.log1p(abs(i - j)), -1e9)
+        return jnp.where((j <= i + 3) & (j > i - 9), x, -1e9)
+
+    for frame in FRAMES.values():
+        f = frame(padded, ())
+        site = found(f, scores.Q, scores.K, scores.V)
+        assert site.form == OP
+        assert site.params["window"] == (8, 3)
+        arrays = [scores.Q, scores.K, scores.V]
+        fast = rewriter.optimize(f, implementation=FORCED)
+        got = jax.jit(with_gradients(fast))(*arrays)
+        assert far(got, exact(with_gradients(f), arrays)) < 3e-5
+
+
+def sink(x: Any, sinks: Any) -> Any:
+    """A softmax with one more score of each head, which has no key."""
+    more = jnp.broadcast_to(sinks[None, :, None, None], (*x.shape[:3], 1))
+    return jax.nn.softmax(jnp.concatenate([x, more], -1), -1)[..., :-1]
+
+
+def test_a_function_before_a_softmax_with_sinks() -> None:
+    def f(q: Any, k: Any, v: Any, sinks: Any, heat: Any) -> Any:
+        x = jnp.einsum("btnh,bsnh->bnts", q, k)
+        x = jnp.arctan(x) * heat[:, None, None]
+        return jnp.einsum("bnts,bsnh->btnh", sink(x, sinks), v)
+
+    arrays = [scores.Q, scores.K, scores.V]
+    arrays += [scores.ARRAYS["slopes"], scores.ARRAYS["per_head"]]
+    site = found(f, *arrays)
+    assert site.form == OP
+    assert "sinks" in site.shapes
+    fast = rewriter.optimize(f, implementation=FORCED)
+    got = jax.jit(with_gradients(fast))(*arrays)
+    assert far(got, exact(with_gradients(f), arrays)) < 3e-5
+
+
+def test_rows_of_nothing_but_infinities_are_nan_as_written() -> None:
+    def added(x: Any, i: Any, j: Any, a: Any) -> Any:
+        return jnp.sin(x) + jnp.where((i < 2) | (j > i), -jnp.inf, 0.0)
+
+    def chosen(x: Any, i: Any, j: Any, a: Any) -> Any:
+        return 2 * jnp.where((i < 2) | (j > i), -jnp.inf, jnp.sin(x))
+
+    arrays = [scores.Q, scores.K, scores.V]
+    for function in (added, chosen):
+        f = scores.first_frame(function, ())
+        assert found(f, *arrays).form == OP
+        fast = rewriter.optimize(f, implementation=FORCED)
+        got, want = (jax.jit(with_gradients(g))(*arrays) for g in (fast, f))
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+        assert np.isnan(got[0]).any()
+        assert not np.isnan(got[0]).all()
+
+
+# --------------------------------------------------------------------- look-alikes
+def of_sums(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return jnp.tanh(x) * x.mean(-1, keepdims=True)
+
+
+def of_heads(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return jnp.tanh(x) + x.sum(1, keepdims=True)
+
+
+def counted(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return x - jnp.cumsum(jax.nn.sigmoid(x), -1)
+
+
+def in_order(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return jnp.tanh(jnp.sort(x, -1))
+
+
+def permuted(x: Any, i: Any, j: Any, a: Any) -> Any:
+    places = jnp.argsort(x[0, 0, 0])
+    return jnp.tanh(x)[..., places]
+
+
+def reversed_keys(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return jnp.tanh(x) + x[..., ::-1]
+
+
+def shifted(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return jnp.tanh(x) + jnp.roll(x, 1, -1)
+
+
+def normalised(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return jnp.sin((x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-6))
+
+
+def of_the_largest(x: Any, i: Any, j: Any, a: Any) -> Any:
+    return jnp.where(x > x.max(-1, keepdims=True) - 1, jnp.sin(x), -1e9)
+
+
+LOOK_ALIKES = (
+    of_sums, of_heads, counted, in_order, permuted, reversed_keys, shifted, normalised,
+    of_the_largest,
+)  # fmt: skip
+
+
+SILENT = (in_order, permuted, shifted)
+"""Which are not even near."""
+
+
+@pytest.mark.parametrize("function", LOOK_ALIKES, ids=lambda f: f.__name__)
+def test_look_alikes_are_refused(function: Any) -> None:
+    f = scores.first_frame(function, ())
+    report = rewriter.explain(f)(scores.Q, scores.K, scores.V)
+    assert not report.sites
+    assert not report.failures
+    assert report.misses or function in SILENT
+
+
+def test_a_guard_behind_infinities_is_refused() -> None:
+    def f(q: Any, k: Any, v: Any) -> Any:
+        x = jnp.log(jax.nn.relu(jnp.einsum("btnh,bsnh->bnts", q, k)))
+        largest = x.max(-1, keepdims=True)
+        e = jnp.exp(x - jnp.where(jnp.isfinite(largest), largest, 0))
+        weights = e / jnp.maximum(e.sum(-1, keepdims=True), 1e-9)
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    report = rewriter.explain(f)(scores.Q, scores.K, scores.V)
+    assert not report.sites
+
+
+def test_a_bias_that_is_an_argument_is_a_bias() -> None:
+    def f(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        x = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x), v)
+
+    bias = np.ones((N, T, scores.S), "float32")
+    site = found(f, scores.Q, scores.K, scores.V, bias)
+    assert not site.form
+    assert "bias f32[1,4,24,40]" in site.shapes

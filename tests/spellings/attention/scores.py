@@ -170,7 +170,7 @@ SWIN = (
     np.clip(np.arange(T)[:, None] // WIDTH - np.arange(S)[None] // WIDTH, -4, 4) * 2
     + np.clip(np.arange(T)[:, None] % WIDTH - np.arange(S)[None] % WIDTH, -4, 4) % 9
 )
-SWIN = np.abs(SWIN) % 9
+SWIN = (np.abs(SWIN) % 9).astype("int32")
 
 
 def one_hot_bias(index: Any, table: Any) -> Any:
