@@ -11,8 +11,6 @@ Must hold  these equations compute each number from the contraction at its own p
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterator
 
 from rewriter.algebra.canonicalize import (
@@ -22,37 +20,25 @@ from rewriter.algebra.canonicalize import (
     is_local,
     is_lossless,
 )
-from rewriter.algebra.normal_form import TRUE, Index, OverBudget, Poly
-from rewriter.find.finder import Finder, RegionEvaluator
+from rewriter.algebra.normal_form import OverBudget
+from rewriter.find.finder import Finder
 from rewriter.find.match import ReaderPattern
 from rewriter.find.reading import (
-    Operand,
     Reading,
     Refused,
-    leaves_of,
-    operand,
-    split_digits,
 )
 from rewriter.find.sieve import Step
 from rewriter.ops.score import ELEMENTWISE, NAMED
 from rewriter.patterns.attention.assembly import NAME as GENERAL
-from rewriter.patterns.attention.assembly import assembled
-from rewriter.patterns.attention.axes import name_axes
 from rewriter.patterns.attention.read import ANCHORS, DOT, later_forms
-from rewriter.patterns.attention.score_of import Function, ScoreReader
-from rewriter.patterns.attention.score_place import product_place
-from rewriter.patterns.attention.softmax import (
-    Scores,
-    Softmax,
-    contracted,
-    softmax_parts,
-)
+from rewriter.patterns.attention.score_region import NAME, Region
 from rewriter.program.graph import Node
-
-NAME = "scored_attention"
 
 FILLS = 1e3
 """Numbers from here on, below zero, hide a score where a choice takes them."""
+
+NEARLY = frozenset({"assumption", "gradient"})
+"""Why a region is not attention that it would be with what the reason advises."""
 
 SUMS = frozenset({"reduce_sum", "dot_general"})
 """What may add up weights."""
@@ -69,20 +55,14 @@ WALK = 400
 BETWEEN = LOCAL | ELEMENTWISE | NAMED.keys()
 """What may lie between products and the softmax."""
 
-GUARDS = frozenset({"is_finite", "select_n", "clamp"})
-"""What may give a row of nothing but -inf a number after all."""
-
-STEEP = frozenset({
-    "log", "log1p", "pow", "rsqrt", "exp", "exp2", "expm1", "atanh", "tan", "lgamma",
-    "digamma", "erf_inv", "sinh", "cosh", "acosh",
-})  # fmt: skip
-"""Functions that may be infinite where what they are of is not."""
-
 
 def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
     """Readings of the softmax around an exponential."""
     products = _products(find, anchor.ins[0])
     if not products or find.known_empty(NAME, anchor):
+        return
+    _, refusal = find.misses.get((GENERAL, anchor.outs[0]), (anchor, None))
+    if refusal is not None and refusal.code in NEARLY:
         return
     if not any(True for _ in find.regions.below(anchor.outs[0], SUMS, NEAR)):
         return  # nothing divides by a sum of weights
@@ -280,227 +260,6 @@ def _unhidden(find: Finder, value: int, core: frozenset[int]) -> int | None:
     if len(inside) != 1 or None in fills or fills[0] > -FILLS:
         return None
     return inside[0]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Region:
-    """One candidate: a result, the function's value, and the contractions.
-
-    Attributes:
-        find: The search.
-        value: The result.
-        scored: The function's value, of which there is a softmax.
-        hidden: The same where masks around it have hidden some.
-        product: The contraction of queries with keys.
-        weighed: The contraction of weights with values, and the side of the weights.
-        how: ``"full"``; ``"soft"`` keeps finite fills that are added as a bias.
-    """
-
-    find: Finder
-    value: int
-    scored: int
-    hidden: int
-    product: Node
-    weighed: tuple[Node, int]
-    how: str
-
-    def reading(self, known: bool) -> Reading:
-        """Returns the reading.
-
-        Args:
-            known: Whether the result is attention with a bias. Then only a function
-                that needs no array of all queries and keys is worth more.
-
-        Raises:
-            Refused: If the region is no softmax of a function of products.
-            OverBudget: If a form grows too large.
-        """
-        find, alg = self.find, self.find.algebra
-        ev = self._evaluator()
-        args = ev.indices(self.value)
-        form = ev.poly(self.value, args)
-        whole = args
-        form, args = split_digits(alg, form, args)
-        ev.outer = frozenset().union(*map(alg.index_ids, (*whole, *args)))
-        softmax, leaf = self._softmax(ev, form, args)
-        function, softmax = self._function(softmax, alg.defs[leaf][2])
-        if known and (function.dense or not function.places):
-            raise Refused("bias", "its bias is an array of the program", score=0.1)
-        self._require_one_meaning(softmax, function)
-        general = assembled(softmax)
-        reading = self._with_function(general, function, leaf)
-        if any(ev.varies(value) for value in leaves_of(reading)):
-            raise Refused("loop", "a value of one step of a loop is read", score=0.4)
-        find.require_proved(ev)
-        return reading
-
-    def _evaluator(self) -> RegionEvaluator:
-        """What puts the result into its normal form, the function's value given."""
-        find, (pv, side) = self.find, self.weighed
-        product = self.product.outs[0]
-        made = frozenset((product, self.scored))
-
-        def from_scores(v: int) -> bool:
-            return find.regions.depends(v, self.scored, 120)
-
-        return find.evaluator(
-            self.value,
-            names={self.scored: self.scored},
-            inside=made | frozenset(pv.outs),
-            roots=made,
-            full_sides=frozenset({(pv.outs[0], side)}),
-            soft_fills=self.how == "soft",
-            in_pieces=from_scores,
-            filled_rows=True,
-        )
-
-    def _softmax(
-        self, ev: RegionEvaluator, form: Poly, args: tuple[Index, ...]
-    ) -> tuple[Softmax, int]:
-        """The softmax, and the function's value in it; the contraction is not read."""
-        find, alg, (pv, side) = self.find, self.find.algebra, self.weighed
-        values = find.layout_leaves(ev, pv.ins[1 - side])
-        parts = softmax_parts(alg, form, values, self.how == "soft")
-        leaf, bias = None, {}
-        for atom, c in parts.exps:
-            mono = alg.defs[atom][1] if alg.kind(atom) == "exp" else ()
-            names = {alg.defs[a][1] for a in alg.leaves(atom)}
-            if self.scored not in names:
-                if alg.kind(atom) != "exp":
-                    text = "the weights are multiplied by another factor"
-                    raise Refused("weights", text)
-                bias = alg.add(bias, {(TRUE, mono): float(c)})
-            elif len(mono) == 1 and mono[0][1] == 1 and alg.kind(mono[0][0]) == "leaf":
-                if c != 1 or leaf is not None:
-                    raise Refused("scores", "exponents are a multiple of the scores")
-                leaf = mono[0][0]
-            else:
-                raise Refused("scores", "there is no softmax of the scores alone")
-        if leaf is None:
-            raise Refused("scores", "there is no softmax of the scores", score=0.3)
-        softmax = Softmax(
-            find=find,
-            ev=ev,
-            value=self.value,
-            args=args,
-            form=form,
-            parts=parts,
-            qk=(),
-            bias=bias,
-            scores=frozenset((self.scored, self.product.outs[0])),
-            products=(self.weighed,),
-            joined={},
-            some=None,
-        )
-        return softmax, leaf
-
-    def _function(
-        self, softmax: Softmax, args: tuple[Index, ...]
-    ) -> tuple[Function, Softmax]:
-        """The function of scores, and the softmax with its contraction."""
-        find, ev = self.find, softmax.ev
-        product = self.product.outs[0]
-        core = find.below(frozenset((product,)), self.scored)
-        at = product_place(ev, self.scored, args, product, core)
-        sides = find.layout_leaves(ev, *self.product.ins[:2])
-        softmax = dataclasses.replace(
-            softmax, qk=(self._contraction(softmax, product, at, sides),)
-        )
-        axes = name_axes(softmax)
-        reader = ScoreReader(ev, axes, product, at, core)
-        return reader.function(self.scored, args), softmax
-
-    def _contraction(
-        self, softmax: Softmax, product: int, at: tuple[Index, ...], sides: set[int]
-    ) -> Scores:
-        """The contraction of queries with keys."""
-        form = softmax.ev.poly(product, at)
-        if len(form) == 1:
-            ((flag, mono), c) = next(iter(form.items()))
-            keys = softmax.parts.s
-            if flag == TRUE:
-                found = contracted(softmax.alg, mono, float(c), sides, keys)
-                if found is not None and not found.softcap:
-                    return found
-        raise Refused("scores", "no contraction of queries and keys is read", score=0.4)
-
-    def _require_one_meaning(self, softmax: Softmax, function: Function) -> None:
-        """Refuses a row of nothing but -inf, where the program may give a number.
-
-        A kernel gives NaN there. So does a softmax, unless something behind the
-        function guards it.
-
-        Raises:
-            Refused: If the function may be infinite, and there is a guard.
-        """
-        parts = softmax.parts
-        guarded = parts.sink or parts.drop_flag != TRUE or parts.zero_rows
-        guarded = guarded or any(map(self._guards, self._behind()))
-        if not guarded:
-            return
-        steep = function.score.primitives & STEEP
-        if steep or math.isinf(self._loudest(function)):
-            text = "a row of -inf alone may be guarded behind a function of scores"
-            raise Refused("rows", text, score=0.7)
-
-    def _behind(self) -> list[Node]:
-        """The equations behind the function's value and its masks."""
-        graph = self.find.graph
-        later = self.find.below(frozenset((self.hidden,)), self.value)
-        found: dict[int, Node] = {}
-        queue = [self.value]
-        while queue:
-            value = queue.pop()
-            node = graph.node_of(value)
-            if value != self.hidden and value not in found and node is not None:
-                found[value] = node
-                queue += [i for i in node.ins if i in later]
-        return list(found.values())
-
-    def _guards(self, node: Node) -> bool:
-        """Whether an equation behind the function may replace NaN or zero."""
-        if node.prim == "max":
-            return -math.inf not in map(self.find.number, node.ins)
-        return node.prim in GUARDS
-
-    def _loudest(self, function: Function) -> float:
-        """The largest number among those of a function; infinite if it divides."""
-        found = 0.0
-        for step in function.score.steps:
-            for k, ref in enumerate(step.ins):
-                if ref.kind == "number":
-                    found = max(found, abs(float(ref.value)))
-                elif step.name == "div" and k == 1:
-                    return math.inf
-        return found
-
-    def _with_function(
-        self, general: Reading, function: Function, leaf: int
-    ) -> Reading:
-        """The reading by the function, proved with the function's value given."""
-        alg, groups = general.algebra, general.operands["q"].parts[0][1]
-        if "alibi" in general.operands:
-            raise Refused("bias", "a slope is added behind the function of scores")
-        (_, (_, s, _, _)) = general.operands["k"].parts[0]
-        b, t, n, _ = groups
-        value = operand(alg.of_atom(leaf), b, n, t, s, full=False)
-        nothing = {
-            name: Operand((({}, general.operands[name].parts[0][1]),), dtype="float32")
-            for name in "qk"
-        }
-        if "bias" in general.operands:
-            raise Refused("bias", "a bias is added behind the function of scores")
-        shared = {n: x for n, x in general.operands.items() if n != "scale_factor"}
-        proof = dataclasses.replace(
-            general, operands={**shared, **nothing, "bias": value}
-        )
-        return dataclasses.replace(
-            general,
-            op=NAME,
-            operands={**general.operands, **function.operands},
-            params={**general.params, "score": function.score},
-            proof=proof,
-        )
 
 
 PATTERN = ReaderPattern(

@@ -19,7 +19,7 @@ from rewriter.kernels.attention.ring.turns import turns
 from rewriter.kernels.attention.tpu import schedule
 from rewriter.kernels.attention.tpu_pages import schedule as paged
 from rewriter.kernels.attention.visibility import Visibility
-from rewriter.kernels.attention.xla import tiles
+from rewriter.kernels.attention.xla import problem, tile, tiles
 from rewriter.kernels.attention.xla.config import Blocks
 
 
@@ -258,7 +258,7 @@ def test_tiles_in_plain_jax() -> None:
         given = {k: jnp.asarray(v) for k, v in case.arrays().items()}
         x = jnp.zeros((1, case.t, 1, 8))
         y = jnp.zeros((1, case.s, 1, 8))
-        p = tiles.problem_of(
+        p = problem.problem_of(
             x, y, y,
             {**given, "window": case.window, "shift": case.shift,
              "config": Blocks(8, 8, 64, 64)},
@@ -274,12 +274,12 @@ def test_tiles_in_plain_jax() -> None:
             if not case.segments:
                 assert rows[:, low * z.keys : whole * z.keys].all(), case
             for j in range(whole, high):
-                tile = tiles.Tile(block, j, True)
-                key = int(tile.start)
+                part = tile.Tile(block, j, True)
+                key = int(part.start)
                 want = rows[:, key : key + z.keys]
-                fresh = key + np.arange(z.keys) >= int(tile.nominal)
+                fresh = key + np.arange(z.keys) >= int(part.nominal)
                 got = np.ones((z.rows, z.keys), bool)
-                for one in tile.seen():
+                for one in part.seen():
                     got = got & np.broadcast_to(one, (1, 1, 1, z.rows, z.keys))[0, 0, 0]
                 np.testing.assert_array_equal(got, want & fresh, str(case))
 
