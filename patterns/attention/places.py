@@ -98,6 +98,7 @@ def _limit(alg: Algebra, keys: Poly, bound: Poly) -> int | None:
     if within(alg.bounds(bound), INT32):
         return 0
     _, rest = alg.split_constant(bound)
-    if len(rest) == 1 and abs(next(iter(rest.values()))) == 1:
-        return 1 << 31
+    inside = INT32[0] < reach[0] and reach[1] < INT32[1]
+    if inside and len(rest) == 1 and abs(next(iter(rest.values()))) == 1:
+        return int(INT32[1])
     return FAR if within(reach, (-FAR, FAR)) else None

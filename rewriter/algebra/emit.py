@@ -333,8 +333,8 @@ class Emitter:
         info = jnp.iinfo(x.dtype)
         if most < info.min or least > info.max:
             raise OverBudget("a position beyond all others")
-        x = jnp.maximum(x, least) if least > info.min else x
-        x = jnp.minimum(x, most) if most < info.max else x
+        x = jnp.maximum(x, x.dtype.type(least)) if least > info.min else x
+        x = jnp.minimum(x, x.dtype.type(most)) if most < info.max else x
         shift = jnp.asarray(int(c), jnp.int32)
         if abs(int(c)) > jnp.iinfo(jnp.int32).max:
             raise OverBudget("a number that no position is compared with")
