@@ -116,10 +116,14 @@ class Stored:
         dtypes: The dtypes of the stored numbers.
         summed: The letter of the axis that the op sums over, along which numbers share
             a scale.
+        by_steps: Whether the form also takes zero points, both by groups along that
+            axis, and the steps in which a program widens the numbers; see
+            `rewriter.ops.widening`.
     """
 
     dtypes: tuple[str, ...]
     summed: str
+    by_steps: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Estimates the time of a quantized dot by XLA, and over blocks of columns.
+
+XLA reads the stored numbers, writes the widened matrix, and reads it again. The loop
+does the same block by block, and launches a few kernels for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rewriter.ops.device import Device
+from rewriter.ops.estimate import item, seconds
+from rewriter.ops.kernel import Spec
+
+STREAMED = 0.8
+"""The share of the bandwidth of widening and of reading the widened matrix."""
+
+BLOCK = 16 << 20
+"""Numbers of a block of the loop, on a GPU."""
+
+
+def stored_bytes(spec: Spec) -> float:
+    """Returns the bytes of the stored numbers."""
+    packed = spec.dtype("w") in ("int4", "uint4")
+    return math.prod(spec.shape("w")) * (0.5 if packed else 1.0)
+
+
+def flops(spec: Spec) -> float:
+    """Returns the operations of the product."""
+    return 2.0 * math.prod(spec.shape("x")[:-1]) * math.prod(spec.shape("w"))
+
+
+def written(spec: Spec, device: Device) -> float:
+    """Returns the seconds in which the widened matrix is written and read."""
+    wide = float(math.prod(spec.shape("w")) * item(spec, "x"))
+    return seconds(device, 0.0, stored_bytes(spec) + 2 * wide, memory=STREAMED)
+
+
+def multiplied(spec: Spec, device: Device) -> float:
+    """Returns the seconds of the product of a matrix that is in the caches."""
+    *rows, k = spec.shape("x")
+    size = item(spec, "x")
+    n = math.prod(spec.shape("w")) // max(k, 1)
+    moved = float(math.prod(rows) * (k + n) * size)
+    return seconds(device, flops(spec), moved, compute=0.87, item=size)
+
+
+TIMES = {"forward": 1.0, "vjp": 1.0, "forward_and_vjp": 2.0}
+"""Products of the forward's size, each of a matrix that is read."""
+
+
+def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
+    """Returns the seconds of ``"xla"`` and ``"memory_bounded"``."""
+    times = TIMES[passes]
+    xla = times * (written(spec, device) + multiplied(spec, device))
+    return {"xla": xla, "memory_bounded": 1.05 * xla}
