@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewriter.kernels.quantized_dot import xla
+from rewriter.kernels.quantized_dot import hopper, xla
 from rewriter.kernels.quantized_dot.op import OP as OP
 
-KERNELS = (xla.KERNEL,)
+KERNELS = (hopper.KERNEL, xla.KERNEL)

@@ -161,8 +161,8 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
     return lax.broadcast_in_dim(loaded(part, COLUMNS, optimized=False), shape, [1])
 
 
-def widened(narrow: Any, wide: Any) -> None:
-    """Writes numbers of 8 bits as numbers of 16, each the same.
+def widened(narrow: Any, wide: Any, scale: Any = None, axis: int = 1) -> None:
+    """Writes numbers of 8 bits as numbers of 16, each the same or scaled.
 
     All warps must have read the earlier content. Tensor cores may read it after a
     `plgpu.commit_smem`.
@@ -170,11 +170,24 @@ def widened(narrow: Any, wide: Any) -> None:
     Args:
         narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn or float8_e5m2, `tiles`.
         wide: Shared memory of that shape, bfloat16 or float16, `tiles`.
+        scale: float32 in global memory, multiplied in float32 before one rounding.
+        axis: The axis along which there is a scale for each position.
     """
     x = loaded(narrow, plgpu.Layout.WGMMA_UPCAST_2X)
     for step in WIDENING[x.dtype == jnp.int8, wide.dtype == jnp.bfloat16]:
         x = x.astype(step)
+    if scale is not None:
+        x = x.astype(jnp.bfloat16) if x.dtype == jnp.int8 else x
+        x = x.astype(jnp.float32) * _along(scale, x.shape, axis)
     wide[...] = x.astype(wide.dtype)
+
+
+def _along(values: Any, shape: tuple[int, ...], axis: int) -> Array:
+    """Values repeated to a shape, in the layout of numbers that are widened."""
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    read = loaded(values, layout.reduce(1 - axis), optimized=False)
+    repeated = lax.broadcast_in_dim(read, shape, [axis])
+    return plgpu.layout_cast(repeated, layout)
 
 
 WIDENING = {

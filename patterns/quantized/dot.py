@@ -19,8 +19,14 @@ from rewriter.algebra.canonicalize.contraction import dot_arguments
 from rewriter.algebra.normal_form import Index, OverBudget, Poly
 from rewriter.find.finder import Finder, RegionEvaluator
 from rewriter.find.match import ReaderPattern
-from rewriter.find.reading import Operand, Reading, Refused, flat_indices, operand
-from rewriter.find.reading import split_digits
+from rewriter.find.reading import (
+    Operand,
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+    split_digits,
+)
 from rewriter.ops.widening import SCALE
 from rewriter.patterns.quantized.steps import (
     Steps,
@@ -116,15 +122,15 @@ class _Product:
         elif own == columns + summed:
             mode = "transposed"
         else:
-            raise Refused("stored", "the stored matrix lies in another order", score=0.6)
+            raise Refused(
+                "stored", "the stored matrix lies in another order", score=0.6
+            )
         if len(set(own)) != len(own) or not self._is_whole(own):
             raise Refused("stored", "the matrix is a part of an array", score=0.6)
         numbers = alg.of_atom(ev.leaf(self.above.first, at.numbers))
         axes = [tuple(summed), tuple(columns)]
         operands = {
-            "x": operand(
-                at.of_rows, *rows, summed, dtype=g.dtype(x)
-            ),
+            "x": operand(at.of_rows, *rows, summed, dtype=g.dtype(x)),
             "w": operand(numbers, *(axes if mode == "forward" else axes[::-1])),
             **self._joined(ev, at.joined, summed, columns, of_rows),
         }
@@ -171,9 +177,7 @@ class _Product:
             if new == (*args, *summed):
                 return args, at
             to = dict(zip(summed, new[len(args) :], strict=True))
-            known = {
-                k: alg.subst_index(a, to) for k, a in (known or at.bound).items()
-            }
+            known = {k: alg.subst_index(a, to) for k, a in (known or at.bound).items()}
             args = new[: len(args)]
         raise OverBudget("axes are split too often")
 

@@ -158,9 +158,7 @@ def _refused(text: str) -> Refused:
     return Refused("dequantised", text, score=0.6)
 
 
-def _join(
-    find: Finder, node: Node, stored: int
-) -> tuple[int, str, tuple[Joined, ...]]:
+def _join(find: Finder, node: Node, stored: int) -> tuple[int, str, tuple[Joined, ...]]:
     """(numbers, step, what it joins) of a product or a sum with stored numbers.
 
     Raises:
@@ -180,7 +178,7 @@ def join_of(find: Finder, node: Node, other: int) -> tuple[str, tuple[Joined, ..
     if number is not None:
         return f"{sign}{float(number)!r}", ()
     name = SCALE if sign in FACTORS else ZERO
-    return f"{sign}{name}", (Joined(name, other, under_spread(find, other), node),)
+    return f"{sign}{name}", (Joined(name, other, least_below(find, other), node),)
 
 
 def under_layout(find: Finder, value: int) -> int:
@@ -191,6 +189,20 @@ def under_layout(find: Finder, value: int) -> int:
 def under_spread(find: Finder, value: int) -> int:
     """The array below layout and broadcasts."""
     return _under(find, value, SPREAD)
+
+
+def least_below(find: Finder, value: int) -> int:
+    """The array below layout and broadcasts; below a cast, if it is smaller there.
+
+    So it is where numbers are repeated before a cast.
+    """
+    g, found = find.graph, under_spread(find, value)
+    node = g.node_of(found)
+    if node is not None and node.prim == "convert_element_type":
+        below = under_spread(find, node.ins[0])
+        if _size(g.shape(below)) < _size(g.shape(found)):
+            return below
+    return found
 
 
 def _under(find: Finder, value: int, prims: frozenset[str]) -> int:

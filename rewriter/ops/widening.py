@@ -37,7 +37,8 @@ def applied(x: jax.Array, steps: str, scale: Any = None, zero: Any = None) -> ja
         zero: What ``zero`` stands for.
 
     Example:
-        >>> applied(jnp.array([3, 5], "int8"), "float32 -1.0 *scale", scale=2.0).tolist()
+        >>> numbers = jnp.array([3, 5], "int8")
+        >>> applied(numbers, "float32 -1.0 *scale", scale=2.0).tolist()
         [4.0, 8.0]
     """
     named = {SCALE: scale, ZERO: zero}

@@ -332,8 +332,13 @@ def _claim(counter: Reference, cell: Reference) -> None:
     counter[last] += 1
 
 
-def _widened(narrow: Reference, wide: Reference) -> None:
-    wide[...] = narrow.view().astype(wide.dtype)
+def _widened(
+    narrow: Reference, wide: Reference, scale: Reference | None = None, axis: int = 1
+) -> None:
+    x = narrow.view().astype(np.float32)
+    if scale is not None:
+        x = x * np.expand_dims(scale.view().astype(np.float32), 1 - axis)
+    wide[...] = x.astype(wide.dtype)
 
 
 def _row(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray:

@@ -4,7 +4,7 @@ The matrices are copied as they are. Each multiplying warpgroup widens its own p
 step at a time, while tensor cores still work on the step before. It reads the copy into
 registers and writes to one of two buffers that only it reads. So no warpgroup waits for
 another one. A scale for each column commutes with the sum, and is applied to the
-finished sums.
+finished sums. Where a program rounds scaled numbers, scales are applied while widening.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def side(
         "wide": pallas_gpu.tiles((WARPGROUPS, PLACES, *shape), dtype),
     }
 
-    def taken(memory: Any, slot: Any, own: Any, i: Any) -> Any:
+    def taken(memory: Any, slot: Any, own: Any, i: Any, within: Any) -> Any:
         place = lax.rem(i, jnp.int32(PLACES))
         wide = memory["wide"].at[lax.axis_index(pallas_gpu.WARPGROUP), place]
         narrow = memory["narrow"].at[slot, own]
@@ -49,7 +49,8 @@ def side(
         # it waits for the other warps'.
         plgpu.commit_smem()
         for piece in range(shape[0]) if branches > 1 else (Ellipsis,):
-            pallas_gpu.widened(narrow.at[piece], wide.at[piece])
+            scale = () if within is None else (within, 0 if transposed else 1)
+            pallas_gpu.widened(narrow.at[piece], wide.at[piece], *scale)
         plgpu.commit_smem()
         return wide
 
