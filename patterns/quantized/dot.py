@@ -33,6 +33,7 @@ from rewriter.patterns.quantized.steps import (
     arguments,
     behind,
     few_bits,
+    rounded_here,
     stored_above,
     widening,
 )
@@ -69,6 +70,10 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
     """
     if dot.params["dimension_numbers"][1][0]:
         raise Refused("batch", "a product with batch axes", score=0.5)
+    if stored_above(find, dot.ins[1 - side]) is not None:
+        raise Refused("rows", "both operands are made of few bits", score=0.4)
+    if rounded_here(find, stored, dot):
+        raise Refused("stored", "the numbers are rounded here, not stored", score=0.2)
     above = widening(find, dot.ins[side], stored)
     scaled = any(j.name == SCALE for j in above.joined)
     refused: Refused | None = None
@@ -134,9 +139,10 @@ class _Product:
             "w": operand(numbers, *(axes if mode == "forward" else axes[::-1])),
             **self._joined(ev, at.joined, summed, columns, of_rows),
         }
-        params: dict[str, Any] = {
-            "widen": self.above.text, "sums": str(g.dtype(self.dot.outs[0])),
-        }  # fmt: skip
+        params: dict[str, Any] = {"widen": self.above.text}
+        sums = g.dtype(self.dot.outs[0])
+        if not sums == g.dtype(x) == g.dtype(self.dot.ins[self.side]):
+            params["sums"] = str(sums)
         if self.below.text:
             params["behind"] = self.below.text
         if mode != "forward":
@@ -265,8 +271,9 @@ class _Product:
         for i in summed[len(groups) :]:
             size *= alg.sizes[i]
         if groups and size < LEAST:
+            # As in the gradient of rows, which is no dot of its own: not reported.
             text = f"groups of {size} numbers along the axis that is summed"
-            raise Refused("groups", text, score=0.6)
+            raise Refused("groups", text, score=0.2)
         made = {}
         for name, (j, form) in forms.items():
             ids = alg.ids(form)

@@ -52,10 +52,10 @@ def stored_above(find: Finder, value: int) -> int | None:
     found, seen, queue = [], {value}, [value]
     while queue and len(seen) < 2 * REACH:
         value = queue.pop(0)
-        if value in few:
+        node = g.node_of(value)
+        if value in few and not _from_fewer(node, few):
             found.append(value)
             continue
-        node = g.node_of(value)
         if node is None or not (node.prim in SIGNS or _one_operand(node)):
             continue
         new = [i for i in node.ins if i not in seen]
@@ -63,6 +63,27 @@ def stored_above(find: Finder, value: int) -> int | None:
         queue += new
     sizes = {v: -_size(g.shape(v)) for v in found}
     return min(found, key=lambda v: sizes[v], default=None)
+
+
+def _from_fewer(node: Node | None, few: frozenset[int]) -> bool:
+    """Whether an array of few bits is a cast of another one, as int8 of int4."""
+    cast = node is not None and node.prim == "convert_element_type"
+    return cast and node.ins[0] in few
+
+
+def rounded_here(find: Finder, stored: int, dot: Node) -> bool:
+    """Whether numbers of few bits are rounded from floats in the body of a product.
+
+    Training with simulated rounding does so, and XLA has no array to read again.
+    """
+    node = find.graph.node_of(under_layout(find, stored))
+    if node is None or node.prim != "convert_element_type":
+        return False
+    place = find.regions.place
+    if place(node.scope).scope is not place(dot.scope).scope:
+        return False
+    old = find.graph.dtype(node.ins[0])
+    return bool(jnp.issubdtype(old, jnp.floating)) and old.itemsize > 1
 
 
 def _one_operand(node: Node) -> bool:
@@ -182,13 +203,13 @@ def join_of(find: Finder, node: Node, other: int) -> tuple[str, tuple[Joined, ..
 
 
 def under_layout(find: Finder, value: int) -> int:
-    """The array below layout."""
-    return _under(find, value, LAYOUT)
+    """The array below layout; one that is taken out of a stack is an array."""
+    return _under(find, value, LAYOUT - {"squeeze"})
 
 
 def under_spread(find: Finder, value: int) -> int:
     """The array below layout and broadcasts."""
-    return _under(find, value, SPREAD)
+    return _under(find, value, SPREAD - {"squeeze"})
 
 
 def least_below(find: Finder, value: int) -> int:

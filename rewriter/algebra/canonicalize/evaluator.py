@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize.choice import choose
@@ -404,7 +405,7 @@ class Evaluator(Layout, LoopForms, Constants):
         if kinds == ("i", "i") and self._wraps(old, new):
             p = self.poly(source, args, mode)
             lo, hi = self.alg.bounds(p)
-            info = np.iinfo(new)
+            info = jnp.iinfo(new)
             if lo < info.min or hi > info.max:
                 return self.alg.of_atom(self.leaf(value, args))
             return p
