@@ -1,7 +1,7 @@
-"""Estimates the time of a quantized dot by XLA, and over blocks of columns.
+"""Estimates the time of a quantized dot: by XLA, over blocks, and on Hopper.
 
 XLA reads the stored numbers, writes the widened matrix, and reads it again. The loop
-does the same block by block, and launches a few kernels for each.
+does the same block by block. The kernel for Hopper GPUs reads the stored numbers.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ from rewriter.ops.kernel import Spec
 STREAMED = 0.8
 """The share of the bandwidth of widening and of reading the widened matrix."""
 
-BLOCK = 16 << 20
-"""Numbers of a block of the loop, on a GPU."""
+NARROW = 0.5
+"""The share of the bandwidth of reading stored numbers, as of ragged dots."""
+
+WIDENED = 0.5
+"""The share of the peak of products of numbers that are widened in shared memory."""
+
+TILE = 64
+"""Rows of a tile on Hopper, which is multiplied as a whole."""
 
 
 def stored_bytes(spec: Spec) -> float:
@@ -51,7 +57,19 @@ TIMES = {"forward": 1.0, "vjp": 1.0, "forward_and_vjp": 2.0}
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"xla"`` and ``"memory_bounded"``."""
+    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"hopper"``.
+
+    The gradient of rows is XLA's, whatever the kernel.
+    """
     times = TIMES[passes]
-    xla = times * (written(spec, device) + multiplied(spec, device))
-    return {"xla": xla, "memory_bounded": 1.05 * xla}
+    before = written(spec, device) + multiplied(spec, device)
+    rows = max(math.prod(spec.shape("x")[:-1]), 1)
+    padded = flops(spec) / rows * (-(-rows // TILE) * TILE)
+    ours = max(
+        seconds(device, padded, 0.0, compute=WIDENED, launches=2),
+        seconds(device, 0.0, stored_bytes(spec), memory=NARROW, launches=2),
+    )
+    if passes != "forward":
+        ours += before
+    return {"xla": times * before, "memory_bounded": 1.05 * times * before,
+            "hopper": ours}  # fmt: skip

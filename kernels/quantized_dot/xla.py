@@ -42,12 +42,15 @@ class Block:
     columns: int = 256
 
 
+DEFAULT = Block()
+
+
 def default(spec: Spec, device: Device) -> Block:
     """Returns the block whose widened numbers fill half of a cache of a MiB."""
     del device
     k = spec.shape("x")[-1]
     if not isinstance(k, int):
-        return Block()
+        return DEFAULT
     size = jnp.dtype(spec.dtype("x")).itemsize
     return Block(max(64, 64 * ((1 << 19) // (64 * size * max(k, 1)))))
 
@@ -201,7 +204,7 @@ class _Parts:
         """Divides operands. A matrix of two blocks and less stays whole."""
         axis = 0 if params.get("mode") == "transposed" else 1
         found = {"w": (w, axis), "w_scale": (scale, 1), "w_zero": (zero, 1)}
-        size, n = (config or Block()).columns, w.shape[axis]
+        size, n = (config or DEFAULT).columns, w.shape[axis]
         count = n // size if n > 2 * size else 0
         kept = {name: x for name, x in found.items() if x[0] is not None}
         return cls(kept, size, count, n - count * size)
