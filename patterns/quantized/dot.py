@@ -29,6 +29,7 @@ from rewriter.find.reading import (
 )
 from rewriter.ops.widening import SCALE
 from rewriter.patterns.quantized.steps import (
+    STORED,
     Steps,
     arguments,
     behind,
@@ -305,4 +306,4 @@ class _Indices:
     bound: Mapping[int, Index]
 
 
-PATTERN = ReaderPattern(NAME, ANCHORS, propose)
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, dtypes=STORED)

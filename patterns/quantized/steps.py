@@ -25,6 +25,9 @@ LAYOUT = TRANSPARENT | {"transpose", "reshape", "squeeze", "expand_dims"}
 SPREAD = LAYOUT | {"broadcast_in_dim"}
 """What stands between an array of scales and the product with it."""
 
+STORED = frozenset(map(jnp.dtype, FEW_BITS))
+"""Dtypes of stored numbers."""
+
 SIGNS = {"mul": "*", "div": "/", "sub": "-", "add": "+"}
 FACTORS = frozenset("*/")
 
@@ -42,8 +45,7 @@ def few_bits(find: Finder) -> frozenset[int]:
 
 
 def _is_stored(aval: object) -> bool:
-    shape = getattr(aval, "shape", ())
-    return len(shape) >= 2 and str(getattr(aval, "dtype", "")) in FEW_BITS
+    return getattr(aval, "dtype", None) in STORED and len(aval.shape) >= 2
 
 
 def stored_above(find: Finder, value: int) -> int | None:
