@@ -78,7 +78,7 @@ def supports(spec: Spec) -> Verdict:
 PAYS_FROM = 1 << 22
 """The fewest numbers of a matrix whose widened copy leaves the caches of a CPU."""
 
-ROWS = 32
+ROWS = 64
 """The most rows for which a CPU spends its time on the matrix, not on products."""
 
 
