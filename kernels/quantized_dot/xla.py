@@ -46,13 +46,16 @@ DEFAULT = Block()
 
 
 def default(spec: Spec, device: Device) -> Block:
-    """Returns the block whose widened numbers fill half of a cache of a MiB."""
+    """Returns 256 columns, or fewer if more than a Mi numbers would be widened."""
     del device
     k = spec.shape("x")[-1]
     if not isinstance(k, int):
         return DEFAULT
-    size = jnp.dtype(spec.dtype("x")).itemsize
-    return Block(max(64, 64 * ((1 << 19) // (64 * size * max(k, 1)))))
+    return Block(min(DEFAULT.columns, max(64, MOST // max(k, 1) // 64 * 64)))
+
+
+MOST = 1 << 20
+"""The most numbers of a block, unless it has 64 columns."""
 
 
 def configs(spec: Spec, device: Device) -> list[Block]:
@@ -75,7 +78,7 @@ def supports(spec: Spec) -> Verdict:
     return YES
 
 
-PAYS_FROM = 1 << 22
+PAYS_FROM = 1 << 23
 """The fewest numbers of a matrix whose widened copy leaves the caches of a CPU."""
 
 ROWS = 64
