@@ -60,12 +60,13 @@ def _sizes(spec: Spec) -> tuple[int, int, int]:
 
 
 def part_of(spec: Spec) -> Spec:
-    """Returns a use as one of a ragged dot with one group."""
+    """Returns a use as one of a ragged dot with one group; int4 counts as int8."""
     m, k, _ = _sizes(spec)
+    stored = "int8" if spec.dtype("w") == "int4" else spec.dtype("w")
     return type(spec)(
         ragged_dot.NAME,
         (("lhs", (m, k)), ("rhs", (1, *spec.shape("w"))), ("group_sizes", (1,))),
-        (("lhs", spec.dtype("x")), ("rhs", spec.dtype("w")), ("group_sizes", "int32")),
+        (("lhs", spec.dtype("x")), ("rhs", stored), ("group_sizes", "int32")),
         (("mode", spec.param("mode")), ("out_dtype", "float32")),
     )
 
@@ -98,7 +99,12 @@ def default(spec: Spec, device: Device) -> Tiles:
     """Returns the default config: as many parts as leave few processors idle."""
     del device
     m, k, n = _sizes(spec)
-    return _with_parts(Tiles() if m <= 64 else MANY, m, k, n)
+    few = PACKED if spec.dtype("w") == "int4" else Tiles()
+    return _with_parts(few if m <= 64 else MANY, m, k, n)
+
+
+PACKED = Tiles(block_n=256, stages=5)
+"""Tiles for int4, so that a copied row has 64 bytes."""
 
 
 MANY = Tiles(128, 128, 5, apart=True)
@@ -196,7 +202,7 @@ def forward(
         within = jnp.broadcast_to(scale, (scale.shape[0], n))
     branch = Branch(w[None], within=within, split=parts > 1)
     dtype = jnp.dtype(sums or x.dtype)
-    direct = parts == 1 and not behind
+    direct = parts == 1 and not behind and dtype in (x.dtype, jnp.float32)
     (out,) = combined(
         NAME, lhs, [branch], n, None, [lambda product: product],
         dtype if direct else jnp.dtype(jnp.float32), config, mode == "transposed",

@@ -90,9 +90,15 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return lambda run: lax.switch(index, (lambda: None, run))
 
 
-def columns(dtype: Any) -> int:
+def columns(dtype: Any, swizzle: int = SWIZZLE) -> int:
     """Returns the columns of a tile in shared memory: 64 of 16 bits, 32 of 32."""
-    return SWIZZLE // jnp.dtype(dtype).itemsize
+    return swizzle * 8 // bits(dtype)
+
+
+def bits(dtype: Any) -> int:
+    """Returns the bits of a number in memory: int4 is packed."""
+    dtype = jnp.dtype(dtype)
+    return 4 if dtype.name == "int4" else 8 * dtype.itemsize
 
 
 def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
@@ -100,7 +106,7 @@ def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, 
 
     For arrays as wide as a tile, tiles of 1 row and of 8 rows have the same layout.
     """
-    tiling = plgpu.TilingTransform((rows, swizzle // jnp.dtype(dtype).itemsize))
+    tiling = plgpu.TilingTransform((rows, columns(dtype, swizzle)))
     return (tiling, plgpu.SwizzleTransform(swizzle))
 
 
@@ -110,7 +116,7 @@ def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
     Copies to and from it begin at multiples of 8 rows. Rows of less than `SWIZZLE`
     bytes are tiles of their own width.
     """
-    swizzle = min(SWIZZLE, shape[-1] * jnp.dtype(dtype).itemsize)
+    swizzle = min(SWIZZLE, shape[-1] * bits(dtype) // 8)
     return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, swizzle=swizzle))
 
 
@@ -162,29 +168,33 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
 
 
 def widened(narrow: Any, wide: Any, scale: Any = None, axis: int = 1) -> None:
-    """Writes numbers of 8 bits as numbers of 16, each the same or scaled.
+    """Writes numbers of 4 or 8 bits as numbers of 16, each the same or scaled.
 
     All warps must have read the earlier content. Tensor cores may read it after a
     `plgpu.commit_smem`.
 
     Args:
-        narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn or float8_e5m2, `tiles`.
+        narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn, float8_e5m2 or int4,
+            `tiles`.
         wide: Shared memory of that shape, bfloat16 or float16, `tiles`.
         scale: float32 in global memory, multiplied in float32 before one rounding.
         axis: The axis along which there is a scale for each position.
     """
-    x = loaded(narrow, plgpu.Layout.WGMMA_UPCAST_2X)
-    for step in WIDENING[x.dtype == jnp.int8, wide.dtype == jnp.bfloat16]:
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    if bits(narrow.dtype) == 4:
+        layout = plgpu.Layout.WGMMA_UPCAST_4X
+    x = loaded(narrow, layout)
+    whole = jnp.issubdtype(x.dtype, jnp.integer)
+    for step in WIDENING[whole, wide.dtype == jnp.bfloat16]:
         x = x.astype(step)
     if scale is not None:
-        x = x.astype(jnp.bfloat16) if x.dtype == jnp.int8 else x
-        x = x.astype(jnp.float32) * _along(scale, x.shape, axis)
+        x = x.astype(jnp.bfloat16) if x.dtype == narrow.dtype and whole else x
+        x = x.astype(jnp.float32) * _along(scale, x.shape, axis, layout)
     wide[...] = x.astype(wide.dtype)
 
 
-def _along(values: Any, shape: tuple[int, ...], axis: int) -> Array:
+def _along(values: Any, shape: tuple[int, ...], axis: int, layout: Any) -> Array:
     """Values repeated to a shape, in the layout of numbers that are widened."""
-    layout = plgpu.Layout.WGMMA_UPCAST_2X
     read = loaded(values, layout.reduce(1 - axis), optimized=False)
     repeated = lax.broadcast_in_dim(read, shape, [axis])
     return plgpu.layout_cast(repeated, layout)
@@ -196,7 +206,7 @@ WIDENING = {
     (False, True): (jnp.float32,),
     (False, False): (),
 }
-"""The hardware's casts, by whether the source is int8, and the target bfloat16."""
+"""The hardware's casts, by whether the source is int8 or int4, the target bfloat16."""
 
 
 def claim(counter: Any, place: Any) -> None:

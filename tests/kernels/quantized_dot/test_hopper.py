@@ -18,13 +18,14 @@ from rewriter.kernels.quantized_dot.reference import computed
 from rewriter.kernels.quantized_dot.rounding import scaled_once
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
-from rewriter.ops.stored import EIGHT_BITS
+from rewriter.ops.stored import EIGHT_BITS, numbers_of
 from rewriter.ops.widening import by_steps
 from tests import slow
 from tests.kernels.ragged.test_hopper_dot import on_hopper
 from tests.support.kernels import simulator
 
 MODES = ("forward", "transposed")
+TAKEN = (*EIGHT_BITS, "int4")
 HERE = device.named("h100")
 ONCE = "float32 *scale bfloat16"
 NARROW = "bfloat16 *scale"
@@ -39,7 +40,7 @@ def make(
     if stored == "int8":
         w = r.integers(-127, 128, shape).astype("int8")
     else:
-        w = np.asarray(jnp.asarray(r.standard_normal(shape), stored))
+        w = np.asarray(numbers_of(jnp.asarray(r.standard_normal(shape)), stored))
     return {
         "x": r.standard_normal((m, k)).astype("bfloat16"),
         "w": w,
@@ -73,7 +74,7 @@ def close(got: Any, want: np.ndarray, limit: float = 1e-5) -> None:
 @pytest.mark.once
 def test_supports() -> None:
     for mode in MODES:
-        for stored in EIGHT_BITS:
+        for stored in TAKEN:
             assert hopper.supports(spec(mode=mode, stored=stored)).ok
         assert hopper.supports(spec(mode=mode, groups=4)).ok
         assert hopper.supports(spec(NARROW, mode=mode, m=1)).ok
@@ -81,6 +82,7 @@ def test_supports() -> None:
         (spec(k=100), "k is 100"),
         (spec(n=192), "n is 192"),
         (spec(groups=8), "groups of 32 numbers"),
+        (spec(stored="uint8"), "rhs is uint8"),
         (spec("bfloat16 -8.0 *scale"), "do not round once"),
         (spec("float32 *scale"), "do not round once"),
         (spec("bfloat16 /scale"), "do not round once"),
@@ -156,6 +158,17 @@ def test_simulated(case: Any, config: Tiles, widen: str, mode: str) -> None:
     close(got, wanted(given, **params))
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("mode", MODES)
+def test_simulated_int4(mode: str) -> None:
+    given = make(5, 256, 256, 2, mode, "int4")
+    params = {"widen": NARROW, "mode": mode, "sums": "float32"}
+    config = dataclasses.replace(hopper.PACKED, programs=2)
+    with simulator.simulated_ragged_dot():
+        got = KERNEL.forward(**given, **params, config=config)
+    close(got, wanted(given, **params))
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_simulated_with_scales_behind_the_product(splits: int) -> None:
     given = make(5, 256, 128)
@@ -171,7 +184,7 @@ def test_simulated_with_scales_behind_the_product(splits: int) -> None:
 @on_hopper
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("stored", EIGHT_BITS)
+@pytest.mark.parametrize("stored", TAKEN)
 @pytest.mark.parametrize("widen", [ONCE, NARROW, "bfloat16", "bfloat16 *0.03125"])
 def test_numbers(widen: str, stored: str, config: Tiles, mode: str) -> None:
     for m, groups in ((1, 1), (16, 2), (200, 4)):
@@ -211,6 +224,28 @@ def test_every_number_is_rounded_as_in_the_program(stored: str, mode: str) -> No
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("mode", MODES)
+def test_every_number_of_four_bits(mode: str) -> None:
+    k = n = 256
+    matrix = (np.arange(k * n).reshape(k, n) % 16 - 8 + np.eye(k, n)).clip(-8, 7)
+    scale = np.random.default_rng(0).uniform(0.1, 1.0, (4, n)).astype("float32")
+    given = {
+        "x": np.eye(k, dtype="bfloat16"),
+        "w": np.asarray(
+            jnp.asarray(matrix.T if mode == "transposed" else matrix, "int4")
+        ),
+        "w_scale": scale,
+    }
+    for widen in (ONCE, NARROW):
+        params = {"widen": widen, "mode": mode, "sums": "float32"}
+        want = wanted(given, **params)
+        for config in (Tiles(), hopper.PACKED, MANY):
+            call = functools.partial(KERNEL.forward, **params, config=config)
+            np.testing.assert_array_equal(np.asarray(jax.jit(call)(**given)), want)
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sums_are_the_same_each_time(config: Tiles) -> None:
     given = make(64, 4096, 1536, 32)
@@ -222,10 +257,21 @@ def test_sums_are_the_same_each_time(config: Tiles) -> None:
 
 
 # ------------------------------------------------------------ the choice, the lowering
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("config", [Tiles(splits=2), MANY], ids=str)
-def test_lowers_on_a_cpu(config: Tiles, mode: str) -> None:
-    given = structs(m=16, k=256, n=256, groups=2, mode=mode)
+LOWERED = [
+    (Tiles(splits=2), "forward", "int8"),
+    (hopper.PACKED, "transposed", "int4"),
+    (MANY, "transposed", "float8_e4m3fn"),
+    (hopper.PACKED, "forward", "int4"),
+    (Tiles(splits=2), "transposed", "int8"),
+    (MANY, "forward", "int8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "mode", "stored"), slow.first(1, LOWERED, several=True), ids=str
+)
+def test_lowers_on_a_cpu(config: Tiles, mode: str, stored: str) -> None:
+    given = structs(m=16, k=256, n=256, groups=2, mode=mode, stored=stored)
     call = jax.jit(lambda x: KERNEL.forward(**x, widen=ONCE, mode=mode, config=config))
     exported = jax.export.export(call, platforms=["cuda"])(given)
     assert exported.mlir_module().count("mosaic_gpu_v2") == 1
