@@ -228,12 +228,11 @@ def test_every_number_is_rounded_as_in_the_program(stored: str, mode: str) -> No
 def test_every_number_of_four_bits(mode: str) -> None:
     k = n = 256
     matrix = (np.arange(k * n).reshape(k, n) % 16 - 8 + np.eye(k, n)).clip(-8, 7)
+    own = matrix.T if mode == "transposed" else matrix
     scale = np.random.default_rng(0).uniform(0.1, 1.0, (4, n)).astype("float32")
     given = {
         "x": np.eye(k, dtype="bfloat16"),
-        "w": np.asarray(
-            jnp.asarray(matrix.T if mode == "transposed" else matrix, "int4")
-        ),
+        "w": np.asarray(jnp.asarray(own, "int4")),
         "w_scale": scale,
     }
     for widen in (ONCE, NARROW):
