@@ -35,6 +35,7 @@ from rewriter.patterns.quantized.steps import (
     behind,
     few_bits,
     rounded_here,
+    same_body,
     stored_above,
     widening,
 )
@@ -76,6 +77,9 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
     if rounded_here(find, stored, dot):
         raise Refused("stored", "the numbers are rounded here, not stored", score=0.2)
     above = widening(find, dot.ins[side], stored)
+    if any(not same_body(find, node, dot) for node, _ in above.nodes):
+        text = "the matrix is widened outside of the loop that multiplies it"
+        raise Refused("outside", text, score=0.3)
     scaled = any(j.name == SCALE for j in above.joined)
     refused: Refused | None = None
     for value, below in behind(find, dot.outs[0], scaled):

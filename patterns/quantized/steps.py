@@ -81,11 +81,16 @@ def rounded_here(find: Finder, stored: int, dot: Node) -> bool:
     node = find.graph.node_of(under_layout(find, stored))
     if node is None or node.prim != "convert_element_type":
         return False
-    place = find.regions.place
-    if place(node.scope).scope is not place(dot.scope).scope:
+    if not same_body(find, node, dot):
         return False
     old = find.graph.dtype(node.ins[0])
     return bool(jnp.issubdtype(old, jnp.floating)) and old.itemsize > 1
+
+
+def same_body(find: Finder, node: Node, other: Node) -> bool:
+    """Whether two equations run as often as each other: in one body of the program."""
+    place = find.regions.place
+    return place(node.scope).scope is place(other.scope).scope
 
 
 def _one_operand(node: Node) -> bool:
@@ -255,6 +260,8 @@ def behind(find: Finder, product: int, scaled: bool) -> Iterator[tuple[int, Step
             break
         (node,) = users
         (new,) = node.outs
+        if not same_body(find, node, g.node_of(product)):
+            break
         ends = False
         if node.prim == "convert_element_type":
             if not jnp.issubdtype(g.dtype(new), jnp.floating):

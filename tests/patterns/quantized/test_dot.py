@@ -13,6 +13,7 @@ from jax import lax
 
 import rewriter
 from rewriter.ops.stored import numbers_of
+from tests.spellings.contexts import CONTEXTS
 
 NAME = "quantized_dot"
 K, N, G = 128, 96, 4
@@ -596,6 +597,12 @@ def experts(x, layers, scales):
     return jnp.einsum("eck,ekn->ecn", x.reshape(2, K // 2, K), w)
 
 
+@alike
+def widened_outside_of_a_loop(x, q, s):
+    w = q.astype(BF) * s.astype(BF)
+    return lax.map(lambda row: row @ w, x)
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_look_alike(name: str) -> None:
     f = ALIKE[name]
@@ -621,6 +628,28 @@ def test_a_product_that_is_read_twice_is_not_scaled_in_the_site() -> None:
         return y * s.astype(BF), jnp.tanh(y)
 
     assert "behind" not in read(f, args_of(f)).params
+
+
+@pytest.mark.once
+def test_a_product_outside_of_a_loop_is_not_scaled_inside() -> None:
+    def f(x, q, s):
+        y = x @ q.astype(BF)
+        return lax.map(lambda one: y * one, s[:4].astype(BF))
+
+    site = read(f, args_of(f))
+    assert "behind" not in site.params
+    assert not site.scope
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", ["scaled", "groups", "scaled_behind"])
+def test_found_in_every_context(name: str) -> None:
+    f = SPELLINGS[name][1]
+    for context in CONTEXTS:
+        if not context.ops:
+            wrapped, args = context.wrap(f, tuple(args_of(f)))
+            report = rewriter.explain(wrapped, implementation={NAME: "reference"})
+            assert report(*args).counts()[NAME], context.name
 
 
 # ------------------------------------------------------------------------ gradients
