@@ -11,6 +11,7 @@ first traced.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,13 @@ import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot import xla
 from rewriter.kernels.quantized_dot.estimate import estimate
-from rewriter.kernels.quantized_dot.rounding import scaled_once
+from rewriter.kernels.quantized_dot.rounding import in_float32
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
 from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
+from rewriter.ops.stored import usual_steps
 from rewriter.ops.widening import applied
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
@@ -72,7 +74,7 @@ def part_of(spec: Spec) -> Spec:
 
 
 def supports(spec: Spec) -> Verdict:
-    """Returns whether the kernel supports a use: 16-bit rows, one rounding."""
+    """Returns whether the kernel supports a use: 16-bit rows, 8-bit or int4 numbers."""
     if spec.symbolic:
         return no("symbolic", "sizes must be known, but some are symbolic")
     base = ragged_dot.supports(part_of(spec))
@@ -82,17 +84,23 @@ def supports(spec: Spec) -> Verdict:
     if n % ragged_dot.WIDE:
         text = f"n is {n}, not a multiple of {ragged_dot.WIDE}"
         found.append(no("alignment", text))
-    if scaled_once(spec.param("widen"), spec.dtype("x"), spec.has("w_scale")) is None:
-        text = f"the steps {spec.param('widen')!r} do not round once, after the scale"
+    if in_float32(_steps(spec), spec.dtype("x")) is None:
+        text = f"it does not compute the steps {spec.param('widen')!r}"
         found.append(no("widen", text))
-    if spec.has("w_zero"):
-        found.append(no("zero", "zero points are not supported"))
-    if spec.has("w_scale"):
-        groups = spec.shape("w_scale")[0]
+    for name in ("w_scale", "w_zero"):
+        groups = spec.shape(name)[0] if spec.has(name) else 1
         if groups > 1 and (k // groups) % STEP:
             text = f"groups of {k // groups} numbers, not a multiple of {STEP}"
             found.append(no("groups", text))
     return all_of(*found)
+
+
+def _steps(spec: Spec) -> str:
+    """The steps of a use."""
+    widen = spec.param("widen")
+    if widen is not None:
+        return widen
+    return usual_steps(spec.has("w_scale"), spec.has("w_zero"), spec.dtype("x"))
 
 
 def default(spec: Spec, device: Device) -> Tiles:
@@ -160,6 +168,7 @@ def forward(
     x: Array,
     w: Array,
     w_scale: Array | None = None,
+    w_zero: Array | None = None,
     widen: str | None = None,
     mode: str = "forward",
     behind: str = "",
@@ -191,22 +200,21 @@ def forward(
     if parts > 1:
         lhs = lhs.reshape(rows, parts, k // parts)
         lhs = lhs.transpose(1, 0, 2).reshape(parts * rows, k // parts)
-    how = scaled_once(widen, x.dtype.name, w_scale is not None)
+    if widen is None:
+        widen = usual_steps(w_scale, w_zero, x.dtype)
+    how = in_float32(widen, x.dtype.name)
     assert how is not None
-    within = None
-    if how.factor is not None:
-        scale = (
-            w_scale if how.factor == "scale" else jnp.full((1, 1), float(how.factor))
-        )
-        scale = scale.astype(how.dtype).astype(jnp.float32)
-        within = jnp.broadcast_to(scale, (scale.shape[0], n))
-    branch = Branch(w[None], within=within, split=parts > 1)
+    arrays = {"scale": w_scale, "zero": w_zero}
+    within = [_rows(arrays[name], own, n) for name, own in how.dtypes]
+    names = [name for name, _ in how.dtypes]
+    steps = [(s, names.index(x) if x in names else x) for s, x in how.steps]
+    branch = Branch(w[None], within=tuple(within), split=parts > 1)
     dtype = jnp.dtype(sums or x.dtype)
     direct = parts == 1 and not behind and dtype in (x.dtype, jnp.float32)
     (out,) = combined(
         NAME, lhs, [branch], n, None, [lambda product: product],
         dtype if direct else jnp.dtype(jnp.float32), config, mode == "transposed",
-        narrow.side, parts,
+        functools.partial(narrow.side, steps=steps), parts,
     )  # fmt: skip
     if not direct:
         out = out.reshape(parts, rows, n).sum(0) if parts > 1 else out
@@ -214,6 +222,15 @@ def forward(
         out = applied(out.astype(dtype), behind, row)
     out = out.reshape(*x.shape[:-1], n)
     return (out, ()) if residuals else out
+
+
+def _rows(values: Any, dtype: str, n: int) -> Array:
+    """Values in the dtype in which the program joins them, for all columns.
+
+    The kernel casts them to float32 itself: XLA would leave out a cast to 16 bits that
+    is followed by one to float32.
+    """
+    return jnp.broadcast_to(values.astype(dtype), (values.shape[0], n))
 
 
 backward = xla.backward

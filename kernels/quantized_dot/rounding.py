@@ -1,62 +1,95 @@
-"""Which steps from stored numbers to a matrix round once, after a single factor.
+"""Steps from stored numbers to a matrix, as a kernel computes them in float32.
 
-A kernel that multiplies in float32 and rounds once to 16 bits gives the same numbers as
-a program that multiplies in these 16 bits: a product of a number of 8 bits and a factor
-of 16 bits is exact in float32.
+A kernel joins factors and addends in float32, and rounds to 16 bits where the program
+does. That gives the numbers of a program that computes in these 16 bits: float32 has
+more than twice their digits, so that rounding twice rounds as once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-EXACT = frozenset({"float32", "int32", "int16"})
-"""Dtypes that hold all numbers of 8 bits."""
+WIDE = frozenset({"float32", "int32", "int16"})
+"""Dtypes that hold all numbers of 8 bits, and sums with whole numbers up to `MOST`."""
 
 SIXTEEN = frozenset({"bfloat16", "float16"})
+MOST = 1 << 10
+ROUND = "round"
+"""The sign of a step that rounds to a dtype."""
 
 
 @dataclass(frozen=True)
-class Once:
-    """Numbers times a factor in float32, rounded once.
+class InFloat32:
+    """Steps in float32, before the last rounding.
 
     Attributes:
-        factor: ``"scale"``, a number as text, or None for numbers that are only cast.
-        dtype: The dtype in which the program multiplies: that of the factor.
+        steps: Signs, and what they join: ``"scale"``, ``"zero"`` or a number. After
+            `ROUND` comes a dtype.
+        dtypes: The dtypes in which the program joins arrays, by their names.
     """
 
-    factor: str | None
-    dtype: str
+    steps: tuple[tuple[str, str | float], ...]
+    dtypes: tuple[tuple[str, str], ...]
 
 
-def scaled_once(widen: str | None, dtype: str, scaled: bool) -> Once | None:
-    """Returns how steps round once to a dtype, or None if they do not.
+def in_float32(widen: str, dtype: str) -> InFloat32 | None:
+    """Returns how a kernel computes steps that end in a dtype; None if it cannot.
 
     Args:
-        widen: The steps; None for the usual ones.
+        widen: The steps, see `rewriter.ops.widening`.
         dtype: The dtype of the rows, bfloat16 or float16.
-        scaled: Whether there are scales, for the usual steps.
 
     Example:
-        >>> scaled_once("bfloat16 *scale", "bfloat16", True)
-        Once(factor='scale', dtype='bfloat16')
-        >>> scaled_once("float32 *0.5 bfloat16", "bfloat16", False)
-        Once(factor='0.5', dtype='float32')
-        >>> scaled_once("bfloat16", "bfloat16", False)
-        Once(factor=None, dtype='bfloat16')
-        >>> scaled_once("bfloat16 -zero *scale", "bfloat16", True)
+        >>> in_float32("bfloat16 *scale", "bfloat16").steps
+        (('*', 'scale'),)
+        >>> in_float32("bfloat16 -zero *scale", "bfloat16").steps
+        (('-', 'zero'), ('round', 'bfloat16'), ('*', 'scale'))
+        >>> in_float32("float32 -8.0 *scale bfloat16", "bfloat16").steps
+        (('-', 8.0), ('*', 'scale'))
+        >>> in_float32("bfloat16 /scale", "bfloat16")
     """
     if dtype not in SIXTEEN:
         return None
-    if widen is None:
-        return Once("scale" if scaled else None, "float32")
-    held, factor = "", None
+    held, steps, dtypes = "", [], {}
     for step in widen.split():
-        if (step in EXACT and factor is None) or step == dtype:
-            held = step
-        elif step[0] == "*" and factor is None and held in ("float32", dtype):
-            factor, multiplied = step[1:], held
-        else:
+        sign, what = step[0], step[1:]
+        if sign == "/" or not (sign in "*-+" or _holds(step, held, bool(steps))):
             return None
-    if factor is None:
-        return Once(None, dtype) if held in ("", dtype) else None
-    return Once(factor, multiplied) if held == dtype else None
+        if sign not in "*-+":
+            if step in SIXTEEN and steps:
+                steps.append((ROUND, step))
+            held = step
+            continue
+        known = what if what in ("scale", "zero") else float(what)
+        if held in ("int32", "int16") and not _small(known):
+            return None
+        if held not in SIXTEEN | WIDE:
+            return None
+        steps.append((sign, known))
+        if isinstance(known, str):
+            dtypes[known] = held
+        if held in SIXTEEN:
+            steps.append((ROUND, held))
+    if held not in ("", dtype) or (steps and held != dtype):
+        return None
+    while steps and steps[-1] == (ROUND, dtype):
+        steps.pop()  # as storing to that dtype does
+    return InFloat32(tuple(_once(steps)), tuple(sorted(dtypes.items())))
+
+
+def _holds(new: str, held: str, joined: bool) -> bool:
+    """Whether float32 holds what a cast gives, once it is rounded."""
+    if new in ("int32", "int16"):
+        return held in ("", "int8") and not joined
+    return new in SIXTEEN | {"float32"} or (new == "int8" and not joined)
+
+
+def _small(number: str | float) -> bool:
+    whole = isinstance(number, float) and number.is_integer()
+    return whole and abs(number) <= MOST
+
+
+def _once(steps: list[tuple[str, str | float]]) -> list[tuple[str, str | float]]:
+    """The same without a rounding right after the same one."""
+    pairs = zip([None, *steps], steps, strict=False)
+    return [x for before, x in pairs if not (x[0] == ROUND and x == before)]

@@ -7,6 +7,7 @@ One function per need, one comment per difference between versions (0.10.2, 0.11
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -167,8 +168,14 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
     return lax.broadcast_in_dim(loaded(part, COLUMNS, optimized=False), shape, [1])
 
 
-def widened(narrow: Any, wide: Any, scale: Any = None, axis: int = 1) -> None:
-    """Writes numbers of 4 or 8 bits as numbers of 16, each the same or scaled.
+def widened(
+    narrow: Any,
+    wide: Any,
+    steps: Sequence[tuple[str, Any]] = (),
+    joined: Sequence[Any] = (),
+    axis: int = 1,
+) -> None:
+    """Writes numbers of 4 or 8 bits as numbers of 16: the same, or after some steps.
 
     All warps must have read the earlier content. Tensor cores may read it after a
     `plgpu.commit_smem`.
@@ -177,25 +184,39 @@ def widened(narrow: Any, wide: Any, scale: Any = None, axis: int = 1) -> None:
         narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn, float8_e5m2 or int4,
             `tiles`.
         wide: Shared memory of that shape, bfloat16 or float16, `tiles`.
-        scale: float32 in global memory, multiplied in float32 before one rounding.
-        axis: The axis along which there is a scale for each position.
+        steps: A sign, ``*``, ``-`` or ``+``, and what it joins in float32: a number, or
+            the index of an array. ``("round", dtype)`` rounds.
+        joined: The arrays, floats of 16 or 32 bits in global memory.
+        axis: The axis along which they have a value for each position.
     """
     layout = plgpu.Layout.WGMMA_UPCAST_2X
     if bits(narrow.dtype) == 4:
         layout = plgpu.Layout.WGMMA_UPCAST_4X
     x = loaded(narrow, layout)
     whole = jnp.issubdtype(x.dtype, jnp.integer)
-    for step in WIDENING[whole, wide.dtype == jnp.bfloat16]:
-        x = x.astype(step)
-    if scale is not None:
-        x = x.astype(jnp.bfloat16) if x.dtype == narrow.dtype and whole else x
-        x = x.astype(jnp.float32) * _along(scale, x.shape, axis, layout)
+    if not steps:
+        for step in WIDENING[whole, wide.dtype == jnp.bfloat16]:
+            x = x.astype(step)
+    else:
+        x = x.astype(jnp.bfloat16) if whole else x
+        x = x.astype(jnp.float32)
+    for sign, what in steps:
+        if sign == "round":
+            x = x.astype(what).astype(jnp.float32)
+        else:
+            index = isinstance(what, int)
+            other = _along(joined[what], x.shape, axis, layout) if index else what
+            x = JOINS[sign](x, other)
     wide[...] = x.astype(wide.dtype)
+
+
+JOINS = {"*": operator.mul, "-": operator.sub, "+": operator.add}
 
 
 def _along(values: Any, shape: tuple[int, ...], axis: int, layout: Any) -> Array:
     """Values repeated to a shape, in the layout of numbers that are widened."""
     read = loaded(values, layout.reduce(1 - axis), optimized=False)
+    read = read if read.dtype == jnp.float32 else read.astype(jnp.float32)
     repeated = lax.broadcast_in_dim(read, shape, [axis])
     return plgpu.layout_cast(repeated, layout)
 

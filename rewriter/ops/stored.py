@@ -138,8 +138,15 @@ WIDEN = "widen"
 
 
 def usual_steps(scales: Any, zeros: Any, dtype: Any) -> str:
-    """Returns the steps that round once: in float32, then to a dtype."""
-    zero, scale = "" if zeros is None else "-zero ", "" if scales is None else "*scale "
+    """Returns the steps that round once: in float32, then to a dtype.
+
+    Args:
+        scales: The scales, or whether there are some; None for none.
+        zeros: The same for zero points.
+        dtype: The dtype of the matrix.
+    """
+    zero = "" if zeros is None or zeros is False else "-zero "
+    scale = "" if scales is None or scales is False else "*scale "
     return f"float32 {zero}{scale}{jnp.dtype(dtype).name}"
 
 

@@ -15,7 +15,7 @@ import rewriter
 from rewriter.kernels.quantized_dot import OP, hopper
 from rewriter.kernels.quantized_dot.hopper import KERNEL, MANY, Tiles
 from rewriter.kernels.quantized_dot.reference import computed
-from rewriter.kernels.quantized_dot.rounding import scaled_once
+from rewriter.kernels.quantized_dot.rounding import in_float32
 from rewriter.ops import device
 from rewriter.ops.kernel import spec_of, worth_measuring
 from rewriter.ops.stored import EIGHT_BITS, numbers_of
@@ -46,6 +46,25 @@ def make(
         "w": w,
         "w_scale": r.uniform(0.01, 0.03, (groups, n)).astype(scale),
     }
+
+
+def with_zeros(given: dict[str, Any]) -> dict[str, Any]:
+    """Also with zero points of groups, whole numbers and others."""
+    shape = given["w_scale"].shape
+    zeros = np.random.default_rng(1).uniform(-9, 9, shape)
+    zeros[:, ::2] = zeros[:, ::2].round()
+    return {**given, "w_zero": zeros.astype("float32")}
+
+
+SHIFTED = (
+    "float32 -zero *scale bfloat16",
+    "bfloat16 -zero *scale",
+    "bfloat16 *scale +zero",
+    "float32 *scale bfloat16 -zero",
+    "bfloat16 -8.0 *scale",
+    "int32 -8.0 float32 *scale bfloat16",
+)
+"""Steps with addends."""
 
 
 def structs(**given: Any) -> dict[str, Any]:
@@ -83,9 +102,9 @@ def test_supports() -> None:
         (spec(n=192), "n is 192"),
         (spec(groups=8), "groups of 32 numbers"),
         (spec(stored="uint8"), "rhs is uint8"),
-        (spec("bfloat16 -8.0 *scale"), "do not round once"),
-        (spec("float32 *scale"), "do not round once"),
-        (spec("bfloat16 /scale"), "do not round once"),
+        (spec("float32 *scale"), "does not compute the steps"),
+        (spec("bfloat16 /scale"), "does not compute the steps"),
+        (spec("int32 -zero float32 *scale bfloat16"), "does not compute the steps"),
     ):
         verdict = hopper.supports(given)
         assert why in "; ".join(r.text for r in verdict.reasons)
@@ -117,9 +136,9 @@ def test_one_rounding_is_that_of_16_bits(stored: str, dtype: str) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         once = (numbers.astype(np.float32) * scale.astype(np.float32)).astype(dtype)
     for widen in (f"{dtype} *scale", f"float32 *scale {dtype}"):
-        how = scaled_once(widen, dtype, True)
+        how = in_float32(widen, dtype)
         assert how is not None
-        assert how.factor == "scale"
+        assert how.steps == (("*", "scale"),)
         got = by_steps(jnp.asarray(numbers), widen, jnp.asarray(scale), None, 0)
         np.testing.assert_array_equal(
             np.asarray(got, np.float32), once.astype(np.float32)
@@ -156,6 +175,22 @@ def test_simulated(case: Any, config: Tiles, widen: str, mode: str) -> None:
     with simulator.simulated_ragged_dot():
         got = KERNEL.forward(**given, **params, config=few)
     close(got, wanted(given, **params))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("widen", SHIFTED)
+@pytest.mark.parametrize("mode", MODES)
+def test_simulated_with_addends(mode: str, widen: str) -> None:
+    """Rows of the identity: each rounding is the program's."""
+    given = with_zeros(make(128, 128, 128, 2, mode))
+    given["x"] = np.eye(128, dtype="bfloat16")
+    if "zero" not in widen:
+        del given["w_zero"]
+    params = {"widen": widen, "mode": mode, "sums": "float32"}
+    assert hopper.supports(spec_of(OP, given, params)).ok
+    with simulator.simulated_ragged_dot():
+        got = KERNEL.forward(**given, **params, config=Tiles(programs=2))
+    np.testing.assert_array_equal(np.asarray(got, np.float64), wanted(given, **params))
 
 
 @pytest.mark.once
@@ -225,6 +260,25 @@ def test_every_number_is_rounded_as_in_the_program(stored: str, mode: str) -> No
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stored", TAKEN)
+@pytest.mark.parametrize("widen", SHIFTED)
+def test_addends_are_rounded_as_in_the_program(
+    widen: str, stored: str, mode: str
+) -> None:
+    given = with_zeros(make(256, 256, 256, 4, mode, stored))
+    given["x"] = np.eye(256, dtype="bfloat16")
+    if "zero" not in widen:
+        del given["w_zero"]
+    params = {"widen": widen, "mode": mode, "sums": "float32"}
+    got = jax.jit(functools.partial(KERNEL.forward, **params))(**given)
+    close(
+        got, wanted(given, **params), 2e-3
+    )  # a multiplication may be fused with a sum
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("mode", MODES)
 def test_every_number_of_four_bits(mode: str) -> None:
     k = n = 256
     matrix = (np.arange(k * n).reshape(k, n) % 16 - 8 + np.eye(k, n)).clip(-8, 7)
@@ -271,7 +325,9 @@ LOWERED = [
 )
 def test_lowers_on_a_cpu(config: Tiles, mode: str, stored: str) -> None:
     given = structs(m=16, k=256, n=256, groups=2, mode=mode, stored=stored)
-    call = jax.jit(lambda x: KERNEL.forward(**x, widen=ONCE, mode=mode, config=config))
+    given["w_zero"] = given["w_scale"]  # rounded to 16 bits by the steps
+    how = {"widen": "bfloat16 -zero *scale", "mode": mode, "config": config}
+    call = jax.jit(lambda x: KERNEL.forward(**x, **how))
     exported = jax.export.export(call, platforms=["cuda"])(given)
     assert exported.mlir_module().count("mosaic_gpu_v2") == 1
     assert [x.shape for x in exported.out_avals] == [(16, 256)]

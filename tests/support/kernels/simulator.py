@@ -333,11 +333,21 @@ def _claim(counter: Reference, cell: Reference) -> None:
 
 
 def _widened(
-    narrow: Reference, wide: Reference, scale: Reference | None = None, axis: int = 1
+    narrow: Reference,
+    wide: Reference,
+    steps: Sequence[tuple[str, Any]] = (),
+    joined: Sequence[Reference] = (),
+    axis: int = 1,
 ) -> None:
     x = narrow.view().astype(np.float32)
-    if scale is not None:
-        x = x * np.expand_dims(scale.view().astype(np.float32), 1 - axis)
+    for sign, what in steps:
+        if sign == "round":
+            x = x.astype(what).astype(np.float32)
+            continue
+        if isinstance(what, int):
+            what = np.expand_dims(joined[what].view().astype(np.float32), 1 - axis)
+        x = {"*": np.multiply, "-": np.subtract, "+": np.add}[sign](x, what)
+        x = x.astype(np.float32)
     wide[...] = x.astype(wide.dtype)
 
 

@@ -26,8 +26,8 @@ class Branch:
         first: The first of its columns, a multiple of 64.
         bias: float32 [n], added to each row of the product.
         scale: float32 [g, n], multiplied with each row of the product before the bias.
-        within: float32 [z, n], multiplied with the matrix before it is rounded to the
-            dtype of products: a row for each z-th part of the summed axis.
+        within: Floats [z, n] each, joined to the matrix while it is widened: a row for
+            each z-th part of the summed axis.
         split: Whether groups are parts of the summed axis of one matrix, in order:
             matrices are then [1, k, n], and rows [m, k / g].
     """
@@ -36,7 +36,7 @@ class Branch:
     first: int = 0
     bias: Any = None
     scale: Any = None
-    within: Any = None
+    within: tuple[Any, ...] = ()
     split: bool = False
 
 
@@ -87,8 +87,8 @@ class Side:
         scratch: Shared memory for it.
         copied: The part of it that copies fill: [stages, *place, ...].
         taken: ``taken(memory, slot, part, i, within)`` gives a warpgroup's part of the
-            i-th step of a tile, [*place, ...], once its copies have come. `within` is
-            None, or the scales of its columns.
+            i-th step of a tile, [*place, ...], once its copies have come. `within`
+            holds the rows of its columns of `Branch.within`.
     """
 
     scratch: Any

@@ -316,19 +316,21 @@ class _Block:
 
         lax.fori_loop(0, tile.steps, part, None)
 
-    def within(self, tile: _Tile, before: Any, i: Any) -> Any:
-        """Returns the scales of a warpgroup's columns in a step, or None."""
-        scales = self.branches[0].within
-        if scales is None:
-            return None
-        (groups, n), wide = scales.shape, self.config.columns
-        first = jnp.minimum(tile.column + before * wide, n - wide)
-        across = pl.ds(pl.multiple_of(first, wide), wide)
-        if groups == 1:
-            return scales.at[0, across]
-        steps = self.steps * (self.tiles.groups if self.branches[0].split else 1)
-        each = jnp.int32(steps // groups)
-        return scales.at[lax.div(tile.group * self.steps + i, each), across]
+    def within(self, tile: _Tile, before: Any, i: Any) -> tuple[Any, ...]:
+        """Returns what is joined to a warpgroup's columns of a step."""
+        branch, wide = self.branches[0], self.config.columns
+
+        def row(values: Any) -> Any:
+            groups, n = values.shape
+            first = jnp.minimum(tile.column + before * wide, n - wide)
+            across = pl.ds(pl.multiple_of(first, wide), wide)
+            if groups == 1:
+                return values.at[0, across]
+            steps = self.steps * (self.tiles.groups if branch.split else 1)
+            at = tile.group * self.steps + i
+            return values.at[lax.div(at, jnp.int32(steps // groups)), across]
+
+        return tuple(map(row, branch.within))
 
     def product(
         self, tile: _Tile, step: Any, above: Any, before: Any, height: int
