@@ -60,16 +60,18 @@ def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
 def primitives(jaxpr: Any) -> set[str]:
     """The names of a program's primitives, at any depth."""
     found: set[Any] = set()
-    for eqns in _equations(jaxpr):
-        found |= {eqn.primitive for eqn in eqns}
+    for body in _each_body(jaxpr):
+        found |= {eqn.primitive for eqn in body.eqns}
     return {p.name for p in found}
 
 
 def dtypes(jaxpr: Any) -> set[Any]:
     """The dtypes of a program's inputs and constants, and those that it casts to."""
-    found = {getattr(v.aval, "dtype", None) for v in (*jaxpr.invars, *jaxpr.constvars)}
-    for eqns in _equations(jaxpr):
-        cast = (eqn.params for eqn in eqns if eqn.primitive.name in CASTS)
+    found = {getattr(v.aval, "dtype", None) for v in jaxpr.invars}
+    for body in _each_body(jaxpr):
+        body = getattr(body, "jaxpr", body)  # closed, with constants of its own
+        found |= {getattr(v.aval, "dtype", None) for v in body.constvars}
+        cast = (eqn.params for eqn in body.eqns if eqn.primitive.name in CASTS)
         found |= {params["new_dtype"] for params in cast}
     return found
 
@@ -77,19 +79,20 @@ def dtypes(jaxpr: Any) -> set[Any]:
 CASTS = frozenset({"convert_element_type", "bitcast_convert_type"})
 
 
-def _equations(jaxpr: Any) -> Iterator[Sequence[Any]]:
-    """The equations of a program, and those of each body once."""
+def _each_body(jaxpr: Any) -> Iterator[Any]:
+    """A program, and each body in it once."""
     seen: set[int] = set()
     bodies = [jaxpr]
     while bodies:
-        eqns = bodies.pop().eqns
-        if id(eqns) in seen:
+        body = bodies.pop()
+        if id(body.eqns) in seen:
             continue
-        seen.add(id(eqns))
-        yield eqns
-        outer = {p for p in {eqn.primitive for eqn in eqns} if p.name in _jax.BODIES}
+        seen.add(id(body.eqns))
+        yield body
+        prims = {eqn.primitive for eqn in body.eqns}
+        outer = {p for p in prims if p.name in _jax.BODIES}
         if outer:
-            for eqn in eqns:
+            for eqn in body.eqns:
                 if eqn.primitive in outer:
                     bodies += _bodies(eqn)
 
