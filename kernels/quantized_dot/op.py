@@ -37,6 +37,7 @@ DOT = Op(
 OP = dataclasses.replace(
     stored_form(DOT, "quantized_dot", "rows times a matrix of few bits with scales."),
     form_of="",
+    stays=True,
     reference=computed,
     flat=True,
     defaults={"widen": None, **DOT.defaults},

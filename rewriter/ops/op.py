@@ -186,6 +186,8 @@ class Op:
         form_of: The general op of a special form: every use of this op is also a use of
             that one. This op is used where one of its kernels is chosen, and counts as
             the general one.
+        stays: Whether a site of it stays one inside of a larger site, once a kernel is
+            chosen for it: the larger one is then left as written.
         found_on: The platforms for which it is looked for; on others, only where one of
             its kernels is forced. All if empty.
     """
@@ -210,6 +212,7 @@ class Op:
     about: str = field(default="", repr=False)
     parts: str = ""
     form_of: str = ""
+    stays: bool = False
     found_on: tuple[str, ...] = ()
 
     def __repr__(self) -> str:

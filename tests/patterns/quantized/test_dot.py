@@ -681,22 +681,44 @@ def test_gradients(behind: bool, kernel: str) -> None:
 
 
 # ------------------------------------------------------------------------ neighbours
-def test_branches_of_a_unit_are_two_dots() -> None:
-    q, s = (jnp.asarray(GIVEN[n]) for n in ("q", "s"))
+UNIT = "gated_linear_unit"
 
+
+@pytest.mark.parametrize(
+    ("forced", "kept"),
+    [
+        ({NAME: "memory_bounded"}, {NAME: "memory_bounded", UNIT: "xla"}),
+        ({UNIT: "memory_bounded"}, {NAME: "xla", UNIT: "memory_bounded"}),
+    ],
+    ids=str,
+)
+def test_a_unit_is_computed_by_one_kernel_or_by_those_of_its_products(
+    forced: dict[str, str], kept: dict[str, str]
+) -> None:
     def unit(x, q, s):
-        w = q.astype(BF) * s.astype(BF)
-        return jax.nn.silu(x @ w) * (x @ w[:, ::-1])
+        gate = x @ (q.astype(F32) * s)
+        return jax.nn.silu(gate) * (x @ (q.astype(F32) * s[::-1]))
 
-    def of_two(x, q, s):
-        gate = x @ (q.astype(BF) * s.astype(BF))
-        return jax.nn.silu(gate) * (x @ (q.astype(BF) * s[::-1].astype(BF)))
+    args = [jnp.asarray(a) for a in (ROWS, GIVEN["q"], GIVEN["s"])]
+    fast = rewriter.optimize(unit, implementation=forced)
+    sites = fast.report(*args).sites
+    assert {s.op: s.kernel for s in sites} == kept
+    text = str(fast.jaxpr(*args))
+    assert text.count("rewriter_site") == sum(s.kernel != "xla" for s in sites)
+    np.testing.assert_allclose(fast(*args), unit(*args), rtol=1e-4, atol=1e-4)
 
-    x = jnp.asarray(EYE)
-    report = rewriter.explain(of_two, implementation={NAME: "memory_bounded"})(x, q, s)
-    kernels = [(s.op, s.kernel) for s in report.sites if s.kernel != "xla"]
-    assert kernels == [(NAME, "memory_bounded")] * 2
-    assert not rewriter.explain(unit)(x, q, s).failures
+
+@pytest.mark.once
+def test_a_kernel_of_a_unit_that_was_chosen_yields_to_its_products() -> None:
+    def unit(x, gate, up, s):
+        return jax.nn.silu(x @ (gate.astype(BF) * s)) * (x @ (up.astype(BF) * s))
+
+    shapes = ((16, 4096), BF), ((4096, 14336), "int8"), ((14336,), BF)
+    x, w, s = (jax.ShapeDtypeStruct(*given) for given in shapes)
+    how = {NAME: ["hopper", "xla"]}
+    report = rewriter.explain(unit, target="h100", implementation=how)(x, w, w, s)
+    kernels = {site.op: site.kernel for site in report.sites}
+    assert kernels == {NAME: "hopper", UNIT: "xla"}
 
 
 @pytest.mark.once
