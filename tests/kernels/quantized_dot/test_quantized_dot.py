@@ -161,8 +161,10 @@ def test_cost_and_estimate() -> None:
     assert of("int8").flops == 2 * 16 * 4096 * 14336
     assert of("int8").bytes - of("int4").bytes == 4096 * 14336 / 2
     given = {n: jax.ShapeDtypeStruct(s, kinds[n]) for n, s in shapes.items()}
-    times = estimate(spec_of(OP, given, {}), device.named("h100"), "forward")
-    assert times["hopper"] < 0.8 * times["xla"]
+    for widen, pays in (("bfloat16", False), ("bfloat16 *0.5", True)):
+        spec = spec_of(OP, given, {"widen": widen})
+        times = estimate(spec, device.named("h100"), "forward")
+        assert (times["hopper"] < 0.8 * times["xla"]) == pays
 
 
 @pytest.mark.once
