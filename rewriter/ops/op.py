@@ -190,6 +190,8 @@ class Op:
             chosen for it: the larger one is then left as written.
         found_on: The platforms for which it is looked for; on others, only where one of
             its kernels is forced. All if empty.
+        tiled: Letters of axes that a kernel's tile holds whole, as the width of heads:
+            measurements of other sizes of them say nothing about a use.
     """
 
     name: str
@@ -214,6 +216,7 @@ class Op:
     form_of: str = ""
     stays: bool = False
     found_on: tuple[str, ...] = ()
+    tiled: str = ""
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -1,6 +1,7 @@
 """Attention under masks and biases, as this checkout computes it and as another does.
 
-  python3 -m tests.bench.masked_attention [--against FOLDER] [--small] [--json PATH]
+  python3 -m tests.bench.masked_attention [--against FOLDER] [--heads 64]
+      [--small] [--json PATH]
 
 Each row is written in plain JAX. `--against` names another checkout of this project,
 whose times are taken in turns with those of this one. A time is the least of several
@@ -110,12 +111,14 @@ def milliseconds(fn: Function, args: Sequence[Any]) -> float:
     return min(found)
 
 
-def measured(small: bool) -> dict[str, float]:
+def measured(small: bool, heads: int | None) -> dict[str, float]:
     """Times of all rows, of the checkout that this process runs."""
     import rewriter
 
     found = {}
     for b, t, n, h in SMALL if small else SIZES:
+        if heads not in (None, h):
+            continue
         q, k, v, d = (
             jax.random.normal(jax.random.key(i), (b, t, n, h), jnp.bfloat16)
             for i in range(4)
@@ -136,9 +139,9 @@ def measured(small: bool) -> dict[str, float]:
     return found
 
 
-def of_checkout(folder: pathlib.Path, small: bool) -> dict[str, float]:
+def of_checkout(folder: pathlib.Path, options: Sequence[str]) -> dict[str, float]:
     """Times of all rows, of the project in a folder."""
-    words = [sys.executable, __file__, "--inside", *(["--small"] if small else [])]
+    words = [sys.executable, __file__, "--inside", *options]
     given = {**os.environ, "PYTHONPATH": str(folder)}
     text = subprocess.run(
         words, env=given, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
@@ -152,18 +155,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=pathlib.Path, help="another checkout")
     parser.add_argument("--small", action="store_true", help="for a try without a GPU")
+    parser.add_argument("--heads", type=int, help="only heads of this width")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        print(json.dumps(measured(options.small)))
+        print(json.dumps(measured(options.small, options.heads)))
         return
+    words = ["--small"] if options.small else []
+    words += ["--heads", str(options.heads)] if options.heads else []
     here = pathlib.Path(__file__).resolve().parents[2]
     folders = {"ms": here}
     if options.against:
         folders = {"other_ms": options.against.resolve(), "ms": here}
     turns = [
-        (name, of_checkout(folder, options.small))
+        (name, of_checkout(folder, words))
         for _ in range(2 if options.against else 1)
         for name, folder in folders.items()
     ]
