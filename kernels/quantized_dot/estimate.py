@@ -1,8 +1,8 @@
 """Estimates the time of a quantized dot: by XLA, over blocks, and on Hopper.
 
-XLA reads the stored numbers, writes the widened matrix, and reads it again; numbers that
-are only cast it casts within the product. The loop does the same block by block. The
-kernel for Hopper GPUs reads the stored numbers.
+XLA reads the stored numbers, writes the widened matrix, and reads it again. It casts
+within the product what is only cast. The loop does the same block by block. The kernel
+for Hopper GPUs reads the stored numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ STREAMED = 0.8
 """The share of the bandwidth of widening and of reading the widened matrix."""
 
 FUSED = 0.5
-"""The share of the bandwidth of a product that casts within: a gated unit of 64 rows and
-two matrices of 4096 by 14336 int8 took 77 µs on an H100."""
+"""The share of the bandwidth of a product that casts: a gated unit of 64 rows and two
+matrices of 4096 by 14336 int8 took 77 µs on an H100."""
 
 NARROW = 0.5
 """The share of the bandwidth of reading stored numbers, as of ragged dots."""
