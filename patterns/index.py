@@ -57,6 +57,9 @@ PATTERNS = {
         "Gated linear unit of experts with 8-bit matrices.",
         "STORED",
     ),
+    "quantized_dot": Shipped(
+        "quantized.dot", "Rows times a matrix of 4 or 8 bits with scales."
+    ),
     "linear_cross_entropy": Shipped(
         "cross_entropy.read",
         "The loss over a vocabulary: log Σ exp y - y[label], y = x w + bias.",

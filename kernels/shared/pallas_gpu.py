@@ -7,6 +7,7 @@ One function per need, one comment per difference between versions (0.10.2, 0.11
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,15 @@ def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     return lambda run: lax.switch(index, (lambda: None, run))
 
 
-def columns(dtype: Any) -> int:
+def columns(dtype: Any, swizzle: int = SWIZZLE) -> int:
     """Returns the columns of a tile in shared memory: 64 of 16 bits, 32 of 32."""
-    return SWIZZLE // jnp.dtype(dtype).itemsize
+    return swizzle * 8 // bits(dtype)
+
+
+def bits(dtype: Any) -> int:
+    """Returns the bits of a number in memory: int4 is packed."""
+    dtype = jnp.dtype(dtype)
+    return 4 if dtype.name == "int4" else 8 * dtype.itemsize
 
 
 def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
@@ -100,7 +107,7 @@ def transforms(dtype: Any, rows: int = 8, swizzle: int = SWIZZLE) -> tuple[Any, 
 
     For arrays as wide as a tile, tiles of 1 row and of 8 rows have the same layout.
     """
-    tiling = plgpu.TilingTransform((rows, swizzle // jnp.dtype(dtype).itemsize))
+    tiling = plgpu.TilingTransform((rows, columns(dtype, swizzle)))
     return (tiling, plgpu.SwizzleTransform(swizzle))
 
 
@@ -110,7 +117,7 @@ def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
     Copies to and from it begin at multiples of 8 rows. Rows of less than `SWIZZLE`
     bytes are tiles of their own width.
     """
-    swizzle = min(SWIZZLE, shape[-1] * jnp.dtype(dtype).itemsize)
+    swizzle = min(SWIZZLE, shape[-1] * bits(dtype) // 8)
     return plgpu.SMEM(shape, dtype, transforms=transforms(dtype, swizzle=swizzle))
 
 
@@ -161,20 +168,57 @@ def row(reference: Any, first: Any, shape: tuple[int, int]) -> Array:
     return lax.broadcast_in_dim(loaded(part, COLUMNS, optimized=False), shape, [1])
 
 
-def widened(narrow: Any, wide: Any) -> None:
-    """Writes numbers of 8 bits as numbers of 16, each the same.
+def widened(
+    narrow: Any,
+    wide: Any,
+    steps: Sequence[tuple[str, Any]] = (),
+    joined: Sequence[Any] = (),
+    axis: int = 1,
+) -> None:
+    """Writes numbers of 4 or 8 bits as numbers of 16: the same, or after some steps.
 
     All warps must have read the earlier content. Tensor cores may read it after a
     `plgpu.commit_smem`.
 
     Args:
-        narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn or float8_e5m2, `tiles`.
+        narrow: Shared memory [64 a, 16 b], int8, float8_e4m3fn, float8_e5m2 or int4,
+            `tiles`.
         wide: Shared memory of that shape, bfloat16 or float16, `tiles`.
+        steps: A sign, ``*``, ``-`` or ``+``, and what it joins in float32: a number, or
+            the index of an array. ``("round", dtype)`` rounds.
+        joined: The arrays, floats of 16 or 32 bits in global memory.
+        axis: The axis along which they have a value for each position.
     """
-    x = loaded(narrow, plgpu.Layout.WGMMA_UPCAST_2X)
-    for step in WIDENING[x.dtype == jnp.int8, wide.dtype == jnp.bfloat16]:
-        x = x.astype(step)
+    layout = plgpu.Layout.WGMMA_UPCAST_2X
+    if bits(narrow.dtype) == 4:
+        layout = plgpu.Layout.WGMMA_UPCAST_4X
+    x = loaded(narrow, layout)
+    whole = jnp.issubdtype(x.dtype, jnp.integer)
+    if not steps:
+        for step in WIDENING[whole, wide.dtype == jnp.bfloat16]:
+            x = x.astype(step)
+    else:
+        x = x.astype(jnp.bfloat16) if whole else x
+        x = x.astype(jnp.float32)
+    for sign, what in steps:
+        if sign == "round":
+            x = x.astype(what).astype(jnp.float32)
+        else:
+            index = isinstance(what, int)
+            other = _along(joined[what], x.shape, axis, layout) if index else what
+            x = JOINS[sign](x, other)
     wide[...] = x.astype(wide.dtype)
+
+
+JOINS = {"*": operator.mul, "-": operator.sub, "+": operator.add}
+
+
+def _along(values: Any, shape: tuple[int, ...], axis: int, layout: Any) -> Array:
+    """Values repeated to a shape, in the layout of numbers that are widened."""
+    read = loaded(values, layout.reduce(1 - axis), optimized=False)
+    read = read if read.dtype == jnp.float32 else read.astype(jnp.float32)
+    repeated = lax.broadcast_in_dim(read, shape, [axis])
+    return plgpu.layout_cast(repeated, layout)
 
 
 WIDENING = {
@@ -183,7 +227,7 @@ WIDENING = {
     (False, True): (jnp.float32,),
     (False, False): (),
 }
-"""The hardware's casts, by whether the source is int8, and the target bfloat16."""
+"""The hardware's casts, by whether the source is int8 or int4, the target bfloat16."""
 
 
 def claim(counter: Any, place: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from rewriter.choose.choice import AS_WRITTEN, Choice
 from rewriter.choose.choose import choose, left_out
 from rewriter.choose.choose_ring import choose_ring
+from rewriter.choose.inside import with_ops_inside
 from rewriter.choose.placing import Placed, Plan, in_order, spec_on_device, top
 from rewriter.config import Config
 from rewriter.find.match import Match
@@ -184,10 +185,11 @@ def _choices(
         choices.append(choice)
     replaced = [f for f, c in zip(facts, choices, strict=True) if c.kernel != XLA]
     needed = still_needed(graph, replaced)
-    return [
+    choices = [
         _unless_read(f, choice, f in needed)
         for f, choice in zip(facts, choices, strict=True)
     ]
+    return list(with_ops_inside(facts, choices))
 
 
 def _unless_read(facts: Facts, choice: Choice, needed: bool) -> Choice:

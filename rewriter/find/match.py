@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
@@ -42,6 +42,7 @@ class Pattern(Protocol):
     anchors: frozenset[str]
     needs: frozenset[str]
     either: frozenset[str]
+    dtypes: frozenset[Any]
     steps: tuple[Step, ...]
     above: frozenset[str]
     kernels: tuple[Kernel, ...]
@@ -62,6 +63,7 @@ class ReaderPattern:
         steps: The steps of a path through every site, in order; see `sieve`.
         needs: Primitives that every program with a site has.
         either: If not empty, primitives; such a program has at least one of them.
+        dtypes: If not empty, dtypes; such a program has an array of one of them.
         above: Primitives above a leaf that may belong to a larger site. A region with
             such a leaf is read anew, although it equals another one.
         of_rows: Whether its sites are values of rows, such as losses. Sums over rows
@@ -74,6 +76,7 @@ class ReaderPattern:
     steps: tuple[Step, ...] = ()
     needs: frozenset[str] = frozenset()
     either: frozenset[str] = frozenset()
+    dtypes: frozenset[Any] = frozenset()
     above: frozenset[str] = frozenset()
     of_rows: bool = False
 

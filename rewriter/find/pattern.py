@@ -79,6 +79,7 @@ class Pattern:
     either: frozenset[str] = frozenset()
     steps: ClassVar[tuple[Step, ...]] = ()
     above: ClassVar[frozenset[str]] = frozenset()
+    dtypes: ClassVar[frozenset[str]] = frozenset()
     of_rows: ClassVar[bool] = False
 
     @property

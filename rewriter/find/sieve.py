@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,9 @@ def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
         and not p.anchors.isdisjoint(names)
         and not any(step.prims.isdisjoint(names) for step in p.steps)
     ]
+    if any(p.dtypes for p in named):
+        have = dtypes(jaxpr)
+        named = [p for p in named if not (p.dtypes and p.dtypes.isdisjoint(have))]
     sieve = _Sieve(named)
     sieve.body(jaxpr, [NOTHING] * len(jaxpr.invars))
     return [p for p in named if not p.steps or p.name in sieve.found]
@@ -57,21 +60,41 @@ def possible(jaxpr: Any, patterns: Sequence[Any]) -> list[Any]:
 def primitives(jaxpr: Any) -> set[str]:
     """The names of a program's primitives, at any depth."""
     found: set[Any] = set()
+    for body in _each_body(jaxpr):
+        found |= {eqn.primitive for eqn in body.eqns}
+    return {p.name for p in found}
+
+
+def dtypes(jaxpr: Any) -> set[Any]:
+    """The dtypes of a program's inputs and constants, and those that it casts to."""
+    found = {getattr(v.aval, "dtype", None) for v in jaxpr.invars}
+    for body in _each_body(jaxpr):
+        body = getattr(body, "jaxpr", body)  # closed, with constants of its own
+        found |= {getattr(v.aval, "dtype", None) for v in body.constvars}
+        cast = (eqn.params for eqn in body.eqns if eqn.primitive.name in CASTS)
+        found |= {params["new_dtype"] for params in cast}
+    return found
+
+
+CASTS = frozenset({"convert_element_type", "bitcast_convert_type"})
+
+
+def _each_body(jaxpr: Any) -> Iterator[Any]:
+    """A program, and each body in it once."""
     seen: set[int] = set()
     bodies = [jaxpr]
     while bodies:
-        eqns = bodies.pop().eqns
-        if id(eqns) in seen:
+        body = bodies.pop()
+        if id(body.eqns) in seen:
             continue
-        seen.add(id(eqns))
-        here = {eqn.primitive for eqn in eqns}
-        found |= here
-        outer = {p for p in here if p.name in _jax.BODIES}
+        seen.add(id(body.eqns))
+        yield body
+        prims = {eqn.primitive for eqn in body.eqns}
+        outer = {p for p in prims if p.name in _jax.BODIES}
         if outer:
-            for eqn in eqns:
+            for eqn in body.eqns:
                 if eqn.primitive in outer:
                     bodies += _bodies(eqn)
-    return {p.name for p in found}
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,14 @@ class Stored:
         dtypes: The dtypes of the stored numbers.
         summed: The letter of the axis that the op sums over, along which numbers share
             a scale.
+        by_steps: Whether the form also takes zero points, both by groups along that
+            axis, and the steps in which a program widens the numbers; see
+            `rewriter.ops.widening`.
     """
 
     dtypes: tuple[str, ...]
     summed: str
+    by_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,8 @@ class Op:
         form_of: The general op of a special form: every use of this op is also a use of
             that one. This op is used where one of its kernels is chosen, and counts as
             the general one.
+        stays: Whether a site of it stays one inside of a larger site, once a kernel is
+            chosen for it: the larger one is then left as written.
         found_on: The platforms for which it is looked for; on others, only where one of
             its kernels is forced. All if empty.
         tiled: Letters of axes that a kernel's tile holds whole, as the width of heads:
@@ -208,6 +214,7 @@ class Op:
     about: str = field(default="", repr=False)
     parts: str = ""
     form_of: str = ""
+    stays: bool = False
     found_on: tuple[str, ...] = ()
     tiled: str = ""
 

@@ -8,6 +8,11 @@ special form of the op: matrices are numbers of few bits, and scales another ope
 
     matrix[g, k, n] = numbers[g, k, n] · scales[g, n]
 
+A form by steps also has zero points, and its matrices are rounded as the program rounds
+them; see `rewriter.ops.widening`::
+
+    numbers  [k, n]            scales, zero points  [z, n], [1, n], [z, 1] or [1, 1]
+
 An op declares what it takes by `Operand.stored`. Everything else of the form follows
 from the op: its reference, its work, how it is split over devices, its samples.
 """
@@ -25,9 +30,16 @@ import jax.numpy as jnp
 from rewriter.ops.cost import Cost, Dtypes, Shapes
 from rewriter.ops.kernel import Spec
 from rewriter.ops.op import Op, Operand, Sharding, Stored
+from rewriter.ops.widening import by_steps
 
 EIGHT_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
 """Dtypes of 8 bits whose numbers floats of 16 bits hold exactly."""
+
+FEW_BITS = (*EIGHT_BITS, "uint8", "int4", "uint4")
+"""Dtypes of at most 8 bits whose numbers bfloat16 and float16 hold exactly."""
+
+GROUPS = "z"
+"""The letter of groups along the summed axis, in forms by steps."""
 
 LEVELS = 40
 """A deviation of sampled numbers, in integers: a third of the range of int8."""
@@ -36,6 +48,11 @@ LEVELS = 40
 def scale_of(name: str) -> str:
     """Returns the name of the scales of an operand."""
     return f"{name}_scale"
+
+
+def zero_of(name: str) -> str:
+    """Returns the name of the zero points of an operand."""
+    return f"{name}_zero"
 
 
 def stored_in(op: Op) -> dict[str, Stored]:
@@ -102,10 +119,35 @@ def widened_operands(op: Op, given: Mapping[str, Any]) -> dict[str, Any]:
     stored, made = stored_in(op), dict(given)
     for name in stored:
         scales = made.pop(scale_of(name), None)
+        zeros = made.pop(zero_of(name), None)
         if made.get(name) is not None:
             axis = _axes(op, name, given).index(stored[name].summed)
-            made[name] = widened(made[name], scales, axis, given[op.names[0]].dtype)
+            numbers, dtype = made[name], given[op.names[0]].dtype
+            if stored[name].by_steps:
+                steps = given.get(WIDEN)
+                steps = usual_steps(scales, zeros, dtype) if steps is None else steps
+                made[name] = by_steps(numbers, steps, scales, zeros, axis)
+            else:
+                made[name] = widened(numbers, scales, axis, dtype)
+    made.pop(WIDEN, None)
     return made
+
+
+WIDEN = "widen"
+"""The parameter of forms by steps: the steps, or None for the usual ones."""
+
+
+def usual_steps(scales: Any, zeros: Any, dtype: Any) -> str:
+    """Returns the steps that round once: in float32, then to a dtype.
+
+    Args:
+        scales: The scales, or whether there are some; None for none.
+        zeros: The same for zero points.
+        dtype: The dtype of the matrix.
+    """
+    zero = "" if zeros is None or zeros is False else "-zero "
+    scale = "" if scales is None or scales is False else "*scale "
+    return f"float32 {zero}{scale}{jnp.dtype(dtype).name}"
 
 
 def _computed(op: Op, function: Callable[..., Any], **given: Any) -> jax.Array:
@@ -116,16 +158,23 @@ def _computed(op: Op, function: Callable[..., Any], **given: Any) -> jax.Array:
 def widened_spec(op: Op, spec: Spec) -> Spec:
     """Returns a use of an op, from one of its stored form."""
     stored = stored_in(op)
-    scales = set(map(scale_of, stored))
+    scales = added_by(op)
     dtype = spec.dtype(op.names[0])
     return dataclasses.replace(
         spec,
         op=op.name,
+        params=tuple((n, x) for n, x in spec.params if n != WIDEN),
         shapes=tuple((n, s) for n, s in spec.shapes if n not in scales),
         dtypes=tuple(
             (n, dtype if n in stored else d) for n, d in spec.dtypes if n not in scales
         ),
     )
+
+
+def added_by(op: Op) -> set[str]:
+    """Returns the operands that the stored form of an op has beside the op's."""
+    stored = stored_in(op)
+    return {*map(scale_of, stored), *map(zero_of, stored)}
 
 
 def _axes(op: Op, name: str, params: Mapping[str, Any]) -> list[str]:
@@ -144,16 +193,28 @@ def _of_numbers(operand: Operand) -> Operand:
 
 
 def _scales(op: Op) -> tuple[Operand, ...]:
-    """The operands of scales, one for each column."""
-    return tuple(
-        Operand(
-            scale_of(o.name),
-            " ".join(x for x in o.axes.split() if x != o.stored.summed),
-            doc=f"A factor for each column of {o.name}; 1 if absent.",
-        )
-        for o in op.operands
-        if o.stored is not None
-    )
+    """The operands of scales, one for each column; by steps also of zero points."""
+    found: list[Operand] = []
+    for name, stored in stored_in(op).items():
+        axes = _axes_of_scales(op.operand(name).axes.split(), stored)
+        if stored.by_steps:
+            where = f"of {name}, of each group of rows and each column"
+            found += [
+                Operand(scale_of(name), axes, doc=f"A factor {where}; 1 if absent."),
+                Operand(zero_of(name), axes, doc=f"An addend {where}; 0 if absent."),
+            ]
+        else:
+            text = f"A factor for each column of {name}; 1 if absent."
+            found.append(Operand(scale_of(name), axes, doc=text))
+    return tuple(found)
+
+
+def _axes_of_scales(axes: list[str], stored: Stored) -> str:
+    """The axes of scales of an array with some axes."""
+    rest = [x for x in axes if x != stored.summed]
+    if stored.by_steps:
+        rest = [f"{x}|1" for x in (GROUPS, *rest)]
+    return " ".join(rest)
 
 
 def _sharding(op: Op, params: Mapping[str, Any]) -> Sharding | None:
@@ -162,10 +223,14 @@ def _sharding(op: Op, params: Mapping[str, Any]) -> Sharding | None:
     if rule is None:
         return None
     dims = dict(rule.dims or op.dims)
+    follows = dict(rule.follows)
     for name, stored in stored_in(op).items():
-        letters = (x for x in _axes(op, name, params) if x != stored.summed)
-        dims[scale_of(name)] = " ".join(letters)
-    return dataclasses.replace(rule, dims=dims)
+        axes = _axes_of_scales(_axes(op, name, params), stored)
+        dims[scale_of(name)] = axes
+        if stored.by_steps:
+            dims[zero_of(name)] = axes
+            follows[GROUPS] = stored.summed
+    return dataclasses.replace(rule, dims=dims, follows=follows)
 
 
 def _cost(
@@ -176,18 +241,28 @@ def _cost(
     mode: str = "forward",
 ) -> Cost:
     """Operations of the op, and bytes of the stored numbers; scales do not count."""
-    scales = set(map(scale_of, stored_in(op)))
+    scales = added_by(op)
     assert op.cost is not None
     own = {n: s for n, s in shapes.items() if n not in scales}
     return op.cost(own, dtypes, params, mode)
 
 
 # ---------------------------------------------------------------------- samples
+def levels_of(dtype: Any) -> float:
+    """Returns a deviation of sampled numbers of a dtype: a third of its range."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return 1.0
+    bits = int(jnp.iinfo(dtype).bits)
+    return float(LEVELS) * 2.0 ** (bits - 8)
+
+
 def numbers_of(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns normal numbers as they are stored: a third of the range of int8."""
+    """Returns normal numbers as they are stored: a third of the range of integers."""
     if jnp.issubdtype(dtype, jnp.integer):
-        levels = jnp.round(LEVELS * x.astype(jnp.float32))
-        return jnp.clip(levels, -127, 127).astype(dtype)
+        least, most = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+        middle = (least + most + 1) // 2
+        levels = jnp.round(levels_of(dtype) * x.astype(jnp.float32)) + middle
+        return jnp.clip(levels, max(least, -most), most).astype(dtype)
     return x.astype(dtype)
 
 
@@ -206,8 +281,7 @@ def _drawn(
     params: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
     """Operands as for the op: matrices of its size, once they are widened."""
-    stored = stored_in(op)
-    scales = set(map(scale_of, stored))
+    stored, scales = stored_in(op), added_by(op)
     wide = {
         n: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if n in stored else x
         for n, x in operands.items()
@@ -217,9 +291,11 @@ def _drawn(
     for i, name in enumerate(n for n in stored if n in operands):
         own, size = operands[name].dtype, jnp.std(made[name].astype(jnp.float32))
         made[name] = numbers_of(made[name] / size, own)
+        if (zero := zero_of(name)) in operands:
+            made[zero] = jnp.ones(operands[zero].shape, operands[zero].dtype)
         if (scale := scale_of(name)) in operands:
             x, one = operands[scale], jax.random.fold_in(key, i)
-            levels = LEVELS if jnp.issubdtype(own, jnp.integer) else 1
+            levels = levels_of(own)
             each = jax.random.uniform(one, x.shape, minval=0.5, maxval=1.5)
             made[scale] = (each * size / levels).astype(x.dtype)
     return made

@@ -101,3 +101,15 @@ def test_primitives_at_any_depth(around) -> None:
 
     found = sieve.primitives(jax.make_jaxpr(loop)(X))
     assert {"while", "cond", "sin", "cos", "reduce_max", "gt"} <= found
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_arrays_of_few_bits_are_looked_for_at_any_depth(around) -> None:
+    product = lambda x, w: x @ w.astype(x.dtype)
+    stored = W.astype("int8")
+    assert "quantized_dot" in names(around(product), X, stored)
+    assert "quantized_dot" in names(around(lambda x: product(x, stored)), X)
+    assert "quantized_dot" not in names(around(product), X, W.astype("bfloat16"))
+    inside = lambda x, w: product(x, jnp.round(w).astype("int8"))
+    assert "quantized_dot" in names(around(inside), X, W)

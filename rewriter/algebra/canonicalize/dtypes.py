@@ -12,11 +12,15 @@ from rewriter.algebra.normal_form import Algebra, Poly
 def kind_of(dtype: Any) -> str:
     """'f' for floats of every width, 'i' for integers, 'b' for booleans."""
     kind = np.dtype(dtype).kind if not hasattr(dtype, "_rules") else "V"
-    if kind in "iu":
+    if kind in "iu" or (kind == "V" and str(dtype) in _FEW_BITS):
         return "i"
     if kind == "b":
         return "b"
     return "f" if kind in "fV" else kind
+
+
+_FEW_BITS = frozenset({"int2", "uint2", "int4", "uint4"})
+"""Integers that NumPy does not know as such."""
 
 
 def is_lossless(old: Any, new: Any) -> bool:

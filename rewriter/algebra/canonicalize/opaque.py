@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
@@ -73,5 +74,5 @@ def _may_wrap(ev: Any, node: Node, value: int, form: Poly) -> bool:
     lo, hi = ev.alg.bounds(form)
     if math.isinf(lo) or math.isinf(hi):
         return np.dtype(dtype).itemsize < 4 and node.prim in WRAPPING
-    info = np.iinfo(dtype)
+    info = jnp.iinfo(dtype)
     return lo < info.min or hi > info.max

@@ -332,8 +332,23 @@ def _claim(counter: Reference, cell: Reference) -> None:
     counter[last] += 1
 
 
-def _widened(narrow: Reference, wide: Reference) -> None:
-    wide[...] = narrow.view().astype(wide.dtype)
+def _widened(
+    narrow: Reference,
+    wide: Reference,
+    steps: Sequence[tuple[str, Any]] = (),
+    joined: Sequence[Reference] = (),
+    axis: int = 1,
+) -> None:
+    x = narrow.view().astype(np.float32)
+    for sign, what in steps:
+        if sign == "round":
+            x = x.astype(what).astype(np.float32)
+            continue
+        if isinstance(what, int):
+            what = np.expand_dims(joined[what].view().astype(np.float32), 1 - axis)
+        x = {"*": np.multiply, "-": np.subtract, "+": np.add}[sign](x, what)
+        x = x.astype(np.float32)
+    wide[...] = x.astype(wide.dtype)
 
 
 def _row(reference: Reference, first: int, shape: tuple[int, int]) -> np.ndarray:

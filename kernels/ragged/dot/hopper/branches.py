@@ -26,12 +26,18 @@ class Branch:
         first: The first of its columns, a multiple of 64.
         bias: float32 [n], added to each row of the product.
         scale: float32 [g, n], multiplied with each row of the product before the bias.
+        within: Floats [z, n] each, joined to the matrix while it is widened: a row for
+            each z-th part of the summed axis.
+        split: Whether groups are parts of the summed axis of one matrix, in order:
+            matrices are then [1, k, n], and rows [m, k / g].
     """
 
     matrices: Any
     first: int = 0
     bias: Any = None
     scale: Any = None
+    within: tuple[Any, ...] = ()
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,13 +86,14 @@ class Side:
     Attributes:
         scratch: Shared memory for it.
         copied: The part of it that copies fill: [stages, *place, ...].
-        taken: ``taken(memory, slot, part, i)`` gives a warpgroup's part of the i-th
-            step of a tile, [*place, ...], once its copies have come.
+        taken: ``taken(memory, slot, part, i, within)`` gives a warpgroup's part of the
+            i-th step of a tile, [*place, ...], once its copies have come. `within`
+            holds the rows of its columns of `Branch.within`.
     """
 
     scratch: Any
     copied: Callable[[Any], Any]
-    taken: Callable[[Any, Any, Any, Any], Any]
+    taken: Callable[[Any, Any, Any, Any, Any], Any]
 
 
 def side(
@@ -106,7 +113,7 @@ def side(
     return Side(
         pallas_gpu.tiles(made, dtype),
         lambda memory: memory,
-        lambda memory, slot, part, i: memory.at[slot, part],
+        lambda memory, slot, part, i, within: memory.at[slot, part],
     )
 
 

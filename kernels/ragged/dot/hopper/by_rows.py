@@ -77,6 +77,7 @@ def combined(
     config: Tiles,
     transposed: bool = False,
     matrices: Callable[..., Side] = side,
+    groups: int = 1,
 ) -> Sequence[Array]:
     """Returns functions of each row's products with its group's matrices.
 
@@ -88,15 +89,16 @@ def combined(
         branches: The matrices; if there are several, their tiles share the columns of
             a tile.
         n: Columns of each branch.
-        group_sizes: int [g]; None if all rows are in a single group.
+        group_sizes: int [g]; None if all groups have as many rows.
         results: For each result, a function of float32 blocks of all branches.
         dtype: The results' dtype.
         config: The tiles.
         transposed: Whether the last axis of the only branch's matrices is summed.
         matrices: How they come into shared memory in the layout of tensor cores.
+        groups: The number of groups, where all have as many rows.
     """
     m, count = lhs.shape[0], len(branches)
-    tiles, table = schedule.OneGroup(m, config.block_m), None
+    tiles, table = schedule.EqualGroups(m // groups, config.block_m, groups), None
     most, claimed = tiles.count, False
     if group_sizes is not None:
         claimed = config.claimed and work_stealing.AVAILABLE
@@ -106,15 +108,15 @@ def combined(
     stored_as = branches[0].matrices.dtype
     right_side = matrices(config, count, transposed, stored_as, lhs.dtype)
     scratch = _scratch(config, count, lhs.dtype, right_side, dtype, claimed)
-    of_branches = [(b.matrices, b.bias, b.scale) for b in branches]
+    of_branches = [(b.matrices, b.bias, b.scale, b.within) for b in branches]
     given, tree = jax.tree.flatten((of_branches, table))
 
     def body(lhs: Any, *references: Any, **shared: Any) -> None:
         outs = references[len(given) :]
         arrays, table = jax.tree.unflatten(tree, references[: len(given)])
         right = [
-            Branch(matrices, b.first, bias, scale)
-            for b, (matrices, bias, scale) in zip(branches, arrays, strict=True)
+            Branch(matrices, b.first, bias, scale, within, b.split)
+            for b, (matrices, bias, scale, within) in zip(branches, arrays, strict=True)
         ]
         listed = tiles if table is None else schedule.Listed(table)
         _Block(
@@ -181,7 +183,7 @@ class _Block:
     lhs: Any
     branches: Sequence[Branch]
     right: Side
-    tiles: schedule.Listed | schedule.OneGroup
+    tiles: schedule.Listed | schedule.EqualGroups
     results: Sequence[Callable[..., Any]]
     outs: Sequence[Any]
     shared: dict[str, Any]
@@ -191,6 +193,11 @@ class _Block:
         warpgroup = lax.axis_index(pallas_gpu.WARPGROUP)
         compute = lambda: self.compute(warpgroup)
         warpgroups.divide(warpgroup < WARPGROUPS, compute, self.copy, REGISTERS)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of a tile with rows."""
+        return self.lhs.shape[1] // STEP
 
     def over_tiles(self, body: Any, copies: bool = False) -> None:
         """Runs ``body(tile, step)`` for this block's tiles.
@@ -211,7 +218,7 @@ class _Block:
 
         def run(i: Any, step: Any, numbers: tuple[Any, ...]) -> Any:
             group, row, count, any_, column = numbers
-            steps = any_ * (self.lhs.shape[1] // STEP)
+            steps = any_ * self.steps
             owner = lax.rem(i, jnp.int32(self.config.owners))
             body(_Tile(owner, group, row, count, column * wide, steps), step)
             return step + steps
@@ -242,12 +249,17 @@ class _Block:
                 )  # fmt: skip
                 for piece in pieces(config, len(self.branches)):
                     branch = self.branches[piece.branch]
+                    group, summed = tile.group, along
+                    if branch.split:
+                        first = (tile.group * self.steps + i) * STEP
+                        summed = pl.ds(pl.multiple_of(first, STEP), STEP)
+                        group = 0
                     column = branch.first + piece.column
                     first = pl.multiple_of(tile.column + column, 64)
                     across = pl.ds(first, piece.columns)
-                    place = (across, along) if self.transposed else (along, across)
+                    place = (across, summed) if self.transposed else (summed, across)
                     plgpu.copy_gmem_to_smem(
-                        branch.matrices.at[tile.group, *place],
+                        branch.matrices.at[group, *place],
                         self.right.copied(x["right"]).at[slot, *piece.place],
                         self.ready(tile, slot),
                     )  # fmt: skip
@@ -304,6 +316,22 @@ class _Block:
 
         lax.fori_loop(0, tile.steps, part, None)
 
+    def within(self, tile: _Tile, before: Any, i: Any) -> tuple[Any, ...]:
+        """Returns what is joined to a warpgroup's columns of a step."""
+        branch, wide = self.branches[0], self.config.columns
+
+        def row(values: Any) -> Any:
+            groups, n = values.shape
+            first = jnp.minimum(tile.column + before * wide, n - wide)
+            across = pl.ds(pl.multiple_of(first, wide), wide)
+            if groups == 1:
+                return values.at[0, across]
+            steps = self.steps * (self.tiles.groups if branch.split else 1)
+            at = tile.group * self.steps + i
+            return values.at[lax.div(at, jnp.int32(steps // groups)), across]
+
+        return tuple(map(row, branch.within))
+
     def product(
         self, tile: _Tile, step: Any, above: Any, before: Any, height: int
     ) -> Any:
@@ -320,7 +348,8 @@ class _Block:
             def part(i: Any, sums: Any) -> Any:
                 slot = self.slot(step + i)
                 plgpu.barrier_wait(self.ready(tile, slot))
-                right = self.right.taken(x["right"], slot, before, i)
+                within = self.within(tile, before, i)
+                right = self.right.taken(x["right"], slot, before, i, within)
                 right = right.transpose((1, 0)) if self.transposed else right
                 sums = add(sums, left.at[slot, above, pl.ds(0, height)], right)
                 plgpu.wgmma_wait(int(config.behind))

@@ -4,11 +4,12 @@ The matrices are copied as they are. Each multiplying warpgroup widens its own p
 step at a time, while tensor cores still work on the step before. It reads the copy into
 registers and writes to one of two buffers that only it reads. So no warpgroup waits for
 another one. A scale for each column commutes with the sum, and is applied to the
-finished sums.
+finished sums. Where a program rounds scaled numbers, they are scaled while widening.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,7 +25,12 @@ PLACES = 2
 
 
 def side(
-    config: Tiles, branches: int, transposed: bool, stored: Any, dtype: Any
+    config: Tiles,
+    branches: int,
+    transposed: bool,
+    stored: Any,
+    dtype: Any,
+    steps: Sequence[tuple[str, Any]] = (),
 ) -> Side:
     """Returns the `Side` of matrices that are stored in 8 bits.
 
@@ -34,6 +40,8 @@ def side(
         transposed: Whether the last axis of the matrices is summed.
         stored: Their dtype.
         dtype: That of the rows, bfloat16 or float16.
+        steps: What is joined to the numbers, see `pallas_gpu.widened`. Arrays are named
+            by their place in `Branch.within`.
     """
     shape = part(config, branches, transposed)
     scratch = {
@@ -41,7 +49,7 @@ def side(
         "wide": pallas_gpu.tiles((WARPGROUPS, PLACES, *shape), dtype),
     }
 
-    def taken(memory: Any, slot: Any, own: Any, i: Any) -> Any:
+    def taken(memory: Any, slot: Any, own: Any, i: Any, within: Any) -> Any:
         place = lax.rem(i, jnp.int32(PLACES))
         wide = memory["wide"].at[lax.axis_index(pallas_gpu.WARPGROUP), place]
         narrow = memory["narrow"].at[slot, own]
@@ -49,7 +57,9 @@ def side(
         # it waits for the other warps'.
         plgpu.commit_smem()
         for piece in range(shape[0]) if branches > 1 else (Ellipsis,):
-            pallas_gpu.widened(narrow.at[piece], wide.at[piece])
+            pallas_gpu.widened(
+                narrow.at[piece], wide.at[piece], steps, within, 0 if transposed else 1
+            )
         plgpu.commit_smem()
         return wide
 

@@ -80,30 +80,44 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class OneGroup:
-    """Tiles of rows that are all in one group, which need no list.
+class EqualGroups:
+    """Tiles of rows in groups of one size, which need no list.
 
     Attributes:
-        m: Rows.
+        m: Rows of a group.
         rows: Those of a tile.
+        groups: The number of groups.
 
     Example:
-        >>> [x.item() for x in OneGroup(100, 64).tile(1)]
+        >>> [x.item() for x in EqualGroups(100, 64).tile(1)]
         [0, 64, 36, 1]
+        >>> [x.item() for x in EqualGroups(100, 64, 2).tile(3)]
+        [1, 164, 36, 1]
     """
 
     m: int
     rows: int
+    groups: int = 1
 
     @property
     def count(self) -> int:
         """The number of tiles."""
+        return self.groups * self.of_group
+
+    @property
+    def of_group(self) -> int:
+        """The number of tiles of a group."""
         return -(-self.m // self.rows)
 
     def tile(self, index: Any) -> tuple[Any, ...]:
         """Returns a tile's numbers."""
-        first = index * self.rows
-        made = 0, first, jnp.minimum(self.rows, self.m - first), 1
+        group, inside = 0, index
+        if self.groups > 1:
+            each = jnp.int32(self.of_group)
+            group, inside = lax.div(index, each), lax.rem(index, each)
+        first = inside * self.rows
+        height = jnp.minimum(self.rows, self.m - first)
+        made = group, group * self.m + first, height, 1
         return tuple(jnp.int32(x) for x in made)
 
 

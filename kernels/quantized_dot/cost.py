@@ -1,0 +1,38 @@
+"""Counts the work of a quantized dot: one product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rewriter.ops.cost import Cost, Dtypes, Shapes, moved, of_mode
+
+
+def cost(
+    shapes: Shapes, dtypes: Dtypes, params: Mapping[str, Any], mode: str = "forward"
+) -> Cost:
+    """Returns operations and bytes of rows times a matrix.
+
+    With m rows, a forward is ``2·m·k·n`` operations; the gradient of the rows is as
+    many. Stored numbers have no gradient.
+
+    Args:
+        shapes: Shapes by operand name.
+        dtypes: Dtype names by operand name.
+        params: The op's parameters.
+        mode: ``forward``, ``vjp`` or ``forward_and_vjp``.
+
+    Example:
+        >>> shapes = {"x": (2, 3), "w": (3, 5)}
+        >>> dtypes = {"x": "bfloat16", "w": "int8"}
+        >>> cost(shapes, dtypes, {"mode": "forward"})
+        Cost(flops=60.0, bytes=47.0)
+    """
+    *rows, k = shapes["x"]
+    n = shapes["w"][0 if params["mode"] == "transposed" else 1]
+    flops = 2 * math.prod(rows) * k * n
+    read = {"w": 0.5} if dtypes["w"] in ("int4", "uint4") else {}
+    dtype = params.get("sums") or dtypes["x"]
+    size = moved(shapes, dtypes, (*rows, n), dtype, mode, read)
+    return Cost(float(of_mode(mode, flops, flops)), float(size))

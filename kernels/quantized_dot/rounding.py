@@ -1,0 +1,95 @@
+"""Steps from stored numbers to a matrix, as a kernel computes them in float32.
+
+A kernel joins factors and addends in float32, and rounds to 16 bits where the program
+does. That gives the numbers of a program that computes in these 16 bits: float32 has
+more than twice their digits, so that rounding twice rounds as once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WIDE = frozenset({"float32", "int32", "int16"})
+"""Dtypes that hold all numbers of 8 bits, and sums with whole numbers up to `MOST`."""
+
+SIXTEEN = frozenset({"bfloat16", "float16"})
+MOST = 1 << 10
+ROUND = "round"
+"""The sign of a step that rounds to a dtype."""
+
+
+@dataclass(frozen=True)
+class InFloat32:
+    """Steps in float32, before the last rounding.
+
+    Attributes:
+        steps: Signs, and what they join: ``"scale"``, ``"zero"`` or a number. After
+            `ROUND` comes a dtype.
+        dtypes: The dtypes in which the program joins arrays, by their names.
+    """
+
+    steps: tuple[tuple[str, str | float], ...]
+    dtypes: tuple[tuple[str, str], ...]
+
+
+def in_float32(widen: str, dtype: str) -> InFloat32 | None:
+    """Returns how a kernel computes steps that end in a dtype; None if it cannot.
+
+    Args:
+        widen: The steps, see `rewriter.ops.widening`.
+        dtype: The dtype of the rows, bfloat16 or float16.
+
+    Example:
+        >>> in_float32("bfloat16 *scale", "bfloat16").steps
+        (('*', 'scale'),)
+        >>> in_float32("bfloat16 -zero *scale", "bfloat16").steps
+        (('-', 'zero'), ('round', 'bfloat16'), ('*', 'scale'))
+        >>> in_float32("float32 -8.0 *scale bfloat16", "bfloat16").steps
+        (('-', 8.0), ('*', 'scale'))
+        >>> in_float32("bfloat16 /scale", "bfloat16")
+    """
+    if dtype not in SIXTEEN:
+        return None
+    held, steps, dtypes = "", [], {}
+    for step in widen.split():
+        sign, what = step[0], step[1:]
+        if sign == "/" or not (sign in "*-+" or _holds(step, held, bool(steps))):
+            return None
+        if sign not in "*-+":
+            if step in SIXTEEN and steps:
+                steps.append((ROUND, step))
+            held = step
+            continue
+        known = what if what in ("scale", "zero") else float(what)
+        if held in ("int32", "int16") and not _small(known):
+            return None
+        if held not in SIXTEEN | WIDE:
+            return None
+        steps.append((sign, known))
+        if isinstance(known, str):
+            dtypes[known] = held
+        if held in SIXTEEN:
+            steps.append((ROUND, held))
+    if held not in ("", dtype) or (steps and held != dtype):
+        return None
+    while steps and steps[-1] == (ROUND, dtype):
+        steps.pop()  # as storing to that dtype does
+    return InFloat32(tuple(_once(steps)), tuple(sorted(dtypes.items())))
+
+
+def _holds(new: str, held: str, joined: bool) -> bool:
+    """Whether float32 holds what a cast gives, once it is rounded."""
+    if new in ("int32", "int16"):
+        return held in ("", "int8") and not joined
+    return new in SIXTEEN | {"float32"} or (new == "int8" and not joined)
+
+
+def _small(number: str | float) -> bool:
+    whole = isinstance(number, float) and number.is_integer()
+    return whole and abs(number) <= MOST
+
+
+def _once(steps: list[tuple[str, str | float]]) -> list[tuple[str, str | float]]:
+    """The same without a rounding right after the same one."""
+    pairs = zip([None, *steps], steps, strict=False)
+    return [x for before, x in pairs if not (x[0] == ROUND and x == before)]

@@ -1,0 +1,249 @@
+"""A quantized dot that widens one block of columns at a time.
+
+XLA writes the whole matrix in the dtype of the rows, and reads it again. This one loops
+over blocks of columns. A widened block stays in the caches until it is multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rewriter.kernels.quantized_dot.estimate import estimate
+from rewriter.kernels.quantized_dot.reference import computed
+from rewriter.ops.device import Device
+from rewriter.ops.kernel import (
+    PLATFORMS,
+    Kernel,
+    Limits,
+    Space,
+    Spec,
+    Speed,
+    Traits,
+    saves_nothing,
+)
+from rewriter.ops.stored import usual_steps
+from rewriter.ops.widening import applied, by_steps
+from rewriter.support.verdict import YES, Verdict, no
+
+
+@dataclass(frozen=True)
+class Block:
+    """The config of both passes.
+
+    Attributes:
+        columns: Columns of the matrix that are widened at once.
+    """
+
+    columns: int = 256
+
+
+DEFAULT = Block()
+
+
+def default(spec: Spec, device: Device) -> Block:
+    """Returns 256 columns, or fewer if more than a Mi numbers would be widened."""
+    del device
+    k = spec.shape("x")[-1]
+    if not isinstance(k, int):
+        return DEFAULT
+    return Block(min(DEFAULT.columns, max(64, MOST // max(k, 1) // 64 * 64)))
+
+
+MOST = 1 << 20
+"""The most numbers of a block, unless it has 64 columns."""
+
+
+def configs(spec: Spec, device: Device) -> list[Block]:
+    """Returns blocks worth measuring, of fewer columns than there are."""
+    n = _columns(spec)
+    own = default(spec, device)
+    return [Block(c) for c in (64, 256, 1024, 4096) if c < n and c != own.columns]
+
+
+def _columns(spec: Spec) -> int:
+    return spec.shape("w")[0 if spec.param("mode") == "transposed" else 1]
+
+
+def supports(spec: Spec) -> Verdict:
+    """Takes rows of floats, and a matrix of known sizes."""
+    if not jnp.issubdtype(spec.dtype("x"), jnp.floating):
+        return no("dtype", f"x is {spec.dtype('x')}, not a float")
+    if any(not isinstance(d, int) for d in spec.shape("w")):
+        return no("symbolic", "sizes of the matrix must be known, but some are not")
+    return YES
+
+
+PAYS_FROM = 1 << 23
+"""The fewest numbers of a matrix whose widened copy leaves the caches of a CPU."""
+
+ROWS = 64
+"""The most rows for which a CPU spends its time on the matrix, not on products."""
+
+
+def profitable(spec: Spec, platform: str) -> Verdict:
+    """Returns yes on a CPU for few rows and a large matrix.
+
+    On other platforms XLA widens the matrix within the product, or as fast.
+    """
+    if platform != "cpu":
+        return no("platform", f"not measured to be faster than XLA on {platform}")
+    size = math.prod(spec.shape("w"))
+    if size < PAYS_FROM:
+        text = f"a matrix of {size >> 10} Ki numbers is so small that XLA is as fast"
+        return no("small", text)
+    rows = spec.shape("x")[:-1]
+    if any(not isinstance(d, int) for d in rows) or math.prod(rows) > ROWS:
+        return no("rows", f"more than {ROWS} rows, for which XLA is as fast")
+    return YES
+
+
+def forward(
+    *,
+    x: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array | None = None,
+    w_zero: jax.Array | None = None,
+    residuals: bool = False,
+    config: Block | None = None,
+    **params: Any,
+) -> Any:
+    """Returns the result, rounded as by `computed`; there are no residuals.
+
+    Operands are those of the op, and parameters are as in `computed`.
+    """
+    parts = _Parts.of(w, w_scale, w_zero, params, config)
+
+    def block(_: None, i: Any) -> tuple[None, jax.Array]:
+        return None, computed(x=x, **parts.block(i), **params)
+
+    if parts.count:
+        _, out = jax.lax.scan(block, None, jnp.arange(parts.count))
+        out = jnp.moveaxis(out, 0, -2).reshape(*x.shape[:-1], -1)
+        if parts.rest:
+            last = computed(x=x, **parts.last(), **params)
+            out = jnp.concatenate([out, last], -1)
+    else:
+        out = computed(x=x, **parts.last(), **params)
+    return (out, ()) if residuals else out
+
+
+def backward(
+    *,
+    x: jax.Array,
+    w: jax.Array,
+    w_scale: jax.Array | None = None,
+    w_zero: jax.Array | None = None,
+    out: None = None,
+    residuals: tuple[()] = (),
+    cotangent: jax.Array,
+    config: Block | None = None,
+    **params: Any,
+) -> dict[str, jax.Array]:
+    """Returns the cotangent of x; the reference computes those of scales.
+
+    Operands are those of the op, and parameters are as in `computed`.
+    """
+    del out, residuals
+    parts = _Parts.of(w, w_scale, w_zero, params, config)
+    turned = params.get("mode") == "transposed"
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dims = (((cotangent.ndim - 1,), (0 if turned else 1,)), ((), ()))
+
+    def of_block(given: dict[str, Any], g: jax.Array) -> jax.Array:
+        scale, zero = given.get("w_scale"), given.get("w_zero")
+        steps = params.get("widen")
+        steps = usual_steps(scale, zero, x.dtype) if steps is None else steps
+        matrix = by_steps(given["w"], steps, scale, zero, int(turned))
+        sums = params.get("sums") or jnp.promote_types(x.dtype, matrix.dtype)
+        y = jnp.zeros(g.shape, sums)
+        row = None if scale is None else scale[0]
+        _, back = jax.vjp(lambda y: applied(y, params.get("behind", ""), row), y)
+        (g,) = back(g)
+        g, matrix = g.astype(x.dtype), matrix.astype(x.dtype)
+        return jax.lax.dot_general(
+            g, matrix, dims, precision=params.get("precision"),
+            preferred_element_type=wide,
+        )  # fmt: skip
+
+    def block(total: jax.Array, i: Any) -> tuple[jax.Array, None]:
+        first = i * parts.size
+        g = jax.lax.dynamic_slice_in_dim(cotangent, first, parts.size, -1)
+        return total + of_block(parts.block(i), g), None
+
+    total = jnp.zeros(x.shape, wide)
+    if parts.count:
+        total, _ = jax.lax.scan(block, total, jnp.arange(parts.count))
+    if parts.rest:
+        g = cotangent[..., parts.count * parts.size :]
+        total = total + of_block(parts.last(), g)
+    return {"x": total.astype(x.dtype)}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Blocks of columns of the stored operands.
+
+    Attributes:
+        arrays: The operands by name, and the axis of columns of each.
+        size: Columns of a block.
+        count: The number of whole blocks.
+        rest: Columns behind them.
+    """
+
+    arrays: dict[str, tuple[jax.Array, int]]
+    size: int
+    count: int
+    rest: int
+
+    @classmethod
+    def of(
+        cls, w: Any, scale: Any, zero: Any, params: dict[str, Any], config: Block | None
+    ) -> _Parts:
+        """Divides operands. A matrix of two blocks and less stays whole."""
+        axis = 0 if params.get("mode") == "transposed" else 1
+        found = {"w": (w, axis), "w_scale": (scale, 1), "w_zero": (zero, 1)}
+        size, n = (config or DEFAULT).columns, w.shape[axis]
+        count = n // size if n > 2 * size else 0
+        kept = {name: x for name, x in found.items() if x[0] is not None}
+        return cls(kept, size, count, n - count * size)
+
+    def block(self, i: Any) -> dict[str, jax.Array]:
+        """The operands of a whole block."""
+        return self._taken(
+            lambda x, axis: jax.lax.dynamic_slice_in_dim(
+                x, i * self.size, self.size, axis
+            )
+        )
+
+    def last(self) -> dict[str, jax.Array]:
+        """The operands of the columns behind the whole blocks."""
+        first = self.count * self.size
+        return self._taken(
+            lambda x, axis: jax.lax.slice_in_dim(x, first, x.shape[axis], axis=axis)
+        )
+
+    def _taken(self, take: Any) -> dict[str, jax.Array]:
+        return {
+            name: x if x.shape[axis] == 1 else take(x, axis)
+            for name, (x, axis) in self.arrays.items()
+        }
+
+
+KERNEL = Kernel(
+    name="memory_bounded",
+    op="quantized_dot",
+    platforms=PLATFORMS,
+    version=1,
+    forward=forward,
+    backward=backward,
+    limits=Limits(supports),
+    speed=Speed(profitable, estimate=estimate),
+    traits=Traits(memory_bounded=True, saves_out=False, saves=saves_nothing),
+    space=Space(Block, default, configs),
+    backward_space=Space(Block, default, configs),
+)

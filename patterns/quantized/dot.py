@@ -1,0 +1,313 @@
+"""Quantized dot: rows times a matrix that is stored in few bits.
+
+Formula    out[..., n] = Σ_k x[..., k] (q[k, n] - zero[k/z, n]) scale[k/z, n]
+Looks like a product with an array of 4 or 8 bits above one operand: casts, products
+           with scales, sums with zero points, in any order. Scales may also multiply
+           the product.
+Must hold  all stored numbers are the matrix, in memory order: summed axes before the
+           others, or behind them. Scales are equal within groups along summed axes.
+           Roundings are kept: the steps are a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rewriter.algebra.canonicalize.contraction import dot_arguments
+from rewriter.algebra.normal_form import Index, OverBudget, Poly
+from rewriter.find.finder import Finder, RegionEvaluator
+from rewriter.find.match import ReaderPattern
+from rewriter.find.reading import (
+    Operand,
+    Reading,
+    Refused,
+    flat_indices,
+    operand,
+    split_digits,
+)
+from rewriter.ops.widening import SCALE
+from rewriter.patterns.quantized.steps import (
+    STORED,
+    Steps,
+    arguments,
+    behind,
+    few_bits,
+    rounded_here,
+    same_body,
+    stored_above,
+    widening,
+)
+from rewriter.program.graph import Node
+
+NAME = "quantized_dot"
+ANCHORS = frozenset({"dot_general"})
+
+LEAST = 8
+"""The fewest numbers of a group: scales of fewer take as much memory as numbers."""
+
+
+def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
+    """Readings of a product with stored numbers above one operand."""
+    if not few_bits(find) or not anchor.params["dimension_numbers"][0][0]:
+        return
+    for side in (1, 0):
+        stored = stored_above(find, anchor.ins[side])
+        if stored is None:
+            continue
+        try:
+            yield from _readings(find, anchor, side, stored)
+        except Refused as refusal:
+            find.missed(NAME, anchor, refusal)
+        except OverBudget as error:
+            find.missed(NAME, anchor, Refused("budget", str(error), score=0.5))
+
+
+def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Reading]:
+    """Readings of a product, the one that reaches furthest first.
+
+    Raises:
+        Refused: If the product has batch axes, or the matrix is something else.
+    """
+    if dot.params["dimension_numbers"][1][0]:
+        raise Refused("batch", "a product with batch axes", score=0.5)
+    if stored_above(find, dot.ins[1 - side]) is not None:
+        raise Refused("rows", "both operands are made of few bits", score=0.4)
+    if rounded_here(find, stored, dot):
+        raise Refused("stored", "the numbers are rounded here, not stored", score=0.2)
+    above = widening(find, dot.ins[side], stored)
+    if any(not same_body(find, node, dot) for node, _ in above.nodes):
+        text = "the matrix is widened outside of the loop that multiplies it"
+        raise Refused("outside", text, score=0.3)
+    scaled = any(j.name == SCALE for j in above.joined)
+    refused: Refused | None = None
+    for value, below in behind(find, dot.outs[0], scaled):
+        try:
+            yield _Product(find, dot, side, above, below, value).reading()
+        except Refused as refusal:
+            refused = refused or refusal
+    if refused is not None:
+        raise refused
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of rows and stored numbers, and what is behind it.
+
+    Attributes:
+        find: The search.
+        dot: The product.
+        side: Which operand is the matrix.
+        above: The steps from the stored numbers to the matrix.
+        below: The steps from the product to the result.
+        value: The result.
+    """
+
+    find: Finder
+    dot: Node
+    side: int
+    above: Steps
+    below: Steps
+    value: int
+
+    def reading(self) -> Reading:
+        """The reading.
+
+        Raises:
+            Refused: If numbers or scales lie in another way.
+            OverBudget: If the form grows too large.
+        """
+        alg, g, x = self.find.algebra, self.find.graph, self.dot.ins[1 - self.side]
+        ev = self._evaluator()
+        first = ev.indices(self.value)
+        args, at = self._split(ev, first)
+        own = [i for a in at.numbers for i in flat_indices(a)]
+        rows = [flat_indices(a) for a in at.rows]
+        of_rows = {i for group in rows for i in group}
+        summed = [i for i in own if i in at.summed]
+        columns = [i for i in own if i not in at.summed]
+        if own == summed + columns:
+            mode = "forward"
+        elif own == columns + summed:
+            mode = "transposed"
+        else:
+            raise Refused(
+                "stored", "the stored matrix lies in another order", score=0.6
+            )
+        if len(set(own)) != len(own) or not self._is_whole(own):
+            raise Refused("stored", "the matrix is a part of an array", score=0.6)
+        numbers = alg.of_atom(ev.leaf(self.above.first, at.numbers))
+        axes = [tuple(summed), tuple(columns)]
+        operands = {
+            "x": operand(at.of_rows, *rows, summed, dtype=g.dtype(x)),
+            "w": operand(numbers, *(axes if mode == "forward" else axes[::-1])),
+            **self._joined(ev, at.joined, summed, columns, of_rows),
+        }
+        params: dict[str, Any] = {"widen": self.above.text}
+        sums = g.dtype(self.dot.outs[0])
+        if not sums == g.dtype(x) == g.dtype(self.dot.ins[self.side]):
+            params["sums"] = str(sums)
+        if self.below.text:
+            params["behind"] = self.below.text
+        if mode != "forward":
+            params["mode"] = mode
+        return Reading(
+            NAME, alg, ev.place, self.value, args, ev.poly(self.value, args),
+            (*map(tuple, rows), tuple(columns)), operands, params,
+            notes=tuple(sorted(ev.notes)),
+        )  # fmt: skip
+
+    def _evaluator(self) -> RegionEvaluator:
+        """An evaluator that expands the matrix, down to the program's arrays."""
+        (out,) = self.dot.outs
+        steps = (*self.above.joined, *self.below.joined)
+        leaves = [self.above.first, *(j.leaf for j in steps)]
+        return self.find.evaluator(
+            self.value,
+            inside=frozenset({out}),
+            names={leaf: leaf for leaf in leaves},
+            full_sides=frozenset({(out, self.side)}),
+        )
+
+    def _split(
+        self, ev: RegionEvaluator, args: tuple[Index, ...]
+    ) -> tuple[tuple[Index, ...], _Indices]:
+        """Indices of the result and of what it is made of, split into digits."""
+        alg = self.find.algebra
+        known: Mapping[int, Index] = {}
+        for _ in range(6):
+            at = self._indices(ev, args, known)
+            forms = [at.of_rows, alg.of_atom(ev.leaf(self.above.first, at.numbers))]
+            forms += [ev.poly(v, a) for v, a in at.joined.items()]
+            summed = tuple(sorted(at.summed))
+            whole: Poly = {}
+            for form in forms:
+                whole = alg.add(whole, form)
+            _, new = split_digits(alg, whole, (*args, *summed))
+            if new == (*args, *summed):
+                return args, at
+            to = dict(zip(summed, new[len(args) :], strict=True))
+            known = {k: alg.subst_index(a, to) for k, a in (known or at.bound).items()}
+            args = new[: len(args)]
+        raise OverBudget("axes are split too often")
+
+    def _indices(
+        self, ev: RegionEvaluator, args: tuple[Index, ...], known: Mapping[int, Index]
+    ) -> _Indices:
+        """The indices of each array, from those of the result.
+
+        Args:
+            ev: The evaluator.
+            args: The result's indices.
+            known: The summed indices by their position; new ones if empty.
+        """
+        alg = self.find.algebra
+        out, of_scales = arguments(ev, self.value, args, self.below)
+        left, right, bound = dot_arguments(ev, self.dot, out)
+        if not known:
+            known = {i: alg.new_index(alg.sizes[i]) for i in bound}
+        sides = [
+            tuple(known.get(a, a) if isinstance(a, int) else a for a in side)
+            for side in (left, right)
+        ]
+        rows, matrix = sides[1 - self.side], sides[self.side]
+        numbers, joined = arguments(ev, self.dot.ins[self.side], matrix, self.above)
+        numbers = self._below_layout(ev, numbers)
+        contracted = self.dot.params["dimension_numbers"][0][1 - self.side]
+        kept = [a for k, a in enumerate(rows) if k not in set(map(int, contracted))]
+        summed = frozenset(i for a in known.values() for i in flat_indices(a))
+        form = ev.poly(self.dot.ins[1 - self.side], rows, "layout")
+        return _Indices(
+            tuple(kept), form, numbers, summed, {**joined, **of_scales}, known
+        )
+
+    def _below_layout(
+        self, ev: RegionEvaluator, args: tuple[Index, ...]
+    ) -> tuple[Index, ...]:
+        """The indices of the program's array, from those of the stored numbers."""
+        g = self.find.graph
+        value = self.above.nodes[-1][1] if self.above.nodes else self.dot.ins[self.side]
+        while value != self.above.first:
+            node = g.node_of(value)
+            assert node is not None
+            moved = ev.moved(node, value, args)
+            if moved is None:
+                raise OverBudget("a layout of stored numbers that is not followed")
+            value, args = moved
+        return args
+
+    def _is_whole(self, own: list[int]) -> bool:
+        """Whether indices run over all stored numbers."""
+        size, alg = 1, self.find.algebra
+        for n in self.find.graph.shape(self.above.first):
+            size *= n
+        for i in own:
+            size //= alg.sizes[i]
+        return size == 1
+
+    def _joined(
+        self,
+        ev: RegionEvaluator,
+        at: Mapping[int, tuple[Index, ...]],
+        summed: list[int],
+        columns: list[int],
+        rows: set[int],
+    ) -> dict[str, Operand]:
+        """Scales and zero points.
+
+        Raises:
+            Refused: If they vary otherwise than by groups and columns.
+        """
+        alg = self.find.algebra
+        every = (*self.above.joined, *self.below.joined)
+        forms = {j.name: (j, ev.poly(j.value, at[j.value])) for j in every}
+        groups: list[int] = []
+        for name, (_, form) in forms.items():
+            ids = alg.ids(form)
+            own = [i for i in summed if i in ids]
+            if ids & rows:
+                raise Refused(name, f"the {name} varies along the rows", score=0.4)
+            if own != summed[: len(own)]:
+                text = f"the {name} varies within groups of the axis that is summed"
+                raise Refused(name, text, score=0.6)
+            groups = max(groups, own, key=len)
+        size = 1
+        for i in summed[len(groups) :]:
+            size *= alg.sizes[i]
+        if groups and size < LEAST:
+            # As in the gradient of rows, which is no dot of its own: not reported.
+            text = f"groups of {size} numbers along the axis that is summed"
+            raise Refused("groups", text, score=0.2)
+        made = {}
+        for name, (j, form) in forms.items():
+            ids = alg.ids(form)
+            along = groups if ids & set(groups) else ()
+            across = columns if ids & set(columns) else ()
+            dtype = self.find.graph.dtype(j.value)
+            made[f"w_{name}"] = operand(form, along, across, dtype=dtype)
+        return made
+
+
+@dataclass(frozen=True)
+class _Indices:
+    """The indices of the arrays in a product.
+
+    Attributes:
+        rows: Those of the rows' axes that are kept.
+        of_rows: The form of the rows.
+        numbers: Those of the stored array.
+        summed: All that are summed over.
+        joined: Those of each array of scales or zero points.
+        bound: What stands for each index that the product sums over.
+    """
+
+    rows: tuple[Index, ...]
+    of_rows: Poly
+    numbers: tuple[Index, ...]
+    summed: frozenset[int]
+    joined: Mapping[int, tuple[Index, ...]]
+    bound: Mapping[int, Index]
+
+
+PATTERN = ReaderPattern(NAME, ANCHORS, propose, dtypes=STORED)
