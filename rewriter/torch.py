@@ -29,6 +29,7 @@ from rewriter.run.export import Artifact
 from rewriter.run.export import export as export_function
 from rewriter.run.optimize import optimize as optimize_function
 from rewriter.torch_modules.arrays import array_of, on_jax, tensor_of
+from rewriter.torch_modules.gradients import Reads, recorded, with_vjp
 from rewriter.torch_modules.imported import torchax
 from rewriter.torch_modules.program import (
     Called,
@@ -147,7 +148,7 @@ class OptimizedModule(torch.nn.Module):
         ):  # fmt: skip
             own[name] = vars(module)[name]  # the same objects: what changes, changes
         fast = optimize_function(function_of(module), **options)
-        own["_fast"], own["_vjp"] = fast, _with_vjp(fast)
+        own["_fast"], own["_vjp"], own["_read"] = fast, with_vjp(fast), Reads()
 
     @property
     def training(self) -> bool:
@@ -194,13 +195,13 @@ class OptimizedModule(torch.nn.Module):
         """Calls it, so that autograd can go back through it."""
         state, arrays = state_of(self.original), [*map(array_of, tensors)]
         which = tuple(map(_requires_grad, tensors))
-        floats, pull, rest = self._vjp(which, call, state, key, arrays)
-        others, kinds, returned, changed = rest
-        put_back(self.original, changed)
-        floats = _Recorded.apply(pull, floats, [*state.params], *differentiated)
-        floats, others = iter(floats), iter(map(tensor_of, others))
-        found = [next(floats if kind else others) for kind in kinds.value]
-        return returned.structure.joined(found)
+        made = self._vjp(which, call, state, key, arrays)
+        put_back(self.original, made.changed)
+        read = self._read(self._fast, made.kinds, which, call, state, key, arrays)
+        floats = iter(recorded(made, [*state.params], read, differentiated))
+        others = iter(map(tensor_of, made.others))
+        found = [next(floats if kind else others) for kind in made.kinds]
+        return made.returned.structure.joined(found)
 
     # ------------------------------------------------------------------ reports
     def report(self, *args: Any, **kwargs: Any) -> Report:
@@ -275,74 +276,6 @@ def _key() -> jax.Array:
     if env.enabled:
         return env.get_and_rotate_prng_key()
     return jax.random.key(int(torch.randint(2**31 - 1, ())))
-
-
-# ------------------------------------------------------------------------ gradients
-@jax.tree_util.register_static
-class _Kinds(tuple):
-    """Which results of a call are floats."""
-
-    @property
-    def value(self) -> tuple[bool, ...]:
-        """As a tuple."""
-        return tuple(self)
-
-
-def _with_vjp(fast: Any) -> Any:
-    """The function that also returns how cotangents go back.
-
-    It returns floats, their ``vjp`` function, and all else that a call gives.
-    """
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(which: Any, call: Any, state: State, key: Any, arrays: list[Any]) -> Any:
-        def floats_of(params: Any, given: list[Any]) -> Any:
-            rest = iter(given)
-            inputs = [
-                next(rest) if w else a for w, a in zip(which, arrays, strict=True)
-            ]
-            found, returned, changed = fast(
-                call, State(params, state.buffers), key, inputs
-            )
-            kinds = _Kinds(jnp.issubdtype(x.dtype, jnp.inexact) for x in found)
-            floats = [x for x, kind in zip(found, kinds, strict=True) if kind]
-            others = [x for x, kind in zip(found, kinds, strict=True) if not kind]
-            return floats, (others, kinds, returned, changed)
-
-        given = [a for w, a in zip(which, arrays, strict=True) if w]
-        return jax.vjp(floats_of, state.params, given, has_aux=True)
-
-    return run
-
-
-@jax.jit
-def _pulled(pull: Any, cotangents: list[Any]) -> Any:
-    """Cotangents of parameters by name, and of arguments."""
-    return pull(cotangents)
-
-
-class _Recorded(torch.autograd.Function):
-    """Results of a call, as autograd records them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, pull: Any, floats: list[Any], names: list[str], *inputs: Any
-    ) -> Any:
-        """Returns the results as tensors; names are those of parameters, in order."""
-        ctx.pull, ctx.names, ctx.dtypes = pull, names, [x.dtype for x in floats]
-        return tuple(map(tensor_of, floats))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Returns gradients of parameters and arguments."""
-        given = [
-            jnp.asarray(array_of(c), dtype)
-            for c, dtype in zip(cotangents, ctx.dtypes, strict=True)
-        ]
-        params, arguments = _pulled(ctx.pull, given)
-        arrays = [*(params[name] for name in ctx.names), *arguments]  # JAX sorts names
-        return None, None, None, *map(tensor_of, arrays)
 
 
 # -------------------------------------------------------------------------- kernels

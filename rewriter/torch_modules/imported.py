@@ -11,12 +11,14 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 import pathlib
 import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from rewriter import _jax
 from rewriter.errors import RewriterError
 from rewriter.torch_modules import lowerings
 
@@ -41,7 +43,10 @@ def torchax() -> Any:
         module = importlib.import_module("torchax")
         module.interop = importlib.import_module("torchax.interop")
         module.default_env()
-    for name, lowering in lowerings.missing(module).items():
+    for package in ("torch", "torchax"):  # their lines say nothing of the model
+        origin = importlib.util.find_spec(package).origin  # type: ignore[union-attr]
+        _jax.never_name(str(pathlib.Path(origin).parent) + os.sep)  # type: ignore
+    for name, lowering in lowerings.added(module).items():
         module.default_env().override_op_definition(name, lowering)
     return module
 
