@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from rewriter.errors import NotTraceable, RewriterError, StateLost, caller
@@ -205,7 +204,7 @@ class OptimizedModule(torch.nn.Module):
 
     # ------------------------------------------------------------------ reports
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """Returns the report for these arguments; without any, that of the latest call."""
+        """Returns the report for these arguments; without any, the latest."""
         if not args and not kwargs:
             return self._fast.report()
         arrays, call = self._called(args, kwargs)

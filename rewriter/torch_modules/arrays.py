@@ -47,7 +47,7 @@ def array_of(tensor: Any) -> Any:
     if narrow and tensor.dtype in TOO_WIDE:
         raise RewriterError(
             f"a tensor of {tensor.dtype}, which JAX would round to 32 bits",
-            next_step='Call jax.config.update("jax_enable_x64", True), or module.float()',
+            next_step="Call module.float(), or set jax_enable_x64",
         )
     if narrow and tensor.dtype in WIDE:
         dtype = np.dtype(WIDE[tensor.dtype])
@@ -59,7 +59,7 @@ def array_of(tensor: Any) -> Any:
         if numbers.min() < info.min or numbers.max() > info.max:
             raise RewriterError(
                 f"integers up to {numbers.max()}, which {dtype} does not hold",
-                next_step='Call jax.config.update("jax_enable_x64", True)',
+                next_step="Set jax_enable_x64 by jax.config.update",
             )
     return jnp.array(numbers.view(dtype) if _as_bits(tensor) else numbers, dtype=dtype)
 

@@ -119,14 +119,12 @@ class _Recorded(torch.autograd.Function):
             given.append(zeros if c is None else jnp.asarray(array_of(c), dtype))
         params, arguments = _pulled(ctx.pull, given)
         arrays = [*(params[name] for name in ctx.names), *arguments]  # JAX sorts names
-        found = [
-            tensor_of(x) if read >> k & 1 else None for k, x in enumerate(arrays)
-        ]
+        found = [tensor_of(x) if read >> k & 1 else None for k, x in enumerate(arrays)]
         return None, None, None, *found
 
 
 class Reads:
-    """Which inputs the results of calls depend on; each kind of call is looked at once."""
+    """Which inputs the results of calls depend on; each kind is looked at once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, list[int]] = {}
@@ -146,7 +144,10 @@ class Reads:
         if asked not in self._known:
             program = fast.jaxpr(call, state, key, arrays).jaxpr
             bits = {name: 1 << k for k, name in enumerate(names)}
-            given, place = [bits[name] for name in sorted(names)], iter(range(len(types)))
+            given, place = (
+                [bits[name] for name in sorted(names)],
+                iter(range(len(types))),
+            )
             given += [0] * (len(state.buffers) + 1)
             for a in which:
                 given.append(1 << (len(names) + next(place)) if a else 0)

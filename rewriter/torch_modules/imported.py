@@ -1,8 +1,8 @@
 """torchax, ready for use: `torchax()` imports it once and adds what it lacks.
 
-torchax names operators of the PyTorch that it was released for. A later PyTorch may have
-dropped some of them, and then torchax cannot be imported. Such operators cannot be
-called either, so that names that stand for nothing take their places meanwhile.
+torchax names operators of the PyTorch that it was released for. A later PyTorch may
+have dropped some of them, and then torchax cannot be imported. Nobody can call such an
+operator, so that names that stand for nothing take their places meanwhile.
 """
 
 from __future__ import annotations

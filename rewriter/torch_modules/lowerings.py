@@ -63,7 +63,7 @@ def added(torchax: Any) -> dict[Any, Callable[..., Any]]:
         bias: Any = None, training: bool = False, momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:  # fmt: skip
-        """torchax has it, but leaves the running statistics as they are."""
+        """Torchax has it, but leaves the running statistics as they are."""
         x = env.t2j_iso(input)
         if training:
             mean, variance, unbiased = statistics(x)

@@ -45,7 +45,7 @@ class Called:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned beside arrays: a structure, and if random numbers were drawn."""
+    """What a call returned beside arrays: a structure, and if it drew numbers."""
 
     structure: Structure
     drew: bool

@@ -22,13 +22,14 @@ STEPS = frozenset({
     "dynamic_slice", "dynamic_update_slice", "reduce_sum", "reduce_max", "reduce_min",
     "argmax", "argmin",
 })  # fmt: skip
-"""Primitives whose results are computed if they depend on no input; others have rules."""
+"""Primitives without a rule, whose results are computed if they depend on no input."""
 
 BEHIND = STEPS | {
     "add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp",
     "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "iota",
-    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice",
-    "concatenate", "pad", "split", "convert_element_type", "copy", "stop_gradient",
+    "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev",
+    "concatenate", "pad", "slice", "split", "convert_element_type", "copy",
+    "stop_gradient",
 }  # fmt: skip
 """Primitives that may lie behind them; all give the same integers on every device."""
 
