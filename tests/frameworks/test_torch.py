@@ -312,8 +312,8 @@ def test_a_function_of_jax_and_export():
     np.testing.assert_allclose(made.call(held, x.numpy()), want, atol=1e-6)
     fast.load(jax.tree.map(jnp.zeros_like, state))
     assert not model[0].weight.any()
+    batched = nn.BatchNorm1d(4)
     with pytest.raises(rewriter.StateLost, match="eval"):
-        batched = nn.BatchNorm1d(4)
         rewriter.torch.export(batched, platforms="cpu")(x)
 
 
