@@ -106,6 +106,9 @@ from rewriter._jax.jit import (
     static_arguments as static_arguments,
 )
 from rewriter._jax.lines import (
+    is_of_gradient as is_of_gradient,
+)
+from rewriter._jax.lines import (
     never_name as never_name,
 )
 from rewriter._jax.lines import (

@@ -56,6 +56,11 @@ def _line(frame: Any) -> str:
     return f"{file}:{frame.start_line} ({frame.function_name.split('.<locals>')[0]})"
 
 
+def is_of_gradient(eqn: Any) -> bool:
+    """Whether JAX made an equation by transposing one of the user's."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def scoped(source_info: Any, label: str) -> Any:
     """Source info under one more name, as profiles show it."""
     if not label:
