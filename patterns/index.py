@@ -24,6 +24,9 @@ class Shipped:
     attribute: str = "PATTERN"
 
 
+LOOK_ALIKES = "look_alikes"
+"""The module with words about operations that no pattern finds."""
+
 PATTERNS = {
     "attention": Shipped(
         "attention.read", "Attention, in any spelling: softmax(q kᵀ · scale + ...) v."

@@ -15,10 +15,11 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 
 FOLDERS = [
-    "errors", "support", "_jax", "config", "ops", "hardware", "program", "frameworks",
-    "algebra",
+    "errors", "support", "_jax", "torch_modules", "config", "ops", "hardware",
+    "program", "frameworks", "algebra",
     "find", "gradients", "site", "measure", "rewrite", "choose", "reports",
-    "verification", "run", "testing", "tools", "_moved", "__init__", "__main__",
+    "verification", "run", "torch", "testing", "tools", "_moved", "__init__",
+    "__main__",
 ]  # fmt: skip
 """Folders and single files below ``rewriter``, from the first to the last."""
 

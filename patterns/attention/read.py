@@ -111,7 +111,7 @@ def _in_blocks(
             yield read(find, value, found, "full")
         except Refused as refusal:
             if refusal.score > 0.5:
-                find.missed(NAME, anchor, refusal)
+                find.missed(NAME, anchor, refusal, value)
         except (OverBudget, RecursionError):
             continue
         if find.done(NAME, value):
@@ -161,7 +161,7 @@ def _around(find, anchor, scores, pv, side, sums) -> Iterator[Reading]:
             suggestion="count all blocks; kernels skip those that a mask leaves out",
         )
     if miss is not None and miss.score > 0.2:
-        find.missed(NAME, anchor, miss)
+        find.missed(NAME, anchor, miss, pv.outs[0])
 
 
 def _readings(

@@ -127,6 +127,17 @@ class Softmax:
         return found
 
 
+def _is_divided_inside(alg: Algebra, total: int) -> bool:
+    """Whether the terms of a sum are divided by sums of exponentials each."""
+    for atom, power in alg.defs[total][3]:
+        if power != -1 or alg.kind(atom) not in ("sum", "pow"):
+            continue
+        inside = alg.defs[atom][3] if alg.kind(atom) == "sum" else ()
+        if any(alg.kind(a) == "exp" for a, _ in inside):
+            return True
+    return False
+
+
 def softmax_parts(
     alg: Algebra, form: Poly, values: Set[Any], soft: bool = False
 ) -> Parts:
@@ -155,6 +166,9 @@ def softmax_parts(
     below = [a for a, e in mono if e == -1 and alg.kind(a) in ("sum", "pow")]
     above = [a for a, e in mono if e == 1 and alg.kind(a) == "sum"]
     if not below:
+        if any(_is_divided_inside(alg, a) for a in above):
+            text = "the softmax is over another axis than the keys that are summed"
+            raise Refused("denominator", text, score=0.5)
         raise Refused("denominator", "no sum of weights divides the result", score=0.3)
     for den, num in itertools.product(below, above):
         parts = _pair(alg, den, num, values, flag)

@@ -191,7 +191,7 @@ class _Picks:
             text = "several arrays of labels pick logits"
             if not found:
                 text = "the targets are no labels that pick one logit of each row"
-            score = 0.5 if found else 0.3
+            score = 0.5 if found else 0.2  # as in an entropy
             raise Refused("labels", text, score=score, difference=alg.show(self.form))
         ((label, outside),) = found
         return label, "nan" if fills else outside

@@ -30,6 +30,7 @@ from rewriter.patterns.cross_entropy.kept_alive import reader_of
 from rewriter.patterns.cross_entropy.logits import linear_operands, logits_operand
 from rewriter.patterns.cross_entropy.shift import EXPONENTIALS, require_shifted
 from rewriter.program.graph import Node
+from rewriter.program.lines import is_of_gradient
 
 LINEAR, GIVEN = "linear_cross_entropy", "cross_entropy"
 ANCHORS = frozenset({"log"})
@@ -93,6 +94,9 @@ def _readings(
             if find.done(op, value):
                 return
         except Refused as refusal:
+            node = g.node_of(value)
+            if node is not None and is_of_gradient(node):
+                continue
             if miss is None or refusal.score > miss.score:
                 miss = refusal.with_traceback(None)
         except OverBudget as error:

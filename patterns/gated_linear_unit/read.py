@@ -41,10 +41,12 @@ from rewriter.patterns.gated_linear_unit.branches import (
 from rewriter.patterns.gated_linear_unit.forms import (
     common_factor,
     contractions,
+    every,
 )
 from rewriter.patterns.gated_linear_unit.products import products
 from rewriter.patterns.gated_linear_unit.slopes import Side, with_slopes
 from rewriter.program.graph import Node
+from rewriter.program.lines import is_of_gradient
 
 NAME = "gated_linear_unit"
 ANCHORS = frozenset({
@@ -89,6 +91,8 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
             return
         found = _of_product(find, anchor, product, dots)
         if isinstance(found, Refused):
+            if is_of_gradient(product):
+                continue  # a product with a cotangent
             miss = found if miss is None or found.score > miss.score else miss
         elif found is not None and found.times is None:
             yield found
@@ -183,6 +187,9 @@ def read(
         raise Refused(
             "up", "the other factor is not a contraction of the same value", score=0.2
         )
+    if sums and _goes_through(alg, up_form, sums):
+        text = "both branches go through a function: a unit has one activation"
+        raise Refused("up", text, score=0.45)
     times, up_form = common_factor(alg, up_form)
     up_branch = plain(alg, up_form)
     gate_sums = [a for a in contractions(alg, act_form) if (a, 1) not in up_branch.term]
@@ -346,6 +353,20 @@ class _Assembly:
             if item != usual:
                 params[key] = item
         return params
+
+
+def _goes_through(alg: Any, form: Poly, sums: set[int]) -> bool:
+    """Whether a branch is a function of its contraction, such as h·sigmoid(h)."""
+    if any(alg.kind(a) == "relu" for a in every(alg, form)):
+        return False  # it may be bounded
+    direct = False
+    for _, mono in form:
+        here = [a for a, e in mono if e == 1 and a in sums]
+        rest = {(TRUE, tuple((a, 1) for a, _ in mono if a not in sums)): 1.0}
+        if here and sums & set(every(alg, rest)):
+            return True
+        direct |= bool(here)
+    return not direct
 
 
 def _per_expert(find: Finder, w: Any, k: Any) -> bool:

@@ -36,6 +36,7 @@ from rewriter.patterns.norms.normalized_value import (
     sources,
 )
 from rewriter.program.graph import Node
+from rewriter.program.lines import is_of_gradient
 
 ANCHORS = frozenset({"rsqrt", "sqrt", "pow"})
 MOVED = LAYOUT_PRIMITIVES | TRANSPARENT | {"convert_element_type"}
@@ -102,7 +103,9 @@ def _readings(
             try:
                 readings.append(read(find, ev, op, value, source, outside))
             except Refused as refusal:
-                refusals.append(refusal.with_traceback(None))
+                node = find.graph.node_of(value)
+                if node is None or not is_of_gradient(node):
+                    refusals.append(refusal.with_traceback(None))
             except OverBudget as error:
                 refusals.append(Refused("budget", str(error), score=0.3))
     group = next((r for r in reversed(refusals) if r.code == "group"), None)
@@ -118,6 +121,8 @@ def _readings(
         return [], Refused("l2", text, score=0.5)
     # the largest covers those inside it
     nearest = max(refusals, key=lambda refusal: refusal.score, default=None)
+    if nearest is not None and _is_of_all(find, anchor, source.x):
+        nearest = None
     return _useful(find, readings)[::-1], nearest
 
 
@@ -219,6 +224,12 @@ def read(
         plus=plus,
         may_be_inside=bool(rest),  # one row: its scale's gradient is such a product
     )
+
+
+def _is_of_all(find: Finder, anchor: Node, x: int) -> bool:
+    """Whether a root is of a whole array, whose length is meant, as in clipping."""
+    one = math.prod(find.graph.shape(anchor.outs[0])) == 1
+    return one and len(find.graph.shape(x)) > 1
 
 
 def _require_epsilon(form: Form, scale: Poly) -> None:

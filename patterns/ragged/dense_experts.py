@@ -14,6 +14,7 @@ import math
 from rewriter.find.finder import Finder
 from rewriter.find.reading import Refused
 from rewriter.program.graph import Node
+from rewriter.program.lines import is_of_gradient
 
 CHOICES = frozenset({"top_k", "argmax", "approx_top_k"})
 RAGGED = frozenset({"ragged_dot_general", "ragged_dot"})
@@ -36,6 +37,8 @@ def near_miss(find: Finder, choice: Node) -> Refused | None:
     if experts < 2 or any(n.prim in RAGGED for n in nodes):
         return None
     for node in nodes:
+        if is_of_gradient(node):
+            continue
         text = _spent(find, node, values, experts)
         if text:
             return Refused("dense", text, score=0.6, suggestion=SUGGESTION)
@@ -50,6 +53,12 @@ def _spent(find: Finder, node: Node, chosen: set[int], experts: int) -> str:
         rows = math.prod(find.graph.shape(node.outs[0])) // max(1, math.prod(shapes[0]))
         if rows >= 1:
             return "the weights of the chosen experts are gathered for every token"
+    if node.prim in ("mul", "dot_general", "select_n") and len(fixed) == 1:
+        for dot in find.regions.above(fixed[0], DOT):
+            if is_of_gradient(dot):
+                continue
+            if any(_stacked(find.graph.shape(i), experts) for i in dot.ins):
+                return f"all {experts} experts are computed for every token"
     if node.prim == "dot_general":
         _, (lb, rb) = node.params["dimension_numbers"]
         batch = (lb, rb)[node.ins.index(fixed[0])] if len(fixed) == 1 else ()
@@ -57,10 +66,6 @@ def _spent(find: Finder, node: Node, chosen: set[int], experts: int) -> str:
             _stacked(s, experts) and s[int(b)] == experts for s in shapes for b in batch
         ):
             return "tokens are dispatched to experts by one-hot contractions"
-    if node.prim in ("mul", "dot_general", "select_n") and len(fixed) == 1:
-        for dot in find.regions.above(fixed[0], DOT):
-            if any(_stacked(find.graph.shape(i), experts) for i in dot.ins):
-                return f"all {experts} experts are computed for every token"
     return ""
 
 

@@ -106,6 +106,12 @@ from rewriter._jax.jit import (
     static_arguments as static_arguments,
 )
 from rewriter._jax.lines import (
+    is_of_gradient as is_of_gradient,
+)
+from rewriter._jax.lines import (
+    never_name as never_name,
+)
+from rewriter._jax.lines import (
     scoped as scoped,
 )
 from rewriter._jax.lines import (

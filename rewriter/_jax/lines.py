@@ -15,12 +15,19 @@ _BETWEEN = (
     "_jax/jit", "_jax/lowering", "_jax/meshes", "_jax/nvidia", "config",
     "program/trace", "program/placement", "frameworks/nnx_state",
     "frameworks/equinox_modules", "run/analysis", "run/called", "run/optimize",
+    "torch", "torch_modules/program", "torch_modules/gradients",
+    "torch_modules/lowerings",
 )  # fmt: skip
 _ENGINE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 for _name in _BETWEEN:
     _file = os.path.normpath(os.path.join(_ENGINE, f"{_name}.py"))
     traceback_util.register_exclusion(_file)
     source_info_util.register_exclusion(_file)
+
+
+def never_name(folder: str) -> None:
+    """Has no line in a folder's files named as the line of an equation."""
+    source_info_util.register_exclusion(folder)
 
 
 def source_of(eqn: Any) -> str:
@@ -47,6 +54,11 @@ def _line(frame: Any) -> str:
     """A frame in words."""
     file = str(frame.file_name).replace("\\", "/").rsplit("/", 1)[-1]
     return f"{file}:{frame.start_line} ({frame.function_name.split('.<locals>')[0]})"
+
+
+def is_of_gradient(eqn: Any) -> bool:
+    """Whether JAX made an equation by transposing one of the user's."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def scoped(source_info: Any, label: str) -> Any:

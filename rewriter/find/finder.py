@@ -27,7 +27,7 @@ from rewriter.find.region import Place, Regions
 from rewriter.find.stacked import layers
 from rewriter.program.counted import LOOPS, counted
 from rewriter.program.graph import Graph, Node, Scope
-from rewriter.program.lines import line_of
+from rewriter.program.lines import is_of_gradient, line_of
 from rewriter.support.assumptions import ASSUMPTIONS
 
 
@@ -376,8 +376,22 @@ class Finder:
         """Whether a value is already part of a verified match of an op."""
         return (op, value) in self.found
 
-    def missed(self, op: str, anchor: Node, refusal: Refused) -> None:
-        """Notes the best attempt at an anchor."""
+    def missed(
+        self, op: str, anchor: Node, refusal: Refused, value: int | None = None
+    ) -> None:
+        """Notes the best attempt at an anchor.
+
+        Attempts at equations of a gradient are not noted: nobody wrote them.
+
+        Args:
+            op: The op's name.
+            anchor: The equation where the attempt began.
+            refusal: Why it failed.
+            value: What was to be the op's result, if known.
+        """
+        result = None if value is None else self.graph.node_of(value)
+        if any(n is not None and is_of_gradient(n) for n in (anchor, result)):
+            return
         refusal.__traceback__ = refusal.__context__ = None  # they hold the graph
         key = (op, anchor.outs[0])
         old = self.misses.get(key)

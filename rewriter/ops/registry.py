@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from rewriter import errors
 from rewriter.kernels.index import OPS
 from rewriter.ops.kernel import Kernel
 from rewriter.ops.op import Op
-from rewriter.patterns.index import PATTERNS
+from rewriter.patterns.index import LOOK_ALIKES, PATTERNS
 from rewriter.support.source_line import source_line
 
 REFERENCE = "reference"
@@ -226,3 +227,8 @@ def _duplicate(name: str, first: Any, second: Any) -> errors.DuplicateName:
         f"{name!r} defined at {places[0]} and {places[1]}",
         next_step="Give one of them another name",
     )
+
+
+def look_alikes() -> Callable[[Any], Iterator[Any]]:
+    """Returns the function of a graph to words about what no pattern finds in it."""
+    return importlib.import_module(f"rewriter.patterns.{LOOK_ALIKES}").look_alikes

@@ -29,6 +29,15 @@ def users_line_of(node: Node) -> str:
     return found if found != line_of(node) else ""
 
 
+def is_of_gradient(node: Node) -> bool:
+    """Whether an equation is one that nobody wrote: one of a gradient, by JAX."""
+    scope, found = node.scope, _jax.is_of_gradient(node.eqn)
+    while not found and scope.parent is not None:
+        found = _jax.is_of_gradient(scope.parent.jaxpr.eqns[scope.call])
+        scope = scope.parent
+    return found
+
+
 def _innermost(node: Node, source: Callable[[Any], str]) -> str:
     scope, found = node.scope, source(node.eqn)
     while not found and scope.parent is not None:

@@ -15,7 +15,9 @@ from rewriter.find.match import NearMiss
 from rewriter.measure.key import Key
 from rewriter.measure.measurement import time_text
 from rewriter.ops.device import of
+from rewriter.ops.registry import look_alikes
 from rewriter.program.collectives import Collectives, collectives_of
+from rewriter.program.graph import Graph
 from rewriter.program.propagation import Placement
 from rewriter.reports.costs import Total, total
 from rewriter.reports.difference import Difference, difference
@@ -151,8 +153,21 @@ class Report:
             for group in grouped(sites)
             for line in site_lines(group, rate=self._rate)
         ]
+        if lines:
+            return "\n".join(lines)
         missing = f"nothing in {self.name} is close to {op or 'any pattern'}"
-        return "\n".join(lines) if lines else missing
+        known = [str(k) for k in self.look_alikes() if op in ("", k.op)]
+        return "\n".join([missing, *known])
+
+    def look_alikes(self) -> tuple[Any, ...]:
+        """Returns words about operations that a reader might expect to be found.
+
+        They are no sites and no near misses, and only looked for where there are none.
+        Each has the ``op`` that one might expect, ``where`` it is, and a ``text``.
+        """
+        if self.sites or self.misses or self.before is None:
+            return ()
+        return tuple(look_alikes()(Graph(self.before)))
 
     def collectives(self) -> tuple[Collectives, Collectives]:
         """Compiles the program as written and as rewritten; returns their collectives.
@@ -277,6 +292,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield from _beside_sites(report, widths)
     for op, count in Counter(_inside(report.before)).items():
         yield f" = {op} ×{count}: rewritten by an `optimize` inside, which reports it"
+    for known in report.look_alikes():
+        yield f"   no {known.op}  {known.where}  {known.text}"
     for reason in report.failures:
         yield f" ✗ left as written: {str(reason).splitlines()[0]}"
 

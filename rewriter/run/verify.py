@@ -48,6 +48,8 @@ class Row:
             or infinite as before, on your arguments and on every probe.
         differs: The difference, and the arguments that show it; ``""`` if there is
             none.
+        worst: The index of the entry of that row that is farthest off, on your
+            arguments.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Row:
     allowed: float
     ok: bool
     differs: str = ""
+    worst: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Verification:
         probes: The number of probes that both programs ran on.
         silent: Probes on which the program as written gives no number, so that they
             prove nothing.
+        draws: How often the numbers of floats were put in other places.
+        drawn: Whether arguments were drawn, as some were given by shape alone.
     """
 
     name: str
@@ -79,6 +84,8 @@ class Verification:
     report: Report
     probes: int = 0
     silent: tuple[str, ...] = ()
+    draws: int = 0
+    drawn: bool = False
 
     @property
     def ok(self) -> bool:
@@ -118,12 +125,18 @@ class Verification:
 
 
 def verify(
-    fn: Callable[..., Any], /, *, grad: bool = False, **options: Any
+    fn: Callable[..., Any],
+    /,
+    *,
+    grad: bool = False,
+    draws: int = 2,
+    **options: Any,
 ) -> Callable[..., Verification]:
     """Returns a function that compares ``fn`` rewritten with ``fn`` as written.
 
-    Both run on the given arguments and on probes made from them: zeros, equal values,
-    huge, tiny and infinite ones, masks of one value, ends of integer types. The
+    Both run on the given arguments, on the same numbers in other places, and on probes
+    made from them: zeros, equal values, huge, tiny and infinite ones, masks of one
+    value, ends of integer types. The
     reference is a float64 run of the original. Where that is far from what the original
     gives in its own types, it is the original. Each row of each result is compared with
     it, and so is each kind of site, with all equations that lead to it. The rewritten
@@ -133,10 +146,12 @@ def verify(
         fn: Any callable that ``optimize`` takes.
         grad: Also compare gradients, by every float argument, of the result if
             it is a scalar, else of a fixed random weighting of it.
+        draws: How often the numbers of your floats are put in other places.
         **options: As in ``optimize``.
 
     Returns:
-        A function of the same arguments to a ``Verification``.
+        A function of the same arguments to a ``Verification``. A
+        ``jax.ShapeDtypeStruct`` stands for an array that is drawn.
 
     Raises:
         TraceError: If ``fn`` cannot be traced; JAX's error is chained.
@@ -150,16 +165,22 @@ def verify(
 
     @in_step
     def run(*args: Any, **kwargs: Any) -> Verification:
+        from rewriter.verification.probes import with_numbers
+
         plain = trace.jitted(fn, static)
         leaves, call = trace.split(plain, args, kwargs)
         names = trace.leaf_names(plain, args, kwargs)
+        given, leaves = leaves, with_numbers(leaves)
         fast = optimize(call, **{**ours, "verify": "off"})
         report = fast.report(*leaves)
         pair = [jax.jit(call), fast]
         if grad:
             pair = [jax.jit(with_gradient(f, leaves, names)) for f in pair]
         pairs = _pairs(call, ours, leaves)
-        return _compare(trace.name_of(fn), *pair, leaves, names, report, pairs)
+        name = trace.name_of(fn)
+        made = _compare(name, *pair, leaves, names, report, pairs, draws)
+        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in given)
+        return replace(made, drawn=shapes)
 
     return run
 
@@ -229,6 +250,7 @@ def _compare(
     names: list[str],
     report: Report,
     pairs: Sequence[Pair],
+    draws: int,
 ) -> Verification:
     try:
         shapes = jax.eval_shape(plain, *leaves)
@@ -253,11 +275,12 @@ def _compare(
         gradients=[k for k, p in enumerate(paths) if p.startswith("grad.")],
         errors=True,
         compiled=bool(pairs),
+        again=draws,
     )
     paths += [f"{p.op} at {p.where}" for p in pairs]
     rows = tuple(_row(k, path, found) for k, path in enumerate(paths))
-    notes = tuple(_notes(report, found))
-    return Verification(name, rows, notes, report, found.probes, found.silent)
+    notes = tuple(_notes(report, found, draws))
+    return Verification(name, rows, notes, report, found.probes, found.silent, draws)
 
 
 def _path(path: Any) -> str:
@@ -273,7 +296,7 @@ def _row(k: int, name: str, found: Comparison) -> Row:
     verdict, off = found.verdicts[k], found.of(k)
     said = in_words(off) if off else ""
     numbers = verdict.original, verdict.error, verdict.allowed
-    return Row(name, found.dtypes[k], *numbers, off is None, said)
+    return Row(name, found.dtypes[k], *numbers, off is None, said, verdict.worst)
 
 
 def _next(differs: str) -> str:
@@ -290,10 +313,11 @@ MASKED = {
 }
 
 
-def _notes(report: Report, found: Comparison) -> list[str]:
+def _notes(report: Report, found: Comparison, draws: int) -> list[str]:
     notes = [found.note] if found.note else []
     if found.probes:
-        notes.append(_probes_text(found))
+        also = f"{draws} draws and " if draws else ""
+        notes.append(also + _probes_text(found))
     if far := sum(v.far for v in found.verdicts):
         notes.append(
             f"{far} rows are judged by the original: float64 gives grossly other values"
@@ -319,6 +343,11 @@ def _probes_text(found: Comparison) -> str:
     return text
 
 
+def _place(row: Row) -> str:
+    """Where the worst entry of a row is, in words."""
+    return f"   worst at {[*row.worst]}" if row.worst and row.rewritten else ""
+
+
 SHOWN = 8  # rows printed; failing ones are always shown
 
 
@@ -330,14 +359,15 @@ def _rank(row: Row) -> tuple[bool, bool, float]:
 
 def _lines(v: Verification) -> list[str]:
     dtypes = ", ".join(dict.fromkeys(r.dtype for r in v.rows))
-    lines = [f"rewriter.verify({v.name})   {dtypes} against f64, your arguments"]
+    on = "drawn arguments" if v.drawn else "your arguments"
+    lines = [f"rewriter.verify({v.name})   {dtypes} against f64, {on}"]
     ranked = sorted(v.rows, key=_rank)
     shown = [r for i, r in enumerate(ranked) if i < SHOWN or not r.ok]
     width = max((len(r.name) for r in shown), default=0)
     lines += [
         f" {r.name:<{width}}   original {r.original:.1e}   "
         f"rewritten {r.rewritten:.1e}   allowed {r.allowed:.1e}   "
-        f"{'ok' if r.ok else 'OFF'}" + (f" {r.differs}" if r.differs else "")
+        f"{'ok' if r.ok else 'OFF'}{_place(r)}" + (f" {r.differs}" if r.differs else "")
         for r in shown
     ]
     if len(shown) < len(v.rows):

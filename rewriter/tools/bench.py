@@ -176,7 +176,8 @@ def benchmark(
         **options: As in ``optimize``.
 
     Returns:
-        A function of the same arguments to a ``Benchmark``.
+        A function of the same arguments to a ``Benchmark``. A ``jax.ShapeDtypeStruct``
+        stands for an array that is drawn.
 
     Raises:
         ConfigError: For an unknown mode.
@@ -194,8 +195,11 @@ def benchmark(
 
     @in_step
     def run(*args: Any, **kwargs: Any) -> Benchmark:
+        from rewriter.verification.probes import with_numbers
+
         plain = trace.jitted(fn, static)
         leaves, call = trace.split(plain, args, kwargs)
+        leaves = with_numbers(leaves)
         report = optimize(call, **ours).report(*leaves)
         pair = [jax.jit(call), optimize(call, **ours)]
         rows = [_compare(m, pair, leaves, pairs) for m in MODES[mode]]

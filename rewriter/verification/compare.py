@@ -17,9 +17,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from rewriter.measure import oracle
+from rewriter.support.dtypes import is_float
 from rewriter.verification.decision_inputs import deciding
 from rewriter.verification.judge import Verdicts, judged
-from rewriter.verification.probes import Probe, probes, shaken
+from rewriter.verification.probes import Probe, draws, probes, shaken
 from rewriter.verification.rounding import coarsest
 
 log = logging.getLogger("rewriter.compare")
@@ -89,6 +90,7 @@ def compared(
     errors: bool = False,
     called: str = YOURS,
     compiled: bool = True,
+    again: int = 0,
 ) -> Comparison:
     """Returns where two functions of a list of arrays differ.
 
@@ -103,6 +105,7 @@ def compared(
             its arguments only outside another `jax.jit`.
         called: The name for the user's arguments.
         errors: Whether to report errors against float64 even without a difference.
+        again: How often to compare on arguments drawn anew.
 
     Example:
         >>> f = lambda xs: [jnp.where(xs[0] >= xs[0], 1.0, 2.0)]
@@ -116,12 +119,13 @@ def compared(
     verdicts = pair.on(leaves, always=errors)
     differences = _differences(verdicts, called)
     silent, count = [], 0
-    for probe in probes(leaves, pair.deciding, names)[:most]:
+    others = draws(leaves, pair.deciding, again)
+    for probe in [*others, *probes(leaves, pair.deciding, names)[:most]]:
         told = frozenset(d.result for d in differences)
         if len(told) == len(verdicts):
             break
         found = pair.on(probe.of(leaves), probe, told)
-        count += 1
+        count += probe not in others
         if found is None:
             silent.append(probe.name)
             continue
@@ -160,6 +164,7 @@ class _Both:
         self.program: ClosedJaxpr = jax.make_jaxpr(lambda *xs: self.written(list(xs)))(
             *leaves
         )
+        self.unit = _unit(leaves)
         self.deciding = deciding(self.program)
         self.coarse = coarsest(self.program)
         self.replay = functools.cache(lambda: oracle.replay_of(self.program))
@@ -182,6 +187,7 @@ class _Both:
         after = self.rewritten(arguments)
         moved = functools.cache(lambda: self._rounded_inputs(arguments))
         exact = functools.cache(lambda: self._exact(arguments))
+        unit = max(self.unit, _unit(arguments))
         return [
             Verdicts()
             if k in told
@@ -194,6 +200,7 @@ class _Both:
                 gradient=k in self.gradients,
                 scaled=probe is not None and probe.scaled,
                 always=always,
+                unit=unit,
             )
             for k, (a, b) in enumerate(zip(before, after, strict=True))
         ]
@@ -213,6 +220,14 @@ class _Both:
     def _exact(self, leaves: Sequence[Any]) -> Sequence[Any]:
         found, self.note = self.replay()(leaves)
         return found
+
+
+def _unit(leaves: Sequence[Any]) -> float:
+    """The largest root mean square of arguments that are floats."""
+    floats = [np.asarray(x).astype(np.float64) for x in leaves if is_float(x)]
+    with np.errstate(all="ignore"):
+        sizes = [np.sqrt(np.mean(x[np.isfinite(x)] ** 2)) for x in floats if x.size]
+    return max((float(n) for n in sizes if np.isfinite(n)), default=0.0)
 
 
 def _says_something(results: Sequence[Any]) -> bool:

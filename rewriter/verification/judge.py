@@ -10,6 +10,7 @@ wrote. Entries must be NaN and infinite where they were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,13 @@ NEAR_AT_MOST = 0.3
 
 SHAKES = 16.0
 """How many times farther than a run with shaken arguments a row may be."""
+
+ZERO = 1e-10
+"""The share of the arguments' size below which a float64 result counts as zero if the
+program gives another number, ..."""
+
+ROUNDINGS = 64.0
+"""... and how many roundings of the arguments' size it may then be off by."""
 
 ROOM = 16.0
 """The factor by which rows of unusual size must stay below their type's largest
@@ -55,6 +63,7 @@ class Verdicts:
         unstable: The number of rows that rounding alone changes, so that they prove
             nothing.
         far: The number of rows where float64 gives grossly different values.
+        worst: The index of the entry that is farthest off in the worst row.
     """
 
     error: float = 0.0
@@ -64,6 +73,7 @@ class Verdicts:
     entries: tuple[int, ...] = ()
     unstable: int = 0
     far: int = 0
+    worst: tuple[int, ...] = ()
 
 
 def judged(
@@ -76,6 +86,7 @@ def judged(
     gradient: bool = False,
     scaled: bool = False,
     always: bool = False,
+    unit: float = 0.0,
 ) -> Verdicts:
     """Returns the verdict on one result.
 
@@ -90,6 +101,8 @@ def judged(
         scaled: Whether the arguments are of unusual size. Then rows where float64 gives
             other values prove nothing, and gradients are only checked for being finite.
         always: Whether to call the other two in any case, for their errors.
+        unit: The size of the program's arguments. Where float64 gives zero, roundings
+            of that size are allowed.
 
     Example:
         >>> judged(np.ones(2), np.array([1.0, np.nan]), "float32").differs
@@ -98,7 +111,7 @@ def judged(
     with np.errstate(all="ignore"):
         return _judged(
             written, rewritten, coarse, shaken, exact, gradient=gradient,
-            scaled=scaled, always=always,
+            scaled=scaled, always=always, unit=unit,
         )  # fmt: skip
 
 
@@ -112,6 +125,7 @@ def _judged(
     gradient: bool,
     scaled: bool,
     always: bool,
+    unit: float,
 ) -> Verdicts:
     a, b = _host(written), _host(rewritten)
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -127,10 +141,10 @@ def _judged(
     if case.fine(gradient, sizes) and not always:
         return case.verdicts(gradient, sizes)
     reference = None if exact is None else _wide(_host(exact()))
-    case = _Case(a, b, coarse, (), reference, scaled, floor)
+    case = _Case(a, b, coarse, (), reference, scaled, floor, unit)
     if not case.fine(gradient, sizes):
         others = [_wide(_host(x)) for x in shaken()]
-        case = _Case(a, b, coarse, others, reference, scaled, floor)
+        case = _Case(a, b, coarse, others, reference, scaled, floor, unit)
     return case.verdicts(gradient, sizes)
 
 
@@ -159,8 +173,11 @@ class _Case:
         exact: np.ndarray | None = None,
         scaled: bool = False,
         floor: float = FLOOR,
+        unit: float = 0.0,
     ) -> None:
         self.shape = written.shape
+        self.unit = unit
+        self.eps = float(jnp.finfo(coarse or written.dtype).eps)
         self.a, self.b = _rows(_wide(written)), _rows(_wide(rewritten))
         kinds_a, kinds_b = _kinds(self.a), _kinds(self.b)
         self.kinds = kinds_a, kinds_b
@@ -211,6 +228,13 @@ class _Case:
         share = min(NEAR * self.tolerance, NEAR_AT_MOST)
         near = before <= np.maximum(share * self.size, self.spread)
         near &= (self.kinds[0] == _kinds(exact)).all(axis=1)
+        true = _norm(np.where(own, exact, 0))
+        zero = own.all(axis=1) & (true <= ZERO * self.unit)
+        zero &= (before >= true / 4) | (true == 0)  # else what is small is exact
+        self.limit = np.where(
+            zero, np.maximum(self.limit, ROUNDINGS * self.eps * self.unit), self.limit
+        )
+        near |= zero & (before <= self.limit)
         usual = np.median((before / self.size)[near]) if near.any() else 0.0
         roundings = np.maximum(4 * before, 8 * usual * self.size)
         self.before = before
@@ -259,7 +283,15 @@ class _Case:
             tuple(np.flatnonzero(where)[:64].tolist()),
             self.unstable,
             self.far,
+            self._farthest(worst),
         )
+
+    def _farthest(self, row: int) -> tuple[int, ...]:
+        """The index of the entry of a row that is farthest off."""
+        apart = np.abs(np.where(np.isfinite(self.b), self.b, 0) - self.a)[row]
+        entry = row * apart.size + int(np.argmax(np.nan_to_num(apart)))
+        parts = max(1, self.a.size // max(1, math.prod(self.shape)))  # of a complex one
+        return tuple(map(int, np.unravel_index(entry // parts, self.shape)))
 
     def _moved_text(self) -> list[str]:
         """Which entries became finite, NaN or infinite."""
@@ -313,7 +345,9 @@ def _first(
     shape = where.shape if shape is None else shape
     if not shape:
         return ""
-    at = [int(n) for n in np.unravel_index(np.flatnonzero(where)[0], shape)]
+    parts = max(1, where.size // max(1, math.prod(shape)))  # two of a complex number
+    place = np.flatnonzero(where)[0] // parts
+    at = [int(n) for n in np.unravel_index(place, shape)]
     if rows:
         return f" (the first at {at[:-1]})" if len(shape) > 1 else ""
     return f" (the first at {at})"

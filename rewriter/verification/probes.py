@@ -230,6 +230,60 @@ def drawn(avals: Sequence[Any]) -> list[Any] | None:
     return arrays
 
 
+def with_numbers(leaves: Sequence[Any], seed: int = 0) -> list[Any]:
+    """Returns arguments with an array in place of each `jax.ShapeDtypeStruct`.
+
+    Floats are normally distributed, and smaller where they may be summed over long
+    axes. Integers count along the last axis. They stay below the size of every axis of
+    the floats, as they may be indices. Most booleans are true.
+
+    Example:
+        >>> shape = jax.ShapeDtypeStruct((2, 3), "int32")
+        >>> with_numbers([shape, 1.0])[0].tolist()
+        [[0, 1, 2], [0, 1, 2]]
+    """
+    random, arrays = np.random.default_rng(seed), []
+    sizes = [n for x in leaves if is_float(x) for n in np.shape(x)[-2:] if n > 1]
+    for x in leaves:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            arrays.append(x)
+        elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            arrays.append(jnp.broadcast_to(jax.random.key(seed), x.shape))
+        else:
+            made = _drawn(random, x.shape, np.dtype(x.dtype))
+            if is_float(x):
+                around = np.mean(x.shape[-2:]) if len(x.shape) > 1 else 1
+                made = (made * min(1.0, 2 * around**-0.5)).astype(x.dtype)
+            elif made.dtype != bool:
+                made %= min(sizes, default=120)
+            arrays.append(jax.device_put(made, x.sharding))
+    return arrays
+
+
+def draws(leaves: Sequence[Any], deciding: Sequence[bool], count: int) -> list[Probe]:
+    """Returns arguments with the same numbers in other places.
+
+    Arrays that comparisons read stay, and those with infinities, as masks may have.
+    """
+    moving = {
+        k: _host(x)
+        for k, x in enumerate(leaves)
+        if _can_change(x) and is_float(x) and np.ndim(x) and not deciding[k]
+    }
+    fine = {k: x for k, x in moving.items() if np.isfinite(x.astype("f8")).all()}
+    return [
+        Probe(
+            f"draw {n}",
+            {
+                k: np.random.default_rng((n, k)).permutation(x.ravel()).reshape(x.shape)
+                for k, x in fine.items()
+            },
+        )
+        for n in range(1, count + 1)
+        if fine
+    ]
+
+
 def _drawn(random: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if dtype.kind == "b":
         return random.random(shape) < 0.8

@@ -139,6 +139,24 @@ def models() -> str:
     )
 
 
+def torch_models() -> str:
+    """One row per PyTorch model: what is found, and how far the numbers are."""
+    data = json.loads(record.named("torch_models").read_text())
+    rows = [
+        (
+            row["model"],
+            ", ".join(f"{n} {op}" for op, n in row["found"].items()),
+            f"{row['kernels']} of {row['by_hand']}",
+            f"{row['result']:.0e}",
+            f"{row['gradients']:.0e}",
+        )
+        for row in data["rows"]
+    ]
+    head = ("model", "found", "by a kernel", "error", "of gradients")
+    versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
+    return f"{_table(head, rows)}\n\nOn a CPU, with {versions}."
+
+
 def options() -> str:
     """One row per option of `rewriter.config`, with its default."""
     about = public_names.arguments(Config.__doc__ or "", "Attributes")
@@ -668,6 +686,7 @@ TABLES = {
     "public_decoder": public_decoder,
     "public_decode": public_decode,
     "models": models,
+    "torch_models": torch_models,
     "public_bert": public_bert,
     "packed_decoder": packed_decoder,
     "public_experts": public_experts,

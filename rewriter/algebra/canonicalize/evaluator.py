@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rewriter.algebra.canonicalize.choice import choose
+from rewriter.algebra.canonicalize.computed import counted
 from rewriter.algebra.canonicalize.constant_values import Constants
 from rewriter.algebra.canonicalize.constants import (
     FOLD,
@@ -306,6 +307,8 @@ class Evaluator(Layout, LoopForms, Constants):
         if value in self.loops.steps or value in self.loops.carries:
             known = self.before_step(value, args, mode)
             return self.alg.of_atom(self.leaf(value, args)) if known is None else known
+        if mode == FULL and (found := counted(self.g, value)) is not None:
+            return self._affine(found, args)
         node = self._expandable(value, mode)
         if node is None:
             if value in self.g.constants and mode == FULL:

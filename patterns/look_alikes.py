@@ -1,0 +1,167 @@
+"""Words about operations that no pattern finds, though a reader might expect one.
+
+A report asks for them only where nothing is found, and they change nothing.
+
+Bilinear unit     (x a) * (x b), without an activation.
+Two inputs        act(x a) * (y b), of which the factors read different arrays.
+Linear attention  φ(q) (φ(k)ᵀ v) over a sum: no softmax is taken.
+Experts in a loop one after another, each for every token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rewriter.program.graph import Graph, Node
+from rewriter.program.lines import is_of_gradient, line_of
+
+LAYOUT = frozenset({
+    "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze",
+    "expand_dims", "copy", "stop_gradient",
+})  # fmt: skip
+ACTIVATIONS = frozenset({"logistic", "tanh", "erf", "erfc", "exp"})
+CHOICES = frozenset({"top_k", "argmax", "approx_top_k"})
+SLICES = frozenset({"slice", "dynamic_slice", "gather", "split"})
+
+
+@dataclass(frozen=True)
+class LookAlike:
+    """An operation that is no pattern's.
+
+    Attributes:
+        op: The op that a reader might expect.
+        where: The line.
+        text: What it is instead.
+    """
+
+    op: str
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+def look_alikes(graph: Graph) -> Iterator[LookAlike]:
+    """The operations of a program that are no pattern's, each kind once."""
+    nodes = [n for n in graph.nodes if not is_of_gradient(n)]
+    for op, find in KINDS:
+        found = find(graph, nodes)
+        if found is not None:
+            yield LookAlike(op, line_of(found[0]), found[1])
+
+
+def _source(graph: Graph, value: int) -> int:
+    """The value below layout and casts."""
+    while (node := graph.node_of(value)) is not None and node.prim in LAYOUT:
+        value = node.ins[0]
+    return value
+
+
+def _product(graph: Graph, value: int) -> Node | None:
+    """The contraction that a value is, below layout and casts."""
+    node = graph.node_of(_source(graph, value))
+    return node if node is not None and node.prim == "dot_general" else None
+
+
+def _inputs(graph: Graph, node: Node) -> set[int]:
+    return {_source(graph, i) for i in node.ins}
+
+
+def _bilinear(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    for node in nodes:
+        if node.prim != "mul" or node.ins[0] == node.ins[1]:
+            continue
+        a, b = (_product(graph, i) for i in node.ins)
+        if a is not None and b is not None and a is not b:
+            shared = _inputs(graph, a) & _inputs(graph, b)
+            if len(shared) == 1:
+                text = "a bilinear unit: neither branch goes through an activation"
+                return node, text
+    return None
+
+
+def _of_two_inputs(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    for node in nodes:
+        if node.prim != "mul":
+            continue
+        for act, other in (node.ins, node.ins[::-1]):
+            up, gate = _product(graph, other), _activated(graph, act)
+            if up is None or gate is None:
+                continue
+            if not _inputs(graph, up) & _inputs(graph, gate):
+                return node, "the two branches read different arrays, and not one x"
+    return None
+
+
+def _activated(graph: Graph, value: int) -> Node | None:
+    """The contraction h of a value such as h·sigmoid(h)."""
+    node = graph.node_of(_source(graph, value))
+    if node is None or node.prim != "mul":
+        return None
+    for own, rest in (node.ins, node.ins[::-1]):
+        found = _product(graph, own)
+        if found is not None and _reaches(graph, rest, _source(graph, own)):
+            return found
+    return None
+
+
+def _reaches(graph: Graph, value: int, wanted: int) -> bool:
+    """Whether a value is an activation of another, within a few steps."""
+    seen, queue, active = {value}, [value], False
+    while queue and len(seen) < 16:
+        node = graph.node_of(queue.pop(0))
+        if node is None or node.prim == "dot_general":
+            continue
+        active |= node.prim in ACTIVATIONS
+        if active and wanted in node.ins:
+            return True
+        queue += [i for i in node.ins if i not in seen]
+        seen.update(node.ins)
+    return False
+
+
+def _linear_attention(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    if not any(n.prim in ("div", "integer_pow", "rsqrt") for n in nodes):
+        return None  # of a sum of weights
+    for node in nodes:
+        if node.prim != "dot_general" or not node.params["dimension_numbers"][1][0]:
+            continue
+        for value in node.ins:
+            inner = _product(graph, value)
+            if inner is None or inner is node or is_of_gradient(inner):
+                continue
+            if inner.params["dimension_numbers"][1][0]:
+                text = "linear attention: keys and values are contracted first, and "
+                return node, text + "no softmax is taken"
+    return None
+
+
+def _experts_in_a_loop(graph: Graph, nodes: list[Node]) -> tuple[Node, str] | None:
+    if not any(n.prim in CHOICES for n in nodes):
+        return None
+    taken: Counter[int] = Counter()
+    for node in nodes:
+        if node.prim != "dot_general":
+            continue
+        for value in node.ins:
+            part = graph.node_of(_source(graph, value))
+            if part is None or part.prim not in SLICES:
+                continue
+            whole = part.ins[0]
+            if len(graph.shape(whole)) == 3:
+                taken[whole] += 1
+                if taken[whole] == 2:
+                    text = "experts are computed one after another for every token: "
+                    return node, text + "sorted by expert, tokens fit a ragged dot"
+    return None
+
+
+KINDS = (
+    ("gated_linear_unit", _bilinear),
+    ("gated_linear_unit", _of_two_inputs),
+    ("attention", _linear_attention),
+    ("ragged_dot", _experts_in_a_loop),
+)

@@ -1,0 +1,1 @@
+"""PyTorch modules as JAX programs, through torchax: conversions, calls, gradients."""

@@ -1,0 +1,181 @@
+"""verify: what is right is never off, whatever its precision, and what is wrong is."""
+
+from __future__ import annotations
+
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rewriter
+from rewriter.rewrite.rewritten import Rewritten
+from rewriter.verification.judge import judged
+from rewriter.verification.probes import draws, with_numbers
+
+pytestmark = pytest.mark.once
+engine = importlib.import_module("rewriter.run.analysis")
+
+rng = np.random.default_rng(0)
+B, T, D, V = 2, 8, 16, 32
+X = rng.normal(size=(B, T, D)).astype("f4")
+W = (rng.normal(size=(D, V)) / 4).astype("f4")
+SCALE = np.ones(D, "f4")
+LABELS = rng.integers(0, V, (B, T))
+FORCED = {
+    "attention": "memory_bounded", "rms_norm": "memory_bounded",
+    "linear_cross_entropy": "memory_bounded",
+}  # fmt: skip
+
+
+def norm(x, scale):
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(wide * wide, -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(square + 1e-6)).astype(x.dtype) * scale.astype(x.dtype)
+
+
+def attend(x):
+    scores = jnp.einsum("btd,bsd->bts", x, x) / 4
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+
+
+def logits(x, w, scale, dtype):
+    x = x.astype(dtype)
+    x = x + attend(norm(x, scale))
+    return (norm(x, scale) @ w.astype(dtype)).astype(jnp.float32)
+
+
+def rows(x, w, scale, labels, dtype=jnp.bfloat16):
+    z = logits(x, w, scale, dtype)
+    picked = jnp.take_along_axis(z, labels[..., None], -1)[..., 0]
+    return jax.nn.logsumexp(z, -1) - picked
+
+
+def of(reduce, dtype=jnp.bfloat16):
+    return lambda *args: reduce(rows(*args, dtype))
+
+
+LOSSES = {
+    "mean": of(jnp.mean),
+    "sum": of(jnp.sum),
+    "each token": of(lambda r: r),
+    "float16": of(jnp.mean, jnp.float16),
+    "in bfloat16": of(lambda r: r.mean().astype(jnp.bfloat16)),
+    "scaled": of(lambda r: 2.0**15 * r.mean()),
+    "small": of(lambda r: 1e-6 * r.mean()),
+    "masked": of(lambda r: (r * (jnp.arange(T) > 2)).sum() / (B * (T - 3))),
+    "spread": of(jnp.var),
+    "difference": of(lambda r: r[0].mean() - r[1].mean()),
+    "exponential": of(lambda r: jnp.exp(r.mean())),
+    "above the mean": of(lambda r: (r - r.mean()).mean()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_right_loss_is_never_off(name):
+    result = rewriter.verify(LOSSES[name], implementation=FORCED)(X, W, SCALE, LABELS)
+    assert any(s.replaced for s in result.report.sites)
+    assert result.ok, str(result)
+
+
+def swapped(monkeypatch, other):
+    """Has the rewriter put another function in the program's place."""
+
+    def rewrite(closed, *rest):
+        del rest
+        return Rewritten(jax.make_jaxpr(other)(*closed.in_avals))
+
+    monkeypatch.setattr(engine, "rewrite", rewrite)
+
+
+def sums(x):
+    return jax.nn.softmax(x).sum(-1) - 1
+
+
+ZEROS = {
+    "sums of weights": (sums, lambda x: sums(x) + 1e-7),
+    "centred": (lambda x: (x - x.mean()).mean(), lambda x: x.mean() * 0 + 3e-8),
+    "the same": (lambda x: x - x, lambda x: x * 0 + 1e-8),
+    "bfloat16": (
+        lambda x: (x.astype(jnp.bfloat16) - x.astype(jnp.bfloat16)).astype("f4"),
+        lambda x: x * 0 + 1e-3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zero_may_be_off_by_a_rounding_of_the_arguments(name, monkeypatch):
+    written, other = ZEROS[name]
+    swapped(monkeypatch, other)
+    result = rewriter.verify(written)(X)
+    assert result.ok, str(result)
+
+
+WRONG = {
+    "one entry": (lambda x: x * 2, lambda x: (x * 2).at[1, 3, 5].add(0.5), (1, 3, 5)),
+    "a share": (jnp.sin, lambda x: jnp.sin(x) * 1.001, None),
+    "not zero": (lambda x: x - x, lambda x: x * 0 + 1e-2, None),
+    "bfloat16": (
+        lambda x: (x.astype(jnp.bfloat16) * 2).astype("f4"),
+        lambda x: x * 2.2,
+        None,
+    ),
+    "a sum": (lambda x: x.sum(0), lambda x: x.sum(0) * 1.1, None),
+    "tiny": (
+        lambda x: jnp.exp(-40 - x * x),
+        lambda x: 1.1 * jnp.exp(-40 - x * x),
+        None,
+    ),
+    "small": (lambda x: x * 1e-12, lambda x: x * 1.01e-12, None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_off_and_named(name, monkeypatch):
+    written, other, place = WRONG[name]
+    swapped(monkeypatch, other)
+    result = rewriter.verify(written)(X)
+    assert not result.ok
+    if place is not None:
+        assert result.rows[0].worst == place
+        assert f"worst at {[*place]}" in str(result)
+
+
+def test_a_draw_shows_what_your_numbers_hide(monkeypatch):
+    ordered = np.sort(X[0, 0])
+    swapped(monkeypatch, lambda x: jax.lax.cummax(x))
+    result = rewriter.verify(lambda x: x * 1.0)(ordered)
+    assert "on draw 1" in str(result)
+    kept = draws(
+        [X, np.array([0.0, -np.inf]), LABELS, ordered], [False] * 3 + [True], 2
+    )
+    assert [[*p.changed] for p in kept] == [[0], [0]]
+    assert sorted(kept[0].changed[0].ravel()) == sorted(X.ravel())
+
+
+def test_shapes_stand_for_arrays():
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (X, W, SCALE, LABELS)
+    )
+    result = rewriter.verify(LOSSES["mean"], grad=True, implementation=FORCED)(*shapes)
+    assert result.ok, str(result)
+    assert "drawn arguments" in str(result)
+    measured = rewriter.benchmark(norm, mode="forward", pairs=2)(*shapes[::2])
+    assert measured.rows[0].speedup > 0
+
+
+def test_drawn_integers_are_indices():
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((3, 90), "i4"), ((40, 7), "f4"))]
+    numbers, floats = with_numbers(shapes)
+    assert numbers.max() < 7
+    assert floats.dtype == np.float32
+    given = with_numbers([X, shapes[0]])
+    assert given[0] is X
+
+
+def test_complex_numbers_have_a_place():
+    a = np.ones((2, 3), "c8")
+    b = a.copy()
+    b[1, 2] += 1
+    assert judged(a, b, "float32").worst == (1, 2)
