@@ -17,7 +17,8 @@ from rewriter.algebra.canonicalize import (
     is_pick,
 )
 from rewriter.find.match import Match
-from rewriter.program.graph import Graph, Node
+from rewriter.program.counted import counted
+from rewriter.program.graph import Graph, Node, Scope
 
 REACH = 240
 """The most values below a cotangent to examine."""
@@ -185,6 +186,8 @@ def _is_linear(node: Node, along: Sequence[int]) -> bool:
         return True
     if is_pick(node):
         return along == [0] or (along == [2] and node.prim != "gather")
+    if node.prim == "scan":
+        return True  # if it is not, no form of its results is a gradient
     if node.prim in LINEAR or node.prim in CONTRACTIONS:
         return along == [0] or (len(along) == 1 and node.prim in EITHER)
     return node.prim == "select_n" and 0 not in along
@@ -226,6 +229,8 @@ class Cones:
             known[value] = None
             return
         inside = [value]
+        if maker[0].prim == "scan":
+            inside += values_in(maker[0])
         for operand in maker[0].ins:
             if operand not in known:
                 stack.append(operand)
@@ -246,7 +251,40 @@ def cone(graph: Graph, value: int, stops: frozenset[int]) -> frozenset[int] | No
 
 def may_expand(node: Node) -> bool:
     """Whether a gradient's form may look through an equation."""
+    if node.prim == "scan":
+        return sum(len(s.env) for s in _bodies(node)) <= CONE
     return is_local(node) or node.prim in CONTRACTIONS or is_pick(node)
+
+
+def values_in(loop: Node) -> frozenset[int]:
+    """The values that a loop's body computes, at any depth."""
+    inside = _bodies(loop)
+    return frozenset(
+        value
+        for scope in inside
+        for value, (position, _) in scope.first_var.items()
+        if position >= 0
+    )
+
+
+def carries(loop: Node) -> Iterator[int]:
+    """The float carries of a scan before each step."""
+    parts = counted(loop)
+    (scope,) = loop.scope.children[loop.position]
+    first = parts.n_consts
+    for var in parts.body.invars[first : first + parts.n_carry]:
+        if jnp.issubdtype(var.aval.dtype, jnp.floating):
+            yield scope.env[var]
+
+
+def _bodies(loop: Node) -> list[Scope]:
+    found, stack = [], [*loop.scope.children.get(loop.position, ())]
+    while stack:
+        scope = stack.pop()
+        found.append(scope)
+        for children in scope.children.values():
+            stack += children
+    return found
 
 
 def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:

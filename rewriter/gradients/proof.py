@@ -30,6 +30,7 @@ from rewriter.gradients.cotangents import (
     Cones,
     below,
     cancelled_reads,
+    carries,
     is_float,
     linear,
 )
@@ -307,7 +308,7 @@ def _evaluator(
         v
         for v in parts
         if (node := graph.node_of(v)) is not None
-        and (node.prim in CONTRACTIONS or is_pick(node))
+        and (node.prim in CONTRACTIONS or node.prim == "scan" or is_pick(node))
     )
     known, core = match.reading.evaluator, None
     if known is not None and known.core is not None:  # as the forward was read
@@ -340,6 +341,8 @@ def _computed_from(
     while queue:
         for node in graph.users(queue.pop()):
             new = parts.intersection(node.outs) - found
+            if new and node.prim == "scan":
+                new |= set(carries(node)) - found
             found |= new
             queue += new
     return frozenset(found)

@@ -17,15 +17,16 @@ A while loop has as many steps as its bound may allow, and skips the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
 from rewriter.algebra.canonicalize.intervals import of_dtype, within
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
+from rewriter.algebra.canonicalize.returning_loops import ReturningLoops
 from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
-from rewriter.program.counted import Condition, counted
+from rewriter.program.counted import Condition, Counted, counted
 from rewriter.program.graph import Node
 from rewriter.program.skipped import Skipped, skipped
 
@@ -45,6 +46,7 @@ class Loop:
         after: The results of a step, inside: carries, then stacked values.
         reverse: Whether the last step along the arrays comes first.
         runs: Where a step runs that a condition may skip.
+        over: The loop over whose steps it goes back; None if there is none.
     """
 
     node: Node
@@ -54,6 +56,7 @@ class Loop:
     after: tuple[int, ...]
     reverse: bool
     runs: int = TRUE
+    over: Loop | None = None
 
 
 @dataclass(eq=False)
@@ -65,15 +68,20 @@ class Loops:
         steps: A value that a body reads step by step, to (the whole, the step).
         carries: A carry before a step, to (its loop, its index).
         varying: A value to the steps that it depends on.
+        closed: A carry of a loop that goes back over another one's steps, to (its
+            index arguments, its form before a step); None if that is not known.
     """
 
     entered: dict[int, Loop] = field(default_factory=dict)
     steps: dict[int, tuple[int, Index]] = field(default_factory=dict)
     carries: dict[int, tuple[Loop, int]] = field(default_factory=dict)
     varying: dict[int, tuple[Index, ...]] = field(default_factory=dict)
+    closed: dict[int, tuple[tuple[Index, ...], Poly] | None] = field(
+        default_factory=dict
+    )
 
 
-class LoopForms:
+class LoopForms(ReturningLoops):
     """Forms of values in the bodies of loops, and of their results."""
 
     def enter(self, node: Node) -> Loop:
@@ -92,28 +100,32 @@ class LoopForms:
         body, n_consts, n_carry = parts.body, parts.n_consts, parts.n_carry
         (scope,) = node.scope.children[node.position]
         inputs = [scope.env[v] for v in body.invars[n_consts:]]
-        if any(v in loops.steps or self.g.node_of(v) is not None for v in inputs):
-            raise OverBudget("a loop reads what another one wrote, step by step")
+        wholes = parts.ins[n_consts + n_carry :]
+        over = self._gone_over(parts, inputs[n_carry:], wholes)
+        new = self.alg.new_index
         loop = Loop(
             node,
-            self.alg.new_index(2 if parts.length is None else parts.length),
+            over.index if over else new(2 if parts.length is None else parts.length),
             parts.ins[n_consts : n_consts + n_carry],
             tuple(inputs[:n_carry]),
             tuple(self.g.read(scope, v) for v in body.outvars),
             parts.reverse,
+            over=over,
         )
         if parts.condition is not None:
             loop = self._with_steps(loop, parts.condition)
         skips = self._skipped(loop)
+        if over is not None and (skips is not None or over.runs != TRUE):
+            raise OverBudget("a loop goes back over steps that may be skipped")
         if skips is not None:
             after = tuple(skips.carries.get(v, v) for v in loop.after[:n_carry])
             loop = replace(loop, after=(*after, *loop.after[n_carry:]))
         self._note(loop)
-        wholes = parts.ins[n_consts + n_carry :]
         for value, whole in zip(inputs[n_carry:], wholes, strict=True):
-            loops.steps[value] = whole, loop.index
+            if over is None or not self._is_of(over, value):
+                loops.steps[value] = whole, loop.index
         loops.varying.clear()
-        for value in loop.after[:n_carry]:  # carries are named, not expanded
+        for value in loop.after[: 0 if over else n_carry]:  # named, not expanded
             inside = value not in loops.carries and self.varies(value)
             if inside and kind_of(self.g.dtype(value)) == "f":
                 self.names.setdefault(value, value)
@@ -126,6 +138,39 @@ class LoopForms:
                 raise
             self._note(loop)
         return loop
+
+    def _gone_over(
+        self, parts: Counted, inputs: Sequence[int], wholes: Sequence[int]
+    ) -> Loop | None:
+        """The loop over whose steps one goes back; None if it reads no other's steps.
+
+        Raises:
+            OverBudget: If it reads several, or one that goes the same way.
+        """
+        found: dict[int, Loop] = {}
+        for value, whole in zip(inputs, wholes, strict=True):
+            made = self.g.node_of(whole)
+            if value in self.loops.steps:
+                (index,) = self.varies(value)
+                some = (x for x in self.loops.entered.values() if x.index == index)
+                over = next(x for x in some if x.over is None)
+            elif made is not None and made.prim == "scan":
+                over = self.enter(made)
+                if over.after[made.outs.index(whole)] != value:
+                    over = None
+            else:
+                over = None
+            if over is not None:
+                found[over.node.outs[0]] = over
+            elif self.g.node_of(value) is not None:
+                raise OverBudget("a loop reads what another one wrote, step by step")
+        if len(found) > 1 or any(x.reverse == parts.reverse for x in found.values()):
+            raise OverBudget("a loop reads what another one wrote, step by step")
+        return next(iter(found.values()), None)
+
+    def _is_of(self, loop: Loop, value: int) -> bool:
+        """Whether a value is one of a loop's at each step."""
+        return value in self.loops.steps or self.varies(value) == (loop.index,)
 
     def _with_steps(self, loop: Loop, test: Condition) -> Loop:
         """A while loop with its steps, and where they run.
@@ -230,6 +275,8 @@ class LoopForms:
             return self.poly(loop.first[k], args, mode)
         if not self.g.shape(value) and kind_of(self.g.dtype(value)) == "i":
             return self._counter(loop, k)
+        if loop.over is not None and kind_of(self.g.dtype(value)) == "f":
+            return self.carried_back(loop, k, args)
         return None
 
     def _counter(self, loop: Loop, k: int) -> Poly | None:
