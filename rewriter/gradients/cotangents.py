@@ -17,8 +17,8 @@ from rewriter.algebra.canonicalize import (
     is_pick,
 )
 from rewriter.find.match import Match
-from rewriter.program.counted import counted
-from rewriter.program.graph import Graph, Node, Scope
+from rewriter.gradients.through_loops import through
+from rewriter.program.graph import Graph, Node
 
 REACH = 240
 """The most values below a cotangent to examine."""
@@ -202,7 +202,8 @@ class Cones:
     """
 
     def __init__(self, graph: Graph, stops: frozenset[int]):
-        self.graph = graph
+        self.graph, self.stops = graph, stops
+        self._reads: dict[int, tuple[frozenset[int], tuple[int, ...]]] = {}
         self._known: dict[int, frozenset[int] | None] = dict.fromkeys(stops, NOTHING)
 
     def of(self, value: int) -> frozenset[int] | None:
@@ -228,10 +229,13 @@ class Cones:
         if maker is None or not may_expand(maker[0]):
             known[value] = None
             return
-        inside = [value]
+        inside, operands = [value], maker[0].ins
         if maker[0].prim == "scan":
-            inside += values_in(maker[0])
-        for operand in maker[0].ins:
+            if value not in self._reads:
+                self._reads[value] = through(self.graph, maker[0], value, self.stops)
+            within, operands = self._reads[value]
+            inside += within
+        for operand in operands:
             if operand not in known:
                 stack.append(operand)
                 return
@@ -251,40 +255,7 @@ def cone(graph: Graph, value: int, stops: frozenset[int]) -> frozenset[int] | No
 
 def may_expand(node: Node) -> bool:
     """Whether a gradient's form may look through an equation."""
-    if node.prim == "scan":
-        return sum(len(s.env) for s in _bodies(node)) <= CONE
-    return is_local(node) or node.prim in CONTRACTIONS or is_pick(node)
-
-
-def values_in(loop: Node) -> frozenset[int]:
-    """The values that a loop's body computes, at any depth."""
-    inside = _bodies(loop)
-    return frozenset(
-        value
-        for scope in inside
-        for value, (position, _) in scope.first_var.items()
-        if position >= 0
-    )
-
-
-def carries(loop: Node) -> Iterator[int]:
-    """The float carries of a scan before each step."""
-    parts = counted(loop)
-    (scope,) = loop.scope.children[loop.position]
-    first = parts.n_consts
-    for var in parts.body.invars[first : first + parts.n_carry]:
-        if jnp.issubdtype(var.aval.dtype, jnp.floating):
-            yield scope.env[var]
-
-
-def _bodies(loop: Node) -> list[Scope]:
-    found, stack = [], [*loop.scope.children.get(loop.position, ())]
-    while stack:
-        scope = stack.pop()
-        found.append(scope)
-        for children in scope.children.values():
-            stack += children
-    return found
+    return is_local(node) or node.prim in CONTRACTIONS | {"scan"} or is_pick(node)
 
 
 def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:

@@ -30,12 +30,12 @@ from rewriter.gradients.cotangents import (
     Cones,
     below,
     cancelled_reads,
-    carries,
     is_float,
     linear,
 )
 from rewriter.gradients.reference import unread, wanted_at
 from rewriter.gradients.shared import Shares, may_be_zero, shares
+from rewriter.gradients.through_loops import carries
 from rewriter.program.graph import Graph
 
 

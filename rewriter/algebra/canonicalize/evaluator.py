@@ -247,6 +247,9 @@ class Evaluator(Layout, LoopForms, Constants):
         elif prim in STRUCTURAL or prim in ("scatter", "scatter-add"):
             ok = self.expand_all or value in self.inside
         elif prim in LOOPS:
+            counts = kind_of(self.g.dtype(value)) == "i"  # such as positions of blocks
+            if counts and mode == FULL and value not in self.inside:
+                return node
             ok = value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)

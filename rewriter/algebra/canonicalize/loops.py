@@ -17,7 +17,8 @@ A while loop has as many steps as its bound may allow, and skips the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,6 +71,7 @@ class Loops:
         varying: A value to the steps that it depends on.
         closed: A carry of a loop that goes back over another one's steps, to (its
             index arguments, its form before a step); None if that is not known.
+        outdated: How often indices were replaced, after which older forms do not count.
     """
 
     entered: dict[int, Loop] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Loops:
     closed: dict[int, tuple[tuple[Index, ...], Poly] | None] = field(
         default_factory=dict
     )
+    outdated: int = 0
 
 
 class LoopForms(ReturningLoops):
@@ -144,29 +147,59 @@ class LoopForms(ReturningLoops):
     ) -> Loop | None:
         """The loop over whose steps one goes back; None if it reads no other's steps.
 
+        Of several, such as one that makes positions for another, it is the last. All
+        of them then count their steps by one index.
+
         Raises:
-            OverBudget: If it reads several, or one that goes the same way.
+            OverBudget: If it reads one that goes the same way.
         """
         found: dict[int, Loop] = {}
         for value, whole in zip(inputs, wholes, strict=True):
-            made = self.g.node_of(whole)
-            if value in self.loops.steps:
-                (index,) = self.varies(value)
-                some = (x for x in self.loops.entered.values() if x.index == index)
-                over = next(x for x in some if x.over is None)
-            elif made is not None and made.prim == "scan":
-                over = self.enter(made)
-                if over.after[made.outs.index(whole)] != value:
-                    over = None
-            else:
-                over = None
+            over = self._read_stepwise(value, whole)
             if over is not None:
                 found[over.node.outs[0]] = over
             elif self.g.node_of(value) is not None:
                 raise OverBudget("a loop reads what another one wrote, step by step")
-        if len(found) > 1 or any(x.reverse == parts.reverse for x in found.values()):
+        if any(x.reverse == parts.reverse for x in found.values()):
             raise OverBudget("a loop reads what another one wrote, step by step")
-        return next(iter(found.values()), None)
+        if not found:
+            return None
+        last = found.pop(max(found))
+        for other in found.values():
+            self._count_alike(other.index, last.index)
+        return last
+
+    def _read_stepwise(self, value: int, whole: int) -> Loop | None:
+        """The loop that stacked a whole, or reads it too, with a value at each step."""
+        made = self.g.node_of(whole)
+        if value in self.loops.steps:
+            (index,) = self.varies(value)
+            some = (x for x in self.loops.entered.values() if x.index == index)
+            return next(x for x in some if x.over is None)
+        if made is None or made.prim != "scan":
+            return None
+        over = self.enter(made)
+        return over if over.after[made.outs.index(whole)] == value else None
+
+    def _count_alike(self, index: Index, other: Index) -> None:
+        """Makes the loop over one index one over another index of the same size.
+
+        Raises:
+            OverBudget: If another loop goes back over the same steps.
+        """
+        loops = self.loops
+        if index == other:
+            return
+        same = [loop for loop in loops.entered.values() if loop.index == index]
+        if len(same) > 1 or self.alg.sizes[index] != self.alg.sizes[other]:
+            raise OverBudget("a loop reads what several others wrote, step by step")
+        self._note(replace(same[0], index=other))
+        for value, (whole, step) in loops.steps.items():
+            loops.steps[value] = whole, other if step == index else step
+        loops.closed.clear()
+        loops.varying.clear()
+        loops.outdated += 1  # forms in the memo may hold the former index
+        self.memo = {}
 
     def _is_of(self, loop: Loop, value: int) -> bool:
         """Whether a value is one of a loop's at each step."""
@@ -295,14 +328,23 @@ class LoopForms(ReturningLoops):
         """The number that each step adds to an integer, if it is one; else None."""
         alg, before = self.alg, loop.before[k]
         own = alg.of_atom(self.leaf(before, ()))
-        held, self.memo = self.memo, {}
         self.ideal = True  # if the last step does not wrap around, none does
         del self.loops.carries[before]
         try:
-            return alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
+            with self.other_memo():
+                return alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
         finally:
-            self.memo, self.ideal = held, False
+            self.ideal = False
             self.loops.carries[before] = loop, k
+
+    @contextlib.contextmanager
+    def other_memo(self) -> Iterator[None]:
+        """Within it, forms are made that hold for the moment only."""
+        held, self.memo, before = self.memo, {}, self.loops.outdated
+        try:
+            yield
+        finally:
+            self.memo = held if before == self.loops.outdated else {}
 
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
         """A carry after the last step; see the module's docstring."""

@@ -15,6 +15,7 @@ cotangent of the largest score so far is such a carry: as a whole it has no effe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from rewriter.algebra.normal_form import (
     Monomial,
     OverBudget,
     Poly,
-    TooMuchWork,
 )
 
 if TYPE_CHECKING:
@@ -44,17 +44,11 @@ class ReturningLoops:
         known, value = self.loops.closed, loop.before[k]
         if value not in known:
             known[value] = None  # a name in its own step
-            held, self.memo = self.memo, {}
-            try:
-                at = self.indices(value)
-                known[value] = at, self._closed(loop, k, at)
-            except TooMuchWork:
-                raise
-            except OverBudget:
-                known[value] = None
-            finally:
-                self.memo = held
-        if known[value] is None:
+            at, before = self.indices(value), self.loops.outdated
+            with contextlib.suppress(OverBudget), self.other_memo():
+                form = self._closed(loop, k, at)
+                known[value] = (at, form) if before == self.loops.outdated else None
+        if known.get(value) is None:
             return None
         at, form = known[value]
         moved = {i: to for i, to in zip(at, args, strict=True) if i is not None}
@@ -110,9 +104,14 @@ class ReturningLoops:
         )
         if self._holds(step, {*loop.before}) or self.alg.difference(last, first):
             raise OverBudget("a carry that is not known before the last step")
-        self.loops.closed[loop.before[k]] = at, after
-        self.memo = {}
-        if self.alg.difference(self._opened(loop, k, at), step):
+        known = self.loops.closed
+        known[loop.before[k]] = at, after
+        try:
+            with self.other_memo():
+                again = self._opened(loop, k, at)
+        finally:
+            known[loop.before[k]] = None
+        if self.alg.difference(again, step):
             raise OverBudget("a carry that is no function of the other loop's")
         return after
 
