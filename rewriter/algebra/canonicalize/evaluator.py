@@ -16,9 +16,10 @@ from rewriter.algebra.canonicalize.constants import (
     pattern_of,
 )
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
+from rewriter.algebra.canonicalize.entered_loops import Loops
 from rewriter.algebra.canonicalize.intervals import interval
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
-from rewriter.algebra.canonicalize.loops import LoopForms, Loops
+from rewriter.algebra.canonicalize.loops import LoopForms
 from rewriter.algebra.canonicalize.numbers import (
     cast_choice,
     from_the_end,

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
+from rewriter.algebra.canonicalize.entered_loops import Loop
 from rewriter.algebra.canonicalize.intervals import of_dtype, within
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
 from rewriter.algebra.canonicalize.returning_loops import ReturningLoops
@@ -33,55 +34,6 @@ from rewriter.program.skipped import Skipped, skipped
 
 MOST_STEPS = 2**24
 """The most steps of a while loop that is read."""
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """A scan or a while loop and the values of its body.
-
-    Attributes:
-        node: The loop.
-        index: The step, counted along stacked arrays; None if there is only one.
-        first: The carries before the first step, outside.
-        before: The carries before a step, inside.
-        after: The results of a step, inside: carries, then stacked values.
-        reverse: Whether the last step along the arrays comes first.
-        runs: Where a step runs that a condition may skip.
-        over: The loop over whose steps it goes back; None if there is none.
-    """
-
-    node: Node
-    index: Index
-    first: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    reverse: bool
-    runs: int = TRUE
-    over: Loop | None = None
-
-
-@dataclass(eq=False)
-class Loops:
-    """The loops that an evaluator has entered.
-
-    Attributes:
-        entered: A loop's first result to it.
-        steps: A value that a body reads step by step, to (the whole, the step).
-        carries: A carry before a step, to (its loop, its index).
-        varying: A value to the steps that it depends on.
-        closed: A carry of a loop that goes back over another one's steps, to (its
-            index arguments, its form before a step); None if that is not known.
-        outdated: How often indices were replaced, after which older forms do not count.
-    """
-
-    entered: dict[int, Loop] = field(default_factory=dict)
-    steps: dict[int, tuple[int, Index]] = field(default_factory=dict)
-    carries: dict[int, tuple[Loop, int]] = field(default_factory=dict)
-    varying: dict[int, tuple[Index, ...]] = field(default_factory=dict)
-    closed: dict[int, tuple[tuple[Index, ...], Poly] | None] = field(
-        default_factory=dict
-    )
-    outdated: int = 0
 
 
 class LoopForms(ReturningLoops):
@@ -153,33 +105,46 @@ class LoopForms(ReturningLoops):
         Raises:
             OverBudget: If it reads one that goes the same way.
         """
-        found: dict[int, Loop] = {}
+        wrote: dict[int, Loop] = {}
+        reads: dict[int, Loop] = {}
         for value, whole in zip(inputs, wholes, strict=True):
-            over = self._read_stepwise(value, whole)
+            over = self._writer(value, whole)
             if over is not None:
-                found[over.node.outs[0]] = over
+                wrote[over.node.outs[0]] = over
+            elif value in self.loops.steps:
+                over = self._reader(value)
+                reads[over.node.outs[0]] = over
             elif self.g.node_of(value) is not None:
                 raise OverBudget("a loop reads what another one wrote, step by step")
+        found = reads | wrote
         if any(x.reverse == parts.reverse for x in found.values()):
             raise OverBudget("a loop reads what another one wrote, step by step")
         if not found:
             return None
-        last = found.pop(max(found))
+        last = found.pop(max(wrote or reads))
         for other in found.values():
             self._count_alike(other.index, last.index)
         return last
 
-    def _read_stepwise(self, value: int, whole: int) -> Loop | None:
-        """The loop that stacked a whole, or reads it too, with a value at each step."""
+    def _writer(self, value: int, whole: int) -> Loop | None:
+        """The loop that stacked a whole, if a value is what it stacked at each step."""
         made = self.g.node_of(whole)
-        if value in self.loops.steps:
-            (index,) = self.varies(value)
-            some = (x for x in self.loops.entered.values() if x.index == index)
-            return next(x for x in some if x.over is None)
         if made is None or made.prim != "scan":
             return None
-        over = self.enter(made)
-        return over if over.after[made.outs.index(whole)] == value else None
+        loop = self.enter(made)
+        return loop if loop.after[made.outs.index(whole)] == value else None
+
+    def _reader(self, value: int) -> Loop:
+        """The loop that reads a value at each step too.
+
+        Raises:
+            OverBudget: If that loop has no forms.
+        """
+        _, index = self.loops.steps[value]
+        for loop in self.loops.entered.values():
+            if loop.index == index and loop.over is None:
+                return loop
+        raise OverBudget("a loop reads what another one reads, step by step")
 
     def _count_alike(self, index: Index, other: Index) -> None:
         """Makes the loop over one index one over another index of the same size.

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rewriter.algebra.canonicalize.entered_loops import Loop
 from rewriter.algebra.normal_form import (
     FALSE,
     TRUE,
@@ -28,9 +29,6 @@ from rewriter.algebra.normal_form import (
     OverBudget,
     Poly,
 )
-
-if TYPE_CHECKING:
-    from rewriter.algebra.canonicalize.loops import Loop
 
 Replaced = Callable[[int, tuple[Index, ...]], Poly]
 """Maps a carry's position in its loop, and index arguments, to a form."""

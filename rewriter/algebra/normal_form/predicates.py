@@ -214,27 +214,9 @@ class Predicates:
             self.compare("ge", self.add(rest, b), integral),
         )
 
-    def _without_digits(self, p: Poly) -> Poly:
-        """A form of whole numbers that is negative where another one is.
-
-        ``n x + r >= 0`` is ``x + q >= 0`` if r is between ``n q`` and ``n q + n - 1``.
-        """
-        large = [int(abs(c)) for t, c in p.items() if t[1] and abs(c) > 1]
-        n = math.gcd(*large)
-        rest = {t: c for t, c in p.items() if not t[1] or c % n} if n > 1 else {}
-        if not any(mono for _, mono in rest):
-            return p
-        lo, hi = self.bounds(rest)
-        if math.isinf(lo) or math.isinf(hi) or lo // n != hi // n:
-            return p
-        whole = {t: c / n for t, c in p.items() if t not in rest}
-        return self.add(whole, self.const(lo // n))
-
     def _ge(self, p: Poly, integral: bool) -> int:
         coefficients = [c for t, c in p.items() if t != (TRUE, ())]
         if integral and all(c == int(c) for c in coefficients):
-            p = self._without_digits(p)
-            coefficients = [c for t, c in p.items() if t != (TRUE, ())]
             g = math.gcd(*(int(abs(c)) for c in coefficients))
             if g > 1:  # g*x + c >= 0  is  x + floor(c/g) >= 0
                 c0 = p.get((TRUE, ()), 0.0)

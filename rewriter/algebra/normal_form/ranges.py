@@ -23,15 +23,19 @@ class Ranges:
             whole = self.new_index(self.sizes[i] * n)
             along = self._along_whole(flag, i, j, whole)
             body = self._body(along, mono, {i: None, j: whole})
-            apart = self.subst(body, {whole: self.cat(i, j, n)})
-            if len(body) == 1 and apart == {(flag, mono): 1.0}:
+            both = self.cat(i, j, n)
+            apart = self._along_whole(flag, i, j, both), mono
+            if len(body) == 1 and self.subst(body, {whole: both}) == {apart: 1.0}:
                 (((flag, mono), c),) = body.items()
                 if c == 1.0:
                     return self.joined(flag, mono, bound - {i, j} | {whole})
         return flag, mono, bound
 
     def _along_whole(self, flag: int, i: int, j: int, whole: Index) -> int:
-        """A condition on i as one on i * n + j, as far as it bounds i."""
+        """A condition on i as one on i * n + j, as far as it bounds i.
+
+        ``i <= x`` exactly if ``i * n + j <= x * n + n - 1``.
+        """
         n, literals = self.sizes[j], []
         for atom in self.bools[flag][0]:
             literal = self.literal(atom)
