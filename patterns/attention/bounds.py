@@ -7,6 +7,7 @@ Looks like  s <= t + c, s >= t - c and s < c + length. The bound may differ by
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ def comparison(alg: Algebra, axes: Axes, atom: int, true: bool) -> Comparison | 
         p = alg.add(alg.scale(p, -1.0), alg.const(-1))
     query, p = _along(alg, p, axes.t)
     key, p = _along(alg, p, axes.s)
+    if not key and not query:
+        key, p = _by_blocks(alg, p, axes.s)
     constant, rest = alg.split_constant(p)
     ids = alg.ids(rest)
     if ids & set(axes.s) or ids & set(axes.t) or abs(key) != 1:
@@ -72,6 +75,20 @@ def _along(alg: Algebra, p: Poly, axis: Group) -> tuple[float, Poly]:
             return 0.0, p
         weight *= alg.sizes[i]
     return factor, rest
+
+
+def _by_blocks(alg: Algebra, p: Poly, axis: Group) -> tuple[float, Poly]:
+    """(factor of the position along an axis, the rest), of a bound of whole blocks.
+
+    Let s be ``n block + i``. Then ``block <= c`` exactly if ``s <= n c + n - 1``, and
+    ``block >= c`` exactly if ``s >= n c``.
+    """
+    for k in range(len(axis) - 1, 0, -1):
+        key, rest = _along(alg, p, axis[:k])
+        if abs(key) == 1:
+            n = math.prod(alg.sizes[i] for i in axis[k:])
+            return key, alg.add(alg.scale(rest, n), alg.const(n - 1 if key < 0 else 0))
+    return 0.0, p
 
 
 def bound_by_cases(alg: Algebra, axes: Axes, part: int) -> tuple[int, Poly] | None:

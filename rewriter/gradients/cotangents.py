@@ -17,6 +17,7 @@ from rewriter.algebra.canonicalize import (
     is_pick,
 )
 from rewriter.find.match import Match
+from rewriter.gradients.through_loops import through
 from rewriter.program.graph import Graph, Node
 
 REACH = 240
@@ -185,6 +186,8 @@ def _is_linear(node: Node, along: Sequence[int]) -> bool:
         return True
     if is_pick(node):
         return along == [0] or (along == [2] and node.prim != "gather")
+    if node.prim == "scan":
+        return True  # if it is not, no form of its results is a gradient
     if node.prim in LINEAR or node.prim in CONTRACTIONS:
         return along == [0] or (len(along) == 1 and node.prim in EITHER)
     return node.prim == "select_n" and 0 not in along
@@ -199,7 +202,8 @@ class Cones:
     """
 
     def __init__(self, graph: Graph, stops: frozenset[int]):
-        self.graph = graph
+        self.graph, self.stops = graph, stops
+        self._reads: dict[int, tuple[frozenset[int], tuple[int, ...]]] = {}
         self._known: dict[int, frozenset[int] | None] = dict.fromkeys(stops, NOTHING)
 
     def of(self, value: int) -> frozenset[int] | None:
@@ -225,8 +229,13 @@ class Cones:
         if maker is None or not may_expand(maker[0]):
             known[value] = None
             return
-        inside = [value]
-        for operand in maker[0].ins:
+        inside, operands = [value], maker[0].ins
+        if maker[0].prim == "scan":
+            if value not in self._reads:
+                self._reads[value] = through(self.graph, maker[0], value, self.stops)
+            within, operands = self._reads[value]
+            inside += within
+        for operand in operands:
             if operand not in known:
                 stack.append(operand)
                 return
@@ -246,7 +255,7 @@ def cone(graph: Graph, value: int, stops: frozenset[int]) -> frozenset[int] | No
 
 def may_expand(node: Node) -> bool:
     """Whether a gradient's form may look through an equation."""
-    return is_local(node) or node.prim in CONTRACTIONS or is_pick(node)
+    return is_local(node) or node.prim in CONTRACTIONS | {"scan"} or is_pick(node)
 
 
 def cancelled_reads(graph: Graph, match: Match) -> frozenset[int]:

@@ -35,6 +35,7 @@ from rewriter.gradients.cotangents import (
 )
 from rewriter.gradients.reference import unread, wanted_at
 from rewriter.gradients.shared import Shares, may_be_zero, shares
+from rewriter.gradients.through_loops import carries
 from rewriter.program.graph import Graph
 
 
@@ -307,7 +308,7 @@ def _evaluator(
         v
         for v in parts
         if (node := graph.node_of(v)) is not None
-        and (node.prim in CONTRACTIONS or is_pick(node))
+        and (node.prim in CONTRACTIONS or node.prim == "scan" or is_pick(node))
     )
     known, core = match.reading.evaluator, None
     taken_over = match.reading.proof is not None  # also what scores are computed with
@@ -342,6 +343,8 @@ def _computed_from(
     while queue:
         for node in graph.users(queue.pop()):
             new = parts.intersection(node.outs) - found
+            if new and node.prim == "scan":
+                new |= set(carries(node)) - found
             found |= new
             queue += new
     return frozenset(found)

@@ -112,6 +112,7 @@ class Graph:
         self.fresh_in: dict[int, Scope] = {}
         self.per_step: dict[tuple[int, int, bool], int] = {}
         self.slice_of: dict[int, int] = {}
+        self.slices: dict[int, dict[int, int]] = {}
         self.counters: dict[int, tuple[int, int, int]] = {}
         self.per_device: dict[Any, int] = {}
         self.in_branch: dict[tuple[int, int, int], int] = {}
@@ -308,9 +309,11 @@ class Graph:
         """A loop. Slices that its backward loop reads are values that it stacked."""
         body, n_consts, n_carry, length = _jax.scan_parts(eqn)
         first, backwards = n_consts + n_carry, bool(eqn.params["reverse"])
-        steps = []
+        steps, mates = [], self._written_by(ins[first:])
         for value, var in zip(ins[first:], body.invars[first:], strict=True):
             known = self.per_step.get((value, length, not backwards))
+            if known is not None:  # rather as the loop had it whose stacks are read
+                known = mates.get(value, known)
             if known is None:
                 known = self._new(var.aval)
                 self.slice_of[known] = value
@@ -322,12 +325,24 @@ class Graph:
         )
         outs = self._opaque(scope, position, eqn, ins)
         child = scope.children[position][-1]
+        self.slices[outs[0] if outs else -1] = dict(
+            zip(ins[first:], steps, strict=True)
+        )
         for k in range(n_carry):
             self._note_counter(child, n_consts + k, k, ins[n_consts + k], length)
         for value, var in zip(outs[n_carry:], body.outvars[n_carry:], strict=True):
             self.per_step[value, length, backwards] = self.read(child, var)
         self.stacked[id(child)] = (None,) * n_carry + tuple(outs[n_carry:])
         return outs
+
+    def _written_by(self, wholes: Sequence[int]) -> dict[int, int]:
+        """What the loops that stacked some arrays read at each step."""
+        found: dict[int, int] = {}
+        for value in wholes:
+            node = self.node_of(value)
+            if node is not None and node.prim == "scan":
+                found |= self.slices.get(node.outs[0], {})
+        return found
 
     def _note_counter(self, body: Scope, at: int, k: int, first: int, length: Any):
         """Notes a carry to which each step adds the same number."""

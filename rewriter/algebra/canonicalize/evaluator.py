@@ -17,9 +17,10 @@ from rewriter.algebra.canonicalize.constants import (
     pattern_of,
 )
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
+from rewriter.algebra.canonicalize.entered_loops import Loops
 from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
-from rewriter.algebra.canonicalize.loops import LoopForms, Loops
+from rewriter.algebra.canonicalize.loops import LoopForms
 from rewriter.algebra.canonicalize.numbers import (
     cast_choice,
     from_the_end,
@@ -248,6 +249,9 @@ class Evaluator(Layout, LoopForms, Constants):
         elif prim in STRUCTURAL or prim in ("scatter", "scatter-add"):
             ok = self.expand_all or value in self.inside
         elif prim in LOOPS:
+            counts = kind_of(self.g.dtype(value)) == "i"  # such as positions of blocks
+            if counts and mode == FULL and value not in self.inside:
+                return node
             ok = value in self.inside
         elif prim in ("dot_general",):
             ok = self.expand_all or value in self.inside or is_local(node)

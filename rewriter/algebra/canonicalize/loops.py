@@ -17,15 +17,18 @@ A while loop has as many steps as its bound may allow, and skips the last ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rewriter.algebra.canonicalize.dtypes import kind_of
+from rewriter.algebra.canonicalize.entered_loops import Loop
 from rewriter.algebra.canonicalize.intervals import of_dtype, within
 from rewriter.algebra.canonicalize.primitives import FULL, NeedSplit
+from rewriter.algebra.canonicalize.returning_loops import ReturningLoops
 from rewriter.algebra.normal_form import TRUE, Index, Monomial, OverBudget, Poly
-from rewriter.program.counted import Condition, counted
+from rewriter.program.counted import Condition, Counted, counted
 from rewriter.program.graph import Node
 from rewriter.program.skipped import Skipped, skipped
 
@@ -33,47 +36,7 @@ MOST_STEPS = 2**24
 """The most steps of a while loop that is read."""
 
 
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """A scan or a while loop and the values of its body.
-
-    Attributes:
-        node: The loop.
-        index: The step, counted along stacked arrays; None if there is only one.
-        first: The carries before the first step, outside.
-        before: The carries before a step, inside.
-        after: The results of a step, inside: carries, then stacked values.
-        reverse: Whether the last step along the arrays comes first.
-        runs: Where a step runs that a condition may skip.
-    """
-
-    node: Node
-    index: Index
-    first: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    reverse: bool
-    runs: int = TRUE
-
-
-@dataclass(eq=False)
-class Loops:
-    """The loops that an evaluator has entered.
-
-    Attributes:
-        entered: A loop's first result to it.
-        steps: A value that a body reads step by step, to (the whole, the step).
-        carries: A carry before a step, to (its loop, its index).
-        varying: A value to the steps that it depends on.
-    """
-
-    entered: dict[int, Loop] = field(default_factory=dict)
-    steps: dict[int, tuple[int, Index]] = field(default_factory=dict)
-    carries: dict[int, tuple[Loop, int]] = field(default_factory=dict)
-    varying: dict[int, tuple[Index, ...]] = field(default_factory=dict)
-
-
-class LoopForms:
+class LoopForms(ReturningLoops):
     """Forms of values in the bodies of loops, and of their results."""
 
     def enter(self, node: Node) -> Loop:
@@ -92,28 +55,32 @@ class LoopForms:
         body, n_consts, n_carry = parts.body, parts.n_consts, parts.n_carry
         (scope,) = node.scope.children[node.position]
         inputs = [scope.env[v] for v in body.invars[n_consts:]]
-        if any(v in loops.steps or self.g.node_of(v) is not None for v in inputs):
-            raise OverBudget("a loop reads what another one wrote, step by step")
+        wholes = parts.ins[n_consts + n_carry :]
+        over = self._gone_over(parts, inputs[n_carry:], wholes)
+        new = self.alg.new_index
         loop = Loop(
             node,
-            self.alg.new_index(2 if parts.length is None else parts.length),
+            over.index if over else new(2 if parts.length is None else parts.length),
             parts.ins[n_consts : n_consts + n_carry],
             tuple(inputs[:n_carry]),
             tuple(self.g.read(scope, v) for v in body.outvars),
             parts.reverse,
+            over=over,
         )
         if parts.condition is not None:
             loop = self._with_steps(loop, parts.condition)
         skips = self._skipped(loop)
+        if over is not None and (skips is not None or over.runs != TRUE):
+            raise OverBudget("a loop goes back over steps that may be skipped")
         if skips is not None:
             after = tuple(skips.carries.get(v, v) for v in loop.after[:n_carry])
             loop = replace(loop, after=(*after, *loop.after[n_carry:]))
         self._note(loop)
-        wholes = parts.ins[n_consts + n_carry :]
         for value, whole in zip(inputs[n_carry:], wholes, strict=True):
-            loops.steps[value] = whole, loop.index
+            if over is None or not self._is_of(over, value):
+                loops.steps[value] = whole, loop.index
         loops.varying.clear()
-        for value in loop.after[:n_carry]:  # carries are named, not expanded
+        for value in loop.after[: 0 if over else n_carry]:  # named, not expanded
             inside = value not in loops.carries and self.varies(value)
             if inside and kind_of(self.g.dtype(value)) == "f":
                 self.names.setdefault(value, value)
@@ -126,6 +93,82 @@ class LoopForms:
                 raise
             self._note(loop)
         return loop
+
+    def _gone_over(
+        self, parts: Counted, inputs: Sequence[int], wholes: Sequence[int]
+    ) -> Loop | None:
+        """The loop over whose steps one goes back; None if it reads no other's steps.
+
+        Of several, such as one that makes positions for another, it is the last. All
+        of them then count their steps by one index.
+
+        Raises:
+            OverBudget: If it reads one that goes the same way.
+        """
+        wrote: dict[int, Loop] = {}
+        reads: dict[int, Loop] = {}
+        for value, whole in zip(inputs, wholes, strict=True):
+            over = self._writer(value, whole)
+            if over is not None:
+                wrote[over.node.outs[0]] = over
+            elif value in self.loops.steps:
+                over = self._reader(value)
+                reads[over.node.outs[0]] = over
+            elif self.g.node_of(value) is not None:
+                raise OverBudget("a loop reads what another one wrote, step by step")
+        found = reads | wrote
+        if any(x.reverse == parts.reverse for x in found.values()):
+            raise OverBudget("a loop reads what another one wrote, step by step")
+        if not found:
+            return None
+        last = found.pop(max(wrote or reads))
+        for other in found.values():
+            self._count_alike(other.index, last.index)
+        return last
+
+    def _writer(self, value: int, whole: int) -> Loop | None:
+        """The loop that stacked a whole, if a value is what it stacked at each step."""
+        made = self.g.node_of(whole)
+        if made is None or made.prim != "scan":
+            return None
+        loop = self.enter(made)
+        return loop if loop.after[made.outs.index(whole)] == value else None
+
+    def _reader(self, value: int) -> Loop:
+        """The loop that reads a value at each step too.
+
+        Raises:
+            OverBudget: If that loop has no forms.
+        """
+        _, index = self.loops.steps[value]
+        for loop in self.loops.entered.values():
+            if loop.index == index and loop.over is None:
+                return loop
+        raise OverBudget("a loop reads what another one reads, step by step")
+
+    def _count_alike(self, index: Index, other: Index) -> None:
+        """Makes the loop over one index one over another index of the same size.
+
+        Raises:
+            OverBudget: If another loop goes back over the same steps.
+        """
+        loops = self.loops
+        if index == other:
+            return
+        same = [loop for loop in loops.entered.values() if loop.index == index]
+        if len(same) > 1 or self.alg.sizes[index] != self.alg.sizes[other]:
+            raise OverBudget("a loop reads what several others wrote, step by step")
+        self._note(replace(same[0], index=other))
+        for value, (whole, step) in loops.steps.items():
+            loops.steps[value] = whole, other if step == index else step
+        loops.closed.clear()
+        loops.varying.clear()
+        loops.outdated += 1  # forms in the memo may hold the former index
+        self.memo = {}
+
+    def _is_of(self, loop: Loop, value: int) -> bool:
+        """Whether a value is one of a loop's at each step."""
+        return value in self.loops.steps or self.varies(value) == (loop.index,)
 
     def _with_steps(self, loop: Loop, test: Condition) -> Loop:
         """A while loop with its steps, and where they run.
@@ -230,6 +273,8 @@ class LoopForms:
             return self.poly(loop.first[k], args, mode)
         if not self.g.shape(value) and kind_of(self.g.dtype(value)) == "i":
             return self._counter(loop, k)
+        if loop.over is not None and kind_of(self.g.dtype(value)) == "f":
+            return self.carried_back(loop, k, args)
         return None
 
     def _counter(self, loop: Loop, k: int) -> Poly | None:
@@ -248,14 +293,23 @@ class LoopForms:
         """The number that each step adds to an integer, if it is one; else None."""
         alg, before = self.alg, loop.before[k]
         own = alg.of_atom(self.leaf(before, ()))
-        held, self.memo = self.memo, {}
         self.ideal = True  # if the last step does not wrap around, none does
         del self.loops.carries[before]
         try:
-            return alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
+            with self.other_memo():
+                return alg.as_constant(alg.add(self.poly(loop.after[k], ()), own, -1.0))
         finally:
-            self.memo, self.ideal = held, False
+            self.ideal = False
             self.loops.carries[before] = loop, k
+
+    @contextlib.contextmanager
+    def other_memo(self) -> Iterator[None]:
+        """Within it, forms are made that hold for the moment only."""
+        held, self.memo, before = self.memo, {}, self.loops.outdated
+        try:
+            yield
+        finally:
+            self.memo = held if before == self.loops.outdated else {}
 
     def _carried(self, loop: Loop, k: int, args: Any) -> Poly:
         """A carry after the last step; see the module's docstring."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from rewriter.algebra.normal_form.forms import Index, Monomial, Poly
+from rewriter.algebra.normal_form.forms import TRUE, Index, Monomial, Poly
 
 Term = tuple[int, Monomial]
 
@@ -21,13 +21,35 @@ class Ranges:
         for i, j in self._pairs(flag, mono, bound):
             n = self.sizes[j]
             whole = self.new_index(self.sizes[i] * n)
-            body = self._body(flag, mono, {i: None, j: whole})
-            apart = self.subst(body, {whole: self.cat(i, j, n)})
-            if len(body) == 1 and apart == {(flag, mono): 1.0}:
+            along = self._along_whole(flag, i, j, whole)
+            body = self._body(along, mono, {i: None, j: whole})
+            both = self.cat(i, j, n)
+            apart = self._along_whole(flag, i, j, both), mono
+            if len(body) == 1 and self.subst(body, {whole: both}) == {apart: 1.0}:
                 (((flag, mono), c),) = body.items()
                 if c == 1.0:
                     return self.joined(flag, mono, bound - {i, j} | {whole})
         return flag, mono, bound
+
+    def _along_whole(self, flag: int, i: int, j: int, whole: Index) -> int:
+        """A condition on i as one on i * n + j, as far as it bounds i.
+
+        ``i <= x`` exactly if ``i * n + j <= x * n + n - 1``.
+        """
+        n, literals = self.sizes[j], []
+        for atom in self.bools[flag][0]:
+            literal = self.literal(atom)
+            if i in self._free[atom] and j not in self._free[atom]:
+                kind, body, integral = (*self.defs[atom], False)[:3]
+                p = self.thaw(body) if kind == "ge" and integral else {}
+                c = p.pop((TRUE, ((self.atom("iota", i), 1),)), 0.0)
+                if abs(c) != 1:
+                    return flag
+                p = self.add(self.scale(p, n), self.iota(whole), c)
+                p = self.add(p, self.const(n - 1 if c < 0 else 0))
+                literal = self.compare("ge", p, True)
+            literals.append(literal)
+        return self.of_literals(flag, literals)
 
     def _pairs(
         self, flag: int, mono: Monomial, bound: frozenset[int]

@@ -33,10 +33,14 @@ def begin(lowest: float = -1e30) -> Any:
 
 def step(q: Any, k: Any, v: Any, carry: Any, i: Any, j: Any) -> Any:
     """Block i of the queries and block j of the keys."""
+    rows, keys = (n * BLOCK + jnp.arange(BLOCK) for n in (i, j))
+    return unmasked(q, k, v, carry, rows[:, None] >= keys)
+
+
+def unmasked(q: Any, k: Any, v: Any, carry: Any, mask: Any = True) -> Any:
     out, total, largest = carry
     s = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
-    rows, keys = (n * BLOCK + jnp.arange(BLOCK) for n in (i, j))
-    s = jnp.where(rows[:, None] >= keys, s, -1e30)
+    s = jnp.where(mask, s, -1e30)
     new = jnp.maximum(largest, s.max(-1))
     p, alpha = jnp.exp(s - new[..., None]), jnp.exp(largest - new)
     more = jnp.einsum("bnts,bsnh->bnth", p, v)
@@ -171,10 +175,43 @@ OTHERS = {
 }  # fmt: skip
 
 
-def exact(q: Any, k: Any, v: Any) -> np.ndarray:
+def whole_blocks(seen: Callable) -> Callable:
+    """Blocks of keys that all rows of a block of queries see, or none."""
+
+    def keys(q: Any, k: Any, v: Any, i: Any) -> Any:
+        def body(carry: Any, x: Any) -> Any:
+            run = lambda c: unmasked(q, x[0], x[1], c)
+            return lax.cond(seen(i, x[2]), run, same, carry), None
+
+        xs = blocks(k), blocks(v), jnp.arange(COUNT)
+        return lax.scan(body, begin(), xs)[0]
+
+    return over_queries(keys)
+
+
+LENGTHS = {
+    "up to its own": lambda i, j: j <= i,
+    "by the next": lambda i, j: j < i + 1,
+    "not above": lambda i, j: ~(i < j),
+    "one more": lambda i, j: i + 1 >= j,
+    "all but the last": lambda i, j: j < COUNT - 1 + 0 * i,
+    "twice as many": lambda i, j: j <= 2 * i,
+    "in keys": lambda i, j: j * BLOCK <= i * BLOCK + BLOCK - 1,
+}
+NO_LENGTHS = {
+    "its own": lambda i, j: j == i,
+    "the last two": lambda i, j: (j <= i) & (j >= i - 1),
+    "from its own on": lambda i, j: j >= i,
+    "every other": lambda i, j: (i - j) % 2 == 0,
+}
+
+
+def exact(q: Any, k: Any, v: Any, seen: Callable | None = None) -> np.ndarray:
     q, k, v = (x.astype(float) for x in (q, k, v))
     s = np.einsum("btnh,bsnh->bnts", q, k) / H**0.5
-    s = np.where(np.tril(np.ones((T, T), bool)), s, -np.inf)
+    t, n = np.arange(T)[:, None], np.arange(T)
+    mask = t >= n if seen is None else seen(t // BLOCK, n // BLOCK)
+    s = np.where(mask, s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     return np.einsum("bnts,bsnh->btnh", p / p.sum(-1, keepdims=True), v)
 
@@ -186,6 +223,23 @@ def test_it_is_causal_attention(name: str) -> None:
     assert site.op == "attention"
     assert "cond" not in str(fast.report(Q, K, V).after)
     np.testing.assert_allclose(fast(Q, K, V), exact(Q, K, V), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_whole_blocks_are_lengths_of_keys(name: str) -> None:
+    fast = rewriter.optimize(whole_blocks(LENGTHS[name]), implementation=FORCED)
+    (site,) = fast.report(Q, K, V).sites
+    assert "kv_lengths" in site.shapes
+    assert "mask" not in site.shapes
+    want = exact(Q, K, V, LENGTHS[name])
+    np.testing.assert_allclose(fast(Q, K, V), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NO_LENGTHS)
+def test_other_blocks_keep_their_numbers(name: str) -> None:
+    fast = rewriter.optimize(whole_blocks(NO_LENGTHS[name]), implementation=FORCED)
+    want = exact(Q, K, V, NO_LENGTHS[name])
+    np.testing.assert_allclose(fast(Q, K, V), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OTHERS)

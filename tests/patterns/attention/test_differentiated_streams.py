@@ -1,0 +1,204 @@
+"""Gradients of an online softmax by hand, where the program computes them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import rewriter
+from tests.patterns.attention import test_blocks_of_keys as streams
+from tests.patterns.attention.test_blocks_of_keys import (
+    FOUND,
+    B,
+    H,
+    K,
+    N,
+    Q,
+    S,
+    T,
+    V,
+    begin,
+    blocks,
+    divided,
+    dots,
+    exact,
+    gradients,
+    near,
+    step,
+)  # fmt: skip
+
+pytestmark = pytest.mark.once
+
+FORCED = {"attention": "memory_bounded"}
+
+
+def both(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: (fn(*args), gradients(fn)(*args))
+
+
+def stopped(q: Any, k: Any, v: Any, *, alpha: Callable = lambda x: x) -> Any:
+    """No gradient passes to the largest scores."""
+
+    def body(carry, x):
+        m, total, acc = carry
+        s = dots(q, x[0])
+        new = lax.stop_gradient(jnp.maximum(m, s.max(-1)))
+        p, a = jnp.exp(s - new[..., None]), alpha(jnp.exp(m - new))
+        more = jnp.einsum("bnts,bnsh->bnth", p, x[1])
+        return (new, total * a + p.sum(-1), acc * a[..., None] + more), None
+
+    return divided(lax.scan(body, begin(), (blocks(k), blocks(v)))[0])
+
+
+def saved(policy: Any) -> Callable[..., Any]:
+    """A checkpoint around each step."""
+
+    def fn(q, k, v):
+        def body(carry, x):
+            return step(carry, dots(q, x[0]), x[1]), None
+
+        body = jax.checkpoint(body, policy=policy)
+        return divided(lax.scan(body, begin(), (blocks(k), blocks(v)))[0])
+
+    return fn
+
+
+def block_by_block(masked: bool, add: bool = False) -> Callable[..., Any]:
+    """Blocks of queries are mapped over, each with a loop over blocks of keys."""
+
+    def fn(q, k, v):
+        def queries(x):
+            qb, i = x
+
+            def body(carry, x):
+                kb, vb, j = x
+                s = dots(qb, kb)
+                t, n = i * 8 + jnp.arange(8)[:, None], j * 8 + jnp.arange(8)
+                if masked and add:
+                    s = s + jnp.where(t >= n, 0.0, -1e9)
+                elif masked:
+                    s = jnp.where(t >= n, s, -jnp.inf)
+                return step(carry, s, vb), None
+
+            xs = blocks(k), blocks(v), jnp.arange(S // 8)
+            return divided(lax.scan(body, begin(-1e30, 8), xs)[0])
+
+        out = lax.map(queries, (blocks(q), jnp.arange(T // 8)))
+        return jnp.moveaxis(out, 0, 2).reshape(B, N, T, H)
+
+    return fn
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    name: FOUND[name][0]
+    for name in (
+        "scanned", "looped", "scanned_backwards", "looped_causal", "scanned_with_bias",
+        "logarithm_of_the_sum_carried", "scanned_with_padding", "window_at_each_step",
+        "segments_at_each_step", "powers_of_two", "infinite_maximum_guarded",
+        "one_head_mapped", "queries_in_a_map", "queries_updated_in_a_loop",
+    )
+} | {
+    "no gradient of the maximum": stopped,
+    "nothing is saved": saved(None),
+    "products are saved": saved(jax.checkpoint_policies.dots_saveable),
+    "blocks of queries": block_by_block(False),
+    "blocks of queries, causal": block_by_block(True),
+    "blocks of queries, added": block_by_block(True, add=True),
+    "in a jit": jax.jit(streams.scanned),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_found(name: str) -> None:
+    """Both loops are gone, and the numbers are those of the program in float64."""
+    fn = PROGRAMS[name]
+    new = rewriter.optimize(both(fn), implementation=FORCED, strict=True)
+    sites = new.report(Q, K, V).sites
+    assert sum(s.replaced and s.backward for s in sites) == 1
+    _, _, (mask, bias) = FOUND.get(name, ("", {}, (True, 0.0)))
+    mask = streams.CAUSAL if "causal" in name or "added" in name else mask
+    out, grads = streams.truth(mask, bias)
+    got = jax.tree.leaves(new(Q, K, V))
+    near(got[:1], [out])
+    near(got[1:], grads, 2e-5)
+
+
+def test_loops_are_gone() -> None:
+    new = rewriter.optimize(gradients(stopped), implementation=FORCED)
+    program = str(jax.make_jaxpr(gradients(stopped))(Q, K, V))
+    assert program.count("scan[") == 2
+    assert str(jax.make_jaxpr(new)(Q, K, V)).count("scan[") == 0
+
+
+def test_layers() -> None:
+    """Two layers in a loop, each with a stream, differentiated by their weights."""
+    x = np.random.default_rng(0).normal(size=(B, T, N * H)).astype(np.float32)
+    w = np.random.default_rng(1).normal(size=(2, 4, N * H, N * H)) / 4
+    w = w.astype(np.float32)
+
+    def layer(x, w):
+        q, k, v = (
+            (x @ w[i]).reshape(B, T, N, H).transpose(0, 2, 1, 3) for i in range(3)
+        )
+        out = stopped(q, k, v).transpose(0, 2, 1, 3).reshape(B, T, N * H)
+        return x + out @ w[3], None
+
+    def loss(w, x):
+        return (lax.scan(layer, x, w)[0] ** 2).mean()
+
+    fn = jax.value_and_grad(loss)
+    new = rewriter.optimize(fn, implementation=FORCED)
+    (site,) = new.report(w, x).sites
+    assert site.replaced
+    assert site.backward
+    for a, b in zip(*map(jax.tree.leaves, (new(w, x), fn(w, x))), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+def scaled(factor: float) -> Callable[..., Any]:
+    """A number whose cotangent is scaled by a rule."""
+
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    same.defvjp(lambda x: (x, None), lambda _, t: (factor * t,))
+    return same
+
+
+LOOK_ALIKES: dict[str, Callable[..., Any]] = {
+    "no gradient of the factor": lambda q, k, v: stopped(
+        q, k, v, alpha=lax.stop_gradient
+    ),
+    "no gradient of the sum": lambda q, k, v: streams.scanned(
+        q, k, v, kept=lax.stop_gradient
+    ),
+    "half a gradient of the sum": lambda q, k, v: streams.scanned(
+        q, k, v, kept=lambda x: x / 2 + lax.stop_gradient(x / 2)
+    ),
+    "no gradient of the weights": lambda q, k, v: streams.scanned(
+        q, k, v, weights=lambda x: lax.stop_gradient(jnp.exp(x))
+    ),
+    "no gradient of the keys": lambda q, k, v: streams.scanned(
+        q, lax.stop_gradient(k), v
+    ),
+    "twice the gradient of the sum": lambda q, k, v: streams.scanned(
+        q, k, v, kept=scaled(2.0)
+    ),
+    "twice the gradient of the keys": lambda q, k, v: streams.scanned(
+        q, k, v, keys=lambda x: blocks(scaled(2.0)(x))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_other_gradients_stay(name: str) -> None:
+    fn = LOOK_ALIKES[name]
+    new = rewriter.optimize(both(fn), implementation=FORCED)
+    near(new(Q, K, V), exact(both(fn)), 2e-5)
