@@ -21,6 +21,9 @@ from tests.soundness.program import Program
 
 Pass = Callable[[Joined, Sequence[Program]], Joined]
 
+ATTENTION = ("mask", "operand", "score")
+"""Kinds of programs that are attention."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -206,7 +209,7 @@ def _differences(
         else:
             allowed = tolerance.sensitive(a, program.eps, entries, floor, others, i)
             skipped = compare.borderline(a, others, i) | ignored[i]
-            strict = way is FORWARD and program.kind in ("mask", "operand")
+            strict = way is FORWARD and program.kind in ATTENTION
             skipped |= tolerance.undetermined(a, others, i)
             skipped |= compare.in_range(a, b, others, i, program.eps, strict, floor)
         found.append(compare.difference(a, b, allowed, skipped))
@@ -220,7 +223,7 @@ def _floor(program: Program, own: Sequence[Any], which: int) -> float:
     no weights are: they have no floor.
     """
     names = [program.arguments[i].name for i in program.operands]
-    if program.kind not in ("mask", "operand") or names[which] == "v":
+    if program.kind not in ATTENTION or names[which] == "v":
         return 0.0
     sizes = [np.asarray(own[i], np.float64) for i in program.operands]
     largest = [np.max(abs(s[np.isfinite(s)]), initial=1.0) for s in sizes]
@@ -238,7 +241,7 @@ def _behind_masks(
     """
     nothing = [np.zeros(np.shape(a), bool) for a in before]
     finite = all(np.isfinite(tolerance.numbers(v)).all() for v in own)
-    if finite or program.kind not in ("mask", "operand", "ragged"):
+    if finite or program.kind not in (*ATTENTION, "ragged"):
         return nothing
     a, b = (passes.compiled(run)(_filled(program, own, seed)) for seed in (1, 2))
     return [
