@@ -61,7 +61,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "DEFAULT", xla.Block(4))
 
 
-FEW = ("eager", "jit_grad", "jvp", "vmap_one_operand", "grad_of_scan_of_remat")
+FEW = ("jit_grad", "vmap_one_operand")
 
 
 @pytest.mark.usefixtures("small_blocks")
