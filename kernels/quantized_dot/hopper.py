@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from rewriter.kernels.quantized_dot import xla
-from rewriter.kernels.quantized_dot.estimate import estimate
+from rewriter.kernels.quantized_dot.estimate import estimate, modelled
 from rewriter.kernels.quantized_dot.rounding import in_float32
 from rewriter.kernels.ragged.dot.hopper import stored as ragged_dot
 from rewriter.kernels.ragged.dot.hopper.config import STEP
@@ -245,8 +245,8 @@ KERNEL = Kernel(
     forward=forward,
     backward=backward,
     limits=Limits(supports, runs_on),
-    speed=Speed(by_estimate, estimate=estimate),
-    traits=Traits(memory_bounded=True, saves_out=False, tried=False),
+    speed=Speed(by_estimate, estimate=estimate, modelled=modelled),
+    traits=Traits(memory_bounded=True, saves_out=False),
     space=Space(Tiles, default, configs, fits),
     backward_space=Space(xla.Block, xla.default, xla.configs),
 )

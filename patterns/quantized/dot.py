@@ -73,7 +73,9 @@ def _readings(find: Finder, dot: Node, side: int, stored: int) -> Iterator[Readi
     if dot.params["dimension_numbers"][1][0]:
         raise Refused("batch", "a product with batch axes", score=0.5)
     if stored_above(find, dot.ins[1 - side]) is not None:
-        raise Refused("rows", "both operands are made of few bits", score=0.4)
+        raise Refused(
+            "rows", "both operands are made of few bits: XLA's own product", score=0.4
+        )
     if rounded_here(find, stored, dot):
         raise Refused("stored", "the numbers are rounded here, not stored", score=0.2)
     above = widening(find, dot.ins[side], stored)

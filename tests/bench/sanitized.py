@@ -51,6 +51,9 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
         {"x": rows, **both, **groups},
         {},
     )
+    for numbers in (narrow[0], (narrow[0] // 16).astype(jnp.int4)):
+        scaled = {"w": numbers, "w_scale": jnp.full((2, 256), 0.02)}
+        yield "quantized_dot", "hopper", {"x": rows[:20], **scaled}, {}
     unit = {"x": rows, "w": matrices, "w_up": matrices, **groups}
     yield "ragged_gated_linear_unit", "hopper", unit, {}
     dense = {"x": rows, "w_gate": drawn(128, 192), "w_up": drawn(128, 192)}

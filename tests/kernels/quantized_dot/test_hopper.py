@@ -204,6 +204,7 @@ def test_simulated_int4(mode: str) -> None:
     close(got, wanted(given, **params))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("splits", [1, 2])
 def test_simulated_with_scales_behind_the_product(splits: int) -> None:
     given = make(5, 256, 128)

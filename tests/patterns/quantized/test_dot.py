@@ -656,8 +656,15 @@ def test_found_in_every_context(name: str) -> None:
 ROWS = R.standard_normal((6, K)).astype("float32")
 
 
-@pytest.mark.parametrize("kernel", ["reference", "memory_bounded"])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(
+    ("behind", "kernel"),
+    [
+        (False, "memory_bounded"),
+        pytest.param(True, "memory_bounded", marks=pytest.mark.once),
+        pytest.param(False, "reference", marks=pytest.mark.once),
+        pytest.param(True, "reference", marks=pytest.mark.once),
+    ],
+)
 def test_gradients(behind: bool, kernel: str) -> None:
     """Of rows and scales: outside of the program, and within it."""
     q, s = (jnp.asarray(GIVEN[n]) for n in ("q", "s"))
