@@ -330,3 +330,27 @@ def test_a_bias_that_is_an_argument_is_a_bias() -> None:
     site = found(f, scores.Q, scores.K, scores.V, bias)
     assert not site.form
     assert "bias f32[1,4,24,40]" in site.shapes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_heads(dtype: str) -> None:
+    def f(q: Any, k: Any, v: Any, heat: Any) -> Any:
+        q = q.reshape(B, T, 2, 2, H)
+        x = jnp.einsum("btkgh,bskh->bkgts", q, k) * jnp.asarray(0.35, q.dtype)
+        x = jax.nn.softplus(x) * heat.reshape(2, 2)[:, :, None, None]
+        x = jnp.where(jnp.tril(jnp.ones((T, scores.S), bool)), x, -jnp.inf)
+        weights = jax.nn.softmax(x.astype(jnp.float32)).astype(v.dtype)
+        return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
+
+    arrays = [scores.Q, scores.K[:, :, :2], scores.V[:, :, :2]]
+    arrays = [jnp.asarray(x, dtype) for x in (*arrays, scores.ARRAYS["per_head"])]
+    site = found(f, *arrays)
+    assert site.form == OP
+    assert site.params["window"] == (None, 0)
+    assert f"score_0 {'f32' if dtype == 'float32' else 'bf16'}[1,4,1,1]" in site.shapes
+    fast = rewriter.optimize(f, implementation=FORCED)
+    got = jax.jit(with_gradients(fast))(*arrays)
+    got = jax.tree.map(lambda x: np.asarray(x, np.float64), got)
+    assert far(got, exact(with_gradients(f), arrays)) < (
+        3e-5 if dtype == "float32" else 5e-2
+    )
