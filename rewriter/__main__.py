@@ -396,9 +396,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--pairs", type=int, default=3, help="runs of each program")
     explain = _on_function(commands, "explain", _explain, "what would be rewritten")
     explain.add_argument("--html", help="also write a page with a picture")
-    every = (
-        "each function of a file that has arguments beside it: explain --all file.py"
-    )
+    every = "explain each function of a file that has arguments beside it"
     explain.add_argument("--all", action="store_true", help=every)
     diff = _command(commands, "diff", _diff, "what is not the same in two reports")
     diff.add_argument("before", help="what explain --json wrote")

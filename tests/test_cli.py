@@ -37,7 +37,8 @@ def test_explain_all(capsys, tmp_path):
     file = tmp_path / "several.py"
     file.write_text(
         "import jax.numpy as jnp\n"
-        "def norm(x):\n    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)\n"
+        "def norm(x):\n    square = (x * x).mean(-1, keepdims=True)\n"
+        "    return x / jnp.sqrt(square + 1e-6)\n"
         "def double(x):\n    return x * 2\n"
         "def of_two(x, y):\n    return x + y\n"
         "def of_two_args():\n    return 1.0, 2.0\n"

@@ -115,10 +115,12 @@ def _number(both: Sequence[Sequence[Box]], sites: Sequence[Site]) -> None:
     lines: dict[str, list[int]] = {}
     for site in sites:
         lines.setdefault(site.where, []).append(site.index)
+        lines.setdefault(f"site {site.op}", []).append(site.index)
     for boxes in both:
         for box in boxes:
-            if box.where and box.where in lines:
-                box.label = f"{box.label} {numbers(lines[box.where])}"
+            found = lines.get(box.where) or lines.get(box.label)
+            if found and (box.where or box.label in lines):
+                box.label = f"{box.label} {numbers(found)}"
 
 
 # ------------------------------------------------------------------- boxes
