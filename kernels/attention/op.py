@@ -52,6 +52,7 @@ OP = Op(
         "empty_rows": "nan", "out_dtype": None,
     },
     parallel="b",
+    tiled="h e",
     cost=cost,
     distributions=distributions,
     sharding=sharding,

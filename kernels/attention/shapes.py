@@ -85,6 +85,23 @@ SHAPES = {
             _use(4, 4096, 16, 8, 128, causal=True, softcap=50.0),
             _use(8, 512, 16, 16, 64, causal=False, mask=("bool", (8, 1, 1, 512))),
         ),
+        # Heads of 64, of which a tile of heads of 128 says nothing.
+        "narrow": (
+            _use(4, 4096, 16, 16, 64, causal=True),
+            _use(4, 4096, 16, 16, 64, causal=False),
+            _use(8, 1024, 12, 12, 64, causal=True),
+            _use(4, 4096, 16, 16, 64, causal=True, softcap=30.0),
+            _use(4, 4096, 16, 16, 64, causal=False, mask=("bool", (4, 1, 4096, 4096))),
+            _use(
+                4,
+                4096,
+                16,
+                16,
+                64,
+                causal=False,
+                bias=("bfloat16", (1, 16, 4096, 4096)),
+            ),
+        ),
         # For TPUs, whose kernels' instructions are counted.
         "counted": (
             _use(1, 8192, 8, 8, 128, causal=True),

@@ -42,7 +42,7 @@ class Places:
             ("last_position", self.last),
         ):
             if form is not None:
-                near = _limit(alg, self.keys, form)
+                near = _limit(alg, self.keys, form, name == "first_position")
                 found[name] = Operand(
                     ((form, (axes.b, axes.t)),), dtype="int32", near=near or 0
                 )
@@ -83,21 +83,26 @@ def with_place(
         found = replace(places, first=alg.scale(mine, -1.0))
     else:
         return None
-    new = found.last if places.last is None and found.last is not None else found.first
-    return None if _limit(alg, found.keys, new) is None else found
+    first = places.last is not None or found.last is None
+    new = found.first if first else found.last
+    return None if _limit(alg, found.keys, new, first) is None else found
 
 
-def _limit(alg: Algebra, keys: Poly, bound: Poly) -> int | None:
+def _limit(alg: Algebra, keys: Poly, bound: Poly, first: bool) -> int | None:
     """The integer to which a bound may be clamped: 0 for none, None if it has none.
 
-    It then is computed without wrapping around, and compares as before.
+    It then is computed without wrapping around, and compares as before: no key is at a
+    first position beyond int32, nor at a last one below it.
     """
     reach = alg.bounds(keys)
     if not within(reach, INT32):
         return None
-    if within(alg.bounds(bound), INT32):
+    least, most = alg.bounds(bound)
+    if INT32[0] <= least and most <= INT32[1]:
         return 0
     _, rest = alg.split_constant(bound)
-    if len(rest) == 1 and abs(next(iter(rest.values()))) == 1:
+    none = reach[1] < INT32[1] if first else INT32[0] < reach[0]
+    seen = most <= INT32[1] if first else INT32[0] <= least
+    if (none or seen) and len(rest) == 1 and abs(next(iter(rest.values()))) == 1:
         return 1 << 31
     return FAR if within(reach, (-FAR, FAR)) else None

@@ -333,8 +333,8 @@ class Emitter:
         info = jnp.iinfo(x.dtype)
         if most < info.min or least > info.max:
             raise OverBudget("a position beyond all others")
-        x = jnp.maximum(x, least) if least > info.min else x
-        x = jnp.minimum(x, most) if most < info.max else x
+        x = jnp.maximum(x, x.dtype.type(least)) if least > info.min else x
+        x = jnp.minimum(x, x.dtype.type(most)) if most < info.max else x
         shift = jnp.asarray(int(c), jnp.int32)
         if abs(int(c)) > jnp.iinfo(jnp.int32).max:
             raise OverBudget("a number that no position is compared with")
@@ -392,10 +392,13 @@ FAR = 1 << 28
 
 
 def _near(x: jax.Array, far: int) -> jax.Array:
-    """Clamps integers to a number; returns other arrays unchanged."""
-    if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).max <= far:
+    """Clamps integers to a number, and to int32; returns other arrays unchanged."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
         return x
-    return jnp.clip(x, max(-far, jnp.iinfo(x.dtype).min), far)
+    own, ends = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    least, most = max(-far, own.min, ends.min), min(far, own.max, ends.max)
+    x = jnp.maximum(x, x.dtype.type(least)) if least > own.min else x
+    return jnp.minimum(x, x.dtype.type(most)) if most < own.max else x
 
 
 def _power(x: jax.Array, e: Any) -> jax.Array:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -102,13 +103,16 @@ def _plain(value: Any) -> Any:
 
 
 def nearest(
-    entries: Iterable[tuple[Key, tuple[Found, ...]]], key: Key
+    entries: Iterable[tuple[Key, tuple[Found, ...]]],
+    key: Key,
+    equal: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[Found, ...]:
     """Returns the entry for the nearest shapes; () if none is near.
 
     Args:
         entries: Keys and their entries.
         key: The key to be near to.
+        equal: Axes by operand whose sizes must be equal.
 
     A near key has the same op, passes, operands, dtypes, parameters and device. The
     ratios of its axes multiply to a factor of at most four.
@@ -116,6 +120,8 @@ def nearest(
     best: tuple[float, tuple[Found, ...]] = (FAR, ())
     for other, found in entries:
         distance = _distance(other, key)
+        if distance < math.inf and _sizes(other, equal) != _sizes(key, equal):
+            continue
         if distance < best[0] or (distance == best[0] and not best[1]):
             best = distance, found
     return best[1]
@@ -135,6 +141,12 @@ def _distance(a: Key, b: Key) -> float:
                 seen.add((x, y))
                 total += abs(math.log2(x / y))
     return total
+
+
+def _sizes(key: Key, axes: Mapping[str, Sequence[int]]) -> list[int]:
+    """The sizes of some axes of a use's operands."""
+    shapes = dict(key.shapes)
+    return [shapes[name][i] for name in axes if name in shapes for i in axes[name]]
 
 
 def _but_shapes(key: Key) -> tuple[Any, ...]:

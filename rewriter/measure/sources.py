@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -19,7 +19,7 @@ from rewriter.measure.measurement import Entry, Measurement
 from rewriter.measure.serialized import Found, read_all
 from rewriter.measure.tuned import Tuned
 from rewriter.ops.device import Device
-from rewriter.ops.registry import package_of
+from rewriter.ops.registry import package_of, registry
 from rewriter.support import regular_files
 
 Source = tuple[str, Sequence[Entry]]
@@ -59,11 +59,31 @@ def look_up(
         found = tuple(filter(holds, dict(entries).get(key, ())))
         if found:
             return found, origin
+    equal = tiled_axes(key.op)
     for _, entries in sources:
-        found = tuple(filter(holds, nearest(entries, key)))
+        found = tuple(filter(holds, nearest(entries, key, equal)))
         if found:
             return found, NEAREST
     return (), ""
+
+
+def tiled_axes(op: str) -> Mapping[str, tuple[int, ...]]:
+    """Returns the axes of which tiles take the whole, by operand; see `Op.tiled`.
+
+    Example:
+        >>> tiled_axes("attention")["q"]
+        (3,)
+    """
+    if op not in registry().ops():
+        return {}
+    declared = registry().op(op)
+    letters = set(declared.tiled.split())
+    axes = {o.name: o.axes.split() for o in declared.operands}
+    found = {
+        name: tuple(i for i, x in enumerate(of) if x in letters)
+        for name, of in axes.items()
+    }
+    return {name: at for name, at in found.items() if at}
 
 
 def check_tuned(config: Config) -> None:

@@ -184,6 +184,8 @@ class Op:
             the general one.
         found_on: The platforms for which it is looked for; on others, only where one of
             its kernels is forced. All if empty.
+        tiled: Letters of axes that a kernel's tile holds whole, as the width of heads:
+            measurements of other sizes of them say nothing about a use.
     """
 
     name: str
@@ -207,6 +209,7 @@ class Op:
     parts: str = ""
     form_of: str = ""
     found_on: tuple[str, ...] = ()
+    tiled: str = ""
 
     def __repr__(self) -> str:
         return f"Op({self.name})"

@@ -19,7 +19,7 @@ from rewriter.errors import BundleMismatch, CacheWarning
 from rewriter.measure.decision import fastest
 from rewriter.measure.key import Key, key_of, nearest
 from rewriter.measure.measurement import Measurement
-from rewriter.measure.sources import shipped
+from rewriter.measure.sources import shipped, tiled_axes
 from rewriter.measure.tuned import Tuned
 from rewriter.ops import device
 from rewriter.ops.kernel import Spec, spec_of
@@ -121,6 +121,23 @@ def test_nearest_shapes() -> None:
         assert nearest(entries, key(128, **change)) == ()
     dtypes = tuple((n, "bfloat16") for n, _ in SPEC.dtypes)
     assert nearest(entries, key(128, dtypes=dtypes)) == ()
+
+
+def test_tiles_of_other_heads_are_not_near() -> None:
+    """A config for heads of 128 says nothing about heads of 64."""
+    equal = tiled_axes("attention")
+    assert set(equal) == {"q", "k", "v"}
+    assert not tiled_axes("rms_norm")
+
+    def of(t: int, h: int) -> Key:
+        shapes = tuple((x, (2, t, 4, h)) for x in "qkv")
+        dtypes = tuple((x, "bfloat16") for x in "qkv")
+        return Key("attention", "forward", shapes, dtypes, (), "gpu")
+
+    entries = [(of(1024, 128), (took("xla", 1.0),))]
+    assert nearest(entries, of(2048, 128), equal)
+    assert nearest(entries, of(1024, 64))
+    assert not nearest(entries, of(1024, 64), equal)
 
 
 def test_text_and_back() -> None:

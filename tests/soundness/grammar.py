@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.soundness import attention, norms, ragged, units
+from tests.soundness import attention, lookups, losses, norms, ragged, units
 from tests.soundness.program import Program
 
 KINDS: dict[str, Callable[[int], Program]] = {
@@ -13,9 +13,11 @@ KINDS: dict[str, Callable[[int], Program]] = {
     "norm": norms.program,
     "unit": units.program,
     "ragged": ragged.program,
+    "loss": losses.program,
+    "lookup": lookups.program,
 }
 TURNS = ("mask", "operand", "mask", "norm", "mask", "operand", "norm", "unit", "ragged")
-"""Kinds as they take turns; masks have most to go wrong."""
+"""Kinds as they take turns; masks have most to go wrong. The others are asked for."""
 
 
 def program(seed: int, kind: str | None = None) -> Program:

@@ -18,6 +18,10 @@ KERNELS = {
     "layer_norm": ["memory_bounded", "xla"],
     "gated_linear_unit": ["memory_bounded", "xla"],
     "ragged_dot": ["memory_bounded", "tiled", "xla"],
+    "cross_entropy": ["memory_bounded", "xla"],
+    "linear_cross_entropy": ["memory_bounded", "xla"],
+    "embedding": ["counted", "in_float32", "xla"],
+    "embedding_lookup": ["counted", "in_float32", "xla"],
 }
 """Whichever is not as written, so that what a program computes is another program."""
 

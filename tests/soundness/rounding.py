@@ -2,7 +2,9 @@
 
 The method is Monte Carlo arithmetic (Parker, 1997): what differs between such runs is
 what rounding alone decides, whatever the order of sums. Only what depends on operands
-is changed, since what a mask lets through is exact.
+is changed, since what a mask lets through is exact. Every second run adds the products
+of a matrix product from the end: if they overflow, their order decides between an
+infinity and NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def rounded(
     draw = np.random.default_rng(seed)
     depends = [i in operands for i in range(len(values))]
     given = [jnp.asarray(v) for v in values]
-    out, _ = _run(traced.jaxpr, traced.consts, given, depends, draw)
+    backwards = bool(seed % 2)
+    out, _ = _run(traced.jaxpr, traced.consts, given, depends, draw, backwards)
     return [np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in out]
 
 
@@ -64,6 +67,7 @@ def _run(
     given: Sequence[Any],
     depends: Sequence[bool],
     draw: np.random.Generator,
+    backwards: bool,
 ) -> tuple[list[Any], list[bool]]:
     """Results of a program, and which of them depend on operands."""
     known: dict[Any, tuple[Any, bool]] = {}
@@ -82,8 +86,10 @@ def _run(
         if name in CALLS:
             body = next(eqn.params[k] for k in BODIES if k in eqn.params)
             inner, own = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            outs, which = _run(inner, own, args, counts, draw)
+            outs, which = _run(inner, own, args, counts, draw, backwards)
         else:
+            if backwards and any(counts):
+                args = _backwards(eqn, args)
             outs = eqn.primitive.bind(*args, **eqn.params)
             outs = list(outs) if eqn.primitive.multiple_results else [outs]
             which = [any(counts)] * len(outs)
@@ -92,6 +98,21 @@ def _run(
         known.update(zip(eqn.outvars, zip(outs, which, strict=True), strict=True))
     found = [read(a) for a in jaxpr.outvars]
     return [x for x, _ in found], [c for _, c in found]
+
+
+def _backwards(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """The operands of a matrix product, from the end along the axes that it sums."""
+    if eqn.primitive.name == "dot_general":
+        contracted, _ = eqn.params["dimension_numbers"]
+    elif eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        contracted, _ = numbers.dot_dimension_numbers
+        if set(numbers.lhs_ragged_dimensions) & set(contracted[0]):
+            return list(args)  # groups lie along it
+    else:
+        return list(args)
+    turned = [jax.lax.rev(x, axes) for x, axes in zip(args, contracted, strict=False)]
+    return [*turned, *args[len(turned) :]]
 
 
 def _off(x: Any, draw: np.random.Generator) -> Any:

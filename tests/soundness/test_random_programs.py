@@ -6,9 +6,11 @@ Seeds are fixed: what fails here fails again, by the command that its text begin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from tests.soundness.check import FORWARD, WAYS, check
+from tests.soundness.check import FORWARD, WAYS, Way, check
 from tests.soundness.grammar import program
 
 TOGETHER = 15
@@ -30,4 +32,15 @@ def test_programs_compute_the_same(case: int) -> None:
     outcome = check([program(seed) for seed in seeds], ways)
     wrong = [f for f in outcome.findings if f.program.seed not in KNOWN]
     assert not wrong, "\n".join(map(str, wrong))
+    assert 3 * len(outcome.replaced) >= TOGETHER, "too few programs have a kernel"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", ["loss", "lookup"])
+@pytest.mark.parametrize(("first", "ways"), [(0, (FORWARD,)), (15, WAYS)])
+def test_losses_and_lookups(kind: str, first: int, ways: Sequence[Way]) -> None:
+    """Kinds that take no turns among the others."""
+    seeds = range(first, first + TOGETHER)
+    outcome = check([program(seed, kind) for seed in seeds], ways)
+    assert not outcome.findings, "\n".join(map(str, outcome.findings))
     assert 3 * len(outcome.replaced) >= TOGETHER, "too few programs have a kernel"

@@ -162,11 +162,23 @@ def _group_sizes(total: int) -> Callable[[Draw, Shape, Any], np.ndarray]:
     return make
 
 
+def _classes(count: int) -> Callable[[Draw, Shape, Any], np.ndarray]:
+    """Classes, a few of which are none."""
+
+    def make(draw: Draw, shape: Shape, dtype: Any) -> np.ndarray:
+        own = draw.integers(0, count, size=shape)
+        none = draw.choice((-1, -100, count, count + 3, 1 - count), size=shape)
+        return np.where(draw.random(shape) < 0.1, none, own).astype(dtype)
+
+    return make
+
+
 INTEGERS: dict[str, Callable[[Draw, Shape, Any], np.ndarray]] = {
     "small": _small,
     "near ends": _ends,
     "all numbers": _every,
     "segments": _segments,
     "lengths": _lengths,
+    **{f"classes of {n}": _classes(n) for n in (5, 16, 33, 64)},
     **{f"group sizes of about {n}": _group_sizes(n) for n in (16, 24, 32, 48)},
 }

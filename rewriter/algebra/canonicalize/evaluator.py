@@ -17,7 +17,7 @@ from rewriter.algebra.canonicalize.constants import (
     pattern_of,
 )
 from rewriter.algebra.canonicalize.dtypes import is_lossless, kind_of, takes_integers
-from rewriter.algebra.canonicalize.intervals import interval
+from rewriter.algebra.canonicalize.intervals import interval, of_dtype, within
 from rewriter.algebra.canonicalize.layout import Layout, is_slice
 from rewriter.algebra.canonicalize.loops import LoopForms, Loops
 from rewriter.algebra.canonicalize.numbers import (
@@ -406,9 +406,8 @@ class Evaluator(Layout, LoopForms, Constants):
             return self.alg.of_atom(self.alg.atom("fn", "trunc", self.alg.freeze(p)))
         if kinds == ("i", "i") and self._wraps(old, new):
             p = self.poly(source, args, mode)
-            lo, hi = self.alg.bounds(p)
-            info = np.iinfo(new)
-            if lo < info.min or hi > info.max:
+            known = self.alg.bounds(p), interval(self.g, source)
+            if not any(within(bounds, of_dtype(new)) for bounds in known):
                 return self.alg.of_atom(self.leaf(value, args))
             return p
         if kinds == ("f", "f") and not is_lossless(old, new):
@@ -418,12 +417,9 @@ class Evaluator(Layout, LoopForms, Constants):
         return self.poly(source, args, mode)
 
     def _wraps(self, old: Any, new: Any) -> bool:
-        """Whether a cast between integers may change values, as from uint32 to int32.
-
-        Our own code casts between equal sizes only after clamping.
-        """
+        """Whether a cast of integers may change values, as from uint32 to int32."""
         narrower = np.dtype(new).itemsize < np.dtype(old).itemsize
-        return narrower or not (self.private or is_lossless(old, new))
+        return narrower or not is_lossless(old, new)
 
     # ------------------------------------------------------------- booleans
     def _flag(self, value: int, args: tuple[Index, ...], mode: str) -> int:

@@ -70,6 +70,46 @@ def test_numbers_beyond_all_positions(bound: str, dtype: str, values: Any) -> No
     check(attention(BOUNDS[bound]), np.asarray(values, dtype))
 
 
+PLACES = {
+    "up to": lambda keys, p: keys <= p,
+    "before": lambda keys, p: keys < p,
+    "from": lambda keys, p: keys >= p,
+    "after": lambda keys, p: keys > p,
+    "from further on": lambda keys, p: keys >= p + 3,
+    "up to earlier": lambda keys, p: p - jnp.asarray(3, p.dtype) >= keys,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("int32", (MOST, -MOST - 1, 3, 7, 290)),
+        ("uint32", (2**32 - 1, MOST + 1, MOST, 3, 290)),
+        ("uint16", (2**16 - 1, 2**15, 3, 290)),
+        ("int64", (2**40, -(2**40), MOST + 1, MOST, -MOST - 1, 5, 290)),
+        ("uint64", (2**63, 2**32 + 5, MOST + 1, 3, 290)),
+    ],
+)
+def test_positions_of_queries_beyond_all_keys(
+    place: str, dtype: str, values: Any
+) -> None:
+    """Each query compares a number of its own with the positions of keys."""
+    compared = PLACES[place]
+    with jax.enable_x64(dtype in ("int64", "uint64")):
+        p = jnp.asarray(np.resize(np.array(values, dtype), (T,)))
+
+        def f(q: Any, k: Any, v: Any, places: Any) -> jax.Array:
+            mask = compared(jnp.arange(T, dtype=dtype), places[:, None])
+            scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8
+            weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+            return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+        fast = rewriter.optimize(f, implementation=FORCED)
+        args = Q[:1], K[:1], V[:1], p
+        np.testing.assert_allclose(fast(*args), f(*args), atol=2e-6)
+
+
 @pytest.mark.parametrize("seen", ["lengths", "prefix"])
 def test_negative_numbers_compared_without_a_sign(seen: str) -> None:
     """As unsigned they are beyond all positions."""
