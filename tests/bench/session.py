@@ -16,7 +16,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "session.md"
-EXAMPLE = '''\
+EXAMPLE = """\
 import jax, jax.numpy as jnp
 
 
@@ -29,7 +29,7 @@ def attention(q, k, v):
 
 def args():
     return tuple(jax.random.normal(jax.random.key(0), (3, 1, 2048, 4, 64)))
-'''
+"""
 COMMANDS = (
     "cat example.py",
     "python3 -m rewriter explain example.py:attention --html page.html",
