@@ -82,6 +82,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    if args.all:
+        return _explain_all(args)
     fn, values = _target(args)
     report = rewriter.explain(fn, **_options(args))(*values)
     _say(args)(report)
@@ -92,6 +94,20 @@ def _explain(args: argparse.Namespace) -> int:
             report.html(path)
         _say(args)(f"\nwrote {path}; open it in a browser")
     _json(args, data)
+    return GOOD
+
+
+def _explain_all(args: argparse.Namespace) -> int:
+    """Explains every function of a file that has arguments beside it."""
+    if args.html or args.args:
+        raise errors.ConfigError(
+            "--all with --html or --args", next_step="Name one function for these"
+        )
+    reports = []
+    for _, fn, values in targets.every_function(args.function):
+        reports.append(rewriter.explain(fn, **_options(args))(*values))
+        _say(args)(f"{reports[-1]}\n")
+    _json(args, {"reports": [report.as_dict() for report in reports]})
     return GOOD
 
 
@@ -380,6 +396,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--pairs", type=int, default=3, help="runs of each program")
     explain = _on_function(commands, "explain", _explain, "what would be rewritten")
     explain.add_argument("--html", help="also write a page with a picture")
+    every = "explain each function of a file that has arguments beside it"
+    explain.add_argument("--all", action="store_true", help=every)
     diff = _command(commands, "diff", _diff, "what is not the same in two reports")
     diff.add_argument("before", help="what explain --json wrote")
     diff.add_argument("after", help="the same, later")

@@ -33,6 +33,30 @@ def test_explain(capsys, tmp_path):
     assert json.loads(out)["counts"]["attention"] == 0
 
 
+def test_explain_all(capsys, tmp_path):
+    file = tmp_path / "several.py"
+    file.write_text(
+        "import jax.numpy as jnp\n"
+        "def norm(x):\n    square = (x * x).mean(-1, keepdims=True)\n"
+        "    return x / jnp.sqrt(square + 1e-6)\n"
+        "def double(x):\n    return x * 2\n"
+        "def of_two(x, y):\n    return x + y\n"
+        "def of_two_args():\n    return 1.0, 2.0\n"
+        "def of_three(x, y, z):\n    return x\n"
+        "def _private(x):\n    return x\n"
+        "args = (jnp.ones((2, 4)),)\n"
+    )
+    code, out, _ = run(capsys, "explain", "--all", str(file), "--json")
+    named = {r["function"]: r["counts"]["rms_norm"] for r in json.loads(out)["reports"]}
+    assert (code, named) == (0, {"norm": 1, "double": 0, "of_two": 0})
+    file.with_name("none.py").write_text("x = 1\n")
+    code, _, err = run(capsys, "explain", "--all", str(file.with_name("none.py")))
+    assert code == 2
+    assert "no function with arguments" in err
+    code, _, err = run(capsys, "explain", "--all", str(file), "--html", "x.html")
+    assert code == 2
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_libtpu_has_nothing_to_look_for_without_a_tpu(capsys, monkeypatch, attached):
     """It would print errors when JAX starts; a TPU that is there is left alone."""

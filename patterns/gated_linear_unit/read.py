@@ -363,7 +363,7 @@ def _goes_through(alg: Any, form: Poly, sums: set[int]) -> bool:
     for _, mono in form:
         here = [a for a, e in mono if e == 1 and a in sums]
         rest = {(TRUE, tuple((a, 1) for a, _ in mono if a not in sums)): 1.0}
-        if here and sums & set(every(alg, rest)):
+        if set(here) & set(every(alg, rest)):
             return True
         direct |= bool(here)
     return not direct

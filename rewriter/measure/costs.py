@@ -38,6 +38,13 @@ class Costs:
     def __bool__(self) -> bool:
         return bool(self.source)
 
+    @property
+    def saved_bytes(self) -> int | None:
+        """How much less temporary memory it takes, if known."""
+        if self.before_bytes is None or self.after_bytes is None:
+            return None
+        return self.before_bytes - self.after_bytes
+
 
 UNKNOWN = Costs()
 

@@ -33,6 +33,18 @@ class Total:
     most_after_bytes: int | None
     sources: tuple[str, ...]
 
+    @property
+    def saved_bytes(self) -> int | None:
+        """How much less temporary memory the largest site takes, if known."""
+        if self.most_before_bytes is None or self.most_after_bytes is None:
+            return None
+        return self.most_before_bytes - self.most_after_bytes
+
+    @property
+    def saved_us(self) -> float:
+        """How much less time all sites take, in microseconds."""
+        return self.before_us - self.after_us
+
     def __str__(self) -> str:
         """Both times, and how many sites they are of.
 

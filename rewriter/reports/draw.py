@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr
 
 from rewriter import _jax
+from rewriter.reports.rows import numbers
 from rewriter.rewrite.plan import Site
 
 SITE = "rewriter_site"  # the name of the primitive that stands for an op
@@ -54,6 +55,7 @@ def before_after(
     wanted = [s for s in sites if index is None or s.index == index]
     colors = _colors(wanted)
     both = [_boxes(p, colors) for p in (before, after)]
+    _number(both, wanted)
     _color_what_is_gone(*both)
     sides = [_near(boxes, index is not None) for boxes in both]
     drawn, heights = zip(*(_panel(side) for side in sides), strict=True)
@@ -106,6 +108,19 @@ def _color_what_is_gone(before: Sequence[Box], after: Sequence[Box]) -> None:
             box = before[one]
             if box.color == PLAIN and box.where not in left:
                 box.color = colors[other]
+
+
+def _number(both: Sequence[Sequence[Box]], sites: Sequence[Site]) -> None:
+    """Puts the numbers of sites in front of the labels of their boxes."""
+    lines: dict[str, list[int]] = {}
+    for site in sites:
+        lines.setdefault(site.where, []).append(site.index)
+        lines.setdefault(f"site {site.op}", []).append(site.index)
+    for boxes in both:
+        for box in boxes:
+            found = lines.get(box.where) or lines.get(box.label)
+            if found and (box.where or box.label in lines):
+                box.label = f"{box.label} {numbers(found)}"
 
 
 # ------------------------------------------------------------------- boxes

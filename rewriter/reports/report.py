@@ -21,6 +21,7 @@ from rewriter.program.graph import Graph
 from rewriter.program.propagation import Placement
 from rewriter.reports.costs import Total, total
 from rewriter.reports.difference import Difference, difference
+from rewriter.reports.page import fragment, page
 from rewriter.reports.rows import (
     equal,
     grouped,
@@ -243,7 +244,7 @@ class Report:
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes the report and its picture as one self-contained file."""
         with open(path, "w", encoding="utf-8") as file:
-            file.write(_page(self))
+            file.write(page(self.name, self.text(), self.svg()))
 
     def _only(self, sites: Sequence[Site], misses: Sequence[NearMiss]) -> Report:
         from dataclasses import replace
@@ -259,7 +260,7 @@ class Report:
         return of(self.target, "").bandwidth
 
     def _repr_html_(self) -> str:
-        return _fragment(self)
+        return fragment(self.text(), self.svg())
 
 
 def asdict_site(site: Site) -> dict[str, Any]:
@@ -375,24 +376,3 @@ def _seconds(seconds: Mapping[str, float]) -> str:
 def _is_at(place: Site | NearMiss, where: str) -> bool:
     lines = (text.split(" ")[0] for text in (place.where, place.called_from))
     return any(where in (line, line.rsplit(":", 1)[0]) for line in lines if line)
-
-
-# ------------------------------------------------------------------- HTML
-def _fragment(report: Report) -> str:
-    from html import escape
-
-    return (
-        f"<pre class='rewriter'>{escape(report.text())}</pre>"
-        f"<details><summary>picture</summary>{report.svg()}</details>"
-    )
-
-
-def _page(report: Report) -> str:
-    from html import escape
-
-    style = "body{font-family:system-ui;margin:2em}pre{line-height:1.4}"
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{escape(report.name)}</title><style>{style}</style></head><body>"
-        f"<pre>{escape(report.text())}</pre>{report.svg()}</body></html>\n"
-    )

@@ -48,7 +48,25 @@ def head(group: Sequence[Site]) -> tuple[str, str, str, str]:
     """Returns the cells of a row of sites."""
     site, count = group[0], sum(s.repeats for s in group)
     inside = f" in {site.scope}" if site.scope else ""
-    return site.op, f"×{count}{inside}", site.where, _kernel(site)
+    kernel = f"{_kernel(site)}  {numbers([s.index for s in group])}"
+    return site.op, f"×{count}{inside}", site.where, kernel
+
+
+def numbers(found: Sequence[int]) -> str:
+    """Returns numbers of sites in words.
+
+    Example:
+        >>> numbers([0, 1, 2, 5])
+        '#0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for n in sorted(found):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    words = [f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs]
+    return f"#{', '.join(words)}"
 
 
 def miss_head(miss: NearMiss, count: int = 1) -> tuple[str, str, str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -60,6 +61,39 @@ def function_and_arguments(
         f"{text} takes arguments, and {module} has none of {', '.join(names)}",
         next_step="Define one of them there: a tuple, or a function that makes it; or "
         f"name it: --args {module}:make_args",
+    )
+
+
+def every_function(module: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Returns the functions of a module or file that it has arguments for.
+
+    Args:
+        module: ``package.module`` or ``folder/file.py``.
+
+    Returns:
+        The name of each public function that is defined there, it, and its arguments.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    loaded = load(module)
+    found = []
+    for name, fn in list(vars(loaded).items()):
+        here = getattr(fn, "__module__", "") == loaded.__name__ and callable(fn)
+        makes = name in NAMES or name.endswith("_args") or inspect.isclass(fn)
+        if not here or makes or name[0] == "_" or not trace.wants_arguments(fn):
+            continue
+        try:
+            _, values, _ = function_and_arguments(f"{module}:{name}")
+            inspect.signature(fn).bind(*values)
+        except (errors.ConfigError, TypeError, ValueError):
+            continue
+        found.append((name, fn, values))
+    if found:
+        return found
+    raise errors.ConfigError(
+        f"{module} has no function with arguments beside it",
+        next_step="Define <function>_args, example_args or args there",
     )
 
 

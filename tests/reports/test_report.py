@@ -10,6 +10,8 @@ import pytest
 
 import rewriter
 from rewriter.find.match import NearMiss
+from rewriter.measure.costs import Costs
+from rewriter.reports.costs import Total
 from rewriter.reports.report import Report, size
 from rewriter.rewrite.plan import Site
 from rewriter.support.verdict import Reason
@@ -55,10 +57,10 @@ TEXT = """\
 rewriter.explain(train_step)   jax 0.12.0   cpu   patterns: default
  24 of 27 candidates rewritten, 2 kept, 1 missed    trace 0.21 s, match 0.03 s
 
- ✓ attention  ×24 in scan  model.py:88 (Attention)  memory_bounded [heuristic]
+ ✓ attention  ×24 in scan  model.py:88 (Attention)  memory_bounded [heuristic]  #1
      causal; scale 0.125
      not chosen: xla (stores 50 MiB)
- = rms_norm   ×2           layers.py:31             xla: xla is as fast
+ = rms_norm   ×2           layers.py:31             xla: xla is as fast  #2-3
  ✗ attention  ×1           vision.py:140 (Pool)     nearest: attention, 85% alike
      k is permuted (0,2,3,1)    vision.py:137
      probabilities are also returned    vision.py:143
@@ -124,6 +126,30 @@ def test_page_and_picture(tmp_path):
     assert "site attention" in page
     assert len(report.svg(site=1)) <= len(report.svg())
     assert "<svg" in report._repr_html_()
+
+
+def test_a_page_fits_a_phone_and_numbers_agree(tmp_path):
+    report = rewriter.explain(block, implementation=FORCED)(*inputs())
+    report.html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "width=device-width" in page
+    assert "pre-wrap" in page
+    assert "<b class='done'>" in page
+    for n in {s.index for s in report.sites}:
+        assert f"#{n}" in report.text()
+        assert f"#{n}" in report.svg()
+    (own,) = [s for s in report.sites if s.op == "attention"]
+    assert f"site attention #{own.index}" in report.svg(site=own.index)
+    assert f"#{own.index}" in next(
+        line for line in report.text().splitlines() if " attention" in line
+    )
+
+
+def test_saved_bytes():
+    assert Costs(2.0, 1.0, 100, 30, "measured").saved_bytes == 70
+    assert Costs(2.0, 1.0, source="estimated").saved_bytes is None
+    total = Total(5.0, 2.0, 1, 1, 100, 30, ("measured",))
+    assert (total.saved_bytes, total.saved_us) == (70, 3.0)
 
 
 def unit(p, x):
