@@ -37,8 +37,9 @@ from rewriter.program.graph import Node
 FILLS = 1e3
 """Numbers from here on, below zero, hide a score where a choice takes them."""
 
-NEARLY = frozenset({"assumption", "gradient"})
-"""Why a region is not attention that it would be with what the reason advises."""
+NEARLY = frozenset({"assumption", "gradient", "rows"})
+"""Why a region is not attention: it would be with what the reason advises, or a sum
+over keys, whose gradient is 0, would be lost in rounding."""
 
 SUMS = frozenset({"reduce_sum", "dot_general"})
 """What may add up weights."""
