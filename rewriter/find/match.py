@@ -296,6 +296,8 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             inside.append((reading, beside))
             if not beside:
                 continue
+        if _is_inside_general(find, pattern, reading, memory):
+            continue
         spec, problem = check(find.graph, pattern.op, reading)
         if problem is not None:
             find.missed(pattern.name, anchor, problem)
@@ -342,6 +344,34 @@ def _of_pieces(
                 if problem is None and found == spec:
                     return other, found
     return reading, spec
+
+
+def _is_inside_general(
+    find: Finder, pattern: Pattern, reading: Reading, memory: _Memory
+) -> bool:
+    """Whether a special form is read of a part of what is its general op as a whole."""
+    general = pattern.op.form_of
+    covered = memory.covered.get(general)
+    if not covered or find.done(general, reading.value):
+        return False
+    if reading.value in covered:
+        return not is_read_elsewhere(find.graph, reading.value, covered, memory.out)
+    return _is_in_loop_of(find.graph, reading.value, covered)
+
+
+def _is_in_loop_of(graph: Graph, value: int, covered: Set[int]) -> bool:
+    """Whether a value is in the body of a loop of which all that is read is covered."""
+    node = graph.node_of(value)
+    scope = node.scope if node is not None else graph.top
+    while scope.parent is not None:
+        owner = scope.parent.jaxpr.eqns[scope.call]
+        outs = [scope.parent.env.get(v) for v in owner.outvars]
+        read = [v for v in outs if v is not None and graph.users(v)]
+        ends = {v for v in outs if v in graph.results}
+        if (read or ends) and {*read, *ends} <= covered:
+            return True
+        scope = scope.parent
+    return False
 
 
 def _inside_first(found: list[Match]) -> list[Match]:

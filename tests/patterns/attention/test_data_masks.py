@@ -201,10 +201,10 @@ def test_whatever_a_checkpoint_keeps(name, policy):
 )  # fmt: skip
 def test_a_layer_keeps_no_more_than_as_written(context, name, monkeypatch):
     rows = 128
-    monkeypatch.setitem(globals(), "T", rows)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments(name)]
+    monkeypatch.setitem(globals(), "T", rows)  # arguments are kept, of fewer
     step = step_of(name, context)
     fast = rewriter.optimize(step, implementation=FORCED)
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments(name)]
     x, w, data = (
         jax.ShapeDtypeStruct([rows if n == 16 else n for n in s.shape], s.dtype)
         for s in shapes
