@@ -103,7 +103,8 @@ def _products(find: Finder, value: int) -> list[Node]:
         if node is None:
             continue
         if node.prim == "dot_general" and not is_local(node):
-            if node not in found:
+            empty = any(0 in find.graph.shape(i) for i in node.ins)
+            if node not in found and not empty:
                 found.append(node)
         elif node.prim in BETWEEN:
             new = [i for i in node.ins if i not in seen]

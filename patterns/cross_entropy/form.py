@@ -191,10 +191,16 @@ class _Picks:
             text = "several arrays of labels pick logits"
             if not found:
                 text = "the targets are no labels that pick one logit of each row"
-            score = 0.5 if found else 0.2  # as in an entropy
+            score = 0.5 if found else 0.2 if self._of_own_chances() else 0.3
             raise Refused("labels", text, score=score, difference=alg.show(self.form))
         ((label, outside),) = found
         return label, "nan" if fills else outside
+
+    def _of_own_chances(self) -> bool:
+        """Whether the rows' own probabilities are multiplied, as in an entropy."""
+        inner = self.alg.thaw(self.alg.defs[self.total][1])
+        own = {a for _, mono in inner for a, _ in mono}
+        return any(a in own and e < 0 for _, mono in self.form for a, e in mono)
 
     def _label_of(self, flag: int) -> tuple[int, str]:
         alg = self.alg

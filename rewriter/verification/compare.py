@@ -226,7 +226,8 @@ def _unit(leaves: Sequence[Any]) -> float:
     """The largest root mean square of arguments that are floats."""
     floats = [np.asarray(x).astype(np.float64) for x in leaves if is_float(x)]
     with np.errstate(all="ignore"):
-        sizes = [np.sqrt(np.mean(x[np.isfinite(x)] ** 2)) for x in floats if x.size]
+        finite = [x[np.isfinite(x)] for x in floats]
+        sizes = [np.sqrt(np.mean(x**2)) for x in finite if x.size]
     return max((float(n) for n in sizes if np.isfinite(n)), default=0.0)
 
 

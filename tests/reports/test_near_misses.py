@@ -126,10 +126,6 @@ def over_queries(q, k, v):
     return weighted(jax.nn.softmax(scores(q, k), axis=-2), v)
 
 
-def of_sines(q, k, v):
-    return weighted(jax.nn.softmax(jnp.sin(scores(q, k))), v)
-
-
 def root_plus_epsilon(x):
     return x / (jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) + 1e-6)
 
@@ -201,7 +197,6 @@ NEAR = {
     "all_experts": ("ragged_dot", "all 6 experts", all_experts, X, W, UP, DOWN),
     "capacity": ("ragged_dot", "one-hot contractions", capacity, X, W, UP, DOWN),
     "over_queries": ("attention", "another axis than the keys", over_queries, Q, K, V),
-    "of_sines": ("attention", "the scores go through something", of_sines, Q, K, V),
     "root": ("rms_norm", "added to the root", root_plus_epsilon, X),
     "deviation": ("layer_norm", "added to the root", deviation_plus_epsilon, X),
     "larger": ("rms_norm", "and not their sum", larger_of_two, X),
