@@ -44,8 +44,11 @@ over keys, whose gradient is 0, would be lost in rounding."""
 SUMS = frozenset({"reduce_sum", "dot_general"})
 """What may add up weights."""
 
-ATTEMPTS = 8
+ATTEMPTS = 4
 """Products that are read in vain in one program; reading one is slow."""
+
+SUMMED = 3
+"""The most contractions that scores are a sum of, as those of contents and places."""
 
 NEAR = 60
 """The most values above what is added to scores that are looked at."""
@@ -95,7 +98,10 @@ def propose(find: Finder, anchor: Node) -> Iterator[Reading]:
 
 
 def _products(find: Finder, value: int) -> list[Node]:
-    """Contractions of which an exponent is computed, nearest first."""
+    """Contractions of which an exponent is computed, nearest first.
+
+    None if there are many, as where layers add to one stream.
+    """
     found: list[Node] = []
     seen, queue = {value}, [value]
     while queue and len(seen) < WALK:
@@ -106,6 +112,8 @@ def _products(find: Finder, value: int) -> list[Node]:
             empty = any(0 in find.graph.shape(i) for i in node.ins)
             if node not in found and not empty:
                 found.append(node)
+                if len(found) > SUMMED:
+                    return []
         elif node.prim in BETWEEN:
             new = [i for i in node.ins if i not in seen]
             seen.update(new)
@@ -137,7 +145,8 @@ def _around(
                         miss = miss or Refused("budget", str(error), score=0.3)
                     if find.done(NAME, value):
                         return
-    if miss is not None and miss.score > 0.5:
+    told = (GENERAL, anchor.outs[0]) in find.misses  # one reason for a place
+    if miss is not None and miss.score > 0.5 and not told:
         find.missed(NAME, anchor, miss)
 
 

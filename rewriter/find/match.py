@@ -286,7 +286,8 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
     known: list[Template | None] = []
     inside: list[tuple[Reading, bool]] = []
     for reading in pattern.propose(find, anchor):
-        if find.done(pattern.name, reading.value):
+        done = find.done(pattern.name, reading.value)
+        if done or _is_inside_general(find, pattern, reading, memory):
             continue
         covered = memory.covered.setdefault(pattern.name, set())
         if reading.value in covered:
@@ -296,8 +297,6 @@ def _at(find: Finder, pattern: Pattern, anchor: Node, memory: _Memory) -> list[M
             inside.append((reading, beside))
             if not beside:
                 continue
-        if _is_inside_general(find, pattern, reading, memory):
-            continue
         spec, problem = check(find.graph, pattern.op, reading)
         if problem is not None:
             find.missed(pattern.name, anchor, problem)
