@@ -17,11 +17,18 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from rewriter.algebra.canonicalize import LAYOUT_PRIMITIVES, TRANSPARENT, kind_of
+from rewriter.algebra.canonicalize import (
+    LAYOUT_PRIMITIVES,
+    TRANSPARENT,
+    interval,
+    kind_of,
+    within,
+)
 from rewriter.algebra.normal_form import TRUE, Index, OverBudget
 from rewriter.find.finder import RegionEvaluator
 from rewriter.find.reading import Operand, Refused
 from rewriter.ops.score import (
+    BESIDE,
     COLUMN,
     ELEMENTWISE,
     NAMED,
@@ -365,6 +372,10 @@ class ScoreReader:
             if kind_of(dtype) != "f":
                 raise Unread("a table of integers is read outside of it")
             fill = float("nan")
+        if node.params["mode"] == GatherScatterMode.PROMISE_IN_BOUNDS:
+            sizes = [shape[d] for d, _ in picked]
+            if not within(interval(ev.g, indices), (0, min(sizes) - 1)):
+                fill = BESIDE
         return self._lookup(table, at, picked, dtype, fill)
 
     def _lookup(
@@ -382,7 +393,8 @@ class ScoreReader:
             at: Its other arguments.
             picked: Its axes that are read by index, and the indices.
             dtype: The table's dtype.
-            fill: What is outside; None for the nearest number.
+            fill: What is outside; None for the nearest number, `BESIDE` for the
+                nearest without a gradient.
         """
         alg, shape = self.ev.alg, self.ev.g.shape(table)
         places: list[int] = []
@@ -402,7 +414,8 @@ class ScoreReader:
             whole = near
         assert whole is not None
         if inside is not None:
-            whole = self._at("or_none", inside, whole)
+            which = "or_beside" if fill == BESIDE else "or_none"
+            whole = self._at(which, inside, whole)
         ref = self._table(table, tuple(at), tuple(places))
         return self._add(lookup_step(ref, whole, dtype, fill))
 

@@ -13,7 +13,9 @@ from rewriter.choose.choose import choose
 from rewriter.config import Config
 from rewriter.find.match import Found, Match
 from rewriter.ops.device import Device
+from rewriter.ops.kernel import PLATFORMS
 from rewriter.ops.registry import registry
+from rewriter.ops.spec import Spec, of_least_sizes
 from rewriter.site.implementation import XLA
 
 Reasons = tuple[tuple[str, str], ...]
@@ -78,7 +80,7 @@ def _chosen(
     """The chosen kernel of a special form, or why the form has none.
 
     A kernel that both have in plain JAX does not replace a faster one of the general
-    op, such as one for a GPU.
+    op, such as one for a GPU. It replaces the general op's own where it reads less.
     """
     op = match.op
     forced = {name for name, *_ in config.implementation}
@@ -88,8 +90,18 @@ def _chosen(
     choice = choose(match.spec, config, kernels, target, where=match.where)
     why = tuple((f"{op.name} {name}", text) for name, text in choice.not_chosen)
     others = general.pattern.kernels
-    if op.name not in forced and choice.kernel in {k.name for k in others}:
+    plain = {k.name for k in kernels if set(k.platforms) == set(PLATFORMS)}
+    both = plain & {k.name for k in others}
+    if op.name not in forced and choice.kernel in both:
         there = choose(general.spec, config, others, target, where=match.where).kernel
         if there not in (XLA, choice.kernel):
             return XLA, ((op.name, f"{there} computes it as {op.form_of}"),)
+        if there != XLA and _bytes(match.spec) >= _bytes(general.spec):
+            return XLA, ((op.name, f"it reads no less than {op.form_of}"),)
     return choice.kernel, why
+
+
+def _bytes(spec: Spec) -> int:
+    """Bytes of a use's operands."""
+    least = of_least_sizes(spec)
+    return sum(map(least.nbytes, least.operands))

@@ -17,7 +17,12 @@ from rewriter.algebra.template import Step as Way
 from rewriter.algebra.template import Template, apply, go, template, way
 from rewriter.find.check import check
 from rewriter.find.finder import Finder
-from rewriter.find.nested import Escapes, is_read_elsewhere
+from rewriter.find.nested import (
+    Escapes,
+    body_values,
+    is_in_loop_of,
+    is_read_elsewhere,
+)
 from rewriter.find.precision import with_precision
 from rewriter.find.reading import Reading, Refused, leaves_of
 from rewriter.find.region import Place, Regions
@@ -355,22 +360,7 @@ def _is_inside_general(
         return False
     if reading.value in covered:
         return not is_read_elsewhere(find.graph, reading.value, covered, memory.out)
-    return _is_in_loop_of(find.graph, reading.value, covered)
-
-
-def _is_in_loop_of(graph: Graph, value: int, covered: Set[int]) -> bool:
-    """Whether a value is in the body of a loop of which all that is read is covered."""
-    node = graph.node_of(value)
-    scope = node.scope if node is not None else graph.top
-    while scope.parent is not None:
-        owner = scope.parent.jaxpr.eqns[scope.call]
-        outs = [scope.parent.env.get(v) for v in owner.outvars]
-        read = [v for v in outs if v is not None and graph.users(v)]
-        ends = {v for v in outs if v in graph.results}
-        if (read or ends) and {*read, *ends} <= covered:
-            return True
-        scope = scope.parent
-    return False
+    return is_in_loop_of(find.graph, reading.value, covered)
 
 
 def _inside_first(found: list[Match]) -> list[Match]:
@@ -473,7 +463,7 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
         used |= match.inner
     for node in map(find.graph.node_of, tuple(used)):
         if node is not None and node.prim in LOOPS:  # a loop that is replaced
-            used |= _body_values(node)
+            used |= body_values(node)
     dense = any(refusal.code == "dense" for _, refusal in find.misses.values())
     for (op, value), (anchor, refusal) in find.misses.items():
         if value in used or refusal.score < 0.3:
@@ -490,18 +480,6 @@ def _misses(find: Finder, matches: Sequence[Match]) -> Iterator[NearMiss]:
             refusal.suggestion,
             users_line_of(anchor),
         )
-
-
-def _body_values(scan: Node) -> set[int]:
-    """Values in the body of a scan, calls in it included."""
-    out: set[int] = set()
-    scopes = list(scan.scope.children[scan.position])
-    while scopes:
-        scope = scopes.pop()
-        out.update(scope.env.values())
-        for children in scope.children.values():
-            scopes += children
-    return out
 
 
 def region_values(find: Finder, value: int, leaves: set[int]) -> set[int]:

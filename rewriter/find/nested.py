@@ -87,3 +87,30 @@ def _reads_anew(node: Node, value: int) -> bool:
     """
     children = node.scope.children.get(node.position, ())
     return not any(value in c.first_var for c in children)
+
+
+def is_in_loop_of(graph: Graph, value: int, covered: Set[int]) -> bool:
+    """Whether a value is in the body of a loop of which all that is read is covered."""
+    node = graph.node_of(value)
+    scope = node.scope if node is not None else graph.top
+    while scope.parent is not None:
+        owner = scope.parent.jaxpr.eqns[scope.call]
+        outs = [scope.parent.env.get(v) for v in owner.outvars]
+        read = [v for v in outs if v is not None and graph.users(v)]
+        ends = {v for v in outs if v in graph.results}
+        if (read or ends) and {*read, *ends} <= covered:
+            return True
+        scope = scope.parent
+    return False
+
+
+def body_values(scan: Node) -> set[int]:
+    """Values in the body of a scan, calls in it included."""
+    out: set[int] = set()
+    scopes = list(scan.scope.children[scan.position])
+    while scopes:
+        scope = scopes.pop()
+        out.update(scope.env.values())
+        for children in scope.children.values():
+            scopes += children
+    return out

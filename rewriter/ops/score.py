@@ -51,10 +51,15 @@ POSITIONS: Mapping[str, Callable[..., Any]] = {
     "position_inside": lambda x, size: (x >= 0) & (x < size),
     "position_multiply": jnp.multiply,
     "position_or_none": lambda inside, x: jnp.where(inside, x, -1),
+    "position_or_beside": lambda inside, x: jnp.where(inside, x, -1 - x),
     "position_quotient": jnp.floor_divide,
     "position_remainder": jnp.remainder,
 }
 """What is computed anew of positions and of places in tables: integers of 32 bits."""
+
+BESIDE = "beside"
+"""The fill of places outside of a table that have the nearest number, while a gradient
+there is dropped: so XLA computes a gather that promises to stay inside."""
 
 LOOKUP = "lookup"
 """An equation that reads a number of a table, by its place on the table's last axis."""
@@ -234,7 +239,8 @@ def lookup_step(table: Ref, index: Ref, dtype: Any, fill: Any = None) -> Step:
         table: The table, [..., r].
         index: Places from 0 to r - 1.
         dtype: The table's.
-        fill: The number that an index below 0 gives; None if there is none.
+        fill: The number that an index below 0 gives; None if there is none. With
+            `BESIDE`, index -1 - i gives number i, which gets no gradient.
     """
     run = functools.partial(_looked_up, fill=fill)
     shown = "" if fill is None else f"fill={fill}"
@@ -268,12 +274,16 @@ def _varying_alike(arrays: Sequence[Any]) -> list[Any]:
 def _looked_up(table: Any, index: Any, fill: Any = None) -> Any:
     """Numbers of a table [..., r] at places [..., t, s]; a place below 0 has the fill.
 
+    With `BESIDE` it has a number of the table, which gets no gradient.
+
     The table's axes before r, and the index's before the last two, broadcast.
     """
     outer = table.ndim - 1
     index = jnp.asarray(index)
     index = index.reshape((1,) * (outer + 2 - index.ndim) + index.shape)
-    at = index if fill is None else jnp.maximum(index, 0)
+    at = index
+    if fill is not None:
+        at = jnp.where(index < 0, -1 - index, index)
     if all(n == 1 for n in index.shape[:outer]):
         places = at.reshape(index.shape[outer:])
         found = jnp.take(table, places, axis=-1, mode="clip")
@@ -286,4 +296,6 @@ def _looked_up(table: Any, index: Any, fill: Any = None) -> Any:
         found = found.reshape(places.shape)
     if fill is None:
         return found
-    return jnp.where(index < 0, jnp.asarray(fill, found.dtype), found)
+    beside = lax.stop_gradient(found)
+    other = beside if fill == BESIDE else jnp.asarray(fill, found.dtype)
+    return jnp.where(index < 0, other, found)

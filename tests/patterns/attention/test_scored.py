@@ -354,3 +354,41 @@ def test_grouped_heads(dtype: str) -> None:
     assert far(got, exact(with_gradients(f), arrays)) < (
         3e-5 if dtype == "float32" else 5e-2
     )
+
+
+@pytest.mark.parametrize("mode", [None, "clip", "fill"])
+def test_places_outside_of_a_table(mode: str | None) -> None:
+    """Without a mode, such a place has the nearest number, and gives no gradient."""
+    at = np.arange(12)[:, None] - np.arange(12)
+    q, k, v = (np.random.default_rng(i).normal(size=(1, 12, 2, 8)) for i in range(3))
+    table = np.random.default_rng(3).normal(size=(2, 9))
+
+    def f(q: Any, k: Any, v: Any, table: Any) -> Any:
+        places = jnp.asarray(at) + (12 if mode == "fill" else 0)
+        s = jnp.tanh(jnp.einsum("btnh,bsnh->bnts", q, k))
+        more = table.at[:, places].get(mode=mode) if mode else table[:, places]
+        weights = jax.nn.softmax(s + jnp.nan_to_num(more))
+        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+    args = [x.astype("float32") for x in (q, k, v, table)]
+    fast = rewriter.optimize(f, implementation=FORCED)
+    (site,) = fast.report(*args).sites
+    assert site.replaced
+    total = lambda f: lambda *a: (f(*a) * jnp.arange(8.0)).sum()
+    got, want = (jax.grad(total(g), (0, 1, 2, 3))(*args) for g in (fast, f))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, atol=2e-4)
+
+
+def test_a_mask_that_is_added_is_no_function() -> None:
+    """Both are found; attention with a window reads no more."""
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        t = jnp.arange(q.shape[1])
+        s = jnp.einsum("btnh,bsnh->bnts", q, k)
+        s = s + jnp.where(t[:, None] < t, -1e9, 0.0)
+        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(s), v)
+
+    x = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.float32)
+    (site,) = rewriter.explain(f)(x, x, x).sites
+    assert site.params["window"] == (None, 0)
