@@ -53,7 +53,11 @@ def added(torchax: Any) -> dict[Any, Callable[..., Any]]:
         a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
     ) -> Any:
         if offs is None or bias is not None or a.ndim != 2 or b.ndim != 3:
-            raise NotImplementedError("grouped_mm of other than rows and matrices")
+            raise NotImplementedError(
+                f"torch grouped_mm of shapes {tuple(a.shape)} and {tuple(b.shape)}:"
+                " only rows [m, k] by matrices [g, k, n] with offs= and without bias="
+                " are rewritten. Write the others as matmuls of each group"
+            )
         rows, matrices, ends = env.t2j_iso((a, b, offs))
         dtype = None if out_dtype is None else jax_view(out_dtype)
         return view(grouped_mm(rows, matrices, ends, dtype))
