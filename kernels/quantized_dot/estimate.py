@@ -12,6 +12,13 @@ m, k, n             stored         model and measured on an H100; µs
 256 4096 14336      int8           xla 125 123   hopper 79 82
 16 14336 4096       int8           xla 125 120   hopper 37 35
 
+Few rows: each number is read once, and widened in registers, at the rate of memory. All
+blocks of columns read the rows again, from the cache.
+
+16 4096 14336       int8           24 25         64 4096 14336   int8   27 25
+16 4096 14336       int4, groups   14 15         64 14336 4096   int8   27 28
+16 8192 28672       int8           82 82         64 8192 28672   int8   93 83
+
 (``tests/bench/results/quantized_dot_h100.json``)
 """
 
@@ -114,12 +121,22 @@ def on_hopper(spec: Spec, device: Device) -> float:
     )
 
 
+CACHED = 0.15
+"""How long reading a byte from the cache takes, in that of memory."""
+
+
+def of_few_rows(spec: Spec, device: Device) -> float:
+    """Returns the seconds of one product by the kernel of few rows."""
+    again = numbers(spec) / 128 * rows_of(spec) * item(spec, "x")
+    return seconds(device, 0.0, stored_bytes(spec) + CACHED * again)
+
+
 TIMES = {"forward": 1.0, "vjp": 1.0, "forward_and_vjp": 2.0}
 """Products of the forward's size, each of a matrix that is read."""
 
 
 def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
-    """Returns the seconds of ``"xla"``, ``"memory_bounded"`` and ``"hopper"``.
+    """Returns the seconds of ``"xla"`` and of the kernels.
 
     The gradient of rows is XLA's, whatever the kernel.
     """
@@ -130,7 +147,12 @@ def estimate(spec: Spec, device: Device, passes: str) -> Mapping[str, float]:
     ours = on_hopper(spec, device) if modelled(spec, device, passes).ok else math.inf
     rest = 0.0 if passes == "forward" else once
     times = TIMES[passes]
-    return {"xla": times * once, "memory_bounded": times * loop, "hopper": ours + rest}
+    return {
+        "xla": times * once,
+        "memory_bounded": times * loop,
+        "hopper": ours + rest,
+        "hopper_few_rows": of_few_rows(spec, device) + rest,
+    }
 
 
 def modelled(spec: Spec, device: Device, passes: str) -> Verdict:

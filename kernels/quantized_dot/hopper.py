@@ -27,7 +27,7 @@ from rewriter.kernels.shared.hopper import PROCESSORS, by_estimate
 from rewriter.kernels.shared.hopper import runs_on as runs_on
 from rewriter.ops.kernel import Kernel, Limits, Space, Speed, Traits
 from rewriter.ops.stored import usual_steps
-from rewriter.ops.widening import applied
+from rewriter.ops.widening import all_columns, applied
 from rewriter.support.verdict import YES, Verdict, all_of, no
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def forward(
     how = in_float32(widen, x.dtype.name)
     assert how is not None
     arrays = {"scale": w_scale, "zero": w_zero}
-    within = [_rows(arrays[name], own, n) for name, own in how.dtypes]
+    within = [all_columns(arrays[name], own, n) for name, own in how.dtypes]
     names = [name for name, _ in how.dtypes]
     steps = [(s, names.index(x) if x in names else x) for s, x in how.steps]
     branch = Branch(w[None], within=tuple(within), split=parts > 1)
@@ -222,15 +222,6 @@ def forward(
         out = applied(out.astype(dtype), behind, row)
     out = out.reshape(*x.shape[:-1], n)
     return (out, ()) if residuals else out
-
-
-def _rows(values: Any, dtype: str, n: int) -> Array:
-    """Values in the dtype in which the program joins them, for all columns.
-
-    The kernel casts them to float32 itself: XLA would leave out a cast to 16 bits that
-    is followed by one to float32.
-    """
-    return jnp.broadcast_to(values.astype(dtype), (values.shape[0], n))
 
 
 backward = xla.backward
